@@ -1,0 +1,37 @@
+# `make` alone says what there is.
+
+venv := .venv
+python := $(venv)/bin/python
+installed := $(venv)/installed
+
+.PHONY: help demo test lint docs clean
+
+help:  ## Say what there is.
+	@sed -nE 's/^([a-z]+):.*## (.*)/make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 12
+
+demo: $(installed)  ## Train a small model on two processes.
+	OMP_NUM_THREADS=1 $(venv)/bin/torchrun --standalone --nproc_per_node=2 docs/examples/digits.py
+	@echo "That was docs/examples/digits.py on two processes, started by torchrun."
+	@echo "The same file, unchanged, runs with python, mpirun or mpiexec, and srun."
+
+test: lint  ## Check the style, run all tests, build the documentation.
+	$(python) -m pytest
+	$(MAKE) docs
+
+lint: $(installed)  ## Check formatting, style, types, layers and spelling.
+	$(venv)/bin/ruff check
+	$(venv)/bin/ruff format --check
+	$(venv)/bin/mypy
+	$(venv)/bin/lint-imports --no-logo
+	$(venv)/bin/codespell
+
+docs: $(installed)  ## Build the documentation in docs/_build; a warning is an error.
+	test ! -e docs/conf.py || $(python) -m sphinx -W --keep-going -q -b html docs docs/_build
+
+clean:  ## Remove everything that was built or installed.
+	rm -rf $(venv) docs/_build *.egg-info .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
+
+$(installed): setup.cfg pyproject.toml .ci/constraints.txt
+	test -x $(python) || python3 -m venv $(venv)
+	$(python) -m pip install --quiet --constraint .ci/constraints.txt --editable '.[dev]'
+	touch $@
