@@ -1,0 +1,22 @@
+"""What a launcher says about this process, as plain values: no torch, no communication."""
+
+from distman.environments.base import LAUNCHERS, LaunchEnvironment
+from distman.environments.detect import (
+    Detection,
+    detect,
+    explain,
+    is_env_distributed,
+    should_use_distributed,
+)
+from distman.environments.slurm import expected_hosts
+
+__all__ = [
+    "LAUNCHERS",
+    "Detection",
+    "LaunchEnvironment",
+    "detect",
+    "expected_hosts",
+    "explain",
+    "is_env_distributed",
+    "should_use_distributed",
+]

@@ -1,0 +1,62 @@
+"""Bare RANK and WORLD_SIZE: torch.distributed.launch, Kubeflow, DeepSpeed, or set by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from distman.environments.base import LaunchEnvironment, read_count, read_index
+from distman.environments.fields import Fields, environment_from
+from distman.errors import LaunchEnvironmentError
+
+__all__ = ["FIELDS", "check_whole", "from_bare", "is_complete"]
+
+FIELDS: Fields = {
+    "rank": ("RANK",),
+    "world_size": ("WORLD_SIZE",),
+    "local_rank": ("LOCAL_RANK",),
+    "local_world_size": ("LOCAL_WORLD_SIZE",),
+    "main_address": ("MASTER_ADDR",),
+    "main_port": ("MASTER_PORT",),
+    "job_id": (),
+}
+
+
+def from_bare(environ: Mapping[str, str]) -> LaunchEnvironment | None:
+    """Return what bare ``RANK`` and ``WORLD_SIZE`` say, or None where one of them is unset.
+
+    Local. How many nodes there are, and which this is, goes by too many names to be read here: the roll call
+    finds it out.
+
+    Args:
+        environ: Environment variables, usually ``os.environ``; never modified.
+
+    Raises:
+        LaunchEnvironmentError: A variable is not a number, or two contradict each other.
+
+    Source:
+        PyTorch documentation, torch.distributed, Environment variable initialization.
+    """
+    return environment_from("env", FIELDS, environ)
+
+
+def is_complete(environ: Mapping[str, str]) -> bool:
+    """Return whether ``RANK``, ``LOCAL_RANK`` and ``WORLD_SIZE`` are all set, as a launcher sets them.
+
+    Local.
+    """
+    return all(environ.get(name, "").strip() for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"))
+
+
+def check_whole(environ: Mapping[str, str]) -> None:
+    """Refuse ``RANK`` without ``WORLD_SIZE``: half an environment is not one process by another name.
+
+    Local. ``WORLD_SIZE`` alone is something that job scripts export for their own use.
+
+    Raises:
+        LaunchEnvironmentError: ``RANK`` is set and ``WORLD_SIZE`` is not.
+    """
+    if read_index(environ, "RANK") is not None and read_count(environ, "WORLD_SIZE") is None:
+        raise LaunchEnvironmentError(
+            f"WORLD_SIZE must be set where RANK is, got RANK={environ['RANK']} and no WORLD_SIZE from the "
+            "environment. Set WORLD_SIZE to the number of processes, or unset RANK to run one process."
+        )

@@ -1,0 +1,253 @@
+"""Which launcher started this process: the choice, and its explanation."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Callable, Iterable, Mapping
+
+from distman.environments import bare, flux, hydra, jsrun, mvapich, openmpi, pals, slurm, torchrun
+from distman.environments.base import LAUNCHERS, LaunchEnvironment, read_count, read_text
+from distman.environments.fields import Fields, source_of
+from distman.errors import LaunchEnvironmentError
+
+__all__ = ["METHOD", "Detection", "detect", "explain", "is_env_distributed", "should_use_distributed"]
+
+METHOD = "DISTMAN_INITIALIZATION_METHOD"
+"""The variable that names the launcher to believe."""
+
+_MPI = ("openmpi", "hydra", "mvapich", "pals")
+_SINGLE = LaunchEnvironment("single", rank=0, world_size=1)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Launcher:
+    name: str
+    fields: Fields
+    read: Callable[[Mapping[str, str]], LaunchEnvironment | None]
+
+
+_ORDER = (
+    _Launcher("torchrun", torchrun.FIELDS, torchrun.from_torchrun),
+    _Launcher("openmpi", openmpi.FIELDS, openmpi.from_openmpi),
+    _Launcher("hydra", hydra.FIELDS, hydra.from_hydra),
+    _Launcher("mvapich", mvapich.FIELDS, mvapich.from_mvapich),
+    _Launcher("pals", pals.FIELDS, pals.from_pals),
+    _Launcher("jsrun", jsrun.FIELDS, jsrun.from_jsrun),
+    _Launcher("flux", flux.FIELDS, flux.from_flux),
+    _Launcher("slurm", slurm.FIELDS, slurm.from_slurm),
+    _Launcher("env", bare.FIELDS, bare.from_bare),
+)
+"""Innermost first: mpirun inside a Slurm job hands its ranks Slurm's variables too."""
+
+_ALLOCATION = _Launcher("slurm", slurm.ALLOCATION_FIELDS, slurm.from_slurm_allocation)
+_BARE = _ORDER[-1]
+_BY_NAME = {launcher.name: launcher for launcher in _ORDER}
+
+_METHODS: Mapping[str, tuple[_Launcher, ...]] = {
+    **{launcher.name: (launcher,) for launcher in _ORDER},
+    "env": (_BY_NAME["torchrun"], _BARE),
+    "mpi": tuple(_BY_NAME[name] for name in _MPI),
+    "slurm": (_BY_NAME["slurm"], _ALLOCATION),
+    "single": (),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Detection:
+    """What was chosen, and why.
+
+    Attributes:
+        environment: What the chosen launcher says.
+        explanation: Sentences: what was chosen, from which variables, what was passed over and why.
+        warnings: Sentences that a user should see without asking.
+    """
+
+    environment: LaunchEnvironment
+    explanation: tuple[str, ...]
+    warnings: tuple[str, ...] = ()
+
+
+def detect(environ: Mapping[str, str], method: str | None = None) -> Detection:
+    """Find out which launcher started this process, and what it says.
+
+    Local. Pure: nothing is read but ``environ``.
+
+    Args:
+        environ: Environment variables, usually ``os.environ``; never modified.
+        method: Name of the launcher to believe, any case; also ``"mpi"`` for any MPI. None asks the variable
+            ``DISTMAN_INITIALIZATION_METHOD``, then all launchers, the innermost first.
+
+    Raises:
+        LaunchEnvironmentError: Variables are missing, not numbers, or contradict each other; the method finds
+            nothing.
+        ValueError: There is no such method.
+    """
+    source = "the call" if method is not None else METHOD
+    method = read_text(environ, METHOD) if method is None else method
+    return _search(environ) if method is None else _believe(method, source, environ)
+
+
+def explain(environ: Mapping[str, str] | None = None, method: str | None = None) -> str:
+    """Return the whole reasoning about this process's launcher, a sentence a line.
+
+    Local. No communication.
+
+    Args:
+        environ: Environment variables; None reads ``os.environ``.
+        method: See :func:`detect`.
+
+    Raises:
+        LaunchEnvironmentError: See :func:`detect`.
+        ValueError: There is no such method.
+    """
+    return "\n".join(detect(os.environ if environ is None else environ, method).explanation)
+
+
+def is_env_distributed(environ: Mapping[str, str] | None = None) -> bool:
+    """Return whether a launcher started this process as a rank of a job, be it the only one.
+
+    Local.
+
+    Args:
+        environ: Environment variables; None reads ``os.environ``.
+
+    Raises:
+        LaunchEnvironmentError: See :func:`detect`.
+    """
+    return detect(os.environ if environ is None else environ).environment.launcher != "single"
+
+
+def should_use_distributed(use_distributed: bool | None, environ: Mapping[str, str] | None = None) -> bool:  # noqa: FBT001 - the one argument is the question
+    """Return whether a program with this wish should start a process group here.
+
+    Local.
+
+    Args:
+        use_distributed: True insists on it; False rules it out; None wants it where there are several ranks.
+        environ: Environment variables; None reads ``os.environ``.
+
+    Raises:
+        LaunchEnvironmentError: It is insisted on where no launcher speaks; or see :func:`detect`.
+    """
+    if use_distributed is False:
+        return False
+    detection = detect(os.environ if environ is None else environ)
+    if use_distributed and detection.environment.launcher == "single":
+        raise LaunchEnvironmentError(
+            "use_distributed must be None or False where no launcher started this process, got True. Start the "
+            "script with torchrun, mpirun or srun.\n" + "\n".join(detection.explanation)
+        )
+    return use_distributed or detection.environment.world_size > 1
+
+
+def _search(environ: Mapping[str, str]) -> Detection:
+    explanation: list[str] = []
+    for position, launcher in enumerate(_ORDER):
+        environment = launcher.read(environ)
+        if environment is not None:
+            chosen, warnings = _settle_contradiction(launcher, environment, environ)
+            if chosen is not launcher:
+                explanation.append(f"{launcher.name} was passed over: {warnings[0]}")
+                environment = bare.from_bare(environ) or environment
+            explanation.insert(0, _chosen(chosen, environment, environ))
+            others = (other for other in _ORDER[position + 1 :] if other is not chosen)
+            explanation += [_passed_over(other, environ, chosen.name) for other in others]
+            return Detection(environment, tuple(explanation), warnings)
+        explanation.append(_passed_over(launcher, environ, None))
+    bare.check_whole(environ)
+    warnings = _allocation_warnings(environ)
+    return Detection(_SINGLE, ("single was chosen: no launcher speaks.", *warnings, *explanation), warnings)
+
+
+def _believe(method: str, source: str, environ: Mapping[str, str]) -> Detection:
+    launchers = _METHODS.get(method.strip().lower())
+    if launchers is None:
+        valid = ", ".join(sorted({*LAUNCHERS, "mpi"}))
+        raise ValueError(f"method must be one of {valid} (any case), got {method!r} from {source}. Correct it.")
+    asked = f"{method} was asked for by {source}."
+    if not launchers:
+        return Detection(_SINGLE, ("single was chosen: one process.", asked))
+    for launcher in launchers:
+        environment = launcher.read(environ)
+        if environment is not None:
+            return Detection(environment, (_chosen(launcher, environment, environ), asked))
+    looked_for = "; ".join(f"{' and '.join(_key_variables(launcher))}" for launcher in launchers)
+    raise LaunchEnvironmentError(
+        f"method {method!r} from {source} must find its variables, got none of: {looked_for}. "
+        "Start the script with that launcher, or let the launcher be found out: unset the method."
+    )
+
+
+def _settle_contradiction(
+    launcher: _Launcher, environment: LaunchEnvironment, environ: Mapping[str, str]
+) -> tuple[_Launcher, tuple[str, ...]]:
+    """Return who is right where complete bare variables stand beside a launcher's own."""
+    if launcher.name in ("torchrun", "env") or not bare.is_complete(environ):
+        return launcher, ()
+    other = bare.from_bare(environ)
+    if other is None or (other.rank, other.world_size) == (environment.rank, environment.world_size):
+        return launcher, ()
+    both = f"{_place(_BARE, environ)}, but {launcher.name} says {_place(launcher, environ)}"
+    if launcher.name in _MPI:
+        raise LaunchEnvironmentError(
+            f"RANK and WORLD_SIZE must agree with the MPI that started this process, got {both}. Unset RANK, "
+            f"LOCAL_RANK and WORLD_SIZE, or choose: {METHOD}=env or {METHOD}={launcher.name}."
+        )
+    return _BARE, (
+        f"RANK, LOCAL_RANK and WORLD_SIZE are believed: {both}; a launcher inside the {launcher.name} step must "
+        f"have set them. To believe {launcher.name}, set {METHOD}={launcher.name}.",
+    )
+
+
+def _allocation_warnings(environ: Mapping[str, str]) -> tuple[str, ...]:
+    if not slurm.is_allocation(environ):
+        return ()
+    num_tasks = read_count(environ, *slurm.ALLOCATION_FIELDS["world_size"]) or 1
+    num_nodes = read_count(environ, *slurm.ALLOCATION_FIELDS["num_nodes"]) or 1
+    if max(num_tasks, num_nodes) == 1:
+        return ()
+    return (
+        f"This is one process: it runs in Slurm allocation {read_text(environ, 'SLURM_JOB_ID', 'SLURM_JOBID')} "
+        f"({num_tasks} tasks on {num_nodes} nodes), but srun did not start it. To use the whole allocation, "
+        "start it with: srun python ...",
+    )
+
+
+def _chosen(launcher: _Launcher, environment: LaunchEnvironment, environ: Mapping[str, str]) -> str:
+    values = {**dataclasses.asdict(environment)}
+    known = [
+        f"{field} {values[field]} ({source_of(field, launcher.fields, environ)})"
+        for field in launcher.fields
+        if values[field] is not None
+    ]
+    return f"{launcher.name} was chosen: {', '.join(known)}."
+
+
+def _passed_over(launcher: _Launcher, environ: Mapping[str, str], chosen: str | None) -> str:
+    missing = [name for name in _key_variables(launcher) if read_text(environ, *name.split(" or ")) is None]
+    if missing:
+        return f"{launcher.name} was passed over: {_are_not_set(missing)}."
+    if launcher.name == "slurm" and slurm.is_allocation(environ):
+        return "slurm was passed over: the step is the interactive one of salloc, in which srun starts no tasks."
+    return f"{launcher.name} was passed over: {chosen} comes first ({_place(launcher, environ)})."
+
+
+def _key_variables(launcher: _Launcher) -> list[str]:
+    """Return the variables without which the launcher did not start this process."""
+    keys = [" or ".join(launcher.fields[field]) for field in ("rank", "world_size")]
+    extra = {
+        "torchrun": [torchrun.MARK],
+        "hydra": [*launcher.fields["local_rank"]],
+        "slurm": ["SLURM_STEP_ID or SLURM_STEPID"],
+    }
+    return (extra.get(launcher.name, []) if launcher is not _ALLOCATION else []) + keys
+
+
+def _place(launcher: _Launcher, environ: Mapping[str, str]) -> str:
+    return " and ".join(str(source_of(field, launcher.fields, environ)) for field in ("rank", "world_size"))
+
+
+def _are_not_set(names: Iterable[str]) -> str:
+    listed = list(names)
+    return f"{', '.join(listed)} {'is' if len(listed) == 1 else 'are'} not set"

@@ -1,0 +1,35 @@
+"""jsrun: the job step manager of IBM LSF."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from distman.environments.base import LaunchEnvironment
+from distman.environments.fields import Fields, environment_from
+
+__all__ = ["FIELDS", "from_jsrun"]
+
+FIELDS: Fields = {
+    "rank": ("JSM_NAMESPACE_RANK",),
+    "world_size": ("JSM_NAMESPACE_SIZE",),
+    "local_rank": ("JSM_NAMESPACE_LOCAL_RANK",),
+    "local_world_size": ("JSM_NAMESPACE_LOCAL_SIZE",),
+    "job_id": ("PMIX_NAMESPACE", "LSB_JOBID"),
+}
+
+
+def from_jsrun(environ: Mapping[str, str]) -> LaunchEnvironment | None:
+    """Return what jsrun says about this process, or None where it did not start it.
+
+    Local. On several nodes ``MASTER_ADDR`` must be set: jsrun does not say where rank 0 runs.
+
+    Args:
+        environ: Environment variables, usually ``os.environ``; never modified.
+
+    Raises:
+        LaunchEnvironmentError: A variable is not a number, or two contradict each other.
+
+    Source:
+        IBM Job Step Manager, jsrun, section Environment variables.
+    """
+    return environment_from("jsrun", FIELDS, environ)

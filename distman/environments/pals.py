@@ -1,0 +1,36 @@
+"""PALS: mpiexec and aprun of HPE Cray systems under PBS."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from distman.environments.base import LaunchEnvironment
+from distman.environments.fields import Fields, environment_from
+
+__all__ = ["FIELDS", "from_pals"]
+
+FIELDS: Fields = {
+    "rank": ("PALS_RANKID",),
+    "world_size": ("PALS_SIZE", "PMI_SIZE"),
+    "local_rank": ("PALS_LOCAL_RANKID", "PMI_LOCAL_RANK"),
+    "local_world_size": ("PALS_LOCAL_SIZE", "PMI_LOCAL_SIZE"),
+    "node_rank": ("PALS_NODEID",),
+    "job_id": ("PALS_APID",),
+}
+
+
+def from_pals(environ: Mapping[str, str]) -> LaunchEnvironment | None:
+    """Return what PALS says about this process, or None where it did not start it.
+
+    Local.
+
+    Args:
+        environ: Environment variables, usually ``os.environ``; never modified.
+
+    Raises:
+        LaunchEnvironmentError: A variable is not a number, or two contradict each other.
+
+    Source:
+        HPE Cray PALS, mpiexec(1), section ENVIRONMENT VARIABLES.
+    """
+    return environment_from("pals", FIELDS, environ)

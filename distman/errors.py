@@ -1,0 +1,72 @@
+"""The errors of distman.
+
+::
+
+    DistmanError (RuntimeError)
+     ├── NotInitializedError      the manager is asked before initialize()
+     ├── LaunchEnvironmentError   variables missing, not numbers, or contradicting each other
+     ├── RendezvousError          ranks missing, double, unlike, or the address not reachable
+     ├── RankFailedError          another rank raised; carries rank, host, type, text, traceback
+     └── BarrierTimeoutError      names the ranks that did not come to a barrier
+
+Wrong arguments are ``ValueError`` or ``TypeError``. Messages read
+``<name> must <condition>, got <value> [from <where>]. <What to do>.``
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "BarrierTimeoutError",
+    "DistmanError",
+    "LaunchEnvironmentError",
+    "NotInitializedError",
+    "RankFailedError",
+    "RendezvousError",
+]
+
+
+class DistmanError(RuntimeError):
+    """Base of every error that distman raises on its own account."""
+
+
+class NotInitializedError(DistmanError):
+    """The manager was asked before ``DistributedManager.initialize()``, or after ``cleanup()``."""
+
+
+class LaunchEnvironmentError(DistmanError):
+    """Variables of a launcher are missing, not numbers, or contradict each other."""
+
+
+class RendezvousError(DistmanError):
+    """The ranks of the job could not be brought together."""
+
+
+class RankFailedError(DistmanError):
+    """Another rank raised.
+
+    Attributes:
+        rank: The rank that raised, in the world.
+        host: Its host name.
+        pid: Its process id on that host.
+        error_type: Name of the type that was raised there, such as ``"ValueError"``.
+        error_text: Text of that error.
+        traceback_text: The traceback as that rank printed it.
+    """
+
+    def __init__(
+        self, *, rank: int, host: str, pid: int, error_type: str, error_text: str, traceback_text: str
+    ) -> None:
+        self.rank = rank
+        self.host = host
+        self.pid = pid
+        self.error_type = error_type
+        self.error_text = error_text
+        self.traceback_text = traceback_text
+        super().__init__(
+            f"rank {rank} ({host}, pid {pid}) raised {error_type}: {error_text}\n\n"
+            f"Its traceback:\n{traceback_text.rstrip()}"
+        )
+
+
+class BarrierTimeoutError(DistmanError):
+    """Ranks did not come to a barrier in time."""
