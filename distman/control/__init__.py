@@ -1,0 +1,1 @@
+"""Messages between the ranks that travel over the store, never over collectives."""

@@ -1,0 +1,229 @@
+"""Who takes part in a job, as values: what a rank says of itself, and what follows from all of it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import defaultdict
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from typing import TypeVar
+
+from distman.device import pick_index
+
+__all__ = ["Peer", "SignIn", "complete", "describe_missing", "find_faults"]
+
+_MAX_LISTED = 16
+K = TypeVar("K", bound=Hashable)
+V = TypeVar("V")
+
+
+@dataclasses.dataclass(frozen=True)
+class SignIn:
+    """What a rank says of itself when it arrives; ``None`` where its launcher is silent.
+
+    Attributes:
+        rank: Its rank.
+        world_size: The number of ranks it believes in.
+        local_rank: Its index on its host.
+        local_world_size: Number of ranks on its host.
+        node_rank: Index of its host.
+        num_nodes: Number of hosts.
+        host: Name of its host.
+        pid: Its process id there.
+        launcher: Who started it.
+        backend: Backend of the process group that it is about to make.
+        device_type: Type of device it computes on.
+        device: The device that the program asked for; None leaves the choice to the rank's place.
+        visible: UUIDs of the devices it sees, in the order of their indices; empty for the CPU.
+        is_sharing_allowed: Whether it accepts to share its GPU with other ranks.
+        torch: Version of torch.
+        distman: Version of distman.
+    """
+
+    rank: int
+    world_size: int
+    local_rank: int | None
+    local_world_size: int | None
+    node_rank: int | None
+    num_nodes: int | None
+    host: str
+    pid: int
+    launcher: str
+    backend: str
+    device_type: str
+    device: str | None
+    visible: tuple[str, ...]
+    is_sharing_allowed: bool
+    torch: str
+    distman: str
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} ({self.host}, pid {self.pid})"
+
+
+@dataclasses.dataclass(frozen=True)
+class Peer:
+    """One rank of the job, as the roll call found it.
+
+    Attributes:
+        rank: Its rank.
+        local_rank: Its index on its host.
+        local_world_size: Number of ranks on its host.
+        node_rank: Index of its host.
+        num_nodes: Number of hosts.
+        host: Name of its host.
+        pid: Its process id there.
+        device: The device it computes on, such as ``"cuda:0"``.
+        device_uuid: That device's UUID; empty for the CPU.
+        launcher: Who started it.
+        torch: Version of torch.
+        distman: Version of distman.
+    """
+
+    rank: int
+    local_rank: int
+    local_world_size: int
+    node_rank: int
+    num_nodes: int
+    host: str
+    pid: int
+    device: str
+    device_uuid: str
+    launcher: str
+    torch: str
+    distman: str
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} ({self.host}, pid {self.pid})"
+
+
+def find_faults(arrived: Sequence[SignIn], world_size: int) -> list[str]:
+    """Return a sentence for each thing that keeps these ranks from being one job; absence is none.
+
+    Local.
+
+    Args:
+        arrived: All sign-ins so far, in the order of their arrival.
+        world_size: Number of ranks of the job.
+    """
+    by_rank = _grouped((sign_in.rank, sign_in) for sign_in in arrived)
+    faults = [
+        f"rank {rank} must be one process, got {len(claims)}: "
+        f"{_listed(f'pid {claim.pid} on {claim.host}' for claim in claims)}. "
+        "Give each process its own rank, and each job its own address and port."
+        for rank, claims in sorted(by_rank.items())
+        if len(claims) > 1
+    ]
+    for name, remedy in (
+        ("world_size", "Start all ranks with one command."),
+        ("backend", "Let all ranks see the same kind of device, and ask for the same backend."),
+        ("distman", "Install one version of distman on all hosts."),
+    ):
+        faults += _unlike(name, {sign_in: getattr(sign_in, name) for sign_in in arrived}, remedy)
+    minor_versions = {sign_in: ".".join(sign_in.torch.split(".")[:2]) for sign_in in arrived}
+    faults += _unlike("torch", minor_versions, "Install one version of torch on all hosts.")
+    if not faults and len(by_rank) == world_size:
+        faults += _device_faults(arrived)
+    return faults
+
+
+def describe_missing(arrived: Iterable[SignIn], world_size: int, expected: Mapping[int, str]) -> str:
+    """Return who is missing, such as ``rank 2 (expected on n2)``; an empty text where nobody is.
+
+    Local.
+
+    Args:
+        arrived: All sign-ins so far.
+        world_size: Number of ranks of the job.
+        expected: Host of each rank, as far as the launcher tells.
+    """
+    missing = sorted(set(range(world_size)) - {sign_in.rank for sign_in in arrived})
+    places = (f"{rank} (expected on {expected[rank]})" if rank in expected else f"{rank}" for rank in missing)
+    return f"rank{'s' * (len(missing) > 1)} {_listed(places)}" if missing else ""
+
+
+def complete(arrived: Sequence[SignIn]) -> tuple[Peer, ...]:
+    """Return the ranks of a job without faults, in rank order, with what the launcher did not say derived.
+
+    Local. Hosts are counted in the order of their first rank; so are ranks within a host.
+
+    Args:
+        arrived: One sign-in of each rank, in any order.
+    """
+    ranked = sorted(arrived, key=lambda sign_in: sign_in.rank)
+    by_host = _grouped((sign_in.host, sign_in.rank) for sign_in in ranked)
+    node_ranks = {host: index for index, host in enumerate(by_host)}
+    peers = []
+    for sign_in in ranked:
+        neighbours = by_host[sign_in.host]
+        local_rank = _either(sign_in.local_rank, neighbours.index(sign_in.rank))
+        local_world_size = _either(sign_in.local_world_size, max(len(neighbours), local_rank + 1))
+        device, device_uuid = _device_of(sign_in, local_rank, local_world_size)
+        peers.append(
+            Peer(
+                rank=sign_in.rank,
+                local_rank=local_rank,
+                local_world_size=local_world_size,
+                node_rank=_either(sign_in.node_rank, node_ranks[sign_in.host]),
+                num_nodes=_either(sign_in.num_nodes, len(by_host)),
+                host=sign_in.host,
+                pid=sign_in.pid,
+                device=device,
+                device_uuid=device_uuid,
+                launcher=sign_in.launcher,
+                torch=sign_in.torch,
+                distman=sign_in.distman,
+            )
+        )
+    return tuple(peers)
+
+
+def _device_of(sign_in: SignIn, local_rank: int, local_world_size: int) -> tuple[str, str]:
+    if sign_in.device is not None:
+        place = int(sign_in.device.partition(":")[2] or 0)
+        return sign_in.device, sign_in.visible[place] if place < len(sign_in.visible) else ""
+    if not sign_in.visible:
+        return sign_in.device_type, ""
+    shared = sign_in.is_sharing_allowed
+    index = pick_index(len(sign_in.visible), local_rank, local_world_size, shared=shared)
+    return f"{sign_in.device_type}:{index}", sign_in.visible[index]
+
+
+def _device_faults(arrived: Sequence[SignIn]) -> list[str]:
+    try:
+        peers = complete(arrived)
+    except ValueError as error:
+        return [str(error)]
+    strict = {sign_in.rank for sign_in in arrived if not sign_in.is_sharing_allowed}
+    users = _grouped(((peer.host, peer.device_uuid), peer) for peer in peers if peer.device_uuid)
+    return [
+        f"a GPU must serve one rank, got {uuid} on {host} for "
+        f"{_listed(f'rank {peer.rank} (pid {peer.pid})' for peer in sharing)}. Give each rank its own GPU "
+        "(srun --gpus-per-task=1), or set DISTMAN_ALLOW_SHARED_GPU=1."
+        for (host, uuid), sharing in users.items()
+        if len(sharing) > 1 and any(peer.rank in strict for peer in sharing)
+    ]
+
+
+def _unlike(name: str, values: Mapping[SignIn, object], remedy: str) -> list[str]:
+    holders = _grouped((value, sign_in) for sign_in, value in values.items())
+    if len(holders) <= 1:
+        return []
+    found = "; ".join(f"{value} on {_listed(map(str, ranks))}" for value, ranks in holders.items())
+    return [f"{name} must be the same on all ranks, got {found}. {remedy}"]
+
+
+def _grouped(pairs: Iterable[tuple[K, V]]) -> dict[K, list[V]]:
+    groups: defaultdict[K, list[V]] = defaultdict(list)
+    for key, value in pairs:
+        groups[key].append(value)
+    return dict(groups)
+
+
+def _listed(texts: Iterable[str]) -> str:
+    every = list(texts)
+    more = f" and {len(every) - _MAX_LISTED} more" if len(every) > _MAX_LISTED else ""
+    return ", ".join(every[:_MAX_LISTED]) + more
+
+
+def _either(given: int | None, derived: int) -> int:
+    return derived if given is None else given

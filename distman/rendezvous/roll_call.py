@@ -1,0 +1,251 @@
+"""The roll call: every rank signs in at the store, rank 0 looks, and all learn the same verdict.
+
+Each arrival is a key of its own, so nothing is lost when two processes claim one rank. What travels is JSON.
+Rank 0 waits for one key, ``event``, that the last arrival or a failed rank sets; the others wait for the
+verdict. They ask again and again, ever more slowly, instead of blocking inside the store: so Ctrl-C works,
+and no time-out of a wait is printed by torch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import time
+import zlib
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch.distributed as dist
+
+from distman.errors import RankFailedError, RendezvousError
+from distman.log import logger
+from distman.rendezvous.peers import Peer, SignIn, complete, describe_missing, find_faults
+from distman.rendezvous.store import JobStore
+
+__all__ = ["call_roll"]
+
+_FIRST_PAUSE = 0.0002
+_PAUSE_PER_RANK = 50e-6
+_SHORTEST_LIMIT = 0.01
+_LONGEST_LIMIT = 1.0
+_PROGRESS_EVERY = 10.0
+_GRACE = 1.0
+_FAREWELL = 2.0
+_FAREWELL_TO_ALL = 10.0
+
+
+def call_roll(
+    job_store: JobStore,
+    store: dist.Store,
+    me: SignIn,
+    *,
+    timeout: float,
+    source: str,
+    expected: Mapping[int, str],
+) -> tuple[Peer, ...]:
+    """Sign in, wait for all ranks of the job, and return them.
+
+    Collective.
+
+    Args:
+        job_store: Where the ranks meet.
+        store: The part of its store that belongs to this roll call alone.
+        me: What this rank says of itself.
+        timeout: Seconds to wait for the others.
+        source: Where the address came from, for messages.
+        expected: Host of each rank, as far as the launcher tells.
+
+    Returns:
+        One peer per rank, in rank order, the same on all ranks.
+
+    Raises:
+        RendezvousError: On every rank that arrived: ranks are missing, double, unlike or share a GPU.
+        RankFailedError: On every rank that arrived: a rank raised before it got here.
+    """
+    roll = _Roll(job_store, store, me, timeout, source, expected)
+    try:
+        roll.sign_in()
+        verdict = roll.judge() if me.rank == 0 else roll.wait_for_verdict()
+        return roll.accept(verdict)
+    except dist.DistError as error:
+        raise RendezvousError(
+            f"the store at {job_store.url} must stay reachable during the roll call, got "
+            f"{str(error).splitlines()[0]} [{source}]. See what ended the process that serves it."
+        ) from error
+
+
+@dataclasses.dataclass
+class _Roll:
+    job_store: JobStore
+    store: dist.Store
+    me: SignIn
+    timeout: float
+    source: str
+    expected: Mapping[int, str]
+
+    def __post_init__(self) -> None:
+        self.started = time.monotonic()
+        self.num_arrived = 0
+
+    def sign_in(self) -> None:
+        place = self.store.add("arrivals", 1)
+        self.store.set(f"arrival/{place}", json.dumps(dataclasses.asdict(self.me)))
+        if place >= self.me.world_size:
+            self.store.set("event", "full")
+
+    def judge(self) -> dict[str, Any]:
+        """Return rank 0's verdict, and publish it."""
+        verdict = self._wait(self._look, self.timeout, self._log_progress) or {"error": self._missing()}
+        self.store.set("verdict", _packed(verdict))  # type: ignore[arg-type]  # bytes do as well
+        return verdict
+
+    def wait_for_verdict(self) -> dict[str, Any]:
+        return self._wait(self._verdict, self.timeout + _GRACE) or {"error": self._missing()}
+
+    def accept(self, verdict: dict[str, Any]) -> tuple[Peer, ...]:
+        if "peers" in verdict:
+            peers = tuple(Peer(*row) for row in verdict["peers"])
+            self._check_my_place(peers)
+            return peers
+        self._part()
+        if "failure" in verdict:
+            raise RankFailedError(**verdict["failure"])
+        raise RendezvousError(verdict["error"])
+
+    def _look(self) -> dict[str, Any] | None:
+        if not self.store.check(["event"]):
+            return None
+        if self.store.check(["failure"]):
+            return {"failure": json.loads(self.store.get("failure"))}
+        arrived = self._arrived()
+        faults = find_faults(arrived, self.me.world_size)
+        if faults:
+            return {"error": self._with_missing(faults, arrived)}
+        if describe_missing(arrived, self.me.world_size, {}):
+            return None
+        return {"peers": [dataclasses.astuple(peer) for peer in complete(arrived)]}
+
+    def _verdict(self) -> dict[str, Any] | None:
+        return _unpacked(self.store.get("verdict")) if self.store.check(["verdict"]) else None
+
+    def _arrived(self) -> list[SignIn]:
+        """Return all sign-ins so far; one that is just being written is left for the next look."""
+        keys = [f"arrival/{place}" for place in range(1, self.store.add("arrivals", 0) + 1)]
+        if not self.store.check(keys):
+            keys = [key for key in keys if self.store.check([key])]
+        arrived = [_sign_in(text) for text in (self.store.multi_get(keys) if keys else [])]
+        self.num_arrived = len(arrived)
+        return arrived
+
+    def _wait(
+        self,
+        look: Callable[[], dict[str, Any] | None],
+        timeout: float,
+        report: Callable[[], None] = lambda: None,
+    ) -> dict[str, Any] | None:
+        """Return what ``look`` finds, or None after ``timeout`` seconds without a find."""
+        longest = min(max(_SHORTEST_LIMIT, _PAUSE_PER_RANK * self.me.world_size), _LONGEST_LIMIT)
+        pause, next_report = _FIRST_PAUSE, _PROGRESS_EVERY
+        while (found := look()) is None:
+            self._pass_on_failure()
+            waited = time.monotonic() - self.started
+            if waited > timeout:
+                return None
+            if waited > next_report:
+                report()
+                next_report += _PROGRESS_EVERY
+            time.sleep(pause)
+            pause = min(1.5 * pause, longest)
+        return found
+
+    def _pass_on_failure(self) -> None:
+        """Bring what a failed rank left at the door, if the door is here, to where rank 0 looks."""
+        door = self.job_store.door
+        if door is not None and door.failure is not None and not self.store.check(["failure"]):
+            self.store.set("failure", json.dumps(door.failure))
+            self.store.set("event", "failure")
+
+    def _log_progress(self) -> None:
+        missing = describe_missing(self._arrived(), self.me.world_size, self.expected)
+        if missing:
+            logger.warning(
+                "%d of %d ranks joined %s after %.0f s; missing: %s",
+                self.num_arrived,
+                self.me.world_size,
+                self.job_store.url,
+                time.monotonic() - self.started,
+                missing,
+            )
+
+    def _missing(self) -> str:
+        arrived = self._arrived()
+        return self._with_missing(find_faults(arrived, self.me.world_size), arrived)
+
+    def _with_missing(self, faults: list[str], arrived: list[SignIn]) -> str:
+        missing = describe_missing(arrived, self.me.world_size, self.expected)
+        if not missing:
+            return " ".join(faults) or f"rank 0 gave no verdict within {self.timeout:g} s. See its error."
+        present = describe_present(arrived)
+        sentence = (
+            f"{len({sign_in.rank for sign_in in arrived})} of {self.me.world_size} ranks joined "
+            f"{self.job_store.url} within {time.monotonic() - self.started:.0f} s; missing: {missing}. "
+            f"Present: {present} [{self.source}]. See whether the missing ranks started and reached "
+            "DistributedManager.initialize(); set rendezvous_timeout for slow starts."
+        )
+        return " ".join([*faults, sentence])
+
+    def _check_my_place(self, peers: tuple[Peer, ...]) -> None:
+        holder = peers[self.me.rank] if self.me.rank < len(peers) else None
+        if holder is None or (holder.host, holder.pid) != (self.me.host, self.me.pid):
+            raise RendezvousError(
+                f"rank {self.me.rank} must be one process, got pid {self.me.pid} on {self.me.host} "
+                f"after the roll call was over{_held_by(holder)}. Give each process its own rank, and each "
+                "job its own address and port."
+            )
+
+    def _part(self) -> None:
+        """Leave a failed roll call: who serves the store stays until the others have heard of it.
+
+        Those that are still on their way are waited for too, unless they had all the time they were given.
+        """
+        self.store.add("farewells", 1)
+        door = self.job_store.door
+        if door is None:
+            return
+        is_late = time.monotonic() - self.started > self.timeout
+        until = time.monotonic() + (_FAREWELL if is_late else _FAREWELL_TO_ALL)
+        while time.monotonic() < until:
+            all_left = self.store.add("farewells", 0) >= self.store.add("arrivals", 0)
+            if all_left and (is_late or door.num_answered >= self.me.world_size - 1):
+                break
+            time.sleep(_SHORTEST_LIMIT)
+
+
+def describe_present(arrived: list[SignIn]) -> str:
+    """Return who is there, such as ``0 (n1, pid 812), 1 (n1, pid 813)``.
+
+    Local.
+    """
+    ranked = sorted(arrived, key=lambda sign_in: sign_in.rank)
+    shown = ", ".join(f"{sign_in.rank} ({sign_in.host}, pid {sign_in.pid})" for sign_in in ranked[:16])
+    return shown + (f" and {len(ranked) - 16} more" if len(ranked) > 16 else "")
+
+
+def _held_by(holder: Peer | None) -> str:
+    return f", and pid {holder.pid} on {holder.host}" if holder else ""
+
+
+def _sign_in(text: bytes) -> SignIn:
+    fields = json.loads(text)
+    return SignIn(**{**fields, "visible": tuple(fields["visible"])})
+
+
+def _packed(verdict: dict[str, Any]) -> bytes:
+    return zlib.compress(json.dumps(verdict, separators=(",", ":")).encode(), 1)
+
+
+def _unpacked(data: bytes) -> dict[str, Any]:
+    verdict = json.loads(zlib.decompress(data))
+    if not isinstance(verdict, dict):
+        raise RendezvousError(f"the verdict of the roll call must be a table, got {type(verdict).__name__}.")
+    return verdict

@@ -1,0 +1,96 @@
+"""What follows from the sign-ins of all ranks."""
+
+import dataclasses
+
+import pytest
+
+from distman.rendezvous.peers import complete, describe_missing, find_faults
+
+from .sign_ins import sign_in
+
+
+def on_gpus(rank, visible, **changes):
+    return sign_in(rank, backend="cuda", device_type="cuda", visible=tuple(visible), **changes)
+
+
+def test_a_sound_job_has_no_faults():
+    assert find_faults([sign_in(0), sign_in(1)], 2) == []
+
+
+def test_two_processes_of_one_rank_are_named_with_pid_and_host():
+    (fault,) = find_faults([sign_in(0, 3), sign_in(1, 3), sign_in(1, 3, pid=7, host="n2")], 3)
+    assert "rank 1 must be one process, got 2: pid 101 on n1, pid 7 on n2" in fault
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("world_size", 3), ("backend", "cuda"), ("distman", "0.2.0"), ("torch", "2.14.0")],
+)
+def test_unlike_ranks_are_named_with_what_they_have(field, value):
+    (fault,) = find_faults([sign_in(0), sign_in(1, **{field: value})], 2)
+    assert fault.startswith(f"{field} must be the same on all ranks")
+    assert "rank 0 (n1, pid 100)" in fault
+    assert "rank 1 (n1, pid 101)" in fault
+
+
+def test_patch_versions_of_torch_may_differ():
+    assert find_faults([sign_in(0), sign_in(1, torch="2.13.4+cu130")], 2) == []
+
+
+def test_two_ranks_on_one_gpu_are_a_fault_unless_allowed():
+    shared = [on_gpus(0, ["GPU-a"]), on_gpus(1, ["GPU-a"])]
+    (fault,) = find_faults(shared, 2)
+    assert "GPU-a on n1 for rank 0 (pid 100), rank 1 (pid 101)" in fault
+    assert "DISTMAN_ALLOW_SHARED_GPU=1" in fault
+    assert find_faults([dataclasses.replace(one, is_sharing_allowed=True) for one in shared], 2) == []
+
+
+def test_one_gpu_name_on_two_hosts_is_two_gpus():
+    assert find_faults([on_gpus(0, ["GPU-0"]), on_gpus(1, ["GPU-0"], host="n2")], 2) == []
+
+
+def test_more_ranks_than_gpus_names_the_counts():
+    ranks = [on_gpus(rank, ["a", "b"], world_size=3) for rank in range(3)]
+    (fault,) = find_faults(ranks, 3)
+    assert "3 ranks on this host and 2 GPUs" in fault
+
+
+def test_gpus_follow_the_local_rank():
+    peers = complete([on_gpus(0, ["a", "b"]), on_gpus(1, ["a", "b"])])
+    assert [(peer.device, peer.device_uuid) for peer in peers] == [("cuda:0", "a"), ("cuda:1", "b")]
+
+
+def test_one_visible_gpu_is_index_zero_whatever_the_local_rank():
+    peers = complete([on_gpus(0, ["a"]), on_gpus(1, ["b"])])
+    assert [(peer.local_rank, peer.device) for peer in peers] == [(0, "cuda:0"), (1, "cuda:0")]
+
+
+def test_a_named_device_is_taken():
+    peers = complete([on_gpus(0, ["a", "b"], device="cuda:1"), on_gpus(1, ["a", "b"], device="cuda:0")])
+    assert [(peer.device, peer.device_uuid) for peer in peers] == [("cuda:1", "b"), ("cuda:0", "a")]
+
+
+def test_place_on_the_host_is_derived_where_the_launcher_is_silent():
+    hosts = ["b", "a", "b", "b"]
+    peers = complete([sign_in(rank, 4, host=host) for rank, host in enumerate(hosts)])
+    places = [(p.node_rank, p.num_nodes, p.local_rank, p.local_world_size) for p in peers]
+    assert places == [(0, 2, 0, 3), (1, 2, 0, 1), (0, 2, 1, 3), (0, 2, 2, 3)]
+
+
+def test_what_the_launcher_says_stays():
+    (peer,) = complete([sign_in(0, 1, local_rank=2, local_world_size=4, node_rank=1, num_nodes=3)])
+    assert (peer.local_rank, peer.local_world_size, peer.node_rank, peer.num_nodes) == (2, 4, 1, 3)
+
+
+def test_sign_ins_in_any_order_give_peers_in_rank_order():
+    assert [peer.rank for peer in complete([sign_in(1), sign_in(0)])] == [0, 1]
+
+
+def test_the_missing_are_named_with_their_host_where_known():
+    assert describe_missing([sign_in(0)], 2, {1: "n7"}) == "rank 1 (expected on n7)"
+    assert describe_missing([sign_in(1, 4)], 4, {}) == "ranks 0, 2, 3"
+    assert describe_missing([sign_in(0), sign_in(1)], 2, {}) == ""
+
+
+def test_long_lists_are_cut():
+    assert describe_missing([], 1000, {}).endswith("15 and 984 more")
