@@ -1,0 +1,71 @@
+"""One line starts a PyTorch job of many processes, under any launcher.
+
+::
+
+    from distman import DistributedManager
+
+    DistributedManager.initialize()        # once, at the start of the script
+    manager = DistributedManager()         # anywhere: the same state
+    manager.rank, manager.world_size, manager.device
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from distman import startup
+from distman.environments import explain, is_env_distributed, should_use_distributed
+from distman.errors import (
+    BarrierTimeoutError,
+    DistmanError,
+    LaunchEnvironmentError,
+    NotInitializedError,
+    RankFailedError,
+    RendezvousError,
+)
+
+if TYPE_CHECKING:
+    from distman.device import pick_device, resolve_device
+    from distman.manager import DistributedManager, initialize_ddp
+    from distman.rendezvous.peers import Peer
+
+__all__ = [
+    "BarrierTimeoutError",
+    "DistmanError",
+    "DistributedManager",
+    "LaunchEnvironmentError",
+    "NotInitializedError",
+    "Peer",
+    "RankFailedError",
+    "RendezvousError",
+    "explain",
+    "initialize_ddp",
+    "is_env_distributed",
+    "pick_device",
+    "resolve_device",
+    "should_use_distributed",
+]
+
+_NEEDS_TORCH = {
+    "DistributedManager": "distman.manager",
+    "Peer": "distman.rendezvous.peers",
+    "initialize_ddp": "distman.manager",
+    "pick_device": "distman.device",
+    "resolve_device": "distman.device",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _NEEDS_TORCH:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(_NEEDS_TORCH[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
+startup.watch()

@@ -1,0 +1,7 @@
+"""``python -m distman``."""
+
+import sys
+
+from distman.cli import main
+
+sys.exit(main())

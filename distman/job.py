@@ -1,0 +1,246 @@
+"""The start and the end of a job: from a launch environment to a process group, and back."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import os
+import time
+import weakref
+from collections.abc import Iterator
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_default_store
+
+from distman.control import failure
+from distman.device import backend_for, pick_device, resolve_device
+from distman.environments import LaunchEnvironment
+from distman.errors import DistmanError, RankFailedError, RendezvousError
+from distman.rendezvous import mpi
+from distman.rendezvous.join import Rendezvous, join, meet_at, sign_in_of
+from distman.rendezvous.peers import Peer, SignIn, complete
+from distman.rendezvous.store import JobStore
+
+__all__ = ["DeviceWish", "Job", "Limits", "adopt", "leave", "start"]
+
+_START_PATIENCE = 10.0
+_PAUSE = 0.005
+
+_adoptions: weakref.WeakKeyDictionary[dist.ProcessGroup, Iterator[int]] = weakref.WeakKeyDictionary()
+
+
+@dataclasses.dataclass(frozen=True)
+class Limits:
+    """How long to wait, in seconds.
+
+    Attributes:
+        collective: For a collective.
+        rendezvous: For the ranks to come together.
+    """
+
+    collective: float
+    rendezvous: float
+
+
+@dataclasses.dataclass(frozen=True)
+class DeviceWish:
+    """Which device the program asked for.
+
+    Attributes:
+        device: This very device; None leaves the choice to the rank's place on its host.
+    """
+
+    device: torch.device | None
+
+    @classmethod
+    def of(cls, device: str | torch.device | None) -> DeviceWish:
+        """Return the wish that a device specification stands for; an accelerator without index is none.
+
+        Local.
+
+        Raises:
+            TypeError: See :func:`distman.resolve_device`.
+            ValueError: The same.
+        """
+        if device is None:
+            return cls(None)
+        resolved = resolve_device(device)
+        return cls(None if resolved.type != "cpu" and resolved.index is None else resolved)
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """What is known of a job that is up.
+
+    Attributes:
+        peer: This rank.
+        world_size: Number of ranks.
+        device: Device of this rank.
+        backend: Backend of the process group; None where there is none.
+        limits: How long to wait.
+        roll_call: All ranks, in rank order.
+        rendezvous: Where the ranks met; None on one process without a group.
+        is_adopted: Whether other code made the process group.
+        barriers: Numbers of the barriers to come.
+    """
+
+    peer: Peer
+    world_size: int
+    device: torch.device
+    backend: str | None
+    limits: Limits
+    roll_call: tuple[Peer, ...]
+    rendezvous: Rendezvous | None = None
+    is_adopted: bool = False
+    barriers: Iterator[int] = dataclasses.field(default_factory=itertools.count)
+
+
+def start(environment: LaunchEnvironment, backend: str | None, wish: DeviceWish, limits: Limits) -> Job:
+    """Bring the ranks together and make the process group; on one process without a launcher, make none.
+
+    Collective.
+
+    Raises:
+        RendezvousError: See :func:`distman.rendezvous.join.join`.
+        RankFailedError: The same.
+    """
+    if environment.launcher == "single":
+        return _lone_job(environment, wish, limits)
+    try:
+        rendezvous = join(environment, os.environ, device=wish.device, backend=backend, timeout=limits.rendezvous)
+    except (RendezvousError, RankFailedError):
+        failure.set_reporter(_Ending(environment))  # the others know: nobody needs to be told
+        raise
+    peer = rendezvous.peers[environment.rank]
+    device = torch.device(peer.device)
+    job = Job(
+        peer=peer,
+        world_size=environment.world_size,
+        device=device,
+        backend=backend or backend_for(device),
+        limits=limits,
+        roll_call=rendezvous.peers,
+        rendezvous=rendezvous,
+    )
+    try:
+        _make_process_group(job, rendezvous.store)
+    except BaseException:
+        rendezvous.job_store.close()
+        raise
+    failure.set_reporter(_reporter(job, rendezvous, environment))
+    return job
+
+
+def adopt(environment: LaunchEnvironment, wish: DeviceWish, limits: Limits) -> Job:
+    """Take over the default process group that other code made.
+
+    Collective. The group says rank and size; the launcher is believed where it agrees with it.
+
+    Raises:
+        RendezvousError: See :func:`distman.rendezvous.join.join`.
+    """
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    if (environment.rank, environment.world_size, environment.launcher != "single") != (
+        rank,
+        world_size,
+        True,
+    ):
+        environment = LaunchEnvironment("env", rank, world_size)
+    backend = dist.get_backend_config()
+    device = wish.device or (None if "nccl" in backend else torch.device("cpu"))
+    me = sign_in_of(environment, os.environ, device=device, backend=backend)
+    rendezvous = None if backend == "fake" else _meet_in_group(me, limits)
+    peers = rendezvous.peers if rendezvous else complete([me])
+    peer = next(peer for peer in peers if peer.rank == rank)
+    return Job(
+        peer=peer,
+        world_size=world_size,
+        device=torch.device(peer.device),
+        backend=backend,
+        limits=limits,
+        roll_call=peers,
+        rendezvous=rendezvous,
+        is_adopted=True,
+    )
+
+
+def leave(job: Job) -> None:
+    """Destroy the process group, unless other code made it, and close the store.
+
+    Local. Who serves the store waits for ranks that are still starting, some seconds at most: they need it.
+    """
+    if job.rendezvous is None or job.is_adopted:
+        return
+    if job.rendezvous.job_store.is_host:
+        until = time.monotonic() + _START_PATIENCE
+        while job.rendezvous.store.add("started", 0) < job.world_size and time.monotonic() < until:
+            time.sleep(_PAUSE)
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    job.rendezvous.job_store.close()
+
+
+def _lone_job(environment: LaunchEnvironment, wish: DeviceWish, limits: Limits) -> Job:
+    device = wish.device or pick_device()
+    (peer,) = complete([sign_in_of(environment, os.environ, device=device, backend=None)])
+    return Job(peer, 1, device, None, limits, (peer,))
+
+
+def _make_process_group(job: Job, store: dist.Store) -> None:
+    if job.device.type == "cuda":
+        torch.cuda.set_device(job.device)
+    dist.init_process_group(
+        backend=job.backend,
+        store=dist.PrefixStore("group", store),
+        rank=job.peer.rank,
+        world_size=job.world_size,
+        timeout=timedelta(seconds=job.limits.collective),
+        device_id=job.device if job.device.type == "cuda" else None,
+    )
+    store.add("started", 1)
+
+
+def _meet_in_group(me: SignIn, limits: Limits) -> Rendezvous:
+    group = dist.group.WORLD
+    if group is None:
+        raise DistmanError("the default process group must exist to be adopted. Create it first.")
+    number = next(_adoptions.setdefault(group, itertools.count()))
+    store = dist.PrefixStore(f"distman/{number}", _get_default_store())
+    job_store = JobStore(store, "the store of the process group")
+    source = "the process group that was there"
+    peers = meet_at(job_store, store, me, timeout=limits.rendezvous, source=source, environ=os.environ)
+    return Rendezvous(job_store, store, peers)
+
+
+def _reporter(job: Job, rendezvous: Rendezvous, environment: LaunchEnvironment) -> failure.JobReporter:
+    job_store = rendezvous.job_store
+    return failure.JobReporter(
+        rank=job.peer.rank,
+        num_others=job.world_size - 1,
+        store=rendezvous.store,
+        store_host=f"the process that opened {job_store.url}",
+        is_host=job_store.is_host,
+        is_store_there=job_store.is_there,
+        leave_group=dist.destroy_process_group,
+        end_job=_Ending(environment),
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Ending:
+    """Makes the launcher end the whole job once this process ends, where it would not do so by itself."""
+
+    environment: LaunchEnvironment
+
+    def __call__(self, error: BaseException | None = None) -> bool:
+        """Return whether the others are ended with this process, and need no word from it."""
+        del error
+        if self.environment.world_size == 1:
+            return False
+        if mpi.abort_at_exit():
+            return True
+        if self.environment.launcher in failure.ENDED_BY_SIGNAL_ONLY:
+            failure.end_job_at_exit()
+        return False

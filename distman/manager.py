@@ -1,0 +1,374 @@
+"""The one object that knows where this process stands in its job."""
+
+from __future__ import annotations
+
+import atexit
+import datetime
+import math
+import os
+import random
+import threading
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from distman import log
+from distman.control import failure
+from distman.control.barrier import wait_for_all
+from distman.device import backend_for, pick_device
+from distman.environments import LaunchEnvironment, detect
+from distman.errors import LaunchEnvironmentError, NotInitializedError
+from distman.job import DeviceWish, Job, Limits, adopt, leave, start
+from distman.rendezvous.peers import Peer
+
+__all__ = ["DistributedManager", "initialize_ddp"]
+
+_TIMEOUT = ("DISTMAN_TIMEOUT", 3600.0)
+_RENDEZVOUS_TIMEOUT = ("DISTMAN_RENDEZVOUS_TIMEOUT", 300.0)
+_FIND_UNUSED = "DDP_FIND_UNUSED_PARAMETERS"
+_SINGLE = LaunchEnvironment("single", rank=0, world_size=1)
+
+
+class DistributedManager:
+    """Where this process stands in its job: the same state in every instance (Borg).
+
+    Call :meth:`initialize` once, at the start of the script; make an instance wherever the answer is needed.
+
+    Raises:
+        NotInitializedError: Made before :meth:`initialize`, or after :meth:`cleanup`.
+    """
+
+    _shared_state: ClassVar[dict[str, Any]] = {}
+
+    _job: Job
+    _broadcast_buffers: bool
+    _find_unused_parameters: bool
+
+    def __init__(self) -> None:
+        self.__dict__ = type(self)._shared_state
+        if "_job" not in self.__dict__:
+            raise _not_initialized()
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_") and name in type(self).__annotations__:
+            raise _not_initialized()
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+    @classmethod
+    def initialize(
+        cls,
+        *,
+        method: str | None = None,
+        backend: str | None = None,
+        device: str | torch.device | None = None,
+        timeout: float | datetime.timedelta | None = None,
+        rendezvous_timeout: float | datetime.timedelta | None = None,
+        use_distributed: bool | None = None,
+        seed: int | None = None,
+    ) -> DistributedManager:
+        """Find out who this process is, bring the job together, and return the manager.
+
+        Collective. Writes nothing into ``os.environ`` and prints nothing. A second call warns and changes
+        nothing; a call that failed leaves no trace and can be repeated. A default process group that other
+        code made is adopted, and left in place by :meth:`cleanup`.
+
+        Args:
+            method: Name of the launcher to believe, any case; None asks
+                ``DISTMAN_INITIALIZATION_METHOD``, then all launchers in turn (see :func:`distman.explain`).
+            backend: Backend of the process group; None takes gloo for CPU tensors and the accelerator's own.
+            device: Device of this rank; None picks one by the rank's place on its host.
+            timeout: Seconds that a collective may take; None asks ``DISTMAN_TIMEOUT``, then takes 3,600.
+            rendezvous_timeout: Seconds to wait for the other ranks; None asks
+                ``DISTMAN_RENDEZVOUS_TIMEOUT``, then takes 300.
+            use_distributed: True fails where no launcher speaks; False is one process whatever they say; None
+                believes them.
+            seed: Seeds Python, NumPy and torch with ``seed + rank``; None seeds nothing.
+
+        Raises:
+            LaunchEnvironmentError: Variables of the launcher are missing or contradict each other.
+            RendezvousError: On every rank that arrived: ranks are missing, double, unlike or share a GPU, or
+                the address is not reachable.
+            RankFailedError: On every rank that arrived: another rank raised before it got here.
+            ValueError: An argument, or the variable that stands for it, has no meaning.
+        """
+        if cls.is_initialized():
+            log.logger.warning("DistributedManager is already initialized: this call changes nothing")
+            return cls()
+        limits = Limits(_seconds(timeout, *_TIMEOUT), _seconds(rendezvous_timeout, *_RENDEZVOUS_TIMEOUT))
+        wish = DeviceWish.of(device)
+        find_unused = os.environ.get(_FIND_UNUSED, "").lower() in ("1", "true", "yes")
+        if dist.is_initialized():
+            job = adopt(detect(os.environ, method).environment, wish, limits)
+        else:
+            job = start(_environment(method, use_distributed=use_distributed), backend, wish, limits)
+        cls._shared_state.update(_job=job, _broadcast_buffers=False, _find_unused_parameters=find_unused)
+        log.set_rank(job.peer.rank if job.backend else None, job.world_size)
+        atexit.register(cls._cleanup_at_exit, os.getpid())
+        if seed is not None:
+            _seed_everything(seed + job.peer.rank)
+        return cls()
+
+    @classmethod
+    def is_initialized(cls) -> bool:
+        """Return whether :meth:`initialize` has succeeded and :meth:`cleanup` was not called since.
+
+        Local.
+        """
+        return "_job" in cls._shared_state
+
+    @classmethod
+    def cleanup(cls, barrier: bool = False) -> None:  # noqa: FBT001, FBT002 - the name of a settled argument
+        """Leave the job: destroy the process group that :meth:`initialize` made, and forget everything.
+
+        Local; collective with ``barrier=True``. Done at the end of the program by itself; harmless where
+        nothing is initialized.
+
+        Args:
+            barrier: Wait for the other ranks first.
+        """
+        if not cls.is_initialized():
+            return
+        job = cls()._job
+        if barrier and job.backend:
+            cls().barrier("cleanup")
+        cls._shared_state.clear()
+        atexit.unregister(cls._cleanup_at_exit)
+        failure.set_reporter(None)
+        log.set_rank(None)
+        leave(job)
+
+    @classmethod
+    def _cleanup_at_exit(cls, pid: int) -> None:
+        """Clean up at the end of the program; after an uncaught exception, wait for nobody."""
+        if os.getpid() != pid or not cls.is_initialized():
+            return
+        if not failure.has_failed():
+            cls.cleanup()
+
+    @property
+    def rank(self) -> int:
+        """Index of this process in the job."""
+        return self._job.peer.rank
+
+    @property
+    def world_size(self) -> int:
+        """Number of processes in the job."""
+        return self._job.world_size
+
+    @property
+    def local_rank(self) -> int:
+        """Index of this process on its host."""
+        return self._job.peer.local_rank
+
+    @property
+    def local_world_size(self) -> int:
+        """Number of the job's processes on this host."""
+        return self._job.peer.local_world_size
+
+    @property
+    def node_rank(self) -> int:
+        """Index of this host among the job's hosts."""
+        return self._job.peer.node_rank
+
+    @property
+    def num_nodes(self) -> int:
+        """Number of hosts in the job."""
+        return self._job.peer.num_nodes
+
+    @property
+    def device(self) -> torch.device:
+        """Device on which this rank computes."""
+        return self._job.device
+
+    @property
+    def cuda(self) -> bool:
+        """Whether this rank computes on a CUDA or ROCm device."""
+        return self._job.device.type == "cuda"
+
+    @property
+    def distributed(self) -> bool:
+        """Whether a process group is up, be it of one rank."""
+        return self._job.backend is not None
+
+    @property
+    def backend(self) -> str | None:
+        """Backend of the process group, such as ``"cpu:gloo"``; None where there is none."""
+        return self._job.backend
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this is rank 0."""
+        return self._job.peer.rank == 0
+
+    @property
+    def is_local_main(self) -> bool:
+        """Whether this is local rank 0 of its host."""
+        return self._job.peer.local_rank == 0
+
+    @property
+    def initialization_method(self) -> str:
+        """Name of the launcher that was believed, such as ``"slurm"``."""
+        return self._job.peer.launcher
+
+    @property
+    def roll_call(self) -> tuple[Peer, ...]:
+        """Every rank of the job, in rank order: host, pid, device, versions; the same on all ranks."""
+        return self._job.roll_call
+
+    @property
+    def broadcast_buffers(self) -> bool:
+        """Whether DDP broadcasts rank 0's buffers before each forward, not only once; False unless set."""
+        return self._broadcast_buffers
+
+    @broadcast_buffers.setter
+    def broadcast_buffers(self, value: bool) -> None:
+        self._broadcast_buffers = value
+
+    @property
+    def find_unused_parameters(self) -> bool:
+        """Whether DDP looks for unused parameters; first from ``DDP_FIND_UNUSED_PARAMETERS``."""
+        return self._find_unused_parameters
+
+    @find_unused_parameters.setter
+    def find_unused_parameters(self, value: bool) -> None:
+        self._find_unused_parameters = value
+
+    @staticmethod
+    def get_available_backend() -> str:
+        """Return the backend that carries tensors of the accelerator that is here, ``"gloo"`` without one.
+
+        Local.
+        """
+        return backend_for(pick_device()).rpartition(":")[2]
+
+    def barrier(self, name: str | None = None, timeout: float | datetime.timedelta | None = None) -> None:
+        """Wait until all ranks have come here.
+
+        Collective. Blocking. It goes over the store, so it takes no part in the order of collectives; work
+        already queued on a GPU is not waited for.
+
+        Args:
+            name: Name of the barrier for messages; ranks that wait at different names do not meet.
+            timeout: Seconds to wait; None takes the timeout of collectives.
+
+        Raises:
+            BarrierTimeoutError: On every rank that came: some did not come in time; it names them.
+        """
+        job = self._job
+        if job.rendezvous is None:
+            return
+        key = f"barrier {next(job.barriers)}" + (f" {name!r}" if name else "")
+        wait_for_all(
+            job.rendezvous.store,
+            key,
+            rank=job.peer.rank,
+            world_size=job.world_size,
+            timeout=_seconds(timeout, "", job.limits.collective),
+            describe=lambda rank: str(job.roll_call[rank]),
+        )
+
+    def wrap_ddp(self, module: torch.nn.Module, **kwargs: Any) -> torch.nn.Module:
+        """Return the module as a DistributedDataParallel on this rank's device, or unchanged on one process.
+
+        Collective. The module must already be on :attr:`device`.
+
+        Args:
+            module: The model.
+            kwargs: Options of DistributedDataParallel; they go before the manager's own.
+        """
+        if self.world_size == 1:
+            return module
+        options: dict[str, Any] = {"find_unused_parameters": self.find_unused_parameters}
+        if "broadcast_buffers" not in kwargs:
+            options["forward_sync_buffers"] = self.broadcast_buffers
+        if not self.cuda:
+            return DistributedDataParallel(module, **{**options, **kwargs})
+        options |= {"device_ids": [self.device.index], "output_device": self.device}
+        side_stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+        side_stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(side_stream):
+            wrapped = DistributedDataParallel(module, **{**options, **kwargs})
+        torch.cuda.current_stream(self.device).wait_stream(side_stream)
+        return wrapped
+
+    def __str__(self) -> str:
+        peer = self._job.peer
+        return (
+            f"DistributedManager(rank {peer.rank} of {self.world_size}, local rank {peer.local_rank} of "
+            f"{peer.local_world_size} on {peer.host}, node {peer.node_rank} of {peer.num_nodes}, "
+            f"{self.device}, {self.backend or 'no process group'}, {peer.launcher})"
+        )
+
+    __repr__ = __str__
+
+
+def initialize_ddp(
+    timeout: datetime.timedelta | None = None,
+) -> tuple[bool, int, int, int, torch.device] | None:
+    """Initialize the manager, and return what it found; None where it is initialized already.
+
+    Collective.
+
+    Args:
+        timeout: Limit of a collective; None takes 60 minutes.
+
+    Returns:
+        ``(distributed, rank, local_rank, world_size, device)``, or None.
+
+    Raises:
+        DistmanError: See :meth:`DistributedManager.initialize`.
+    """
+    if DistributedManager.is_initialized():
+        return None
+    manager = DistributedManager.initialize(timeout=timeout)
+    return manager.distributed, manager.rank, manager.local_rank, manager.world_size, manager.device
+
+
+def _environment(method: str | None, *, use_distributed: bool | None) -> LaunchEnvironment:
+    if use_distributed is False:
+        return _SINGLE
+    detection = detect(os.environ, method)
+    for sentence in detection.warnings:
+        log.logger.warning(sentence)
+    if use_distributed and detection.environment.launcher == "single":
+        raise LaunchEnvironmentError(
+            "use_distributed must be None or False where no launcher started this process, got True. "
+            "Start the script with torchrun, mpirun or srun.\n" + "\n".join(detection.explanation)
+        )
+    return detection.environment
+
+
+def _seconds(value: float | datetime.timedelta | None, variable: str, default: float) -> float:
+    """Return a limit in seconds: the argument, else the variable, else the default."""
+    source = "the call"
+    if value is None and os.environ.get(variable):
+        value, source = _number(os.environ[variable]), variable
+    seconds = value.total_seconds() if isinstance(value, datetime.timedelta) else value
+    if seconds is None:
+        return default
+    if not 0 < seconds < threading.TIMEOUT_MAX:
+        raise ValueError(f"a timeout must be a positive number of seconds, got {value} from {source}. Correct it.")
+    return float(seconds)
+
+
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        return math.nan
+
+
+def _seed_everything(seed: int) -> None:
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+
+
+def _not_initialized() -> NotInitializedError:
+    return NotInitializedError(
+        "DistributedManager must be initialized before it is asked. Call DistributedManager.initialize() "
+        "once at the start of the script."
+    )
