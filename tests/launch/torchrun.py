@@ -1,0 +1,41 @@
+"""torchrun on this machine."""
+
+import sys
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from pathlib import Path
+
+from .processes import Finished, Running, launch, start
+
+
+class Torchrun:
+    """Every ``run`` runs ``torchrun --standalone OPTIONS SCRIPT ARGUMENTS`` on some ranks."""
+
+    def run(
+        self,
+        *script: str | Path,
+        ranks: int,
+        options: tuple[str, ...] = (),
+        env: Mapping[str, str | None] | None = None,
+        timeout: float = 60.0,
+        cwd: Path | None = None,
+    ) -> Finished:
+        """Run a script (or, with the option ``--no-python``, a program) to its end."""
+        __tracebackhide__ = True
+        return launch(self.command(*script, ranks=ranks, options=options), env=env, timeout=timeout, cwd=cwd)
+
+    def start(
+        self,
+        *script: str | Path,
+        ranks: int,
+        options: tuple[str, ...] = (),
+        env: Mapping[str, str | None] | None = None,
+        cwd: Path | None = None,
+    ) -> AbstractContextManager[Running]:
+        """Do what `run` does for the length of a ``with`` block."""
+        return start(self.command(*script, ranks=ranks, options=options), env=env, cwd=cwd)
+
+    def command(self, *script: str | Path, ranks: int, options: tuple[str, ...] = ()) -> list[str | Path]:
+        """Return the command line."""
+        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+        return [*torchrun, f"--nproc_per_node={ranks}", *options, *script]
