@@ -1,0 +1,157 @@
+import os
+import signal
+import subprocess
+import time
+import uuid
+from pathlib import Path
+
+import pytest
+
+BUSY = """
+import subprocess, time
+from pathlib import Path
+from distman.testing import ranks
+
+@ranks(2)
+def test_busy(rank):
+    subprocess.Popen(["sleep", "61"])
+    Path(f"busy{rank}").touch()
+    time.sleep(60)
+"""
+GOOD = """
+import os, signal
+from pathlib import Path
+from distman.testing import ranks
+
+@ranks(2)
+def test_first(rank):
+    Path(f"pid{rank}").write_text(str(os.getpid()))
+
+@ranks(1)
+def test_fewer(rank):
+    assert Path(f"pid{rank}").read_text() == str(os.getpid())
+
+@ranks(3)
+def test_more(rank):
+    assert rank == 2 or Path(f"pid{rank}").read_text() == str(os.getpid())
+
+@ranks(2, dies=[0, 1])
+def test_the_server_dies(rank):
+    if rank == 0:
+        Path(f"ppid").write_text(str(os.getppid()))
+        os.kill(os.getppid(), signal.SIGKILL)
+    signal.pause()
+
+@ranks(2)
+def test_after_the_server(rank):
+    assert Path("ppid").read_text() != str(os.getppid())
+    assert not os.environ.get("RANK") is None
+"""
+BROKEN = """
+from distman.testing import ranks
+
+@ranks(2, 3)
+def test_one():
+    pass
+"""
+TORCHLESS = """
+import subprocess, sys
+from pathlib import Path
+from distman.testing import ranks
+
+def test_ordinary():
+    assert "torch" not in sys.modules
+    assert "numpy" not in sys.modules
+    assert "cloudpickle" not in sys.modules
+    assert not Path("/proc/self/task", str(__import__("os").getpid()), "children").read_text()
+"""
+
+
+def living(mark):
+    """Return the command lines of all processes whose environment holds the mark."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            marked = mark.encode() in (process / "environ").read_bytes()
+            command = (process / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+        except OSError:
+            continue
+        if marked and command:
+            found.append(command)
+    return found
+
+
+def wait_until(is_true, seconds):
+    deadline = time.monotonic() + seconds
+    while not is_true():
+        assert time.monotonic() < deadline, f"not true after {seconds} s"
+        time.sleep(0.05)
+
+
+@pytest.fixture
+def mark():
+    return f"mark-{uuid.uuid4()}"
+
+
+@pytest.fixture
+def busy(project, mark, tmp_path):
+    """Pytest in the middle of a test, as the leader of a process group."""
+    for old in project.folder.glob("busy*"):
+        old.unlink()
+    project.write(BUSY)
+    environ = project.environ(DISTMAN_TEST_MARK=mark, TMPDIR=str(tmp_path))
+    with (tmp_path / "log").open("wb") as log:
+        process = subprocess.Popen(
+            project.command("-q"),
+            cwd=project.folder,
+            env=environ,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+        )
+    wait_until(lambda: all((project.folder / f"busy{rank}").exists() for rank in (0, 1)), 60)
+    yield process
+    if process.poll() is None:
+        process.kill()
+        process.wait()
+
+
+def test_nothing_outlives_a_killed_pytest(busy, mark, tmp_path):
+    assert sum("sleep 61" in command for command in living(mark)) == 2
+    assert len(living(mark)) == 6
+    busy.kill()
+    busy.wait()
+    wait_until(lambda: not living(mark), 5)
+    assert [path.name for path in tmp_path.iterdir()] == ["log"]
+
+
+def test_ctrl_c_ends_all_at_once(busy, mark, tmp_path):
+    start = time.monotonic()
+    os.killpg(busy.pid, signal.SIGINT)
+    assert busy.wait(10) == pytest.ExitCode.INTERRUPTED
+    assert time.monotonic() - start < 5
+    assert not living(mark)
+    assert [path.name for path in tmp_path.iterdir()] == ["log"]
+    assert "KeyboardInterrupt" in (tmp_path / "log").read_text()
+
+
+def test_workers_stay_are_more_when_needed_and_survive_their_server(project, mark, tmp_path):
+    project.write(GOOD)
+    run = project.run("-q", DISTMAN_TEST_MARK=mark, TMPDIR=str(tmp_path))
+    assert run.counts() == {"passed": 5}, run.output
+    assert not living(mark)
+    assert not list(tmp_path.iterdir())
+
+
+def test_workers_that_cannot_start_are_reported_once_per_test(project, tmp_path):
+    project.write(BROKEN)
+    (tmp_path / "torch.py").write_text("raise SystemError('this torch is broken')")
+    run = project.run("-q", PYTHONPATH=os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
+    assert run.counts() == {"failed": 2}, run.output
+    assert run.output.count("this torch is broken") == 4
+
+
+def test_ordinary_tests_load_and_start_nothing(project):
+    project.write(TORCHLESS)
+    run = project.run("-q")
+    assert run.counts() == {"passed": 1}, run.output

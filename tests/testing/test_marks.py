@@ -1,0 +1,76 @@
+import inspect
+import os
+import signal
+
+import pytest
+
+import distman.testing
+from distman.testing import delay_rank, kill_rank, ranks
+
+
+def test_exports_are_complete():
+    for name in distman.testing.__all__:
+        assert getattr(distman.testing, name).__name__ == name
+    assert set(distman.testing.__all__) <= set(dir(distman.testing))
+    with pytest.raises(AttributeError, match="nothing"):
+        distman.testing.nothing  # noqa: B018
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "error", "message"),
+    [
+        ((), {}, ValueError, "at least one world size"),
+        ((0,), {}, ValueError, "at least 1, got 0"),
+        (("2",), {}, TypeError, "must be integers, got '2'"),
+        ((True,), {}, TypeError, "must be integers, got True"),
+        ((2, 2), {}, ValueError, "must differ"),
+        ((2,), {"timeout": 0}, ValueError, "timeout must be positive"),
+        ((2, 4), {"dies": [3]}, ValueError, "got rank 3"),
+    ],
+)
+def test_wrong_arguments_are_named(arguments, options, error, message):
+    with pytest.raises(error, match=message):
+        ranks(*arguments, **options)
+
+
+def test_only_plain_functions_can_be_decorated():
+    async def test_async():
+        pass
+
+    for thing in (test_async, type("TestClass", (), {}), 3):
+        with pytest.raises(TypeError, match="plain test function"):
+            ranks(2)(thing)
+
+
+def test_without_parentheses():
+    def test_function():
+        pass
+
+    with pytest.raises(TypeError, match=r"Write @ranks\(2\)"):
+        ranks(test_function)
+
+
+def test_pytest_sees_no_rank_and_the_function_is_the_same():
+    def test_function(rank, fixture, world_size):
+        return rank, fixture, world_size
+
+    marked = ranks(2)(test_function)
+    assert marked is test_function
+    assert marked(1, 2, 3) == (1, 2, 3)
+    assert list(inspect.signature(marked).parameters) == ["fixture"]
+
+
+def test_faults_touch_only_the_rank_they_name(monkeypatch):
+    sent = []
+    monkeypatch.setattr(os, "kill", lambda pid, number: sent.append((pid, number)))
+    monkeypatch.setattr("time.sleep", sent.append)
+    monkeypatch.setenv("RANK", "1")
+    kill_rank(0)
+    delay_rank(2, 5.0)
+    assert not sent
+    kill_rank(1, signal=signal.SIGTERM)
+    delay_rank(1, 5.0)
+    assert sent == [(os.getpid(), signal.SIGTERM), 5.0]
+    monkeypatch.delenv("RANK")
+    kill_rank(1)
+    assert len(sent) == 2

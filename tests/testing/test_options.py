@@ -1,0 +1,118 @@
+import re
+
+import pytest
+
+SUITE = """
+import sys, warnings
+import pytest
+from distman.testing import ranks
+
+GLOBAL = [1, 2]
+
+@pytest.mark.filterwarnings("default")
+@ranks(2)
+def test_talks(rank):
+    print(f"spoken by {rank}")
+    warnings.warn("a word of warning")
+
+@ranks(2, 3)
+def test_fails(world_size):
+    local = "of the test"
+    assert world_size == 2
+
+@ranks(2)
+def test_after():
+    pass
+
+@ranks(2)
+def test_seeded(rank):
+    import random
+    print("drawn", rank, random.random())
+
+@ranks(2)
+def test_skips():
+    pytest.skip("for a reason")
+
+@ranks(2)
+def test_expects_to_fail():
+    pytest.xfail("for another reason")
+
+@pytest.mark.xfail(strict=True)
+@ranks(2)
+def test_fails_as_marked():
+    assert False
+
+@pytest.mark.parametrize("time", range(10))
+@ranks(2)
+def test_warm(time):
+    pass
+
+@ranks(2)
+def test_value_of_conftest(value):
+    assert value.doubled() == 4
+"""
+CONFTEST = """
+import pytest
+
+class Value:
+    def doubled(self):
+        return 4
+
+@pytest.fixture
+def value():
+    return Value()
+"""
+
+
+@pytest.fixture(scope="module")
+def suite(project):
+    project.write(CONFTEST, "conftest.py")
+    project.write(SUITE)
+    return project
+
+
+@pytest.fixture(scope="module")
+def run(suite):
+    return suite.run("-rA", "--durations=0", "--durations-min=0")
+
+
+def drawn(text):
+    return sorted(set(re.findall(r"drawn \d \S+", text)))
+
+
+def test_outcomes(run):
+    expected = {"passed": 15, "failed": 1, "skipped": 1, "xfailed": 2}
+    assert run.counts().items() >= expected.items(), run.output
+
+
+def test_ids_and_reasons(run):
+    assert "PASSED test_it.py::test_fails[2 ranks]" in run.output
+    assert "FAILED test_it.py::test_fails[3 ranks] - Failed: ranks 0, 1, 2 raised AssertionError" in run.output
+    assert "SKIPPED [1] test_it.py" in run.output
+    assert "for a reason" in run.output
+    assert "for another reason" in run.output
+
+
+def test_warnings_of_workers_are_summarised(run):
+    assert "a word of warning" in run.output.partition("= warnings summary =")[2]
+    assert "test_it.py:12: UserWarning" in run.output
+
+
+def test_last_failed_and_selection_also_under_a_launcher(suite, run):
+    assert run.exit_code == 1
+    again = suite.run("--lf", "--tb=short", "-l", "-x")
+    assert again.counts() == {"failed": 1}, again.output
+    assert "local      = 'of the test'" in again.output
+    of_launcher = {"OMPI_COMM_WORLD_RANK": "3", "OMPI_COMM_WORLD_SIZE": "4", "RANK": "7", "WORLD_SIZE": "8"}
+    chosen = suite.run("-k", "seeded or talks", "-s", **of_launcher)
+    assert chosen.counts()["passed"] == 2, chosen.output
+    assert "[rank 0] spoken by 0" in chosen.output
+    assert "[rank 1] spoken by 1" in chosen.output
+    assert drawn(chosen.output) == drawn(run.output)
+    assert len(drawn(run.output)) == 2
+
+
+def test_a_warm_test_takes_little(run):
+    seconds = [float(number) for number in re.findall(r"([\d.]+)s call +test_it.py::test_warm", run.output)]
+    assert len(seconds) == 10
+    assert min(seconds) < 0.06
