@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import os
@@ -9,10 +10,11 @@ import time
 import weakref
 from collections.abc import Iterator
 from datetime import timedelta
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import _get_default_store
+from torch.distributed.distributed_c10d import _get_default_store, _world
 
 from distman.control import failure
 from distman.device import backend_for, pick_device, resolve_device
@@ -23,10 +25,13 @@ from distman.rendezvous.join import Rendezvous, join, meet_at, sign_in_of
 from distman.rendezvous.peers import Peer, SignIn, complete
 from distman.rendezvous.store import JobStore
 
-__all__ = ["DeviceWish", "Job", "Limits", "adopt", "leave", "start"]
+__all__ = ["DeviceWish", "Job", "Limits", "adopt", "leave", "let_gloo_rest", "start"]
 
 _START_PATIENCE = 10.0
 _PAUSE = 0.005
+_GLOO_THREADS = "pt_gloo"
+_REST_PATIENCE = 1.0
+_REST_PAUSE = 0.001
 
 _adoptions: weakref.WeakKeyDictionary[dist.ProcessGroup, Iterator[int]] = weakref.WeakKeyDictionary()
 
@@ -179,7 +184,31 @@ def leave(job: Job) -> None:
             time.sleep(_PAUSE)
     if dist.is_initialized():
         dist.destroy_process_group()
+    let_gloo_rest()
     job.rendezvous.job_store.close()
+
+
+def let_gloo_rest() -> None:
+    """Wait until the threads of gloo have let go of the tensors of the last collectives, a second at most.
+
+    Local. Such a thread needs the interpreter for that, at a moment after the collective is over; if it comes
+    when the interpreter is already ending, the process is aborted. A thread that sleeps twice in a row, with
+    the interpreter free in between, is done.
+    """
+    until = time.monotonic() + _REST_PATIENCE
+    num_quiet = 0
+    while num_quiet < 2 and time.monotonic() < until:
+        time.sleep(_REST_PAUSE)
+        num_quiet = num_quiet + 1 if all(_gloo_threads_sleep()) else 0
+
+
+def _gloo_threads_sleep() -> Iterator[bool]:
+    for task in Path("/proc/self/task").glob("*/stat"):
+        with contextlib.suppress(OSError):  # a thread may end while we look
+            _, _, rest = task.read_text(encoding="utf-8").partition("(")
+            name, _, state = rest.rpartition(") ")
+            if name.startswith(_GLOO_THREADS):
+                yield state.startswith("S")
 
 
 def _lone_job(environment: LaunchEnvironment, wish: DeviceWish, limits: Limits) -> Job:
@@ -191,14 +220,19 @@ def _lone_job(environment: LaunchEnvironment, wish: DeviceWish, limits: Limits) 
 def _make_process_group(job: Job, store: dist.Store) -> None:
     if job.device.type == "cuda":
         torch.cuda.set_device(job.device)
-    dist.init_process_group(
-        backend=job.backend,
-        store=dist.PrefixStore("group", store),
-        rank=job.peer.rank,
-        world_size=job.world_size,
-        timeout=timedelta(seconds=job.limits.collective),
-        device_id=job.device if job.device.type == "cuda" else None,
-    )
+    num_groups = _world.group_count
+    try:
+        dist.init_process_group(
+            backend=job.backend,
+            store=dist.PrefixStore("group", store),
+            rank=job.peer.rank,
+            world_size=job.world_size,
+            timeout=timedelta(seconds=job.limits.collective),
+            device_id=job.device if job.device.type == "cuda" else None,
+        )
+    except BaseException:
+        _world.group_count = num_groups  # it is part of the keys of the next try, on all ranks
+        raise
     store.add("started", 1)
 
 

@@ -21,7 +21,7 @@ from distman.control.barrier import wait_for_all
 from distman.device import backend_for, pick_device
 from distman.environments import LaunchEnvironment, detect
 from distman.errors import LaunchEnvironmentError, NotInitializedError
-from distman.job import DeviceWish, Job, Limits, adopt, leave, start
+from distman.job import DeviceWish, Job, Limits, adopt, leave, let_gloo_rest, start
 from distman.rendezvous.peers import Peer
 
 __all__ = ["DistributedManager", "initialize_ddp"]
@@ -145,7 +145,9 @@ class DistributedManager:
         """Clean up at the end of the program; after an uncaught exception, wait for nobody."""
         if os.getpid() != pid or not cls.is_initialized():
             return
-        if not failure.has_failed():
+        if failure.has_failed():
+            let_gloo_rest()
+        else:
             cls.cleanup()
 
     @property
