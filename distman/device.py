@@ -9,7 +9,7 @@ import torch
 
 from distman.log import logger
 
-__all__ = ["backend_for", "pick_device", "pick_index", "resolve_device", "visible_devices"]
+__all__ = ["backend_for", "is_sharing_allowed", "pick_device", "pick_index", "resolve_device", "visible_devices"]
 
 _ALLOW_SHARED = "DISTMAN_ALLOW_SHARED_GPU"
 _BACKENDS = {"cpu": "cpu:gloo", "cuda": "cpu:gloo,cuda:nccl", "xpu": "cpu:gloo,xpu:xccl"}

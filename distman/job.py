@@ -275,6 +275,6 @@ class _Ending:
             return False
         if mpi.abort_at_exit():
             return True
-        if self.environment.launcher in failure.ENDED_BY_SIGNAL_ONLY:
+        if self.environment.launcher in failure.DEAF_TO_EXIT_CODES:
             failure.end_job_at_exit()
         return False

@@ -28,7 +28,7 @@ def watch() -> None:
 
 def _tell(error: BaseException) -> None:
     environment = detect(os.environ).environment
-    if environment.launcher in failure.ENDED_BY_SIGNAL_ONLY:
+    if environment.launcher in failure.DEAF_TO_EXIT_CODES:
         failure.end_job_at_exit()
     notice = failure.FailureNotice.of(error, environment.rank)
     tell_waiting_ranks(dataclasses.asdict(notice), os.environ)

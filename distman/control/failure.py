@@ -10,6 +10,7 @@ import logging
 import os
 import signal
 import socket
+import stat
 import sys
 import threading
 import time
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from torch.distributed import Store
 
 __all__ = [
-    "ENDED_BY_SIGNAL_ONLY",
+    "DEAF_TO_EXIT_CODES",
     "FailureNotice",
     "JobReporter",
     "end_job_at_exit",
@@ -33,9 +34,10 @@ __all__ = [
     "set_reporter",
 ]
 
-ENDED_BY_SIGNAL_ONLY = ("hydra", "mvapich")
+DEAF_TO_EXIT_CODES = ("hydra", "mvapich")
 """Launchers that take no notice of a rank which exits with an error."""
 
+_PMI_ABORT = b"cmd=abort exitcode=1\n"
 _FAREWELL = 1.5
 _PAUSE = 0.02
 
@@ -93,8 +95,9 @@ class _Hook:
             return
         logging.shutdown()
         _flush()
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        os.kill(os.getpid(), signal.SIGTERM)
+        if not _abort_over_pmi():
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            os.kill(os.getpid(), signal.SIGTERM)
 
 
 _hook: _Hook | None = None
@@ -133,10 +136,10 @@ def has_failed() -> bool:
 
 
 def end_job_at_exit() -> None:
-    """End this process by a signal once its exit handlers have run.
+    """Make the launcher end the job once the exit handlers of this process have run.
 
-    Local. For launchers that take no notice of a rank which exits with an error, but end the job when one
-    dies of a signal.
+    Local. For launchers that take no notice of a rank which exits with an error: they are told over PMI, or by
+    a signal of which this process dies.
     """
     if _hook is not None:
         _hook.ends_job = True
@@ -199,6 +202,22 @@ class JobReporter:
         until = time.monotonic() + _FAREWELL
         while self.store.add("failure_seen", 0) <= self.num_others and time.monotonic() < until:
             time.sleep(_PAUSE)
+
+
+def _abort_over_pmi() -> bool:
+    """Ask the launcher to end the job, as ``MPI_Abort`` does, and return whether it could be asked.
+
+    Source:
+        PMI version 1, wire protocol, command ``abort``; the descriptor is handed over as ``PMI_FD``.
+    """
+    try:
+        descriptor = int(os.environ.get("PMI_FD", ""))
+        if not stat.S_ISSOCK(os.fstat(descriptor).st_mode):
+            return False
+        os.write(descriptor, _PMI_ABORT)
+    except (OSError, ValueError):
+        return False
+    return True
 
 
 def _flush() -> None:

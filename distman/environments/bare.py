@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from distman.environments.base import LaunchEnvironment, read_count, read_index
+from distman.environments.base import LaunchEnvironment
 from distman.environments.fields import Fields, environment_from
-from distman.errors import LaunchEnvironmentError
 
-__all__ = ["FIELDS", "check_whole", "from_bare", "is_complete"]
+__all__ = ["FIELDS", "from_bare", "is_complete"]
 
 FIELDS: Fields = {
     "rank": ("RANK",),
@@ -45,18 +44,3 @@ def is_complete(environ: Mapping[str, str]) -> bool:
     Local.
     """
     return all(environ.get(name, "").strip() for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"))
-
-
-def check_whole(environ: Mapping[str, str]) -> None:
-    """Refuse ``RANK`` without ``WORLD_SIZE``: half an environment is not one process by another name.
-
-    Local. ``WORLD_SIZE`` alone is something that job scripts export for their own use.
-
-    Raises:
-        LaunchEnvironmentError: ``RANK`` is set and ``WORLD_SIZE`` is not.
-    """
-    if read_index(environ, "RANK") is not None and read_count(environ, "WORLD_SIZE") is None:
-        raise LaunchEnvironmentError(
-            f"WORLD_SIZE must be set where RANK is, got RANK={environ['RANK']} and no WORLD_SIZE from the "
-            "environment. Set WORLD_SIZE to the number of processes, or unset RANK to run one process."
-        )

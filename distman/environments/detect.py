@@ -155,7 +155,7 @@ def _search(environ: Mapping[str, str]) -> Detection:
             explanation += [_passed_over(other, environ, chosen.name) for other in others]
             return Detection(environment, tuple(explanation), warnings)
         explanation.append(_passed_over(launcher, environ, None))
-    bare.check_whole(environ)
+    _check_whole(environ)
     warnings = _allocation_warnings(environ)
     return Detection(_SINGLE, ("single was chosen: no launcher speaks.", *warnings, *explanation), warnings)
 
@@ -172,9 +172,9 @@ def _believe(method: str, source: str, environ: Mapping[str, str]) -> Detection:
         environment = launcher.read(environ)
         if environment is not None:
             return Detection(environment, (_chosen(launcher, environment, environ), asked))
-    looked_for = "; ".join(f"{' and '.join(_key_variables(launcher))}" for launcher in launchers)
+    reasons = "; ".join(f"{launcher.name}: {_are_not_set(_missing(launcher, environ))}" for launcher in launchers)
     raise LaunchEnvironmentError(
-        f"method {method!r} from {source} must find its variables, got none of: {looked_for}. "
+        f"method must name the launcher that started this process, got {method!r} from {source} ({reasons}). "
         "Start the script with that launcher, or let the launcher be found out: unset the method."
     )
 
@@ -224,17 +224,35 @@ def _chosen(launcher: _Launcher, environment: LaunchEnvironment, environ: Mappin
     return f"{launcher.name} was chosen: {', '.join(known)}."
 
 
+def _check_whole(environ: Mapping[str, str]) -> None:
+    """Refuse a rank without a world size: half an environment is not one process by another name."""
+    for launcher in _ORDER:
+        *_, rank, world_size = _key_variables(launcher)
+        if launcher.name == "slurm" and not slurm.is_step(environ):
+            continue
+        if _missing(launcher, environ) == [world_size]:
+            raise LaunchEnvironmentError(
+                f"{world_size} must be set where {rank} is, got {source_of('rank', launcher.fields, environ)} and no "
+                f"{world_size} from the environment. Set it to the number of processes, or unset {rank} to run one "
+                "process."
+            )
+
+
 def _passed_over(launcher: _Launcher, environ: Mapping[str, str], chosen: str | None) -> str:
-    missing = [name for name in _key_variables(launcher) if read_text(environ, *name.split(" or ")) is None]
+    missing = _missing(launcher, environ)
     if missing:
         return f"{launcher.name} was passed over: {_are_not_set(missing)}."
-    if launcher.name == "slurm" and slurm.is_allocation(environ):
-        return "slurm was passed over: the step is the interactive one of salloc, in which srun starts no tasks."
+    if launcher.name == "slurm" and not slurm.is_step(environ):
+        return "slurm was passed over: the step is Slurm's own (the shell of salloc, a batch script), not srun's."
     return f"{launcher.name} was passed over: {chosen} comes first ({_place(launcher, environ)})."
 
 
+def _missing(launcher: _Launcher, environ: Mapping[str, str]) -> list[str]:
+    return [name for name in _key_variables(launcher) if read_text(environ, *name.split(" or ")) is None]
+
+
 def _key_variables(launcher: _Launcher) -> list[str]:
-    """Return the variables without which the launcher did not start this process."""
+    """Return the variables without which the launcher did not start this process, rank and world size last."""
     keys = [" or ".join(launcher.fields[field]) for field in ("rank", "world_size")]
     extra = {
         "torchrun": [torchrun.MARK],

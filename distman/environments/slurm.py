@@ -15,9 +15,12 @@ __all__ = [
     "from_slurm",
     "from_slurm_allocation",
     "is_allocation",
+    "is_step",
 ]
 
-_INTERACTIVE_STEP = 4294967290
+_MAX_STEP_ID = 0xFFFFFFF0
+"""Slurm's own steps have higher ids: the batch script, the shell of salloc, what runs outside of steps."""
+
 _STEP_ID = ("SLURM_STEP_ID", "SLURM_STEPID")
 _JOB_ID = ("SLURM_JOB_ID", "SLURM_JOBID")
 
@@ -58,7 +61,7 @@ def from_slurm(environ: Mapping[str, str]) -> LaunchEnvironment | None:
     Source:
         srun manual, section OUTPUT ENVIRONMENT VARIABLES.
     """
-    if read_index(environ, *_STEP_ID) in (None, _INTERACTIVE_STEP):
+    if not is_step(environ):
         return None
     return environment_from(
         "slurm",
@@ -88,6 +91,21 @@ def from_slurm_allocation(environ: Mapping[str, str]) -> LaunchEnvironment | Non
     return environment_from("slurm", ALLOCATION_FIELDS, environ, main_address=address, job_id=_job_id(environ))
 
 
+def is_step(environ: Mapping[str, str]) -> bool:
+    """Return whether the variables name a step of ``srun``, and none of Slurm's own.
+
+    Local.
+
+    Raises:
+        LaunchEnvironmentError: The step id is not a number.
+
+    Source:
+        Slurm, ``slurm/slurm.h``, SLURM_MAX_NORMAL_STEP_ID.
+    """
+    step = read_index(environ, *_STEP_ID)
+    return step is not None and step <= _MAX_STEP_ID
+
+
 def is_allocation(environ: Mapping[str, str]) -> bool:
     """Return whether this process runs in an allocation, but not as a task that ``srun`` started.
 
@@ -99,7 +117,7 @@ def is_allocation(environ: Mapping[str, str]) -> bool:
 def expected_hosts(environ: Mapping[str, str]) -> list[str]:
     """Return the host of each rank of this step, in rank order; empty where that cannot be told.
 
-    Local. It can for block distribution, Slurm's default, with this task where block distribution puts it.
+    Local. It can for block distribution, Slurm's default, where this node's tasks are those it would have.
 
     Raises:
         LaunchEnvironmentError: The node list or the numbers of tasks have no meaning.
@@ -107,11 +125,13 @@ def expected_hosts(environ: Mapping[str, str]) -> list[str]:
     nodes, tasks = environ.get("SLURM_STEP_NODELIST"), environ.get("SLURM_STEP_TASKS_PER_NODE")
     if not nodes or not tasks or not environ.get("SLURM_DISTRIBUTION", "block").startswith("block"):
         return []
-    counts = parse_tasks_per_node(tasks)
+    counts, node = parse_tasks_per_node(tasks), read_index(environ, "SLURM_NODEID")
+    if node is None or node >= len(counts):
+        return []
+    first = sum(counts[:node])
+    tasks_here = ",".join(map(str, range(first, first + counts[node])))
     hosts = [host for host, count in zip(parse_hostlist(nodes), counts, strict=False) for _ in range(count)]
-    node, first = read_index(environ, "SLURM_NODEID"), environ.get("SLURM_GTIDS", "").split(",")[0]
-    is_block = node is not None and first == str(sum(counts[:node]))
-    return hosts if is_block else []
+    return hosts if environ.get("SLURM_GTIDS") == tasks_here else []
 
 
 def _local_world_size(environ: Mapping[str, str]) -> int | None:

@@ -4,6 +4,7 @@ import os
 import resource
 import shutil
 import signal
+import socket
 import subprocess
 from collections.abc import Iterator
 from types import FrameType
@@ -115,3 +116,11 @@ def require_namespaces() -> None:
     tried = subprocess.run(attempt, capture_output=True, text=True, check=False, timeout=10)
     if tried.returncode != 0:
         pytest.skip(f"virtual hosts need namespaces: {tried.stderr.strip()}")
+
+
+@pytest.fixture
+def free_port() -> int:
+    """A port that was free a moment ago."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port: int = server.getsockname()[1]
+    return port

@@ -1,0 +1,79 @@
+"""The example on real data, unchanged under every launcher: accuracy, the same weights on all ranks, no noise."""
+
+import re
+import shlex
+import sys
+from pathlib import Path
+
+import pytest
+
+from .processes import launch
+
+DIGITS = Path(__file__).parents[2] / "docs" / "examples" / "digits.py"
+LIMIT = 120
+
+
+def assert_learned(finished, *, ranks, nodes=1, method):
+    assert finished.returncode == 0
+    assert finished.stderr == ""
+    result = re.search(r"test accuracy ([\d.]+), weights \w+ on all (\d+) ranks", finished.stdout)
+    assert result, "rank 0 prints the result"
+    assert float(result[1]) >= 0.95
+    assert int(result[2]) == ranks
+    assert f"rank 0 of {ranks}," in finished.stdout
+    assert f"node 0 of {nodes}," in finished.stdout
+    assert f", {method})" in finished.stdout
+    assert len(re.findall(r"^epoch ", finished.stdout, re.MULTILINE)) == 6
+
+
+def test_plain_python():
+    assert_learned(launch([sys.executable, DIGITS], timeout=LIMIT), ranks=1, method="single")
+
+
+def test_torchrun(torchrun):
+    finished = torchrun.run(DIGITS, ranks=2, env={"OMP_NUM_THREADS": "1"}, timeout=LIMIT)
+    assert_learned(finished, ranks=2, method="torchrun")
+
+
+@pytest.mark.parametrize("mpi4py", [True, False], ids=["with mpi4py", "without mpi4py"])
+@pytest.mark.parametrize("name", ["openmpi", "mpich", "intel_mpi"])
+def test_mpi_on_one_host(request, name, mpi4py):
+    mpi = request.getfixturevalue(name)
+    finished = mpi.run(DIGITS, ranks=2, mpi4py=mpi4py, timeout=LIMIT)
+    assert_learned(finished, ranks=2, method="openmpi" if name == "openmpi" else "hydra")
+
+
+def test_srun(slurm_cluster):
+    finished = slurm_cluster.srun("-N2", "-n4", sys.executable, DIGITS, timeout=LIMIT)
+    assert_learned(finished, ranks=4, nodes=2, method="slurm")
+
+
+def test_sbatch_with_srun(slurm_cluster):
+    script = f"#!/bin/bash\nsrun {shlex.join([sys.executable, str(DIGITS)])}\n"
+    finished = slurm_cluster.sbatch(script, "-N2", "-n4", timeout=LIMIT)
+    assert_learned(finished, ranks=4, nodes=2, method="slurm")
+
+
+@pytest.mark.parametrize("name", ["openmpi", "mpich", "intel_mpi"])
+def test_mpirun_inside_sbatch(request, slurm_cluster, name):
+    mpi = request.getfixturevalue(name)
+    command = shlex.join(mpi.batch_command(DIGITS, ranks=4))
+    options = ("-N2", "-n4", "--ntasks-per-node=2")
+    finished = slurm_cluster.sbatch(f"#!/bin/bash\n{command}\n", *options, timeout=LIMIT)
+    assert_learned(finished, ranks=4, nodes=2, method="openmpi" if name == "openmpi" else "hydra")
+
+
+def test_torchrun_started_by_srun_on_two_nodes(slurm_cluster):
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc_per_node=2"]
+    rendezvous = ["--rdzv_backend=c10d", "--rdzv_endpoint=n1:29400", "--rdzv_id=digits"]
+    finished = slurm_cluster.srun("-N2", "-n2", *torchrun, *rendezvous, DIGITS, timeout=LIMIT)
+    assert finished.returncode == 0
+    assert re.search(r"test accuracy 0.9[5-9]\d*, weights \w+ on all 4 ranks", finished.stdout)
+    assert ", torchrun)" in finished.stdout
+
+
+@pytest.mark.parametrize("name", ["openmpi", "mpich", "intel_mpi"])
+def test_mpi_over_two_hosts_without_an_address(request, namespace_hosts, name):
+    mpi = request.getfixturevalue(name)
+    finished = mpi.run_on(namespace_hosts, DIGITS, ranks_per_host=1, timeout=LIMIT)
+    assert_learned(finished, ranks=2, nodes=2, method="openmpi" if name == "openmpi" else "hydra")

@@ -1,0 +1,147 @@
+"""One rank raises, under every launcher: everything is gone within seconds, and the cause can be read."""
+
+import re
+import sys
+import time
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from .processes import start
+
+SCRIPTS = Path(__file__).parent / "scripts"
+RAISE = SCRIPTS / "raise_on.py"
+LIMIT = 60
+
+
+def run_torchrun(request, *arguments):
+    return request.getfixturevalue("torchrun").run(*arguments, ranks=2, env={"OMP_NUM_THREADS": "1"}, timeout=LIMIT)
+
+
+def run_srun(request, *arguments):
+    cluster = request.getfixturevalue("slurm_cluster")
+    return cluster.srun("-N2", "-n2", sys.executable, *arguments, timeout=LIMIT)
+
+
+def run_srun_kill(request, *arguments):
+    cluster = request.getfixturevalue("slurm_cluster")
+    return cluster.srun("-N2", "-n2", "-K", sys.executable, *arguments, timeout=LIMIT)
+
+
+def run_mpi(name, *, mpi4py=True):
+    def run(request, *arguments):
+        return request.getfixturevalue(name).run(*arguments, ranks=2, mpi4py=mpi4py, timeout=LIMIT)
+
+    return run
+
+
+def run_two_hosts(name):
+    def run(request, *arguments):
+        hosts = request.getfixturevalue("namespace_hosts")
+        return request.getfixturevalue(name).run_on(hosts, *arguments, ranks_per_host=1, timeout=LIMIT)
+
+    return run
+
+
+LAUNCHERS = {
+    "torchrun": run_torchrun,
+    "srun": run_srun,
+    "srun -K": run_srun_kill,
+    "openmpi": run_mpi("openmpi"),
+    "mpich": run_mpi("mpich"),
+    "intel_mpi": run_mpi("intel_mpi"),
+    "openmpi on two hosts": run_two_hosts("openmpi"),
+    "mpich on two hosts": run_two_hosts("mpich"),
+    "intel_mpi on two hosts": run_two_hosts("intel_mpi"),
+}
+
+
+@pytest.mark.parametrize("failing_rank", [0, 1])
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_a_rank_that_raises_ends_the_job(request, launcher, when, failing_rank):
+    finished = LAUNCHERS[launcher](request, RAISE, when, failing_rank)
+    ended = time.time()
+    raised = re.search(r"raised at ([\d.]+)", finished.stdout)
+    assert raised, "the rank raises"
+    assert ended - float(raised[1]) < 5
+    assert finished.returncode != 0
+    assert "Traceback (most recent call last)" in finished.stderr
+    assert f"ValueError: boom on rank {failing_rank}" in finished.stderr
+    errors = re.findall(r"^(?:\[rank\d+\]: )?([\w.]+Error: .*)", finished.stderr, re.MULTILINE)
+    by_ranks = [error for error in errors if "ChildFailedError" not in error]  # torchrun speaks last
+    assert by_ranks[-1] == f"ValueError: boom on rank {failing_rank}"
+
+
+def test_without_a_launcher_that_ends_it(free_port):
+    """Bare RANK and WORLD_SIZE: nothing but the ranks themselves ends the job."""
+    with ExitStack() as stack:
+        ranks = [
+            stack.enter_context(start([sys.executable, RAISE, "before", "2"], env=bare(rank, 3, free_port)))
+            for rank in range(3)
+        ]
+        finished = [rank.wait(timeout=LIMIT) for rank in ranks]
+    for rank in finished:
+        assert rank.returncode == 1
+        assert rank.stderr.rstrip().endswith("ValueError: boom on rank 2")
+
+
+def bare(rank, world_size, port, **more):
+    variables = {"RANK": rank, "WORLD_SIZE": world_size, "MASTER_ADDR": "localhost", "MASTER_PORT": port, **more}
+    return {name: str(value) for name, value in variables.items()}
+
+
+def start_ranks(stack, claims, world_size, port, code):
+    command = [sys.executable, "-c", code]
+    return [stack.enter_context(start(command, env=bare(rank, world_size, port))) for rank in claims]
+
+
+INITIALIZE = "from distman import DistributedManager as M; M.initialize(rendezvous_timeout=8)"
+
+
+def test_a_missing_rank_is_named_by_those_that_came(free_port):
+    with ExitStack() as stack:
+        ranks = start_ranks(stack, [0, 1], 3, free_port, INITIALIZE)
+        finished = [rank.wait(timeout=30) for rank in ranks]
+    for rank in finished:
+        assert rank.returncode == 1
+        assert rank.seconds < 12 + 4, "eight seconds after the import of torch"
+        assert f"2 of 3 ranks joined tcp://localhost:{free_port} within 8 s; missing: rank 2" in rank.stderr
+        assert "[address from MASTER_ADDR, port from MASTER_PORT]" in rank.stderr
+
+
+def test_a_task_that_exits_early_is_named_with_its_host(slurm_cluster):
+    code = f"import os, sys; os.environ['SLURM_PROCID'] == '2' and sys.exit(0); {INITIALIZE}"
+    finished = slurm_cluster.srun("-N3", "-n3", sys.executable, "-c", code, timeout=LIMIT)
+    assert finished.returncode != 0
+    told = re.findall(r"RendezvousError: (2 of 3 ranks joined tcp://n1:\d+ within 8 s.*)", finished.stderr)
+    assert len(told) == 2
+    assert all("missing: rank 2 (expected on n3)" in line for line in told)
+    assert all("the first node of SLURM_STEP_NODELIST" in line for line in told)
+
+
+def test_two_processes_that_claim_one_rank_are_named_on_all(free_port):
+    with ExitStack() as stack:
+        ranks = start_ranks(stack, [0, 1, 1], 3, free_port, INITIALIZE)
+        finished = [rank.wait(timeout=30) for rank in ranks]
+        pids = [rank.pid for rank in ranks[1:]]
+    for rank in finished:
+        assert rank.returncode == 1
+        assert "rank 1 must be one process, got 2" in rank.stderr
+        assert all(f"pid {pid} on " in rank.stderr for pid in pids)
+
+
+def test_mpi_on_two_hosts_without_mpi4py_says_what_to_set(namespace_hosts, mpich):
+    finished = mpich.run_on(namespace_hosts, "-c", INITIALIZE, ranks_per_host=1, mpi4py=False, timeout=LIMIT)
+    assert finished.returncode != 0
+    assert finished.seconds < 20
+    assert "mpi4py must be importable" in finished.stderr
+    assert "set MASTER_ADDR to the name of rank 0's node on all ranks" in finished.stderr
+
+
+def test_torchrun_restarts_on_the_same_store(torchrun):
+    options = ("--max-restarts=2",)
+    finished = torchrun.run(SCRIPTS / "restarted.py", ranks=2, options=options, timeout=LIMIT)
+    assert finished.returncode == 0
+    assert finished.lines == ["rank 0 finished attempt 1 with 2", "rank 1 finished attempt 1 with 2"]
