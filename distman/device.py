@@ -7,6 +7,7 @@ from collections.abc import Mapping
 
 import torch
 
+from distman.environments.base import read_flag
 from distman.log import logger
 
 __all__ = ["backend_for", "is_sharing_allowed", "pick_device", "pick_index", "resolve_device", "visible_devices"]
@@ -65,7 +66,7 @@ def is_sharing_allowed(environ: Mapping[str, str]) -> bool:
 
     Local.
     """
-    return environ.get(_ALLOW_SHARED, "") not in ("", "0")
+    return read_flag(environ, _ALLOW_SHARED)
 
 
 def resolve_device(device: str | torch.device) -> torch.device:

@@ -20,6 +20,7 @@ from distman.control import failure
 from distman.control.barrier import wait_for_all
 from distman.device import backend_for, pick_device
 from distman.environments import LaunchEnvironment, detect
+from distman.environments.base import read_flag
 from distman.errors import LaunchEnvironmentError, NotInitializedError
 from distman.job import DeviceWish, Job, Limits, adopt, leave, let_gloo_rest, start
 from distman.rendezvous.peers import Peer
@@ -99,7 +100,7 @@ class DistributedManager:
             return cls()
         limits = Limits(_seconds(timeout, *_TIMEOUT), _seconds(rendezvous_timeout, *_RENDEZVOUS_TIMEOUT))
         wish = DeviceWish.of(device)
-        find_unused = os.environ.get(_FIND_UNUSED, "").lower() in ("1", "true", "yes")
+        find_unused = read_flag(os.environ, _FIND_UNUSED)
         if dist.is_initialized():
             job = adopt(detect(os.environ, method).environment, wish, limits)
         else:

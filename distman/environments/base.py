@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from distman.errors import LaunchEnvironmentError
 
-__all__ = ["LAUNCHERS", "MAX_DIGITS", "LaunchEnvironment", "read_count", "read_index", "read_text"]
+__all__ = ["LAUNCHERS", "MAX_DIGITS", "LaunchEnvironment", "read_count", "read_flag", "read_index", "read_text"]
 
 LAUNCHERS = ("torchrun", "env", "openmpi", "hydra", "mvapich", "pals", "jsrun", "flux", "slurm", "single")
 """Names of the launchers, as ``LaunchEnvironment.launcher`` and ``initialization_method`` spell them."""
@@ -89,6 +89,14 @@ def read_text(environ: Mapping[str, str], *names: str) -> str | None:
     """
     values = (environ.get(name, "").strip() for name in names)
     return next((value for value in values if value), None)
+
+
+def read_flag(environ: Mapping[str, str], name: str) -> bool:
+    """Return whether the variable ``name`` says yes: ``1``, ``true`` or ``yes``, in any case.
+
+    Local.
+    """
+    return (read_text(environ, name) or "").lower() in ("1", "true", "yes")
 
 
 def read_index(environ: Mapping[str, str], *names: str) -> int | None:

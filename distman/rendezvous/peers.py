@@ -9,7 +9,7 @@ from typing import TypeVar
 
 from distman.device import pick_index
 
-__all__ = ["Peer", "SignIn", "complete", "describe_missing", "find_faults"]
+__all__ = ["Peer", "SignIn", "complete", "describe_missing", "describe_present", "find_faults"]
 
 _MAX_LISTED = 16
 K = TypeVar("K", bound=Hashable)
@@ -139,6 +139,18 @@ def describe_missing(arrived: Iterable[SignIn], world_size: int, expected: Mappi
     missing = sorted(set(range(world_size)) - {sign_in.rank for sign_in in arrived})
     places = (f"{rank} (expected on {expected[rank]})" if rank in expected else f"{rank}" for rank in missing)
     return f"rank{'s' * (len(missing) > 1)} {_listed(places)}" if missing else ""
+
+
+def describe_present(arrived: Iterable[SignIn]) -> str:
+    """Return who is there, such as ``0 (n1, pid 812), 1 (n1, pid 813)``.
+
+    Local.
+
+    Args:
+        arrived: All sign-ins so far.
+    """
+    ranked = sorted(arrived, key=lambda sign_in: sign_in.rank)
+    return _listed(f"{sign_in.rank} ({sign_in.host}, pid {sign_in.pid})" for sign_in in ranked)
 
 
 def complete(arrived: Sequence[SignIn]) -> tuple[Peer, ...]:

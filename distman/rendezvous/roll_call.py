@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from distman.errors import RankFailedError, RendezvousError
 from distman.log import logger
-from distman.rendezvous.peers import Peer, SignIn, complete, describe_missing, find_faults
+from distman.rendezvous.peers import Peer, SignIn, complete, describe_missing, describe_present, find_faults
 from distman.rendezvous.store import JobStore
 
 __all__ = ["call_roll"]
@@ -219,16 +219,6 @@ class _Roll:
             if all_left and (is_late or door.num_answered >= self.me.world_size - 1):
                 break
             time.sleep(_SHORTEST_LIMIT)
-
-
-def describe_present(arrived: list[SignIn]) -> str:
-    """Return who is there, such as ``0 (n1, pid 812), 1 (n1, pid 813)``.
-
-    Local.
-    """
-    ranked = sorted(arrived, key=lambda sign_in: sign_in.rank)
-    shown = ", ".join(f"{sign_in.rank} ({sign_in.host}, pid {sign_in.pid})" for sign_in in ranked[:16])
-    return shown + (f" and {len(ranked) - 16} more" if len(ranked) > 16 else "")
 
 
 def _held_by(holder: Peer | None) -> str:

@@ -48,20 +48,22 @@ def test_srun_with_rank_zero_on_another_node_than_the_first(slurm_cluster, tmp_p
     assert [place[:3] for place in places(finished)] == [(0, "n2", 1), (1, "n1", 0), (2, "n1", 0)]
 
 
-def test_a_step_on_the_second_node_and_two_steps_at_once(slurm_cluster):
+def test_a_step_on_the_second_node_and_two_steps_at_once(slurm_cluster, tmp_path):
     task = shlex.join([sys.executable, str(RANKS)])
     script = f"""#!/bin/bash
 srun --exact -N1 -n2 -r1 {task}
-srun --exact -N1 -n2 {task} > first &
-srun --exact -N1 -n2 {task} > second
+srun --exact -N1 -n2 -r0 {task} > first &
+srun --exact -N1 -n2 -r0 {task} > second
 wait
 cat first second
 """
-    finished = slurm_cluster.sbatch(script, "-N2", "-n4", timeout=LIMIT)
+    options = ("-N2", "-n8", "--ntasks-per-node=4")
+    finished = slurm_cluster.sbatch(script, *options, timeout=LIMIT, cwd=tmp_path)
     assert finished.returncode == 0
     assert finished.stderr == ""
     found = [json.loads(line) for line in finished.stdout.splitlines()]
     assert [peer["host"] for peer in found[:2]] == ["n2", "n2"]
+    assert [peer["host"] for peer in found[2:]] == ["n1"] * 4
     assert [sorted(peer["rank"] for peer in found[i : i + 2]) for i in (0, 2, 4)] == [[0, 1]] * 3
 
 

@@ -1,0 +1,109 @@
+"""``python -m distman env``, as a user or a script runs it."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from distman.testing import fake_environment
+
+from ..environments.recordings import recorded
+
+FIELDS = ["launcher", "rank", "world_size", "local_rank", "local_world_size", "node_rank", "num_nodes"]
+FIELDS += ["main_address", "main_port", "job_id"]
+
+
+def run(environ, *arguments, python=()):
+    command = [sys.executable, *python, "-m", "distman", "env", *arguments]
+    return subprocess.run(command, env=environ, capture_output=True, text=True, timeout=60, check=False)
+
+
+def json_of(environ, *arguments):
+    finished = run(environ, "--json", *arguments)
+    assert (finished.returncode, finished.stderr) == (0, "")
+    return json.loads(finished.stdout)
+
+
+def test_json_has_the_fields_of_the_launch_environment_and_the_explanation():
+    answer = json_of(recorded("slurm-srun-N2n4")[3])
+    explanation = answer.pop("explanation")
+    assert list(answer) == FIELDS
+    assert list(answer.values()) == ["slurm", 3, 4, 1, 2, 1, 2, "n1", None, "slurm-3.0"]
+    assert explanation[0].startswith("slurm was chosen: rank 3 (SLURM_PROCID=3), ")
+    assert "openmpi was passed over: OMPI_COMM_WORLD_RANK, OMPI_COMM_WORLD_SIZE are not set." in explanation
+
+
+def test_json_is_null_where_the_launcher_is_silent():
+    answer = json_of(recorded("openmpi5-pypi-2hosts")[3])
+    assert {name for name in FIELDS if answer[name] is None} == {"node_rank", "num_nodes", "main_address", "main_port"}
+
+
+def test_without_a_launcher_it_is_one_process():
+    answer = json_of({})
+    assert (answer["launcher"], answer["rank"], answer["world_size"]) == ("single", 0, 1)
+    assert answer["explanation"][0] == "single was chosen: no launcher speaks."
+
+
+def test_a_forgotten_srun_is_told():
+    finished = run(recorded("slurm-sbatch-nosrun")[0])
+    assert finished.returncode == 0
+    assert "start it with: srun python" in finished.stdout
+
+
+def test_the_text_is_a_table_and_the_reasoning():
+    finished = run(fake_environment("hydra", nodes=2, tasks=3)[2])
+    assert (finished.returncode, finished.stderr) == (0, "")
+    table, reasoning = finished.stdout.split("\n\n")
+    assert [line.split() for line in table.splitlines()] == [
+        ["launcher", "hydra"],
+        ["rank", "2"],
+        ["world_size", "3"],
+        ["local_rank", "0"],
+        ["local_world_size", "1"],
+        ["node_rank", "-"],
+        ["num_nodes", "-"],
+        ["main_address", "-"],
+        ["main_port", "-"],
+        ["job_id", "-"],
+    ]
+    assert reasoning.startswith("hydra was chosen: rank 2 (PMI_RANK=2), ")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "variables"),
+    [(["--method", "SLURM"], {}), ([], {"DISTMAN_INITIALIZATION_METHOD": "SLURM"})],
+    ids=["argument", "variable"],
+)
+def test_a_method_chooses_the_launcher(arguments, variables):
+    environ = fake_environment("slurm", tasks=2)[1] | fake_environment("openmpi", tasks=3)[2]
+    answer = json_of(environ | variables, *arguments)
+    assert (answer["launcher"], answer["rank"], answer["world_size"]) == ("slurm", 1, 2)
+    assert answer["explanation"][-1].startswith("SLURM was asked for by ")
+
+
+@pytest.mark.parametrize("arguments", [[], ["--json"]])
+@pytest.mark.parametrize(
+    ("environ", "method", "sentence"),
+    [
+        ({"RANK": "1"}, [], "WORLD_SIZE must be set where RANK is, got RANK=1 "),
+        ({"RANK": "x", "WORLD_SIZE": "2"}, [], "RANK must be a whole number of at least 0, got RANK='x' "),
+        ({}, ["--method", "slurm"], "method must name the launcher that started this process, got 'slurm' "),
+        ({}, ["--method", "slrum"], "method must be one of "),
+    ],
+    ids=["half", "no number", "not found", "unknown"],
+)
+def test_a_broken_environment_is_one_line_on_standard_error(environ, method, sentence, arguments):
+    finished = run(environ, *method, *arguments)
+    assert (finished.returncode, finished.stdout) == (1, "")
+    (line,) = finished.stderr.splitlines()
+    assert line.startswith(f"distman env: {sentence}")
+
+
+@pytest.mark.parametrize("environ", [{}, fake_environment("slurm", tasks=2)[1]], ids=["one process", "a rank"])
+def test_it_imports_neither_torch_nor_numpy_nor_mpi4py(environ):
+    finished = run(environ, python=["-X", "importtime"])
+    assert finished.returncode == 0
+    imported = {line.rpartition("|")[2].strip().partition(".")[0] for line in finished.stderr.splitlines()}
+    assert {"argparse", "distman"} <= imported
+    assert not imported & {"torch", "numpy", "mpi4py"}

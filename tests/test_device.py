@@ -1,0 +1,173 @@
+"""Which device a rank computes on; how many GPUs it sees is what a test pretends, all else is real."""
+
+import logging
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from distman.device import backend_for, pick_device, pick_index, resolve_device, visible_devices
+from distman.environments import detect
+from distman.testing import fake_environment
+
+from .environments.recordings import recorded
+
+ALLOW_SHARED = "DISTMAN_ALLOW_SHARED_GPU"
+
+
+@pytest.fixture(autouse=True)
+def see(monkeypatch):
+    """A function that makes this process see so many GPUs; none at first."""
+
+    def see_gpus(count, of="cuda"):
+        for name, module in (("cuda", torch.cuda), ("xpu", torch.xpu)):
+            visible = count if name == of else 0
+            monkeypatch.setattr(module, "is_available", lambda visible=visible: visible > 0)
+            monkeypatch.setattr(module, "device_count", lambda visible=visible: visible)
+            monkeypatch.setattr(
+                module, "get_device_properties", lambda index, of=of: SimpleNamespace(uuid=f"{of}-uuid-{index}")
+            )
+
+    monkeypatch.delenv(ALLOW_SHARED, raising=False)
+    see_gpus(0)
+    return see_gpus
+
+
+@pytest.mark.parametrize(
+    ("visible", "local_rank", "local_world_size", "index"),
+    [(1, 0, 1, 0), (1, 3, 4, 0), (1, 3, None, 0), (4, 0, 4, 0), (4, 3, 4, 3), (4, 3, None, 3), (8, 1, 2, 1)],
+)
+def test_a_rank_takes_the_gpu_of_its_local_rank_unless_it_sees_one_only(visible, local_rank, local_world_size, index):
+    assert pick_index(visible, local_rank, local_world_size) == index
+
+
+@pytest.mark.parametrize(("visible", "local_rank", "local_world_size", "ranks"), [(2, 0, 3, 3), (2, 2, None, 3)])
+def test_fewer_gpus_than_ranks_is_an_error_with_both_counts(visible, local_rank, local_world_size, ranks):
+    with pytest.raises(ValueError) as caught:
+        pick_index(visible, local_rank, local_world_size)
+    assert f"got {ranks} ranks on this host and {visible} GPUs." in str(caught.value)
+    assert f"{ALLOW_SHARED}=1" in str(caught.value)
+
+
+def test_shared_gpus_are_taken_in_turn():
+    assert [pick_index(2, local_rank, 4, shared=True) for local_rank in range(4)] == [0, 1, 0, 1]
+
+
+def test_without_a_gpu_a_rank_computes_on_the_cpu():
+    assert pick_device(3, 4) == torch.device("cpu")
+
+
+@pytest.mark.parametrize("device_type", ["cuda", "xpu"])
+def test_the_rank_of_a_host_with_gpus_takes_its_own(see, device_type):
+    see(4, of=device_type)
+    assert pick_device(3, 4) == torch.device(device_type, 3)
+    assert pick_device() == torch.device(device_type, 0)
+
+
+def test_every_task_of_gpus_per_task_takes_the_one_gpu_it_sees(see):
+    for environ in recorded("slurm-srun-gpus-per-task"):
+        see(len(environ["CUDA_VISIBLE_DEVICES"].split(",")))
+        environment = detect(environ).environment
+        assert pick_device(environment.local_rank, environment.local_world_size) == torch.device("cuda", 0)
+
+
+def test_every_task_that_sees_all_gpus_takes_its_own(see):
+    see(2)
+    environments = [detect(environ).environment for environ in fake_environment("slurm", nodes=2, tasks=4)]
+    devices = [pick_device(environment.local_rank, environment.local_world_size) for environment in environments]
+    assert [device.index for device in devices] == [0, 1, 0, 1]
+
+
+@pytest.mark.parametrize("no", [None, "", "0"])
+def test_ranks_share_no_gpu_unless_the_user_says_so(see, monkeypatch, no):
+    see(2)
+    if no is not None:
+        monkeypatch.setenv(ALLOW_SHARED, no)
+    with pytest.raises(ValueError, match="got 3 ranks on this host and 2 GPUs"):
+        pick_device(2, 3)
+    monkeypatch.setenv(ALLOW_SHARED, "1")
+    assert pick_device(2, 3) == torch.device("cuda", 0)
+
+
+@pytest.mark.parametrize(
+    ("text", "device"),
+    [
+        ("cpu", "cpu"),
+        ("CPU", "cpu"),
+        ("cuda", "cuda"),
+        ("gpu", "cuda"),
+        (" Cuda:1 ", "cuda:1"),
+        ("GPU:1", "cuda:1"),
+        ("meta", "meta"),
+        (torch.device("cuda", 1), "cuda:1"),
+        (torch.device("cpu"), "cpu"),
+    ],
+    ids=str,
+)
+def test_a_specification_names_a_device(see, caplog, text, device):
+    see(2)
+    assert resolve_device(text) == torch.device(device)
+    assert caplog.records == []
+
+
+@pytest.mark.parametrize("wanted", ["cuda", "gpu", "cuda:0", torch.device("cuda")], ids=str)
+def test_without_cuda_it_falls_back_to_the_cpu_and_says_so(caplog, wanted):
+    with caplog.at_level(logging.WARNING, "distman"):
+        assert resolve_device(wanted) == torch.device("cpu")
+    (record,) = caplog.records
+    assert record.levelno == logging.WARNING
+    assert "(0 visible): using the CPU instead" in record.getMessage()
+
+
+def test_a_gpu_beyond_the_visible_ones_falls_back_to_the_cpu_with_the_count(see, caplog):
+    see(2)
+    assert resolve_device("cuda:9") == torch.device("cpu")
+    assert "device cuda:9 is not there (2 visible)" in caplog.text
+
+
+@pytest.mark.parametrize("wrong", [None, 0, 1.0, ["cuda"], b"cpu"], ids=repr)
+def test_what_is_neither_text_nor_device_is_a_type_error(wrong):
+    with pytest.raises(TypeError, match=f"device must be a text or a torch.device, got {type(wrong).__name__}"):
+        resolve_device(wrong)
+
+
+@pytest.mark.parametrize("wrong", ["", "cud", "cuda:", "cuda:x", "cuda:-1", "gpu:x", "gpux", "cpu cuda"])
+def test_a_text_that_names_no_device_is_shown(see, wrong):
+    see(2)
+    with pytest.raises(ValueError) as caught:
+        resolve_device(wrong)
+    assert f"device must be a text such as 'cuda', 'cuda:1' or 'cpu', got {wrong!r}" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("device", "backend"),
+    [
+        ("cpu", "cpu:gloo"),
+        ("cuda", "cpu:gloo,cuda:nccl"),
+        ("cuda:3", "cpu:gloo,cuda:nccl"),
+        ("xpu", "cpu:gloo,xpu:xccl"),
+    ],
+)
+def test_the_backend_follows_the_device_and_always_carries_cpu_tensors(device, backend):
+    assert backend_for(torch.device(device)) == backend
+
+
+def test_a_device_without_a_backend_is_an_error_that_says_how_to_name_one():
+    with pytest.raises(ValueError, match=r"got 'meta'\. Name a backend: initialize\(backend=\.\.\.\)"):
+        backend_for(torch.device("meta"))
+
+
+@pytest.mark.parametrize(
+    ("count", "of", "asked", "expected"),
+    [
+        (0, "cuda", None, ("cpu", ())),
+        (0, "cuda", "cpu", ("cpu", ())),
+        (2, "cuda", None, ("cuda", ("cuda-uuid-0", "cuda-uuid-1"))),
+        (2, "cuda", "cuda", ("cuda", ("cuda-uuid-0", "cuda-uuid-1"))),
+        (2, "cuda", "cpu", ("cpu", ())),
+        (1, "xpu", None, ("xpu", ("xpu-uuid-0",))),
+    ],
+)
+def test_visible_devices_are_told_by_their_uuids(see, count, of, asked, expected):
+    see(count, of=of)
+    assert visible_devices(asked) == expected

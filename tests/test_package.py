@@ -1,0 +1,132 @@
+"""What holds for every module of the package: its exports, their docstrings, and the map in the README."""
+
+import dataclasses
+import importlib
+import inspect
+import pkgutil
+import re
+import subprocess
+import sys
+import types
+from pathlib import Path
+
+import pytest
+
+import distman
+
+PACKAGE = Path(distman.__file__).parent
+README = PACKAGE.parent / "README.md"
+RUNS_ON_IMPORT = {"distman.__main__"}
+INSIDE_THE_PLUGIN = ("distman.testing.course.", "distman.testing.forking.")
+NOT_EXPORTED = {"distman.rendezvous.roll_call.describe_present", "distman.testing.shipping.WarningFilter"}
+
+
+def modules():
+    names = [module.name for module in pkgutil.walk_packages(distman.__path__, "distman.")]
+    return ["distman", *(name for name in names if name not in RUNS_ON_IMPORT)]
+
+
+def exports(module_name):
+    module = importlib.import_module(module_name)
+    return {name: getattr(module, name) for name in getattr(module, "__all__", ())}
+
+
+def own(module_name):
+    """The public functions and classes that a module defines itself, except pytest's hooks."""
+    return {
+        name
+        for name, value in vars(importlib.import_module(module_name)).items()
+        if (inspect.isfunction(value) or inspect.isclass(value)) and value.__module__ == module_name
+        if not name.startswith(("_", "pytest_")) and f"{module_name}.{name}" not in NOT_EXPORTED
+    }
+
+
+def documented():
+    """Every exported function and class, and the public methods of the classes, once: name and object."""
+    found = {}
+    for module_name in modules():
+        for value in exports(module_name).values():
+            if inspect.isroutine(value) or inspect.isclass(value):
+                found[f"{value.__module__}.{value.__qualname__}"] = value
+            if inspect.isclass(value):
+                found |= {f"{value.__module__}.{value.__qualname__}.{name}": method for name, method in methods(value)}
+    return {name: value for name, value in sorted(found.items()) if name.startswith("distman.")}
+
+
+def methods(cls):
+    """The public methods that a class defines itself, bound or not; properties are none."""
+    for name, value in vars(cls).items():
+        function = value.__func__ if isinstance(value, classmethod | staticmethod) else value
+        if not name.startswith("_") and isinstance(function, types.FunctionType):
+            yield name, function
+
+
+def sort_key(name):
+    """Order of ruff's RUF022: CONSTANTS, then Classes, then functions; numbers inside names by value."""
+    kind = 0 if name.isupper() else 1 if name[0].isupper() else 2
+    return kind, [(part.isdigit(), int(part) if part.isdigit() else part) for part in re.split(r"(\d+)", name)]
+
+
+@pytest.mark.parametrize("module_name", modules())
+def test_all_names_of_a_module_exist_and_are_sorted(module_name):
+    names = list(exports(module_name))
+    assert names == sorted(set(names), key=sort_key)
+
+
+@pytest.mark.parametrize("module_name", modules())
+def test_every_public_function_and_class_is_exported_where_it_is_defined(module_name):
+    assert own(module_name) <= set(exports(module_name))
+
+
+@pytest.mark.parametrize("module_name", modules())
+def test_every_module_says_in_a_sentence_what_it_is(module_name):
+    summary = (importlib.import_module(module_name).__doc__ or "").strip().split("\n\n")[0]
+    assert summary.endswith((".", "::", ":"))
+
+
+def test_every_exported_function_and_class_has_a_docstring():
+    assert [name for name, value in documented().items() if not (value.__doc__ or "").strip()] == []
+
+
+def test_every_docstring_of_a_function_says_after_its_summary_who_takes_part():
+    functions = {name: value for name, value in documented().items() if inspect.isroutine(value)}
+    untagged = [name for name, function in functions.items() if not says_who_takes_part(function)]
+    assert [name for name in untagged if not name.startswith(INSIDE_THE_PLUGIN)] == []
+
+
+def says_who_takes_part(function):
+    _, *paragraphs = inspect.getdoc(function).split("\n\n")
+    return bool(paragraphs) and re.match(r"(Local|Collective)\b", paragraphs[0]) is not None
+
+
+def test_the_checks_above_see_functions_methods_and_classes():
+    kinds = {type(value).__name__ for value in documented().values()}
+    assert {"function", "type"} <= kinds
+    assert "distman.environments.detect.detect" in documented()
+    assert "distman.manager.DistributedManager.initialize" in documented()
+    assert dataclasses.is_dataclass(documented()["distman.environments.base.LaunchEnvironment"])
+
+
+@pytest.mark.parametrize("name", distman.__all__)
+def test_every_name_of_page_one_is_there_and_seen_by_dir(name):
+    assert getattr(distman, name) is not None
+    assert name in dir(distman)
+
+
+def test_a_name_that_is_not_there_is_an_attribute_error():
+    with pytest.raises(AttributeError, match="module 'distman' has no attribute 'DistributedManger'"):
+        distman.DistributedManger  # noqa: B018 - the access is the test
+
+
+@pytest.mark.parametrize("module_name", ["distman", "distman.environments", "distman.testing", "distman.cli"])
+def test_an_import_loads_neither_torch_nor_numpy_nor_mpi4py(module_name):
+    code = f"import sys, {module_name}; print(*{{'torch', 'numpy', 'mpi4py'}} & set(sys.modules))"
+    finished = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert (finished.returncode, finished.stdout.strip(), finished.stderr) == (0, "", "")
+
+
+def test_the_tree_in_the_readme_names_what_there_is():
+    (tree,) = re.findall(r"^distman/\n((?:  .*\n)+)", README.read_text(encoding="utf-8"), re.MULTILINE)
+    named = {line.split()[0] for line in tree.splitlines()}
+    there = {path.name + "/" * path.is_dir() for path in PACKAGE.iterdir() if path.name != "__pycache__"}
+    assert named == there - {"__main__.py", "py.typed"}
