@@ -156,7 +156,7 @@ def adopt(environment: LaunchEnvironment, wish: DeviceWish, limits: Limits) -> J
     backend = dist.get_backend_config()
     device = wish.device or (None if "nccl" in backend else torch.device("cpu"))
     me = sign_in_of(environment, os.environ, device=device, backend=backend)
-    rendezvous = None if backend == "fake" else _meet_in_group(me, limits)
+    rendezvous = None if dist.get_backend() == "fake" else _meet_in_group(me, limits)
     peers = rendezvous.peers if rendezvous else complete([me])
     peer = next(peer for peer in peers if peer.rank == rank)
     return Job(

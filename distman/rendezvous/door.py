@@ -15,6 +15,7 @@ import socket
 import socketserver
 import threading
 import time
+from collections.abc import Collection
 from typing import Any
 
 from distman.errors import RendezvousError
@@ -99,6 +100,7 @@ class Door:
         self.port: int = listener.getsockname()[1]
         self.num_answered = 0
         self.failure = failure
+        self.session = os.urandom(8).hex()
         self._identity = identity
         self._store_port = store_port
         self._server = _Server(listener, self)
@@ -123,6 +125,7 @@ class Door:
         self.num_answered += 1
         return {
             **dataclasses.asdict(self._identity),
+            "session": self.session,
             "store_port": self._store_port,
             "failure": self.failure,
         }
@@ -187,7 +190,11 @@ def knock(
 
 
 def find_door(
-    point: MeetingPoint, timeout: float, *, failure: dict[str, Any] | None = None
+    point: MeetingPoint,
+    timeout: float,
+    *,
+    failure: dict[str, Any] | None = None,
+    left: Collection[str] = (),
 ) -> tuple[str, int, dict[str, Any]]:
     """Knock at every address and port of the meeting point until the job's door answers.
 
@@ -197,6 +204,7 @@ def find_door(
         point: Where to look.
         timeout: Seconds to go on looking.
         failure: A notice to leave there.
+        left: Sessions that this process has taken part in before: their doors are about to close.
 
     Returns:
         The address and port that answered, and the answer.
@@ -212,7 +220,10 @@ def find_door(
         for address in point.addresses:
             for port in point.ports:
                 try:
-                    return address, port, knock(address, port, identity, failure=failure)
+                    answer = knock(address, port, identity, failure=failure)
+                    if answer["session"] not in left:
+                        return address, port, answer
+                    reasons[f"{address}:{port}"] = "the store of an earlier start is still open"
                 except (OSError, StrangerError) as error:
                     reasons[f"{address}:{port}"] = explain(error)
         if time.monotonic() + pause > deadline:

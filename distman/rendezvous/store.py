@@ -25,6 +25,9 @@ __all__ = ["JobStore", "join_agent", "join_store", "open_or_join", "open_store",
 
 _ANY_PORT = 0
 
+_left: set[str] = set()
+"""Sessions of doors that this process has left; a new start must find a new one."""
+
 
 @dataclasses.dataclass
 class JobStore:
@@ -36,12 +39,14 @@ class JobStore:
         door: The door of the job, in the process that opened the store; None elsewhere.
         knocker: Asks at the job's door whether its store is still served; None where there is no door, or it
             is here.
+        session: Name of this opening of the door; None where there is no door, or it is here.
     """
 
     store: dist.Store
     url: str
     door: Door | None = None
     knocker: Callable[[], object] | None = None
+    session: str | None = None
 
     @property
     def is_host(self) -> bool:
@@ -61,10 +66,12 @@ class JobStore:
         return True
 
     def close(self) -> None:
-        """Close the door, if it is here; the store goes with its last user.
+        """Close the door, if it is here, or never go through it again; the store goes with its last user.
 
         Local.
         """
+        if self.session is not None:
+            _left.add(self.session)
         if self.door is not None:
             self.door.close()
             self.door = None
@@ -136,12 +143,12 @@ def join_store(point: MeetingPoint, timeout: float) -> JobStore:
         RendezvousError: The host of the store did not appear within ``timeout`` seconds.
         RankFailedError: It failed on its way here.
     """
-    address, port, answer = find_door(point, timeout)
+    address, port, answer = find_door(point, timeout, left=_left)
     if answer.get("failure"):
         raise RankFailedError(**answer["failure"])
     store = _connect(address, answer["store_port"], timeout, point.source)
     knocker = functools.partial(knock, address, port, Identity.of(point.job_id))
-    return JobStore(store, f"tcp://{address}:{port}", knocker=knocker)
+    return JobStore(store, f"tcp://{address}:{port}", knocker=knocker, session=answer["session"])
 
 
 def tell_over_mpi(environment: LaunchEnvironment, job_id: str, timeout: float) -> JobStore:

@@ -121,3 +121,9 @@ def test_loopback_listens_to_this_host_only():
 def test_the_port_is_free_after_closing(door):
     door.close()
     bind_listener("127.0.0.1", door.port).close()
+
+
+def test_the_door_of_an_earlier_start_is_not_taken_for_the_new_one(door):
+    _, _, answer = find_door(point(door.port), timeout=5)
+    with pytest.raises(RendezvousError, match="the store of an earlier start is still open"):
+        find_door(point(door.port), timeout=0.1, left={answer["session"]})
