@@ -22,7 +22,7 @@ from distman.environments import LaunchEnvironment
 from distman.errors import DistmanError, RankFailedError, RendezvousError
 from distman.rendezvous import mpi
 from distman.rendezvous.join import Rendezvous, join, meet_at, sign_in_of
-from distman.rendezvous.peers import Peer, SignIn, complete
+from distman.rendezvous.peers import Peer, Peers, SignIn, complete
 from distman.rendezvous.store import JobStore
 
 __all__ = ["DeviceWish", "Job", "Limits", "adopt", "leave", "let_gloo_rest", "start"]
@@ -96,7 +96,7 @@ class Job:
     device: torch.device
     backend: str | None
     limits: Limits
-    roll_call: tuple[Peer, ...]
+    roll_call: Peers
     rendezvous: Rendezvous | None = None
     is_adopted: bool = False
     barriers: Iterator[int] = dataclasses.field(default_factory=itertools.count)
@@ -131,6 +131,8 @@ def start(environment: LaunchEnvironment, backend: str | None, wish: DeviceWish,
     )
     try:
         _make_process_group(job, rendezvous.store)
+        if rendezvous.job_store.is_served_by_rank:
+            rendezvous.store.add("started", 1)
     except BaseException:
         rendezvous.job_store.close()
         raise
@@ -213,8 +215,9 @@ def _gloo_threads_sleep() -> Iterator[bool]:
 
 def _lone_job(environment: LaunchEnvironment, wish: DeviceWish, limits: Limits) -> Job:
     device = wish.device or pick_device()
-    (peer,) = complete([sign_in_of(environment, os.environ, device=device, backend=None)])
-    return Job(peer, 1, device, None, limits, (peer,))
+    peers = complete([sign_in_of(environment, os.environ, device=device, backend=None)])
+    peer = peers[0]
+    return Job(peer, 1, device, None, limits, peers)
 
 
 def _make_process_group(job: Job, store: dist.Store) -> None:
@@ -233,7 +236,6 @@ def _make_process_group(job: Job, store: dist.Store) -> None:
     except BaseException:
         _world.group_count = num_groups  # it is part of the keys of the next try, on all ranks
         raise
-    store.add("started", 1)
 
 
 def _meet_in_group(me: SignIn, limits: Limits) -> Rendezvous:

@@ -23,7 +23,7 @@ from distman.environments import LaunchEnvironment, detect
 from distman.environments.base import read_flag
 from distman.errors import LaunchEnvironmentError, NotInitializedError
 from distman.job import DeviceWish, Job, Limits, adopt, leave, let_gloo_rest, start
-from distman.rendezvous.peers import Peer
+from distman.rendezvous.peers import Peers
 
 __all__ = ["DistributedManager", "initialize_ddp"]
 
@@ -217,8 +217,8 @@ class DistributedManager:
         return self._job.peer.launcher
 
     @property
-    def roll_call(self) -> tuple[Peer, ...]:
-        """Every rank of the job, in rank order: host, pid, device, versions; the same on all ranks."""
+    def roll_call(self) -> Peers:
+        """Every rank of the job with its host, pid, device and versions, in rank order; the same on all ranks."""
         return self._job.roll_call
 
     @property

@@ -17,8 +17,6 @@ import distman
 PACKAGE = Path(distman.__file__).parent
 README = PACKAGE.parent / "README.md"
 RUNS_ON_IMPORT = {"distman.__main__"}
-INSIDE_THE_PLUGIN = ("distman.testing.course.", "distman.testing.forking.")
-NOT_EXPORTED = {"distman.rendezvous.roll_call.describe_present", "distman.testing.shipping.WarningFilter"}
 
 
 def modules():
@@ -37,7 +35,7 @@ def own(module_name):
         name
         for name, value in vars(importlib.import_module(module_name)).items()
         if (inspect.isfunction(value) or inspect.isclass(value)) and value.__module__ == module_name
-        if not name.startswith(("_", "pytest_")) and f"{module_name}.{name}" not in NOT_EXPORTED
+        if not name.startswith(("_", "pytest_"))
     }
 
 
@@ -90,8 +88,7 @@ def test_every_exported_function_and_class_has_a_docstring():
 
 def test_every_docstring_of_a_function_says_after_its_summary_who_takes_part():
     functions = {name: value for name, value in documented().items() if inspect.isroutine(value)}
-    untagged = [name for name, function in functions.items() if not says_who_takes_part(function)]
-    assert [name for name in untagged if not name.startswith(INSIDE_THE_PLUGIN)] == []
+    assert [name for name, function in functions.items() if not says_who_takes_part(function)] == []
 
 
 def says_who_takes_part(function):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 from collections.abc import Callable, Iterable, Mapping
 
@@ -59,13 +60,18 @@ class Detection:
 
     Attributes:
         environment: What the chosen launcher says.
-        explanation: Sentences: what was chosen, from which variables, what was passed over and why.
         warnings: Sentences that a user should see without asking.
+        reasons: Gives the explanation; called once, when somebody asks for it.
     """
 
     environment: LaunchEnvironment
-    explanation: tuple[str, ...]
-    warnings: tuple[str, ...] = ()
+    warnings: tuple[str, ...]
+    reasons: Callable[[], tuple[str, ...]] = dataclasses.field(repr=False, compare=False)
+
+    @functools.cached_property
+    def explanation(self) -> tuple[str, ...]:
+        """Sentences: what was chosen, from which variables, what was passed over and why."""
+        return self.reasons()
 
 
 def detect(environ: Mapping[str, str], method: str | None = None) -> Detection:
@@ -142,22 +148,42 @@ def should_use_distributed(use_distributed: bool | None, environ: Mapping[str, s
 
 
 def _search(environ: Mapping[str, str]) -> Detection:
-    explanation: list[str] = []
-    for position, launcher in enumerate(_ORDER):
+    environ = dict(environ)
+    for launcher in _ORDER:
         environment = launcher.read(environ)
         if environment is not None:
+            if launcher.name == "pals":
+                launcher, environment = _behind_pals(launcher, environment, environ)
             chosen, warnings = _settle_contradiction(launcher, environment, environ)
-            if chosen is not launcher:
-                explanation.append(f"{launcher.name} was passed over: {warnings[0]}")
+            if chosen is _BARE:
                 environment = bare.from_bare(environ) or environment
-            explanation.insert(0, _chosen(chosen, environment, environ))
-            others = (other for other in _ORDER[position + 1 :] if other is not chosen)
-            explanation += [_passed_over(other, environ, chosen.name) for other in others]
-            return Detection(environment, tuple(explanation), warnings)
-        explanation.append(_passed_over(launcher, environ, None))
+            explain_choice = functools.partial(_explain_search, launcher, chosen, environment, environ, warnings)
+            return Detection(environment, warnings, explain_choice)
     _check_whole(environ)
     warnings = _allocation_warnings(environ)
-    return Detection(_SINGLE, ("single was chosen: no launcher speaks.", *warnings, *explanation), warnings)
+    return Detection(_SINGLE, warnings, functools.partial(_explain_single, environ, warnings))
+
+
+def _explain_search(
+    first: _Launcher,
+    chosen: _Launcher,
+    environment: LaunchEnvironment,
+    environ: Mapping[str, str],
+    warnings: tuple[str, ...],
+) -> tuple[str, ...]:
+    """Explain the choice; ``first`` is the first launcher that spoke, which bare variables may overrule."""
+    others = [launcher for launcher in _ORDER if launcher not in (first, chosen)]
+    overruled = [f"{first.name} was passed over: {warnings[0]}"] if first is not chosen else []
+    return (
+        _chosen(chosen, environment, environ),
+        *overruled,
+        *(_passed_over(launcher, environ, chosen.name) for launcher in others),
+    )
+
+
+def _explain_single(environ: Mapping[str, str], warnings: tuple[str, ...]) -> tuple[str, ...]:
+    passed_over = (_passed_over(launcher, environ, None) for launcher in _ORDER)
+    return ("single was chosen: no launcher speaks.", *warnings, *passed_over)
 
 
 def _believe(method: str, source: str, environ: Mapping[str, str]) -> Detection:
@@ -167,16 +193,28 @@ def _believe(method: str, source: str, environ: Mapping[str, str]) -> Detection:
         raise ValueError(f"method must be one of {valid} (any case), got {method!r} from {source}. Correct it.")
     asked = f"{method} was asked for by {source}."
     if not launchers:
-        return Detection(_SINGLE, ("single was chosen: one process.", asked))
+        return Detection(_SINGLE, (), lambda: ("single was chosen: one process.", asked))
     for launcher in launchers:
         environment = launcher.read(environ)
         if environment is not None:
-            return Detection(environment, (_chosen(launcher, environment, environ), asked))
+            sentences = (_chosen(launcher, environment, environ), asked)
+            return Detection(environment, (), functools.partial(tuple, sentences))
     reasons = "; ".join(f"{launcher.name}: {_are_not_set(_missing(launcher, environ))}" for launcher in launchers)
     raise LaunchEnvironmentError(
         f"method must name the launcher that started this process, got {method!r} from {source} ({reasons}). "
         "Start the script with that launcher, or let the launcher be found out: unset the method."
     )
+
+
+def _behind_pals(
+    pals_itself: _Launcher, environment: LaunchEnvironment, environ: Mapping[str, str]
+) -> tuple[_Launcher, LaunchEnvironment]:
+    """Return who set the variables of PALS: Slurm and Flux do, for Cray's MPI to find, and say more themselves."""
+    for launcher in (_BY_NAME["flux"], _BY_NAME["slurm"]):
+        other = launcher.read(environ)
+        if other is not None and (other.rank, other.world_size) == (environment.rank, environment.world_size):
+            return launcher, other
+    return pals_itself, environment
 
 
 def _settle_contradiction(
@@ -203,15 +241,20 @@ def _settle_contradiction(
 def _allocation_warnings(environ: Mapping[str, str]) -> tuple[str, ...]:
     if not slurm.is_allocation(environ):
         return ()
-    num_tasks = read_count(environ, *slurm.ALLOCATION_FIELDS["world_size"]) or 1
-    num_nodes = read_count(environ, *slurm.ALLOCATION_FIELDS["num_nodes"]) or 1
-    if max(num_tasks, num_nodes) == 1:
+    num_tasks = read_count(environ, *slurm.ALLOCATION_FIELDS["world_size"])
+    num_nodes = read_count(environ, *slurm.ALLOCATION_FIELDS["num_nodes"])
+    if max(num_tasks or 1, num_nodes or 1) == 1:
         return ()
+    size = [_counted(count, noun) for count, noun in ((num_tasks, "task"), (num_nodes, "node")) if count]
     return (
         f"This is one process: it runs in Slurm allocation {read_text(environ, 'SLURM_JOB_ID', 'SLURM_JOBID')} "
-        f"({num_tasks} tasks on {num_nodes} nodes), but srun did not start it. To use the whole allocation, "
+        f"({' on '.join(size)}), but srun did not start it. To use the whole allocation, "
         "start it with: srun python ...",
     )
+
+
+def _counted(count: int, noun: str) -> str:
+    return f"{count} {noun}{'s' * (count > 1)}"
 
 
 def _chosen(launcher: _Launcher, environment: LaunchEnvironment, environ: Mapping[str, str]) -> str:

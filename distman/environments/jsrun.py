@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from distman.environments.base import LaunchEnvironment
+from distman.environments.base import LaunchEnvironment, read_text
 from distman.environments.fields import Fields, environment_from
 
 __all__ = ["FIELDS", "from_jsrun"]
@@ -14,7 +14,7 @@ FIELDS: Fields = {
     "world_size": ("JSM_NAMESPACE_SIZE",),
     "local_rank": ("JSM_NAMESPACE_LOCAL_RANK",),
     "local_world_size": ("JSM_NAMESPACE_LOCAL_SIZE",),
-    "job_id": ("PMIX_NAMESPACE", "LSB_JOBID"),
+    "job_id": ("LSB_JOBID",),
 }
 
 
@@ -32,4 +32,10 @@ def from_jsrun(environ: Mapping[str, str]) -> LaunchEnvironment | None:
     Source:
         IBM Job Step Manager, jsrun, section Environment variables.
     """
-    return environment_from("jsrun", FIELDS, environ)
+    return environment_from("jsrun", FIELDS, environ, job_id=_job_id(environ))
+
+
+def _job_id(environ: Mapping[str, str]) -> str | None:
+    """Name the job step: the name space of PMIx tells two steps of one LSF job apart."""
+    job, step = read_text(environ, *FIELDS["job_id"]), read_text(environ, "PMIX_NAMESPACE")
+    return job if job is None or step is None else f"{job}.{step}"

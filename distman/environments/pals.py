@@ -22,7 +22,8 @@ FIELDS: Fields = {
 def from_pals(environ: Mapping[str, str]) -> LaunchEnvironment | None:
     """Return what PALS says about this process, or None where it did not start it.
 
-    Local.
+    Local. Slurm and Flux set the same variables on Cray systems, for Cray's MPI to find, and say more themselves:
+    they are believed where they agree.
 
     Args:
         environ: Environment variables, usually ``os.environ``; never modified.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.metadata
 import itertools
 import os
 import socket
@@ -15,9 +14,10 @@ import torch.distributed as dist
 from distman.device import is_sharing_allowed, visible_devices
 from distman.environments import LaunchEnvironment, expected_hosts
 from distman.rendezvous.address import find_meeting_point
-from distman.rendezvous.peers import Peer, SignIn
+from distman.rendezvous.peers import Peers, SignIn
 from distman.rendezvous.roll_call import call_roll
 from distman.rendezvous.store import JobStore, open_or_join, tell_over_mpi
+from distman.version import VERSION
 
 __all__ = ["Rendezvous", "join", "meet_at", "sign_in_of"]
 
@@ -36,7 +36,7 @@ class Rendezvous:
 
     job_store: JobStore
     store: dist.Store
-    peers: tuple[Peer, ...]
+    peers: Peers
 
 
 def join(
@@ -87,7 +87,7 @@ def meet_at(
     timeout: float,
     source: str,
     environ: Mapping[str, str],
-) -> tuple[Peer, ...]:
+) -> Peers:
     """Call the roll at a store that every rank has already reached.
 
     Collective.
@@ -127,7 +127,7 @@ def sign_in_of(
         visible=visible,
         is_sharing_allowed=is_sharing_allowed(environ),
         torch=str(torch.__version__),
-        distman=importlib.metadata.version("distman"),
+        distman=VERSION,
     )
 
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections import defaultdict
 from collections.abc import Hashable, Iterable, Mapping, Sequence
-from typing import TypeVar
+from typing import TypeVar, overload
 
 from distman.device import pick_index
 
-__all__ = ["Peer", "SignIn", "complete", "describe_missing", "describe_present", "find_faults"]
+__all__ = ["Peer", "Peers", "SignIn", "complete", "describe_missing", "describe_present", "find_faults"]
 
 _MAX_LISTED = 16
 K = TypeVar("K", bound=Hashable)
@@ -96,6 +97,46 @@ class Peer:
         return f"rank {self.rank} ({self.host}, pid {self.pid})"
 
 
+class Peers(Sequence[Peer]):
+    """All ranks of a job, in rank order; a rank becomes an object when somebody asks for it.
+
+    Args:
+        rows: The fields of each peer as JSON, in rank order: as they travelled, for a job may have many.
+    """
+
+    def __init__(self, rows: Sequence[bytes]) -> None:
+        self.rows = tuple(rows)
+
+    @classmethod
+    def of(cls, peers: Iterable[Peer]) -> Peers:
+        """Return these peers as one sequence.
+
+        Local.
+        """
+        return cls([json.dumps(dataclasses.astuple(peer)).encode() for peer in peers])
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    @overload
+    def __getitem__(self, index: int) -> Peer: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> Peers: ...
+
+    def __getitem__(self, index: int | slice) -> Peer | Peers:
+        return Peers(self.rows[index]) if isinstance(index, slice) else Peer(*json.loads(self.rows[index]))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Peers) and self.rows == other.rows
+
+    def __hash__(self) -> int:
+        return hash(self.rows)
+
+    def __repr__(self) -> str:
+        return f"Peers({', '.join(map(str, self))})"
+
+
 def find_faults(arrived: Sequence[SignIn], world_size: int) -> list[str]:
     """Return a sentence for each thing that keeps these ranks from being one job; absence is none.
 
@@ -153,7 +194,7 @@ def describe_present(arrived: Iterable[SignIn]) -> str:
     return _listed(f"{sign_in.rank} ({sign_in.host}, pid {sign_in.pid})" for sign_in in ranked)
 
 
-def complete(arrived: Sequence[SignIn]) -> tuple[Peer, ...]:
+def complete(arrived: Sequence[SignIn]) -> Peers:
     """Return the ranks of a job without faults, in rank order, with what the launcher did not say derived.
 
     Local. Hosts are counted in the order of their first rank; so are ranks within a host.
@@ -186,7 +227,7 @@ def complete(arrived: Sequence[SignIn]) -> tuple[Peer, ...]:
                 distman=sign_in.distman,
             )
         )
-    return tuple(peers)
+    return Peers.of(peers)
 
 
 def _device_of(sign_in: SignIn, local_rank: int, local_world_size: int) -> tuple[str, str]:

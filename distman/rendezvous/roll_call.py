@@ -8,7 +8,9 @@ and no time-out of a wait is printed by torch.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import datetime
 import json
 import time
 import zlib
@@ -19,17 +21,20 @@ import torch.distributed as dist
 
 from distman.errors import RankFailedError, RendezvousError
 from distman.log import logger
-from distman.rendezvous.peers import Peer, SignIn, complete, describe_missing, describe_present, find_faults
+from distman.rendezvous.peers import Peer, Peers, SignIn, complete, describe_missing, describe_present, find_faults
 from distman.rendezvous.store import JobStore
 
 __all__ = ["call_roll"]
 
-_FIRST_PAUSE = 0.0002
-_PAUSE_PER_RANK = 50e-6
+_FIRST_PAUSE = 0.00005
+_GROWTH = 1.3
+_STEPS = 20
+_PAUSE_PER_RANK = 500e-6
 _SHORTEST_LIMIT = 0.01
 _LONGEST_LIMIT = 1.0
 _PROGRESS_EVERY = 10.0
 _GRACE = 1.0
+_JUDGING = 2.0
 _FAREWELL = 2.0
 _FAREWELL_TO_ALL = 10.0
 
@@ -42,7 +47,7 @@ def call_roll(
     timeout: float,
     source: str,
     expected: Mapping[int, str],
-) -> tuple[Peer, ...]:
+) -> Peers:
     """Sign in, wait for all ranks of the job, and return them.
 
     Collective.
@@ -74,6 +79,25 @@ def call_roll(
         ) from error
 
 
+@dataclasses.dataclass(frozen=True)
+class _Verdict:
+    """What rank 0 found: the peers, or what is wrong."""
+
+    peers: Peers = dataclasses.field(default_factory=lambda: Peers(()))
+    error: str | None = None
+    failure: dict[str, Any] | None = None
+
+    def pack(self) -> bytes:
+        """Return the verdict for the store: a line of JSON on what is wrong, then a line for each peer."""
+        wrong = json.dumps({"error": self.error, "failure": self.failure}).encode()
+        return zlib.compress(b"\n".join([wrong, *self.peers.rows]), 1)
+
+    @classmethod
+    def unpack(cls, data: bytes) -> _Verdict:
+        wrong, *rows = zlib.decompress(data).split(b"\n")
+        return cls(Peers(rows), **json.loads(wrong))
+
+
 @dataclasses.dataclass
 class _Roll:
     job_store: JobStore
@@ -86,47 +110,49 @@ class _Roll:
     def __post_init__(self) -> None:
         self.started = time.monotonic()
         self.num_arrived = 0
+        self.is_last = False
 
     def sign_in(self) -> None:
         place = self.store.add("arrivals", 1)
         self.store.set(f"arrival/{place}", json.dumps(dataclasses.asdict(self.me)))
-        if place >= self.me.world_size:
+        self.is_last = place >= self.me.world_size
+        if self.is_last:
             self.store.set("event", "full")
 
-    def judge(self) -> dict[str, Any]:
+    def judge(self) -> _Verdict:
         """Return rank 0's verdict, and publish it."""
-        verdict = self._wait(self._look, self.timeout, self._log_progress) or {"error": self._missing()}
-        self.store.set("verdict", _packed(verdict))  # type: ignore[arg-type]  # bytes do as well
+        verdict = self._wait(self._look, self.timeout, self._log_progress) or _Verdict(error=self._missing())
+        self.store.set("verdict", verdict.pack())  # type: ignore[arg-type]  # bytes do as well
         return verdict
 
-    def wait_for_verdict(self) -> dict[str, Any]:
-        return self._wait(self._verdict, self.timeout + _GRACE) or {"error": self._missing()}
+    def wait_for_verdict(self) -> _Verdict:
+        if self.is_last:  # rank 0 is judging: no need to ask again and again
+            with contextlib.suppress(dist.DistStoreError):
+                self.store.wait(["verdict"], datetime.timedelta(seconds=_JUDGING))
+        return self._wait(self._verdict, self.timeout + _GRACE) or _Verdict(error=self._missing())
 
-    def accept(self, verdict: dict[str, Any]) -> tuple[Peer, ...]:
-        if "peers" in verdict:
-            peers = tuple(Peer(*row) for row in verdict["peers"])
-            self._check_my_place(peers)
-            return peers
+    def accept(self, verdict: _Verdict) -> Peers:
+        if verdict.failure is None and verdict.error is None:
+            self._check_my_place(verdict.peers)
+            return verdict.peers
         self._part()
-        if "failure" in verdict:
-            raise RankFailedError(**verdict["failure"])
-        raise RendezvousError(verdict["error"])
+        if verdict.failure is not None:
+            raise RankFailedError(**verdict.failure)
+        raise RendezvousError(verdict.error)
 
-    def _look(self) -> dict[str, Any] | None:
+    def _look(self) -> _Verdict | None:
         if not self.store.check(["event"]):
             return None
-        if self.store.check(["failure"]):
-            return {"failure": json.loads(self.store.get("failure"))}
         arrived = self._arrived()
         faults = find_faults(arrived, self.me.world_size)
         if faults:
-            return {"error": self._with_missing(faults, arrived)}
+            return _Verdict(error=self._with_missing(faults, arrived))
         if describe_missing(arrived, self.me.world_size, {}):
-            return None
-        return {"peers": [dataclasses.astuple(peer) for peer in complete(arrived)]}
+            return _Verdict(failure=json.loads(self.store.get("failure"))) if self.store.check(["failure"]) else None
+        return _Verdict(complete(arrived))
 
-    def _verdict(self) -> dict[str, Any] | None:
-        return _unpacked(self.store.get("verdict")) if self.store.check(["verdict"]) else None
+    def _verdict(self) -> _Verdict | None:
+        return _Verdict.unpack(self.store.get("verdict")) if self.store.check(["verdict"]) else None
 
     def _arrived(self) -> list[SignIn]:
         """Return all sign-ins so far; one that is just being written is left for the next look."""
@@ -139,13 +165,13 @@ class _Roll:
 
     def _wait(
         self,
-        look: Callable[[], dict[str, Any] | None],
+        look: Callable[[], _Verdict | None],
         timeout: float,
         report: Callable[[], None] = lambda: None,
-    ) -> dict[str, Any] | None:
+    ) -> _Verdict | None:
         """Return what ``look`` finds, or None after ``timeout`` seconds without a find."""
         longest = min(max(_SHORTEST_LIMIT, _PAUSE_PER_RANK * self.me.world_size), _LONGEST_LIMIT)
-        pause, next_report = _FIRST_PAUSE, _PROGRESS_EVERY
+        pause, next_report = max(_FIRST_PAUSE, longest / _STEPS), _PROGRESS_EVERY
         while (found := look()) is None:
             self._pass_on_failure()
             waited = time.monotonic() - self.started
@@ -155,7 +181,7 @@ class _Roll:
                 report()
                 next_report += _PROGRESS_EVERY
             time.sleep(pause)
-            pause = min(1.5 * pause, longest)
+            pause = min(_GROWTH * pause, longest)
         return found
 
     def _pass_on_failure(self) -> None:
@@ -194,7 +220,7 @@ class _Roll:
         )
         return " ".join([*faults, sentence])
 
-    def _check_my_place(self, peers: tuple[Peer, ...]) -> None:
+    def _check_my_place(self, peers: Peers) -> None:
         holder = peers[self.me.rank] if self.me.rank < len(peers) else None
         if holder is None or (holder.host, holder.pid) != (self.me.host, self.me.pid):
             raise RendezvousError(
@@ -228,14 +254,3 @@ def _held_by(holder: Peer | None) -> str:
 def _sign_in(text: bytes) -> SignIn:
     fields = json.loads(text)
     return SignIn(**{**fields, "visible": tuple(fields["visible"])})
-
-
-def _packed(verdict: dict[str, Any]) -> bytes:
-    return zlib.compress(json.dumps(verdict, separators=(",", ":")).encode(), 1)
-
-
-def _unpacked(data: bytes) -> dict[str, Any]:
-    verdict = json.loads(zlib.decompress(data))
-    if not isinstance(verdict, dict):
-        raise RendezvousError(f"the verdict of the roll call must be a table, got {type(verdict).__name__}.")
-    return verdict

@@ -53,6 +53,11 @@ class JobStore:
         """Whether this process serves the store to the others."""
         return self.door is not None
 
+    @property
+    def is_served_by_rank(self) -> bool:
+        """Whether a rank of the job serves the store, this one or another, and not a launcher's agent."""
+        return self.door is not None or self.knocker is not None
+
     def is_there(self) -> bool:
         """Return whether the process that serves the store is still there, as far as can be told quickly.
 

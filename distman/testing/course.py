@@ -58,7 +58,10 @@ class Course:
         self._closed: set[int] = set()
 
     def start(self, tasks: Sequence[Task]) -> None:
-        """Send every rank its task."""
+        """Send every rank its task.
+
+        Local.
+        """
         for rank, task in enumerate(tasks):
             self._workers[rank].forget_output()
             self._tell([rank], task)
@@ -66,7 +69,10 @@ class Course:
         self._note_deaths()
 
     def finish(self) -> list[Fate]:
-        """Wait for all ranks, end those that do not end, and return every rank's fate."""
+        """Wait for all ranks, end those that do not end, and return every rank's fate.
+
+        Local. Blocks.
+        """
         while self._running and time.monotonic() < self._deadline:
             self._listen()
         self._end_running(self._describe_stuck())
@@ -74,7 +80,10 @@ class Course:
         return [self._fate(rank) for rank in self._workers]
 
     def abandon(self) -> None:
-        """Kill the workers that still have the test, as after Ctrl-C; nothing to do after ``finish``."""
+        """Kill the workers that still have the test, as after Ctrl-C; nothing to do after ``finish``.
+
+        Local. Blocks until they are gone.
+        """
         for rank in self._running | self._unreleased:
             self._workers[rank].kill()
         self._await_deaths(self._running | self._unreleased)

@@ -64,32 +64,47 @@ class WorkerProcess:
     was_killed: bool = False
 
     def forget_output(self) -> None:
-        """Empty the files before a new test."""
+        """Empty the files before a new test.
+
+        Local.
+        """
         for file in (self.stdout, self.stderr, self.stacks):
             os.ftruncate(file.fileno(), 0)
 
     def signal(self, number: int) -> None:
-        """Send a signal to the process, if it lives."""
+        """Send a signal to the process, if it lives.
+
+        Local.
+        """
         if self.exit_code is None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, number)
 
     def kill(self) -> None:
-        """End the process and those that it started."""
+        """End the process and those that it started.
+
+        Local.
+        """
         self.was_killed = True
         if self.exit_code is None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.pid, signal.SIGKILL)
 
     def close(self) -> None:
-        """Close this side's ends."""
+        """Close this side's ends.
+
+        Local.
+        """
         self.connection.close()
         for file in (self.stdout, self.stderr, self.stacks):
             file.close()
 
 
 def read_capture(file: IO[bytes]) -> str:
-    """Return what a worker wrote to one of its files; of very much, the end."""
+    """Return what a worker wrote to one of its files; of very much, the end.
+
+    Local.
+    """
     size = os.fstat(file.fileno()).st_size
     skipped = max(0, size - _SHOWN_BYTES)
     text = os.pread(file.fileno(), size - skipped, skipped).decode(errors="backslashreplace")
@@ -124,11 +139,20 @@ class ForkServer:
             )
 
     def fileno(self) -> int:
-        """Readable when ``hear`` has something to say."""
+        """Return a file descriptor that is readable when ``hear`` has something to note.
+
+        Local.
+        """
         return self._control.fileno()
 
     def fork(self) -> WorkerProcess:
-        """Start a worker; it says ``Ready`` over its connection."""
+        """Start a worker; it says ``Ready`` over its connection.
+
+        Local. Blocks until the server has forked it.
+
+        Raises:
+            WorkersUnavailableError: The server has ended.
+        """
         ours, theirs = socket.socketpair()
         worker = WorkerProcess(0, Connection(ours.detach()))
         with theirs:
@@ -146,7 +170,10 @@ class ForkServer:
         return worker
 
     def hear(self) -> None:
-        """Note one message about an ended worker, which sets its ``exit_code``; blocks if there is none."""
+        """Note one message about an ended worker, which sets its ``exit_code``.
+
+        Local. Blocks if there is none.
+        """
         self._take_message(None)
 
     def _take_message(self, starting: WorkerProcess | None) -> None:
@@ -175,11 +202,17 @@ class ForkServer:
         self._workers.clear()
 
     def log(self) -> str:
-        """Return what the server itself wrote."""
+        """Return what the server itself wrote.
+
+        Local.
+        """
         return read_capture(self._log)
 
     def close(self) -> None:
-        """End the server and all workers, and wait for it."""
+        """End the server and all workers.
+
+        Local. Blocks until the server is gone.
+        """
         for worker in self._workers.values():
             worker.kill()
         self._control.close()

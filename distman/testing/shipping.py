@@ -20,7 +20,7 @@ from types import ModuleType
 import cloudpickle
 import pytest
 
-__all__ = ["Call", "CannotTravelError", "pack"]
+__all__ = ["Call", "CannotTravelError", "WarningFilter", "pack"]
 
 _OF_THE_MAIN_PROCESS = frozenset(
     {

@@ -62,6 +62,11 @@ def test_srun_with_pmi2_is_slurm():
     assert place(detect(environ)) == ("slurm", 1, 4)
 
 
+@pytest.mark.parametrize("launcher", ["flux", "slurm"])
+def test_whoever_sets_the_variables_of_pals_too_is_believed_where_both_agree(launcher):
+    assert place(detect(rank_of(launcher, rank=3) | rank_of("pals", rank=3))) == (launcher, 3, 4)
+
+
 def test_pals_is_not_taken_for_hydra_though_both_set_pmi_rank():
     assert rank_of("pals")["PMI_RANK"] == rank_of("hydra")["PMI_RANK"]
     assert place(detect(rank_of("pals"))) == ("pals", 1, 4)
