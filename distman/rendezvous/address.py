@@ -10,6 +10,7 @@ from pathlib import Path
 
 from distman.environments import LaunchEnvironment
 from distman.errors import RendezvousError
+from distman.rendezvous import mpi
 
 __all__ = ["MeetingPoint", "derive_ports", "find_meeting_point"]
 
@@ -125,7 +126,7 @@ def _address(environment: LaunchEnvironment, environ: Mapping[str, str]) -> tupl
         return environment.main_address, "the first node of SLURM_STEP_NODELIST"
     if environment.is_on_one_node:
         return _LOCALHOST, "the launcher, which says that all ranks run on one node"
-    if environment.launcher in _MPI_LAUNCHERS:
+    if environment.launcher in _MPI_LAUNCHERS and (environment.main_address is None or mpi.is_installed()):
         return None, ""
     return environment.main_address, f"the variables of {environment.launcher}"
 

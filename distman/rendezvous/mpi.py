@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import os
 import sys
 import threading
@@ -14,7 +15,7 @@ from distman.errors import RendezvousError
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-__all__ = ["abort_at_exit", "broadcast_from_rank_zero"]
+__all__ = ["abort_at_exit", "broadcast_from_rank_zero", "is_installed"]
 
 T = TypeVar("T")
 
@@ -22,6 +23,14 @@ _REMEDY = (
     "Install mpi4py for this MPI in the environment of every rank, or set MASTER_ADDR to the name of rank "
     "0's node on all ranks (mpirun -x MASTER_ADDR=..., mpiexec -genv MASTER_ADDR ...)."
 )
+
+
+def is_installed() -> bool:
+    """Return whether mpi4py is there, without importing it: under some launchers the import ends the process.
+
+    Local.
+    """
+    return importlib.util.find_spec("mpi4py") is not None
 
 
 def broadcast_from_rank_zero(environment: LaunchEnvironment, make: Callable[[], T], timeout: float) -> T:

@@ -159,8 +159,8 @@ def find_faults(arrived: Sequence[SignIn], world_size: int) -> list[str]:
         ("backend", "Let all ranks see the same kind of device, and ask for the same backend."),
         ("distman", "Install one version of distman on all hosts."),
     ):
-        faults += _unlike(name, {sign_in: getattr(sign_in, name) for sign_in in arrived}, remedy)
-    minor_versions = {sign_in: ".".join(sign_in.torch.split(".")[:2]) for sign_in in arrived}
+        faults += _unlike(name, [(getattr(sign_in, name), sign_in) for sign_in in arrived], remedy)
+    minor_versions = [(".".join(sign_in.torch.split(".")[:2]), sign_in) for sign_in in arrived]
     faults += _unlike("torch", minor_versions, "Install one version of torch on all hosts.")
     if not faults and len(by_rank) == world_size:
         faults += _device_faults(arrived)
@@ -257,8 +257,8 @@ def _device_faults(arrived: Sequence[SignIn]) -> list[str]:
     ]
 
 
-def _unlike(name: str, values: Mapping[SignIn, object], remedy: str) -> list[str]:
-    holders = _grouped((value, sign_in) for sign_in, value in values.items())
+def _unlike(name: str, values: Iterable[tuple[Hashable, SignIn]], remedy: str) -> list[str]:
+    holders = _grouped(values)
     if len(holders) <= 1:
         return []
     found = "; ".join(f"{value} on {_listed(map(str, ranks))}" for value, ranks in holders.items())

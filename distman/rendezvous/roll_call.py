@@ -110,25 +110,22 @@ class _Roll:
     def __post_init__(self) -> None:
         self.started = time.monotonic()
         self.num_arrived = 0
-        self.is_last = False
+        self.has_waited = False
 
     def sign_in(self) -> None:
         place = self.store.add("arrivals", 1)
-        self.store.set(f"arrival/{place}", json.dumps(dataclasses.asdict(self.me)))
-        self.is_last = place >= self.me.world_size
-        if self.is_last:
+        self.store.set(f"arrival/{place}", json.dumps(vars(self.me)))
+        if place >= self.me.world_size:
             self.store.set("event", "full")
 
     def judge(self) -> _Verdict:
         """Return rank 0's verdict, and publish it."""
         verdict = self._wait(self._look, self.timeout, self._log_progress) or _Verdict(error=self._missing())
         self.store.set("verdict", verdict.pack())  # type: ignore[arg-type]  # bytes do as well
+        self.store.set("event", "judged")
         return verdict
 
     def wait_for_verdict(self) -> _Verdict:
-        if self.is_last:  # rank 0 is judging: no need to ask again and again
-            with contextlib.suppress(dist.DistStoreError):
-                self.store.wait(["verdict"], datetime.timedelta(seconds=_JUDGING))
         return self._wait(self._verdict, self.timeout + _GRACE) or _Verdict(error=self._missing())
 
     def accept(self, verdict: _Verdict) -> Peers:
@@ -152,6 +149,12 @@ class _Roll:
         return _Verdict(complete(arrived))
 
     def _verdict(self) -> _Verdict | None:
+        if not self.store.check(["event"]):
+            return None
+        if not self.has_waited:  # rank 0 is judging: what it finds is there in a moment
+            self.has_waited = True
+            with contextlib.suppress(dist.DistStoreError):
+                self.store.wait(["verdict"], datetime.timedelta(seconds=_JUDGING))
         return _Verdict.unpack(self.store.get("verdict")) if self.store.check(["verdict"]) else None
 
     def _arrived(self) -> list[SignIn]:

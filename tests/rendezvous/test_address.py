@@ -1,0 +1,111 @@
+"""Where the ranks meet, for environments that exist on paper only."""
+
+import dataclasses
+
+import pytest
+
+from distman.environments import detect
+from distman.errors import RendezvousError
+from distman.rendezvous import mpi
+from distman.rendezvous.address import derive_ports, find_meeting_point
+from distman.testing import fake_environment
+
+
+def points(launcher, nodes=1, tasks=2, **variables):
+    environs = [{**environ, **variables} for environ in fake_environment(launcher, nodes=nodes, tasks=tasks)]
+    return [find_meeting_point(detect(environ).environment, environ) for environ in environs]
+
+
+def agreed(found):
+    """Return what all ranks say alike: job, addresses and ports."""
+    (same,) = {(point.job_id, point.addresses, point.ports) for point in found}
+    return same
+
+
+@pytest.mark.parametrize("launcher", ["openmpi", "hydra", "mvapich", "pals", "jsrun", "slurm"])
+def test_on_one_node_the_ranks_meet_without_any_address(launcher):
+    found = points(launcher, tasks=3)
+    job_id, (address,), ports = agreed(found)
+    assert address == ("n1" if launcher == "slurm" else "127.0.0.1")
+    assert ports == derive_ports(job_id)
+    assert [point.is_host for point in found] == [True, False, False]
+
+
+def test_torchrun_meets_at_its_agent():
+    found = points("torchrun")
+    assert agreed(found)[1:] == (("n1",), (29400,))
+    assert all(point.has_agent and not point.is_host for point in found)
+
+
+def test_slurm_meets_on_the_first_node_of_the_step():
+    found = points("slurm", nodes=2, tasks=4, SLURM_STEP_NODELIST="n[3-4]")
+    assert agreed(found)[1] == ("n3",)
+    assert "the first node of SLURM_STEP_NODELIST" in found[0].source
+
+
+def test_slurm_hosts_where_the_first_task_of_the_first_node_is():
+    environ = fake_environment("slurm", nodes=2, tasks=2)[1] | {"SLURM_PROCID": "0", "SLURM_NODEID": "1"}
+    assert find_meeting_point(detect(environ).environment, environ).is_host is False
+    environ |= {"SLURM_PROCID": "1", "SLURM_NODEID": "0"}
+    point = find_meeting_point(detect(environ).environment, environ)
+    assert (point.is_host, point.host) == (True, "the first task of the first node")
+
+
+def test_two_steps_of_a_job_have_ports_of_their_own():
+    assert agreed(points("slurm"))[2] != agreed(points("slurm", SLURM_STEP_ID="1"))[2]
+
+
+@pytest.mark.parametrize("launcher", ["slurm", "openmpi", "flux", "env"])
+def test_what_the_user_sets_goes_first(launcher):
+    found = points(launcher, nodes=2, tasks=2, MASTER_ADDR="main", MASTER_PORT="4000")
+    assert agreed(found)[1:] == (("main",), (4000,))
+    assert found[0].source == "address from MASTER_ADDR, port from MASTER_PORT"
+    assert [point.is_host for point in found] == [True, False]
+
+
+def test_an_address_alone_gets_a_derived_port():
+    job_id, addresses, ports = agreed(points("openmpi", nodes=2, tasks=2, MASTER_ADDR="main"))
+    assert (addresses, ports) == (("main",), derive_ports(job_id))
+
+
+@pytest.mark.parametrize("launcher", ["openmpi", "hydra", "mvapich", "pals"])
+def test_mpi_on_several_nodes_needs_a_broadcast(launcher):
+    assert points(launcher, nodes=2, tasks=4) == [None] * 4
+
+
+def test_open_mpi_4_tells_the_node_of_mpirun_where_mpi4py_is_missing(monkeypatch):
+    uri = {"OMPI_MCA_orte_hnp_uri": "7.0;tcp://10.0.0.9,192.168.0.9:3000"}
+    assert points("openmpi", nodes=2, **uri) == [None, None]
+    monkeypatch.setattr(mpi, "is_installed", lambda: False)
+    assert agreed(points("openmpi", nodes=2, **uri))[1] == ("10.0.0.9",)
+
+
+@pytest.mark.parametrize("launcher", ["flux", "jsrun"])
+def test_a_launcher_that_does_not_say_needs_an_address_on_several_nodes(launcher):
+    with pytest.raises(RendezvousError, match=f"MASTER_ADDR must be set when {launcher} does not say"):
+        points(launcher, nodes=2)
+
+
+@pytest.mark.parametrize("address", ["localhost", "127.0.0.1", "::1"])
+def test_localhost_is_no_address_for_several_nodes(address):
+    with pytest.raises(RendezvousError, match="MASTER_ADDR must be an address that all nodes reach"):
+        points("slurm", nodes=2, MASTER_ADDR=address)
+
+
+@pytest.mark.parametrize("port", ["x", "0", "65536", "-1", "1.5"])
+def test_a_port_that_is_none_names_its_variable(port):
+    with pytest.raises(RendezvousError, match="MASTER_PORT must be a number between 1 and 65535"):
+        points("slurm", MASTER_PORT=port)
+
+
+def test_derived_ports_are_the_same_everywhere_and_below_those_of_outgoing_connections():
+    ports = derive_ports("a job")
+    assert ports == derive_ports("a job") != derive_ports("another")
+    assert len(set(ports)) == len(ports) >= 4
+    assert all(1024 < port < 32768 for port in ports)
+
+
+def test_a_point_cannot_be_changed():
+    point = points("slurm")[0]
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        point.ports = ()
