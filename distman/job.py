@@ -149,12 +149,9 @@ def adopt(environment: LaunchEnvironment, wish: DeviceWish, limits: Limits) -> J
         RendezvousError: See :func:`distman.rendezvous.join.join`.
     """
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    if (environment.rank, environment.world_size, environment.launcher != "single") != (
-        rank,
-        world_size,
-        True,
-    ):
+    if environment.launcher == "single" or (environment.rank, environment.world_size) != (rank, world_size):
         environment = LaunchEnvironment("env", rank, world_size)
+    failure.set_reporter(_Ending(environment))  # nobody waits at a door: the ranks have met
     backend = dist.get_backend_config()
     device = wish.device or (None if "nccl" in backend else torch.device("cpu"))
     me = sign_in_of(environment, os.environ, device=device, backend=backend)
@@ -214,10 +211,10 @@ def _gloo_threads_sleep() -> Iterator[bool]:
 
 
 def _lone_job(environment: LaunchEnvironment, wish: DeviceWish, limits: Limits) -> Job:
+    failure.set_reporter(None)  # no other rank has to hear of a failure
     device = wish.device or pick_device()
     peers = complete([sign_in_of(environment, os.environ, device=device, backend=None)])
-    peer = peers[0]
-    return Job(peer, 1, device, None, limits, peers)
+    return Job(peers[0], 1, device, None, limits, peers)
 
 
 def _make_process_group(job: Job, store: dist.Store) -> None:

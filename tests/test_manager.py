@@ -2,6 +2,7 @@
 
 import datetime
 import os
+import sys
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from distman import (
     NotInitializedError,
     initialize_ddp,
 )
+from distman.control import failure
 from distman.testing import fake_environment, ranks
 
 
@@ -111,6 +113,16 @@ def test_a_timeout_that_is_no_number_names_its_variable(monkeypatch, variable):
 def test_use_distributed_false_is_one_process_whatever_the_environment_says(monkeypatch):
     pretend(monkeypatch, fake_environment("slurm", nodes=2, tasks=4)[3])
     assert DistributedManager.initialize(use_distributed=False).world_size == 1
+
+
+def test_one_process_among_others_tells_nobody_of_its_failure(monkeypatch):
+    told = []
+    monkeypatch.setattr(failure, "_hook", None)
+    monkeypatch.setattr(sys, "excepthook", lambda *_: None)
+    failure.install(told.append)
+    DistributedManager.initialize(use_distributed=False)
+    sys.excepthook(ValueError, ValueError("boom"), None)
+    assert told == []
 
 
 def test_an_allocation_without_a_step_is_one_process_with_a_warning(monkeypatch, caplog):
