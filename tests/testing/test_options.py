@@ -42,11 +42,6 @@ def test_expects_to_fail():
 def test_fails_as_marked():
     assert False
 
-@pytest.mark.parametrize("time", range(10))
-@ranks(2)
-def test_warm(time):
-    pass
-
 @ranks(2)
 def test_value_of_conftest(value):
     assert value.doubled() == 4
@@ -73,7 +68,7 @@ def suite(project):
 
 @pytest.fixture(scope="module")
 def run(suite):
-    return suite.run("-rA", "--durations=0", "--durations-min=0")
+    return suite.run("-rA")
 
 
 def drawn(text):
@@ -81,7 +76,7 @@ def drawn(text):
 
 
 def test_outcomes(run):
-    expected = {"passed": 15, "failed": 1, "skipped": 1, "xfailed": 2}
+    expected = {"passed": 5, "failed": 1, "skipped": 1, "xfailed": 2}
     assert run.counts().items() >= expected.items(), run.output
 
 
@@ -110,9 +105,3 @@ def test_last_failed_and_selection_also_under_a_launcher(suite, run):
     assert "[rank 1] spoken by 1" in chosen.output
     assert drawn(chosen.output) == drawn(run.output)
     assert len(drawn(run.output)) == 2
-
-
-def test_a_warm_test_takes_little(run):
-    seconds = [float(number) for number in re.findall(r"([\d.]+)s call +test_it.py::test_warm", run.output)]
-    assert len(seconds) == 10
-    assert min(seconds) < 0.06
