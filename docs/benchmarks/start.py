@@ -17,6 +17,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -103,7 +104,7 @@ def measure_roll_call(num_ranks: int = 1024) -> None:
     import torch.distributed as dist
 
     from distman.rendezvous.address import MeetingPoint, derive_ports
-    from distman.rendezvous.peers import Peer, SignIn
+    from distman.rendezvous.peers import Peers, SignIn
     from distman.rendezvous.roll_call import call_roll
     from distman.rendezvous.store import join_store, open_store
 
@@ -128,24 +129,32 @@ def measure_roll_call(num_ranks: int = 1024) -> None:
             **place,
         )
 
-    def attend(rank: int) -> tuple[Peer, ...]:
+    everyone = threading.Barrier(num_ranks + 1)
+
+    def attend(rank: int) -> Peers:
         job_store = open_store(point, 60) if rank == 0 else join_store(point, 60)
         stores.append(job_store)
         store = dist.PrefixStore("roll", job_store.store)
+        everyone.wait()
         return call_roll(job_store, store, sign_in(rank), timeout=60, source="the benchmark", expected={})
 
     stores: list[object] = []
     started = time.perf_counter()
     with concurrent.futures.ThreadPoolExecutor(num_ranks) as pool:
-        results = list(pool.map(attend, range(num_ranks)))
-    seconds = time.perf_counter() - started
-    if {len(result) for result in results} != {num_ranks}:
-        raise RuntimeError("a rank did not learn of all others")
-    print(
-        f"{f'roll call of {num_ranks} simulated ranks':<40} {seconds * 1e3:8.0f} ms   {how_names_are_found()}",
-        flush=True,
-    )
+        futures = [pool.submit(attend, rank) for rank in range(num_ranks)]
+        everyone.wait()
+        connected = time.perf_counter()
+        results = [future.result() for future in futures]
+    ended = time.perf_counter()
+    if any(result != results[0] for result in results) or len(results[0]) != num_ranks:
+        raise RuntimeError("the ranks did not learn the same")
+    row(f"door and store for {num_ranks} simulated ranks", connected - started, how_names_are_found())
+    row(f"roll call of {num_ranks} simulated ranks", ended - connected)
     os._exit(0)  # a thousand clients of a store have nothing to say to each other at exit
+
+
+def row(what: str, seconds: float, remark: str = "") -> None:
+    print(f"{what:<45} {seconds * 1e3:8.0f} ms   {remark}".rstrip(), flush=True)
 
 
 def how_names_are_found() -> str:
