@@ -267,13 +267,9 @@ class _Ending:
 
     environment: LaunchEnvironment
 
-    def __call__(self, error: BaseException | None = None) -> bool:
-        """Return whether the others are ended with this process, and need no word from it."""
+    def __call__(self, error: BaseException | None = None) -> None:
         del error
-        if self.environment.world_size == 1:
-            return False
-        if mpi.abort_at_exit():
-            return True
+        if self.environment.world_size == 1 or mpi.abort_at_exit():
+            return
         if self.environment.launcher in failure.DEAF_TO_EXIT_CODES:
             failure.end_job_at_exit()
-        return False

@@ -161,7 +161,7 @@ class JobReporter:
         is_host: Whether this process serves it.
         is_store_there: Tells whether the store still answers.
         leave_group: Closes this process's connections to the others.
-        end_job: Makes the launcher end the job once this process ends, and tells whether it will.
+        end_job: Makes the launcher end the job once this process ends, where it would not do so by itself.
     """
 
     rank: int
@@ -171,14 +171,14 @@ class JobReporter:
     is_host: bool
     is_store_there: Callable[[], bool]
     leave_group: Callable[[], None]
-    end_job: Callable[[], bool]
+    end_job: Callable[[], None]
 
     def __call__(self, error: BaseException) -> None:
         """Tell of an exception that nothing caught.
 
         Local.
         """
-        is_ending = self.end_job()
+        self.end_job()
         if isinstance(error, KeyboardInterrupt):
             return
         if not self.is_store_there():
@@ -188,7 +188,7 @@ class JobReporter:
         if first.rank != self.rank and not isinstance(error, RankFailedError):
             _write(f"distman: the job failed first elsewhere: {RankFailedError(**dataclasses.asdict(first))}")
         self.store.add("failure_seen", 1)
-        if self.is_host and not is_ending:
+        if self.is_host:
             self._stay_until_seen()
 
     def _first_notice(self, mine: FailureNotice) -> FailureNotice:

@@ -75,6 +75,7 @@ def test_mpi_on_several_nodes_needs_a_broadcast(launcher):
 
 def test_open_mpi_4_tells_the_node_of_mpirun_where_mpi4py_is_missing(monkeypatch):
     uri = {"OMPI_MCA_orte_hnp_uri": "7.0;tcp://10.0.0.9,192.168.0.9:3000"}
+    monkeypatch.setattr(mpi, "is_installed", lambda: True)
     assert points("openmpi", nodes=2, **uri) == [None, None]
     monkeypatch.setattr(mpi, "is_installed", lambda: False)
     assert agreed(points("openmpi", nodes=2, **uri))[1] == ("10.0.0.9",)
