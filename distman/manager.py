@@ -21,7 +21,7 @@ from distman.control.barrier import wait_for_all
 from distman.device import backend_for, pick_device
 from distman.environments import LaunchEnvironment, detect
 from distman.environments.base import read_flag
-from distman.errors import LaunchEnvironmentError, NotInitializedError
+from distman.errors import NotInitializedError
 from distman.job import DeviceWish, Job, Limits, adopt, leave, let_gloo_rest, start
 from distman.rendezvous.peers import Peers
 
@@ -336,11 +336,8 @@ def _environment(method: str | None, *, use_distributed: bool | None) -> LaunchE
     detection = detect(os.environ, method)
     for sentence in detection.warnings:
         log.logger.warning(sentence)
-    if use_distributed and detection.environment.launcher == "single":
-        raise LaunchEnvironmentError(
-            "use_distributed must be None or False where no launcher started this process, got True. "
-            "Start the script with torchrun, mpirun or srun.\n" + "\n".join(detection.explanation)
-        )
+    if use_distributed:
+        detection.require_launcher()
     return detection.environment
 
 

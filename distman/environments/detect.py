@@ -73,6 +73,20 @@ class Detection:
         """Sentences: what was chosen, from which variables, what was passed over and why."""
         return self.reasons()
 
+    def require_launcher(self) -> None:
+        """Refuse to be distributed where no launcher started this process.
+
+        Local.
+
+        Raises:
+            LaunchEnvironmentError: No launcher speaks; the message holds the explanation.
+        """
+        if self.environment.launcher == "single":
+            raise LaunchEnvironmentError(
+                "use_distributed must be None or False where no launcher started this process, got True. "
+                "Start the script with torchrun, mpirun or srun.\n" + "\n".join(self.explanation)
+            )
+
 
 def detect(environ: Mapping[str, str], method: str | None = None) -> Detection:
     """Find out which launcher started this process, and what it says.
@@ -139,11 +153,8 @@ def should_use_distributed(use_distributed: bool | None, environ: Mapping[str, s
     if use_distributed is False:
         return False
     detection = detect(os.environ if environ is None else environ)
-    if use_distributed and detection.environment.launcher == "single":
-        raise LaunchEnvironmentError(
-            "use_distributed must be None or False where no launcher started this process, got True. Start the "
-            "script with torchrun, mpirun or srun.\n" + "\n".join(detection.explanation)
-        )
+    if use_distributed:
+        detection.require_launcher()
     return use_distributed or detection.environment.world_size > 1
 
 
