@@ -290,7 +290,7 @@ class DistributedManager:
         if not self.cuda:
             return DistributedDataParallel(module, **{**options, **kwargs})
         options |= {"device_ids": [self.device.index], "output_device": self.device}
-        side_stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+        side_stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]  # torch leaves it untyped
         side_stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(side_stream):
             wrapped = DistributedDataParallel(module, **{**options, **kwargs})

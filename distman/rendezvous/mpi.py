@@ -77,7 +77,7 @@ def _broadcast(environment: LaunchEnvironment, make: Callable[[], T]) -> T:
         return value  # type: ignore[no-any-return]
     try:
         made = make()
-    except Exception as error:
+    except Exception as error:  # whatever it is: the others wait in the broadcast and must hear of it
         world.bcast((True, f"{type(error).__name__}: {error}"))
         raise
     world.bcast((False, made))
