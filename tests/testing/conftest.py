@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 
 LIMIT = 100
+# Under these, pytest repeats whole error messages in its summary.
+CI_VARIABLES = ("CI", "BUILD_NUMBER")
 
 
 @dataclass(frozen=True)
@@ -42,7 +44,11 @@ class Project:
         return [sys.executable, "-m", "pytest", *arguments]
 
     def environ(self, **variables):
-        clean = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+        clean = {
+            name: value
+            for name, value in os.environ.items()
+            if not name.startswith("PYTEST_") and name not in CI_VARIABLES
+        }
         return {**clean, "COLUMNS": "160", **variables}
 
     def write(self, source, name="test_it.py"):
