@@ -6,6 +6,8 @@
      ├── NotInitializedError      the manager is asked before initialize()
      ├── LaunchEnvironmentError   variables missing, not numbers, or contradicting each other
      ├── RendezvousError          ranks missing, double, unlike, or the address not reachable
+     ├── UndefinedGroupError      no group or mesh axis of that name
+     ├── PlanMismatchError        ranks ask for different groups, collectives, keys or shapes
      ├── RankFailedError          another rank raised; carries rank, host, type, text, traceback
      └── BarrierTimeoutError      names the ranks that did not come to a barrier
 
@@ -15,13 +17,19 @@ Wrong arguments are ``ValueError`` or ``TypeError``. Messages read
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Iterable
+
 __all__ = [
     "BarrierTimeoutError",
     "DistmanError",
     "LaunchEnvironmentError",
     "NotInitializedError",
+    "PlanMismatchError",
     "RankFailedError",
     "RendezvousError",
+    "UndefinedGroupError",
+    "undefined_group",
 ]
 
 
@@ -39,6 +47,14 @@ class LaunchEnvironmentError(DistmanError):
 
 class RendezvousError(DistmanError):
     """The ranks of the job could not be brought together."""
+
+
+class UndefinedGroupError(DistmanError):
+    """There is no group, mesh axis or node of that name."""
+
+
+class PlanMismatchError(DistmanError):
+    """The ranks ask for different groups, or come to a collective with different operations, keys or shapes."""
 
 
 class RankFailedError(DistmanError):
@@ -70,3 +86,19 @@ class RankFailedError(DistmanError):
 
 class BarrierTimeoutError(DistmanError):
     """Ranks did not come to a barrier in time."""
+
+
+def undefined_group(name: str, known: Iterable[str], what: str) -> UndefinedGroupError:
+    """Return the error for a name that means nothing, with the names that do.
+
+    Local.
+
+    Args:
+        name: The name that was asked for.
+        known: The names there are.
+        what: What the name should have been, such as ``"a group"``.
+    """
+    names = sorted(known)
+    close = difflib.get_close_matches(name, names, n=1)
+    hint = f"Did you mean {close[0]!r}?" if close else "Create it first, or correct the name."
+    return UndefinedGroupError(f"{name!r} must be {what}, known are {', '.join(map(repr, names)) or 'none'}. {hint}")

@@ -1,0 +1,109 @@
+"""The groups that a job wants, as partitions that all ranks can compare."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from distman.topology.partition import GridPartition, Partition
+from distman.topology.tree import ProcessGroupConfig
+
+__all__ = ["Plan", "mesh_plan", "resolve_mesh_shape", "tree_plan"]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Groups to be made together.
+
+    Attributes:
+        partitions: The partition of the world for each name of a group.
+    """
+
+    partitions: dict[str, Partition]
+
+    @property
+    def digest(self) -> str:
+        """Hash that is equal on two ranks exactly if they plan the same groups, in whatever order."""
+        lines = sorted(f"{name!r} {partition.key}" for name, partition in self.partitions.items())
+        return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+
+    def __str__(self) -> str:
+        return "\n".join(f"{name}: {partition}" for name, partition in self.partitions.items())
+
+
+def mesh_plan(mesh_shape: Sequence[int], mesh_dim_names: Sequence[str], world_size: int) -> Plan:
+    """Return the plan of a mesh: one group per axis.
+
+    Local.
+
+    Args:
+        mesh_shape: Length of each axis; one may be -1 and takes what the others leave.
+        mesh_dim_names: Name of each axis, which is also the name of its group.
+        world_size: Number of ranks.
+
+    Raises:
+        ValueError: The mesh does not fit the world.
+    """
+    shape = resolve_mesh_shape(mesh_shape, mesh_dim_names, world_size)
+    return Plan({name: GridPartition.of(shape, [axis]) for axis, name in enumerate(mesh_dim_names)})
+
+
+def resolve_mesh_shape(mesh_shape: Sequence[int], mesh_dim_names: Sequence[str], world_size: int) -> tuple[int, ...]:
+    """Return the shape of a mesh with its -1 replaced.
+
+    Local.
+
+    Raises:
+        ValueError: The mesh does not fit the world.
+    """
+    shape = tuple(mesh_shape)
+    if not shape or len(shape) != len(mesh_dim_names) or len(set(mesh_dim_names)) != len(shape):
+        raise ValueError(
+            f"mesh_dim_names must name each of the {len(shape)} axes of mesh_shape once, got {tuple(mesh_dim_names)}. "
+            "Correct one of them."
+        )
+    known = math.prod(length for length in shape if length != -1)
+    if shape.count(-1) == 1 and known > 0 and world_size % known == 0:
+        shape = tuple(world_size // known if length == -1 else length for length in shape)
+    if min(shape) < 1 or math.prod(shape) != world_size:
+        raise ValueError(
+            f"mesh_shape must multiply to the world size {world_size}, got {tuple(mesh_shape)}. "
+            "Correct it; one axis may be -1."
+        )
+    return shape
+
+
+def tree_plan(config: ProcessGroupConfig, world_size: int) -> Plan:
+    """Return the plan of a tree: one group per node below the root, which is the world itself.
+
+    Local. The leaves are the axes of a mesh, from left to right, so a tree of leaves only gives the plan of that
+    mesh.
+
+    Raises:
+        ValueError: A leaf has no size, a node's size is not the product of its leaves', or the tree does not fit
+            the world.
+    """
+    leaves = config.leaf_groups()
+    if leaves == [config.root.name]:
+        return Plan({})
+    sizes = {name: config.get_node(name).size for name in leaves}
+    missing = [name for name, size in sizes.items() if size is None]
+    if missing:
+        raise ValueError(f"every leaf of the tree must have a size, got none for {missing}. Set it.")
+    shape = [size for size in sizes.values() if size is not None]
+    for node in [config.root, *config.nodes_below_root()]:
+        size = math.prod(sizes[leaf] or 1 for leaf in config.leaves_below(node.name))
+        if node.size not in (None, size):
+            raise ValueError(
+                f"the size of group {node.name!r} must be the product {size} of its leaves, got {node.size}. "
+                "Call update_parent_sizes()."
+            )
+    if min(shape) < 1 or math.prod(shape) != world_size:
+        raise ValueError(
+            f"the leaves of the tree must multiply to the world size {world_size}, got {config}. Correct their sizes."
+        )
+    nodes = config.nodes_below_root()
+    axes = {node.name: [leaves.index(leaf) for leaf in config.leaves_below(node.name)] for node in nodes}
+    return Plan({name: GridPartition.of(shape, along) for name, along in axes.items()})
