@@ -21,9 +21,12 @@ from distman.errors import (
     DistmanError,
     LaunchEnvironmentError,
     NotInitializedError,
+    PlanMismatchError,
     RankFailedError,
     RendezvousError,
+    UndefinedGroupError,
 )
+from distman.topology import ProcessGroupConfig, ProcessGroupNode, split_sizes
 
 if TYPE_CHECKING:
     from distman.device import pick_device, resolve_device
@@ -37,14 +40,19 @@ __all__ = [
     "LaunchEnvironmentError",
     "NotInitializedError",
     "Peer",
+    "PlanMismatchError",
+    "ProcessGroupConfig",
+    "ProcessGroupNode",
     "RankFailedError",
     "RendezvousError",
+    "UndefinedGroupError",
     "explain",
     "initialize_ddp",
     "is_env_distributed",
     "pick_device",
     "resolve_device",
     "should_use_distributed",
+    "split_sizes",
 ]
 
 _NEEDS_TORCH = {

@@ -1,0 +1,381 @@
+"""The named groups of a job: planned as partitions, agreed by all ranks, made by their members."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import weakref
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.distributed_c10d import (
+    Backend,
+    GroupName,
+    _get_default_group,
+    _get_default_store,
+    _new_process_group_helper,
+    _world,
+)
+
+from distman.control.agreement import Council
+from distman.control.call_site import call_site
+from distman.errors import undefined_group
+from distman.job import Job
+from distman.log import logger
+from distman.topology import GridPartition, ListedPartition, Partition, Plan
+
+__all__ = ["Group", "Groups"]
+
+_READY_MADE = ("node", "leaders")
+
+
+@dataclass(frozen=True)
+class Group:
+    """A group that this rank is a member of.
+
+    Attributes:
+        name: Its name; empty for a group that other code made.
+        ranks: Its members' ranks in the world, ascending.
+        rank: This rank's index among them.
+        process_group: What carries its collectives; None on one process without a process group.
+        device_types: Types of devices whose tensors it carries; empty without a process group.
+        council: Its members over the store; None where there is nobody to talk to.
+        calls: Numbers of the collectives to come, as far as they are compared.
+    """
+
+    name: str
+    ranks: tuple[int, ...]
+    rank: int
+    process_group: dist.ProcessGroup | None
+    device_types: tuple[str, ...] = ()
+    council: Council | None = None
+    calls: Iterator[int] = field(default_factory=itertools.count)
+
+    @property
+    def size(self) -> int:
+        """Number of members."""
+        return len(self.ranks)
+
+
+class Groups:
+    """The groups of one job, by name.
+
+    ``"node"`` (the ranks of this host) and ``"leaders"`` (the first rank of each host) are there from the start, and
+    made by their members at their first use.
+
+    Args:
+        job: The job.
+
+    Attributes:
+        world: The group of all ranks.
+    """
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self._partitions: dict[str, Partition] = {}
+        self._made: dict[str, Group] = {}
+        self._seen: weakref.WeakKeyDictionary[dist.ProcessGroup, Group] = weakref.WeakKeyDictionary()
+        self._numbers = itertools.count()
+        self._world_names = {"world"}
+        self.world = self._group("world", tuple(range(job.world_size)), dist.group.WORLD if job.backend else None)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of the groups that were created, in that order."""
+        return tuple(self._made)
+
+    def get(self, name: str) -> Group:
+        """Return a group by its name.
+
+        Local; a ready-made group is made by its members at its first use.
+
+        Raises:
+            UndefinedGroupError: There is no group of that name.
+            ValueError: This rank is no member of it.
+        """
+        if name in self._made:
+            return self._made[name]
+        if name in self._world_names:
+            return self.world
+        ranks = self.ranks(name)
+        if self._job.peer.rank not in ranks:
+            raise ValueError(
+                f"group {name!r} must be asked for by its members, ranks {list(ranks)}, got rank "
+                f"{self._job.peer.rank}. Ask only there."
+            )
+        self._made[name] = self._make(name, ranks, f"{name} {ranks[0]}")
+        return self._made[name]
+
+    def ranks(self, name: str) -> tuple[int, ...]:
+        """Return the ranks in the world of the group of that name that this rank belongs to.
+
+        Local. ``"leaders"`` gives the same ranks everywhere.
+
+        Raises:
+            UndefinedGroupError: There is no group of that name.
+        """
+        if name == "leaders":
+            return tuple(block[0] for block in self.partition("node").blocks())
+        return self.partition(name).block_of(self._job.peer.rank)
+
+    def partition(self, name: str | None) -> Partition:
+        """Return the partition of the world behind a name; None is the world in one block.
+
+        Local.
+
+        Raises:
+            UndefinedGroupError: There is no group of that name.
+        """
+        if name is None or name in self._world_names:
+            return GridPartition.whole(self._job.world_size)
+        if name in _READY_MADE:
+            return self._ready_made[name]
+        if name not in self._partitions:
+            known = {*self._partitions, *self._world_names, *_READY_MADE}
+            raise undefined_group(name, known, "the name of a group")
+        return self._partitions[name]
+
+    def name_of(self, process_group: dist.ProcessGroup | None) -> str:
+        """Return the name of a process group; the world's own name is ``"world"``.
+
+        Local.
+
+        Raises:
+            UndefinedGroupError: It was not made here.
+        """
+        if process_group is None or process_group is dist.group.WORLD:
+            return "world"
+        for name, group in self._made.items():
+            if group.process_group is process_group:
+                return name
+        raise undefined_group(process_group.group_name, self._made, "a group that the manager made")
+
+    def of(self, process_group: dist.ProcessGroup) -> Group:
+        """Return what is known of a process group, whoever made it.
+
+        Local.
+
+        Raises:
+            ValueError: This rank is no member of it.
+        """
+        if process_group is self.world.process_group:
+            return self.world
+        if process_group in self._seen:
+            return self._seen[process_group]
+        if not isinstance(process_group, dist.ProcessGroup):
+            raise ValueError(
+                f"group must be a process group of which rank {self._job.peer.rank} is a member, a name or None, got "
+                f"{process_group!r}. Call only on its members."
+            )
+        ranks = tuple(dist.get_process_group_ranks(process_group))
+        self._seen[process_group] = self._group("", ranks, process_group)
+        return self._seen[process_group]
+
+    def plan_only(self, name: str, partition: Partition) -> None:
+        """Give a partition a name; its groups are made by their members when they are first used.
+
+        Local. All ranks must do it alike.
+
+        Raises:
+            ValueError: The name is taken.
+        """
+        self._check_new([name])
+        self._partitions[name] = partition
+
+    def name_the_world(self, name: str) -> None:
+        """Give the world another name.
+
+        Local.
+        """
+        self._world_names.add(name)
+
+    def create(self, plan: Plan, *, verbose: bool = False, place_matters: bool = True) -> None:
+        """Make all groups of a plan, or none.
+
+        Collective over all ranks of the job.
+
+        Args:
+            plan: The groups.
+            verbose: Log the ranks of each group on rank 0.
+            place_matters: Warn where a group that would fit on a host crosses hosts.
+
+        Raises:
+            ValueError: A name is taken.
+            PlanMismatchError: On every rank: the ranks plan differently.
+            RankFailedError: On every other rank: a rank could not make its groups.
+            BarrierTimeoutError: On every rank that came: some did not come in time; it names them.
+        """
+        self._check_new(plan.partitions)
+        number = next(self._numbers)
+        key = f"groups {number}"
+        job, council = self._job, None
+        if job.rendezvous is not None:
+            council = self._council(job.rendezvous.store, range(job.world_size), job.limits.rendezvous)
+            council.agree(key, plan.digest, f"{plan}\nat {call_site()}")
+        made, error = self._make_all(plan, number)
+        try:
+            if council is not None:
+                council.settle(f"{key} made", error)
+            elif error is not None:
+                raise error
+        except BaseException:
+            for group in made.values():
+                _destroy(group)
+            raise
+        self._partitions |= plan.partitions
+        self._made |= made
+        if place_matters:
+            self._warn_of_crossing(made)
+        if verbose and self._job.peer.rank == 0:
+            logger.info("process groups\n%s", plan)
+
+    def destroy(self, name: str) -> None:
+        """Destroy a group and forget its name.
+
+        Local. Every member does it, when none of its collectives is under way.
+
+        Raises:
+            UndefinedGroupError: There is no group of that name.
+        """
+        self.partition(name)
+        if name in self._made:
+            _destroy(self._made.pop(name))
+        self._partitions.pop(name, None)
+
+    def close(self) -> None:
+        """Destroy all groups.
+
+        Local.
+        """
+        for name in self.names:
+            self.destroy(name)
+
+    def device_mesh(self, shape: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
+        """Return torch's mesh over groups that were created, one per axis.
+
+        Local.
+        """
+        ranks = torch.arange(self._job.world_size, dtype=torch.int).reshape(shape)
+        groups = [self._made[name].process_group for name in names]
+        members = [group for group in groups if group is not None]
+        device_type = self._job.device.type
+        if not members:
+            return DeviceMesh(device_type, ranks, mesh_dim_names=names, _init_backend=False, _rank=0)
+        return DeviceMesh.from_group(members, device_type, mesh=ranks, mesh_dim_names=names)
+
+    def over_axes(self, dims: Mapping[str, int], names: Sequence[str]) -> str:
+        """Return the name of the groups over several axes of a mesh; it is given at the first call.
+
+        Local.
+
+        Args:
+            dims: Length of each axis of the mesh by its name.
+            names: Names of the axes.
+        """
+        axes = sorted(list(dims).index(name) for name in names)
+        partition = GridPartition.of(list(dims.values()), axes)
+        name = "*".join(list(dims)[axis] for axis in axes)
+        if name not in self._partitions:
+            self.plan_only(name, partition)
+        return name
+
+    def _council(self, store: dist.Store, ranks: Sequence[int], timeout: float) -> Council:
+        peers, rank = self._job.roll_call, ranks.index(self._job.peer.rank)
+        return Council(store, rank, len(ranks), timeout, lambda index: str(peers[ranks[index]]))
+
+    @functools.cached_property
+    def _ready_made(self) -> dict[str, Partition]:
+        ranks_of: dict[int, list[int]] = {}
+        for peer in self._job.roll_call:
+            ranks_of.setdefault(peer.node_rank, []).append(peer.rank)
+        nodes = sorted(tuple(ranks) for ranks in ranks_of.values())
+        others = [(rank,) for ranks in nodes for rank in ranks[1:]]
+        leaders = tuple(ranks[0] for ranks in nodes)
+        return {"node": ListedPartition(tuple(nodes)), "leaders": ListedPartition((leaders, *others))}
+
+    def _check_new(self, names: Iterable[str]) -> None:
+        taken = [name for name in names if name in {*self._partitions, *self._world_names, *_READY_MADE}]
+        if taken:
+            raise ValueError(f"the name of a group must be new, got {taken[0]!r} again. Choose another name.")
+
+    def _make_all(self, plan: Plan, number: int) -> tuple[dict[str, Group], Exception | None]:
+        made: dict[str, Group] = {}
+        try:
+            for name, partition in plan.partitions.items():
+                ranks = partition.block_of(self._job.peer.rank)
+                made[name] = self._make(name, ranks, f"{number} {name} {ranks[0]}")
+        except Exception as error:  # noqa: BLE001 - it is told to all ranks, and raised there
+            return made, error
+        return made, None
+
+    def _make(self, name: str, ranks: tuple[int, ...], key: str) -> Group:
+        """Make one group; only its members take part."""
+        if self._job.backend is None:
+            return self._group(name, ranks, None)
+        backend, _ = _world.pg_map[_get_default_group()]
+        store = _get_default_store() if self._job.rendezvous is None else self._job.rendezvous.store
+        with _without_bound_device():
+            process_group, _ = _new_process_group_helper(
+                len(ranks),
+                ranks.index(self._job.peer.rank),
+                list(ranks),
+                Backend(backend),
+                store,
+                GroupName(f"distman/{key}"),
+                timeout=timedelta(seconds=self._job.limits.collective),
+                group_desc=name,
+            )
+        _world.pg_group_ranks[process_group] = dict(zip(ranks, itertools.count(), strict=False))
+        self._seen[process_group] = self._group(name, ranks, process_group)
+        return self._seen[process_group]
+
+    def _group(self, name: str, ranks: tuple[int, ...], process_group: dist.ProcessGroup | None) -> Group:
+        council = None
+        if process_group is not None and len(ranks) > 1 and self._job.rendezvous is not None:
+            store = dist.PrefixStore(f"group {process_group.group_name}", self._job.rendezvous.store)
+            council = self._council(store, ranks, self._job.limits.collective)
+        types = {device.type for device in process_group._device_types} if process_group is not None else ()
+        return Group(name, ranks, ranks.index(self._job.peer.rank), process_group, tuple(sorted(types)), council)
+
+    def _warn_of_crossing(self, made: dict[str, Group]) -> None:
+        """Warn where a group crosses hosts though one has room for it, and no group as large stays on one."""
+        peers = self._job.roll_call
+        if self._job.peer.num_nodes < 2:
+            return
+        crossing = {name: group for name, group in made.items() if len({peers[r].node_rank for r in group.ranks}) > 1}
+        largest = max((group.size for name, group in made.items() if name not in crossing), default=1)
+        for name, group in crossing.items():
+            room = max(peers[rank].local_world_size for rank in group.ranks)
+            if largest < group.size <= room and group.rank == 0:
+                logger.warning(
+                    "group %r would fit on one host, but its ranks %s are on several. Make it the last axis of the "
+                    "mesh, and start a multiple of %d ranks on each host.",
+                    name,
+                    list(group.ranks),
+                    group.size,
+                )
+
+
+@contextlib.contextmanager
+def _without_bound_device() -> Iterator[None]:
+    """Keep NCCL from splitting the world's communicator, in which ranks outside the group would have to take part."""
+    world = _get_default_group()
+    device = world.bound_device_id
+    if device is None:
+        yield
+        return
+    world.bound_device_id = None
+    try:
+        yield
+    finally:
+        world.bound_device_id = device
+
+
+def _destroy(group: Group) -> None:
+    if group.process_group is not None:
+        dist.destroy_process_group(group.process_group)
