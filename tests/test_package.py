@@ -11,6 +11,7 @@ import types
 from pathlib import Path
 
 import pytest
+import torch
 
 import distman
 
@@ -52,7 +53,9 @@ def documented():
 
 
 def methods(cls):
-    """The public methods that a class defines itself, bound or not; properties are none."""
+    """The public methods that a class defines itself, bound or not; properties and torch's pair of passes are none."""
+    if issubclass(cls, torch.autograd.Function):
+        return
     for name, value in vars(cls).items():
         function = value.__func__ if isinstance(value, classmethod | staticmethod) else value
         if not name.startswith("_") and isinstance(function, types.FunctionType):

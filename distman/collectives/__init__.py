@@ -1,0 +1,27 @@
+"""Collectives that are differentiable and take shards of any sizes, one file per operation."""
+
+from __future__ import annotations
+
+from distman.collectives.all_gather import all_gather_v
+from distman.collectives.all_to_all import all_to_all_v, distributed_transpose, indexed_all_to_all_v
+from distman.collectives.fused import FusedWork, fused_all_reduce
+from distman.collectives.gather import gather_v
+from distman.collectives.objects import all_gather_objects, broadcast_data, broadcast_if_ddp, gather_objects
+from distman.collectives.reduce_scatter import reduce_scatter_v
+from distman.collectives.scatter import scatter_v
+
+__all__ = [
+    "FusedWork",
+    "all_gather_objects",
+    "all_gather_v",
+    "all_to_all_v",
+    "broadcast_data",
+    "broadcast_if_ddp",
+    "distributed_transpose",
+    "fused_all_reduce",
+    "gather_objects",
+    "gather_v",
+    "indexed_all_to_all_v",
+    "reduce_scatter_v",
+    "scatter_v",
+]

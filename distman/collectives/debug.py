@@ -1,0 +1,35 @@
+"""``DISTMAN_DEBUG=1``: before each collective the ranks compare what they are about to do."""
+
+from __future__ import annotations
+
+import os
+
+from distman.control.call_site import call_site
+from distman.environments.base import read_flag
+from distman.groups import Group
+
+__all__ = ["compare"]
+
+_VARIABLE = "DISTMAN_DEBUG"
+
+
+def compare(operation: str, group: Group, **details: object) -> None:
+    """In debug mode, go on only if all ranks of the group call the same collective in the same way.
+
+    Local; in debug mode collective over the group. It goes over the store, so that ranks which differ cannot hang
+    each other.
+
+    Args:
+        operation: Name of the collective.
+        group: The group.
+        details: What must be equal on all ranks, by name.
+
+    Raises:
+        PlanMismatchError: On every rank of the group: the calls differ; a table shows each rank's.
+        BarrierTimeoutError: On every rank that came: some did not come in time; it names them.
+    """
+    if group.council is None or not read_flag(os.environ, _VARIABLE):
+        return
+    call = {"operation": operation, **{name: str(value) for name, value in details.items()}}
+    key = f"collective {next(group.calls)} of group {group.name or group.ranks}"
+    group.council.compare(key, call, place=call_site())

@@ -1,0 +1,342 @@
+"""Many tensors, one all_reduce."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from distman.collectives import debug
+from distman.collectives.border import GroupLike, check_tensor, resolve_group
+from distman.collectives.objects import all_gather_objects
+from distman.collectives.structure import leaves, rebuild
+from distman.errors import PlanMismatchError
+from distman.groups import Group
+from distman.manager import DistributedManager
+
+__all__ = ["FusedWork", "all_reduce_sum", "fused_all_reduce"]
+
+_OPERATIONS = {
+    "sum": dist.ReduceOp.SUM,
+    "avg": dist.ReduceOp.AVG,
+    "max": dist.ReduceOp.MAX,
+    "min": dist.ReduceOp.MIN,
+    "product": dist.ReduceOp.PRODUCT,
+}
+# The first message has a fixed length, so that ranks which want different things can say so: one word of ones, the
+# words of a signature, their squares, and room for the data if they are few and to be summed.
+_MESSAGE_WORDS = 512
+_SIGNATURE_WORDS = 4
+_HEADER_WORDS = 1 + 2 * _SIGNATURE_WORDS
+
+
+def fused_all_reduce(
+    tensors: Any,
+    *,
+    op: Any = dist.ReduceOp.SUM,
+    group: GroupLike = None,
+    buffer_dtype: torch.dtype | None = None,
+    device: torch.device | str | None = None,
+    async_op: bool = False,
+) -> Any:
+    """Reduce many tensors over all ranks with one collective, and return them in the structure they came in.
+
+    Collective. Blocking unless ``async_op``. Differentiable for sums and averages: the gradient is reduced alike.
+
+    Up to 4 kB of data travel in one message together with a signature of keys, shapes and dtypes, by which ranks that
+    differ are found; more data follow that message. Under ``torch.compile`` the ranks are not compared.
+
+    Args:
+        tensors: A tensor, or a list, tuple, mapping or TensorDict of tensors, nested too. Ranks may hold the keys of
+            a mapping in different order.
+        op: ``torch.distributed.ReduceOp`` SUM, AVG, MAX, MIN or PRODUCT, or its name.
+        group: A process group, the name of one, or None for the world.
+        buffer_dtype: Dtype to which all are converted for the reduction; None takes the widest among them, and
+            float32 at least for floats. Integers alone are reduced exactly.
+        device: Device of the reduction; None takes that of the first tensor.
+        async_op: Return at once, with results that are filled later and carry no gradient.
+
+    Returns:
+        New tensors in the same structure, each of its own dtype, on its own device; with ``async_op`` a pair of that
+        and a :class:`FusedWork`, after whose ``wait()`` the results are there.
+
+    Raises:
+        TypeError: Something in the structure is no tensor.
+        ValueError: The operation is unknown, integers are beside floats without ``buffer_dtype``, or the average of
+            integers is asked for.
+        PlanMismatchError: On every rank: the ranks differ in keys, shapes, dtypes or operation.
+    """
+    members = resolve_group(group)
+    paths, values = [], []
+    for path, tensor in leaves(tensors):
+        paths.append(path)
+        values.append(tensor)
+    operation = _name_of(op)
+    if device is None:
+        for value in values:
+            check_tensor(value, members)
+    layout = _Layout.of(values, operation, buffer_dtype, device, paths)
+    if torch.compiler.is_compiling():
+        return rebuild(tensors, iter(_reduce_traced(values, layout, members)))
+    debug.compare("fused_all_reduce", members, op=operation, tensors=layout.text)
+    if async_op:
+        results = [torch.empty_like(value, memory_format=torch.contiguous_format).detach() for value in values]
+        return rebuild(tensors, iter(results)), _start([value.detach() for value in values], results, layout, members)
+    return rebuild(tensors, iter(_FusedAllReduce.apply(layout, members, *values)))
+
+
+def all_reduce_sum(tensor: torch.Tensor, group: Group, *, use_fp32: bool) -> torch.Tensor:
+    """Return the sum of one tensor over a group, as a new tensor.
+
+    Collective. Blocking.
+
+    Args:
+        tensor: The tensor, of one shape and dtype on all ranks; never changed.
+        group: The group.
+        use_fp32: Add 16-bit floats up in float32.
+    """
+    is_16_bit = tensor.dtype in (torch.float16, torch.bfloat16)
+    total = tensor.detach().to(torch.float32 if use_fp32 and is_16_bit else tensor.dtype, copy=True)
+    total = total.contiguous()
+    if group.size > 1:
+        dist.all_reduce(total, group=group.process_group)
+    return total.to(tensor.dtype)
+
+
+class FusedWork:
+    """A reduction under way.
+
+    Args:
+        finish: Waits for it and fills the results; None if there is nothing to do.
+    """
+
+    def __init__(self, finish: Callable[[], None] | None) -> None:
+        self._finish = finish
+
+    def wait(self) -> bool:
+        """Wait until the results are there; again and again if you like.
+
+        Collective where :func:`fused_all_reduce` was. Blocking.
+
+        Raises:
+            PlanMismatchError: On every rank: the ranks differ in keys, shapes, dtypes or operation.
+        """
+        finish, self._finish = self._finish, None
+        if finish is not None:
+            finish()
+        return True
+
+    def is_completed(self) -> bool:
+        """Return whether :meth:`wait` was called, or there was nothing to wait for.
+
+        Local.
+        """
+        return self._finish is None
+
+
+@dataclass(frozen=True)
+class _Layout:
+    """How tensors become one buffer.
+
+    Attributes:
+        operation: Name of the reduction.
+        dtype: Dtype of the buffer; complex numbers are pairs of it.
+        device: Device of the buffer.
+        rows: Path, shape and dtype of each tensor.
+    """
+
+    operation: str
+    dtype: torch.dtype
+    device: torch.device
+    rows: tuple[tuple[str, tuple[int, ...], torch.dtype], ...]
+
+    @classmethod
+    def of(
+        cls,
+        values: Sequence[torch.Tensor],
+        operation: str,
+        buffer_dtype: torch.dtype | None,
+        device: torch.device | str | None,
+        paths: Sequence[str],
+    ) -> _Layout:
+        place = device if device is not None else values[0].device if values else DistributedManager().device
+        dtype = _buffer_dtype([value.dtype for value in values], operation, buffer_dtype)
+        rows = tuple((path, tuple(value.shape), value.dtype) for path, value in zip(paths, values, strict=True))
+        return cls(operation, dtype, torch.device(place), rows)
+
+    @functools.cached_property
+    def text(self) -> str:
+        """What must be equal on all ranks, as JSON."""
+        rows = [[path, shape, str(dtype)] for path, shape, dtype in self.rows]
+        return json.dumps([self.operation, str(self.dtype), rows])
+
+    @functools.cached_property
+    def signature(self) -> list[int]:
+        digest = hashlib.sha256(self.text.encode()).digest()
+        return [int.from_bytes(digest[2 * word : 2 * word + 2], "big") for word in range(_SIGNATURE_WORDS)]
+
+    @property
+    def is_sum(self) -> bool:
+        return self.operation in ("sum", "avg")
+
+    def pack(self, values: Sequence[torch.Tensor]) -> torch.Tensor:
+        flat = [_as_real(value.detach()).reshape(-1).to(self.device, self.dtype) for value in values]
+        return torch.cat(flat) if flat else torch.empty(0, dtype=self.dtype, device=self.device)
+
+    def unpack(self, buffer: torch.Tensor, like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        parts = buffer.split([value.numel() * (2 if value.is_complex() else 1) for value in like])
+        return [self._restore(part, value) for part, value in zip(parts, like, strict=True)]
+
+    def _restore(self, part: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+        if like.is_complex():
+            real = like.real.dtype
+            return torch.view_as_complex(part.to(like.device, real, copy=True).view(*like.shape, 2))
+        return part.to(like.device, like.dtype, copy=True).view(like.shape)
+
+
+def _start(values: Sequence[torch.Tensor], results: Sequence[torch.Tensor], layout: _Layout, group: Group) -> FusedWork:
+    """Send what can be sent at once, and return how to go on."""
+    buffer = layout.pack(values)
+    if group.size == 1:
+        return FusedWork(lambda: _fill(results, layout.unpack(buffer, values)))
+    message, room = _message(layout, buffer)
+    work = dist.all_reduce(message, group=group.process_group, async_op=True)
+
+    if room is None:
+        work.wait()
+        _check(message, layout, group)
+        work = dist.all_reduce(buffer, _reduce_op(layout), group=group.process_group, async_op=True)
+
+    def finish() -> None:
+        work.wait()
+        if room is not None:
+            _check(message, layout, group)
+        total = buffer if room is None else room.to(layout.dtype)
+        _fill(results, layout.unpack(_averaged(total, layout, group), values))
+
+    return FusedWork(finish)
+
+
+def _message(layout: _Layout, buffer: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return the first message, and the part of it that holds the data; None where they do not fit."""
+    dtype = torch.float64 if layout.dtype.is_floating_point else torch.int64
+    header = [1, *layout.signature, *(word * word for word in layout.signature)]
+    message = torch.zeros(_MESSAGE_WORDS, dtype=dtype)
+    message[:_HEADER_WORDS] = torch.tensor(header, dtype=dtype)
+    message = message.to(layout.device)
+    if not layout.is_sum or buffer.numel() > _MESSAGE_WORDS - _HEADER_WORDS:
+        return message, None
+    room = message[_HEADER_WORDS : _HEADER_WORDS + buffer.numel()]
+    return message, room.copy_(buffer)
+
+
+def _check(message: torch.Tensor, layout: _Layout, group: Group) -> None:
+    """Raise on all ranks if their signatures differ: then the square of a sum is not that of equal terms."""
+    ones, *words = message[:_HEADER_WORDS].tolist()
+    sums, squares = words[:_SIGNATURE_WORDS], words[_SIGNATURE_WORDS:]
+    equal = all(total * total == group.size * square for total, square in zip(sums, squares, strict=True))
+    if ones == group.size and equal:
+        return
+    texts = all_gather_objects(layout.text, group.process_group)
+    rows = [f"  rank {rank}: {_describe(text, texts)}" for rank, text in zip(group.ranks, texts, strict=True)]
+    raise PlanMismatchError(
+        "all ranks must bring the same keys, shapes, dtypes and operation to fused_all_reduce. Correct those that "
+        "differ:\n" + "\n".join(rows)
+    )
+
+
+def _describe(text: str, texts: Sequence[str]) -> str:
+    """Return what one rank brings that not all ranks bring."""
+    operation, dtype, rows = json.loads(text)
+    common = set.intersection(*({json.dumps(row) for row in json.loads(other)[2]} for other in texts))
+    own = [
+        f"{path or 'the tensor'} {shape} {kind}"
+        for path, shape, kind in rows
+        if json.dumps([path, shape, kind]) not in common
+    ]
+    return f"{operation} in {dtype} of {len(rows)} tensors" + (f", among them {', '.join(own[:8])}" if own else "")
+
+
+def _averaged(total: torch.Tensor, layout: _Layout, group: Group) -> torch.Tensor:
+    return total / group.size if layout.operation == "avg" else total
+
+
+def _fill(results: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
+    for result, value in zip(results, values, strict=True):
+        result.copy_(value)
+
+
+def _reduce_op(layout: _Layout) -> Any:
+    return dist.ReduceOp.SUM if layout.is_sum else _OPERATIONS[layout.operation]
+
+
+class _FusedAllReduce(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, layout: _Layout, group: Group, *values: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.layout, ctx.group = layout, group
+        results = [torch.empty_like(value, memory_format=torch.contiguous_format) for value in values]
+        _start(values, results, layout, group).wait()
+        ctx.mark_non_differentiable(*(result for result in results if not _carries_gradient(result)))
+        return tuple(results)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
+        if not ctx.layout.is_sum:
+            raise NotImplementedError(
+                f"fused_all_reduce must sum or average to have a gradient, got {ctx.layout.operation}. "
+                "Detach its inputs."
+            )
+        return None, None, *_FusedAllReduce.apply(ctx.layout, ctx.group, *grads)
+
+
+def _reduce_traced(values: Sequence[torch.Tensor], layout: _Layout, group: Group) -> list[torch.Tensor]:
+    """Reduce in a way that ``torch.compile`` can follow."""
+    buffer = layout.pack(values)
+    if group.size > 1:
+        dist.all_reduce(buffer, _reduce_op(layout), group=group.process_group)
+    return layout.unpack(_averaged(buffer, layout, group), values)
+
+
+def _carries_gradient(tensor: torch.Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
+def _as_real(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
+
+
+def _buffer_dtype(dtypes: Sequence[torch.dtype], operation: str, wish: torch.dtype | None) -> torch.dtype:
+    floats = [dtype for dtype in dtypes if dtype.is_floating_point or dtype.is_complex]
+    if any(dtype.is_complex for dtype in dtypes) and operation not in ("sum", "avg"):
+        raise ValueError(f"complex tensors must be summed or averaged, got op {operation}. Reduce their parts.")
+    if wish is not None:
+        return wish
+    if floats and len(floats) < len(dtypes):
+        raise ValueError(
+            "tensors must be all integers or all floats unless buffer_dtype says to what they are converted, got "
+            f"{', '.join(sorted({str(dtype) for dtype in dtypes}))}. Reduce the integers by themselves, or set it."
+        )
+    if not floats and operation == "avg":
+        raise ValueError("integers must not be averaged, got op avg. Sum them, or set buffer_dtype to a float.")
+    if not floats:
+        return torch.int64
+    return functools.reduce(torch.promote_types, (_real_dtype(dtype) for dtype in floats), torch.float32)
+
+
+def _real_dtype(dtype: torch.dtype) -> torch.dtype:
+    return dtype.to_real() if dtype.is_complex else dtype
+
+
+def _name_of(op: Any) -> str:
+    if isinstance(op, str) and op.lower() in _OPERATIONS:
+        return op.lower()
+    for name, known in _OPERATIONS.items():
+        if op == known:
+            return name
+    raise ValueError(f"op must be one of {', '.join(_OPERATIONS)}, got {op}. Choose one.")

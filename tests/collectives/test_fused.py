@@ -1,0 +1,231 @@
+from collections import OrderedDict, namedtuple
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from distman import DistributedManager, PlanMismatchError
+from distman.collectives import fused_all_reduce
+from distman.testing import ranks
+from tests.collectives.reference import check_against_one_process, check_gradients_numerically, losses, random_tensor
+
+Pair = namedtuple("Pair", ["first", "second"])
+LARGE = 5000
+
+
+@ranks(1, 2, 3, 4)
+def test_the_structure_comes_back(rank, world_size):
+    tensors = {"b": [torch.ones(2) * rank, (torch.ones(()),)], "a": Pair(torch.zeros(0), torch.ones(2, 1).t())}
+    total = fused_all_reduce(tensors)
+    assert list(total) == ["b", "a"]
+    assert isinstance(total["b"], list)
+    assert isinstance(total["b"][1], tuple)
+    assert isinstance(total["a"], Pair)
+    assert total["b"][0].tolist() == [world_size * (world_size - 1) / 2] * 2
+    assert total["b"][1][0] == world_size
+    assert total["a"].first.shape == (0,)
+    assert total["a"].second.tolist() == [[world_size, world_size]]
+    assert tensors["b"][1][0] == 1
+
+
+@ranks(2)
+def test_a_tensor_and_nothing():
+    assert fused_all_reduce(torch.ones(2)).tolist() == [2, 2]
+    assert fused_all_reduce({}) == {}
+    assert fused_all_reduce([]) == []
+    result, work = fused_all_reduce([], async_op=True)
+    assert result == []
+    assert work.wait()
+
+
+@ranks(2)
+def test_keys_in_another_order_meet(rank):
+    tensors = OrderedDict(a=torch.ones(1), b=torch.zeros(1))
+    if rank == 1:
+        tensors.move_to_end("a")
+    assert {key: value.item() for key, value in fused_all_reduce(tensors).items()} == {"a": 2, "b": 0}
+
+
+@ranks(2)
+def test_tensordict():
+    tensordict = pytest.importorskip("tensordict")
+    data = tensordict.TensorDict({"x": torch.ones(2, 3), "sub": {"y": torch.ones(2)}}, batch_size=[2])
+    total = fused_all_reduce(data)
+    assert isinstance(total, tensordict.TensorDict)
+    assert total.batch_size == (2,)
+    assert total["sub", "y"].tolist() == [2, 2]
+
+
+@pytest.mark.parametrize("length", [1, 50, LARGE])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.complex64], ids=str)
+@ranks(1, 2, 3)
+def test_sum_and_gradient_equal_one_process(rank, world_size, length, dtype):
+    for weights in losses(world_size):
+        check_against_one_process(
+            lambda tensor: fused_all_reduce({"x": tensor})["x"],
+            lambda tensors: [sum(tensors)] * world_size,
+            [random_tensor(length, 2, dtype=dtype, seed=one) for one in range(world_size)],
+            rank,
+            weights,
+        )
+
+
+@pytest.mark.parametrize("length", [3, LARGE])
+@ranks(2)
+def test_average_and_its_gradient(rank, length):
+    check_against_one_process(
+        lambda tensor: fused_all_reduce([tensor], op="avg")[0],
+        lambda tensors: [sum(tensors) / 2] * 2,
+        [random_tensor(length, seed=one) for one in range(2)],
+        rank,
+        losses(2)[0],
+    )
+
+
+@ranks(2, 3)
+def test_gradcheck(rank, world_size):
+    inputs = [random_tensor(3, seed=one) for one in range(world_size)]
+    check_gradients_numerically(lambda tensor: fused_all_reduce([tensor, tensor.square()])[1], inputs, rank)
+
+
+@pytest.mark.parametrize(
+    ("op", "expected"), [("max", 3.0), (dist.ReduceOp.MIN, 1.0), ("product", 6.0), (dist.ReduceOp.AVG, 2.0)]
+)
+@ranks(3)
+def test_other_operations(rank, op, expected):
+    assert fused_all_reduce([torch.tensor(rank + 1.0)], op=op)[0] == expected
+    assert fused_all_reduce(torch.full((LARGE,), rank + 1.0), op=op).unique() == expected
+
+
+@ranks(2)
+def test_a_maximum_has_no_gradient():
+    tensor = torch.ones(1, requires_grad=True)
+    with pytest.raises(NotImplementedError, match="must sum or average to have a gradient, got max"):
+        fused_all_reduce(tensor, op="max").sum().backward()
+
+
+@pytest.mark.parametrize("length", [1, LARGE])
+@ranks(2)
+def test_integers_are_exact(rank, length):
+    big = 2**53 + 1
+    total = fused_all_reduce([torch.full((length,), big * rank), torch.ones(2, dtype=torch.int32)])
+    assert total[0].unique() == big
+    assert total[1].dtype == torch.int32
+
+
+@ranks(2)
+def test_truths_are_joined(rank):
+    assert fused_all_reduce(torch.tensor([rank == 0, False])).tolist() == [True, False]
+
+
+@ranks(3)
+def test_sixteen_bit_floats_are_added_in_float32(rank):
+    for length in (1, LARGE):
+        terms = torch.full((length,), [256.0, 1.0, 1.0][rank], dtype=torch.bfloat16)
+        total = fused_all_reduce([terms])[0]
+        assert total.dtype == torch.bfloat16
+        assert total.unique() == 258
+
+
+@ranks(2)
+def test_integers_beside_floats(rank):
+    mixed = {"count": torch.tensor(2**24 + 1), "loss": torch.tensor(0.5)}
+    with pytest.raises(ValueError, match=r"all integers or all floats unless buffer_dtype.*torch.float32, torch.int64"):
+        fused_all_reduce(mixed)
+    total = fused_all_reduce(mixed, buffer_dtype=torch.float64)
+    assert total["count"] == 2**25 + 2
+    assert total["count"].dtype == torch.int64
+    assert rank < 2
+
+
+@pytest.mark.parametrize("length", [1, LARGE])
+@ranks(2)
+def test_asynchronously(rank, length):
+    mine = torch.full((length,), float(rank), requires_grad=True)
+    result, work = fused_all_reduce({"x": mine}, async_op=True)
+    other = fused_all_reduce(torch.ones(1))
+    assert not work.is_completed()
+    assert work.wait()
+    assert work.wait()
+    assert work.is_completed()
+    assert other == 2
+    assert result["x"].unique() == 1
+    assert not result["x"].requires_grad
+
+
+@ranks(4)
+def test_a_group_without_rank_0(rank):
+    DistributedManager.create_process_subgroup("pairs", 2)
+    assert fused_all_reduce(torch.tensor(rank), group="pairs") == (1 if rank < 2 else 5)
+
+
+def other_keys(rank):
+    return {"loss": torch.ones(1), **({"extra": torch.ones(1)} if rank == 1 else {})}
+
+
+def other_shape(rank):
+    return {"loss": torch.ones(1 + rank)}
+
+
+def other_dtype(rank):
+    return {"loss": torch.ones(1, dtype=[torch.float32, torch.int64][rank % 2])}
+
+
+def much_more(rank):
+    return {"loss": torch.ones(1 + LARGE * rank)}
+
+
+def nothing_on_one(rank):
+    return {"loss": torch.ones(1)} if rank else {}
+
+
+@pytest.mark.parametrize("make", [other_keys, other_shape, other_dtype, much_more, nothing_on_one])
+@pytest.mark.parametrize("async_op", [False, True])
+@ranks(2, 3)
+def test_ranks_that_differ_all_raise(rank, make, async_op):
+    def reduce():
+        _, work = fused_all_reduce(make(rank), async_op=True) if async_op else (fused_all_reduce(make(rank)), None)
+        if work is not None:
+            work.wait()
+
+    with pytest.raises(
+        PlanMismatchError, match=r"the same keys, shapes, dtypes and operation.*\n  rank 0: .*\n  rank 1: "
+    ):
+        reduce()
+    assert fused_all_reduce(torch.ones(())) > 1
+
+
+@ranks(2)
+def test_different_operations_raise(rank):
+    with pytest.raises(PlanMismatchError, match=r"rank 0: sum in torch.float32 of 1 tensors\n  rank 1: max"):
+        fused_all_reduce(torch.ones(3), op=["sum", "max"][rank])
+
+
+@ranks(2)
+def test_the_difference_is_named(rank):
+    with pytest.raises(PlanMismatchError, match=r"rank 1: .* of 2 tensors, among them \['extra'\] \[1\] torch.float32"):
+        fused_all_reduce(other_keys(rank))
+
+
+@ranks(2)
+@pytest.mark.parametrize(
+    ("tensors", "arguments", "error", "message"),
+    [
+        ({"a": 1.0}, {}, TypeError, r"got float at \['a'\]"),
+        ("text", {}, TypeError, "got str at the top"),
+        (torch.ones(1), {"op": "median"}, ValueError, "op must be one of sum, avg, max, min, product, got median"),
+        (torch.ones(1, dtype=torch.int64), {"op": "avg"}, ValueError, "integers must not be averaged"),
+        (torch.ones(1, dtype=torch.complex64), {"op": "max"}, ValueError, "complex tensors must be summed"),
+    ],
+)
+def test_wrong_arguments(tensors, arguments, error, message):
+    with pytest.raises(error, match=message):
+        fused_all_reduce(tensors, **arguments)
+
+
+@ranks(2)
+def test_it_can_be_compiled(rank):
+    compiled = torch.compile(lambda tensors: fused_all_reduce(tensors), fullgraph=True, backend="aot_eager")
+    total = compiled({"a": torch.ones(2) * rank, "b": torch.ones(3)})
+    assert total["a"].tolist() == [1, 1]
+    assert total["b"].tolist() == [2, 2, 2]

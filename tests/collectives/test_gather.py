@@ -1,0 +1,83 @@
+import pytest
+import torch
+
+from distman.collectives import gather_v
+from distman.testing import ranks
+from tests.collectives.reference import (
+    LAYOUTS,
+    check_against_one_process,
+    check_gradients_numerically,
+    losses,
+    random_tensor,
+    sizes_of,
+    strided,
+)
+
+
+def make_inputs(layout, dim, world_size, dtype=torch.float64):
+    shapes = [[2, 3] for _ in range(world_size)]
+    for shape, size in zip(shapes, sizes_of(layout, world_size), strict=True):
+        shape[dim] = size
+    return [random_tensor(*shape, dtype=dtype, seed=rank) for rank, shape in enumerate(shapes)]
+
+
+def reference(dim, dst):
+    def gather(shards):
+        full = torch.cat(shards, dim)
+        return [full if rank == dst else full.narrow(dim, 0, 0) for rank in range(len(shards))]
+
+    return gather
+
+
+@pytest.mark.parametrize("dim", [0, 1, -2])
+@pytest.mark.parametrize("layout", LAYOUTS)
+@ranks(1, 2, 3, 4)
+def test_equals_one_process(rank, world_size, layout, dim):
+    dst = world_size - 1
+    for weights in losses(world_size):
+        for sizes in (None, sizes_of(layout, world_size)):
+            check_against_one_process(
+                lambda shard, sizes=sizes: gather_v(shard, sizes, dim, dst),
+                reference(dim, dst),
+                make_inputs(layout, dim, world_size),
+                rank,
+                weights,
+            )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64], ids=str)
+@ranks(3)
+def test_every_dtype(rank, world_size, dtype):
+    inputs = [strided(one) for one in make_inputs("empty", 1, world_size, dtype)]
+    check_against_one_process(
+        lambda shard: gather_v(shard, dim=1), reference(1, 0), inputs, rank, losses(world_size)[0]
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.bool], ids=str)
+@ranks(2)
+def test_integers(rank, dtype):
+    inputs = make_inputs("empty", 0, 2, dtype)
+    full = gather_v(inputs[rank])
+    assert torch.equal(full, torch.cat(inputs) if rank == 0 else inputs[0][:0])
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@ranks(2, 3)
+def test_gradcheck(rank, world_size, layout):
+    inputs = make_inputs(layout, 0, world_size)
+    check_gradients_numerically(lambda shard: gather_v(shard, sizes_of(layout, world_size), dst=1), inputs, rank)
+
+
+@ranks(2)
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"dst": 2}, "dst must be a rank in group 'world', 0 to 1, got 2"),
+        ({"sizes": [1]}, "each of the 2 ranks"),
+        ({"dim": 1}, "dim must be between -1 and 0"),
+    ],
+)
+def test_wrong_arguments(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        gather_v(torch.ones(2), **arguments)

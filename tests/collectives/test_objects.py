@@ -1,0 +1,148 @@
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+
+from distman import DistributedManager, RankFailedError
+from distman.collectives import all_gather_objects, broadcast_data, broadcast_if_ddp, gather_objects
+from distman.testing import ranks
+
+LARGE = 40_000
+
+
+@dataclasses.dataclass
+class Configuration:
+    name: str
+    weights: torch.Tensor
+
+
+@dataclasses.dataclass
+class Spoiled:
+    """Pickled well, but not to be loaded."""
+
+    def __reduce__(self):
+        return int, ("no number",)
+
+
+def data():
+    big = torch.arange(LARGE, dtype=torch.float64)
+    return {
+        "big": big,
+        "again": big,
+        "strided": torch.arange(2 * LARGE).view(2, -1).t(),
+        "complex": torch.ones(LARGE, dtype=torch.complex64) * 1j,
+        "bool": torch.ones(2 * LARGE, dtype=torch.bool),
+        "half": torch.ones(LARGE, dtype=torch.bfloat16),
+        "small": torch.tensor([1, 2]),
+        "empty": torch.empty(0, 3),
+        "scalar": torch.tensor(2.5),
+        "grad": torch.ones(LARGE, requires_grad=True),
+        "parameter": torch.nn.Parameter(torch.ones(LARGE)),
+        "numpy": np.arange(3),
+        "nested": [(Configuration("a", torch.ones(LARGE)), None)],
+    }
+
+
+def assert_equal(found, expected):
+    for key in ("big", "strided", "complex", "bool", "half", "small", "empty", "scalar", "grad", "parameter"):
+        assert found[key].dtype == expected[key].dtype
+        assert torch.equal(found[key], expected[key])
+        assert found[key].requires_grad == expected[key].requires_grad
+    assert found["big"] is found["again"]
+    assert isinstance(found["parameter"], torch.nn.Parameter)
+    assert found["grad"].is_leaf
+    assert found["numpy"].tolist() == [0, 1, 2]
+    assert found["nested"][0][0].name == "a"
+    assert torch.equal(found["nested"][0][0].weights, torch.ones(LARGE))
+
+
+@ranks(1, 2, 3, 4)
+def test_broadcast_to_receivers_that_know_nothing(rank, world_size):
+    src = world_size - 1
+    other = [None, {"big": torch.ones(1, dtype=torch.int8)}, "text"][rank % 3]
+    assert_equal(broadcast_data(data() if rank == src else other, src), data())
+
+
+@ranks(2)
+def test_the_source_keeps_its_object(rank):
+    mine = [torch.ones(LARGE)]
+    assert (broadcast_data(mine, src=rank * 0) is mine) == (rank == 0)
+
+
+@pytest.mark.parametrize("plain", [None, 0, "text", b"", (), {"a": [1]}])
+@ranks(2)
+def test_plain_objects(rank, plain):
+    assert broadcast_data(plain if rank == 0 else object()) == plain
+
+
+@ranks(2)
+def test_functions_travel(rank):
+    factor = 3
+    assert broadcast_data((lambda x: x * factor) if rank == 0 else None)(2) == 6
+
+
+@ranks(4)
+def test_groups_without_rank_0(rank):
+    DistributedManager.create_process_subgroup("pairs", 2)
+    assert broadcast_data(rank, 1, "pairs") == rank // 2 * 2 + 1
+    assert all_gather_objects(rank, "pairs") == [rank // 2 * 2, rank // 2 * 2 + 1]
+    assert gather_objects(rank, 1, "pairs") == ([rank - 1, rank] if rank % 2 else None)
+
+
+@ranks(1, 2, 3)
+def test_gather_and_all_gather(rank, world_size):
+    mine = {"rank": rank, "tensor": torch.full((rank * LARGE,), rank), "text": "x" * rank}
+    for found in (all_gather_objects(mine), gather_objects(mine, world_size - 1)):
+        if found is None:
+            assert rank != world_size - 1
+            continue
+        assert [one["rank"] for one in found] == list(range(world_size))
+        assert all(torch.equal(one["tensor"], torch.full((n * LARGE,), n)) for n, one in enumerate(found))
+        assert found[rank] is mine
+
+
+def broadcast(obj, rank):
+    return broadcast_data(obj if rank == 0 else None)
+
+
+def gather(obj, rank):
+    return gather_objects(obj if rank == 0 else None, dst=1)
+
+
+def all_gather(obj, rank):
+    return all_gather_objects(obj if rank == 0 else None)
+
+
+@pytest.mark.parametrize("share", [broadcast, gather, all_gather])
+@ranks(2, 3)
+def test_what_cannot_be_pickled_is_one_error_on_all(rank, share):
+    with pytest.raises((TypeError, RankFailedError), match="cannot pickle 'generator' object") as caught:
+        share((number for number in (1, 2)), rank)
+    assert isinstance(caught.value, RankFailedError) == (rank != 0)
+    assert broadcast_data(rank) == 0
+
+
+@pytest.mark.parametrize("share", [broadcast, gather, all_gather])
+@ranks(3)
+def test_what_cannot_be_loaded_is_one_error_on_all(rank, share):
+    with pytest.raises((ValueError, RankFailedError), match="invalid literal for int"):
+        share(Spoiled(), rank)
+    assert broadcast_data(rank) == 0
+
+
+@ranks(2)
+def test_wrong_ranks():
+    with pytest.raises(ValueError, match="src must be a rank in group 'world', 0 to 1, got 2"):
+        broadcast_data(1, 2)
+    with pytest.raises(ValueError, match="dst must be a rank"):
+        gather_objects(1, -1)
+
+
+def test_broadcast_if_ddp_without_a_job():
+    assert broadcast_if_ddp("mine") == "mine"
+
+
+@ranks(2)
+def test_broadcast_if_ddp_in_a_job(rank):
+    assert broadcast_if_ddp(rank, 1) == 1
