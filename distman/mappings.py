@@ -1,0 +1,230 @@
+"""Into a parallel region and out of it: pairs of operations for models that are split over a group.
+
+They serve computations that are replicated on all ranks outside the region, with one loss that every rank holds: the
+gradients are those of that one loss, not of the sum over ranks that :mod:`distman.collectives` differentiates.
+
+Source:
+    Shoeybi et al., "Megatron-LM: Training Multi-Billion Parameter Language Models Using Model Parallelism", 2019,
+    section 3, operators f and g.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from distman.collectives.all_gather import AllGather
+from distman.collectives.border import GroupLike, check_call, normalize_dim, resolve_group, shard_sizes
+from distman.collectives.fused import all_reduce_sum
+from distman.groups import Group
+from distman.topology import split_sizes
+
+__all__ = [
+    "copy_to_parallel_region",
+    "gather_from_parallel_region",
+    "mark_module_as_shared",
+    "reduce_from_parallel_region",
+    "scatter_to_parallel_region",
+    "unmark_module_as_shared",
+]
+
+_HANDLE = "_distman_shared_hook"
+
+
+def copy_to_parallel_region(input: torch.Tensor, group: GroupLike = None) -> torch.Tensor:
+    """Use a replicated tensor on each rank of a region: as it is, with its gradient summed over the group.
+
+    Local; its backward pass is collective. Differentiable.
+
+    Args:
+        input: A tensor that is equal on all ranks of the group.
+        group: A process group, the name of one, or None for the world.
+
+    Returns:
+        The same values: a view.
+    """
+    members = resolve_group(group)
+    check_call("copy_to_parallel_region", input, members)
+    output: torch.Tensor = _Copy.apply(input, members)
+    return output
+
+
+def reduce_from_parallel_region(input: torch.Tensor, group: GroupLike = None) -> torch.Tensor:
+    """Add up the partial results of the ranks of a region; the gradient of the sum is each one's gradient.
+
+    Collective. Blocking. Differentiable. 16-bit floats are added up in float32.
+
+    Args:
+        input: This rank's partial result, of one shape on all ranks.
+        group: A process group, the name of one, or None for the world.
+
+    Returns:
+        The sum: a new tensor, equal on all ranks.
+    """
+    members = resolve_group(group)
+    check_call("reduce_from_parallel_region", input, members)
+    output: torch.Tensor = _Reduce.apply(input, members)
+    return output
+
+
+def scatter_to_parallel_region(input: torch.Tensor, dim: int = -1, group: GroupLike = None) -> torch.Tensor:
+    """Take this rank's slice of a replicated tensor, sized by :func:`distman.split_sizes`.
+
+    Local; its backward pass is collective and gathers the slices' gradients. Differentiable.
+
+    Args:
+        input: A tensor that is equal on all ranks of the group.
+        dim: Dim to split.
+        group: A process group, the name of one, or None for the world.
+
+    Returns:
+        The slice: a new tensor.
+
+    Raises:
+        ValueError: The tensor has no such dim.
+    """
+    members = resolve_group(group)
+    check_call("scatter_to_parallel_region", input, members, dim=dim)
+    dim = normalize_dim(dim, input.ndim)
+    output: torch.Tensor = _Scatter.apply(input, split_sizes(input.shape[dim], members.size), dim, members)
+    return output
+
+
+def gather_from_parallel_region(
+    input: torch.Tensor,
+    dim: int = -1,
+    shapes: Sequence[int] | None = None,
+    group: GroupLike = None,
+) -> torch.Tensor:
+    """Put the slices of the ranks of a region together; the gradient of a slice is that slice of the gradient.
+
+    Collective. Blocking. Differentiable.
+
+    Args:
+        input: This rank's slice.
+        dim: Dim along which the slices follow each other.
+        shapes: Length of every rank's slice along ``dim``; None lets the ranks exchange them.
+        group: A process group, the name of one, or None for the world.
+
+    Returns:
+        The full tensor: new, equal on all ranks.
+
+    Raises:
+        ValueError: Dim, shapes, group or device do not fit; without ``shapes`` on every rank: the slices differ in
+            dtype or in another dim.
+    """
+    members = resolve_group(group)
+    check_call("gather_from_parallel_region", input, members, free_dim=dim, dim=dim, shapes=shapes)
+    dim = normalize_dim(dim, input.ndim)
+    input, sizes = shard_sizes("gather_from_parallel_region", input, shapes, dim, members)
+    output: torch.Tensor = _Gather.apply(input, sizes, dim, members)
+    return output
+
+
+def mark_module_as_shared(
+    module: torch.nn.Module,
+    process_group: GroupLike = None,
+    recurse: bool = True,
+    use_fp32: bool = True,
+) -> torch.nn.Module:
+    """Sum the gradients of a module's parameters over a group whose ranks each use them on a part of the data.
+
+    Local; each backward pass through the module becomes collective over the group, one reduction for each parameter,
+    so all ranks must use the same parameters in it. What each pass adds to a gradient is summed once: gradients may be
+    accumulated over several passes.
+
+    Args:
+        module: The module, with equal parameters on all ranks of the group.
+        process_group: A process group, the name of one, or None for the world.
+        recurse: Take the parameters of submodules too.
+        use_fp32: Add 16-bit floats up in float32.
+
+    Returns:
+        The module itself.
+
+    Raises:
+        ValueError: A parameter is marked already; then nothing is changed.
+    """
+    members = resolve_group(process_group)
+    parameters = dict(module.named_parameters(recurse=recurse))
+    marked = [name for name, parameter in parameters.items() if hasattr(parameter, _HANDLE)]
+    if marked:
+        raise ValueError(f"parameters must be marked as shared once, got {marked} again. Unmark the module first.")
+    for parameter in parameters.values():
+        if parameter.requires_grad:
+            hook = parameter.register_hook(lambda grad: all_reduce_sum(grad, members, use_fp32=use_fp32))
+            setattr(parameter, _HANDLE, hook)
+    return module
+
+
+def unmark_module_as_shared(module: torch.nn.Module, recurse: bool = True) -> torch.nn.Module:
+    """Undo :func:`mark_module_as_shared`.
+
+    Local.
+
+    Args:
+        module: The module.
+        recurse: Take the parameters of submodules too.
+
+    Returns:
+        The module itself.
+
+    Raises:
+        ValueError: A parameter that requires a gradient is not marked; then nothing is changed.
+    """
+    parameters = {name: one for name, one in module.named_parameters(recurse=recurse) if one.requires_grad}
+    unmarked = [name for name, parameter in parameters.items() if not hasattr(parameter, _HANDLE)]
+    if unmarked:
+        raise ValueError(f"parameters must be marked as shared to be unmarked, got {unmarked}. Mark the module first.")
+    for parameter in parameters.values():
+        getattr(parameter, _HANDLE).remove()
+        delattr(parameter, _HANDLE)
+    return module
+
+
+class _Copy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, group: Group) -> torch.Tensor:
+        ctx.group = group
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+        return _Reduce.apply(grad, ctx.group), None
+
+
+class _Reduce(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, group: Group) -> torch.Tensor:
+        ctx.group = group
+        return all_reduce_sum(tensor, group, use_fp32=True)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+        return _Copy.apply(grad, ctx.group), None
+
+
+class _Scatter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, sizes: list[int], dim: int, group: Group) -> torch.Tensor:
+        ctx.arguments = sizes, dim, group
+        part: torch.Tensor = tensor.split(sizes, dim)[group.rank]
+        return part.clone(memory_format=torch.contiguous_format)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+        return _Gather.apply(grad, *ctx.arguments), None, None, None
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, sizes: list[int], dim: int, group: Group) -> torch.Tensor:
+        ctx.arguments = sizes, dim, group
+        full: torch.Tensor = AllGather.apply(tensor, sizes, dim, True, group)
+        return full
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+        return _Scatter.apply(grad, *ctx.arguments), None, None, None
