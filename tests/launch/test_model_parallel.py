@@ -1,0 +1,64 @@
+"""The example of model times data parallelism: on any grid of ranks, the loss curve of one process."""
+
+import json
+import re
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from .processes import launch
+
+EXAMPLE = Path(__file__).parents[2] / "docs" / "examples" / "model_parallel.py"
+LIMIT = 120
+
+
+@dataclass(frozen=True)
+class Training:
+    losses: list[float]
+    accuracy: str
+    grid: str  # data parallel x model parallel
+
+
+def read(finished, file):
+    assert finished.returncode == 0
+    assert finished.stderr == ""
+    losses = json.loads(file.read_text())
+    epochs = "".join(rf"epoch {epoch}/{len(losses)}  loss {loss:.12f}\n" for epoch, loss in enumerate(losses, start=1))
+    printed = re.fullmatch(rf"(\d x \d) ranks: .*\n{epochs}test accuracy ([\d.]+)\n", finished.stdout)
+    assert printed, "rank 0 prints grid, losses and accuracy, and no other rank prints"
+    return Training(losses, accuracy=printed[2], grid=printed[1])
+
+
+def assert_same(training, reference, *, grid):
+    assert training.grid == grid
+    assert training.losses == pytest.approx(reference.losses, rel=1e-6, abs=0)
+    assert training.accuracy == reference.accuracy
+
+
+@pytest.fixture(scope="module")
+def one_process(tmp_path_factory):
+    file = tmp_path_factory.mktemp("one_process") / "losses.json"
+    return read(launch([sys.executable, EXAMPLE, "--losses", file], timeout=LIMIT), file)
+
+
+def test_one_process_learns(one_process):
+    assert one_process.grid == "1 x 1"
+    assert len(one_process.losses) == 6
+    assert one_process.losses[-1] < 0.2 * one_process.losses[0]
+    assert float(one_process.accuracy) >= 0.95
+
+
+@pytest.mark.parametrize(("ranks", "grid"), [(2, "1 x 2"), (3, "3 x 1"), (4, "2 x 2")])
+def test_torchrun(torchrun, one_process, tmp_path, ranks, grid):
+    file = tmp_path / "losses.json"
+    finished = torchrun.run(EXAMPLE, "--losses", file, ranks=ranks, timeout=LIMIT)
+    assert_same(read(finished, file), one_process, grid=grid)
+
+
+def test_srun(slurm_cluster, one_process, tmp_path):
+    file = tmp_path / "losses.json"
+    options = ("-N2", "-n4", "--ntasks-per-node=2")  # both ranks of a row on one host: else distman warns
+    finished = slurm_cluster.srun(*options, sys.executable, EXAMPLE, "--losses", file, timeout=LIMIT)
+    assert_same(read(finished, file), one_process, grid="2 x 2")
