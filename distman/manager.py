@@ -462,7 +462,11 @@ class DistributedManager:
                 raise undefined_group(one, self.mesh_dims, "an axis of the mesh")
         if self._mesh is None:
             raise undefined_group("the mesh", (), "there before it is used")
-        return self._mesh[tuple(names)] if names else self._mesh
+        if not names:
+            return self._mesh
+        if not self.distributed:  # torch cannot slice a mesh without a process group
+            return self._groups.device_mesh((1,) * len(names), tuple(names))
+        return self._mesh[tuple(names)]
 
     def get_mesh_group(self, mesh: DeviceMesh) -> dist.ProcessGroup | None:
         """Return the process group of all ranks of a mesh.

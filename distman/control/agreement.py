@@ -57,9 +57,10 @@ class Council:
         other = json.loads(self.store.get(f"{key}/other")) if self.store.check([f"{key}/other"]) else None
         self._forget(key, "first", "other")
         if other is not None:
+            lower, higher = sorted((first, other), key=lambda said: int(said["rank"]))
             raise PlanMismatchError(
                 f"all ranks must ask for the same at {key}, but two differ. Make the calls equal on all ranks, in the "
-                f"same order.\n{self._quote(first)}\n{self._quote(other)}"
+                f"same order.\n{self._quote(lower)}\n{self._quote(higher)}"
             )
 
     def compare(self, key: str, mine: Mapping[str, str], *, place: str) -> None:
