@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import hashlib
 import itertools
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 
 import torch
@@ -24,7 +25,8 @@ from torch.distributed.distributed_c10d import (
 
 from distman.control.agreement import Council
 from distman.control.call_site import call_site
-from distman.errors import undefined_group
+from distman.control.watched_store import GaveUpError, WatchedStore
+from distman.errors import DistmanError, undefined_group
 from distman.job import Job
 from distman.log import logger
 from distman.topology import GridPartition, ListedPartition, Partition, Plan
@@ -46,6 +48,7 @@ class Group:
         device_types: Types of devices whose tensors it carries; empty without a process group.
         council: Its members over the store; None where there is nobody to talk to.
         calls: Numbers of the collectives to come, as far as they are compared.
+        store: The store under the process group where that is Python's: it must live as long.
     """
 
     name: str
@@ -55,6 +58,7 @@ class Group:
     device_types: tuple[str, ...] = ()
     council: Council | None = None
     calls: Iterator[int] = field(default_factory=itertools.count)
+    store: dist.Store | None = None
 
     @property
     def size(self) -> int:
@@ -81,6 +85,7 @@ class Groups:
         self._made: dict[str, Group] = {}
         self._seen: weakref.WeakKeyDictionary[dist.ProcessGroup, Group] = weakref.WeakKeyDictionary()
         self._numbers = itertools.count()
+        self._uses: dict[tuple[str, tuple[int, ...]], Iterator[int]] = {}
         self._world_names = {"world"}
         self.world = self._group("world", tuple(range(job.world_size)), dist.group.WORLD if job.backend else None)
 
@@ -108,7 +113,9 @@ class Groups:
                 f"group {name!r} must be asked for by its members, ranks {list(ranks)}, got rank "
                 f"{self._job.peer.rank}. Ask only there."
             )
-        self._made[name] = self._make(name, ranks, f"{name} {ranks[0]}")
+        use = next(self._uses.setdefault((name, ranks), itertools.count()))
+        digest = hashlib.sha256(str(ranks).encode()).hexdigest()[:16]
+        self._made[name] = self._make(name, ranks, f"{name} {digest} {use}", self._store())
         return self._made[name]
 
     def ranks(self, name: str) -> tuple[int, ...]:
@@ -165,16 +172,18 @@ class Groups:
         """
         if process_group is self.world.process_group:
             return self.world
-        if process_group in self._seen:
-            return self._seen[process_group]
+        for made in self._made.values():
+            if made.process_group is process_group:
+                return made
         if not isinstance(process_group, dist.ProcessGroup):
             raise ValueError(
                 f"group must be a process group of which rank {self._job.peer.rank} is a member, a name or None, got "
                 f"{process_group!r}. Call only on its members."
             )
-        ranks = tuple(dist.get_process_group_ranks(process_group))
-        self._seen[process_group] = self._group("", ranks, process_group)
-        return self._seen[process_group]
+        if process_group not in self._seen:
+            group = self._group("", tuple(dist.get_process_group_ranks(process_group)), process_group)
+            self._seen[process_group] = replace(group, process_group=None)  # else it would live for ever
+        return replace(self._seen[process_group], process_group=process_group)
 
     def plan_only(self, name: str, partition: Partition) -> None:
         """Give a partition a name; its groups are made by their members when they are first used.
@@ -187,40 +196,39 @@ class Groups:
         self._check_new([name])
         self._partitions[name] = partition
 
-    def name_the_world(self, name: str) -> None:
-        """Give the world another name.
-
-        Local.
-        """
-        self._world_names.add(name)
-
-    def create(self, plan: Plan, *, verbose: bool = False, place_matters: bool = True) -> None:
+    def create(
+        self,
+        make_plan: Callable[[], Plan],
+        *,
+        world_name: str = "world",
+        verbose: bool = False,
+        place_matters: bool = True,
+    ) -> None:
         """Make all groups of a plan, or none.
 
         Collective over all ranks of the job.
 
         Args:
-            plan: The groups.
+            make_plan: Returns the groups; what it raises is shown to the other ranks too.
+            world_name: Another name for the world.
             verbose: Log the ranks of each group on rank 0.
             place_matters: Warn where a group that would fit on a host crosses hosts.
 
         Raises:
-            ValueError: A name is taken.
-            PlanMismatchError: On every rank: the ranks plan differently.
+            ValueError: A name is taken; or what the plan raised, on all ranks alike.
+            PlanMismatchError: On every rank: the ranks plan differently, or not all of them can.
             RankFailedError: On every other rank: a rank could not make its groups.
             BarrierTimeoutError: On every rank that came: some did not come in time; it names them.
         """
-        self._check_new(plan.partitions)
-        number = next(self._numbers)
-        key = f"groups {number}"
         job, council = self._job, None
         if job.rendezvous is not None:
             council = self._council(job.rendezvous.store, range(job.world_size), job.limits.rendezvous)
-            council.agree(key, plan.digest, f"{plan}\nat {call_site()}")
+        number = next(self._numbers)
+        plan = self._agree(make_plan, world_name, council, f"groups {number}")
         made, error = self._make_all(plan, number)
         try:
             if council is not None:
-                council.settle(f"{key} made", error)
+                council.settle(f"groups {number} made", error)
             elif error is not None:
                 raise error
         except BaseException:
@@ -229,10 +237,26 @@ class Groups:
             raise
         self._partitions |= plan.partitions
         self._made |= made
+        self._world_names.add(world_name)
         if place_matters:
             self._warn_of_crossing(made)
         if verbose and self._job.peer.rank == 0:
             logger.info("process groups\n%s", plan)
+
+    def _agree(self, make_plan: Callable[[], Plan], world_name: str, council: Council | None, key: str) -> Plan:
+        """Return the plan that all ranks have; a rank that cannot make one tells the others why."""
+        plan, problem = Plan({}), None
+        try:
+            plan = make_plan()
+            self._check_new([*plan.partitions, *({world_name} - self._world_names)])
+        except (ValueError, DistmanError) as error:
+            problem = error
+        if council is not None:
+            digest, text = (plan.digest, str(plan)) if problem is None else (str(problem), f"an error: {problem}")
+            council.agree(key, digest, f"{text}\nat {call_site()}")
+        if problem is not None:
+            raise problem
+        return plan
 
     def destroy(self, name: str) -> None:
         """Destroy a group and forget its name.
@@ -241,8 +265,11 @@ class Groups:
 
         Raises:
             UndefinedGroupError: There is no group of that name.
+            ValueError: It is the world.
         """
         self.partition(name)
+        if name in self._world_names:
+            raise ValueError(f"the group to destroy must not be the world, got {name!r}. Call cleanup() for that.")
         if name in self._made:
             _destroy(self._made.pop(name))
         self._partitions.pop(name, None)
@@ -290,6 +317,10 @@ class Groups:
 
     @functools.cached_property
     def _ready_made(self) -> dict[str, Partition]:
+        if len(self._job.roll_call) < self._job.world_size:
+            raise DistmanError(
+                "the roll call must hold all ranks to say who is on which host. Start without a fake group."
+            )
         ranks_of: dict[int, list[int]] = {}
         for peer in self._job.roll_call:
             ranks_of.setdefault(peer.node_rank, []).append(peer.rank)
@@ -305,20 +336,35 @@ class Groups:
 
     def _make_all(self, plan: Plan, number: int) -> tuple[dict[str, Group], Exception | None]:
         made: dict[str, Group] = {}
+        store = self._store()
+        if store is not None and self._is_pure_gloo:
+            store = WatchedStore(store, f"groups {number} made/failure")
         try:
             for name, partition in plan.partitions.items():
                 ranks = partition.block_of(self._job.peer.rank)
-                made[name] = self._make(name, ranks, f"{number} {name} {ranks[0]}")
+                made[name] = self._make(name, ranks, f"{number} {name} {ranks[0]}", store)
+        except GaveUpError:
+            return made, None
         except Exception as error:  # noqa: BLE001 - it is told to all ranks, and raised there
             return made, error
         return made, None
 
-    def _make(self, name: str, ranks: tuple[int, ...], key: str) -> Group:
+    @property
+    def _is_pure_gloo(self) -> bool:
+        """Whether no backend uses the store from threads of its own, where a store of Python's would be in the way."""
+        return {part.rpartition(":")[2] for part in (self._job.backend or "").split(",")} == {"gloo"}
+
+    def _store(self) -> dist.Store | None:
+        """Return the store over which members of a new group find each other; None on one process."""
+        if self._job.rendezvous is not None:
+            return self._job.rendezvous.store
+        return _get_default_store() if self._job.backend is not None else None
+
+    def _make(self, name: str, ranks: tuple[int, ...], key: str, store: dist.Store | None) -> Group:
         """Make one group; only its members take part."""
         if self._job.backend is None:
             return self._group(name, ranks, None)
         backend, _ = _world.pg_map[_get_default_group()]
-        store = _get_default_store() if self._job.rendezvous is None else self._job.rendezvous.store
         with _without_bound_device():
             process_group, _ = _new_process_group_helper(
                 len(ranks),
@@ -331,8 +377,7 @@ class Groups:
                 group_desc=name,
             )
         _world.pg_group_ranks[process_group] = dict(zip(ranks, itertools.count(), strict=False))
-        self._seen[process_group] = self._group(name, ranks, process_group)
-        return self._seen[process_group]
+        return replace(self._group(name, ranks, process_group), store=store)
 
     def _group(self, name: str, ranks: tuple[int, ...], process_group: dist.ProcessGroup | None) -> Group:
         council = None

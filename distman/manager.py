@@ -313,7 +313,7 @@ class DistributedManager:
             BarrierTimeoutError: On every rank that came: some did not come in time.
         """
         groups = cls()._groups
-        groups.create(Plan({name: groups.partition(group_name).split(size)}), verbose=verbose)
+        groups.create(lambda: Plan({name: groups.partition(group_name).split(size)}), verbose=verbose)
 
     @classmethod
     def create_orthogonal_process_group(
@@ -336,8 +336,11 @@ class DistributedManager:
             DistmanError: See :meth:`create_process_subgroup`.
         """
         groups = cls()._groups
-        plan = Plan({orthogonal_group_name: groups.partition(group_name).orthogonal()})
-        groups.create(plan, verbose=verbose, place_matters=False)
+        groups.create(
+            lambda: Plan({orthogonal_group_name: groups.partition(group_name).orthogonal()}),
+            verbose=verbose,
+            place_matters=False,
+        )
 
     @classmethod
     def create_group_from_node(
@@ -390,9 +393,10 @@ class DistributedManager:
             ValueError: The tree does not fit the world, or a name is taken.
             DistmanError: See :meth:`create_process_subgroup`.
         """
-        groups = cls()._groups
-        groups.create(tree_plan(config, cls().world_size), verbose=verbose)
-        groups.name_the_world(config.root.name)
+        manager = cls()
+        manager._groups.create(
+            lambda: tree_plan(config, manager.world_size), world_name=config.root.name, verbose=verbose
+        )
 
     def initialize_mesh(self, mesh_shape: Sequence[int], mesh_dim_names: Sequence[str]) -> DeviceMesh:
         """Make a mesh of all ranks and a group for each of its axes.
@@ -414,8 +418,8 @@ class DistributedManager:
         if self._mesh is not None:
             raise ValueError(f"a job must have one mesh, got {tuple(mesh_shape)} beside {self._mesh}. Use global_mesh.")
         names = tuple(mesh_dim_names)
+        self._groups.create(lambda: mesh_plan(mesh_shape, names, self.world_size))
         shape = resolve_mesh_shape(mesh_shape, names, self.world_size)
-        self._groups.create(mesh_plan(shape, names, self.world_size))
         self._mesh = self._groups.device_mesh(shape, names)
         return self._mesh
 
@@ -455,6 +459,7 @@ class DistributedManager:
 
         Raises:
             UndefinedGroupError: There is no mesh, or no axis of that name.
+            ValueError: The axes are not in the order of the mesh.
         """
         names = [name] if isinstance(name, str) else list(name or ())
         for one in names:
@@ -462,6 +467,10 @@ class DistributedManager:
                 raise undefined_group(one, self.mesh_dims, "an axis of the mesh")
         if self._mesh is None:
             raise undefined_group("the mesh", (), "there before it is used")
+        if names != [axis for axis in self.mesh_dims if axis in names]:
+            raise ValueError(
+                f"name must list axes in the order of the mesh, {self.mesh_names()}, got {names}. Reorder them."
+            )
         if not names:
             return self._mesh
         if not self.distributed:  # torch cannot slice a mesh without a process group

@@ -81,7 +81,7 @@ class Partition(abc.ABC):
     @property
     @abc.abstractmethod
     def key(self) -> str:
-        """Text that is equal for equal partitions and no others."""
+        """Text that is equal for partitions that are equal as objects, and different for different blocks."""
 
     def __str__(self) -> str:
         shown = [_shorten(block) for block in itertools.islice(self.blocks(), _SHOWN_BLOCKS)]
@@ -158,12 +158,11 @@ class GridPartition(Partition):
 
         Local. It takes time in proportion to that block, not to the world.
         """
-        offsets = self._offsets(is_along=True)
-        start = sum(
-            rank // stride % length * stride
-            for stride, length, is_along in zip(self._strides, self.grid, self.along, strict=True)
-            if not is_along
-        )
+        offsets = [0]
+        for stride, length, is_along in self._axes():
+            if is_along:
+                offsets = [base + step for base in offsets for step in range(0, stride * length, stride)]
+        start = sum(rank // stride % length * stride for stride, length, is_along in self._axes() if not is_along)
         return tuple(start + offset for offset in offsets)
 
     def blocks(self) -> Iterator[tuple[int, ...]]:
@@ -171,15 +170,20 @@ class GridPartition(Partition):
 
         Local.
         """
-        return (self.block_of(start) for start in self._offsets(is_along=False))
+        return map(self.block_of, self._starts())
 
-    def _offsets(self, *, is_along: bool) -> list[int]:
-        """Return the ranks that are 0 on every axis of the other kind, ascending."""
-        offsets = [0]
-        for stride, length, kind in zip(self._strides, self.grid, self.along, strict=True):
-            if kind == is_along:
-                offsets = [base + step for base in offsets for step in range(0, stride * length, stride)]
-        return offsets
+    def _starts(self) -> Iterator[int]:
+        """Yield the first ranks of the blocks, ascending, one at a time: they may be many."""
+        axes = [(stride, length) for stride, length, kind in self._axes() if not kind]
+        for index in range(self.num_blocks):
+            start, left = 0, index
+            for stride, length in reversed(axes):
+                left, place = divmod(left, length)
+                start += place * stride
+            yield start
+
+    def _axes(self) -> Iterator[tuple[int, int, bool]]:
+        return zip(self._strides, self.grid, self.along, strict=True)
 
     def split(self, size: int) -> Partition:
         """Return the partition into consecutive pieces of ``size`` ranks of each block.
@@ -220,7 +224,7 @@ class ListedPartition(Partition):
     listed: tuple[tuple[int, ...], ...]
 
     def __post_init__(self) -> None:
-        ordered = tuple(sorted(tuple(sorted(block)) for block in self.listed))
+        ordered = tuple(sorted(tuple(sorted(block)) for block in self.listed if block))
         object.__setattr__(self, "listed", ordered)
         if sorted(itertools.chain(*ordered)) != list(range(self.world_size)):
             raise ValueError(

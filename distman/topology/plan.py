@@ -87,12 +87,20 @@ def tree_plan(config: ProcessGroupConfig, world_size: int) -> Plan:
     """
     leaves = config.leaf_groups()
     if leaves == [config.root.name]:
+        if config.root.size not in (None, world_size):
+            raise ValueError(
+                f"the root of the tree must have the world size {world_size}, got {config.root.size}. Correct it."
+            )
         return Plan({})
     sizes = {name: config.get_node(name).size for name in leaves}
     missing = [name for name, size in sizes.items() if size is None]
     if missing:
         raise ValueError(f"every leaf of the tree must have a size, got none for {missing}. Set it.")
     shape = [size for size in sizes.values() if size is not None]
+    if min(shape) < 1 or math.prod(shape) != world_size:
+        raise ValueError(
+            f"the leaves of the tree must multiply to the world size {world_size}, got {config}. Correct their sizes."
+        )
     for node in [config.root, *config.nodes_below_root()]:
         size = math.prod(sizes[leaf] or 1 for leaf in config.leaves_below(node.name))
         if node.size not in (None, size):
@@ -100,10 +108,6 @@ def tree_plan(config: ProcessGroupConfig, world_size: int) -> Plan:
                 f"the size of group {node.name!r} must be the product {size} of its leaves, got {node.size}. "
                 "Call update_parent_sizes()."
             )
-    if min(shape) < 1 or math.prod(shape) != world_size:
-        raise ValueError(
-            f"the leaves of the tree must multiply to the world size {world_size}, got {config}. Correct their sizes."
-        )
     nodes = config.nodes_below_root()
     axes = {node.name: [leaves.index(leaf) for leaf in config.leaves_below(node.name)] for node in nodes}
     return Plan({name: GridPartition.of(shape, along) for name, along in axes.items()})

@@ -1,0 +1,81 @@
+"""A store whose waits end when somebody says that there is nothing to wait for."""
+
+from __future__ import annotations
+
+import time
+from datetime import timedelta
+
+from torch.distributed import Store
+
+__all__ = ["GaveUpError", "WatchedStore"]
+
+_PAUSE = 0.002
+
+
+class GaveUpError(Exception):
+    """The wait was ended: another rank said that it failed."""
+
+
+class WatchedStore(Store):
+    """Hands everything on to another store, but waits only as long as a key is not set there.
+
+    gloo waits in its store for the addresses of the members of a new group, for the whole timeout of collectives.
+
+    Args:
+        store: The other store.
+        failure_key: The key.
+    """
+
+    def __init__(self, store: Store, failure_key: str) -> None:
+        super().__init__()
+        self._store = store
+        self._failure_key = failure_key
+
+    def wait(self, keys: list[str], timeout: timedelta = timedelta(days=1)) -> None:
+        """Wait until the keys are set.
+
+        Local. Blocking.
+
+        Raises:
+            GaveUpError: The failure key was set first.
+            TimeoutError: They were not set in time.
+        """
+        until = time.monotonic() + timeout.total_seconds()
+        while not self._store.check(keys):
+            if self._store.check([self._failure_key]):
+                raise GaveUpError
+            if time.monotonic() > until:
+                raise TimeoutError(f"keys {keys} must be set within {timeout}, got none. See what the other ranks do.")
+            time.sleep(_PAUSE)
+
+    def get(self, key: str) -> bytes:
+        """Return the value of a key, once it is set.
+
+        Local. Blocking.
+
+        Raises:
+            GaveUpError: The failure key was set first.
+        """
+        self.wait([key])
+        return self._store.get(key)
+
+    def set(self, key: str, value: str) -> None:
+        """Set a key.
+
+        Local.
+        """
+        self._store.set(key, value)
+
+    def add(self, key: str, value: int) -> int:
+        """Add to the number at a key, and return the sum.
+
+        Local.
+        """
+        return self._store.add(key, value)
+
+    def check(self, keys: list[str]) -> bool:
+        """Return whether all keys are set.
+
+        Local.
+        """
+        return self._store.check(keys)
