@@ -100,7 +100,7 @@ class ReduceScatter(torch.autograd.Function):
             for rank in range(group.size)
         ]
         exchange(parts, received, group)
-        return sum_pieces(received, use_fp32=use_fp32)
+        return sum_pieces(received, group.rank, use_fp32=use_fp32)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:

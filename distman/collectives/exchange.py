@@ -24,8 +24,6 @@ def exchange(sends: Sequence[torch.Tensor], receives: Sequence[torch.Tensor], gr
         receives: One tensor for each rank, of shape and dtype of what it sends; views of an output may be strided.
         group: The group.
     """
-    if receives[group.rank] is not sends[group.rank]:
-        receives[group.rank].copy_(sends[group.rank])
     buffers = {
         rank: piece if piece.is_contiguous() else torch.empty_like(piece, memory_format=torch.contiguous_format)
         for rank, piece in enumerate(receives)
@@ -40,26 +38,35 @@ def exchange(sends: Sequence[torch.Tensor], receives: Sequence[torch.Tensor], gr
         if sends[rank].numel():
             piece = packed.setdefault(id(sends[rank]), sends[rank].contiguous())
             operations.append(dist.P2POp(dist.isend, _as_real(piece), peer[rank], pg, _TAG))
-    for work in dist.batch_isend_irecv(operations) if operations else ():
+    works = dist.batch_isend_irecv(operations) if operations else ()
+    if receives[group.rank] is not sends[group.rank]:
+        receives[group.rank].copy_(sends[group.rank])  # while the others travel
+    for work in works:
         work.wait()
     for rank, buffer in buffers.items():
         if buffer is not receives[rank]:
             receives[rank].copy_(buffer)
 
 
-def sum_pieces(pieces: Sequence[torch.Tensor], *, use_fp32: bool) -> torch.Tensor:
-    """Return the sum of tensors of one shape, in rank order, as a new tensor.
+def sum_pieces(pieces: Sequence[torch.Tensor], own: int, *, use_fp32: bool) -> torch.Tensor:
+    """Return the sum of tensors of one shape, in rank order, as a new tensor or in one of them.
 
     Local.
 
     Args:
-        pieces: The tensors.
+        pieces: The tensors; all but ``pieces[own]`` may be written to.
+        own: Index of the one that is never changed.
         use_fp32: Add 16-bit floats up in float32.
     """
-    first = pieces[0]
-    is_16_bit = first.dtype in (torch.float16, torch.bfloat16)
-    total = first.to(torch.float32) if use_fp32 and is_16_bit else first.clone()
-    for piece in pieces[1:]:
+    first, *others = pieces
+    if not others:
+        return first.clone()
+    if use_fp32 and first.dtype in (torch.float16, torch.bfloat16):
+        total = first.to(torch.float32)
+    else:
+        second = others.pop(0)
+        total = torch.add(first, second, out=second if own == 0 else first)
+    for piece in others:
         total += piece
     return total.to(first.dtype)
 

@@ -79,16 +79,19 @@ def fused_all_reduce(
         values.append(tensor)
     operation = _name_of(op)
     if device is None:
-        for value in values:
+        for value in {(value.dtype, value.device): value for value in values}.values():
             check_tensor(value, members)
-    layout = _Layout.of(values, operation, buffer_dtype, device, paths)
+    layout = _find_layout(values, operation, buffer_dtype, device, paths)
     if torch.compiler.is_compiling():
         return rebuild(tensors, iter(_reduce_traced(values, layout, members)))
     debug.compare("fused_all_reduce", members, op=operation, tensors=layout.text)
     if async_op:
         results = [torch.empty_like(value, memory_format=torch.contiguous_format).detach() for value in values]
-        return rebuild(tensors, iter(results)), _start([value.detach() for value in values], results, layout, members)
-    return rebuild(tensors, iter(_FusedAllReduce.apply(layout, members, *values)))
+        finish = _launch(values, layout, members)
+        return rebuild(tensors, iter(results)), FusedWork(lambda: _fill(results, finish()))
+    if torch.is_grad_enabled() and any(value.requires_grad for value in values):
+        return rebuild(tensors, iter(_FusedAllReduce.apply(layout, members, *values)))
+    return rebuild(tensors, iter(_launch(values, layout, members)()))
 
 
 def all_reduce_sum(tensor: torch.Tensor, group: Group, *, use_fp32: bool) -> torch.Tensor:
@@ -113,11 +116,11 @@ class FusedWork:
     """A reduction under way.
 
     Args:
-        finish: Waits for it and fills the results; None if there is nothing to do.
+        finish: Waits for it and fills the results.
     """
 
-    def __init__(self, finish: Callable[[], None] | None) -> None:
-        self._finish = finish
+    def __init__(self, finish: Callable[[], None]) -> None:
+        self._finish: Callable[[], None] | None = finish
 
     def wait(self) -> bool:
         """Wait until the results are there; again and again if you like.
@@ -133,7 +136,7 @@ class FusedWork:
         return True
 
     def is_completed(self) -> bool:
-        """Return whether :meth:`wait` was called, or there was nothing to wait for.
+        """Return whether :meth:`wait` was called.
 
         Local.
         """
@@ -148,92 +151,110 @@ class _Layout:
         operation: Name of the reduction.
         dtype: Dtype of the buffer; complex numbers are pairs of it.
         device: Device of the buffer.
-        rows: Path, shape and dtype of each tensor.
+        rows: Path, shape, dtype and device of each tensor.
+        lengths: Number of elements of the buffer that each takes.
+        is_uniform: Whether all are of one shape and one real dtype, and on one device.
     """
 
     operation: str
     dtype: torch.dtype
     device: torch.device
-    rows: tuple[tuple[str, tuple[int, ...], torch.dtype], ...]
-
-    @classmethod
-    def of(
-        cls,
-        values: Sequence[torch.Tensor],
-        operation: str,
-        buffer_dtype: torch.dtype | None,
-        device: torch.device | str | None,
-        paths: Sequence[str],
-    ) -> _Layout:
-        place = device if device is not None else values[0].device if values else DistributedManager().device
-        dtype = _buffer_dtype([value.dtype for value in values], operation, buffer_dtype)
-        rows = tuple((path, tuple(value.shape), value.dtype) for path, value in zip(paths, values, strict=True))
-        return cls(operation, dtype, torch.device(place), rows)
+    rows: tuple[tuple[str, torch.Size, torch.dtype, torch.device], ...]
+    lengths: list[int]
+    is_uniform: bool
 
     @functools.cached_property
     def text(self) -> str:
         """What must be equal on all ranks, as JSON."""
-        rows = [[path, shape, str(dtype)] for path, shape, dtype in self.rows]
+        rows = [[path, shape, str(dtype)] for path, shape, dtype, _ in self.rows]
         return json.dumps([self.operation, str(self.dtype), rows])
 
     @functools.cached_property
-    def signature(self) -> list[int]:
+    def empty_message(self) -> torch.Tensor:
+        """The first message, without data."""
         digest = hashlib.sha256(self.text.encode()).digest()
-        return [int.from_bytes(digest[2 * word : 2 * word + 2], "big") for word in range(_SIGNATURE_WORDS)]
+        words = [int.from_bytes(digest[2 * word : 2 * word + 2], "big") for word in range(_SIGNATURE_WORDS)]
+        header = [1, *words, *(word * word for word in words)]
+        message = torch.zeros(_MESSAGE_WORDS, dtype=torch.float64 if self.dtype.is_floating_point else torch.int64)
+        message[:_HEADER_WORDS] = torch.tensor(header)
+        return message.to(self.device)
 
     @property
     def is_sum(self) -> bool:
         return self.operation in ("sum", "avg")
 
     def pack(self, values: Sequence[torch.Tensor]) -> torch.Tensor:
+        if self.is_uniform:
+            return torch.stack([value.detach() for value in values]).to(self.device, self.dtype).view(-1)
         flat = [_as_real(value.detach()).reshape(-1).to(self.device, self.dtype) for value in values]
         return torch.cat(flat) if flat else torch.empty(0, dtype=self.dtype, device=self.device)
 
-    def unpack(self, buffer: torch.Tensor, like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        parts = buffer.split([value.numel() * (2 if value.is_complex() else 1) for value in like])
-        return [self._restore(part, value) for part, value in zip(parts, like, strict=True)]
+    def unpack(self, buffer: torch.Tensor) -> list[torch.Tensor]:
+        """Return new tensors with the contents of the buffer."""
+        if self.is_uniform:
+            _, shape, dtype, device = self.rows[0]
+            stacked = buffer.to(device, dtype).view(len(self.rows), *shape)
+            parts: Any = torch.unbind_copy(stacked)  # type: ignore[func-returns-value]  # typed as None
+            return list(parts)
+        pieces = zip(buffer.split(self.lengths), self.rows, strict=True)
+        return [_restore(part, shape, dtype, device) for part, (_, shape, dtype, device) in pieces]
 
-    def _restore(self, part: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-        if like.is_complex():
-            real = like.real.dtype
-            return torch.view_as_complex(part.to(like.device, real, copy=True).view(*like.shape, 2))
-        return part.to(like.device, like.dtype, copy=True).view(like.shape)
+
+def _restore(part: torch.Tensor, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    if dtype.is_complex:
+        return torch.view_as_complex(part.to(device, dtype.to_real(), copy=True).view(*shape, 2))
+    return part.to(device, dtype, copy=True).view(shape)
 
 
-def _start(values: Sequence[torch.Tensor], results: Sequence[torch.Tensor], layout: _Layout, group: Group) -> FusedWork:
-    """Send what can be sent at once, and return how to go on."""
+def _find_layout(
+    values: Sequence[torch.Tensor],
+    operation: str,
+    buffer_dtype: torch.dtype | None,
+    device: torch.device | str | None,
+    paths: Sequence[str],
+) -> _Layout:
+    place = device if device is not None else values[0].device if values else DistributedManager().device
+    rows = tuple([(path, value.shape, value.dtype, value.device) for path, value in zip(paths, values, strict=True)])
+    make = _make_layout.__wrapped__ if torch.compiler.is_compiling() else _make_layout
+    return make(operation, buffer_dtype, torch.device(place), rows)
+
+
+@functools.lru_cache(maxsize=64)
+def _make_layout(
+    operation: str,
+    buffer_dtype: torch.dtype | None,
+    device: torch.device,
+    rows: tuple[tuple[str, torch.Size, torch.dtype, torch.device], ...],
+) -> _Layout:
+    """Return the layout for these tensors; a program asks for a few, again and again."""
+    dtype = _buffer_dtype([dtype for _, _, dtype, _ in rows], operation, buffer_dtype)
+    lengths = [shape.numel() * (2 if kind.is_complex else 1) for _, shape, kind, _ in rows]
+    kinds = {row[1:] for row in rows}
+    return _Layout(operation, dtype, device, rows, lengths, len(kinds) == 1 and not rows[0][2].is_complex)
+
+
+def _launch(values: Sequence[torch.Tensor], layout: _Layout, group: Group) -> Callable[[], list[torch.Tensor]]:
+    """Send what can be sent at once, and return what waits for the results."""
     buffer = layout.pack(values)
     if group.size == 1:
-        return FusedWork(lambda: _fill(results, layout.unpack(buffer, values)))
-    message, room = _message(layout, buffer)
+        return lambda: layout.unpack(buffer)
+    message = layout.empty_message.clone()
+    fits = layout.is_sum and buffer.numel() <= _MESSAGE_WORDS - _HEADER_WORDS
+    room = message[_HEADER_WORDS : _HEADER_WORDS + buffer.numel()].copy_(buffer) if fits else None
     work = dist.all_reduce(message, group=group.process_group, async_op=True)
-
     if room is None:
         work.wait()
         _check(message, layout, group)
         work = dist.all_reduce(buffer, _reduce_op(layout), group=group.process_group, async_op=True)
 
-    def finish() -> None:
+    def finish() -> list[torch.Tensor]:
         work.wait()
         if room is not None:
             _check(message, layout, group)
         total = buffer if room is None else room.to(layout.dtype)
-        _fill(results, layout.unpack(_averaged(total, layout, group), values))
+        return layout.unpack(_averaged(total, layout, group))
 
-    return FusedWork(finish)
-
-
-def _message(layout: _Layout, buffer: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return the first message, and the part of it that holds the data; None where they do not fit."""
-    dtype = torch.float64 if layout.dtype.is_floating_point else torch.int64
-    header = [1, *layout.signature, *(word * word for word in layout.signature)]
-    message = torch.zeros(_MESSAGE_WORDS, dtype=dtype)
-    message[:_HEADER_WORDS] = torch.tensor(header, dtype=dtype)
-    message = message.to(layout.device)
-    if not layout.is_sum or buffer.numel() > _MESSAGE_WORDS - _HEADER_WORDS:
-        return message, None
-    room = message[_HEADER_WORDS : _HEADER_WORDS + buffer.numel()]
-    return message, room.copy_(buffer)
+    return finish
 
 
 def _check(message: torch.Tensor, layout: _Layout, group: Group) -> None:
@@ -280,8 +301,7 @@ class _FusedAllReduce(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, layout: _Layout, group: Group, *values: torch.Tensor) -> tuple[torch.Tensor, ...]:
         ctx.layout, ctx.group = layout, group
-        results = [torch.empty_like(value, memory_format=torch.contiguous_format) for value in values]
-        _start(values, results, layout, group).wait()
+        results = _launch(values, layout, group)()
         ctx.mark_non_differentiable(*(result for result in results if not _carries_gradient(result)))
         return tuple(results)
 
@@ -300,7 +320,7 @@ def _reduce_traced(values: Sequence[torch.Tensor], layout: _Layout, group: Group
     buffer = layout.pack(values)
     if group.size > 1:
         dist.all_reduce(buffer, _reduce_op(layout), group=group.process_group)
-    return layout.unpack(_averaged(buffer, layout, group), values)
+    return layout.unpack(_averaged(buffer, layout, group))
 
 
 def _carries_gradient(tensor: torch.Tensor) -> bool:

@@ -59,4 +59,7 @@ def _is_sequence(structure: Any) -> bool:
 
 
 def _sorted_keys(mapping: Any) -> list[Any]:
-    return sorted(mapping.keys(), key=lambda key: (type(key).__name__, str(key)))
+    keys = list(mapping.keys())
+    if all(isinstance(key, str) for key in keys):
+        return sorted(keys)
+    return sorted(keys, key=lambda key: (type(key).__name__, str(key)))
