@@ -211,7 +211,7 @@ class Groups:
         Args:
             make_plan: Returns the groups; what it raises is shown to the other ranks too.
             world_name: Another name for the world.
-            verbose: Log the ranks of each group on rank 0.
+            verbose: Log the ranks of each group on rank 0, at level INFO.
             place_matters: Warn where a group that would fit on a host crosses hosts.
 
         Raises:
