@@ -44,7 +44,7 @@ class Group:
         name: Its name; empty for a group that other code made.
         ranks: Its members' ranks in the world, ascending.
         rank: This rank's index among them.
-        process_group: What carries its collectives; None on one process without a process group.
+        reference: Weak, to the process group: torch owns it, and the connections close when torch lets go.
         device_types: Types of devices whose tensors it carries; empty without a process group.
         council: Its members over the store; None where there is nobody to talk to.
         calls: Numbers of the collectives to come, as far as they are compared.
@@ -54,11 +54,16 @@ class Group:
     name: str
     ranks: tuple[int, ...]
     rank: int
-    process_group: dist.ProcessGroup | None
+    reference: Callable[[], dist.ProcessGroup | None]
     device_types: tuple[str, ...] = ()
     council: Council | None = None
     calls: Iterator[int] = field(default_factory=itertools.count)
     store: dist.Store | None = None
+
+    @property
+    def process_group(self) -> dist.ProcessGroup | None:
+        """What carries its collectives; None on one process without a process group."""
+        return self.reference()
 
     @property
     def size(self) -> int:
@@ -181,9 +186,9 @@ class Groups:
                 f"{process_group!r}. Call only on its members."
             )
         if process_group not in self._seen:
-            group = self._group("", tuple(dist.get_process_group_ranks(process_group)), process_group)
-            self._seen[process_group] = replace(group, process_group=None)  # else it would live for ever
-        return replace(self._seen[process_group], process_group=process_group)
+            ranks = tuple(dist.get_process_group_ranks(process_group))
+            self._seen[process_group] = self._group("", ranks, process_group)
+        return self._seen[process_group]
 
     def plan_only(self, name: str, partition: Partition) -> None:
         """Give a partition a name; its groups are made by their members when they are first used.
@@ -385,7 +390,8 @@ class Groups:
             store = dist.PrefixStore(f"group {process_group.group_name}", self._job.rendezvous.store)
             council = self._council(store, ranks, self._job.limits.collective)
         types = {device.type for device in process_group._device_types} if process_group is not None else ()
-        return Group(name, ranks, ranks.index(self._job.peer.rank), process_group, tuple(sorted(types)), council)
+        reference = weakref.ref(process_group) if process_group is not None else lambda: None
+        return Group(name, ranks, ranks.index(self._job.peer.rank), reference, tuple(sorted(types)), council)
 
     def _warn_of_crossing(self, made: dict[str, Group]) -> None:
         """Warn where a group crosses hosts though one has room for it, and no group as large stays on one."""
