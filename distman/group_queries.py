@@ -95,20 +95,26 @@ class GroupQueries:
             verbose: Log the ranks of each group on rank 0, at level INFO.
 
         Returns:
-            The name of the orthogonal groups, the parent for a sibling; they are made when first used.
+            The name of the groups orthogonal to it inside the parent, themselves the parent for a sibling; they are
+            made when first used.
 
         Raises:
             ValueError: The node has no size, or see :meth:`create_process_subgroup`.
             DistmanError: See :meth:`create_process_subgroup`.
         """
-        if node.size is None:
-            raise ValueError(
-                f"node {node.name!r} must have a size. Set it, or call set_leaf_group_sizes() on its tree."
-            )
-        cls.create_process_subgroup(node.name, node.size, parent, verbose)
-        orthogonal = f"__orthogonal_to_{node.name}"
         groups = cls()._groups
-        groups.plan_only(orthogonal, groups.partition(node.name).orthogonal())
+        orthogonal = f"__orthogonal_to_{node.name}"
+
+        def make_plan() -> Plan:
+            if node.size is None:
+                raise ValueError(
+                    f"node {node.name!r} must have a size, got None. Call set_leaf_group_sizes() on its tree."
+                )
+            outer = groups.partition(parent)
+            inner = outer.split(node.size)
+            return Plan({node.name: inner}, {orthogonal: inner.orthogonal(outer)})
+
+        groups.create(make_plan, verbose=verbose)
         return orthogonal
 
     @classmethod

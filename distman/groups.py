@@ -89,6 +89,7 @@ class Groups:
         self._partitions: dict[str, Partition] = {}
         self._made: dict[str, Group] = {}
         self._seen: weakref.WeakKeyDictionary[dist.ProcessGroup, Group] = weakref.WeakKeyDictionary()
+        self._companions: dict[str, list[str]] = {}
         self._numbers = itertools.count()
         self._uses: dict[tuple[str, tuple[int, ...]], Iterator[int]] = {}
         self._world_names = {"world"}
@@ -107,6 +108,7 @@ class Groups:
         Raises:
             UndefinedGroupError: There is no group of that name.
             ValueError: This rank is no member of it.
+            BarrierTimeoutError: Not all of its members asked for a group that is made at its first use.
         """
         if name in self._made:
             return self._made[name]
@@ -120,7 +122,10 @@ class Groups:
             )
         use = next(self._uses.setdefault((name, ranks), itertools.count()))
         digest = hashlib.sha256(str(ranks).encode()).hexdigest()[:16]
-        self._made[name] = self._make(name, ranks, f"{name} {digest} {use}", self._store())
+        key, store = f"{name} {digest} {use}", self._store()
+        if store is not None and self._job.rendezvous is not None and len(ranks) > 1:
+            self._council(store, ranks, self._job.limits.rendezvous).settle(f"the first use of group {key}", None)
+        self._made[name] = self._make(name, ranks, key, store)
         return self._made[name]
 
     def ranks(self, name: str) -> tuple[int, ...]:
@@ -240,7 +245,8 @@ class Groups:
             for group in made.values():
                 _destroy(group)
             raise
-        self._partitions |= plan.partitions
+        self._partitions |= plan.partitions | plan.later
+        self._companions |= {name: list(plan.later) for name in plan.partitions if plan.later}
         self._made |= made
         self._world_names.add(world_name)
         if place_matters:
@@ -250,11 +256,12 @@ class Groups:
 
     def _agree(self, make_plan: Callable[[], Plan], world_name: str, council: Council | None, key: str) -> Plan:
         """Return the plan that all ranks have; a rank that cannot make one tells the others why."""
-        plan, problem = Plan({}), None
+        plan = Plan({})
+        problem: Exception | None = None
         try:
             plan = make_plan()
-            self._check_new([*plan.partitions, *({world_name} - self._world_names)])
-        except (ValueError, DistmanError) as error:
+            self._check_new([*plan.partitions, *plan.later, *({world_name} - self._world_names)])
+        except Exception as error:  # noqa: BLE001 - it is shown to all ranks, and raised
             problem = error
         if council is not None:
             digest, text = (plan.digest, str(plan)) if problem is None else (str(problem), f"an error: {problem}")
@@ -264,7 +271,7 @@ class Groups:
         return plan
 
     def destroy(self, name: str) -> None:
-        """Destroy a group and forget its name.
+        """Destroy a group, with those orthogonal to it that were planned beside it, and forget its name.
 
         Local. Every member does it, when none of its collectives is under way.
 
@@ -278,14 +285,18 @@ class Groups:
         if name in self._made:
             _destroy(self._made.pop(name))
         self._partitions.pop(name, None)
+        for companion in self._companions.pop(name, []):
+            if companion in self._partitions:
+                self.destroy(companion)
 
     def close(self) -> None:
         """Destroy all groups.
 
         Local.
         """
-        for name in self.names:
-            self.destroy(name)
+        for group in self._made.values():
+            _destroy(group)
+        self._made.clear()
 
     def device_mesh(self, shape: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
         """Return torch's mesh over groups that were created, one per axis.

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch.utils.weak import WeakIdKeyDictionary
 
 from distman.collectives.all_gather import AllGather
 from distman.collectives.border import GroupLike, check_call, normalize_dim, resolve_group, shard_sizes
@@ -30,7 +31,7 @@ __all__ = [
     "unmark_module_as_shared",
 ]
 
-_HANDLE = "_distman_shared_hook"
+_handles: WeakIdKeyDictionary = WeakIdKeyDictionary()  # hook of each parameter that is marked as shared
 
 
 def copy_to_parallel_region(input: torch.Tensor, group: GroupLike = None) -> torch.Tensor:
@@ -116,9 +117,16 @@ def gather_from_parallel_region(
             dtype or in another dim.
     """
     members = resolve_group(group)
-    check_call("gather_from_parallel_region", input, members, free_dim=dim, dim=dim, shapes=shapes)
-    dim = normalize_dim(dim, input.ndim)
-    input, sizes = shard_sizes("gather_from_parallel_region", input, shapes, dim, members)
+    check_call(
+        "gather_from_parallel_region",
+        input,
+        members,
+        free_dim=dim,
+        unites_grad=shapes is None,
+        dim=dim,
+        shapes=shapes,
+    )
+    input, sizes, dim = shard_sizes("gather_from_parallel_region", input, shapes, dim, members)
     output: torch.Tensor = _Gather.apply(input, sizes, dim, members)
     return output
 
@@ -149,13 +157,13 @@ def mark_module_as_shared(
     """
     members = resolve_group(process_group)
     parameters = dict(module.named_parameters(recurse=recurse))
-    marked = [name for name, parameter in parameters.items() if hasattr(parameter, _HANDLE)]
+    marked = [name for name, parameter in parameters.items() if parameter in _handles]
     if marked:
         raise ValueError(f"parameters must be marked as shared once, got {marked} again. Unmark the module first.")
     for parameter in parameters.values():
         if parameter.requires_grad:
             hook = parameter.register_hook(lambda grad: all_reduce_sum(grad, members, use_fp32=use_fp32))
-            setattr(parameter, _HANDLE, hook)
+            _handles[parameter] = hook
     return module
 
 
@@ -174,13 +182,13 @@ def unmark_module_as_shared(module: torch.nn.Module, recurse: bool = True) -> to
     Raises:
         ValueError: A parameter that requires a gradient is not marked; then nothing is changed.
     """
-    parameters = {name: one for name, one in module.named_parameters(recurse=recurse) if one.requires_grad}
-    unmarked = [name for name, parameter in parameters.items() if not hasattr(parameter, _HANDLE)]
+    parameters = dict(module.named_parameters(recurse=recurse))
+    unmarked = [name for name, one in parameters.items() if one.requires_grad and one not in _handles]
     if unmarked:
         raise ValueError(f"parameters must be marked as shared to be unmarked, got {unmarked}. Mark the module first.")
     for parameter in parameters.values():
-        getattr(parameter, _HANDLE).remove()
-        delattr(parameter, _HANDLE)
+        if parameter in _handles:
+            _handles.pop(parameter).remove()
     return module
 
 
@@ -203,7 +211,8 @@ class _Reduce(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
-        return _Copy.apply(grad, ctx.group), None
+        # A view would let two gradients share memory: autograd keeps a gradient that nobody else holds as it is.
+        return _Copy.apply(grad, ctx.group) if torch.is_grad_enabled() else grad, None
 
 
 class _Scatter(torch.autograd.Function):

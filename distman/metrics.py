@@ -34,8 +34,10 @@ def reduce_loss(
         PlanMismatchError: In debug mode, on every rank: the ranks call differently.
     """
     members = resolve_group(group)
-    check_member("dst_rank", dst_rank, members)
     debug.compare("reduce_loss", members, dst_rank=dst_rank, mean=mean)
+    check_member("dst_rank", dst_rank, members)
+    if isinstance(loss, torch.Tensor) and loss.numel() != 1:
+        raise ValueError(f"loss must be one number, got a tensor of shape {tuple(loss.shape)}. Take its mean.")
     device = control_device(members, DistributedManager().device)
     total = torch.tensor(float(loss), dtype=torch.float64, device=device)
     if members.size > 1:

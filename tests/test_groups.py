@@ -559,7 +559,7 @@ def test_groups_can_be_made_inside_the_hosts(rank, monkeypatch):
 @ranks(3, manager=False)
 def test_hosts_with_different_numbers_of_ranks_have_no_orthogonal_groups(rank, monkeypatch):
     start_on(("n1", "n1", "n2"), rank, monkeypatch)
-    with pytest.raises(ValueError, match=r"blocks must be equal in size .*got sizes \[1, 2\]"):
+    with pytest.raises(ValueError, match=r"groups must be equal in size .*got sizes \[1, 2\]"):
         DistributedManager.create_orthogonal_process_group("across hosts", "node")
     check_that_nothing_is_left("across hosts")
 
@@ -741,3 +741,36 @@ def test_the_world_cannot_be_destroyed_and_axes_have_an_order():
     with pytest.raises(ValueError, match=r"in the order of the mesh, \('a', 'b'\), got \['b', 'a'\]"):
         manager.mesh(("b", "a"))
     assert manager.mesh(("a", "b")) == manager.global_mesh
+
+
+@ranks(8)
+def test_nodes_made_one_by_one_are_orthogonal_inside_their_parent(rank):
+    create = DistributedManager.create_group_from_node
+    model = create(ProcessGroupNode("data", 2))
+    create(ProcessGroupNode("model", 4), parent=model)
+    channel = create(ProcessGroupNode("spatial", 2), parent="model")
+    create(ProcessGroupNode("channel", 2), parent=channel)
+    manager = DistributedManager()
+    assert manager.group_ranks("model") == tuple(range(rank % 2, 8, 2))
+    assert manager.group_ranks("spatial") == tuple(sorted((rank, rank ^ 2)))
+    assert manager.group_ranks("channel") == tuple(sorted((rank, rank ^ 4)))
+
+
+@ranks(2)
+def test_whatever_a_rank_cannot_plan_is_shown_on_all(rank):
+    with pytest.raises(PlanMismatchError, match=r"an error: size must be a divisor of .* got 2\.0"):
+        DistributedManager.create_process_subgroup("a", 2.0 if rank else 2)
+    with pytest.raises(PlanMismatchError, match="an error: node 'a' must have a size"):
+        DistributedManager.create_group_from_node(ProcessGroupNode("a", None if rank else 2))
+    DistributedManager.create_group_from_node(ProcessGroupNode("a", 2))
+    DistributedManager().destroy_group("a")
+    DistributedManager.create_group_from_node(ProcessGroupNode("a", 1))
+
+
+@ranks(2, manager=False)
+def test_a_member_that_does_not_come_to_the_first_use_is_named(rank):
+    manager = DistributedManager.initialize(rendezvous_timeout=1)
+    if rank == 0:
+        with pytest.raises(BarrierTimeoutError, match=r"the first use of group node .* got none from rank 1"):
+            manager.group("node")
+    manager.barrier(timeout=30)

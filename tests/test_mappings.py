@@ -142,3 +142,25 @@ def test_without_recursion_and_with_frozen_parameters(rank):
     module[0](torch.full((1, 3), float(rank), dtype=torch.float64)).sum().backward()
     assert module[0].weight.grad.unique() == 1
     unmark_module_as_shared(module[0], recurse=False)
+
+
+@ranks(1, 2)
+def test_gradients_of_two_parameters_share_no_memory(world_size):
+    first, second = (torch.nn.Parameter(torch.ones(4)) for _ in range(2))
+    for step in (1, 2, 3):
+        total = reduce_from_parallel_region(first) + reduce_from_parallel_region(second)
+        total.tanh().sum().backward()
+        expected = step * (1 - torch.tanh(torch.tensor(2.0 * world_size)) ** 2)
+        torch.testing.assert_close(first.grad, expected.expand(4))
+        torch.testing.assert_close(second.grad, expected.expand(4))
+    assert first.grad.data_ptr() != second.grad.data_ptr()
+
+
+@ranks(2)
+def test_a_marked_module_can_be_saved_and_unmarked_when_frozen(tmp_path, rank):
+    module = mark_module_as_shared(make_module())
+    torch.save(module, tmp_path / str(rank))
+    module.requires_grad_(requires_grad=False)
+    unmark_module_as_shared(module)
+    module.requires_grad_()
+    torch.testing.assert_close(gradients(module, [data_of(rank, 0)]), gradients(make_module(), [data_of(rank, 0)]))

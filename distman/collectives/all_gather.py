@@ -10,7 +10,6 @@ import torch
 from distman.collectives.border import (
     GroupLike,
     check_call,
-    normalize_dim,
     resolve_group,
     shard_sizes,
 )
@@ -49,9 +48,17 @@ def all_gather_v(
         PlanMismatchError: In debug mode, on every rank: the ranks call differently.
     """
     members = resolve_group(group)
-    check_call("all_gather_v", tensor, members, free_dim=dim, dim=dim, sizes=sizes)
-    dim = normalize_dim(dim, tensor.ndim)
-    tensor, lengths = shard_sizes("all_gather_v", tensor, sizes, dim, members)
+    check_call(
+        "all_gather_v",
+        tensor,
+        members,
+        free_dim=dim,
+        unites_grad=sizes is None,
+        dim=dim,
+        sizes=sizes,
+        use_fp32=use_fp32,
+    )
+    tensor, lengths, dim = shard_sizes("all_gather_v", tensor, sizes, dim, members)
     full: torch.Tensor = AllGather.apply(tensor, lengths, dim, use_fp32, members)
     return full
 

@@ -21,6 +21,8 @@ from distman.topology import split_sizes
 
 __all__ = ["AllToAll", "all_to_all_v", "distributed_transpose", "indexed_all_to_all_v"]
 
+_INDEX_DTYPES = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+
 
 def all_to_all_v(
     tensor: torch.Tensor, sizes: Sequence[Sequence[int]], dim: int = 0, group: GroupLike = None
@@ -78,9 +80,14 @@ def indexed_all_to_all_v(
         PlanMismatchError: In debug mode, on every rank: the ranks call differently.
     """
     members = resolve_group(group)
-    check_call("indexed_all_to_all_v", tensor, members, free_dim=dim, dim=dim, sizes=sizes)
+    check_call("indexed_all_to_all_v", tensor, members, free_dim=dim, dim=dim, sizes=sizes, use_fp32=use_fp32)
     dim = normalize_dim(dim, tensor.ndim)
     matrix = check_matrix(sizes, members)
+    if any(index.ndim != 1 or index.dtype not in _INDEX_DTYPES for index in indices):
+        raise ValueError(
+            "indices must be one-dimensional tensors of integers, got "
+            f"{', '.join(f'{index.dtype} of {index.ndim} dims' for index in indices)}. Convert them with .long()."
+        )
     lengths = [index.numel() for index in indices]
     if lengths != matrix[members.rank]:
         raise ValueError(
@@ -122,11 +129,20 @@ def distributed_transpose(
         PlanMismatchError: In debug mode, on every rank: the ranks call differently.
     """
     members = resolve_group(group)
-    check_call("distributed_transpose", tensor, members, free_dim=dim1, dim0=dim0, dim1=dim1, sizes=sizes)
-    dim0, dim1 = normalize_dim(dim0, tensor.ndim), normalize_dim(dim1, tensor.ndim)
-    if dim0 == dim1:
+    check_call(
+        "distributed_transpose",
+        tensor,
+        members,
+        free_dim=dim1,
+        unites_grad=sizes is None,
+        dim0=dim0,
+        dim1=dim1,
+        sizes=sizes,
+    )
+    dim0 = normalize_dim(dim0, tensor.ndim)
+    if dim0 == dim1 % tensor.ndim:
         raise ValueError(f"dim0 and dim1 must be two dims, got {dim0} twice. Choose where the shards shall be.")
-    tensor, lengths = shard_sizes("distributed_transpose", tensor, sizes, dim1, members)
+    tensor, lengths, dim1 = shard_sizes("distributed_transpose", tensor, sizes, dim1, members)
     parts = split_sizes(tensor.shape[dim0], members.size)
     result: torch.Tensor = AllToAll.apply(tensor, dim0, parts, dim1, lengths, members)
     return result

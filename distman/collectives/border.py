@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 
 import torch
@@ -11,6 +12,7 @@ from distman.collectives import debug
 from distman.collectives.exchange import all_gather_numbers, control_device
 from distman.groups import Group
 from distman.manager import DistributedManager
+from distman.topology.partition import is_whole_number
 
 __all__ = [
     "DTYPES",
@@ -49,7 +51,13 @@ def resolve_group(group: GroupLike) -> Group:
 
 
 def check_call(
-    operation: str, tensor: torch.Tensor, group: Group, *, free_dim: int | None = None, **details: object
+    operation: str,
+    tensor: torch.Tensor,
+    group: Group,
+    *,
+    free_dim: int | None = None,
+    unites_grad: bool = False,
+    **details: object,
 ) -> None:
     """Check that a tensor can travel in the group; in debug mode, that all ranks call alike.
 
@@ -60,19 +68,30 @@ def check_call(
         tensor: The tensor.
         group: The group.
         free_dim: The dim in which the ranks' tensors may differ in length.
-        details: What else must be equal on all ranks.
+        unites_grad: The ranks' tensors need not agree on whether they require a gradient.
+        details: What else must be equal on all ranks; dims among them count from either end.
 
     Raises:
         TypeError: It is no tensor.
         ValueError: The group has no backend for the tensor's device.
         PlanMismatchError: In debug mode, on every rank: the ranks call differently.
     """
-    if isinstance(tensor, torch.Tensor):
-        free = free_dim % tensor.ndim if free_dim is not None and tensor.ndim else None
-        shape = ["*" if dim == free else length for dim, length in enumerate(tensor.shape)]
-        details |= {"dtype": tensor.dtype, "shape": f"({', '.join(map(str, shape))})", "grad": _needs_grad(tensor)}
+    if debug.is_on() and isinstance(tensor, torch.Tensor):
+        free = _from_front(free_dim, tensor.ndim)
+        shape = ["*" if dim == free else str(length) for dim, length in enumerate(tensor.shape)]
+        details = {
+            name: _from_front(value, tensor.ndim) if name.startswith("dim") else value
+            for name, value in details.items()
+        }
+        details |= {"dtype": tensor.dtype, "shape": f"({', '.join(shape)})"}
+        if not unites_grad:
+            details["grad"] = _needs_grad(tensor)
     debug.compare(operation, group, **details)
     check_tensor(tensor, group)
+
+
+def _from_front(dim: object, ndim: int) -> object:
+    return dim % ndim if isinstance(dim, int) and -ndim <= dim < ndim else dim
 
 
 def check_tensor(tensor: torch.Tensor, group: Group) -> None:
@@ -88,6 +107,11 @@ def check_tensor(tensor: torch.Tensor, group: Group) -> None:
         raise TypeError(f"tensor must be a torch.Tensor, got {type(tensor).__name__}. Pass a tensor.")
     if tensor.dtype not in DTYPES:
         raise ValueError(f"tensor must have a dtype that the backends carry, got {tensor.dtype}. Convert it.")
+    if tensor.layout != torch.strided or tensor.ndim > MAX_NDIM:
+        raise ValueError(
+            f"tensor must be dense and of at most {MAX_NDIM} dims, got {tensor.layout} of {tensor.ndim} dims. "
+            "Convert or reshape it."
+        )
     if group.device_types and tensor.device.type not in group.device_types:
         raise ValueError(
             f"tensor must be on a device that group {group.name!r} can reach ({', '.join(group.device_types)}), got "
@@ -103,7 +127,9 @@ def normalize_dim(dim: int, ndim: int) -> int:
     Raises:
         ValueError: The tensor has no such dim.
     """
-    if not -ndim <= dim < ndim:
+    if ndim == 0:
+        raise ValueError("tensor must have at least one dim, got a scalar. Give it one with tensor.reshape(1).")
+    if not is_whole_number(dim) or not -ndim <= dim < ndim:
         raise ValueError(
             f"dim must be between {-ndim} and {ndim - 1} for a tensor of {ndim} dims, got {dim}. Choose one of them."
         )
@@ -118,12 +144,16 @@ def check_sizes(sizes: Sequence[int], group: Group) -> list[int]:
     Raises:
         ValueError: There is not one size for each rank of the group, or one is negative.
     """
-    if len(sizes) != group.size or any(size < 0 for size in sizes):
+    try:
+        numbers = [operator.index(size) for size in sizes]
+    except TypeError:
+        numbers = []
+    if len(numbers) != group.size or min(numbers) < 0:
         raise ValueError(
             f"sizes must hold one number, 0 or more, for each of the {group.size} ranks of group {group.name!r}, got "
-            f"{list(sizes)}. Pass the same list on all ranks."
+            f"{sizes}. Pass the same list on all ranks."
         )
-    return [int(size) for size in sizes]
+    return numbers
 
 
 def check_matrix(sizes: Sequence[Sequence[int]], group: Group) -> list[list[int]]:
@@ -150,7 +180,7 @@ def check_member(name: str, rank: int, group: Group) -> None:
     Raises:
         ValueError: It is none.
     """
-    if not 0 <= rank < group.size:
+    if not is_whole_number(rank) or not 0 <= rank < group.size:
         raise ValueError(
             f"{name} must be a rank in group {group.name!r}, 0 to {group.size - 1}, got {rank}. "
             "It counts within the group, not in the world."
@@ -159,25 +189,26 @@ def check_member(name: str, rank: int, group: Group) -> None:
 
 def shard_sizes(
     operation: str, tensor: torch.Tensor, sizes: Sequence[int] | None, dim: int, group: Group
-) -> tuple[torch.Tensor, list[int]]:
-    """Return this rank's shard, ready to be gathered, and the lengths of all shards along ``dim``.
+) -> tuple[torch.Tensor, list[int], int]:
+    """Return this rank's shard, ready to be gathered, the lengths of all shards along ``dim``, and that dim.
 
     Local where ``sizes`` are given; else collective, and a shard requires a gradient if any rank's does.
 
     Raises:
-        ValueError: The sizes do not fit the shard; without sizes on every rank: the shards differ in dtype or in
-            another dim.
+        ValueError: The dim or the sizes do not fit the shard; without sizes on every rank: a rank's dim does not, or
+            the shards differ in dim, in dtype or in the length of another dim.
     """
     if sizes is None:
         lengths, needs_grad = _exchange_shapes(operation, tensor, dim, group)
-        return tensor.detach().requires_grad_() if needs_grad and not tensor.requires_grad else tensor, lengths
-    lengths = check_sizes(sizes, group)
+        is_lifted = needs_grad and not tensor.requires_grad
+        return tensor.detach().requires_grad_() if is_lifted else tensor, lengths, dim % tensor.ndim
+    dim, lengths = normalize_dim(dim, tensor.ndim), check_sizes(sizes, group)
     if tensor.shape[dim] != lengths[group.rank]:
         raise ValueError(
             f"the shard of group rank {group.rank} must have length sizes[{group.rank}] = {lengths[group.rank]} along "
             f"dim {dim}, got {tensor.shape[dim]}. Pass the sizes that the shards have."
         )
-    return tensor, lengths
+    return tensor, lengths, dim
 
 
 def _needs_grad(tensor: torch.Tensor) -> bool:
@@ -185,17 +216,24 @@ def _needs_grad(tensor: torch.Tensor) -> bool:
 
 
 def _exchange_shapes(operation: str, tensor: torch.Tensor, dim: int, group: Group) -> tuple[list[int], bool]:
+    problem = None
+    try:
+        dim = normalize_dim(dim, tensor.ndim)
+    except ValueError as error:
+        dim, problem = -1, error
     shape = [*tensor.shape, *[-1] * (MAX_NDIM - tensor.ndim)]
-    mine = [DTYPES.index(tensor.dtype), tensor.ndim, int(_needs_grad(tensor)), *shape]
+    mine = [dim, DTYPES.index(tensor.dtype), tensor.ndim, int(_needs_grad(tensor)), *shape]
     rows = all_gather_numbers(mine, group, control_device(group, tensor.device))
-    fixed = [[*row[:2], *(n for axis, n in enumerate(row[3:]) if axis != dim)] for row in rows]
+    if problem is not None:
+        raise problem
+    fixed = [[*row[:3], *(length for axis, length in enumerate(row[4:]) if axis != dim)] for row in rows]
     if any(other != fixed[0] for other in fixed):
         lines = [
-            f"  rank {rank}: {DTYPES[row[0]]} {row[3 : 3 + row[1]]}"
+            f"  rank {rank}: dim {row[0] if row[0] >= 0 else 'out of range'} of {DTYPES[row[1]]} {row[4 : 4 + row[2]]}"
             for rank, row in zip(group.ranks, rows, strict=True)
         ]
         raise ValueError(
-            f"the shards of {operation} must be equal in dtype and in all dims but {dim}. Correct those that differ:\n"
-            + "\n".join(lines)
+            f"the shards of {operation} must be equal in dim, in dtype and in all dims but {dim}. Correct those that "
+            "differ:\n" + "\n".join(lines)
         )
-    return [row[3 + dim] for row in rows], any(row[2] for row in rows)
+    return [row[4 + dim] for row in rows], any(row[3] for row in rows)

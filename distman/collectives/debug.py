@@ -8,9 +8,17 @@ from distman.control.call_site import call_site
 from distman.environments.base import read_flag
 from distman.groups import Group
 
-__all__ = ["compare"]
+__all__ = ["compare", "is_on"]
 
 _VARIABLE = "DISTMAN_DEBUG"
+
+
+def is_on() -> bool:
+    """Return whether the ranks compare their calls.
+
+    Local.
+    """
+    return read_flag(os.environ, _VARIABLE)
 
 
 def compare(operation: str, group: Group, **details: object) -> None:
@@ -28,8 +36,15 @@ def compare(operation: str, group: Group, **details: object) -> None:
         PlanMismatchError: On every rank of the group: the calls differ; a table shows each rank's.
         BarrierTimeoutError: On every rank that came: some did not come in time; it names them.
     """
-    if group.council is None or not read_flag(os.environ, _VARIABLE):
+    if group.council is None or not is_on():
         return
-    call = {"operation": operation, **{name: str(value) for name, value in details.items()}}
+    call = {"operation": operation, **{name: str(_plain(value)) for name, value in details.items()}}
     key = f"collective {next(group.calls)} of group {group.name or group.ranks}"
     group.council.compare(key, call, place=call_site())
+
+
+def _plain(value: object) -> object:
+    """Return sequences and numbers of any kind as lists and numbers of Python's own."""
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    return [_plain(one) for one in value] if isinstance(value, list | tuple) else value

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 
 import torch
@@ -11,6 +12,7 @@ from distman.groups import Group
 
 __all__ = ["all_gather_numbers", "broadcast_numbers", "control_device", "exchange", "sum_pieces"]
 
+_connected: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
 _TAG = 0x646D  # keeps our messages from meeting sends and receives of the program
 
 
@@ -36,8 +38,12 @@ def exchange(sends: Sequence[torch.Tensor], receives: Sequence[torch.Tensor], gr
     for step in range(1, group.size):
         rank = (group.rank + step) % group.size
         if sends[rank].numel():
-            piece = packed.setdefault(id(sends[rank]), sends[rank].contiguous())
+            key = id(sends[rank])
+            if key not in packed:
+                packed[key] = sends[rank].resolve_conj().resolve_neg().contiguous()
+            piece = packed[key]
             operations.append(dist.P2POp(dist.isend, _as_real(piece), peer[rank], pg, _TAG))
+    _connect(receives[group.rank].device, pg)
     works = dist.batch_isend_irecv(operations) if operations else ()
     if receives[group.rank] is not sends[group.rank]:
         receives[group.rank].copy_(sends[group.rank])  # while the others travel
@@ -46,6 +52,13 @@ def exchange(sends: Sequence[torch.Tensor], receives: Sequence[torch.Tensor], gr
     for rank, buffer in buffers.items():
         if buffer is not receives[rank]:
             receives[rank].copy_(buffer)
+
+
+def _connect(device: torch.device, process_group: dist.ProcessGroup | None) -> None:
+    """Let all ranks of an NCCL group take part in its first operation, as NCCL demands; later ones need not."""
+    if device.type == "cuda" and process_group is not None and process_group not in _connected:
+        dist.all_reduce(torch.zeros(1, device=device), group=process_group)
+        _connected.add(process_group)
 
 
 def sum_pieces(pieces: Sequence[torch.Tensor], own: int, *, use_fp32: bool) -> torch.Tensor:

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
 
 from distman.collectives import debug
 from distman.collectives.border import GroupLike, check_tensor, resolve_group
@@ -83,11 +84,12 @@ def fused_all_reduce(
             check_tensor(value, members)
     layout = _find_layout(values, operation, buffer_dtype, device, paths)
     if torch.compiler.is_compiling():
-        return rebuild(tensors, iter(_reduce_traced(values, layout, members)))
+        traced = rebuild(tensors, iter(_reduce_traced(values, layout, members)))
+        return (traced, FusedWork(_do_nothing)) if async_op else traced
     debug.compare("fused_all_reduce", members, op=operation, tensors=layout.text)
     if async_op:
         results = [torch.empty_like(value, memory_format=torch.contiguous_format).detach() for value in values]
-        finish = _launch(values, layout, members)
+        finish = _launch([value.detach() for value in values], layout, members)
         return rebuild(tensors, iter(results)), FusedWork(lambda: _fill(results, finish()))
     if torch.is_grad_enabled() and any(value.requires_grad for value in values):
         return rebuild(tensors, iter(_FusedAllReduce.apply(layout, members, *values)))
@@ -121,6 +123,7 @@ class FusedWork:
 
     def __init__(self, finish: Callable[[], None]) -> None:
         self._finish: Callable[[], None] | None = finish
+        self._error: Exception | None = None
 
     def wait(self) -> bool:
         """Wait until the results are there; again and again if you like.
@@ -131,8 +134,14 @@ class FusedWork:
             PlanMismatchError: On every rank: the ranks differ in keys, shapes, dtypes or operation.
         """
         finish, self._finish = self._finish, None
-        if finish is not None:
-            finish()
+        try:
+            if finish is not None:
+                finish()
+        except Exception as error:
+            self._error = error
+            raise
+        if self._error is not None:
+            raise self._error
         return True
 
     def is_completed(self) -> bool:
@@ -185,8 +194,8 @@ class _Layout:
 
     def pack(self, values: Sequence[torch.Tensor]) -> torch.Tensor:
         if self.is_uniform:
-            return torch.stack([value.detach() for value in values]).to(self.device, self.dtype).view(-1)
-        flat = [_as_real(value.detach()).reshape(-1).to(self.device, self.dtype) for value in values]
+            return torch.stack(list(values)).to(self.device, self.dtype).contiguous().view(-1)
+        flat = [_as_real(value).reshape(-1).to(self.device, self.dtype) for value in values]
         return torch.cat(flat) if flat else torch.empty(0, dtype=self.dtype, device=self.device)
 
     def unpack(self, buffer: torch.Tensor) -> list[torch.Tensor]:
@@ -316,11 +325,15 @@ class _FusedAllReduce(torch.autograd.Function):
 
 
 def _reduce_traced(values: Sequence[torch.Tensor], layout: _Layout, group: Group) -> list[torch.Tensor]:
-    """Reduce in a way that ``torch.compile`` can follow."""
+    """Reduce in a way that ``torch.compile`` can follow, gradients included."""
     buffer = layout.pack(values)
-    if group.size > 1:
-        dist.all_reduce(buffer, _reduce_op(layout), group=group.process_group)
+    if group.process_group is not None:
+        buffer = functional.all_reduce(buffer, "sum" if layout.is_sum else layout.operation, group.process_group)
     return layout.unpack(_averaged(buffer, layout, group))
+
+
+def _do_nothing() -> None:
+    """Finish a reduction that the compiled program waits for by itself."""
 
 
 def _carries_gradient(tensor: torch.Tensor) -> bool:
@@ -336,6 +349,8 @@ def _buffer_dtype(dtypes: Sequence[torch.dtype], operation: str, wish: torch.dty
     if any(dtype.is_complex for dtype in dtypes) and operation not in ("sum", "avg"):
         raise ValueError(f"complex tensors must be summed or averaged, got op {operation}. Reduce their parts.")
     if wish is not None:
+        if wish.is_complex or wish == torch.bool:
+            raise ValueError(f"buffer_dtype must be a float or integer dtype, got {wish}. Choose torch.float64, say.")
         return wish
     if floats and len(floats) < len(dtypes):
         raise ValueError(

@@ -11,7 +11,6 @@ from distman.collectives.border import (
     GroupLike,
     check_call,
     check_member,
-    normalize_dim,
     resolve_group,
     shard_sizes,
 )
@@ -49,10 +48,9 @@ def gather_v(
         PlanMismatchError: In debug mode, on every rank: the ranks call differently.
     """
     members = resolve_group(group)
-    check_call("gather_v", tensor, members, free_dim=dim, dim=dim, sizes=sizes, dst=dst)
+    check_call("gather_v", tensor, members, free_dim=dim, unites_grad=sizes is None, dim=dim, sizes=sizes, dst=dst)
     check_member("dst", dst, members)
-    dim = normalize_dim(dim, tensor.ndim)
-    tensor, lengths = shard_sizes("gather_v", tensor, sizes, dim, members)
+    tensor, lengths, dim = shard_sizes("gather_v", tensor, sizes, dim, members)
     full: torch.Tensor = Gather.apply(tensor, lengths, dim, dst, members)
     return full
 

@@ -48,20 +48,26 @@ def broadcast_data(data: T, src: int = 0, group: GroupLike = None) -> T:
         PlanMismatchError: In debug mode, on every rank: the ranks call differently.
     """
     members = resolve_group(group)
-    check_member("src", src, members)
     debug.compare("broadcast_data", members, src=src)
+    check_member("src", src, members)
     if members.size == 1:
         return data
     device = control_device(members, DistributedManager().device)
-    text, tensors, error = _pack(data) if members.rank == src else (b"", [], None)
-    (length,) = broadcast_numbers([len(text)], src, members, device)
-    message = _to_bytes(text, device) if members.rank == src else torch.empty(length, dtype=torch.uint8, device=device)
+    is_source = members.rank == src
+    parcel, error = _pack(data) if is_source else (_Parcel(), None)
+    specs_length, pickle_length = broadcast_numbers([len(parcel.specs), len(parcel.pickle)], src, members, device)
+    message = (
+        _to_bytes(parcel.specs + parcel.pickle, device) if is_source else _room(specs_length + pickle_length, device)
+    )
     dist.broadcast(message, group=members.process_group, group_src=src)
-    if members.rank != src and length:
-        data, tensors, error = _unpack(message)
+    if not is_source and pickle_length:
+        parcel, error = _open(message, specs_length)
     _raise_everywhere(error, members, device)
-    for tensor in tensors:
-        dist.broadcast(_as_bytes(tensor), group=members.process_group, group_src=src)
+    for tensor in parcel.tensors:
+        _broadcast_memory(tensor, src, members, device)
+    if not is_source:
+        data, error = _unpickle(parcel.pickle, parcel.tensors)
+    _raise_everywhere(error, members, device)
     return data
 
 
@@ -93,8 +99,8 @@ def gather_objects(data: T, dst: int = 0, group: GroupLike = None) -> list[T] | 
         PlanMismatchError: In debug mode, on every rank: the ranks call differently.
     """
     members = resolve_group(group)
-    check_member("dst", dst, members)
     debug.compare("gather_objects", members, dst=dst)
+    check_member("dst", dst, members)
     return _collect(data, members, [dst])
 
 
@@ -124,19 +130,35 @@ def _collect(data: T, group: Group, receivers: Sequence[int]) -> list[T] | None:
     if group.size == 1:
         return [data]
     device = control_device(group, DistributedManager().device)
-    text, _, error = _pack(data, is_whole=True)
-    lengths = [length for (length,) in all_gather_numbers([len(text)], group, device)]
-    mine = _to_bytes(text, device)
+    parcel, error = _pack(data, is_whole=True)
+    lengths = [length for (length,) in all_gather_numbers([len(parcel.pickle)], group, device)]
+    mine = _to_bytes(parcel.pickle, device)
     receives = group.rank in receivers
-    buffers = [mine.new_empty(length if receives else 0) for length in lengths]
+    buffers = [_room(length if receives else 0, device) for length in lengths]
     exchange([mine if rank in receivers else mine[:0] for rank in range(group.size)], buffers, group)
     found: list[Any] = []
     for rank, buffer in enumerate(buffers if receives and error is None else ()):
-        item, _, failed = (data, [], None) if rank == group.rank or not buffer.numel() else _unpack(buffer)
+        is_here = rank == group.rank or not buffer.numel()
+        item, failed = (data, None) if is_here else _unpickle(_to_text(buffer), [])
         error = error or failed
         found.append(item)
     _raise_everywhere(error, group, device)
     return found if receives else None
+
+
+@dataclasses.dataclass(frozen=True)
+class _Parcel:
+    """An object on its way.
+
+    Attributes:
+        pickle: The pickle; empty where pickling failed.
+        tensors: Contiguous tensors that were left out of it.
+        specs: Dtype, shape and place of these tensors, as JSON.
+    """
+
+    pickle: bytes = b""
+    tensors: Sequence[torch.Tensor] = ()
+    specs: bytes = b""
 
 
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
@@ -151,70 +173,91 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
         self.tensors: list[torch.Tensor] = []
         self._is_whole = is_whole
-        self._numbers: dict[int, int] = {}
+        self._ids: dict[int, tuple[Any, ...]] = {}
+        self._kept: list[torch.Tensor] = []  # what is gone may lend its id to something else
 
     def persistent_id(self, obj: object) -> tuple[Any, ...] | None:
         if not isinstance(obj, torch.Tensor) or type(obj) not in (torch.Tensor, torch.nn.Parameter):
             return None
-        if obj.layout != torch.strided or obj.is_quantized:
+        if obj.layout != torch.strided or obj.is_quantized or obj.device.type == "meta":
             return None
-        is_parameter = isinstance(obj, torch.nn.Parameter)
-        if not self._is_whole and obj.device.type != "meta" and obj.nbytes >= _LARGE_BYTES:
-            if id(obj) not in self._numbers:
-                self._numbers[id(obj)] = len(self.tensors)
-                self.tensors.append(obj.detach())
-            place = "cpu" if obj.device.type == "cpu" else ""
-            return self._numbers[id(obj)], obj.dtype, tuple(obj.shape), place, obj.requires_grad, is_parameter
-        if obj.device.type in ("cpu", "meta"):
+        is_left_out = not self._is_whole and obj.nbytes >= _LARGE_BYTES
+        if not is_left_out and obj.device.type == "cpu":
             return None
-        return -1, obj.detach().cpu(), None, None, obj.requires_grad, is_parameter
+        if id(obj) not in self._ids:
+            kind = obj.requires_grad, isinstance(obj, torch.nn.Parameter)
+            plain = obj.detach().resolve_conj().resolve_neg().contiguous()
+            if is_left_out:
+                self.tensors.append(plain)
+            self._ids[id(obj)] = (len(self._ids), *kind, len(self.tensors) - 1 if is_left_out else plain.cpu())
+            self._kept.append(obj)
+        return self._ids[id(obj)]
 
 
 class _Unpickler(pickle.Unpickler):
-    """Makes room for the tensors that were left out, and puts the others on this rank's device."""
+    """Puts the tensors that were left out into their places, and those of accelerators on this rank's device."""
 
-    def __init__(self, file: io.BytesIO) -> None:
+    def __init__(self, file: io.BytesIO, tensors: Sequence[torch.Tensor]) -> None:
         super().__init__(file)
-        self._room: dict[int, torch.Tensor] = {}
+        self._tensors = tensors
         self._made: dict[int, torch.Tensor] = {}
 
-    @property
-    def tensors(self) -> list[torch.Tensor]:
-        return [self._room[number] for number in sorted(self._room)]
-
     def persistent_load(self, pid: Any) -> torch.Tensor:
-        number, what, shape, place, needs_grad, is_parameter = pid
-        if number < 0:
-            return _dress(what.to(DistributedManager().device), needs_grad=needs_grad, is_parameter=is_parameter)
+        number, needs_grad, is_parameter, content = pid
         if number not in self._made:
-            self._room[number] = torch.empty(shape, dtype=what, device=place or DistributedManager().device)
-            self._made[number] = _dress(self._room[number], needs_grad=needs_grad, is_parameter=is_parameter)
+            is_left_out = isinstance(content, int)
+            tensor = self._tensors[content] if is_left_out else content.to(DistributedManager().device)
+            self._made[number] = (
+                torch.nn.Parameter(tensor, needs_grad) if is_parameter else tensor.detach().requires_grad_(needs_grad)
+            )
         return self._made[number]
 
 
-def _dress(tensor: torch.Tensor, *, needs_grad: bool, is_parameter: bool) -> torch.Tensor:
-    tensor = tensor.detach()
-    return torch.nn.Parameter(tensor, needs_grad) if is_parameter else tensor.requires_grad_(needs_grad)
-
-
-def _pack(data: object, *, is_whole: bool = False) -> tuple[bytes, list[torch.Tensor], Exception | None]:
-    """Return the pickle and the tensors left out of it; no bytes, and why, where pickling failed."""
+def _pack(data: object, *, is_whole: bool = False) -> tuple[_Parcel, Exception | None]:
+    """Return the parcel, empty where pickling failed, and why it did."""
     file = io.BytesIO()
     pickler = _Pickler(file, is_whole=is_whole)
     try:
         pickler.dump(data)
     except Exception as error:  # noqa: BLE001 - whatever a program's object raises is raised on all ranks
-        return b"", [], error
-    return file.getvalue(), pickler.tensors, None
+        return _Parcel(), error
+    specs = [[str(one.dtype), list(one.shape), one.device.type == "cpu"] for one in pickler.tensors]
+    return _Parcel(file.getvalue(), pickler.tensors, json.dumps(specs).encode()), None
 
 
-def _unpack(message: torch.Tensor) -> tuple[Any, list[torch.Tensor], Exception | None]:
-    """Return the object, and the tensors that still have to be filled; or why unpickling failed."""
-    unpickler = _Unpickler(io.BytesIO(message.cpu().numpy().tobytes()))
+def _open(message: torch.Tensor, specs_length: int) -> tuple[_Parcel, Exception | None]:
+    """Return the parcel with room for its tensors, or why there is none."""
+    text = _to_text(message)
     try:
-        return unpickler.load(), unpickler.tensors, None
+        tensors = [
+            torch.empty(
+                shape,
+                dtype=getattr(torch, dtype.removeprefix("torch.")),
+                device="cpu" if is_on_cpu else DistributedManager().device,
+            )
+            for dtype, shape, is_on_cpu in json.loads(text[:specs_length])
+        ]
+    except (RuntimeError, MemoryError) as error:
+        return _Parcel(), error
+    return _Parcel(text[specs_length:], tensors), None
+
+
+def _unpickle(text: bytes, tensors: Sequence[torch.Tensor]) -> tuple[Any, Exception | None]:
+    """Return the object, or why unpickling failed."""
+    try:
+        return _Unpickler(io.BytesIO(text), tensors).load(), None
     except Exception as error:  # noqa: BLE001 - whatever a program's object raises is raised on all ranks
-        return None, [], error
+        return None, error
+
+
+def _broadcast_memory(tensor: torch.Tensor, src: int, group: Group, device: torch.device) -> None:
+    """Fill a contiguous tensor with what it holds on ``src``; by way of a device that the group can reach."""
+    memory = tensor.view(-1).view(torch.uint8)
+    is_reached = tensor.device.type in group.device_types
+    staged = memory if is_reached else memory.to(device)
+    dist.broadcast(staged, group=group.process_group, group_src=src)
+    if not is_reached:
+        memory.copy_(staged)
 
 
 def _raise_everywhere(error: Exception | None, group: Group, device: torch.device) -> None:
@@ -225,21 +268,20 @@ def _raise_everywhere(error: Exception | None, group: Group, device: torch.devic
     notice = FailureNotice.of(error, group.ranks[group.rank]) if error is not None else None
     text = json.dumps(dataclasses.asdict(notice)).encode() if notice is not None else b""
     (length,) = broadcast_numbers([len(text)], failed[0], group, device)
-    message = torch.empty(length, dtype=torch.uint8, device=device)
-    if group.rank == failed[0]:
-        message = _to_bytes(text, device)
+    message = _to_bytes(text, device) if group.rank == failed[0] else _room(length, device)
     dist.broadcast(message, group=group.process_group, group_src=failed[0])
     if error is not None:
         raise error
-    raise RankFailedError(**json.loads(message.cpu().numpy().tobytes()))
+    raise RankFailedError(**json.loads(_to_text(message)))
+
+
+def _room(length: int, device: torch.device) -> torch.Tensor:
+    return torch.empty(length, dtype=torch.uint8, device=device)
 
 
 def _to_bytes(text: bytes, device: torch.device) -> torch.Tensor:
-    if not text:
-        return torch.empty(0, dtype=torch.uint8, device=device)
-    return torch.frombuffer(bytearray(text), dtype=torch.uint8).to(device)
+    return torch.frombuffer(bytearray(text), dtype=torch.uint8).to(device) if text else _room(0, device)
 
 
-def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the memory of a contiguous tensor, or of a contiguous copy of another."""
-    return tensor.contiguous().view(-1).view(torch.uint8)
+def _to_text(message: torch.Tensor) -> bytes:
+    return message.cpu().numpy().tobytes()

@@ -39,7 +39,7 @@ def reduce_scatter_v(
         PlanMismatchError: In debug mode, on every rank: the ranks call differently.
     """
     members = resolve_group(group)
-    check_call("reduce_scatter_v", tensor, members, dim=dim, sizes=sizes)
+    check_call("reduce_scatter_v", tensor, members, dim=dim, sizes=sizes, use_fp32=use_fp32)
     dim = normalize_dim(dim, tensor.ndim)
     sizes = check_sizes(sizes, members)
     if tensor.shape[dim] != sum(sizes):

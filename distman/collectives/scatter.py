@@ -53,9 +53,9 @@ def scatter_v(
         PlanMismatchError: In debug mode, on every rank: the ranks call differently.
     """
     members = resolve_group(group)
+    debug.compare("scatter_v", members, dim=dim, sizes=sizes, src=src)
     check_member("src", src, members)
     sizes = check_sizes(sizes, members)
-    debug.compare("scatter_v", members, dim=dim, sizes=sizes, src=src)
     device = tensor.device if isinstance(tensor, torch.Tensor) else DistributedManager().device
     problem = _find_problem(tensor, sizes, dim, members) if members.rank == src else None
     header = _describe(tensor, dim) if members.rank == src and problem is None else [-1] * (4 + MAX_NDIM)

@@ -51,10 +51,11 @@ def wait_for_all(
     while not store.check([f"{key}/open"]):
         if time.monotonic() > deadline:
             missing = [other for other in range(world_size) if not store.check([f"{key}/{other}"])]
-            raise BarrierTimeoutError(
-                f"all {world_size} ranks must come to {key} within {timeout:g} s, got none from "
-                f"{', '.join(map(describe, missing))}. See what they do instead."
-            )
+            if missing:  # else the last one came while we looked
+                raise BarrierTimeoutError(
+                    f"all {world_size} ranks must come to {key} within {timeout:g} s, got none from "
+                    f"{', '.join(map(describe, missing))}. See what they do instead."
+                )
         time.sleep(pause)
         pause = min(1.5 * pause, longest)
     if store.add(f"{key}/left", 1) == world_size:

@@ -8,11 +8,20 @@ import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from numbers import Integral
 
-__all__ = ["GridPartition", "ListedPartition", "Partition", "split_sizes"]
+__all__ = ["GridPartition", "ListedPartition", "Partition", "is_whole_number", "split_sizes"]
 
 _SHOWN_BLOCKS = 4
 _SHOWN_RANKS = 8
+
+
+def is_whole_number(value: object) -> bool:
+    """Return whether a value is an integer of Python's or NumPy's.
+
+    Local.
+    """
+    return isinstance(value, Integral)
 
 
 def split_sizes(length: int, parts: int) -> list[int]:
@@ -69,10 +78,13 @@ class Partition(abc.ABC):
         """
 
     @abc.abstractmethod
-    def orthogonal(self) -> Partition:
+    def orthogonal(self, within: Partition | None = None) -> Partition:
         """Return the partition whose i-th block holds the i-th ranks of all blocks.
 
         Local.
+
+        Args:
+            within: A coarser partition, inside each block of which this is done; None is the world in one block.
 
         Raises:
             ValueError: The blocks differ in size.
@@ -205,12 +217,31 @@ class GridPartition(Partition):
         axes.reverse()
         return GridPartition.of([length for length, _ in axes], [i for i, axis in enumerate(axes) if axis[1]])
 
-    def orthogonal(self) -> GridPartition:
+    def orthogonal(self, within: Partition | None = None) -> Partition:
         """Return the partition whose i-th block holds the i-th ranks of all blocks.
 
         Local.
+
+        Args:
+            within: A coarser partition, inside each block of which this is done; None is the world in one block.
         """
-        return GridPartition(self.grid, tuple(not is_along for is_along in self.along))
+        if within is None:
+            return GridPartition(self.grid, tuple(not is_along for is_along in self.along))
+        ends = sorted(
+            {1, self.world_size, *self._strides, *(within._strides if isinstance(within, GridPartition) else ())}
+        )
+        if not isinstance(within, GridPartition) or any(end % start for start, end in itertools.pairwise(ends)):
+            return ListedPartition(tuple(self.blocks())).orthogonal(within)
+        axes = [
+            (end // start, within._is_along(start) and not self._is_along(start))
+            for start, end in itertools.pairwise(ends)
+        ]
+        axes.reverse()
+        return GridPartition.of([length for length, _ in axes], [i for i, axis in enumerate(axes) if axis[1]])
+
+    def _is_along(self, stride: int) -> bool:
+        """Return whether blocks extend along the axis on which a step of this many ranks lies."""
+        return any(is_along and start <= stride < start * length for start, length, is_along in self._axes())
 
 
 @dataclass(frozen=True)
@@ -277,25 +308,35 @@ class ListedPartition(Partition):
         starts = [(block, start) for block in self.listed for start in range(0, len(block), size)]
         return ListedPartition(tuple(block[start : start + size] for block, start in starts))
 
-    def orthogonal(self) -> ListedPartition:
+    def orthogonal(self, within: Partition | None = None) -> ListedPartition:
         """Return the partition whose i-th block holds the i-th ranks of all blocks.
 
         Local.
 
+        Args:
+            within: A coarser partition, inside each block of which this is done; None is the world in one block.
+
         Raises:
             ValueError: The blocks differ in size.
         """
-        sizes = sorted({len(block) for block in self.listed})
-        if len(sizes) > 1:
-            raise ValueError(
-                f"blocks must be equal in size to have an orthogonal partition, got sizes {sizes}. "
-                "Use groups of one size."
-            )
-        return ListedPartition(tuple(zip(*self.listed, strict=True)))
+        if within is not None:
+            parts = [[block for block in self.listed if block[0] in set(outer)] for outer in within.blocks()]
+            return ListedPartition(tuple(itertools.chain(*(_across(part) for part in parts))))
+        return ListedPartition(_across(self.listed))
+
+
+def _across(blocks: Sequence[tuple[int, ...]]) -> tuple[tuple[int, ...], ...]:
+    """Return the i-th ranks of all blocks, for each i."""
+    sizes = sorted({len(block) for block in blocks})
+    if len(sizes) > 1:
+        raise ValueError(
+            f"groups must be equal in size to have orthogonal ones, got sizes {sizes}. Use groups of one size."
+        )
+    return tuple(zip(*blocks, strict=True))
 
 
 def _check_split(block_size: int, size: int) -> None:
-    if size < 1 or block_size % size:
+    if not is_whole_number(size) or size < 1 or block_size % size:
         raise ValueError(
             f"size must be a divisor of the parent group's size {block_size}, got {size}. Choose another size."
         )

@@ -5,9 +5,9 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from distman.topology.partition import GridPartition, Partition
+from distman.topology.partition import GridPartition, Partition, is_whole_number
 from distman.topology.tree import ProcessGroupConfig
 
 __all__ = ["Plan", "mesh_plan", "resolve_mesh_shape", "tree_plan"]
@@ -19,18 +19,24 @@ class Plan:
 
     Attributes:
         partitions: The partition of the world for each name of a group.
+        later: The same for groups that are made by their members when they are first used.
     """
 
     partitions: dict[str, Partition]
+    later: dict[str, Partition] = field(default_factory=dict)
 
     @property
     def digest(self) -> str:
         """Hash that is equal on two ranks exactly if they plan the same groups, in whatever order."""
-        lines = sorted(f"{name!r} {partition.key}" for name, partition in self.partitions.items())
+        lines = sorted(f"{name!r} {partition.key}" for name, partition in self._all.items())
         return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
     def __str__(self) -> str:
-        return "\n".join(f"{name}: {partition}" for name, partition in self.partitions.items())
+        return "\n".join(f"{name}: {partition}" for name, partition in self._all.items())
+
+    @property
+    def _all(self) -> dict[str, Partition]:
+        return {**self.partitions, **self.later}
 
 
 def mesh_plan(mesh_shape: Sequence[int], mesh_dim_names: Sequence[str], world_size: int) -> Plan:
@@ -64,6 +70,8 @@ def resolve_mesh_shape(mesh_shape: Sequence[int], mesh_dim_names: Sequence[str],
             f"mesh_dim_names must name each of the {len(shape)} axes of mesh_shape once, got {tuple(mesh_dim_names)}. "
             "Correct one of them."
         )
+    if not all(map(is_whole_number, shape)):
+        raise ValueError(f"mesh_shape must hold whole numbers, got {shape}. Correct it.")
     known = math.prod(length for length in shape if length != -1)
     if shape.count(-1) == 1 and known > 0 and world_size % known == 0:
         shape = tuple(world_size // known if length == -1 else length for length in shape)

@@ -148,9 +148,13 @@ def test_wrong_arguments(arguments, message):
 
 @ranks(2)
 def test_shards_that_do_not_fit_are_named_on_all_ranks(rank):
-    with pytest.raises(ValueError, match=r"all dims but 0.*\n  rank 0: torch.float32 \[2, 3\]\n  rank 1: .*\[2, 4\]"):
+    with pytest.raises(
+        ValueError, match=r"all dims but 0.*\n  rank 0: dim 0 of torch.float32 \[2, 3\]\n  rank 1: .*\[2, 4\]"
+    ):
         all_gather_v(torch.ones(2, 3 + rank))
-    with pytest.raises(ValueError, match=r"dtype.*\n  rank 0: torch.float32 \[2\]\n  rank 1: torch.float64 \[2\]"):
+    with pytest.raises(
+        ValueError, match=r"dtype.*\n  rank 0: dim 0 of torch.float32 \[2\]\n  rank 1: dim 0 of torch.float64 \[2\]"
+    ):
         all_gather_v(torch.ones(2, dtype=[torch.float32, torch.float64][rank]))
     assert all_gather_v(torch.ones(1)).tolist() == [1, 1]
 
@@ -165,3 +169,28 @@ def test_a_tensor_where_the_group_cannot_reach():
 def test_what_is_no_tensor():
     with pytest.raises(TypeError, match=r"tensor must be a torch\.Tensor, got list"):
         all_gather_v([1, 2])
+
+
+@ranks(2)
+def test_another_dim_or_none_on_one_rank_is_an_error_on_both(rank):
+    with pytest.raises(ValueError, match=r"equal in dim.*\n  rank 0: dim 0 of .*\n  rank 1: dim 1 of "):
+        all_gather_v(torch.ones(2, 2), dim=rank)
+    message = "dim must be between -2 and 1" if rank else r"rank 1: dim out of range of"
+    with pytest.raises(ValueError, match=message):
+        all_gather_v(torch.ones(2, 2), dim=rank * 5)
+    with pytest.raises(ValueError, match="must have at least one dim, got a scalar"):
+        all_gather_v(torch.ones(()))
+
+
+@ranks(2)
+def test_conjugated_and_negated_views(rank):
+    inputs = [random_tensor(3, dtype=torch.complex128, seed=one) for one in range(2)]
+    assert torch.equal(all_gather_v(inputs[rank].conj()), torch.cat(inputs).conj())
+    assert torch.equal(all_gather_v(inputs[rank].conj().imag), torch.cat(inputs).conj().imag)
+    check_against_one_process(
+        lambda shard: all_gather_v(shard.conj()).conj() * all_gather_v(shard),
+        lambda shards: [torch.cat(shards) ** 2] * 2,
+        inputs,
+        rank,
+        losses(2)[0],
+    )

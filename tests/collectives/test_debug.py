@@ -108,3 +108,20 @@ def test_a_rank_that_does_not_come_is_named(monkeypatch, rank):
 def test_without_it_nothing_is_compared(rank):
     full = fused_all_reduce(torch.ones(2 - rank)[:1])
     assert full == 2
+
+
+@ranks(2)
+def test_calls_that_mean_the_same_pass(monkeypatch, rank):
+    monkeypatch.setenv("DISTMAN_DEBUG", "1")
+    shard = torch.ones(2, 2, requires_grad=rank == 0)
+    assert all_gather_v(shard, dim=[0, -2][rank]).shape == (4, 2)
+    assert all_gather_v(torch.ones(2), [(2, 2), [2, 2]][rank]).shape == (4,)
+
+
+@ranks(2)
+def test_arguments_that_are_wrong_on_one_rank_are_shown_on_both(monkeypatch, rank):
+    monkeypatch.setenv("DISTMAN_DEBUG", "1")
+    with pytest.raises(PlanMismatchError, match="src 5"):
+        broadcast_data(1, [0, 5][rank])
+    with pytest.raises(PlanMismatchError, match="use_fp32 False"):
+        all_gather_v(torch.ones(2), use_fp32=rank == 0)

@@ -226,6 +226,45 @@ def test_wrong_arguments(tensors, arguments, error, message):
 @ranks(2)
 def test_it_can_be_compiled(rank):
     compiled = torch.compile(lambda tensors: fused_all_reduce(tensors), fullgraph=True, backend="aot_eager")
-    total = compiled({"a": torch.ones(2) * rank, "b": torch.ones(3)})
+    mine = (torch.ones(2) * rank).requires_grad_()
+    total = compiled({"a": mine, "b": torch.ones(3)})
     assert total["a"].tolist() == [1, 1]
     assert total["b"].tolist() == [2, 2, 2]
+    ((total["a"] + mine).sum() * (rank + 1)).backward()
+    assert mine.grad.tolist() == [3 + rank + 1] * 2
+
+
+@ranks(2)
+def test_it_can_be_compiled_asynchronously(rank):
+    def reduce(tensor):
+        total, work = fused_all_reduce([tensor], async_op=True)
+        work.wait()
+        return total[0]
+
+    assert torch.compile(reduce, fullgraph=True, backend="aot_eager")(torch.ones(2) * rank).tolist() == [1, 1]
+
+
+@ranks(2)
+def test_channels_last_and_conjugated_tensors(rank):
+    images = random_tensor(2, 3, 4, 5, seed=rank).to(memory_format=torch.channels_last)
+    both = random_tensor(2, 3, 4, 5) + random_tensor(2, 3, 4, 5, seed=1)
+    assert torch.equal(fused_all_reduce(images), both)
+    assert torch.equal(fused_all_reduce([images, images])[1], both)
+    assert torch.equal(fused_all_reduce([images, images[:1]])[0], both)
+    numbers = torch.full((2,), 1 + 2j).conj()
+    assert fused_all_reduce(numbers).tolist() == [2 - 4j, 2 - 4j]
+
+
+@ranks(2)
+def test_an_error_stays_an_error(rank):
+    _, work = fused_all_reduce(other_keys(rank), async_op=True)
+    for _ in range(2):
+        with pytest.raises(PlanMismatchError):
+            work.wait()
+
+
+@ranks(2)
+def test_a_buffer_of_no_use():
+    for dtype in (torch.bool, torch.complex64):
+        with pytest.raises(ValueError, match="buffer_dtype must be a float or integer dtype"):
+            fused_all_reduce(torch.ones(1), buffer_dtype=dtype)

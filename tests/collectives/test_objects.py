@@ -25,6 +25,23 @@ class Spoiled:
         return int, ("no number",)
 
 
+class Measured:
+    """Looks at its tensor while it is loaded."""
+
+    def __init__(self):
+        self.weights = torch.full((LARGE,), 3.0)
+
+    def __setstate__(self, state):
+        self.mean = state["weights"].mean().item()
+
+
+class Passing:
+    """Hands the pickler tensors that nobody else holds."""
+
+    def __reduce__(self):
+        return list, (), None, (torch.full((LARGE,), float(number)) for number in range(6))
+
+
 def data():
     big = torch.arange(LARGE, dtype=torch.float64)
     return {
@@ -146,3 +163,34 @@ def test_broadcast_if_ddp_without_a_job():
 @ranks(2)
 def test_broadcast_if_ddp_in_a_job(rank):
     assert broadcast_if_ddp(rank, 1) == 1
+
+
+@ranks(2)
+def test_an_object_may_use_its_tensors_while_it_is_loaded(rank):
+    found = broadcast_data(Measured() if rank == 0 else None)
+    assert rank == 0 or found.mean == 3
+
+
+@ranks(2)
+def test_tensors_that_live_only_while_they_are_pickled(rank):
+    found = broadcast_data(Passing() if rank == 0 else None)
+    assert rank == 0 or [one.unique().item() for one in found] == [0, 1, 2, 3, 4, 5]
+
+
+@ranks(2)
+def test_conjugated_tensors(rank):
+    complex_numbers = torch.full((LARGE,), 1 + 2j).conj()
+    found = broadcast_data({"conjugated": complex_numbers} if rank == 0 else None)
+    assert torch.equal(found["conjugated"], complex_numbers)
+
+
+@ranks(2)
+def test_modules_and_states_of_optimizers(rank):
+    torch.manual_seed(rank)
+    module = torch.nn.Linear(300, 300)
+    optimizer = torch.optim.Adam(module.parameters())
+    module(torch.ones(1, 300)).sum().backward()
+    optimizer.step()
+    found, state = broadcast_data((module, optimizer.state_dict()) if rank == 0 else None)
+    sums = all_gather_objects((found.weight.sum().item(), state["state"][0]["exp_avg"].sum().item()))
+    assert sums[0] == sums[1]

@@ -131,7 +131,7 @@ def test_a_listed_partition_may_be_uneven():
     assert (partition.num_blocks, partition.world_size) == (3, 6)
     assert [partition.block_of(rank) for rank in (0, 2, 4, 5)] == [(0, 1, 5), (2,), (3, 4), (0, 1, 5)]
     assert list(partition.split(1).blocks()) == [(rank,) for rank in range(6)]
-    with pytest.raises(ValueError, match=r"equal in size to have an orthogonal partition, got sizes \[1, 2, 3\]"):
+    with pytest.raises(ValueError, match=r"equal in size to have orthogonal ones, got sizes \[1, 2, 3\]"):
         partition.orthogonal()
     with pytest.raises(ValueError, match="divisor of the parent group's size 3, got 2"):
         partition.split(2)
@@ -177,3 +177,15 @@ def test_showing_a_partition_costs_what_is_shown_and_not_the_world():
     finally:
         tracemalloc.stop()
     assert peak < 2**16  # bytes: two for each group
+
+
+def test_orthogonal_inside_a_coarser_partition():
+    outer = GridPartition.of([2, 2, 3], [0, 2])
+    inner = outer.split(3)
+    expected = [(0, 6), (1, 7), (2, 8), (3, 9), (4, 10), (5, 11)]
+    assert list(inner.orthogonal(outer).blocks()) == expected
+    assert isinstance(inner.orthogonal(outer), GridPartition)
+    assert list(ListedPartition(tuple(inner.blocks())).orthogonal(outer).blocks()) == expected
+    uneven = ListedPartition(((0, 1, 2, 3), (4, 5)))
+    assert list(uneven.split(2).orthogonal(uneven).blocks()) == [(0, 2), (1, 3), (4,), (5,)]
+    assert inner.orthogonal(GridPartition.whole(12)) == inner.orthogonal()
