@@ -86,12 +86,13 @@ def fused_all_reduce(
     if torch.compiler.is_compiling():
         traced = rebuild(tensors, iter(_reduce_traced(values, layout, members)))
         return (traced, FusedWork(_do_nothing)) if async_op else traced
-    debug.compare("fused_all_reduce", members, op=operation, tensors=layout.text)
+    needs_grad = torch.is_grad_enabled() and any(value.requires_grad for value in values)
+    debug.compare("fused_all_reduce", members, op=operation, tensors=layout.text, grad=needs_grad)
     if async_op:
         results = [torch.empty_like(value, memory_format=torch.contiguous_format).detach() for value in values]
         finish = _launch([value.detach() for value in values], layout, members)
         return rebuild(tensors, iter(results)), FusedWork(lambda: _fill(results, finish()))
-    if torch.is_grad_enabled() and any(value.requires_grad for value in values):
+    if needs_grad:
         return rebuild(tensors, iter(_FusedAllReduce.apply(layout, members, *values)))
     return rebuild(tensors, iter(_launch(values, layout, members)()))
 
