@@ -59,6 +59,14 @@ def test_torchrun(torchrun, one_process, tmp_path, ranks, grid):
 
 def test_srun(slurm_cluster, one_process, tmp_path):
     file = tmp_path / "losses.json"
-    options = ("-N2", "-n4", "--ntasks-per-node=2")  # both ranks of a row on one host: else distman warns
+    options = ("-N2", "-n4", "--ntasks-per-node=2")  # both ranks of a row on one host
     finished = slurm_cluster.srun(*options, sys.executable, EXAMPLE, "--losses", file, timeout=LIMIT)
     assert_same(read(finished, file), one_process, grid="2 x 2")
+
+
+def test_srun_with_a_row_on_two_hosts(slurm_cluster, one_process, tmp_path):
+    file = tmp_path / "losses.json"
+    finished = slurm_cluster.srun("-N2", "-n4", sys.executable, EXAMPLE, "--losses", file, timeout=LIMIT)
+    assert finished.returncode == 0
+    assert "'model_parallel' would fit on one host, but its ranks [2, 3] are on several" in finished.stderr
+    assert json.loads(file.read_text()) == pytest.approx(one_process.losses, rel=1e-6, abs=0)
