@@ -241,7 +241,7 @@ class Groups:
                 council.settle(f"groups {number} made", error)
             elif error is not None:
                 raise error
-        except BaseException:
+        except BaseException:  # whatever ends it, Ctrl-C too: nothing stays half made
             for group in made.values():
                 _destroy(group)
             raise
@@ -354,7 +354,7 @@ class Groups:
         made: dict[str, Group] = {}
         store = self._store()
         if store is not None and self._is_pure_gloo:
-            store = WatchedStore(store, f"groups {number} made/failure")
+            store = WatchedStore(store, f"groups {number} made/failure", self._job.limits.rendezvous)
         try:
             for name, partition in plan.partitions.items():
                 ranks = partition.block_of(self._job.peer.rank)

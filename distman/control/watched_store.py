@@ -24,14 +24,16 @@ class WatchedStore(Store):
     Args:
         store: The other store.
         failure_key: The key.
+        timeout: Seconds that a wait may take, even where the caller would wait longer: the others are here already.
     """
 
-    def __init__(self, store: Store, failure_key: str) -> None:
+    def __init__(self, store: Store, failure_key: str, timeout: float) -> None:
         super().__init__()
         self._store = store
         self._failure_key = failure_key
+        self._timeout = timeout
 
-    def wait(self, keys: list[str], timeout: timedelta = timedelta(days=1)) -> None:
+    def wait(self, keys: list[str], timeout: timedelta = timedelta.max) -> None:
         """Wait until the keys are set.
 
         Local. Blocking.
@@ -40,13 +42,16 @@ class WatchedStore(Store):
             GaveUpError: The failure key was set first.
             TimeoutError: They were not set in time.
         """
-        until = time.monotonic() + timeout.total_seconds()
+        limit = min(timeout.total_seconds(), self._timeout)
+        until = time.monotonic() + limit
         while not self._store.check(keys):
             if self._store.check([self._failure_key]):
                 raise GaveUpError
             if time.monotonic() > until:
-                raise TimeoutError(f"keys {keys} must be set within {timeout}, got none. See what the other ranks do.")
-            time.sleep(_PAUSE)
+                raise TimeoutError(
+                    f"keys {keys} must be set within {limit:g} s, got none. See what the other ranks do."
+                )
+            time.sleep(_PAUSE)  # the store can wait for all of some keys, not for the first of two
 
     def get(self, key: str) -> bytes:
         """Return the value of a key, once it is set.
@@ -55,6 +60,7 @@ class WatchedStore(Store):
 
         Raises:
             GaveUpError: The failure key was set first.
+            TimeoutError: It was not set in time.
         """
         self.wait([key])
         return self._store.get(key)
