@@ -138,7 +138,7 @@ class FusedWork:
         try:
             if finish is not None:
                 finish()
-        except Exception as error:
+        except Exception as error:  # raised here, and again by every later wait
             self._error = error
             raise
         if self._error is not None:

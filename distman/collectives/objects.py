@@ -161,7 +161,7 @@ class _Parcel:
     specs: bytes = b""
 
 
-class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
+class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no types
     """Leaves large tensors out, and takes tensors off their accelerator.
 
     Args:

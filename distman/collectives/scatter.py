@@ -24,6 +24,8 @@ from distman.manager import DistributedManager
 
 __all__ = ["scatter_v"]
 
+_NO_HEADER = [-1] * (4 + MAX_NDIM)
+
 
 def scatter_v(
     tensor: torch.Tensor | None,
@@ -57,8 +59,12 @@ def scatter_v(
     check_member("src", src, members)
     sizes = check_sizes(sizes, members)
     device = tensor.device if isinstance(tensor, torch.Tensor) else DistributedManager().device
-    problem = _find_problem(tensor, sizes, dim, members) if members.rank == src else None
-    header = _describe(tensor, dim) if members.rank == src and problem is None else [-1] * (4 + MAX_NDIM)
+    header, problem = _NO_HEADER, None
+    if members.rank == src:
+        try:
+            header = _describe(tensor, sizes, dim, members)
+        except (TypeError, ValueError) as error:
+            problem = error  # raised below, when the others know that there is one
     dtype, needs_grad, axis, ndim, *shape = broadcast_numbers(header, src, members, control_device(members, device))
     if problem is not None:
         raise problem
@@ -85,24 +91,16 @@ def _onto_graph(empty: torch.Tensor, given: torch.Tensor | None) -> torch.Tensor
     return empty + given.reshape(-1)[:0].abs().sum().to(empty.dtype)
 
 
-def _find_problem(tensor: torch.Tensor | None, sizes: list[int], dim: int, group: Group) -> Exception | None:
+def _describe(tensor: torch.Tensor | None, sizes: list[int], dim: int, group: Group) -> list[int]:
+    """Return what the receivers must know of the full tensor."""
     if tensor is None:
-        return ValueError("tensor must be a tensor on rank src, got None. Pass the full tensor there.")
-    try:
-        check_tensor(tensor, group)
-        axis = normalize_dim(dim, tensor.ndim)
-    except (TypeError, ValueError) as error:
-        return error
+        raise ValueError("tensor must be a tensor on rank src, got None. Pass the full tensor there.")
+    check_tensor(tensor, group)
+    axis = normalize_dim(dim, tensor.ndim)
     if tensor.shape[axis] != sum(sizes):
-        return ValueError(
+        raise ValueError(
             f"sizes must add up to the tensor's length {tensor.shape[axis]} along dim {dim}, got {sizes}. Correct them."
         )
-    return None
-
-
-def _describe(tensor: torch.Tensor | None, dim: int) -> list[int]:
-    if tensor is None:
-        raise TypeError("tensor must be a tensor on rank src, got None. Pass the full tensor there.")
     needs_grad = torch.is_grad_enabled() and tensor.requires_grad
     shape = [*tensor.shape, *[0] * (MAX_NDIM - tensor.ndim)]
-    return [DTYPES.index(tensor.dtype), int(needs_grad), normalize_dim(dim, tensor.ndim), tensor.ndim, *shape]
+    return [DTYPES.index(tensor.dtype), int(needs_grad), axis, tensor.ndim, *shape]
