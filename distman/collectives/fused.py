@@ -318,7 +318,7 @@ class _FusedAllReduce(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
         if not ctx.layout.is_sum:
-            raise NotImplementedError(
+            raise ValueError(
                 f"fused_all_reduce must sum or average to have a gradient, got {ctx.layout.operation}. "
                 "Detach its inputs."
             )

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from distman.control.barrier import wait_for_all
 from distman.control.failure import FailureNotice
-from distman.errors import PlanMismatchError, RankFailedError
+from distman.errors import BarrierTimeoutError, PlanMismatchError, RankFailedError
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -102,19 +102,26 @@ class Council:
 
         Raises:
             Exception: The given one, on the rank that brings one.
-            RankFailedError: On the other ranks: a rank failed.
+            RankFailedError: On the other ranks: a rank failed, or gave up waiting before this one came.
             BarrierTimeoutError: On every rank that came: some did not come in time; it names them.
         """
         if error is not None:
-            notice = FailureNotice.of(error, self.rank)
-            self.store.compare_set(f"{key}/failure", "", json.dumps(dataclasses.asdict(notice)))
-        self._wait(key)
+            self._tell(key, error)
+        try:
+            self._wait(key)
+        except BarrierTimeoutError as gave_up:
+            self._tell(key, gave_up)
+            raise
         found = json.loads(self.store.get(f"{key}/failure")) if self.store.check([f"{key}/failure"]) else None
         self._forget(key, "failure")
         if error is not None:
             raise error
         if found is not None:
             raise RankFailedError(**found)
+
+    def _tell(self, key: str, error: Exception) -> None:
+        notice = json.dumps(dataclasses.asdict(FailureNotice.of(error, self.rank)))
+        self.store.compare_set(f"{key}/failure", "", notice)
 
     def _wait(self, key: str) -> None:
         wait_for_all(
