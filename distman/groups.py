@@ -122,10 +122,11 @@ class Groups:
             )
         use = next(self._uses.setdefault((name, ranks), itertools.count()))
         digest = hashlib.sha256(str(ranks).encode()).hexdigest()[:16]
-        key, store = f"{name} {digest} {use}", self._store()
-        if store is not None and self._job.rendezvous is not None and len(ranks) > 1:
-            self._council(store, ranks, self._job.limits.rendezvous).settle(f"the first use of group {key}", None)
-        self._made[name] = self._make(name, ranks, key, store)
+        key = f"{name} {digest} {use}"
+        step = f"the first use of group {key}"
+        if self._job.rendezvous is not None and len(ranks) > 1:
+            self._council(self._job.rendezvous.store, ranks, self._job.limits.rendezvous).settle(step, None)
+        self._made[name] = self._make(name, ranks, key, self._store(f"{step}/failure"))
         return self._made[name]
 
     def ranks(self, name: str) -> tuple[int, ...]:
@@ -352,9 +353,7 @@ class Groups:
 
     def _make_all(self, plan: Plan, number: int) -> tuple[dict[str, Group], Exception | None]:
         made: dict[str, Group] = {}
-        store = self._store()
-        if store is not None and self._is_pure_gloo:
-            store = WatchedStore(store, f"groups {number} made/failure", self._job.limits.rendezvous)
+        store = self._store(f"groups {number} made/failure")
         try:
             for name, partition in plan.partitions.items():
                 ranks = partition.block_of(self._job.peer.rank)
@@ -370,11 +369,15 @@ class Groups:
         """Whether no backend uses the store from threads of its own, where a store of Python's would be in the way."""
         return {part.rpartition(":")[2] for part in (self._job.backend or "").split(",")} == {"gloo"}
 
-    def _store(self) -> dist.Store | None:
-        """Return the store over which members of a new group find each other; None on one process."""
-        if self._job.rendezvous is not None:
-            return self._job.rendezvous.store
-        return _get_default_store() if self._job.backend is not None else None
+    def _store(self, failure_key: str) -> dist.Store | None:
+        """Return the store over which members of a new group find each other; None on one process.
+
+        Over gloo alone they wait there no longer than the rendezvous may take, or until the key is set.
+        """
+        if self._job.rendezvous is None:
+            return _get_default_store() if self._job.backend is not None else None
+        store = self._job.rendezvous.store
+        return WatchedStore(store, failure_key, self._job.limits.rendezvous) if self._is_pure_gloo else store
 
     def _make(self, name: str, ranks: tuple[int, ...], key: str, store: dist.Store | None) -> Group:
         """Make one group; only its members take part."""
