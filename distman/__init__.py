@@ -29,6 +29,14 @@ from distman.errors import (
 from distman.topology import ProcessGroupConfig, ProcessGroupNode, split_sizes
 
 if TYPE_CHECKING:
+    from distman.decorators import (
+        local_rank_zero_first,
+        on_local_rank,
+        on_rank,
+        parallel_on_all_devices,
+        rank_zero_first,
+        rank_zero_only,
+    )
     from distman.device import pick_device, resolve_device
     from distman.manager import DistributedManager, initialize_ddp
     from distman.rendezvous.peers import Peer
@@ -49,7 +57,13 @@ __all__ = [
     "explain",
     "initialize_ddp",
     "is_env_distributed",
+    "local_rank_zero_first",
+    "on_local_rank",
+    "on_rank",
+    "parallel_on_all_devices",
     "pick_device",
+    "rank_zero_first",
+    "rank_zero_only",
     "resolve_device",
     "should_use_distributed",
     "split_sizes",
@@ -59,6 +73,12 @@ _NEEDS_TORCH = {
     "DistributedManager": "distman.manager",
     "Peer": "distman.rendezvous.peers",
     "initialize_ddp": "distman.manager",
+    "local_rank_zero_first": "distman.decorators",
+    "on_local_rank": "distman.decorators",
+    "on_rank": "distman.decorators",
+    "parallel_on_all_devices": "distman.decorators",
+    "rank_zero_first": "distman.decorators",
+    "rank_zero_only": "distman.decorators",
     "pick_device": "distman.device",
     "resolve_device": "distman.device",
 }

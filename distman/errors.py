@@ -8,7 +8,7 @@
      ├── RendezvousError          ranks missing, double, unlike, or the address not reachable
      ├── UndefinedGroupError      no group or mesh axis of that name
      ├── PlanMismatchError        ranks ask for different groups, collectives, keys or shapes
-     ├── RankFailedError          another rank raised; carries rank, host, type, text, traceback
+     ├── RankFailedError          another rank raised, died or left; carries rank, host, type, text, traceback
      └── BarrierTimeoutError      names the ranks that did not come to a barrier
 
 Wrong arguments are ``ValueError`` or ``TypeError``. Messages read
@@ -58,15 +58,16 @@ class PlanMismatchError(DistmanError):
 
 
 class RankFailedError(DistmanError):
-    """Another rank raised.
+    """Another rank raised, or ended without a word.
 
     Attributes:
-        rank: The rank that raised, in the world.
+        rank: The rank that failed, in the world.
         host: Its host name.
         pid: Its process id on that host.
-        error_type: Name of the type that was raised there, such as ``"ValueError"``.
-        error_text: Text of that error.
-        traceback_text: The traceback as that rank printed it.
+        error_type: Name of the type that was raised there, such as ``"ValueError"``; of a rank that did not raise,
+            ``"died"``, ``"left"`` or ``"silent"``.
+        error_text: Text of that error, or what is known.
+        traceback_text: The traceback as that rank printed it; empty if it did not raise.
     """
 
     def __init__(
@@ -78,9 +79,11 @@ class RankFailedError(DistmanError):
         self.error_type = error_type
         self.error_text = error_text
         self.traceback_text = traceback_text
+        who = f"rank {rank} ({host}, pid {pid})"
         super().__init__(
-            f"rank {rank} ({host}, pid {pid}) raised {error_type}: {error_text}\n\n"
-            f"Its traceback:\n{traceback_text.rstrip()}"
+            f"{who} raised {error_type}: {error_text}\n\nIts traceback:\n{traceback_text.rstrip()}"
+            if traceback_text
+            else f"{who}{error_text if error_text.startswith(',') else f' {error_text}'}"
         )
 
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from distman.control.turn import Turns
 from distman.errors import undefined_group
 from distman.groups import Group, Groups
 from distman.job import Job
@@ -323,6 +324,18 @@ class GroupQueries:
             ValueError: This rank is no member of it.
         """
         return self._group(group) if group is None or isinstance(group, str) else self._groups.of(group)
+
+    @property
+    def node_turns(self) -> Turns | None:
+        """What some ranks of this host do while its others wait; None where there is nobody to wait."""
+        return self._groups.node_turns
+
+    def ranks_with_local_rank(self, local_rank: int) -> list[int]:
+        """Return the ranks that have this local rank, one of each host that has it.
+
+        Local.
+        """
+        return self._groups.by_local_rank.get(local_rank, [])
 
     def destroy_group(self, name: str) -> None:
         """Destroy the groups of a name.

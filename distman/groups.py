@@ -24,8 +24,9 @@ from torch.distributed.distributed_c10d import (
 )
 
 from distman.control.agreement import Council
-from distman.control.call_site import call_site
+from distman.control.turn import Turns
 from distman.control.watched_store import GaveUpError, WatchedStore
+from distman.control.whereabouts import call_site
 from distman.errors import DistmanError, undefined_group
 from distman.job import Job
 from distman.log import logger
@@ -47,6 +48,7 @@ class Group:
         reference: Weak, to the process group: torch owns it, and the connections close when torch lets go.
         device_types: Types of devices whose tensors it carries; empty without a process group.
         council: Its members over the store; None where there is nobody to talk to.
+        turns: What some of its members do while the others wait; None where there is nobody to wait.
         calls: Numbers of the collectives to come, as far as they are compared.
         store: The store under the process group where that is Python's: it must live as long.
     """
@@ -57,6 +59,7 @@ class Group:
     reference: Callable[[], dist.ProcessGroup | None]
     device_types: tuple[str, ...] = ()
     council: Council | None = None
+    turns: Turns | None = None
     calls: Iterator[int] = field(default_factory=itertools.count)
     store: dist.Store | None = None
 
@@ -124,8 +127,9 @@ class Groups:
         digest = hashlib.sha256(str(ranks).encode()).hexdigest()[:16]
         key = f"{name} {digest} {use}"
         step = f"the first use of group {key}"
-        if self._job.rendezvous is not None and len(ranks) > 1:
-            self._council(self._job.rendezvous.store, ranks, self._job.limits.rendezvous).settle(step, None)
+        council = self._council(ranks, self._job.limits.rendezvous)
+        if council is not None and len(ranks) > 1:
+            council.settle(step, None)
         self._made[name] = self._make(name, ranks, key, self._store(f"{step}/failure"))
         return self._made[name]
 
@@ -196,6 +200,23 @@ class Groups:
             self._seen[process_group] = self._group("", ranks, process_group)
         return self._seen[process_group]
 
+    @functools.cached_property
+    def node_turns(self) -> Turns | None:
+        """What some ranks of this host do while its others wait; None where there is nobody to wait."""
+        ranks = self.ranks("node")
+        if self._job.rendezvous is None or len(ranks) == 1:
+            return None
+        circle = self._job.circle(ranks, dist.PrefixStore(f"node {ranks[0]}", self._job.rendezvous.store))
+        return Turns(circle, "turn") if circle is not None else None
+
+    @functools.cached_property
+    def by_local_rank(self) -> dict[int, list[int]]:
+        """The ranks that have each local rank, one of each host that has it."""
+        ranks_of: dict[int, list[int]] = {}
+        for peer in self._job.roll_call:
+            ranks_of.setdefault(peer.local_rank, []).append(peer.rank)
+        return ranks_of
+
     def plan_only(self, name: str, partition: Partition) -> None:
         """Give a partition a name; its groups are made by their members when they are first used.
 
@@ -231,9 +252,7 @@ class Groups:
             RankFailedError: On every other rank: a rank could not make its groups.
             BarrierTimeoutError: On every rank that came: some did not come in time; it names them.
         """
-        job, council = self._job, None
-        if job.rendezvous is not None:
-            council = self._council(job.rendezvous.store, range(job.world_size), job.limits.rendezvous)
+        council = self._council(range(self._job.world_size), self._job.limits.rendezvous)
         number = next(self._numbers)
         plan = self._agree(make_plan, world_name, council, f"groups {number}")
         made, error = self._make_all(plan, number)
@@ -328,9 +347,9 @@ class Groups:
             self.plan_only(name, partition)
         return name
 
-    def _council(self, store: dist.Store, ranks: Sequence[int], timeout: float) -> Council:
-        peers, rank = self._job.roll_call, ranks.index(self._job.peer.rank)
-        return Council(store, rank, len(ranks), timeout, lambda index: str(peers[ranks[index]]))
+    def _council(self, ranks: Sequence[int], timeout: float, store: dist.Store | None = None) -> Council | None:
+        circle = self._job.circle(ranks, store)
+        return Council(circle, timeout) if circle is not None else None
 
     @functools.cached_property
     def _ready_made(self) -> dict[str, Partition]:
@@ -402,10 +421,11 @@ class Groups:
         council = None
         if process_group is not None and len(ranks) > 1 and self._job.rendezvous is not None:
             store = dist.PrefixStore(f"group {process_group.group_name}", self._job.rendezvous.store)
-            council = self._council(store, ranks, self._job.limits.collective)
+            council = self._council(ranks, self._job.limits.collective, store)
         types = {device.type for device in process_group._device_types} if process_group is not None else ()
         reference = weakref.ref(process_group) if process_group is not None else lambda: None
-        return Group(name, ranks, ranks.index(self._job.peer.rank), reference, tuple(sorted(types)), council)
+        turns = Turns(council.circle, "turn") if council is not None else None
+        return Group(name, ranks, ranks.index(self._job.peer.rank), reference, tuple(sorted(types)), council, turns)
 
     def _warn_of_crossing(self, made: dict[str, Group]) -> None:
         """Warn where a group crosses hosts though one has room for it, and no group as large stays on one."""

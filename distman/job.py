@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import itertools
 import os
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
 
@@ -17,6 +18,10 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store, _world
 
 from distman.control import failure
+from distman.control.circle import Circle
+from distman.control.ending import end_job_after
+from distman.control.report import JobReporter
+from distman.control.watcher import Post, Watcher, WatchLimits, interval
 from distman.device import backend_for, pick_device, resolve_device
 from distman.environments import LaunchEnvironment
 from distman.errors import DistmanError, RankFailedError, RendezvousError
@@ -25,9 +30,10 @@ from distman.rendezvous.join import Rendezvous, join, meet_at, sign_in_of
 from distman.rendezvous.peers import Peer, Peers, SignIn, complete
 from distman.rendezvous.store import JobStore
 
-__all__ = ["DeviceWish", "Job", "Limits", "adopt", "leave", "let_gloo_rest", "start"]
+__all__ = ["DeviceWish", "Job", "Limits", "adopt", "leave", "let_gloo_rest", "start", "watch"]
 
 _START_PATIENCE = 10.0
+_FAREWELL_PATIENCE = 1.0
 _PAUSE = 0.005
 _GLOO_THREADS = "pt_gloo"
 _REST_PATIENCE = 1.0
@@ -86,6 +92,7 @@ class Job:
         backend: Backend of the process group; None where there is none.
         limits: How long to wait.
         roll_call: All ranks, in rank order.
+        environment: What the launcher said.
         rendezvous: Where the ranks met; None on one process without a group.
         is_adopted: Whether other code made the process group.
         barriers: Numbers of the barriers to come.
@@ -97,9 +104,32 @@ class Job:
     backend: str | None
     limits: Limits
     roll_call: Peers
+    environment: LaunchEnvironment
     rendezvous: Rendezvous | None = None
     is_adopted: bool = False
     barriers: Iterator[int] = dataclasses.field(default_factory=itertools.count)
+
+    def circle(self, ranks: Sequence[int] | None = None, store: dist.Store | None = None) -> Circle | None:
+        """Return ranks that talk over the store of the job; None on one process without a group.
+
+        Local.
+
+        Args:
+            ranks: Their ranks in the world, this one among them; None is all.
+            store: The part of the store that belongs to them; None is that of the job.
+        """
+        if self.rendezvous is None:
+            return None
+        ranks = range(self.world_size) if ranks is None else ranks
+        job_store = self.rendezvous.store
+        return Circle(job_store, store or job_store, ranks.index(self.peer.rank), ranks, self.roll_call)
+
+    def end_after(self, error: BaseException) -> None:
+        """Make the launcher end the job once this process ends, where it would not do so by itself.
+
+        Local.
+        """
+        _end_job(self.environment, error)
 
 
 def start(environment: LaunchEnvironment, backend: str | None, wish: DeviceWish, limits: Limits) -> Job:
@@ -116,7 +146,7 @@ def start(environment: LaunchEnvironment, backend: str | None, wish: DeviceWish,
     try:
         rendezvous = join(environment, os.environ, device=wish.device, backend=backend, timeout=limits.rendezvous)
     except (RendezvousError, RankFailedError):
-        failure.set_reporter(_Ending(environment))  # the others know: nobody needs to be told
+        failure.set_reporter(functools.partial(_end_job, environment))  # the others know: nobody needs to be told
         raise
     peer = rendezvous.peers[environment.rank]
     device = torch.device(peer.device)
@@ -128,6 +158,7 @@ def start(environment: LaunchEnvironment, backend: str | None, wish: DeviceWish,
         limits=limits,
         roll_call=rendezvous.peers,
         rendezvous=rendezvous,
+        environment=environment,
     )
     try:
         _make_process_group(job, rendezvous.store)
@@ -136,7 +167,7 @@ def start(environment: LaunchEnvironment, backend: str | None, wish: DeviceWish,
     except BaseException:
         rendezvous.job_store.close()
         raise
-    failure.set_reporter(_reporter(job, rendezvous, environment))
+    failure.set_reporter(_reporter(job, rendezvous))
     return job
 
 
@@ -151,14 +182,14 @@ def adopt(environment: LaunchEnvironment, wish: DeviceWish, limits: Limits) -> J
     rank, world_size = dist.get_rank(), dist.get_world_size()
     if environment.launcher == "single" or (environment.rank, environment.world_size) != (rank, world_size):
         environment = LaunchEnvironment("env", rank, world_size)
-    failure.set_reporter(_Ending(environment))  # nobody waits at a door: the ranks have met
+    failure.set_reporter(functools.partial(_end_job, environment))  # nobody waits at a door: the ranks have met
     backend = dist.get_backend_config()
     device = wish.device or (None if "nccl" in backend else torch.device("cpu"))
     me = sign_in_of(environment, os.environ, device=device, backend=backend)
     rendezvous = None if dist.get_backend() == "fake" else _meet_in_group(me, limits)
     peers = rendezvous.peers if rendezvous else complete([me])
     peer = next(peer for peer in peers if peer.rank == rank)
-    return Job(
+    job = Job(
         peer=peer,
         world_size=world_size,
         device=torch.device(peer.device),
@@ -167,24 +198,69 @@ def adopt(environment: LaunchEnvironment, wish: DeviceWish, limits: Limits) -> J
         roll_call=peers,
         rendezvous=rendezvous,
         is_adopted=True,
+        environment=environment,
     )
+    if rendezvous is not None:
+        failure.set_reporter(_reporter(job, rendezvous))
+    return job
 
 
-def leave(job: Job) -> None:
-    """Destroy the process group, unless other code made it, and close the store.
+def watch(job: Job, limits: WatchLimits) -> Watcher | None:
+    """Begin to watch the other ranks; return None where there are none.
 
-    Local. Who serves the store waits for ranks that are still starting, some seconds at most: they need it.
+    Local.
     """
-    if job.rendezvous is None or job.is_adopted:
+    if job.rendezvous is None or job.world_size == 1:
+        return None
+    post = Post(
+        store=job.rendezvous.store,
+        url=job.rendezvous.job_store.url,
+        keeper=job.rendezvous.job_store.keeper,
+        rank=job.peer.rank,
+        peers=job.roll_call,
+        is_one_host=job.peer.num_nodes == 1,
+    )
+    watcher = Watcher(post, limits, job.end_after)
+    watcher.start()
+    return watcher
+
+
+def leave(job: Job, watcher: Watcher | None) -> None:
+    """Tell the others, destroy the process group, unless other code made it, and close the store.
+
+    Local. Who serves the store waits for ranks that are still starting, some seconds at most: they need it; and
+    until the others' watchers have let go of it.
+    """
+    if job.rendezvous is None:
         return
-    if job.rendezvous.job_store.is_host:
-        until = time.monotonic() + _START_PATIENCE
-        while job.rendezvous.store.add("started", 0) < job.world_size and time.monotonic() < until:
-            time.sleep(_PAUSE)
+    with contextlib.suppress(dist.DistError):  # who served the store may have gone before
+        _say_farewell(job, job.rendezvous.store, watcher)
+    if job.is_adopted:
+        return
     if dist.is_initialized():
         dist.destroy_process_group()
     let_gloo_rest()
     job.rendezvous.job_store.close()
+
+
+def _say_farewell(job: Job, store: dist.Store, watcher: Watcher | None) -> None:
+    store.set(f"left/{job.peer.rank}", "yes")
+    store.add("left", 1)
+    if watcher is None or not watcher.has_let_go:
+        store.add("gone", 1)
+    if job.rendezvous is None or not job.rendezvous.job_store.is_host or job.is_adopted:
+        return
+    _wait_for_all_at(store, "started", job.world_size, _START_PATIENCE)
+    if watcher is not None:
+        store.set("closing", "yes")
+        store.add("news", 1)
+        _wait_for_all_at(store, "gone", job.world_size, _FAREWELL_PATIENCE + 2 * interval(job.world_size))
+
+
+def _wait_for_all_at(store: dist.Store, counter: str, world_size: int, patience: float) -> None:
+    until = time.monotonic() + patience
+    while store.add(counter, 0) < world_size and time.monotonic() < until:
+        time.sleep(_PAUSE)
 
 
 def let_gloo_rest() -> None:
@@ -214,7 +290,7 @@ def _lone_job(environment: LaunchEnvironment, wish: DeviceWish, limits: Limits) 
     failure.set_reporter(None)  # no other rank has to hear of a failure
     device = wish.device or pick_device()
     peers = complete([sign_in_of(environment, os.environ, device=device, backend=None)])
-    return Job(peers[0], 1, device, None, limits, peers)
+    return Job(peers[0], 1, device, None, limits, peers, environment)
 
 
 def _make_process_group(job: Job, store: dist.Store) -> None:
@@ -247,9 +323,9 @@ def _meet_in_group(me: SignIn, limits: Limits) -> Rendezvous:
     return Rendezvous(job_store, store, peers)
 
 
-def _reporter(job: Job, rendezvous: Rendezvous, environment: LaunchEnvironment) -> failure.JobReporter:
+def _reporter(job: Job, rendezvous: Rendezvous) -> JobReporter:
     job_store = rendezvous.job_store
-    return failure.JobReporter(
+    return JobReporter(
         rank=job.peer.rank,
         num_others=job.world_size - 1,
         store=rendezvous.store,
@@ -257,19 +333,10 @@ def _reporter(job: Job, rendezvous: Rendezvous, environment: LaunchEnvironment) 
         is_host=job_store.is_host,
         is_store_there=job_store.is_there,
         leave_group=dist.destroy_process_group,
-        end_job=_Ending(environment),
+        end_job=job.end_after,
     )
 
 
-@dataclasses.dataclass(frozen=True)
-class _Ending:
-    """Makes the launcher end the whole job once this process ends, where it would not do so by itself."""
-
-    environment: LaunchEnvironment
-
-    def __call__(self, error: BaseException | None = None) -> None:
-        del error
-        if self.environment.world_size == 1 or mpi.abort_at_exit():
-            return
-        if self.environment.launcher in failure.DEAF_TO_EXIT_CODES:
-            failure.end_job_at_exit()
+def _end_job(environment: LaunchEnvironment, error: BaseException) -> None:
+    if environment.world_size > 1 and not mpi.abort_at_exit():
+        end_job_after(error, environment)

@@ -18,19 +18,26 @@ from torch.nn.parallel import DistributedDataParallel
 from distman import log
 from distman.control import failure
 from distman.control.barrier import wait_for_all
+from distman.control.collective import Meeting
+from distman.control.stop import StopAgreement
+from distman.control.watcher import Watcher, WatchLimits
+from distman.control.whereabouts import check_all_run_here
 from distman.device import backend_for, pick_device
 from distman.environments import LaunchEnvironment, detect
 from distman.environments.base import read_flag
 from distman.errors import NotInitializedError
 from distman.group_queries import GroupQueries
 from distman.groups import Groups
-from distman.job import DeviceWish, Limits, adopt, leave, let_gloo_rest, start
+from distman.job import DeviceWish, Limits, adopt, leave, let_gloo_rest, start, watch
 from distman.rendezvous.peers import Peers
 
 __all__ = ["DistributedManager", "initialize_ddp"]
 
 _TIMEOUT = ("DISTMAN_TIMEOUT", 3600.0)
 _RENDEZVOUS_TIMEOUT = ("DISTMAN_RENDEZVOUS_TIMEOUT", 300.0)
+_SILENCE_TIMEOUT = ("DISTMAN_SILENCE_TIMEOUT", 300.0)
+_HANG_TIMEOUT = "DISTMAN_HANG_TIMEOUT"
+_WATCH = "DISTMAN_WATCH"
 _FIND_UNUSED = "DDP_FIND_UNUSED_PARAMETERS"
 _SINGLE = LaunchEnvironment("single", rank=0, world_size=1)
 
@@ -46,6 +53,8 @@ class DistributedManager(GroupQueries):
 
     _shared_state: ClassVar[dict[str, Any]] = {}
 
+    _watcher: Watcher | None
+    _stop: StopAgreement
     _broadcast_buffers: bool
     _find_unused_parameters: bool
 
@@ -100,6 +109,7 @@ class DistributedManager(GroupQueries):
             log.logger.warning("DistributedManager is already initialized: this call changes nothing")
             return cls()
         limits = Limits(_seconds(timeout, *_TIMEOUT), _seconds(rendezvous_timeout, *_RENDEZVOUS_TIMEOUT))
+        watch_limits = _watch_limits()
         wish = DeviceWish.of(device)
         find_unused = read_flag(os.environ, _FIND_UNUSED)
         if dist.is_initialized():
@@ -109,6 +119,8 @@ class DistributedManager(GroupQueries):
         cls._shared_state.update(
             _job=job,
             _groups=Groups(job),
+            _watcher=watch(job, watch_limits) if watch_limits is not None else None,
+            _stop=StopAgreement(job.circle()),
             _mesh=None,
             _broadcast_buffers=False,
             _find_unused_parameters=find_unused,
@@ -139,15 +151,20 @@ class DistributedManager(GroupQueries):
         """
         if not cls.is_initialized():
             return
-        job, groups = cls()._job, cls()._groups
+        job, groups, watcher = cls()._job, cls()._groups, cls()._watcher
         if barrier and job.backend:
             cls().barrier("cleanup")
+        cls()._stop.restore()
         cls._shared_state.clear()
         atexit.unregister(cls._cleanup_at_exit)
         failure.set_reporter(None)
         log.set_rank(None)
+        if watcher is not None:
+            watcher.stop()
         groups.close()
-        leave(job)
+        leave(job, watcher)
+        if watcher is not None:
+            watcher.close(farewell=True)
 
     @classmethod
     def _cleanup_at_exit(cls, pid: int) -> None:
@@ -155,6 +172,10 @@ class DistributedManager(GroupQueries):
         if os.getpid() != pid or not cls.is_initialized():
             return
         if failure.has_failed():
+            watcher = cls()._watcher
+            if watcher is not None:
+                watcher.stop()
+                watcher.close(farewell=False)
             let_gloo_rest()
         else:
             cls.cleanup()
@@ -266,20 +287,42 @@ class DistributedManager(GroupQueries):
             timeout: Seconds to wait; None takes the timeout of collectives.
 
         Raises:
-            BarrierTimeoutError: On every rank that came: some did not come in time; it names them.
+            BarrierTimeoutError: On every rank that came: some did not come in time; it names them, and where they
+                are.
+            RankFailedError: On every rank that came: another one failed, or left the job.
+            DistmanError: Called where only some ranks run.
         """
         job = self._job
-        if job.rendezvous is None:
-            return
-        key = f"barrier {next(job.barriers)}" + (f" {name!r}" if name else "")
-        wait_for_all(
-            job.rendezvous.store,
-            key,
-            rank=job.peer.rank,
-            world_size=job.world_size,
-            timeout=_seconds(timeout, "", job.limits.collective),
-            describe=lambda rank: str(job.roll_call[rank]),
-        )
+        circle = job.circle()
+        seconds = _seconds(timeout, "", job.limits.collective)
+        with Meeting(f"barrier {name!r}" if name else "barrier"):
+            check_all_run_here(range(job.world_size))
+            if circle is not None:
+                key = f"barrier {next(job.barriers)}" + (f" {name!r}" if name else "")
+                locate = self._watcher.locate if self._watcher is not None else None
+                wait_for_all(circle, key, timeout=seconds, locate=locate)
+
+    def request_stop(self) -> None:
+        """Ask all ranks to stop at the next step that :meth:`should_stop` agrees on.
+
+        Local. Any rank may call it, at any time, from any thread.
+        """
+        self._stop.request()
+
+    def should_stop(self, step: int) -> bool:
+        """Return whether to stop at this step: True on all ranks at the same step, once one was asked to.
+
+        Local: it waits for no other rank, and talks to the store about once a second. SIGTERM and SIGUSR1 ask for a
+        stop, as :meth:`request_stop` does, from the first call on; a handler that was there before is called too.
+
+        Args:
+            step: Number of the step, growing, and the same on all ranks.
+
+        Raises:
+            PlanMismatchError: The ranks ask at different steps.
+        """
+        self._stop.listen()
+        return self._stop.decide(step)
 
     def wrap_ddp(self, module: torch.nn.Module, **kwargs: Any) -> torch.nn.Module:
         """Return the module as a DistributedDataParallel on this rank's device, or unchanged on one process.
@@ -360,6 +403,14 @@ def _seconds(value: float | datetime.timedelta | None, variable: str, default: f
     if not 0 < seconds < threading.TIMEOUT_MAX:
         raise ValueError(f"a timeout must be a positive number of seconds, got {value} from {source}. Correct it.")
     return float(seconds)
+
+
+def _watch_limits() -> WatchLimits | None:
+    """Return the limits of the watcher; None where it is switched off."""
+    if not read_flag(os.environ, _WATCH, default=True):
+        return None
+    hang = _seconds(None, _HANG_TIMEOUT, 0.0) or None
+    return WatchLimits(silence=_seconds(None, *_SILENCE_TIMEOUT), hang=hang)
 
 
 def _number(text: str) -> float:

@@ -19,6 +19,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from distman.collectives.all_gather import AllGather
 from distman.collectives.border import GroupLike, check_call, normalize_dim, resolve_group, shard_sizes
 from distman.collectives.fused import all_reduce_sum
+from distman.control.collective import collective
 from distman.groups import Group
 from distman.topology import split_sizes
 
@@ -34,6 +35,7 @@ __all__ = [
 _handles: WeakIdKeyDictionary = WeakIdKeyDictionary()  # hook of each parameter that is marked as shared
 
 
+@collective
 def copy_to_parallel_region(input: torch.Tensor, group: GroupLike = None) -> torch.Tensor:
     """Use a replicated tensor on each rank of a region: as it is, with its gradient summed over the group.
 
@@ -52,6 +54,7 @@ def copy_to_parallel_region(input: torch.Tensor, group: GroupLike = None) -> tor
     return output
 
 
+@collective
 def reduce_from_parallel_region(input: torch.Tensor, group: GroupLike = None) -> torch.Tensor:
     """Add up the partial results of the ranks of a region; the gradient of the sum is each one's gradient.
 
@@ -70,6 +73,7 @@ def reduce_from_parallel_region(input: torch.Tensor, group: GroupLike = None) ->
     return output
 
 
+@collective
 def scatter_to_parallel_region(input: torch.Tensor, dim: int = -1, group: GroupLike = None) -> torch.Tensor:
     """Take this rank's slice of a replicated tensor, sized by :func:`distman.split_sizes`.
 
@@ -93,6 +97,7 @@ def scatter_to_parallel_region(input: torch.Tensor, dim: int = -1, group: GroupL
     return output
 
 
+@collective
 def gather_from_parallel_region(
     input: torch.Tensor,
     dim: int = -1,

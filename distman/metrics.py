@@ -8,11 +8,13 @@ import torch.distributed as dist
 from distman.collectives import debug
 from distman.collectives.border import GroupLike, check_member, resolve_group
 from distman.collectives.exchange import control_device
+from distman.control.collective import collective
 from distman.manager import DistributedManager
 
 __all__ = ["reduce_loss"]
 
 
+@collective
 def reduce_loss(
     loss: float | torch.Tensor, dst_rank: int = 0, mean: bool = True, *, group: GroupLike = None
 ) -> float | None:

@@ -6,6 +6,8 @@ import dataclasses
 import os
 
 from distman.control import failure
+from distman.control.ending import end_job_after
+from distman.control.notice import FailureNotice
 from distman.environments import detect
 from distman.errors import LaunchEnvironmentError
 from distman.rendezvous.early_failure import tell_waiting_ranks
@@ -28,7 +30,6 @@ def watch() -> None:
 
 def _tell(error: BaseException) -> None:
     environment = detect(os.environ).environment
-    if environment.launcher in failure.DEAF_TO_EXIT_CODES:
-        failure.end_job_at_exit()
-    notice = failure.FailureNotice.of(error, environment.rank)
+    end_job_after(error, environment)
+    notice = FailureNotice.of(error, environment.rank)
     tell_waiting_ranks(dataclasses.asdict(notice), os.environ)

@@ -658,7 +658,7 @@ def test_groups_of_other_code_are_not_kept_open():
 def test_decisions_leave_nothing_in_the_store(rank):
     manager = DistributedManager()
     store = manager._job.rendezvous.store
-    council = Council(store, rank, 3, 10.0, str)
+    council = Council(manager._job.circle(), 10.0)
     manager.barrier()
     dist.barrier()
     num_keys = store.num_keys()

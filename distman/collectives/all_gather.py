@@ -14,11 +14,13 @@ from distman.collectives.border import (
     shard_sizes,
 )
 from distman.collectives.exchange import exchange, sum_pieces
+from distman.control.collective import collective
 from distman.groups import Group
 
 __all__ = ["AllGather", "ReduceScatter", "all_gather_v"]
 
 
+@collective
 def all_gather_v(
     tensor: torch.Tensor,
     sizes: Sequence[int] | None = None,

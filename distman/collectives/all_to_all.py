@@ -16,6 +16,7 @@ from distman.collectives.border import (
     shard_sizes,
 )
 from distman.collectives.exchange import exchange
+from distman.control.collective import collective
 from distman.groups import Group
 from distman.topology import split_sizes
 
@@ -24,6 +25,7 @@ __all__ = ["AllToAll", "all_to_all_v", "distributed_transpose", "indexed_all_to_
 _INDEX_DTYPES = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
+@collective
 def all_to_all_v(
     tensor: torch.Tensor, sizes: Sequence[Sequence[int]], dim: int = 0, group: GroupLike = None
 ) -> torch.Tensor:
@@ -50,6 +52,7 @@ def all_to_all_v(
     return _send_slices(tensor, check_matrix(sizes, members), dim, members)
 
 
+@collective
 def indexed_all_to_all_v(
     tensor: torch.Tensor,
     indices: Sequence[torch.Tensor],
@@ -106,6 +109,7 @@ def indexed_all_to_all_v(
     return _send_slices(chosen, matrix, dim, members)
 
 
+@collective
 def distributed_transpose(
     tensor: torch.Tensor, dim0: int, dim1: int, group: GroupLike = None, *, sizes: Sequence[int] | None = None
 ) -> torch.Tensor:

@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from distman.collectives import debug
 from distman.collectives.exchange import all_gather_numbers, control_device
+from distman.control.whereabouts import check_all_run_here
 from distman.groups import Group
 from distman.manager import DistributedManager
 from distman.topology.partition import is_whole_number
@@ -46,8 +47,12 @@ def resolve_group(group: GroupLike) -> Group:
         NotInitializedError: The manager is not initialized.
         UndefinedGroupError: There is no group of that name.
         ValueError: This rank is no member of it.
+        DistmanError: Only some of its ranks run here.
     """
-    return DistributedManager().resolve_group(group)
+    members = DistributedManager().resolve_group(group)
+    if not torch.compiler.is_compiling():
+        check_all_run_here(members.ranks)
+    return members
 
 
 def check_call(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from distman.control.call_site import call_site
+from distman.control.whereabouts import call_site
 from distman.environments.base import read_flag
 from distman.groups import Group
 

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
+from distman.control.collective import collective
 from distman.groups import Group
 
 __all__ = ["all_gather_numbers", "broadcast_numbers", "control_device", "exchange", "sum_pieces"]
@@ -16,6 +17,7 @@ _connected: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
 _TAG = 0x646D  # keeps our messages from meeting sends and receives of the program
 
 
+@collective
 def exchange(sends: Sequence[torch.Tensor], receives: Sequence[torch.Tensor], group: Group) -> None:
     """Send the i-th tensor to the i-th rank of the group, and fill the i-th receive with what that rank sent.
 
@@ -92,6 +94,7 @@ def control_device(group: Group, device: torch.device) -> torch.device:
     return device if group.device_types and "cpu" not in group.device_types else torch.device("cpu")
 
 
+@collective
 def all_gather_numbers(numbers: Sequence[int], group: Group, device: torch.device) -> list[list[int]]:
     """Return what each rank of the group brought, in rank order.
 
@@ -111,6 +114,7 @@ def all_gather_numbers(numbers: Sequence[int], group: Group, device: torch.devic
     return rows
 
 
+@collective
 def broadcast_numbers(numbers: Sequence[int], src: int, group: Group, device: torch.device) -> list[int]:
     """Return the numbers of one rank of the group on all of them.
 

@@ -17,6 +17,7 @@ from distman.collectives import debug
 from distman.collectives.border import GroupLike, check_tensor, resolve_group
 from distman.collectives.objects import all_gather_objects
 from distman.collectives.structure import leaves, rebuild
+from distman.control.collective import collective
 from distman.errors import PlanMismatchError
 from distman.groups import Group
 from distman.manager import DistributedManager
@@ -37,6 +38,7 @@ _SIGNATURE_WORDS = 4
 _HEADER_WORDS = 1 + 2 * _SIGNATURE_WORDS
 
 
+@collective
 def fused_all_reduce(
     tensors: Any,
     *,
@@ -97,6 +99,7 @@ def fused_all_reduce(
     return rebuild(tensors, iter(_launch(values, layout, members)()))
 
 
+@collective
 def all_reduce_sum(tensor: torch.Tensor, group: Group, *, use_fp32: bool) -> torch.Tensor:
     """Return the sum of one tensor over a group, as a new tensor.
 

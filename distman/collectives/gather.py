@@ -15,11 +15,13 @@ from distman.collectives.border import (
     shard_sizes,
 )
 from distman.collectives.exchange import exchange
+from distman.control.collective import collective
 from distman.groups import Group
 
 __all__ = ["Gather", "Scatter", "gather_v"]
 
 
+@collective
 def gather_v(
     tensor: torch.Tensor,
     sizes: Sequence[int] | None = None,

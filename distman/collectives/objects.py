@@ -16,7 +16,8 @@ import torch.distributed as dist
 from distman.collectives import debug
 from distman.collectives.border import GroupLike, check_member, resolve_group
 from distman.collectives.exchange import all_gather_numbers, broadcast_numbers, control_device, exchange
-from distman.control.failure import FailureNotice
+from distman.control.collective import collective
+from distman.control.notice import FailureNotice
 from distman.errors import RankFailedError
 from distman.groups import Group
 from distman.manager import DistributedManager
@@ -27,6 +28,7 @@ T = TypeVar("T")
 _LARGE_BYTES = 65_536
 
 
+@collective
 def broadcast_data(data: T, src: int = 0, group: GroupLike = None) -> T:
     """Return one rank's data on all ranks of the group.
 
@@ -79,6 +81,7 @@ def broadcast_if_ddp(data: T, src: int = 0) -> T:
     return broadcast_data(data, src) if DistributedManager.is_initialized() else data
 
 
+@collective
 def gather_objects(data: T, dst: int = 0, group: GroupLike = None) -> list[T] | None:
     """Return the data of all ranks on one of them, in rank order.
 
@@ -104,6 +107,7 @@ def gather_objects(data: T, dst: int = 0, group: GroupLike = None) -> list[T] | 
     return _collect(data, members, [dst])
 
 
+@collective
 def all_gather_objects(data: T, group: GroupLike = None) -> list[T]:
     """Return the data of all ranks on all of them, in rank order.
 
@@ -266,7 +270,7 @@ def _raise_everywhere(error: Exception | None, group: Group, device: torch.devic
     if not failed:
         return
     notice = FailureNotice.of(error, group.ranks[group.rank]) if error is not None else None
-    text = json.dumps(dataclasses.asdict(notice)).encode() if notice is not None else b""
+    text = notice.to_json().encode() if notice is not None else b""
     (length,) = broadcast_numbers([len(text)], failed[0], group, device)
     message = _to_bytes(text, device) if group.rank == failed[0] else _room(length, device)
     dist.broadcast(message, group=group.process_group, group_src=failed[0])

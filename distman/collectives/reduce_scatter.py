@@ -8,10 +8,12 @@ import torch
 
 from distman.collectives.all_gather import ReduceScatter
 from distman.collectives.border import GroupLike, check_call, check_sizes, normalize_dim, resolve_group
+from distman.control.collective import collective
 
 __all__ = ["reduce_scatter_v"]
 
 
+@collective
 def reduce_scatter_v(
     tensor: torch.Tensor,
     sizes: Sequence[int],

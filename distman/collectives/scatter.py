@@ -19,6 +19,7 @@ from distman.collectives.border import (
 )
 from distman.collectives.exchange import broadcast_numbers, control_device
 from distman.collectives.gather import Scatter
+from distman.control.collective import collective
 from distman.groups import Group
 from distman.manager import DistributedManager
 
@@ -27,6 +28,7 @@ __all__ = ["scatter_v"]
 _NO_HEADER = [-1] * (4 + MAX_NDIM)
 
 
+@collective
 def scatter_v(
     tensor: torch.Tensor | None,
     sizes: Sequence[int],

@@ -4,36 +4,27 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
 
 from distman.control.barrier import wait_for_all
-from distman.control.failure import FailureNotice
-from distman.errors import BarrierTimeoutError, PlanMismatchError, RankFailedError
-
-if TYPE_CHECKING:
-    from torch.distributed import Store
+from distman.control.circle import Circle
+from distman.control.notice import FailureNotice
+from distman.errors import BarrierTimeoutError, PlanMismatchError
 
 __all__ = ["Council"]
 
 
 @dataclasses.dataclass(frozen=True)
 class Council:
-    """All ranks of a job, as they take decisions over its store.
+    """Some ranks of a job, as they take decisions over its store.
 
     Attributes:
-        store: The job's store.
-        rank: This process's rank.
-        world_size: Number of ranks.
+        circle: The ranks.
         timeout: Seconds to wait for the others.
-        describe: Says who a rank is, such as ``rank 2 (n1, pid 812)``.
     """
 
-    store: Store
-    rank: int
-    world_size: int
+    circle: Circle
     timeout: float
-    describe: Callable[[int], str]
 
     def agree(self, key: str, digest: str, text: str) -> None:
         """Go on only if all ranks bring the same digest.
@@ -49,12 +40,12 @@ class Council:
             PlanMismatchError: On every rank: two of them differ; it shows what both want.
             BarrierTimeoutError: On every rank that came: some did not come in time; it names them.
         """
-        mine = json.dumps({"rank": self.rank, "digest": digest, "text": text})
-        first = json.loads(self.store.compare_set(f"{key}/first", "", mine))
+        mine = json.dumps({"rank": self.circle.rank, "digest": digest, "text": text})
+        first = json.loads(self.circle.store.compare_set(f"{key}/first", "", mine))
         if first["digest"] != digest:
-            self.store.compare_set(f"{key}/other", "", mine)
+            self.circle.store.compare_set(f"{key}/other", "", mine)
         self._wait(key)
-        other = json.loads(self.store.get(f"{key}/other")) if self.store.check([f"{key}/other"]) else None
+        other = json.loads(self.circle.store.get(f"{key}/other")) if self.circle.store.check([f"{key}/other"]) else None
         self._forget(key, "first", "other")
         if other is not None:
             lower, higher = sorted((first, other), key=lambda said: int(said["rank"]))
@@ -77,14 +68,15 @@ class Council:
             PlanMismatchError: On every rank: something differs; a table shows each rank's values.
             BarrierTimeoutError: On every rank that came: some did not come in time; it names them.
         """
-        self.store.set(f"{key}/call {self.rank}", json.dumps([dict(mine), place]))
+        self.circle.store.set(f"{key}/call {self.circle.rank}", json.dumps([dict(mine), place]))
         self._wait(key)
-        keys = [f"{key}/call {rank}" for rank in range(self.world_size)]
-        calls = [json.loads(text) for text in self.store.multi_get(keys)]
-        self._forget(key, *(f"call {rank}" for rank in range(self.world_size)))
+        keys = [f"{key}/call {rank}" for rank in range(self.circle.size)]
+        calls = [json.loads(text) for text in self.circle.store.multi_get(keys)]
+        self._forget(key, *(f"call {rank}" for rank in range(self.circle.size)))
         if any(call != calls[0][0] for call, _ in calls):
+            who = self.circle.describe
             rows = [
-                f"  {self.describe(rank)}: {', '.join(f'{name} {value}' for name, value in call.items())}, at {where}"
+                f"  {who(rank)}: {', '.join(f'{name} {value}' for name, value in call.items())}, at {where}"
                 for rank, (call, where) in enumerate(calls)
             ]
             raise PlanMismatchError(
@@ -112,32 +104,27 @@ class Council:
         except BarrierTimeoutError as gave_up:
             self._tell(key, gave_up)
             raise
-        found = json.loads(self.store.get(f"{key}/failure")) if self.store.check([f"{key}/failure"]) else None
+        found = (
+            json.loads(self.circle.store.get(f"{key}/failure")) if self.circle.store.check([f"{key}/failure"]) else None
+        )
         self._forget(key, "failure")
         if error is not None:
             raise error
         if found is not None:
-            raise RankFailedError(**found)
+            raise FailureNotice(**found).to_error()
 
     def _tell(self, key: str, error: Exception) -> None:
-        notice = json.dumps(dataclasses.asdict(FailureNotice.of(error, self.rank)))
-        self.store.compare_set(f"{key}/failure", "", notice)
+        notice = FailureNotice.of(error, self.circle.ranks[self.circle.rank])
+        self.circle.store.compare_set(f"{key}/failure", "", notice.to_json())
 
     def _wait(self, key: str) -> None:
-        wait_for_all(
-            self.store,
-            key,
-            rank=self.rank,
-            world_size=self.world_size,
-            timeout=self.timeout,
-            describe=self.describe,
-        )
+        wait_for_all(self.circle, key, timeout=self.timeout)
 
     def _forget(self, key: str, *names: str) -> None:
         """Delete what was written, once all ranks have read it."""
-        if self.store.add(f"{key}/read", 1) == self.world_size:
+        if self.circle.store.add(f"{key}/read", 1) == self.circle.size:
             for name in (*names, "read"):
-                self.store.delete_key(f"{key}/{name}")
+                self.circle.store.delete_key(f"{key}/{name}")
 
     def _quote(self, said: dict[str, str]) -> str:
-        return f"{self.describe(int(said['rank']))} asks for\n{said['text']}"
+        return f"{self.circle.describe(int(said['rank']))} asks for\n{said['text']}"

@@ -2,62 +2,66 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
 
+from distman.control.circle import Circle
 from distman.errors import BarrierTimeoutError
-
-if TYPE_CHECKING:
-    from torch.distributed import Store
 
 __all__ = ["wait_for_all"]
 
-_FIRST_PAUSE = 0.0002
-_PAUSE_PER_RANK = 50e-6
-_SHORTEST_LIMIT = 0.005
-_LONGEST_LIMIT = 1.0
-
 
 def wait_for_all(
-    store: Store,
+    circle: Circle,
     key: str,
     *,
-    rank: int,
-    world_size: int,
-    timeout: float,
-    describe: Callable[[int], str],
+    timeout: float | None,
+    locate: Callable[[Sequence[int]], dict[int, str]] | None = None,
 ) -> None:
-    """Wait until every rank has called this with the same key.
+    """Wait until every rank of the circle has called this with the same key.
 
     Collective. Blocking. A key serves once; the last rank to leave deletes what the barrier wrote.
 
     Args:
-        store: The job's store.
-        key: Name of this barrier, the same on all ranks and never used before.
-        rank: This process's rank.
-        world_size: Number of ranks.
-        timeout: Seconds to wait for the others.
-        describe: Says who a rank is, such as ``rank 2 (n1, pid 812)``.
+        circle: The ranks.
+        key: Name of this barrier, the same on all of them and never used before.
+        timeout: Seconds to wait for the others; None waits as long as the job goes on.
+        locate: Finds out where ranks of the world are, as far as it can.
 
     Raises:
         BarrierTimeoutError: On every rank that came: some did not come within ``timeout`` seconds.
+        RankFailedError: See :meth:`distman.control.circle.Circle.wait_until`.
     """
-    store.set(f"{key}/{rank}", "here")
-    if store.add(f"{key}/count", 1) == world_size:
+    store = circle.store
+    store.set(f"{key}/{circle.rank}", "here")
+    if store.add(f"{key}/count", 1) == circle.size:
         store.set(f"{key}/open", "yes")
-    deadline = time.monotonic() + timeout
-    pause, longest = _FIRST_PAUSE, min(max(_SHORTEST_LIMIT, _PAUSE_PER_RANK * world_size), _LONGEST_LIMIT)
-    while not store.check([f"{key}/open"]):
-        if time.monotonic() > deadline:
-            missing = [other for other in range(world_size) if not store.check([f"{key}/{other}"])]
-            if missing:  # else the last one came while we looked
-                raise BarrierTimeoutError(
-                    f"all {world_size} ranks must come to {key} within {timeout:g} s, got none from "
-                    f"{', '.join(map(describe, missing))}. See what they do instead."
-                )
-        time.sleep(pause)
-        pause = min(1.5 * pause, longest)
-    if store.add(f"{key}/left", 1) == world_size:
-        for name in (*range(world_size), "count", "open", "left"):
+
+    def missing() -> list[int]:
+        return [index for index in range(circle.size) if not store.check([f"{key}/{index}"])]
+
+    def is_open() -> bool:
+        return bool(store.check([f"{key}/open"]))
+
+    while not circle.wait_until(is_open, place=key, awaited=missing, timeout=timeout):
+        absent = missing()
+        if absent:  # else the last one came while we looked
+            raise BarrierTimeoutError(_message(circle, key, timeout, absent, locate))
+    if store.add(f"{key}/left", 1) == circle.size:
+        for name in (*range(circle.size), "count", "open", "left"):
             store.delete_key(f"{key}/{name}")
+
+
+def _message(
+    circle: Circle,
+    key: str,
+    timeout: float | None,
+    absent: Sequence[int],
+    locate: Callable[[Sequence[int]], dict[int, str]] | None,
+) -> str:
+    ranks = [circle.ranks[index] for index in absent]
+    found = locate(ranks) if locate is not None else {}
+    named = [f"{circle.describe(i)}{f', {found[r]}' if r in found else ''}" for i, r in zip(absent, ranks, strict=True)]
+    return (
+        f"all {circle.size} ranks must come to {key} within {timeout or 0:g} s, got none from {'; '.join(named)}. "
+        "See what they do instead."
+    )

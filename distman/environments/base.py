@@ -91,12 +91,18 @@ def read_text(environ: Mapping[str, str], *names: str) -> str | None:
     return next((value for value in values if value), None)
 
 
-def read_flag(environ: Mapping[str, str], name: str) -> bool:
+def read_flag(environ: Mapping[str, str], name: str, *, default: bool = False) -> bool:
     """Return whether the variable ``name`` says yes: ``1``, ``true`` or ``yes``, in any case.
 
     Local.
+
+    Args:
+        environ: Environment variables, usually ``os.environ``; never modified.
+        name: Name of the variable.
+        default: The answer where it is not set.
     """
-    return (read_text(environ, name) or "").lower() in ("1", "true", "yes")
+    text = read_text(environ, name)
+    return default if text is None else text.lower() in ("1", "true", "yes")
 
 
 def read_index(environ: Mapping[str, str], *names: str) -> int | None:

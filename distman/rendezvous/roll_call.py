@@ -81,15 +81,16 @@ def call_roll(
 
 @dataclasses.dataclass(frozen=True)
 class _Verdict:
-    """What rank 0 found: the peers, or what is wrong."""
+    """What rank 0 found: the peers and who serves the store, or what is wrong."""
 
     peers: Peers = dataclasses.field(default_factory=lambda: Peers(()))
     error: str | None = None
     failure: dict[str, Any] | None = None
+    keeper: int | None = None
 
     def pack(self) -> bytes:
         """Return the verdict for the store: a line of JSON on what is wrong, then a line for each peer."""
-        wrong = json.dumps({"error": self.error, "failure": self.failure}).encode()
+        wrong = json.dumps({"error": self.error, "failure": self.failure, "keeper": self.keeper}).encode()
         return zlib.compress(b"\n".join([wrong, *self.peers.rows]), 1)
 
     @classmethod
@@ -113,6 +114,8 @@ class _Roll:
         self.has_waited = False
 
     def sign_in(self) -> None:
+        if self.job_store.is_host:
+            self.store.set("keeper", str(self.me.rank))
         place = self.store.add("arrivals", 1)
         self.store.set(f"arrival/{place}", json.dumps(vars(self.me)))
         if place >= self.me.world_size:
@@ -131,6 +134,7 @@ class _Roll:
     def accept(self, verdict: _Verdict) -> Peers:
         if verdict.failure is None and verdict.error is None:
             self._check_my_place(verdict.peers)
+            self.job_store.keeper = verdict.keeper
             return verdict.peers
         self._part()
         if verdict.failure is not None:
@@ -146,7 +150,10 @@ class _Roll:
             return _Verdict(error=self._with_missing(faults, arrived))
         if describe_missing(arrived, self.me.world_size, {}):
             return _Verdict(failure=json.loads(self.store.get("failure"))) if self.store.check(["failure"]) else None
-        return _Verdict(complete(arrived))
+        return _Verdict(complete(arrived), keeper=self._keeper())
+
+    def _keeper(self) -> int | None:
+        return int(self.store.get("keeper")) if self.store.check(["keeper"]) else None
 
     def _verdict(self) -> _Verdict | None:
         if not self.store.check(["event"]):

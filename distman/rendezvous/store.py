@@ -15,6 +15,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
+from distman.control.lifeline import own_addresses
 from distman.environments import LaunchEnvironment
 from distman.errors import RankFailedError, RendezvousError
 from distman.rendezvous import mpi
@@ -40,6 +41,7 @@ class JobStore:
         knocker: Asks at the job's door whether its store is still served; None where there is no door, or it
             is here.
         session: Name of this opening of the door; None where there is no door, or it is here.
+        keeper: The rank that serves the store, once the roll call has told; None where a launcher's agent does.
     """
 
     store: dist.Store
@@ -47,6 +49,7 @@ class JobStore:
     door: Door | None = None
     knocker: Callable[[], object] | None = None
     session: str | None = None
+    keeper: int | None = None
 
     @property
     def is_host(self) -> bool:
@@ -171,30 +174,13 @@ def tell_over_mpi(environment: LaunchEnvironment, job_id: str, timeout: float) -
         point = MeetingPoint(name, ("0.0.0.0",), (), "MPI", is_host=True)  # noqa: S104 - for all nodes
         opened.append(open_store(point, timeout))
         door = opened[0].door
-        return _own_addresses(), door.port if door else 0, name
+        return tuple(own_addresses()), door.port if door else 0, name
 
     addresses, port, name = mpi.broadcast_from_rank_zero(environment, open_here, timeout)
     if opened:
         return dataclasses.replace(opened[0], url=f"tcp://{addresses[0]}:{port}")
     point = MeetingPoint(name, addresses, (port,), "address and port from rank 0 over MPI", is_host=False)
     return join_store(point, timeout)
-
-
-def _own_addresses() -> tuple[str, ...]:
-    """Return names and addresses by which other hosts may reach this one, the likeliest first."""
-    host = socket.gethostname()
-    found = [host]
-    try:
-        found += [str(entry[4][0]) for entry in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)]
-    except socket.gaierror:
-        found.remove(host)
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect(("192.0.2.1", 9))  # sends nothing: it asks which address the way out has
-            found.append(probe.getsockname()[0])
-        except OSError:
-            found.append("127.0.0.1")
-    return tuple(dict.fromkeys(found))
 
 
 def _open_behind(listener: socket.socket, identity: Identity, point: MeetingPoint, timeout: float) -> JobStore:

@@ -108,6 +108,7 @@ def _worker_environ() -> dict[str, str]:
     """Return this process's environment without its launcher, without GPUs, and on the loopback interface."""
     kept = {name: value for name, value in os.environ.items() if not _says_launcher(name)}
     kept.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    kept.setdefault("DISTMAN_WATCH", "0")  # a worker outlives its tests, and is watched by the pytest process
     return {**kept, "CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": ""}
 
 

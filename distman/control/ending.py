@@ -1,0 +1,67 @@
+"""Making a launcher end the whole job where it would not do so by itself."""
+
+from __future__ import annotations
+
+import os
+import signal
+import stat
+import subprocess
+
+from distman.control import failure
+from distman.control.notice import SILENT
+from distman.environments import LaunchEnvironment
+from distman.errors import RankFailedError, RendezvousError
+
+__all__ = ["end_job_after"]
+
+_DEAF_TO_EXIT_CODES = ("hydra", "mvapich")
+_PMI_ABORT = b"cmd=abort exitcode=1\n"
+_NUM_CANCELLING = 2
+_PATIENCE = 10.0
+
+
+def end_job_after(error: BaseException, environment: LaunchEnvironment) -> None:
+    """Let the launcher end the whole job once this process ends because of an error, if it needs to be told.
+
+    Local. Hydra takes no notice of a rank that exits with an error. A plain ``srun`` waits for every task, for one
+    that is stopped or was never heard of too: then two ranks cancel the job step.
+
+    Args:
+        error: Why this process ends.
+        environment: What the launcher said.
+    """
+    if environment.world_size == 1:
+        return
+    if environment.launcher in _DEAF_TO_EXIT_CODES:
+        failure.end_job_at_exit(_abort)
+    elif environment.launcher == "slurm" and environment.rank < _NUM_CANCELLING and _leaves_a_task_behind(error):
+        failure.end_job_at_exit(_cancel_step)
+
+
+def _leaves_a_task_behind(error: BaseException) -> bool:
+    return isinstance(error, RendezvousError) or (isinstance(error, RankFailedError) and error.error_type == SILENT)
+
+
+def _abort() -> None:
+    """Tell a launcher over PMI to end the job, as ``MPI_Abort`` does; else die of a signal, which it notices.
+
+    Source:
+        PMI version 1, wire protocol, command ``abort``; the descriptor is handed over as ``PMI_FD``.
+    """
+    try:
+        descriptor = int(os.environ.get("PMI_FD", ""))
+        if stat.S_ISSOCK(os.fstat(descriptor).st_mode):
+            os.write(descriptor, _PMI_ABORT)
+            return
+    except (OSError, ValueError):
+        pass  # no PMI: the signal is what is left
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def _cancel_step() -> None:
+    step = f"{os.environ.get('SLURM_JOB_ID')}.{os.environ.get('SLURM_STEP_ID')}"
+    try:
+        subprocess.run(["scancel", "--quiet", step], check=False, timeout=_PATIENCE)  # noqa: S607 - where Slurm is, varies
+    except (OSError, subprocess.TimeoutExpired) as error:
+        failure.write(f"distman: a task of step {step} is left behind ({error}). End it: scancel {step}")

@@ -1,0 +1,92 @@
+"""Asking other ranks where they are: their watchers answer, whatever their main threads do."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from distman.control import whereabouts
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
+
+__all__ = ["Answer", "Inquiries"]
+
+_PAUSE = 0.01
+
+
+@dataclasses.dataclass(frozen=True)
+class Answer:
+    """Where a rank is.
+
+    Attributes:
+        waiting: What it waits in, or waited in last, in words; empty if it never did.
+        stacks: The stacks of its threads.
+    """
+
+    waiting: str
+    stacks: str
+
+    @classmethod
+    def here(cls) -> Answer:
+        """Return where this process is.
+
+        Local. Not for the main thread, whose stack is wanted.
+        """
+        return cls(whereabouts.describe_here(), whereabouts.stacks())
+
+
+@dataclasses.dataclass
+class Inquiries:
+    """The questions of a job, numbered.
+
+    Attributes:
+        store: The job's store.
+        rank: This process's rank.
+        num_seen: How many of the questions this rank has looked at.
+    """
+
+    store: Store
+    rank: int
+    num_seen: int = 0
+
+    def ask(self, ranks: Sequence[int], timeout: float) -> dict[int, Answer]:
+        """Return where these ranks are, as far as they answer.
+
+        Local. Blocking.
+
+        Args:
+            ranks: Whom to ask.
+            timeout: Seconds to wait for answers.
+        """
+        number = self.store.add("questions", 1)
+        self.store.set(f"question {number}", json.dumps(list(ranks)))
+        self.store.add("news", 1)
+        until = time.monotonic() + timeout
+        waiting = set(ranks)
+        answers: dict[int, Answer] = {}
+        while waiting and time.monotonic() < until:
+            time.sleep(_PAUSE)
+            for rank in sorted(waiting):
+                key = f"answer {number}/{rank}"
+                if self.store.check([key]):
+                    answers[rank] = Answer(**json.loads(self.store.get(key)))
+                    self.store.delete_key(key)
+                    waiting.discard(rank)
+        self.store.delete_key(f"question {number}")
+        return answers
+
+    def answer(self) -> None:
+        """Answer the questions that are new.
+
+        Local.
+        """
+        num_asked = self.store.add("questions", 0)
+        for number in range(self.num_seen + 1, num_asked + 1):
+            key = f"question {number}"
+            if self.store.check([key]) and self.rank in json.loads(self.store.get(key)):
+                self.store.set(f"answer {number}/{self.rank}", json.dumps(dataclasses.asdict(Answer.here())))
+        self.num_seen = num_asked

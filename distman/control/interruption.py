@@ -1,0 +1,102 @@
+"""Ending what the main thread does when another rank has failed: by an exception, or by the end of the process."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from types import FrameType
+from typing import Any
+
+from distman.control import failure
+from distman.control.notice import FailureNotice
+from distman.control.whereabouts import stacks
+
+__all__ = ["EXIT_CODE", "Interruption"]
+
+EXIT_CODE = 76
+"""Exit code of a process that another rank's failure found in code that cannot be interrupted.
+
+Source:
+    ``EX_PROTOCOL`` of sysexits.h: a remote error.
+"""
+
+_SIGNAL = signal.SIGURG  # ignored by default: harmless where it meets nobody
+_GRACE = 3.0
+
+
+class Interruption:
+    """Raises ``RankFailedError`` in the main thread from another thread.
+
+    A signal handler of Python's does it, so calls of the system that wait come back. Code of C or C++ that does not
+    return to the interpreter, such as a wait of gloo or CUDA, cannot be interrupted so: after some seconds the
+    process says why, and ends.
+
+    Args:
+        end_job: Makes the launcher end the job after an error, where it would not do so by itself.
+    """
+
+    def __init__(self, end_job: Callable[[BaseException], None]) -> None:
+        self._end_job = end_job
+        self._notice: FailureNotice | None = None
+        self._is_delivered = threading.Event()
+        self._is_awaited = False
+        self._previous: Callable[[int, FrameType | None], Any] | int | None = None
+        self._is_installed = threading.current_thread() is threading.main_thread()
+        if self._is_installed:
+            self._previous = signal.signal(_SIGNAL, self._handle)
+
+    @contextlib.contextmanager
+    def awaited(self) -> Iterator[None]:
+        """For the length of a ``with`` block, raise nothing: the main thread waits for the notice, and will see it.
+
+        Local.
+        """
+        self._is_awaited = threading.current_thread() is threading.main_thread()
+        try:
+            yield
+        finally:
+            self._is_awaited = False
+
+    def restore(self) -> None:
+        """Put the signal handler back that was there before.
+
+        Local.
+        """
+        if self._is_installed and threading.current_thread() is threading.main_thread():
+            signal.signal(_SIGNAL, self._previous if self._previous is not None else signal.SIG_DFL)
+        self._is_installed = False
+
+    def deliver(self, notice: FailureNotice, is_over: threading.Event) -> None:
+        """Make the main thread raise the notice, or end the process.
+
+        Local. Blocking. Not for the main thread.
+
+        Args:
+            notice: What happened.
+            is_over: Set when the job is being left, so that nothing has to be interrupted.
+        """
+        self._notice = notice
+        main = threading.main_thread().ident
+        if self._is_installed and main is not None:
+            with contextlib.suppress(ProcessLookupError):
+                signal.pthread_kill(main, _SIGNAL)
+        if self._is_delivered.wait(_GRACE) or is_over.is_set() or failure.has_failed():
+            return
+        self._exit(notice)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        notice, self._notice = self._notice, None
+        if notice is not None:
+            self._is_delivered.set()
+            if not failure.has_failed() and not self._is_awaited:
+                raise notice.to_error()
+        elif callable(self._previous):
+            self._previous(number, frame)
+
+    def _exit(self, notice: FailureNotice) -> None:
+        text = f"distman: {notice.to_error()}\n\nThis process could not be interrupted:\n{stacks()}"
+        failure.write(text)
+        self._end_job(notice.to_error())
+        failure.exit_now(EXIT_CODE)

@@ -1,0 +1,194 @@
+"""A connection from each rank to the next one: it breaks when that process ends, whatever ended it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import selectors
+import socket
+import weakref
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from distman.control.notice import Place
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
+
+__all__ = ["Lifeline", "own_addresses"]
+
+_FAREWELL = b"bye"
+_PATIENCE = 2.0
+_KEEP_ALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 4}
+_BACKLOG = 8
+
+_lifelines: weakref.WeakSet[Lifeline] = weakref.WeakSet()
+
+
+class Lifeline:
+    """This rank's ends of the connections: one to the next rank, and those of ranks that watch over this one.
+
+    The system closes them when a process dies; one that leaves says farewell first. A host that is gone is found by
+    the system's keep-alive probes, in about 30 seconds.
+
+    Args:
+        store: The job's store, where the addresses are.
+        rank: This process's rank.
+        peers: All ranks, in rank order.
+        is_one_host: Whether all of them run on one host; then no other host can connect.
+    """
+
+    def __init__(self, store: Store, rank: int, peers: Sequence[Place], *, is_one_host: bool) -> None:
+        self._store = store
+        self._is_one_host = is_one_host
+        self._rank = rank
+        self._peers = peers
+        self._step = 1
+        self._connection: socket.socket | None = None
+        self._guests: list[socket.socket] = []
+        self._selector = selectors.DefaultSelector()
+        self._wake_end, self._woken_end = socket.socketpair()
+        self._woken_end.settimeout(0)
+        self._selector.register(self._woken_end, selectors.EVENT_READ)
+        self._listener = socket.create_server(("127.0.0.1" if is_one_host else "", 0), backlog=_BACKLOG)
+        self._listener.settimeout(0)
+        self._selector.register(self._listener, selectors.EVENT_READ)
+        addresses = ["127.0.0.1"] if is_one_host else own_addresses()
+        store.set(f"lifeline/{rank}", json.dumps([addresses, self._listener.getsockname()[1]]))
+        _lifelines.add(self)
+
+    @property
+    def watched(self) -> int | None:
+        """The rank that this one watches over; None where all others have left."""
+        rank = (self._rank + self._step) % len(self._peers)
+        return rank if rank != self._rank else None
+
+    def wake(self) -> None:
+        """End a wait under way in another thread.
+
+        Local.
+        """
+        with contextlib.suppress(OSError):
+            self._wake_end.send(b"!")
+
+    def wait(self, seconds: float) -> Place | None:
+        """Wait for so many seconds, and return the rank that died meanwhile, if one did.
+
+        Local. Blocking; :meth:`wake` ends it.
+        """
+        if self._connection is None and not self._connect() and self.watched is not None:
+            return self._peers[self.watched]
+        for key, _ in self._selector.select(seconds):
+            if key.fileobj is self._woken_end:
+                self._woken_end.recv(64)
+            elif key.fileobj is self._listener:
+                self._admit()
+            elif not self._is_farewell():
+                rank = self.watched
+                self._let_go()
+                return self._peers[rank] if rank is not None else None
+        return None
+
+    def close(self, *, farewell: bool) -> None:
+        """Close all connections.
+
+        Local.
+
+        Args:
+            farewell: Say that this process leaves of its own accord.
+        """
+        for guest in self._guests:
+            if farewell:
+                with contextlib.suppress(OSError):
+                    guest.send(_FAREWELL)
+            guest.close()
+        for end in (self._listener, self._wake_end, self._woken_end, *([self._connection] if self._connection else [])):
+            end.close()
+        self._selector.close()
+
+    def _connect(self) -> bool:
+        """Connect to the next rank, as soon as it says where; return False if it must be dead.
+
+        Where a network is between, a connection that fails says nothing: a firewall may be the reason.
+        """
+        rank = self.watched
+        if rank is None or not self._store.check([f"lifeline/{rank}"]):
+            return True
+        addresses, port = json.loads(self._store.get(f"lifeline/{rank}"))
+        for address in addresses:
+            with contextlib.suppress(OSError):
+                self._connection = socket.create_connection((address, port), timeout=_PATIENCE)
+                break
+        else:
+            has_left = bool(self._store.check([f"left/{rank}"]))
+            self._step += has_left
+            return has_left or not self._is_one_host
+        self._connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for option, value in _KEEP_ALIVE.items():
+            if hasattr(socket, option):
+                self._connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
+        self._connection.settimeout(0)
+        self._selector.register(self._connection, selectors.EVENT_READ)
+        return True
+
+    def _admit(self) -> None:
+        with contextlib.suppress(OSError):
+            guest, _ = self._listener.accept()
+            self._guests = [*self._guests[1 - _BACKLOG :], guest]
+
+    def _is_farewell(self) -> bool:
+        """Return whether the watched rank left of its own accord; then the one after it is watched."""
+        try:
+            said = self._connection.recv(len(_FAREWELL)) if self._connection is not None else _FAREWELL
+        except BlockingIOError:
+            return True
+        except OSError:
+            said = b""
+        if said == _FAREWELL:
+            self._let_go()
+            self._step += 1
+        return bool(said)
+
+    def _let_go(self) -> None:
+        if self._connection is not None:
+            self._selector.unregister(self._connection)
+            self._connection.close()
+            self._connection = None
+
+    def close_in_child(self) -> None:
+        """Close this process's copies of the connections after a fork: they must not outlive its parent.
+
+        Local.
+        """
+        for end in (self._listener, self._connection, *self._guests):
+            if end is not None:
+                end.close()
+
+
+def own_addresses() -> list[str]:
+    """Return names and addresses by which other hosts may reach this one, the likeliest first.
+
+    Local.
+    """
+    host = socket.gethostname()
+    found = [host]
+    try:
+        found += [str(entry[4][0]) for entry in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)]
+    except socket.gaierror:
+        found.remove(host)
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("192.0.2.1", 9))  # sends nothing: it asks which address the way out has
+            found.append(probe.getsockname()[0])
+        except OSError:
+            found.append("127.0.0.1")
+    return list(dict.fromkeys(found))
+
+
+def _close_all_in_child() -> None:
+    for lifeline in list(_lifelines):
+        lifeline.close_in_child()
+
+
+os.register_at_fork(after_in_child=_close_all_in_child)

@@ -1,0 +1,86 @@
+"""A rank of a running job that fails tells the others why it ends."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch.distributed as dist
+
+from distman.control import failure
+from distman.control.notice import FailureNotice
+from distman.control.watcher import failure_behind, interval
+from distman.errors import RankFailedError
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
+
+__all__ = ["JobReporter"]
+
+_FAREWELL = 1.5
+_PAUSE = 0.02
+
+
+@dataclasses.dataclass
+class JobReporter:
+    """Tells the other ranks of a running job, over its store, why this one ends.
+
+    The first rank that fails leaves its notice. The others, whose collectives break when it goes, print that
+    notice after their own traceback, so that the cause comes last. The rank that serves the store leaves its
+    process group, so that nobody waits for it, and stays for a moment until the others have read.
+
+    Attributes:
+        rank: This process's rank.
+        num_others: Number of ranks beside this one.
+        store: The job's store.
+        store_host: Who serves the store, for messages.
+        is_host: Whether this process serves it.
+        is_store_there: Tells whether the store still answers.
+        leave_group: Closes this process's connections to the others.
+        end_job: Makes the launcher end the job once this process ends, where it would not do so by itself.
+    """
+
+    rank: int
+    num_others: int
+    store: Store
+    store_host: str
+    is_host: bool
+    is_store_there: Callable[[], bool]
+    leave_group: Callable[[], None]
+    end_job: Callable[[BaseException], None]
+
+    def __call__(self, error: BaseException) -> None:
+        """Tell of an exception that nothing caught.
+
+        Local.
+        """
+        self.end_job(error)
+        cause = failure_behind(error)
+        try:
+            self._tell(error, cause)
+        except dist.DistError:
+            if cause is None and not isinstance(error, RankFailedError):
+                failure.write(f"distman: {self.store_host}, which served the job's store, is gone. See its error.")
+
+    def _tell(self, error: BaseException, cause: FailureNotice | None) -> None:
+        if cause is None and not self.is_store_there():
+            raise dist.DistNetworkError(self.store_host)
+        mine = cause or FailureNotice.of(error, self.rank)
+        first = mine.publish(self.store)
+        self.store.add("news", 1)
+        if first.rank != self.rank and not isinstance(error, RankFailedError | KeyboardInterrupt):
+            failure.write(f"distman: the job failed first elsewhere: {first.to_error()}")
+        self.store.add("failure_seen", 1)
+        if self.is_host:
+            self._stay_until_seen()
+
+    def _stay_until_seen(self) -> None:
+        leaving = threading.Thread(target=self.leave_group, daemon=True)
+        leaving.start()
+        leaving.join(_FAREWELL)
+        until = time.monotonic() + _FAREWELL + interval(self.num_others + 1)
+        while self.store.add("failure_seen", 0) <= self.num_others and time.monotonic() < until:
+            time.sleep(_PAUSE)

@@ -1,0 +1,135 @@
+"""All ranks stop at the same step, though only one of them was asked to."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+from distman.control.circle import Circle
+from distman.control.numbered import NumberedKeys
+from distman.errors import PlanMismatchError
+
+__all__ = ["StopAgreement"]
+
+_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+_SHORTEST_INTERVAL = 1.0
+_INTERVAL_PER_RANK = 1e-3
+_MOST_STEPS = 100
+
+Handler = Callable[[int, FrameType | None], Any] | int | None
+
+
+class StopAgreement:
+    """Decides, at steps that all ranks know beforehand, whether to go on.
+
+    Every rank that comes to such a step looks at what the first one there wrote: stop or go on, and which step is the
+    next to decide at. So nobody waits for anybody, and between these steps nothing is asked. They are about a second
+    apart, further for many ranks.
+
+    Args:
+        circle: All ranks of the job; None on one process.
+    """
+
+    def __init__(self, circle: Circle | None) -> None:
+        self._circle = circle
+        self._keys = NumberedKeys(circle.job_store, "stop decision", circle.size) if circle is not None else None
+        self._wish = ""
+        self._previous: dict[int, Handler] = {}
+        self._next_step: int | None = None
+        self._decided_at = (0, time.monotonic())
+        self._stops = False
+
+    def request(self, reason: str = "request_stop()") -> None:
+        """Ask for a stop.
+
+        Local.
+
+        Args:
+            reason: Who asks, for messages.
+        """
+        self._wish = self._wish or reason
+
+    def listen(self) -> None:
+        """Let SIGTERM and SIGUSR1 ask for a stop; a handler that was there before is called too.
+
+        Local. Only the main thread can; in others nothing happens.
+        """
+        if self._previous or threading.current_thread() is not threading.main_thread():
+            return
+        self._previous = {number: signal.getsignal(number) for number in _SIGNALS}
+        for number in _SIGNALS:
+            signal.signal(number, self._on_signal)
+
+    def restore(self) -> None:
+        """Put the signal handlers back that were there before.
+
+        Local.
+        """
+        for number, handler in self._previous.items():
+            if signal.getsignal(number) == self._on_signal and handler is not None:
+                signal.signal(number, handler)
+        self._previous = {}
+
+    def decide(self, step: int) -> bool:
+        """Return whether to stop at this step, the same on all ranks.
+
+        Local: it waits for nobody.
+
+        Args:
+            step: Number of the step, growing, and the same on all ranks.
+
+        Raises:
+            PlanMismatchError: The ranks ask at different steps.
+        """
+        if self._circle is None or self._keys is None:
+            return bool(self._wish)
+        if self._stops or (self._next_step is not None and step < self._next_step):
+            return self._stops
+        store = self._circle.job_store
+        if self._wish:
+            store.set("stop", self._wish)
+        proposal = {
+            "step": step,
+            "stops": bool(store.check(["stop"])),
+            "next": step + self._num_steps(step, self._circle.size),
+        }
+        decision = json.loads(store.compare_set(self._keys.next(), "", json.dumps(proposal)))
+        if decision["step"] != step:
+            raise PlanMismatchError(
+                f"step must be the same on all ranks, got {step} on {self._circle.describe(self._circle.rank)} and "
+                f"{decision['step']} on another. Call should_stop(step) once per step on every rank."
+            )
+        self._stops, self._next_step = decision["stops"], decision["next"]
+        return self._stops
+
+    @property
+    def reason(self) -> str:
+        """Who asked for the stop; empty as long as nobody did."""
+        if self._circle is None:
+            return self._wish
+        store = self._circle.job_store
+        return store.get("stop").decode() if store.check(["stop"]) else self._wish
+
+    def _num_steps(self, step: int, world_size: int) -> int:
+        """Return how many steps shall lie before the next decision, at the pace since the last one."""
+        last_step, last_time = self._decided_at
+        now = time.monotonic()
+        self._decided_at = (step, now)
+        if self._next_step is None:
+            return 1
+        num_steps = step - last_step
+        wanted = max(_SHORTEST_INTERVAL, _INTERVAL_PER_RANK * world_size)
+        at_this_pace = num_steps * wanted / max(now - last_time, 1e-9)
+        return max(1, int(min(at_this_pace, 2 * num_steps, _MOST_STEPS)))
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        self.request(f"{signal.Signals(number).name} of process {os.getpid()}")
+        previous = self._previous.get(number)
+        if callable(previous):
+            previous(number, frame)

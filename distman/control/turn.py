@@ -1,0 +1,100 @@
+"""Something that some ranks do while the others wait, told over the store: done, or failed and why."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Sequence
+
+from distman.control.circle import Circle
+from distman.control.notice import FailureNotice
+from distman.control.numbered import NumberedKeys
+from distman.errors import PlanMismatchError
+
+__all__ = ["Turn", "Turns"]
+
+
+class Turns:
+    """The turns that the ranks of a circle take, one after another.
+
+    Args:
+        circle: The ranks.
+        name: Beginning of the keys in the store.
+    """
+
+    def __init__(self, circle: Circle, name: str) -> None:
+        self.circle = circle
+        self._keys = NumberedKeys(circle.store, name, circle.size, suffixes=("", " count"))
+
+    def begin(self, what: str, active: Sequence[int]) -> Turn:
+        """Return the next turn.
+
+        Local. All ranks of the circle begin their turns in the same order.
+
+        Args:
+            what: What is done, for messages; the same on all ranks.
+            active: Who does it, by index in the circle.
+        """
+        return Turn(self.circle, self._keys.next(), what, tuple(active))
+
+
+@dataclasses.dataclass(frozen=True)
+class Turn:
+    """One thing that some ranks of a circle do while the others wait.
+
+    Attributes:
+        circle: The ranks.
+        key: Where they meet in the store.
+        what: What is done, for messages.
+        active: Who does it, by index in the circle.
+    """
+
+    circle: Circle
+    key: str
+    what: str
+    active: tuple[int, ...]
+
+    def succeed(self) -> None:
+        """Say that this rank has done its part.
+
+        Local.
+        """
+        store, done = self.circle.store, json.dumps([self.what, None])
+        if len(self.active) == 1:
+            store.set(self.key, done)
+        elif store.add(f"{self.key} count", 1) == len(self.active):
+            store.compare_set(self.key, "", done)  # unless one failed
+
+    def fail(self, error: BaseException) -> FailureNotice:
+        """Say that this rank failed, and return the notice that the others read.
+
+        Local.
+        """
+        notice = FailureNotice.of(error, self.circle.ranks[self.circle.rank])
+        self.circle.store.compare_set(self.key, "", json.dumps([self.what, dataclasses.asdict(notice)]))
+        return notice
+
+    def wait(self) -> None:
+        """Wait until all have done their part.
+
+        Collective over the circle. Blocking, for as long as it takes them.
+
+        Raises:
+            RankFailedError: One of them failed, or is gone.
+            PlanMismatchError: The ranks are at different calls.
+        """
+        store = self.circle.store
+
+        def is_over() -> bool:
+            return bool(store.check([self.key]))
+
+        self.circle.wait_until(is_over, place=self.what, awaited=lambda: self.active)
+        what, notice = json.loads(store.get(self.key))
+        if what != self.what:
+            raise PlanMismatchError(
+                f"all ranks must take the same turns in the same order, got {self.what} on "
+                f"{self.circle.describe(self.circle.rank)} and {what} on another. Call it on every rank, not within "
+                "`if rank == 0`."
+            )
+        if notice is not None:
+            raise FailureNotice(**notice).to_error()

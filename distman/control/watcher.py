@@ -1,0 +1,337 @@
+"""The thread that keeps an eye on the other ranks, over a store connection of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import re
+import signal
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch.distributed as dist
+
+from distman.control import whereabouts
+from distman.control.hang_report import write_report
+from distman.control.inquiry import Answer, Inquiries
+from distman.control.interruption import Interruption
+from distman.control.lifeline import Lifeline
+from distman.control.notice import SILENT, FailureNotice, Place
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
+
+__all__ = ["Post", "WatchLimits", "Watcher", "failure_behind", "interval"]
+
+_SHORTEST_INTERVAL = 0.2
+_LONGEST_INTERVAL = 2.0
+_INTERVAL_PER_RANK = 0.2e-3
+_INTERVALS_PER_BEAT = 5
+_ANSWER_PATIENCE = 1.0
+_CAUSE_PATIENCE = 1.0
+_JOIN_PATIENCE = 5.0
+
+_current: Watcher | None = None
+
+
+def interval(world_size: int) -> float:
+    """Return the seconds between two looks into the store: longer for many ranks, which ask one store.
+
+    Local.
+    """
+    return min(max(_SHORTEST_INTERVAL, _INTERVAL_PER_RANK * world_size), _LONGEST_INTERVAL)
+
+
+@dataclasses.dataclass(frozen=True)
+class WatchLimits:
+    """How long to wait, in seconds.
+
+    Attributes:
+        silence: For a sign of life of another rank.
+        hang: For a collective of the package before all ranks are asked for their stacks; None never asks.
+    """
+
+    silence: float
+    hang: float | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Post:
+    """What a watcher watches from.
+
+    Attributes:
+        store: The job's store.
+        url: Where it is served.
+        keeper: The rank that serves it; None where a launcher's agent does.
+        rank: This process's rank.
+        peers: All ranks, in rank order.
+        is_one_host: Whether all of them run on one host.
+    """
+
+    store: Store
+    url: str
+    keeper: int | None
+    rank: int
+    peers: Sequence[Place]
+    is_one_host: bool
+
+    def keeper_is_gone(self) -> FailureNotice:
+        """Return the notice that nobody serves the store any more.
+
+        Local.
+        """
+        if self.keeper is not None and self.keeper != self.rank:
+            return FailureNotice.died(self.peers[self.keeper], f", which served the job's store at {self.url}, ")
+        me = self.peers[self.rank]
+        text = f"lost the job's store: the process that served it at {self.url} is gone. See what ended it."
+        return FailureNotice(me.rank, me.host, me.pid, "died", text)
+
+
+class Watcher:
+    """Learns of failures on other ranks, and ends this one's work with them.
+
+    Every so often it looks into the store whether something happened, and says that this rank is alive. A
+    connection to the next rank breaks when that process dies; its silence is noticed too.
+
+    Args:
+        post: What to watch from.
+        limits: How long to wait.
+        end_job: Makes the launcher end the job after an error, where it would not do so by itself.
+
+    Attributes:
+        notice: What failed; None as long as nothing did.
+        has_let_go: Whether the rank that serves the store left, and was told that this one needs it no more.
+    """
+
+    def __init__(self, post: Post, limits: WatchLimits, end_job: Callable[[BaseException], None]) -> None:
+        self.notice: FailureNotice | None = None
+        self.has_let_go = False
+        self._post = post
+        self._limits = limits
+        self._interval = interval(len(post.peers))
+        self._noticed = threading.Event()
+        self._is_stopping = threading.Event()
+        self._interruption = Interruption(end_job)
+        self._num_news = 0
+        self._neighbour = _Neighbour()
+        self._last_beat = time.monotonic()
+        self._reported: whereabouts.Waiting | None = None
+        self._lifeline: Lifeline | None = None
+        self._thread = threading.Thread(target=self._run, name="distman-watcher", daemon=True)
+
+    def start(self) -> None:
+        """Begin to watch.
+
+        Local.
+        """
+        global _current
+        _current = self
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Watch no longer.
+
+        Local. Blocks until the thread has ended, for milliseconds.
+        """
+        global _current
+        _current = None
+        self._is_stopping.set()
+        if self._lifeline is not None:
+            self._lifeline.wake()
+        self._thread.join(_JOIN_PATIENCE)
+        self._interruption.restore()
+
+    def close(self, *, farewell: bool) -> None:
+        """Let go of the connections, once the other ranks have been told.
+
+        Local.
+
+        Args:
+            farewell: Whether this rank leaves of its own accord.
+        """
+        if self._lifeline is not None and not self.has_let_go:
+            self._lifeline.close(farewell=farewell)
+
+    def await_notice(self, patience: float) -> FailureNotice | None:
+        """Return what failed, if it becomes known within so many seconds.
+
+        Local. Blocking.
+        """
+        with self._interruption.awaited():
+            self._noticed.wait(patience)
+        return self.notice
+
+    def locate(self, ranks: Sequence[int]) -> dict[int, str]:
+        """Return where ranks are, such as ``in all_gather_v at train.py:31 for 12 s``, as far as they answer.
+
+        Local. Blocking.
+        """
+        inquiries = Inquiries(self._post.store, self._post.rank)
+        answers = inquiries.ask(ranks, 2 * self._interval + _ANSWER_PATIENCE)
+        return {rank: _place_in(answers[rank]) if rank in answers else self._last_seen(rank) for rank in ranks}
+
+    def _last_seen(self, rank: int) -> str:
+        text = _beat(self._post.store, rank).partition(" ")[2]
+        return "which does not answer" + (f", last seen {text}" if text else "")
+
+    def _run(self) -> None:
+        try:
+            store: Store = self._post.store.clone()  # type: ignore[attr-defined]  # torch's stub lacks it
+            self._inquiries = Inquiries(store, self._post.rank)
+            lifeline = Lifeline(store, self._post.rank, self._post.peers, is_one_host=self._post.is_one_host)
+            self._lifeline = lifeline
+            while not self._is_stopping.is_set():
+                if self._is_over(store):
+                    return
+                died = lifeline.wait(self._interval)
+                if died is not None and not self._is_stopping.is_set():
+                    self._tell(store, FailureNotice.died(died))
+        except dist.DistError:
+            if not self._is_stopping.is_set():
+                self._act(self._post.keeper_is_gone())
+        if self.has_let_go and self._lifeline is not None:
+            self._lifeline.close(farewell=True)
+
+    def _is_over(self, store: Store) -> bool:
+        """Look around once, and return whether there is nothing to watch any more."""
+        num_news = store.add("news", 0)
+        if num_news != self._num_news:
+            self._num_news = num_news
+            if self._read_news(store):
+                return True
+        now = time.monotonic()
+        if now - self._last_beat > _INTERVALS_PER_BEAT * self._interval:
+            self._beat(store, now - self._last_beat)
+            self._last_beat = now
+        if self._limits.hang is not None:
+            self._look_for_hang(store, self._limits.hang)
+        return self.notice is not None
+
+    def _read_news(self, store: Store) -> bool:
+        notice = FailureNotice.read(store)
+        if notice is not None:
+            store.add("failure_seen", 1)
+            self._act(notice)
+            return True
+        self._inquiries.answer()
+        if store.check(["closing"]):
+            self.has_let_go = True
+            store.add("gone", 1)
+            return True
+        return False
+
+    def _beat(self, store: Store, seconds: float) -> None:
+        """Give a sign of life, and look for that of the next rank."""
+        store.set(f"beat/{self._post.rank}", f"{time.time()} {whereabouts.describe_here()}")
+        rank = self._lifeline.watched if self._lifeline is not None else None
+        if rank is None:
+            return
+        silent_for = self._neighbour.silence(
+            rank, _beat(store, rank), min(seconds, 2 * _INTERVALS_PER_BEAT * self._interval)
+        )
+        if silent_for > self._limits.silence:
+            last_seen = self._neighbour.beat.partition(" ")[2]
+            self._tell(store, FailureNotice.silent(self._post.peers[rank], silent_for, last_seen))
+
+    def _tell(self, store: Store, notice: FailureNotice) -> None:
+        """Make a failure known to all, this rank too."""
+        first = notice.publish(store)
+        store.add("news", 1)
+        store.add("failure_seen", 1)
+        self._act(first)
+
+    def _act(self, notice: FailureNotice) -> None:
+        self.notice = notice
+        self._noticed.set()
+        me = self._post.peers[self._post.rank]
+        if notice.error_type == SILENT and notice.host == me.host:
+            _end_if_stopped(notice.pid)
+        if notice.rank != me.rank or not notice.traceback_text:
+            self._interruption.deliver(notice, self._is_stopping)
+
+    def _look_for_hang(self, store: Store, limit: float) -> None:
+        """Report the wait of a thread that lasts too long, once, unless another rank has done so."""
+        waits = whereabouts.waits()
+        if self._reported is not None and self._reported not in waits:
+            self._reported = None
+            store.delete_key("hang report")
+        for wait in waits:
+            seconds = time.monotonic() - wait.since
+            if seconds < limit or self._reported is not None:
+                continue
+            me = str(self._post.rank)
+            if store.compare_set("hang report", "", me).decode() != me:
+                return
+            self._reported = wait
+            others = [peer.rank for peer in self._post.peers if peer.rank != self._post.rank]
+            answers = self._inquiries.ask(others, 2 * self._interval + _ANSWER_PATIENCE)
+            answers[self._post.rank] = Answer.here()
+            describe = [str(peer) for peer in self._post.peers].__getitem__
+            reason = f"{describe(self._post.rank)} waits in {wait} for {seconds:.0f} s"
+            write_report(reason, answers, describe, len(self._post.peers), Path.cwd())
+
+
+@dataclasses.dataclass
+class _Neighbour:
+    """The next rank's signs of life, on this rank's clock: a rank that was itself suspended accuses nobody."""
+
+    rank: int = -1
+    beat: str = ""
+    seconds: float = 0.0
+
+    def silence(self, rank: int, beat: str, seconds: float) -> float:
+        """Return for how long the beat has not changed, ``seconds`` after the look before."""
+        if (rank, beat) != (self.rank, self.beat):
+            self.rank, self.beat, self.seconds = rank, beat, 0.0
+        else:
+            self.seconds += seconds
+        return self.seconds
+
+
+def failure_behind(error: BaseException) -> FailureNotice | None:
+    """Return the failure on another rank because of which a connection of this one broke, as far as it is known.
+
+    Local. Blocking, for a second at most.
+    """
+    watcher = _current
+    if watcher is None or not _is_lost_connection(error):
+        return None
+    return watcher.await_notice(_CAUSE_PATIENCE) or (
+        watcher._post.keeper_is_gone()
+        if isinstance(error, dist.DistError) and watcher._post.keeper is not None
+        else None
+    )
+
+
+def _is_lost_connection(error: BaseException) -> bool:
+    return isinstance(error, dist.DistError) or (
+        isinstance(error, RuntimeError)
+        and re.search(r"gloo/transport|NCCL|Connection (closed|reset)", str(error)) is not None
+    )
+
+
+def _beat(store: Store, rank: int) -> str:
+    key = f"beat/{rank}"
+    return store.get(key).decode() if store.check([key]) else ""
+
+
+def _place_in(answer: Answer) -> str:
+    """Return what a rank waits in; of one that waits for nobody, the last line of its main thread."""
+    if answer.waiting.startswith("in "):
+        return answer.waiting
+    main = answer.stacks.partition("\n\n")[0]
+    places = re.findall(r'File "(.+)", line (\d+), in (\S+)', main)
+    place = f"at {places[-1][0]}:{places[-1][1]} in {places[-1][2]}" if places else ""
+    return f"{place}{f', {answer.waiting}' if answer.waiting else ''}"
+
+
+def _end_if_stopped(pid: int) -> None:
+    """End a process of this host that is stopped: it would stay behind for ever."""
+    with contextlib.suppress(OSError):
+        state = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(") ")[2][:1]
+        if state == "T":
+            os.kill(pid, signal.SIGKILL)

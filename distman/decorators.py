@@ -1,0 +1,320 @@
+"""Functions and blocks that run on some ranks only, or there first; and functions that use all devices.
+
+While some ranks run, the others wait: over the store, so nothing times out and the process group stays usable. What
+is raised on one rank is raised on all.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import operator
+import os
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from types import TracebackType
+from typing import ParamSpec, TypeVar
+
+import torch
+
+from distman.collectives.border import GroupLike
+from distman.collectives.objects import broadcast_data
+from distman.control.barrier import wait_for_all
+from distman.control.collective import Meeting
+from distman.control.notice import FailureNotice
+from distman.control.turn import Turn, Turns
+from distman.control.whereabouts import Restricted, call_site, check_all_run_here, restriction
+from distman.environments import is_env_distributed
+from distman.groups import Group
+from distman.manager import DistributedManager
+
+__all__ = [
+    "local_rank_zero_first",
+    "on_local_rank",
+    "on_rank",
+    "parallel_on_all_devices",
+    "rank_zero_first",
+    "rank_zero_only",
+]
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def on_rank(
+    rank: int | Iterable[int], barrier: bool = False, *, broadcast: bool = False, group: GroupLike = None
+) -> Callable[[Callable[P, R]], Callable[P, R | None]]:
+    """Let a function run on one rank, or on some; the others wait until it is done there.
+
+    Local; the decorated function is collective over the group, and may take as long as it takes. Within another
+    function or block of this module, where not all ranks of the group run, it waits for nobody.
+
+    Args:
+        rank: The rank, or several of them, in the group.
+        barrier: Let the ranks that run wait for the others as well.
+        broadcast: Return the result on all ranks: that of the first rank, if several run.
+        group: A process group, the name of one, or None for the world.
+
+    Returns:
+        A decorator. The decorated function returns the result where it ran, and None elsewhere, unless it is
+        broadcast. It raises
+
+        * :class:`~distman.RankFailedError` on every rank of the group, if it raised on one: with the type, text and
+          traceback of that error, which is the cause on the rank where it was raised. There SystemExit and
+          KeyboardInterrupt go on as they are.
+        * :class:`~distman.DistmanError`, if it comes to a collective or barrier for which ranks are needed that wait.
+        * ValueError, if there is no such rank.
+
+    Raises:
+        TypeError: The rank is no integer, or the function a generator or coroutine.
+        ValueError: There is no rank in the list.
+    """
+    ranks = _whole_ranks(rank)
+
+    def decorate(func: Callable[P, R]) -> Callable[P, R | None]:
+        name = _name_of(func)
+        what = f"on_rank({ranks[0] if len(ranks) == 1 else list(ranks)}) of {name}"
+
+        @functools.wraps(func)
+        def call(*args: P.args, **kwargs: P.kwargs) -> R | None:
+            members = _members(group)
+            size = members.size if members is not None else 1
+            if ranks[-1] >= size:
+                raise ValueError(f"rank must be below {size}, got {ranks[-1]} for {name}. Name ranks that there are.")
+            run = functools.partial(func, *args, **kwargs)
+            return _run_on(ranks, run, what, members, barrier=barrier, broadcast=broadcast)
+
+        return call
+
+    return decorate
+
+
+def rank_zero_only(func: Callable[P, R]) -> Callable[P, R | None]:
+    """Let a function run on rank 0 only: the same as ``on_rank(0)``.
+
+    Local; the decorated function is collective. See :func:`on_rank`.
+    """
+    return on_rank(0)(func)
+
+
+def on_local_rank(
+    local_rank: int, barrier: bool = False, *, broadcast: bool = False
+) -> Callable[[Callable[P, R]], Callable[P, R | None]]:
+    """Let a function run on one rank of each host; all others wait until it is done everywhere.
+
+    Local; the decorated function is collective. See :func:`on_rank`.
+
+    Args:
+        local_rank: Index of the rank on its host; hosts with fewer ranks are left out.
+        barrier: Let the ranks that run wait for the others as well.
+        broadcast: Return the result of each host on all of its ranks.
+
+    Returns:
+        A decorator; what the decorated function returns and raises, :func:`on_rank` says. It raises ValueError if
+        no host has such a rank, or one does not and its ranks want a result.
+
+    Raises:
+        TypeError: The rank is no integer, or the function a generator or coroutine.
+        ValueError: It is negative.
+    """
+    (local_rank,) = _whole_ranks(operator.index(local_rank))
+
+    def decorate(func: Callable[P, R]) -> Callable[P, R | None]:
+        name = _name_of(func)
+        what = f"on_local_rank({local_rank}) of {name}"
+
+        @functools.wraps(func)
+        def call(*args: P.args, **kwargs: P.kwargs) -> R | None:
+            members = _members(None)
+            run = functools.partial(func, *args, **kwargs)
+            ranks, num_nodes = ([0] if local_rank == 0 else []), 1
+            if members is not None:
+                manager = DistributedManager()
+                ranks, num_nodes = manager.ranks_with_local_rank(local_rank), manager.num_nodes
+            if len(ranks) < (num_nodes if broadcast else 1):
+                raise ValueError(
+                    f"local rank must be one that {'each host' if broadcast else 'a host'} has, got {local_rank} for "
+                    f"{name}. Name one that there is, or start more ranks on each host."
+                )
+            result = _run_on(ranks, run, what, members, barrier=barrier)
+            if not broadcast or members is None:
+                return result
+            node = DistributedManager().resolve_group("node")
+            src = next(index for index, rank in enumerate(node.ranks) if rank in ranks)
+            return broadcast_data(result, src, "node")
+
+        return call
+
+    return decorate
+
+
+def rank_zero_first() -> AbstractContextManager[None]:
+    """Return a context in which rank 0 runs first; the others wait at its start until rank 0 has left it.
+
+    Local; the ``with`` block is collective. If it raises on rank 0, the others raise ``RankFailedError`` instead of
+    running it. Collectives within it raise ``DistmanError``: the ranks do not run there together.
+    """
+    members = _members(None)
+    if members is None or members.turns is None:
+        return nullcontext()
+    return _First(members.turns, 0, f"rank_zero_first at {call_site()}")
+
+
+def local_rank_zero_first() -> AbstractContextManager[None]:
+    """Return a context in which one rank of each host runs first: the one with local rank 0.
+
+    Local; the ``with`` block is collective over the ranks of each host. See :func:`rank_zero_first`.
+    """
+    turns = DistributedManager().node_turns if _members(None) is not None else None
+    if turns is None:
+        return nullcontext()
+    local_ranks = [DistributedManager().roll_call[rank].local_rank for rank in turns.circle.ranks]
+    return _First(turns, local_ranks.index(min(local_ranks)), f"local_rank_zero_first at {call_site()}")
+
+
+def parallel_on_all_devices(func: Callable[P, R]) -> Callable[P, R]:
+    """Let a function run on all GPUs that this process sees, each with its part of the batch.
+
+    Local. ``torch.nn.DataParallel`` splits tensor arguments along dim 0, runs the function in a thread for each GPU,
+    and gathers the results on the first one. With one GPU or none, the function runs as it is.
+
+    Args:
+        func: A function of tensors, or a module. It must find its device from its arguments; a module is replicated,
+            the modules that a function refers to are not.
+    """
+    module = func if isinstance(func, torch.nn.Module) else _Forward(func)
+
+    @functools.wraps(func)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        num_devices = torch.cuda.device_count()
+        if num_devices < 2:
+            return func(*args, **kwargs)
+        result: R = torch.nn.DataParallel(module, device_ids=list(range(num_devices)))(*args, **kwargs)
+        return result
+
+    return call
+
+
+class _Forward(torch.nn.Module):
+    """A function as a module, for DataParallel."""
+
+    def __init__(self, func: Callable[P, R]) -> None:
+        super().__init__()
+        self.forward = func
+
+
+def _run_on(
+    ranks: Sequence[int],
+    run: Callable[[], R],
+    what: str,
+    members: Group | None,
+    *,
+    barrier: bool = False,
+    broadcast: bool = False,
+) -> R | None:
+    """Run a function on some ranks of a group, and make the outcome that of all."""
+    if members is None:
+        return _run_alone(run, what, 0)
+    is_active = members.rank in ranks
+    runners = frozenset(members.ranks[rank] for rank in ranks)
+    region = restriction()
+    if region is not None and not region.ranks.issuperset(members.ranks):
+        if (barrier or broadcast) and not runners.issuperset(region.ranks):
+            with Meeting(what):
+                check_all_run_here(members.ranks)
+        return run() if is_active else None
+    if members.turns is None:
+        return _run_alone(run, what, members.ranks[members.rank])
+    turn = members.turns.begin(what, ranks)
+    result = _run_and_tell(turn, run, Restricted(what, runners)) if is_active else None
+    with Meeting(what):
+        if not is_active or len(ranks) > 1:
+            turn.wait()
+        if barrier:
+            wait_for_all(turn.circle, f"{turn.key} barrier", timeout=None)
+    return broadcast_data(result, ranks[0], members.process_group) if broadcast else result
+
+
+def _run_and_tell(turn: Turn, run: Callable[[], R], region: Restricted) -> R:
+    try:
+        with region:
+            result = run()
+    except Exception as error:
+        raise turn.fail(error).to_error() from error
+    except BaseException as error:  # SystemExit and KeyboardInterrupt end this process, and concern the others
+        turn.fail(error)
+        raise
+    turn.succeed()
+    return result
+
+
+def _run_alone(run: Callable[[], R], what: str, rank: int) -> R:
+    """Run a function on the only rank there is; an error looks as it would among others."""
+    try:
+        with Restricted(what, frozenset([rank])):
+            return run()
+    except Exception as error:
+        raise FailureNotice.of(error, rank).to_error() from error
+
+
+class _First(AbstractContextManager[None]):
+    """One rank of a circle runs through a block before the others.
+
+    Args:
+        turns: The turns that these ranks take.
+        first: Who runs first, by index in the circle.
+        what: The block, for messages.
+    """
+
+    def __init__(self, turns: Turns, first: int, what: str) -> None:
+        self._turns = turns
+        self._first = first
+        self._what = what
+
+    def __enter__(self) -> None:
+        circle = self._turns.circle
+        region = restriction()
+        self._is_joint = region is None or region.ranks.issuperset(circle.ranks)
+        self._turn = self._turns.begin(self._what, [self._first]) if self._is_joint else None
+        if self._turn is not None and circle.rank != self._first:
+            with Meeting(self._what):
+                self._turn.wait()
+        self._region = Restricted(self._what, frozenset([circle.ranks[circle.rank]]))
+        self._region.__enter__()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._region.__exit__(kind, error, trace)
+        if self._turn is None or self._turns.circle.rank != self._first:
+            return
+        if error is None:
+            self._turn.succeed()
+        else:
+            self._turn.fail(error)
+
+
+def _members(group: GroupLike) -> Group | None:
+    """Return the group; None in a process that is alone and has not initialized the manager."""
+    if not DistributedManager.is_initialized() and not is_env_distributed(os.environ):
+        return None
+    return DistributedManager().resolve_group(group)
+
+
+def _whole_ranks(rank: int | Iterable[int]) -> tuple[int, ...]:
+    given = [rank] if isinstance(rank, int) or not isinstance(rank, Iterable) else list(rank)
+    if any(isinstance(one, bool) for one in given):
+        raise TypeError(f"rank must be an integer or a list of integers, got {rank!r}. Name ranks.")
+    ranks = sorted({operator.index(one) for one in given})
+    if not ranks or ranks[0] < 0:
+        raise ValueError(f"rank must be at least 0, and there must be one, got {rank!r}. Name the ranks to run on.")
+    return tuple(ranks)
+
+
+def _name_of(func: Callable[..., object]) -> str:
+    if inspect.isgeneratorfunction(func) or inspect.iscoroutinefunction(func) or inspect.isasyncgenfunction(func):
+        raise TypeError(
+            f"the function must run when it is called, got the generator or coroutine {func!r}. Restrict a function "
+            "that runs through it."
+        )
+    return f"{getattr(func, '__qualname__', type(func).__name__)}()"

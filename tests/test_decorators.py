@@ -1,0 +1,429 @@
+"""Functions that run on some ranks only: the results, the errors and the store, against what the docstrings say."""
+
+import sys
+import threading
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from distman import DistmanError, DistributedManager, NotInitializedError, PlanMismatchError, RankFailedError
+from distman.collectives import all_gather_objects, fused_all_reduce
+from distman.decorators import (
+    local_rank_zero_first,
+    on_local_rank,
+    on_rank,
+    parallel_on_all_devices,
+    rank_zero_first,
+    rank_zero_only,
+)
+from distman.testing import ranks
+
+
+class Writer:
+    def __init__(self):
+        self.written = []
+
+    @rank_zero_only
+    def write(self, text, *, end="."):
+        """Write a text."""
+        self.written.append(text + end)
+        return len(self.written)
+
+
+def all_are_well():
+    """The group and the store are usable, and the ranks still in step."""
+    manager = DistributedManager()
+    assert all_gather_objects(manager.rank) == list(range(manager.world_size))
+    manager.barrier("well")
+    assert on_rank(manager.world_size - 1, broadcast=True)(lambda: "well")() == "well"
+
+
+class TwoArguments(Exception):
+    def __init__(self, code, text):
+        super().__init__(f"{code}: {text}")
+
+
+class Unpicklable(Exception):
+    def __init__(self):
+        super().__init__("holds a lock")
+        self.lock = threading.Lock()
+
+
+class Speechless(Exception):
+    def __str__(self):
+        raise RuntimeError("no words")
+
+
+@ranks(1, 2, 4)
+def test_it_runs_on_its_rank_and_the_others_get_none(rank, world_size):
+    done = on_rank(world_size - 1)(lambda: DistributedManager().rank)()
+    assert done == (rank if rank == world_size - 1 else None)
+
+
+@ranks(1, 2, 4)
+def test_the_result_is_broadcast(rank, world_size):
+    @on_rank(world_size - 1, broadcast=True)
+    def make(size, *, fill):
+        return {"from": DistributedManager().rank, "values": torch.full((size,), fill)}
+
+    made = make(3, fill=2.5)
+    assert made["from"] == world_size - 1
+    assert made["values"].tolist() == [2.5] * 3
+
+
+@ranks(4)
+@pytest.mark.parametrize("which", [[3, 1], (1, 3), range(1, 4, 2), {1, 3}, [3, 1, 3]])
+def test_several_ranks_run(rank, which):
+    assert on_rank(which)(lambda: rank)() == (rank if rank in (1, 3) else None)
+    assert on_rank(which, broadcast=True)(lambda: rank)() == 1
+    all_are_well()
+
+
+@ranks(3)
+def test_the_others_wait_until_all_of_several_are_done(rank, tmp_path):
+    folder = all_gather_objects(tmp_path)[0]
+
+    @on_rank([0, 2])
+    def write():
+        time.sleep(0.3 * (rank == 2))
+        (folder / f"{rank}").write_text("done")
+
+    write()
+    assert sorted(path.name for path in folder.iterdir()) == ["0", "2"]
+
+
+@ranks(3)
+def test_barrier_makes_the_runner_wait_too(rank):
+    @on_rank(0, barrier=True)
+    def note():
+        return "done"
+
+    if rank == 2:
+        time.sleep(0.5)
+    began = time.monotonic()
+    note()
+    waited = time.monotonic() - began
+    assert waited < 0.3 if rank == 2 else waited > 0.3
+
+
+@ranks(1, 3)
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [
+        (lambda: ValueError("no such file"), "no such file"),
+        (lambda: TwoArguments(3, "bad"), "3: bad"),
+        (Unpicklable, "holds a lock"),
+        (Speechless, "its __str__ raised RuntimeError"),
+    ],
+    ids=["plain", "two arguments", "unpicklable", "speechless"],
+)
+def test_an_error_is_raised_on_all_ranks_and_the_group_stays_usable(rank, world_size, make, text):
+    original = make()
+
+    @on_rank(world_size - 1)
+    def fail():
+        raise original
+
+    with pytest.raises(RankFailedError) as caught:
+        fail()
+    error = caught.value
+    assert isinstance(error, RuntimeError)
+    assert (error.rank, error.error_type) == (world_size - 1, type(original).__name__)
+    assert text in error.error_text
+    assert "in fail" in error.traceback_text
+    assert "raise original" in error.traceback_text
+    assert error.host == DistributedManager().roll_call[world_size - 1].host
+    assert (error.__cause__ is original) == (rank == world_size - 1)
+    all_are_well()
+
+
+@ranks(3)
+def test_the_first_of_several_errors_reaches_all(rank):
+    @on_rank([0, 1])
+    def fail():
+        if rank == 0:
+            time.sleep(0.3)
+        raise ValueError(f"on {rank}")
+
+    with pytest.raises(RankFailedError, match="on 0" if rank == 0 else "on 1"):
+        fail()
+    all_are_well()
+
+
+@ranks(2)
+@pytest.mark.parametrize("kind", [SystemExit, KeyboardInterrupt])
+def test_the_end_of_the_program_on_the_runner_stays_what_it_is(rank, kind):
+    @on_rank(1)
+    def leave():
+        raise kind(3)
+
+    with pytest.raises(kind if rank == 1 else RankFailedError) as caught:
+        leave()
+    if rank == 0:
+        assert caught.value.error_type == kind.__name__
+    all_are_well()
+
+
+@ranks(2)
+def test_methods_names_and_arguments_are_kept(rank):
+    writer = Writer()
+    assert [writer.write("a"), writer.write("b", end="!")] == ([1, 2] if rank == 0 else [None, None])
+    assert writer.written == (["a.", "b!"] if rank == 0 else [])
+    assert Writer.write.__name__ == "write"
+    assert Writer.write.__doc__ == "Write a text."
+
+
+@ranks(3)
+def test_long_work_trips_no_timeout_of_collectives(rank):
+    manager = DistributedManager()
+    DistributedManager.cleanup()
+    DistributedManager.initialize(timeout=0.5)
+    assert on_rank(1, broadcast=True)(lambda: time.sleep(1.5) or "done")() == "done"
+    manager.barrier()
+
+
+@ranks(4)
+def test_within_a_group_ranks_are_those_of_the_group(rank):
+    DistributedManager.create_process_subgroup("pair", 2)
+    assert on_rank(1, broadcast=True, group="pair")(lambda: rank)() == (1 if rank < 2 else 3)
+    process_group = DistributedManager().group("pair")
+    assert on_rank(0, group=process_group)(lambda: rank)() == (rank if rank in (0, 2) else None)
+    with pytest.raises(RankFailedError, match="boom") if rank < 2 else _nothing():
+        on_rank(0, group="pair")(_boom_on)(0)
+    all_are_well()
+
+
+def _boom_on(rank):
+    if DistributedManager().rank == rank:
+        raise ValueError("boom")
+
+
+class _nothing:  # noqa: N801 - reads like pytest.raises
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        return None
+
+
+@ranks(3)
+def test_nested_calls_wait_for_nobody(rank):
+    inner_zero = on_rank(0, barrier=False)(lambda: f"inner on {rank}")
+    inner_both = on_rank([0, 1], barrier=True, broadcast=True)(lambda: f"both on {rank}")
+
+    @on_rank([0, 1])
+    def outer():
+        return inner_zero(), inner_both()
+
+    assert outer() == [("inner on 0", "both on 0"), (None, "both on 1"), None][rank]
+    all_are_well()
+
+
+@ranks(3)
+def test_a_nested_call_that_needs_a_waiting_rank_raises(rank):
+    @on_rank([0, 1])
+    def outer():
+        on_rank(0, broadcast=True)(lambda: 1)()
+
+    with pytest.raises(RankFailedError, match=r"on_rank\(0\) of .* must be called where all its ranks run"):
+        outer()
+    all_are_well()
+
+
+@ranks(2)
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda: DistributedManager().barrier("inside"),
+        lambda: fused_all_reduce({"x": torch.ones(2)}),
+        lambda: all_gather_objects("x"),
+    ],
+    ids=["barrier", "fused_all_reduce", "all_gather_objects"],
+)
+def test_waiting_for_others_where_only_some_run_is_an_error_at_once(rank, call):
+    @on_rank(0)
+    def work():
+        call()
+
+    began = time.monotonic()
+    with pytest.raises(RankFailedError, match=r"on_rank\(0\) of .*work\(\) at .*test_decorators.py:\d+") as caught:
+        work()
+    assert time.monotonic() - began < 5
+    assert caught.value.error_type == "DistmanError"
+    if rank == 0:
+        assert type(caught.value.__cause__) is DistmanError
+    all_are_well()
+
+
+@ranks(4)
+def test_a_group_that_runs_there_as_a_whole_may_meet_there(rank):
+    DistributedManager.create_process_subgroup("pair", 2)
+
+    @on_rank([0, 1])
+    def work():
+        nested = on_rank(1, broadcast=True, group="pair")(lambda: rank)()
+        return all_gather_objects(rank, "pair"), nested
+
+    assert work() == (([0, 1], 1) if rank < 2 else None)
+    all_are_well()
+
+
+@ranks(2)
+def test_a_rank_outside_the_world_is_an_error_at_the_call(rank):
+    outside = on_rank([0, 2])(lambda: 1)
+    with pytest.raises(ValueError, match="rank must be below 2, got 2"):
+        outside()
+    all_are_well()
+
+
+@pytest.mark.parametrize(("rank", "kind"), [(-1, ValueError), ([], ValueError), (True, TypeError), ("0", TypeError)])
+def test_what_is_no_rank_is_an_error_at_once(rank, kind):
+    with pytest.raises(kind):
+        on_rank(rank)
+
+
+def test_what_does_not_run_when_it_is_called_is_refused():
+    async def coroutine():
+        pass
+
+    def generator():
+        yield 1
+
+    for function in (coroutine, generator):
+        with pytest.raises(TypeError, match="must run when it is called"):
+            on_rank(0)(function)
+
+
+@ranks(2)
+def test_ranks_that_call_differently_are_told(rank):
+    first, second = on_rank(0)(lambda: "first"), on_rank(0)(len)
+    if rank == 0:
+        assert first() == "first"
+    else:
+        with pytest.raises(PlanMismatchError, match=r"got on_rank\(0\) of len\(\) on rank 1 .* and .*lambda"):
+            second([])
+    all_are_well()
+
+
+def test_alone_and_not_initialized_it_runs_as_rank_zero(monkeypatch):
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    assert on_rank(0, barrier=True, broadcast=True)(lambda: 7)() == 7
+    assert on_local_rank(0, broadcast=True)(lambda: 8)() == 8
+    with rank_zero_first(), local_rank_zero_first():
+        pass
+    with pytest.raises(ValueError, match="rank must be below 1"):
+        on_rank(1)(lambda: 7)()
+    with pytest.raises(ValueError, match="local rank must be one"):
+        on_local_rank(1)(lambda: 7)()
+    with pytest.raises(RankFailedError, match="boom") as caught:
+        on_rank(0)(_raise_boom)()
+    assert isinstance(caught.value.__cause__, ValueError)
+
+
+def _raise_boom():
+    raise ValueError("boom")
+
+
+def test_under_a_launcher_the_manager_must_be_initialized(monkeypatch):
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(NotInitializedError):
+        on_rank(0)(lambda: 7)()
+
+
+@ranks(3)
+def test_on_local_rank_runs_on_one_rank_of_each_host(rank):
+    assert on_local_rank(1)(lambda: rank)() == (1 if rank == 1 else None)
+    assert on_local_rank(2, broadcast=True)(lambda: rank)() == 2
+    with pytest.raises(ValueError, match="local rank must be one that a host has, got 3"):
+        on_local_rank(3)(lambda: rank)()
+    with pytest.raises(RankFailedError, match="boom"):
+        on_local_rank(1)(_raise_boom)()
+    all_are_well()
+
+
+@ranks(3)
+@pytest.mark.parametrize("first", [rank_zero_first, local_rank_zero_first])
+def test_rank_zero_goes_first(rank, tmp_path, first):
+    file = all_gather_objects(tmp_path)[0] / "file"
+    with first():
+        if rank == 0:
+            time.sleep(0.3)
+            file.write_text("made")
+        assert file.read_text() == "made"
+    all_are_well()
+
+
+@ranks(3)
+@pytest.mark.parametrize("first", [rank_zero_first, local_rank_zero_first])
+def test_an_error_of_the_first_releases_the_others(rank, first):
+    entered = False
+    with pytest.raises(ValueError if rank == 0 else RankFailedError, match="boom"), first():
+        entered = True
+        if rank == 0:
+            raise ValueError("boom")
+    assert entered == (rank == 0)
+    all_are_well()
+
+
+@ranks(2)
+def test_no_collective_where_ranks_run_one_after_another(rank):
+    with pytest.raises(DistmanError, match="rank_zero_first at .*test_decorators"), rank_zero_first():
+        DistributedManager().barrier()
+
+
+@ranks(2)
+def test_ten_thousand_calls_leave_the_store_as_it_was(rank):
+    store = DistributedManager()._job.rendezvous.store
+    work = on_rank(0)(lambda: None)
+    both = on_rank([0, 1])(lambda: None)
+    for _ in range(200):
+        work()
+        both()
+    dist.barrier()
+    before = store.num_keys()
+    for _ in range(9_900):
+        work()
+    for _ in range(100):
+        both()
+        with rank_zero_first():
+            pass
+    dist.barrier()
+    assert store.num_keys() < before + 400
+
+
+@ranks(2)
+def test_memory_stays_flat(rank):
+    work = on_rank(0)(lambda: None)
+    for _ in range(2_000):
+        work()
+    before = sys.getallocatedblocks()
+    for _ in range(2_000):
+        work()
+    assert sys.getallocatedblocks() - before < 2_000
+
+
+def test_on_one_device_a_parallel_function_runs_as_it_is():
+    @parallel_on_all_devices
+    def double(batch, *, shift):
+        """Double."""
+        return 2 * batch + shift
+
+    assert double(torch.ones(3), shift=1).tolist() == [3, 3, 3]
+    assert double.__doc__ == "Double."
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() == 0, reason="needs a GPU")
+def test_on_all_devices_a_parallel_function_gives_what_one_gives():
+    weight = torch.arange(8.0)
+
+    @parallel_on_all_devices
+    def scale(batch):
+        return batch * weight.to(batch.device)
+
+    batch = torch.randn(64, 8, device="cuda:0")
+    assert torch.equal(scale(batch).cpu(), batch.cpu() * weight)
