@@ -233,8 +233,9 @@ def leave(job: Job, watcher: Watcher | None) -> None:
     """
     if job.rendezvous is None:
         return
-    with contextlib.suppress(dist.DistError):  # who served the store may have gone before
-        _say_farewell(job, job.rendezvous.store, watcher)
+    if watcher is None or not watcher.has_let_go:
+        with contextlib.suppress(dist.DistError):  # who served the store may have gone before
+            _say_farewell(job, job.rendezvous.store, is_watched=watcher is not None)
     if job.is_adopted:
         return
     if dist.is_initialized():
@@ -243,15 +244,14 @@ def leave(job: Job, watcher: Watcher | None) -> None:
     job.rendezvous.job_store.close()
 
 
-def _say_farewell(job: Job, store: dist.Store, watcher: Watcher | None) -> None:
+def _say_farewell(job: Job, store: dist.Store, *, is_watched: bool) -> None:
     store.set(f"left/{job.peer.rank}", "yes")
     store.add("left", 1)
-    if watcher is None or not watcher.has_let_go:
-        store.add("gone", 1)
+    store.add("gone", 1)
     if job.rendezvous is None or not job.rendezvous.job_store.is_host or job.is_adopted:
         return
     _wait_for_all_at(store, "started", job.world_size, _START_PATIENCE)
-    if watcher is not None:
+    if is_watched:
         store.set("closing", "yes")
         store.add("news", 1)
         _wait_for_all_at(store, "gone", job.world_size, _FAREWELL_PATIENCE + 2 * interval(job.world_size))

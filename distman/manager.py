@@ -164,7 +164,7 @@ class DistributedManager(GroupQueries):
         groups.close()
         leave(job, watcher)
         if watcher is not None:
-            watcher.close(farewell=True)
+            watcher.close()
 
     @classmethod
     def _cleanup_at_exit(cls, pid: int) -> None:
@@ -175,7 +175,7 @@ class DistributedManager(GroupQueries):
             watcher = cls()._watcher
             if watcher is not None:
                 watcher.stop()
-                watcher.close(farewell=False)
+                watcher.close()
             let_gloo_rest()
         else:
             cls.cleanup()

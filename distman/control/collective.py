@@ -30,7 +30,8 @@ class Meeting(Waiting):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         super().__exit__(kind, error, trace)
-        notice = failure_behind(error) if self.is_outermost and isinstance(error, RuntimeError) else None
+        is_mine = self.is_outermost and isinstance(error, RuntimeError)
+        notice = failure_behind(error, self.operation) if error is not None and is_mine else None
         if notice is not None:
             raise notice.to_error() from error
 

@@ -6,6 +6,7 @@ import os
 import signal
 import stat
 import subprocess
+import time
 
 from distman.control import failure
 from distman.control.notice import SILENT
@@ -17,6 +18,7 @@ __all__ = ["end_job_after"]
 _DEAF_TO_EXIT_CODES = ("hydra", "mvapich")
 _PMI_ABORT = b"cmd=abort exitcode=1\n"
 _NUM_CANCELLING = 2
+_GRACE = 3.0
 _PATIENCE = 10.0
 
 
@@ -60,6 +62,7 @@ def _abort() -> None:
 
 
 def _cancel_step() -> None:
+    time.sleep(_GRACE)  # the others end by themselves meanwhile, and say why
     step = f"{os.environ.get('SLURM_JOB_ID')}.{os.environ.get('SLURM_STEP_ID')}"
     try:
         subprocess.run(["scancel", "--quiet", step], check=False, timeout=_PATIENCE)  # noqa: S607 - where Slurm is, varies

@@ -6,41 +6,51 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 from distman.control.inquiry import Answer
 from distman.log import logger
 
+Key = TypeVar("Key")
+
 __all__ = ["write_report"]
 
+_MAX_NAMED = 4
 
-def write_report(
-    reason: str, answers: Mapping[int, Answer], describe: Callable[[int], str], world_size: int, folder: Path
-) -> None:
+
+def write_report(reason: str, asker: int, answers: Mapping[int, Answer], names: Sequence[str], folder: Path) -> None:
     """Write down where the ranks are, and log a line that says where to read it.
 
-    Local. Ranks with equal stacks are shown together.
+    Local. Ranks with equal stacks are shown together, the fewest first.
 
     Args:
         reason: Who waits where.
-        answers: What the ranks answered.
-        describe: Says who a rank is.
-        world_size: Number of ranks.
+        asker: The rank that waits.
+        answers: What the ranks answered, by rank; that of the asker among them.
+        names: Who each rank is.
         folder: Where the file goes; the temporary folder, if it cannot be written there.
     """
-    silent = [rank for rank in range(world_size) if rank not in answers]
-    by_place: dict[tuple[str, str], list[int]] = {}
-    for rank, answer in sorted(answers.items()):
-        by_place.setdefault((_without_seconds(answer.waiting), answer.stacks), []).append(rank)
+    silent = [rank for rank in range(len(names)) if rank not in answers]
+    alike = _grouped(answers, lambda answer: (_without_seconds(answer.place), answer.stacks))
     parts = [
         reason,
-        *(f"{describe(rank)} did not answer: it is stopped, dead, or holds the interpreter" for rank in silent),
+        *(f"{names[rank]} does not answer: it is stopped or dead, or foreign code keeps it" for rank in silent),
     ]
-    for (waiting, text), ranks in sorted(by_place.items(), key=lambda item: len(item[1])):
-        parts.append(f"{_named(ranks, describe)}\n{waiting or 'has not waited for others yet'}\n\n{text.rstrip()}")
+    parts += [f"{_named(ranks, names)}\n{place}\n\n{stacks.rstrip()}" for (place, stacks), ranks in alike]
     path = _write("\n\n".join(parts) + "\n", folder)
-    elsewhere = min(by_place.items(), key=lambda item: len(item[1]), default=None)
-    hint = f"; {_named(elsewhere[1], describe)}: {elsewhere[0][0]}" if elsewhere and len(by_place) > 1 else ""
-    logger.warning("%s%s. The stacks of all ranks are in %s", reason, hint, path)
+    place_of_asker = _without_seconds(answers[asker].place)
+    by_place = _grouped(answers, lambda answer: _without_seconds(answer.place))
+    elsewhere = [f"{_named(ranks, names)} {place}" for place, ranks in by_place if place != place_of_asker]
+    elsewhere += [f"{_named(silent, names)} without an answer"] if silent else []
+    logger.warning("%s; %s. The stacks of all ranks are in %s", reason, "; ".join(elsewhere) or "all do", path)
+
+
+def _grouped(answers: Mapping[int, Answer], key: Callable[[Answer], Key]) -> list[tuple[Key, list[int]]]:
+    """Return the ranks with equal keys together, the smallest group first."""
+    groups: dict[Key, list[int]] = {}
+    for rank, answer in sorted(answers.items()):
+        groups.setdefault(key(answer), []).append(rank)
+    return sorted(groups.items(), key=lambda group: len(group[1]))
 
 
 def _write(text: str, folder: Path) -> Path:
@@ -54,11 +64,11 @@ def _write(text: str, folder: Path) -> Path:
     return Path("no file: neither folder can be written")
 
 
-def _named(ranks: Sequence[int], describe: Callable[[int], str]) -> str:
-    if len(ranks) <= 4:
-        return ", ".join(map(describe, ranks))
-    return f"{describe(ranks[0])} and {len(ranks) - 1} more: ranks {', '.join(map(str, ranks[1:]))}"
+def _named(ranks: Sequence[int], names: Sequence[str]) -> str:
+    if len(ranks) <= _MAX_NAMED:
+        return ", ".join(names[rank] for rank in ranks)
+    return f"{names[ranks[0]]} and {len(ranks) - 1} more ({', '.join(map(str, ranks[1:]))})"
 
 
-def _without_seconds(waiting: str) -> str:
-    return waiting.rpartition(" for ")[0] if waiting.endswith(" s") else waiting
+def _without_seconds(place: str) -> str:
+    return place.rpartition(" for ")[0] if place.endswith(" s") else place

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -37,6 +38,15 @@ class Answer:
         Local. Not for the main thread, whose stack is wanted.
         """
         return cls(whereabouts.describe_here(), whereabouts.stacks())
+
+    @property
+    def place(self) -> str:
+        """What the rank waits in and since when; of one that waits for nobody, the last line of its main thread."""
+        if self.waiting.startswith("in "):
+            return self.waiting
+        lines = re.findall(r'File "(.+)", line (\d+), in (\S+)', self.stacks.partition("\n\n")[0])
+        place = f"at {lines[-1][0]}:{lines[-1][1]} in {lines[-1][2]}" if lines else ""
+        return f"{place}{f', {self.waiting}' if self.waiting else ''}"
 
 
 @dataclasses.dataclass

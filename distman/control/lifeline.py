@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 
 __all__ = ["Lifeline", "own_addresses"]
 
-_FAREWELL = b"bye"
 _PATIENCE = 2.0
 _KEEP_ALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 4}
 _BACKLOG = 8
@@ -29,8 +28,8 @@ _lifelines: weakref.WeakSet[Lifeline] = weakref.WeakSet()
 class Lifeline:
     """This rank's ends of the connections: one to the next rank, and those of ranks that watch over this one.
 
-    The system closes them when a process dies; one that leaves says farewell first. A host that is gone is found by
-    the system's keep-alive probes, in about 30 seconds.
+    The system closes them when a process dies; one that leaves says so in the store first. A host that is gone is
+    found by the system's keep-alive probes, in about 30 seconds.
 
     Args:
         store: The job's store, where the addresses are.
@@ -84,27 +83,22 @@ class Lifeline:
                 self._woken_end.recv(64)
             elif key.fileobj is self._listener:
                 self._admit()
-            elif not self._is_farewell():
+            elif self._is_broken():
                 rank = self.watched
                 self._let_go()
-                return self._peers[rank] if rank is not None else None
+                if rank is not None and not self._has_left(rank):
+                    return self._peers[rank]
+                self._step += 1
         return None
 
-    def close(self, *, farewell: bool) -> None:
+    def close(self) -> None:
         """Close all connections.
 
         Local.
-
-        Args:
-            farewell: Say that this process leaves of its own accord.
         """
-        for guest in self._guests:
-            if farewell:
-                with contextlib.suppress(OSError):
-                    guest.send(_FAREWELL)
-            guest.close()
-        for end in (self._listener, self._wake_end, self._woken_end, *([self._connection] if self._connection else [])):
-            end.close()
+        for end in (*self._guests, self._listener, self._connection, self._wake_end, self._woken_end):
+            if end is not None:
+                end.close()
         self._selector.close()
 
     def _connect(self) -> bool:
@@ -121,7 +115,7 @@ class Lifeline:
                 self._connection = socket.create_connection((address, port), timeout=_PATIENCE)
                 break
         else:
-            has_left = bool(self._store.check([f"left/{rank}"]))
+            has_left = self._has_left(rank)
             self._step += has_left
             return has_left or not self._is_one_host
         self._connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -137,18 +131,17 @@ class Lifeline:
             guest, _ = self._listener.accept()
             self._guests = [*self._guests[1 - _BACKLOG :], guest]
 
-    def _is_farewell(self) -> bool:
-        """Return whether the watched rank left of its own accord; then the one after it is watched."""
+    def _is_broken(self) -> bool:
         try:
-            said = self._connection.recv(len(_FAREWELL)) if self._connection is not None else _FAREWELL
+            return self._connection is not None and not self._connection.recv(1)
         except BlockingIOError:
-            return True
+            return False
         except OSError:
-            said = b""
-        if said == _FAREWELL:
-            self._let_go()
-            self._step += 1
-        return bool(said)
+            return True
+
+    def _has_left(self, rank: int) -> bool:
+        """Return whether a rank left of its own accord, or let go because the rank that serves the store does."""
+        return bool(self._store.check([f"left/{rank}"]) or self._store.check(["closing"]))
 
     def _let_go(self) -> None:
         if self._connection is not None:

@@ -145,18 +145,15 @@ class Watcher:
         self._thread.join(_JOIN_PATIENCE)
         self._interruption.restore()
 
-    def close(self, *, farewell: bool) -> None:
+    def close(self) -> None:
         """Let go of the connections, once the other ranks have been told.
 
         Local.
-
-        Args:
-            farewell: Whether this rank leaves of its own accord.
         """
         if self._lifeline is not None and not self.has_let_go:
-            self._lifeline.close(farewell=farewell)
+            self._lifeline.close()
 
-    def await_notice(self, patience: float) -> FailureNotice | None:
+    def _await_notice(self, patience: float) -> FailureNotice | None:
         """Return what failed, if it becomes known within so many seconds.
 
         Local. Blocking.
@@ -165,6 +162,23 @@ class Watcher:
             self._noticed.wait(patience)
         return self.notice
 
+    def explain(self, error: BaseException, operation: str) -> FailureNotice | None:
+        """Return because of whom a connection broke: a rank that failed, or left, or served the store.
+
+        Local. Blocking, for a second at most.
+        """
+        notice = self._await_notice(_CAUSE_PATIENCE)
+        if notice is not None:
+            return notice
+        try:
+            store, others = self._post.store, (peer for peer in self._post.peers if peer.rank != self._post.rank)
+            if store.add("left", 0):
+                left = (peer for peer in others if store.check([f"left/{peer.rank}"]))
+                return next((FailureNotice.left(peer, operation) for peer in left), None)
+        except dist.DistError:
+            return self._post.keeper_is_gone()
+        return self._post.keeper_is_gone() if isinstance(error, dist.DistError) else None
+
     def locate(self, ranks: Sequence[int]) -> dict[int, str]:
         """Return where ranks are, such as ``in all_gather_v at train.py:31 for 12 s``, as far as they answer.
 
@@ -172,7 +186,7 @@ class Watcher:
         """
         inquiries = Inquiries(self._post.store, self._post.rank)
         answers = inquiries.ask(ranks, 2 * self._interval + _ANSWER_PATIENCE)
-        return {rank: _place_in(answers[rank]) if rank in answers else self._last_seen(rank) for rank in ranks}
+        return {rank: answers[rank].place if rank in answers else self._last_seen(rank) for rank in ranks}
 
     def _last_seen(self, rank: int) -> str:
         text = _beat(self._post.store, rank).partition(" ")[2]
@@ -194,7 +208,7 @@ class Watcher:
             if not self._is_stopping.is_set():
                 self._act(self._post.keeper_is_gone())
         if self.has_let_go and self._lifeline is not None:
-            self._lifeline.close(farewell=True)
+            self._lifeline.close()
 
     def _is_over(self, store: Store) -> bool:
         """Look around once, and return whether there is nothing to watch any more."""
@@ -270,9 +284,8 @@ class Watcher:
             others = [peer.rank for peer in self._post.peers if peer.rank != self._post.rank]
             answers = self._inquiries.ask(others, 2 * self._interval + _ANSWER_PATIENCE)
             answers[self._post.rank] = Answer.here()
-            describe = [str(peer) for peer in self._post.peers].__getitem__
-            reason = f"{describe(self._post.rank)} waits in {wait} for {seconds:.0f} s"
-            write_report(reason, answers, describe, len(self._post.peers), Path.cwd())
+            reason = f"{self._post.peers[self._post.rank]} waits in {wait} for {seconds:.0f} s"
+            write_report(reason, self._post.rank, answers, [str(peer) for peer in self._post.peers], Path.cwd())
 
 
 @dataclasses.dataclass
@@ -292,19 +305,17 @@ class _Neighbour:
         return self.seconds
 
 
-def failure_behind(error: BaseException) -> FailureNotice | None:
+def failure_behind(error: BaseException, operation: str = "a collective") -> FailureNotice | None:
     """Return the failure on another rank because of which a connection of this one broke, as far as it is known.
 
     Local. Blocking, for a second at most.
+
+    Args:
+        error: The error of the connection.
+        operation: What this rank was doing.
     """
     watcher = _current
-    if watcher is None or not _is_lost_connection(error):
-        return None
-    return watcher.await_notice(_CAUSE_PATIENCE) or (
-        watcher._post.keeper_is_gone()
-        if isinstance(error, dist.DistError) and watcher._post.keeper is not None
-        else None
-    )
+    return watcher.explain(error, operation) if watcher is not None and _is_lost_connection(error) else None
 
 
 def _is_lost_connection(error: BaseException) -> bool:
@@ -317,16 +328,6 @@ def _is_lost_connection(error: BaseException) -> bool:
 def _beat(store: Store, rank: int) -> str:
     key = f"beat/{rank}"
     return store.get(key).decode() if store.check([key]) else ""
-
-
-def _place_in(answer: Answer) -> str:
-    """Return what a rank waits in; of one that waits for nobody, the last line of its main thread."""
-    if answer.waiting.startswith("in "):
-        return answer.waiting
-    main = answer.stacks.partition("\n\n")[0]
-    places = re.findall(r'File "(.+)", line (\d+), in (\S+)', main)
-    place = f"at {places[-1][0]}:{places[-1][1]} in {places[-1][2]}" if places else ""
-    return f"{place}{f', {answer.waiting}' if answer.waiting else ''}"
 
 
 def _end_if_stopped(pid: int) -> None:

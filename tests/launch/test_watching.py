@@ -1,0 +1,240 @@
+"""What the other ranks learn when one raises, dies, leaves, is late or falls silent; and how all of them stop."""
+
+import os
+import re
+import signal
+import sys
+import time
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from .processes import start
+
+WATCHED = Path(__file__).parent / "scripts" / "watched.py"
+LIMIT = 60
+
+
+def bare(rank, world_size, port):
+    values = {"RANK": rank, "WORLD_SIZE": world_size, "MASTER_ADDR": "localhost", "MASTER_PORT": port}
+    return {name: str(value) for name, value in values.items()}
+
+
+class Job:
+    """Three ranks that no launcher looks after."""
+
+    def __init__(self, port, *arguments, world_size=3, **variables):
+        command = [sys.executable, WATCHED, *arguments]
+        with ExitStack() as stack:
+            self.ranks = [
+                stack.enter_context(start(command, env={**bare(rank, world_size, port), **variables}))
+                for rank in range(world_size)
+            ]
+            self._stack = stack.pop_all()
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        self._stack.close()
+
+    def wait(self, ranks=(0, 1, 2)):
+        return [self.ranks[rank].wait(timeout=LIMIT) for rank in ranks]
+
+
+def line_of(text):
+    lines = WATCHED.read_text().splitlines()
+    return next(number for number, line in enumerate(lines, start=1) if text in line)
+
+
+def test_a_barrier_says_who_is_missing_and_where(free_port):
+    with Job(free_port, "late_for_a_barrier") as job:
+        finished = job.wait([0, 1])
+        late = job.ranks[2]
+        for rank in finished:
+            assert rank.returncode == 1
+            assert f"barrier 0 'save' within 1 s, got none from rank 2 ({os.uname().nodename}, pid {late.pid})" in (
+                rank.stderr
+            )
+            assert f", at {WATCHED}:{line_of('time.sleep(0.01)')} in wait_in_python" in rank.stderr
+
+
+def test_a_stopped_rank_was_last_seen_somewhere(free_port):
+    with Job(free_port, "stopped_before_a_barrier") as job:
+        finished = job.wait([0, 1])
+    for rank in finished:
+        assert rank.returncode == 1
+        assert "which does not answer, last seen after fused_all_reduce at" in rank.stderr
+        assert f"{WATCHED}:{line_of('fused_all_reduce(torch.ones(2))')}" in rank.stderr
+
+
+def test_a_hang_is_reported_in_one_file(free_port, tmp_path):
+    command = [sys.executable, WATCHED, "hang"]
+    with ExitStack() as stack:
+        ranks = [
+            stack.enter_context(
+                start(command, env={**bare(rank, 3, free_port), "DISTMAN_HANG_TIMEOUT": "1"}, cwd=tmp_path)
+            )
+            for rank in range(3)
+        ]
+        finished = [rank.wait(timeout=LIMIT) for rank in ranks]
+    assert [rank.returncode for rank in finished] == [0, 0, 0]
+    (report,) = tmp_path.glob("distman-hang-*.txt")
+    text = report.read_text()
+    assert re.match(r"rank [02] \(.*\) waits in fused_all_reduce at .*watched.py:\d+ for 1 s\n", text)
+    assert "in wait_in_python" in text
+    assert all(f"rank {rank} (" in text for rank in range(3))
+    (logged,) = (line for rank in finished for line in rank.stderr.splitlines())
+    assert str(report) in logged
+    assert "rank 1 (" in logged
+
+
+@pytest.mark.parametrize(
+    ("scenario", "watch"),
+    [
+        ("in_a_data_loader", "1"),
+        ("raise_while_others_compute", "1"),
+        ("raise_while_others_wait", "1"),
+        ("raise_while_others_wait", "0"),
+    ],
+)
+def test_an_error_reaches_ranks_that_do_something_else(free_port, scenario, watch):
+    with Job(free_port, scenario, DISTMAN_WATCH=watch) as job:
+        finished = job.wait()
+    seconds = [rank.seconds for rank in finished]
+    assert [rank.returncode for rank in finished] == [1, 1, 1]
+    assert max(seconds) - seconds[1] < 5
+    for rank in (finished[0], finished[2]):
+        assert "RankFailedError: rank 1 (" in rank.stderr
+        assert rank.stderr.rstrip().endswith("ValueError: boom")
+
+
+def test_code_that_cannot_be_interrupted_ends_with_the_process(free_port):
+    with Job(free_port, "in_uninterruptible_code") as job:
+        finished = job.wait()
+    seconds = [rank.seconds for rank in finished]
+    assert [rank.returncode for rank in finished] == [1, 76, 76]
+    assert max(seconds) - seconds[0] < 5
+    for rank in finished[1:]:
+        assert "distman: rank 0 (" in rank.stderr
+        assert "ValueError: boom" in rank.stderr
+        assert "This process could not be interrupted:\nthread MainThread" in rank.stderr
+        assert f'{WATCHED}", line {line_of("dist.recv")}' in rank.stderr
+
+
+def test_a_child_of_a_dead_rank_does_not_hide_its_death(free_port):
+    with Job(free_port, "with_a_child") as job:
+        job.ranks[1].wait_for_output("killed", timeout=LIMIT)
+        began = time.monotonic()
+        finished = job.wait([0, 2])
+        assert time.monotonic() - began < 5
+    for rank in finished:
+        assert rank.returncode == 1
+        assert f"RankFailedError: rank 1 ({os.uname().nodename}, pid {job.ranks[1].pid}) died" in rank.stderr
+
+
+@pytest.mark.parametrize("scenario", ["leave_early", "leave_early_in_a_collective"])
+def test_a_rank_that_left_is_not_waited_for(free_port, scenario):
+    with Job(free_port, scenario) as job:
+        finished = job.wait()
+    assert [rank.returncode for rank in finished] == [1, 0, 1]
+    for rank in (finished[0], finished[2]):
+        assert "RankFailedError: rank 1 (" in rank.stderr
+        assert "left the job" in rank.stderr
+
+
+def test_ranks_may_end_one_after_another(free_port):
+    with Job(free_port, "last_to_end") as job:
+        finished = job.wait()
+    assert [(rank.returncode, rank.stderr) for rank in finished] == [(0, "")] * 3
+    assert finished[0].seconds < finished[1].seconds - 1, "who serves the store waits for nobody's work"
+
+
+def test_a_job_that_is_suspended_goes_on(free_port):
+    """As Slurm suspends a job, or Ctrl-Z does: nobody was silent while nobody ran."""
+    with Job(free_port, "suspended", DISTMAN_SILENCE_TIMEOUT="3") as job:
+        for rank in job.ranks:
+            rank.wait_for_output("ready", timeout=LIMIT)
+        for rank in job.ranks:
+            os.kill(rank.pid, signal.SIGSTOP)
+        time.sleep(5)
+        for rank in job.ranks:
+            os.kill(rank.pid, signal.SIGCONT)
+        finished = job.wait()
+    assert [(rank.returncode, rank.stderr) for rank in finished] == [(0, "")] * 3
+
+
+def test_a_rank_that_is_silent_for_long_fails_the_job(free_port):
+    with Job(free_port, "suspended", DISTMAN_SILENCE_TIMEOUT="2") as job:
+        for rank in job.ranks:
+            rank.wait_for_output("ready", timeout=LIMIT)
+        os.kill(job.ranks[2].pid, signal.SIGSTOP)
+        finished = job.wait()
+    assert [rank.returncode for rank in finished] == [1, 1, -signal.SIGKILL], "a stopped process is not left behind"
+    for rank in finished[:2]:
+        assert re.search(r"RankFailedError: rank 2 \(.*\) is silent since \d s", rank.stderr)
+
+
+def test_an_error_of_another_rank_can_be_handled(free_port):
+    with Job(free_port, "caught") as job:
+        finished = job.wait()
+    assert [rank.returncode for rank in finished] == [0, 1, 0]
+    for rank in (finished[0], finished[2]):
+        assert re.search(r"saved because rank 1 \(.*\) raised ValueError: boom", rank.stdout)
+
+
+def test_an_adopted_group_is_watched_too(free_port):
+    with Job(free_port, "adopted") as job:
+        finished = job.wait()
+    assert [rank.returncode for rank in finished] == [1, 1, 1]
+    assert "RankFailedError: rank 1 (" in finished[2].stderr
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_signal_to_one_rank_stops_all_at_the_same_step(free_port, number):
+    with Job(free_port, "train_until_stopped") as job:
+        for rank in job.ranks:
+            rank.wait_for_output("ready", timeout=LIMIT)
+        time.sleep(1)
+        os.kill(job.ranks[1].pid, number)
+        finished = job.wait()
+    assert [(rank.returncode, rank.stderr) for rank in finished] == [(0, "")] * 3
+    saved = [re.search(r"saved at step (\d+), (\d) signals seen", rank.stdout).groups() for rank in finished]
+    assert len({step for step, _ in saved}) == 1
+    assert [seen for _, seen in saved] == (["0", "1", "0"] if number == signal.SIGTERM else ["0", "0", "0"])
+
+
+def test_a_call_on_one_rank_stops_all_at_the_same_step(free_port):
+    with Job(free_port, "train_until_stopped", "request") as job:
+        finished = job.wait()
+    steps = {re.search(r"saved at step (\d+)", rank.stdout)[1] for rank in finished}
+    assert len(steps) == 1
+    assert 50 < int(steps.pop()) < 1_000
+
+
+SPAWNED = """
+import os, sys, time
+import torch.multiprocessing as mp
+
+def work(rank, port):
+    os.environ.update(RANK=str(rank), WORLD_SIZE="3", MASTER_ADDR="localhost", MASTER_PORT=port)
+    from distman import DistributedManager
+    manager = DistributedManager.initialize()
+    if rank == 1:
+        time.sleep(1)
+        raise ValueError("boom")
+    manager.barrier("end")
+
+if __name__ == "__main__":
+    mp.spawn(work, (sys.argv[1],), nprocs=3)
+"""
+
+
+def test_spawned_processes_end_with_the_error_of_the_first(free_port, tmp_path):
+    (tmp_path / "spawned.py").write_text(SPAWNED)
+    with start([sys.executable, tmp_path / "spawned.py", str(free_port)]) as running:
+        finished = running.wait(timeout=LIMIT)
+    assert finished.returncode == 1
+    assert "ProcessRaisedException" in finished.stderr
+    assert finished.stderr.rstrip().endswith("ValueError: boom")
