@@ -19,7 +19,6 @@ import torch
 
 from distman.collectives.border import GroupLike
 from distman.collectives.objects import broadcast_data
-from distman.control.barrier import wait_for_all
 from distman.control.collective import Meeting
 from distman.control.notice import FailureNotice
 from distman.control.turn import Turn, Turns
@@ -225,13 +224,14 @@ def _run_on(
         return run() if is_active else None
     if members.turns is None:
         return _run_alone(run, what, members.ranks[members.rank])
-    turn = members.turns.begin(what, ranks)
+    awaited: Sequence[int] = range(members.size) if barrier else ranks
+    turn = members.turns.begin(what, awaited)
     result = _run_and_tell(turn, run, Restricted(what, runners)) if is_active else None
     with Meeting(what):
-        if not is_active or len(ranks) > 1:
+        if barrier and not is_active:
+            turn.succeed()
+        if not is_active or len(awaited) > 1:
             turn.wait()
-        if barrier:
-            wait_for_all(turn.circle, f"{turn.key} barrier", timeout=None)
     return broadcast_data(result, ranks[0], members.process_group) if broadcast else result
 
 

@@ -14,7 +14,7 @@ def wait_for_all(
     circle: Circle,
     key: str,
     *,
-    timeout: float | None,
+    timeout: float,
     locate: Callable[[Sequence[int]], dict[int, str]] | None = None,
 ) -> None:
     """Wait until every rank of the circle has called this with the same key.
@@ -24,7 +24,7 @@ def wait_for_all(
     Args:
         circle: The ranks.
         key: Name of this barrier, the same on all of them and never used before.
-        timeout: Seconds to wait for the others; None waits as long as the job goes on.
+        timeout: Seconds to wait for the others.
         locate: Finds out where ranks of the world are, as far as it can.
 
     Raises:
@@ -32,29 +32,32 @@ def wait_for_all(
         RankFailedError: See :meth:`distman.control.circle.Circle.wait_until`.
     """
     store = circle.store
-    store.set(f"{key}/{circle.rank}", "here")
-    if store.add(f"{key}/count", 1) == circle.size:
+    store.set(f"{circle.rank} is at", key)
+    is_last = store.add(f"{key}/count", 1) == circle.size
+    if is_last:
         store.set(f"{key}/open", "yes")
+        store.delete_key(f"{key}/count")
 
     def missing() -> list[int]:
-        return [index for index in range(circle.size) if not store.check([f"{key}/{index}"])]
+        keys = [f"{index} is at" for index in range(circle.size)]
+        return [index for index, at in enumerate(keys) if not store.check([at]) or store.get(at).decode() != key]
 
     def is_open() -> bool:
-        return bool(store.check([f"{key}/open"]))
+        return is_last or bool(store.check([f"{key}/open"]))
 
     while not circle.wait_until(is_open, place=key, awaited=missing, timeout=timeout):
         absent = missing()
         if absent:  # else the last one came while we looked
             raise BarrierTimeoutError(_message(circle, key, timeout, absent, locate))
     if store.add(f"{key}/left", 1) == circle.size:
-        for name in (*range(circle.size), "count", "open", "left"):
-            store.delete_key(f"{key}/{name}")
+        store.delete_key(f"{key}/open")
+        store.delete_key(f"{key}/left")
 
 
 def _message(
     circle: Circle,
     key: str,
-    timeout: float | None,
+    timeout: float,
     absent: Sequence[int],
     locate: Callable[[Sequence[int]], dict[int, str]] | None,
 ) -> str:
@@ -62,6 +65,6 @@ def _message(
     found = locate(ranks) if locate is not None else {}
     named = [f"{circle.describe(i)}{f', {found[r]}' if r in found else ''}" for i, r in zip(absent, ranks, strict=True)]
     return (
-        f"all {circle.size} ranks must come to {key} within {timeout or 0:g} s, got none from {'; '.join(named)}. "
+        f"all {circle.size} ranks must come to {key} within {timeout:g} s, got none from {'; '.join(named)}. "
         "See what they do instead."
     )

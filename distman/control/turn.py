@@ -26,16 +26,16 @@ class Turns:
         self.circle = circle
         self._keys = NumberedKeys(circle.store, name, circle.size, suffixes=("", " count"))
 
-    def begin(self, what: str, active: Sequence[int]) -> Turn:
+    def begin(self, what: str, awaited: Sequence[int]) -> Turn:
         """Return the next turn.
 
         Local. All ranks of the circle begin their turns in the same order.
 
         Args:
             what: What is done, for messages; the same on all ranks.
-            active: Who does it, by index in the circle.
+            awaited: Who must come to the end of it, by index in the circle.
         """
-        return Turn(self.circle, self._keys.next(), what, tuple(active))
+        return Turn(self.circle, self._keys.next(), what, awaited)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,23 +46,23 @@ class Turn:
         circle: The ranks.
         key: Where they meet in the store.
         what: What is done, for messages.
-        active: Who does it, by index in the circle.
+        awaited: Who must come to the end of it, by index in the circle.
     """
 
     circle: Circle
     key: str
     what: str
-    active: tuple[int, ...]
+    awaited: Sequence[int]
 
     def succeed(self) -> None:
-        """Say that this rank has done its part.
+        """Say that this rank, one of those awaited, has done its part.
 
         Local.
         """
         store, done = self.circle.store, json.dumps([self.what, None])
-        if len(self.active) == 1:
+        if len(self.awaited) == 1:
             store.set(self.key, done)
-        elif store.add(f"{self.key} count", 1) == len(self.active):
+        elif store.add(f"{self.key} count", 1) == len(self.awaited):
             store.compare_set(self.key, "", done)  # unless one failed
 
     def fail(self, error: BaseException) -> FailureNotice:
@@ -75,7 +75,7 @@ class Turn:
         return notice
 
     def wait(self) -> None:
-        """Wait until all have done their part.
+        """Wait until all that are awaited have done their part.
 
         Collective over the circle. Blocking, for as long as it takes them.
 
@@ -88,7 +88,7 @@ class Turn:
         def is_over() -> bool:
             return bool(store.check([self.key]))
 
-        self.circle.wait_until(is_over, place=self.what, awaited=lambda: self.active)
+        self.circle.wait_until(is_over, place=self.what, awaited=lambda: self.awaited)
         what, notice = json.loads(store.get(self.key))
         if what != self.what:
             raise PlanMismatchError(
