@@ -103,6 +103,11 @@ class Running:
         """Seconds since the start."""
         return time.monotonic() - self._began
 
+    @property
+    def returncode(self) -> int | None:
+        """The exit code of the launcher; None while it runs."""
+        return self._process.poll()
+
     def wait_for_output(self, text: str, *, times: int = 1, timeout: float = 30.0) -> None:
         """Return when ``text`` was printed so many times; fail when the launch or the time ends first."""
         __tracebackhide__ = True
@@ -126,12 +131,12 @@ class Running:
         __tracebackhide__ = True
         if not poll(condition, timeout):
             alive = "\n".join(f"    {process}" for process in marked(self.marker))
-            self._ask_for_stacks()
+            self.ask_for_stacks()
             self.end()
             outcome = f"ended by the test, which waited {timeout:g} s {what}; alive until then:\n{alive}"
             pytest.fail(_account(self.command, outcome, self))
 
-    def _ask_for_stacks(self) -> None:
+    def ask_for_stacks(self) -> None:
         """Make every Python process print its stacks, which ends it; the launcher may pass the words on."""
         for process in marked(self.marker):
             if process.is_python:
