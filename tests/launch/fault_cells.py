@@ -5,6 +5,7 @@ The promises: no cell hangs, and survivors that wait for the failed rank name it
 
 import itertools
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -71,16 +72,23 @@ def all_cells() -> list[Cell]:
 def selection(cells: Iterable[Cell]) -> list[Cell]:
     """Return few of the cells in which every pair of values occurs that occurs in all of them.
 
-    Greedy: the cell with the most new pairs is next, of several such the one that ends soonest.
+    Greedy: the cell with the most new pairs is next, of several such the one with the rarest values so far,
+    of several such the one that ends soonest.
     """
     cells = list(cells)
     missing = frozenset().union(*(cell.pairs for cell in cells))
+    used: Counter[tuple[int, str | int]] = Counter()
     chosen = []
     while missing:
-        best = max(cells, key=lambda cell: (len(cell.pairs & missing), -cell.limit))
+        best = max(cells, key=lambda cell: (len(cell.pairs & missing), -_total(used, cell), -cell.limit))
         chosen.append(best)
         missing -= best.pairs
+        used.update(enumerate(best.values))
     return sorted(chosen, key=cells.index)
+
+
+def _total(used: "Counter[tuple[int, str | int]]", cell: Cell) -> int:
+    return sum(used[value] for value in enumerate(cell.values))
 
 
 @dataclass(frozen=True)
@@ -131,6 +139,11 @@ class Outcome:
         survivors = tuple(Survivor(**survivor) for survivor in fields.pop("survivors"))
         return cls(survivors=survivors, left_behind=tuple(fields.pop("left_behind")), **fields)
 
+    def __str__(self) -> str:
+        ends = [f"rank {end.rank}: {end.exit_code} after {end.seconds} s\n{end.said}" for end in self.survivors]
+        launcher = f"launcher: {self.launcher_code} after {self.launcher_seconds} s\n{self.said}"
+        return "\n--- ".join(["", *ends, launcher])
+
     @property
     def survivors_seconds(self) -> float | None:
         """When the last survivor had ended."""
@@ -141,7 +154,8 @@ class Outcome:
 def judge(cell: Cell, outcome: Outcome) -> list[str]:
     """Return what is wrong with the outcome, a sentence each."""
     if not outcome.has_failed:
-        return [f"the fault must happen. The launcher said: {outcome.said[-500:]}"]
+        errors = "; ".join(f"rank {end.rank}: {last_error(end.said)}" for end in outcome.survivors)
+        return [f"the fault must happen, got another end. {errors}"]
     return [
         *_hangs(outcome),
         *_late(cell, outcome),
