@@ -18,6 +18,7 @@ EXCEPTIONS = ("raise", "unpicklable", "two arguments")
 EXITS = ("sys.exit(0)", "sys.exit(3)")
 SHORTEST = 5.0  # seconds within which a failure reaches everyone
 SILENCE = 12.0  # seconds within which a rank that is stopped is missed
+OPENS_STORE = "must open the job's store"  # rank 0, by whatever name
 LATENESS = 4.0  # seconds by which a limit of the library may be passed
 
 
@@ -166,15 +167,16 @@ def judge(cell: Cell, outcome: Outcome) -> list[str]:
 
 
 def names_failed_rank(cell: Cell, outcome: Outcome, text: str) -> bool:
-    """Return whether a text says which rank failed, and on which host.
-
-    Who never came to the rendezvous has not said where it is: only Slurm tells the others.
-    """
+    """Return whether a text says which rank failed, and on which host."""
     if f"rank {cell.rank} ({outcome.host}, pid {outcome.pid})" in text:
         return True
-    if cell.place != "before initialize" or not re.search(rf"\brank {cell.rank}\b", text):
-        return False
-    return outcome.host in text or not cell.launcher.startswith("srun")
+    return cell.place == "before initialize" and _names_missing_rank(cell, outcome, text)
+
+
+def _names_missing_rank(cell: Cell, outcome: Outcome, text: str) -> bool:
+    """Who never came to the rendezvous has not said where it is: only Slurm tells the others."""
+    names_rank = re.search(rf"\brank {cell.rank}\b", text) or (cell.rank == 0 and OPENS_STORE in text)
+    return bool(names_rank) and (outcome.host in text or not cell.launcher.startswith("srun"))
 
 
 def should_be_named(cell: Cell, survivor: Survivor) -> bool:
