@@ -18,8 +18,8 @@ EXCEPTIONS = ("raise", "unpicklable", "two arguments")
 EXITS = ("sys.exit(0)", "sys.exit(3)")
 SHORTEST = 5.0  # seconds within which a failure reaches everyone
 SILENCE = 12.0  # seconds within which a rank that is stopped is missed
-OPENS_STORE = "must open the job's store"  # rank 0, by whatever name
 LATENESS = 4.0  # seconds by which a limit of the library may be passed
+OPENS_STORE = "must open the job's store"  # rank 0, by whatever name
 
 
 @dataclass(frozen=True)
@@ -59,11 +59,9 @@ class Cell:
     @property
     def is_ended_by_launcher(self) -> bool:
         """Whether the launcher ends the survivors, which may then say nothing."""
-        if self.fault == "SIGKILL":
-            return self.launcher != "srun"
-        if self.fault == "sys.exit(3)" and self.place != "in on_rank":
+        if self.fault == "sys.exit(3)":
             return self.launcher in ("torchrun", "OpenMPI 5", "srun -K")
-        return self.fault in (*EXCEPTIONS, "sys.exit(3)") and self.launcher != "srun"
+        return self.fault in ("SIGKILL", *EXCEPTIONS) and self.launcher != "srun"
 
 
 def all_cells() -> list[Cell]:
@@ -219,9 +217,9 @@ def _nameless(cell: Cell, outcome: Outcome) -> Iterator[str]:
             yield f"rank {survivor.rank} must name the failed rank and its host, got: {last_error(survivor.said)}"
     if cell.place == "after the last collective" or cell.is_ended_by_launcher:
         return
-    if all(survivor.exit_code is None for survivor in outcome.survivors) and not any(
-        names_failed_rank(cell, outcome, survivor.said) for survivor in outcome.survivors
-    ):
+    all_were_ended = all(survivor.exit_code is None for survivor in outcome.survivors)
+    is_named = any(names_failed_rank(cell, outcome, survivor.said) for survivor in outcome.survivors)
+    if all_were_ended and not is_named:
         yield "no survivor says why it ended"
 
 

@@ -79,7 +79,16 @@ class Watch:
         self.ended: dict[int, float] = {}
         self._identities: dict[int, dict[str, Any]] = {}
 
-    def look(self) -> None:
+    def until(self, condition: Callable[[], bool], timeout: float) -> bool:
+        """Watch until the condition is true, and return whether it became so in time."""
+
+        def is_over() -> bool:
+            self._look()
+            return condition()
+
+        return poll(is_over, timeout, interval=0.01)
+
+    def _look(self) -> None:
         for rank in range(WORLD_SIZE):
             if rank not in self.ended and (identity := self.identity(rank)) and not _is_alive(identity["pid"]):
                 self.ended[rank] = time.time()
@@ -122,26 +131,23 @@ def run(cell: Cell, launcher: Any) -> Outcome:
 
 
 def _observe(cell: Cell, running: Running, watch: Watch) -> Outcome:
-    def is_over() -> bool:
-        watch.look()
-        return running.returncode is not None
-
-    is_hanging = not poll(is_over, WALL_LIMIT, interval=0.01)
+    survivors = sorted({*range(WORLD_SIZE)} - {cell.rank})
+    has_ended = watch.until(lambda: running.returncode is not None, WALL_LIMIT)
     ended, code = time.time(), running.returncode
-    moment = watch.record(cell.rank, "fault").get("moment")
-    survivors = set(range(WORLD_SIZE)) - {cell.rank}
-    poll(lambda: watch.look() or survivors <= watch.ended.keys(), 5.0 * (not is_hanging))
-    if is_hanging:
+    if has_ended:
+        watch.until(lambda: watch.ended.keys() >= {*survivors}, 5.0)
+    else:
         running.ask_for_stacks()
+    moment = watch.record(cell.rank, "fault").get("moment")
     identity = watch.identity(cell.rank)
     return Outcome(
         host=identity.get("host", ""),
         pid=identity.get("pid", 0),
         has_failed=moment is not None,
-        survivors=tuple(watch.survivor(rank, moment or ended) for rank in sorted(survivors)),
-        launcher_seconds=None if is_hanging else max(0.0, ended - (moment or ended)),
+        survivors=tuple(watch.survivor(rank, moment or ended) for rank in survivors),
+        launcher_seconds=max(0.0, ended - (moment or ended)) if has_ended else None,
         launcher_code=code,
-        left_behind=() if is_hanging else _left_behind(running),
+        left_behind=_left_behind(running) if has_ended else (),
         said=_ending(running.stdout + running.stderr),
         seconds=running.seconds,
     )
