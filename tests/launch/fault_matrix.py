@@ -186,6 +186,7 @@ class Results:
 
     def add(self, cell: Cell, outcome: Outcome) -> None:
         self.outcomes[cell] = outcome
+        self.path.parent.mkdir(parents=True, exist_ok=True)
         with self.path.open("a") as file:
             file.write(json.dumps({"cell": asdict(cell), "outcome": asdict(outcome)}) + "\n")
 
@@ -247,8 +248,9 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--results",
         type=Path,
-        default=Path("fault_matrix.jsonl"),
-        help="keep what was measured here; cells that it has are not run again (default: %(default)s)",
+        default=Path("build/fault_matrix.jsonl"),
+        help="keep what was measured here; a cell that it has is not run again, so remove it to measure anew"
+        " (default: %(default)s)",
     )
     parser.add_argument("--selection", action="store_true", help="only a few cells, in which all pairs occur")
     parser.add_argument("--launcher", action="append", choices=LAUNCHERS, help="only this one; may be repeated")
