@@ -45,6 +45,8 @@ def entry(cell: Cell, outcome: Outcome) -> str:
 
 
 def _end(outcome: Outcome) -> str:
+    if not outcome.has_failed:
+        return "no fault"
     survivors, launcher = outcome.survivors_seconds, outcome.launcher_seconds
     if survivors is None:
         return "hangs"

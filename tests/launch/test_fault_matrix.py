@@ -1,3 +1,5 @@
+"""A selection of the fault matrix, and the proof that its judge can find fault."""
+
 import itertools
 import pickle
 import sys
@@ -131,6 +133,7 @@ def test_broken_promises(cell, outcome, complaint):
         (seen(ended(0), ended(1, said="")), "0.4 s, 1 \\*"),
         (seen(ended(0), ended(1, 6.0)), "6.0 s, 1 !"),
         (seen(ended(0), ended(1, seconds=None)), "hangs !"),
+        (seen(has_failed=False), "no fault !"),
         (seen(launcher_seconds=None, launcher_code=None), "0.4 s, launcher hangs !"),
     ],
 )

@@ -118,7 +118,7 @@ class Course:
             place(self)
             self.exit_code = 0
         except SystemExit as leaving:
-            self.exit_code = leaving.code
+            self.exit_code = leaving.code or 0
             raise
 
     def record_end(self) -> None:
