@@ -217,7 +217,7 @@ def _nameless(cell: Cell, outcome: Outcome) -> Iterator[str]:
             yield f"rank {survivor.rank} must name the failed rank and its host, got: {last_error(survivor.said)}"
     if cell.place == "after the last collective" or cell.is_ended_by_launcher:
         return
-    all_were_ended = all(survivor.exit_code is None for survivor in outcome.survivors)
+    all_were_ended = all(end.exit_code is None and end.seconds is not None for end in outcome.survivors)
     is_named = any(names_failed_rank(cell, outcome, survivor.said) for survivor in outcome.survivors)
     if all_were_ended and not is_named:
         yield "no survivor says why it ended"
