@@ -19,6 +19,7 @@ from distman import log
 from distman.control import failure
 from distman.control.barrier import wait_for_all
 from distman.control.collective import Meeting
+from distman.control.requeue import requeue
 from distman.control.stop import StopAgreement
 from distman.control.watcher import Watcher, WatchLimits
 from distman.control.whereabouts import check_all_run_here
@@ -323,6 +324,19 @@ class DistributedManager(GroupQueries):
         """
         self._stop.listen()
         return self._stop.decide(step)
+
+    def requeue(self) -> None:
+        """Let Slurm run this job again from its start, when all ranks have come here.
+
+        Collective. Blocking. To be called last, once everything is saved: Slurm ends what still runs of the job.
+
+        Raises:
+            DistmanError: On rank 0: there is no Slurm job, or Slurm refuses.
+            BarrierTimeoutError: On every rank that came: some did not.
+        """
+        self.barrier("requeue")
+        if self.is_main:
+            requeue(os.environ)
 
     def wrap_ddp(self, module: torch.nn.Module, **kwargs: Any) -> torch.nn.Module:
         """Return the module as a DistributedDataParallel on this rank's device, or unchanged on one process.

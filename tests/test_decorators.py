@@ -40,18 +40,18 @@ def all_are_well():
     assert on_rank(manager.world_size - 1, broadcast=True)(lambda: "well")() == "well"
 
 
-class TwoArguments(Exception):
+class TwoArgumentsError(Exception):
     def __init__(self, code, text):
         super().__init__(f"{code}: {text}")
 
 
-class Unpicklable(Exception):
+class UnpicklableError(Exception):
     def __init__(self):
         super().__init__("holds a lock")
         self.lock = threading.Lock()
 
 
-class Speechless(Exception):
+class SpeechlessError(Exception):
     def __str__(self):
         raise RuntimeError("no words")
 
@@ -63,7 +63,7 @@ def test_it_runs_on_its_rank_and_the_others_get_none(rank, world_size):
 
 
 @ranks(1, 2, 4)
-def test_the_result_is_broadcast(rank, world_size):
+def test_the_result_is_broadcast(world_size):
     @on_rank(world_size - 1, broadcast=True)
     def make(size, *, fill):
         return {"from": DistributedManager().rank, "values": torch.full((size,), fill)}
@@ -113,9 +113,9 @@ def test_barrier_makes_the_runner_wait_too(rank):
     ("make", "text"),
     [
         (lambda: ValueError("no such file"), "no such file"),
-        (lambda: TwoArguments(3, "bad"), "3: bad"),
-        (Unpicklable, "holds a lock"),
-        (Speechless, "its __str__ raised RuntimeError"),
+        (lambda: TwoArgumentsError(3, "bad"), "3: bad"),
+        (UnpicklableError, "holds a lock"),
+        (SpeechlessError, "its __str__ raised RuntimeError"),
     ],
     ids=["plain", "two arguments", "unpicklable", "speechless"],
 )
@@ -176,7 +176,7 @@ def test_methods_names_and_arguments_are_kept(rank):
 
 
 @ranks(3)
-def test_long_work_trips_no_timeout_of_collectives(rank):
+def test_long_work_trips_no_timeout_of_collectives():
     manager = DistributedManager()
     DistributedManager.cleanup()
     DistributedManager.initialize(timeout=0.5)
@@ -222,7 +222,7 @@ def test_nested_calls_wait_for_nobody(rank):
 
 
 @ranks(3)
-def test_a_nested_call_that_needs_a_waiting_rank_raises(rank):
+def test_a_nested_call_that_needs_a_waiting_rank_raises():
     @on_rank([0, 1])
     def outer():
         on_rank(0, broadcast=True)(lambda: 1)()
@@ -271,7 +271,7 @@ def test_a_group_that_runs_there_as_a_whole_may_meet_there(rank):
 
 
 @ranks(2)
-def test_a_rank_outside_the_world_is_an_error_at_the_call(rank):
+def test_a_rank_outside_the_world_is_an_error_at_the_call():
     outside = on_rank([0, 2])(lambda: 1)
     with pytest.raises(ValueError, match="rank must be below 2, got 2"):
         outside()
@@ -360,23 +360,27 @@ def test_rank_zero_goes_first(rank, tmp_path, first):
 @ranks(3)
 @pytest.mark.parametrize("first", [rank_zero_first, local_rank_zero_first])
 def test_an_error_of_the_first_releases_the_others(rank, first):
-    entered = False
-    with pytest.raises(ValueError if rank == 0 else RankFailedError, match="boom"), first():
-        entered = True
-        if rank == 0:
+    entered = []
+
+    def enter():
+        with first():
+            entered.append(rank)
             raise ValueError("boom")
-    assert entered == (rank == 0)
+
+    with pytest.raises(ValueError if rank == 0 else RankFailedError, match="boom"):
+        enter()
+    assert entered == [0] * (rank == 0)
     all_are_well()
 
 
 @ranks(2)
-def test_no_collective_where_ranks_run_one_after_another(rank):
-    with pytest.raises(DistmanError, match="rank_zero_first at .*test_decorators"), rank_zero_first():
+def test_no_collective_where_ranks_run_one_after_another():
+    with pytest.raises(DistmanError, match=r"rank_zero_first at .*test_decorators"), rank_zero_first():
         DistributedManager().barrier()
 
 
 @ranks(2)
-def test_ten_thousand_calls_leave_the_store_as_it_was(rank):
+def test_ten_thousand_calls_leave_the_store_as_it_was():
     store = DistributedManager()._job.rendezvous.store
     work = on_rank(0)(lambda: None)
     both = on_rank([0, 1])(lambda: None)
@@ -396,7 +400,7 @@ def test_ten_thousand_calls_leave_the_store_as_it_was(rank):
 
 
 @ranks(2)
-def test_memory_stays_flat(rank):
+def test_memory_stays_flat():
     work = on_rank(0)(lambda: None)
     for _ in range(2_000):
         work()

@@ -97,7 +97,7 @@ class FailureNotice:
         return cls(place.rank, place.host, place.pid, LEFT, text)
 
     @classmethod
-    def silent(cls, place: Place, seconds: float, last_seen: str) -> FailureNotice:
+    def silent(cls, place: Place, seconds: float, *, last_seen: str = "", role: str = "") -> FailureNotice:
         """Return the notice of a rank that is there but does nothing.
 
         Local.
@@ -106,10 +106,11 @@ class FailureNotice:
             place: Where it runs.
             seconds: How long it has been silent.
             last_seen: Where it was when last heard of; empty where unknown.
+            role: What it does for the job, as for :meth:`died`.
         """
         text = (
-            f"is silent since {seconds:.0f} s{f', last seen {last_seen}' if last_seen else ''}: it is stopped, or "
-            "foreign code in it keeps the interpreter, or its host is cut off. DISTMAN_SILENCE_TIMEOUT is the limit."
+            f"{role}is silent since {seconds:.0f} s{f', last seen {last_seen}' if last_seen else ''}: it is stopped, "
+            "or foreign code in it keeps the interpreter, or its host is cut off. DISTMAN_SILENCE_TIMEOUT is the limit."
         )
         return cls(place.rank, place.host, place.pid, SILENT, text)
 

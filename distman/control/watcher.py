@@ -21,6 +21,7 @@ from distman.control.inquiry import Answer, Inquiries
 from distman.control.interruption import Interruption
 from distman.control.lifeline import Lifeline
 from distman.control.notice import SILENT, FailureNotice, Place
+from distman.control.watchdog import Watchdog
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -79,12 +80,29 @@ class Post:
     peers: Sequence[Place]
     is_one_host: bool
 
+    @property
+    def is_keeper(self) -> bool:
+        """Whether this process serves the store."""
+        return self.keeper == self.rank
+
+    def keeper_is_silent(self, seconds: float) -> FailureNotice:
+        """Return the notice that the store does not answer.
+
+        Local.
+        """
+        if self.keeper is not None:
+            role = f", which serves the job's store at {self.url}, "
+            return FailureNotice.silent(self.peers[self.keeper], seconds, role=role)
+        me = self.peers[self.rank]
+        text = f"got no answer from the job's store at {self.url} for {seconds:.0f} s. See what stopped who serves it."
+        return FailureNotice(me.rank, me.host, me.pid, SILENT, text)
+
     def keeper_is_gone(self) -> FailureNotice:
         """Return the notice that nobody serves the store any more.
 
         Local.
         """
-        if self.keeper is not None and self.keeper != self.rank:
+        if self.keeper is not None and not self.is_keeper:
             return FailureNotice.died(self.peers[self.keeper], f", which served the job's store at {self.url}, ")
         me = self.peers[self.rank]
         text = f"lost the job's store: the process that served it at {self.url} is gone. See what ended it."
@@ -112,6 +130,7 @@ class Watcher:
         self.has_let_go = False
         self._post = post
         self._limits = limits
+        self._is_stuck = False
         self._interval = interval(len(post.peers))
         self._noticed = threading.Event()
         self._is_stopping = threading.Event()
@@ -121,6 +140,7 @@ class Watcher:
         self._last_beat = time.monotonic()
         self._reported: whereabouts.Waiting | None = None
         self._lifeline: Lifeline | None = None
+        self._watchdog = None if post.is_keeper else Watchdog(limits.silence, self._keeper_is_silent)
         self._thread = threading.Thread(target=self._run, name="distman-watcher", daemon=True)
 
     def start(self) -> None:
@@ -131,18 +151,22 @@ class Watcher:
         global _current
         _current = self
         self._thread.start()
+        if self._watchdog is not None:
+            self._watchdog.start()
 
     def stop(self) -> None:
         """Watch no longer.
 
-        Local. Blocks until the thread has ended, for milliseconds.
+        Local. Blocks until the threads have ended, for milliseconds; one that waits for a silent store is left.
         """
         global _current
         _current = None
         self._is_stopping.set()
         if self._lifeline is not None:
             self._lifeline.wake()
-        self._thread.join(_JOIN_PATIENCE)
+        if self._watchdog is not None:
+            self._watchdog.stop()
+        self._thread.join(0 if self._is_stuck else _JOIN_PATIENCE)
         self._interruption.restore()
 
     def close(self) -> None:
@@ -170,6 +194,8 @@ class Watcher:
         notice = self._await_notice(_CAUSE_PATIENCE)
         if notice is not None:
             return notice
+        if self.has_let_go and self._post.keeper is not None:
+            return FailureNotice.left(self._post.peers[self._post.keeper], operation)
         try:
             store, others = self._post.store, (peer for peer in self._post.peers if peer.rank != self._post.rank)
             if store.add("left", 0):
@@ -199,8 +225,10 @@ class Watcher:
             lifeline = Lifeline(store, self._post.rank, self._post.peers, is_one_host=self._post.is_one_host)
             self._lifeline = lifeline
             while not self._is_stopping.is_set():
-                if self._is_over(store):
-                    return
+                with self._watchdog.calling() if self._watchdog is not None else contextlib.nullcontext():
+                    is_over = self._is_over(store)
+                if is_over:
+                    break
                 died = lifeline.wait(self._interval)
                 if died is not None and not self._is_stopping.is_set():
                     self._tell(store, FailureNotice.died(died))
@@ -249,7 +277,12 @@ class Watcher:
         )
         if silent_for > self._limits.silence:
             last_seen = self._neighbour.beat.partition(" ")[2]
-            self._tell(store, FailureNotice.silent(self._post.peers[rank], silent_for, last_seen))
+            self._tell(store, FailureNotice.silent(self._post.peers[rank], silent_for, last_seen=last_seen))
+
+    def _keeper_is_silent(self, seconds: float) -> None:
+        if self.notice is None and not self._is_stopping.is_set():
+            self._is_stuck = True
+            self._act(self._post.keeper_is_silent(seconds))
 
     def _tell(self, store: Store, notice: FailureNotice) -> None:
         """Make a failure known to all, this rank too."""

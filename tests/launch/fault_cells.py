@@ -57,6 +57,11 @@ class Cell:
         return SHORTEST
 
     @property
+    def waits_for_the_stopped(self) -> bool:
+        """Whether nobody is left to miss the rank that is stopped."""
+        return self.place == "after the last collective" and self.fault == "SIGSTOP"
+
+    @property
     def is_ended_by_launcher(self) -> bool:
         """Whether the launcher ends the survivors, which may then say nothing."""
         if self.fault == "sys.exit(3)":

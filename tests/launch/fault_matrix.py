@@ -5,6 +5,7 @@
 
 import argparse
 import json
+import os
 import resource
 import shutil
 import signal
@@ -132,7 +133,7 @@ def run(cell: Cell, launcher: Any) -> Outcome:
 
 def _observe(cell: Cell, running: Running, watch: Watch) -> Outcome:
     survivors = sorted({*range(WORLD_SIZE)} - {cell.rank})
-    has_ended = watch.until(lambda: running.returncode is not None, WALL_LIMIT)
+    has_ended = watch.until(_end_of(cell, running, watch, survivors), WALL_LIMIT)
     ended, code = time.time(), running.returncode
     if has_ended:
         watch.until(lambda: watch.ended.keys() >= {*survivors}, 5.0)
@@ -151,6 +152,22 @@ def _observe(cell: Cell, running: Running, watch: Watch) -> Outcome:
         said=_ending(running.stdout + running.stderr),
         seconds=running.seconds,
     )
+
+
+def _end_of(cell: Cell, running: Running, watch: Watch, survivors: Sequence[int]) -> Callable[[], bool]:
+    """Return what tells that a cell is over.
+
+    A rank that is stopped when all others are done fails nobody: its launcher waits for it as for one that is slow.
+    It is continued, and must end normally.
+    """
+
+    def is_over() -> bool:
+        if cell.waits_for_the_stopped and watch.ended.keys() >= {*survivors}:
+            with suppress(ProcessLookupError):
+                os.kill(watch.identity(cell.rank)["pid"], signal.SIGCONT)
+        return running.returncode is not None
+
+    return is_over
 
 
 def _left_behind(running: Running) -> tuple[str, ...]:

@@ -32,7 +32,8 @@ SlurmUser=root
 SlurmdUser=root
 AuthType=auth/munge
 CredType=cred/munge
-AuthInfo=socket={directory}/munge.socket
+# A job that is queued again begins when the credential of its first run has expired.
+AuthInfo=socket={directory}/munge.socket,cred_expire=5
 MpiDefault=none
 # Nothing that needs cgroups.
 ProctrackType=proctrack/linuxproc

@@ -27,7 +27,7 @@ MANY_RANKS = {
 
 @dataclass(frozen=True)
 class Block:
-    """A block of code; a text that comes straight after one in Python is its output."""
+    """A block of code; a text that comes straight after one in Python, or after commands, is its output."""
 
     language: str
     text: str
@@ -44,7 +44,7 @@ def blocks(page):
     found = [(token.info, token.content) for token in tokens if token.type in ("fence", "code_block")]
     after = [*found[1:], ("", "")]
     return [
-        Block(language, text, output=next_text if next_language == "text" else "")
+        Block(language, text, output=next_text if next_language == "text" and language in ("python", "sh") else "")
         for (language, text), (next_language, next_text) in zip(found, after, strict=False)
     ]
 
@@ -55,9 +55,18 @@ def scripts(page):
 
 def commands(page):
     """Return the command lines of a page, each once, without comments."""
-    lines = "".join(block.text for block in blocks(page) if block.language == "sh").replace("\\\n", "").splitlines()
-    stripped = [re.sub(r"(^|\s)#.*", "", line).strip() for line in lines]
-    return list(dict.fromkeys(filter(None, stripped)))
+    return list(dict.fromkeys(line for block in blocks(page) if block.language == "sh" for line in lines_of(block)))
+
+
+def lines_of(block):
+    lines = block.text.replace("\\\n", "").splitlines()
+    return list(filter(None, (re.sub(r"(^|\s)#.*", "", line).strip() for line in lines)))
+
+
+def shown_with_output(page):
+    """Return each script of a page with the command that runs it and the output that is shown after both."""
+    found = zip(blocks(page), blocks(page)[1:], strict=False)
+    return [(script, command) for script, command in found if command.language == "sh" and command.output]
 
 
 def name_of(value):
@@ -101,7 +110,29 @@ def test_tests_pass_or_fail_as_shown(page, tmp_path):
         assert_shown(block.output, finished.stdout)
 
 
-@pytest.mark.parametrize(("page", "line"), [(page, line) for page in PAGES for line in commands(page)], ids=name_of)
+@pytest.mark.parametrize(
+    ("page", "number"), [(page, i) for page in PAGES for i in range(len(shown_with_output(page)))], ids=name_of
+)
+def test_a_command_gives_the_output_that_is_shown(page, number, request, tmp_path):
+    script, command = shown_with_output(page)[number]
+    assert script.language == "python"
+    (tmp_path / "train.py").write_text(script.text)
+    (line,) = lines_of(command)
+    words = shlex.split(line)
+    finished = RUNNERS[words[0]](request, words, {}, tmp_path)
+    assert_shown(command.output, finished.stdout + finished.stderr)
+    assert (finished.returncode != 0) == ("Error" in command.output)
+
+
+def is_shown_with_output(page, line):
+    return any(line in lines_of(command) for _, command in shown_with_output(page))
+
+
+@pytest.mark.parametrize(
+    ("page", "line"),
+    [(page, line) for page in PAGES for line in commands(page) if not is_shown_with_output(page, line)],
+    ids=name_of,
+)
 def test_commands_succeed(page, line, request, tmp_path):
     assert not SHELL.search(line), "only plain commands can be run here"
     if scripts(page):

@@ -238,3 +238,21 @@ def test_spawned_processes_end_with_the_error_of_the_first(free_port, tmp_path):
     assert finished.returncode == 1
     assert "ProcessRaisedException" in finished.stderr
     assert finished.stderr.rstrip().endswith("ValueError: boom")
+
+
+def test_a_job_that_stops_is_queued_again(slurm_cluster):
+    step = f"srun -N2 -n2 {sys.executable} {WATCHED} train_twice"
+    script = f"#!/bin/sh\nexport OMP_NUM_THREADS=1\nexec {step}\n"
+    finished = slurm_cluster.sbatch(script, "-N2", "-n2", "--requeue", "--open-mode=append", timeout=LIMIT)
+    assert finished.returncode == 0
+    saved = re.findall(r"saved at step (\d+)", finished.stdout)
+    assert len(saved) == 2
+    assert len(set(saved)) == 1
+    assert finished.stdout.count("done in the second run") == 2
+
+
+def test_outside_slurm_nothing_is_queued_again(free_port):
+    with Job(free_port, "train_twice", world_size=2) as job:
+        finished = job.wait([0, 1])
+    assert finished[0].returncode == 1
+    assert "the job must be one of Slurm's to be queued again" in finished[0].stderr

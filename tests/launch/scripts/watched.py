@@ -145,7 +145,7 @@ def caught(manager):
 def train_until_stopped(manager):
     """Steps of different length on each rank; the test asks one of them to stop."""
     previous = []
-    signal.signal(signal.SIGTERM, lambda number, frame: previous.append(number))
+    signal.signal(signal.SIGTERM, lambda number, _frame: previous.append(number))
     say("ready")
     for step in range(100_000):
         dist.all_reduce(torch.ones(2))
@@ -155,6 +155,20 @@ def train_until_stopped(manager):
         if manager.should_stop(step):
             break
     say(f"saved at step {step}, {len(previous)} signals seen")
+
+
+def train_twice(manager):
+    """The first run is stopped, and asks Slurm for the second."""
+    is_first = "SLURM_RESTART_COUNT" not in os.environ
+    for step in range(20):
+        if step == 5 and is_first and manager.rank == 1:
+            os.kill(os.getpid(), signal.SIGUSR1)
+        time.sleep(0.2)
+        if manager.should_stop(step):
+            say(f"saved at step {step}")
+            manager.requeue()
+            return
+    say("done in the second run")
 
 
 if __name__ == "__main__":
