@@ -22,6 +22,7 @@ from distman.control.interruption import Interruption
 from distman.control.lifeline import Lifeline
 from distman.control.notice import SILENT, FailureNotice, Place
 from distman.control.watchdog import Watchdog
+from distman.log import logger
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -226,20 +227,18 @@ class Watcher:
             self._lifeline = lifeline
             while not self._is_stopping.is_set():
                 with self._watchdog.calling() if self._watchdog is not None else contextlib.nullcontext():
-                    is_over = self._is_over(store)
-                if is_over:
-                    break
-                died = lifeline.wait(self._interval)
-                if died is not None and not self._is_stopping.is_set():
-                    self._tell(store, FailureNotice.died(died))
+                    if self._is_over(store, lifeline):
+                        break
         except dist.DistError:
             if not self._is_stopping.is_set():
                 self._act(self._post.keeper_is_gone())
+        except OSError as error:
+            logger.warning("the other ranks are not watched any more: %s. DISTMAN_WATCH=0 switches this off", error)
         if self.has_let_go and self._lifeline is not None:
             self._lifeline.close()
 
-    def _is_over(self, store: Store) -> bool:
-        """Look around once, and return whether there is nothing to watch any more."""
+    def _is_over(self, store: Store, lifeline: Lifeline) -> bool:
+        """Look around once, wait a while, and return whether there is nothing to watch any more."""
         num_news = store.add("news", 0)
         if num_news != self._num_news:
             self._num_news = num_news
@@ -251,6 +250,9 @@ class Watcher:
             self._last_beat = now
         if self._limits.hang is not None:
             self._look_for_hang(store, self._limits.hang)
+        died = lifeline.wait(self._interval) if self.notice is None else None
+        if died is not None and not self._is_stopping.is_set():
+            self._tell(store, FailureNotice.died(died))
         return self.notice is not None
 
     def _read_news(self, store: Store) -> bool:
