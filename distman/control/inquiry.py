@@ -46,7 +46,7 @@ class Answer:
             return self.waiting
         lines = re.findall(r'File "(.+)", line (\d+), in (\S+)', self.stacks.partition("\n\n")[0])
         place = f"at {lines[-1][0]}:{lines[-1][1]} in {lines[-1][2]}" if lines else ""
-        return f"{place}{f', {self.waiting}' if self.waiting else ''}"
+        return ", ".join(filter(None, (place, self.waiting)))
 
 
 @dataclasses.dataclass

@@ -14,6 +14,7 @@ from typing import Any
 from distman.control.circle import Circle
 from distman.control.numbered import NumberedKeys
 from distman.errors import PlanMismatchError
+from distman.log import logger
 
 __all__ = ["StopAgreement"]
 
@@ -106,15 +107,9 @@ class StopAgreement:
                 f"{decision['step']} on another. Call should_stop(step) once per step on every rank."
             )
         self._stops, self._next_step = decision["stops"], decision["next"]
+        if self._stops:
+            logger.info("all ranks stop at step %d: %s", step, store.get("stop").decode())
         return self._stops
-
-    @property
-    def reason(self) -> str:
-        """Who asked for the stop; empty as long as nobody did."""
-        if self._circle is None:
-            return self._wish
-        store = self._circle.job_store
-        return store.get("stop").decode() if store.check(["stop"]) else self._wish
 
     def _num_steps(self, step: int, world_size: int) -> int:
         """Return how many steps shall lie before the next decision, at the pace since the last one."""
