@@ -20,8 +20,9 @@ from torch.distributed.distributed_c10d import _get_default_store, _world
 from distman.control import failure
 from distman.control.circle import Circle
 from distman.control.ending import end_job_after
+from distman.control.post import Post
 from distman.control.report import JobReporter
-from distman.control.watcher import Post, Watcher, WatchLimits, interval
+from distman.control.watcher import Watcher, WatchLimits, interval
 from distman.device import backend_for, pick_device, resolve_device
 from distman.environments import LaunchEnvironment
 from distman.errors import DistmanError, RankFailedError, RendezvousError

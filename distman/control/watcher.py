@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 import os
 import re
 import signal
@@ -16,23 +17,26 @@ from typing import TYPE_CHECKING
 import torch.distributed as dist
 
 from distman.control import whereabouts
-from distman.control.hang_report import write_report
-from distman.control.inquiry import Answer, Inquiries
+from distman.control.hang_watch import HangWatch
+from distman.control.inquiry import Inquiries
 from distman.control.interruption import Interruption
 from distman.control.lifeline import Lifeline
-from distman.control.notice import SILENT, FailureNotice, Place
+from distman.control.notice import SILENT, FailureNotice
+from distman.control.post import Post
 from distman.control.watchdog import Watchdog
 from distman.log import logger
 
 if TYPE_CHECKING:
     from torch.distributed import Store
 
-__all__ = ["Post", "WatchLimits", "Watcher", "failure_behind", "interval"]
+__all__ = ["INTERVALS_PER_BEAT", "WatchLimits", "Watcher", "failure_behind", "interval"]
 
 _SHORTEST_INTERVAL = 0.2
-_LONGEST_INTERVAL = 2.0
-_INTERVAL_PER_RANK = 0.2e-3
-_INTERVALS_PER_BEAT = 5
+_LONGEST_INTERVAL = 4.0
+_INTERVAL_PER_RANK = 0.4e-3
+INTERVALS_PER_BEAT = 5
+"""A rank says that it is alive at every so many looks into the store."""
+
 _ANSWER_PATIENCE = 1.0
 _CAUSE_PATIENCE = 1.0
 _JOIN_PATIENCE = 5.0
@@ -59,55 +63,6 @@ class WatchLimits:
 
     silence: float
     hang: float | None = None
-
-
-@dataclasses.dataclass(frozen=True)
-class Post:
-    """What a watcher watches from.
-
-    Attributes:
-        store: The job's store.
-        url: Where it is served.
-        keeper: The rank that serves it; None where a launcher's agent does.
-        rank: This process's rank.
-        peers: All ranks, in rank order.
-        is_one_host: Whether all of them run on one host.
-    """
-
-    store: Store
-    url: str
-    keeper: int | None
-    rank: int
-    peers: Sequence[Place]
-    is_one_host: bool
-
-    @property
-    def is_keeper(self) -> bool:
-        """Whether this process serves the store."""
-        return self.keeper == self.rank
-
-    def keeper_is_silent(self, seconds: float) -> FailureNotice:
-        """Return the notice that the store does not answer.
-
-        Local.
-        """
-        if self.keeper is not None:
-            role = f", which serves the job's store at {self.url}, "
-            return FailureNotice.silent(self.peers[self.keeper], seconds, role=role)
-        me = self.peers[self.rank]
-        text = f"got no answer from the job's store at {self.url} for {seconds:.0f} s. See what stopped who serves it."
-        return FailureNotice(me.rank, me.host, me.pid, SILENT, text)
-
-    def keeper_is_gone(self) -> FailureNotice:
-        """Return the notice that nobody serves the store any more.
-
-        Local.
-        """
-        if self.keeper is not None and not self.is_keeper:
-            return FailureNotice.died(self.peers[self.keeper], f", which served the job's store at {self.url}, ")
-        me = self.peers[self.rank]
-        text = f"lost the job's store: the process that served it at {self.url} is gone. See what ended it."
-        return FailureNotice(me.rank, me.host, me.pid, "died", text)
 
 
 class Watcher:
@@ -138,8 +93,8 @@ class Watcher:
         self._interruption = Interruption(end_job)
         self._num_news = 0
         self._neighbour = _Neighbour()
-        self._last_beat = time.monotonic()
-        self._reported: whereabouts.Waiting | None = None
+        self._last_beat = -math.inf
+        self._hangs = HangWatch(post, limits.hang, self._patience) if limits.hang is not None else None
         self._lifeline: Lifeline | None = None
         self._watchdog = None if post.is_keeper else Watchdog(limits.silence, self._keeper_is_silent)
         self._thread = threading.Thread(target=self._run, name="distman-watcher", daemon=True)
@@ -206,13 +161,18 @@ class Watcher:
             return self._post.keeper_is_gone()
         return self._post.keeper_is_gone() if isinstance(error, dist.DistError) else None
 
+    @property
+    def _patience(self) -> float:
+        """Seconds within which a watcher answers a question."""
+        return 2 * self._interval + _ANSWER_PATIENCE
+
     def locate(self, ranks: Sequence[int]) -> dict[int, str]:
         """Return where ranks are, such as ``in all_gather_v at train.py:31 for 12 s``, as far as they answer.
 
         Local. Blocking.
         """
         inquiries = Inquiries(self._post.store, self._post.rank)
-        answers = inquiries.ask(ranks, 2 * self._interval + _ANSWER_PATIENCE)
+        answers = inquiries.ask(ranks, self._patience)
         return {rank: answers[rank].place if rank in answers else self._last_seen(rank) for rank in ranks}
 
     def _last_seen(self, rank: int) -> str:
@@ -245,11 +205,11 @@ class Watcher:
             if self._read_news(store):
                 return True
         now = time.monotonic()
-        if now - self._last_beat > _INTERVALS_PER_BEAT * self._interval:
+        if now - self._last_beat > INTERVALS_PER_BEAT * self._interval:
             self._beat(store, now - self._last_beat)
             self._last_beat = now
-        if self._limits.hang is not None:
-            self._look_for_hang(store, self._limits.hang)
+        if self._hangs is not None:
+            self._hangs.look(self._inquiries)
         died = lifeline.wait(self._interval) if self.notice is None else None
         if died is not None and not self._is_stopping.is_set():
             self._tell(store, FailureNotice.died(died))
@@ -275,9 +235,9 @@ class Watcher:
         if rank is None:
             return
         silent_for = self._neighbour.silence(
-            rank, _beat(store, rank), min(seconds, 2 * _INTERVALS_PER_BEAT * self._interval)
+            rank, _beat(store, rank), min(seconds, 2 * INTERVALS_PER_BEAT * self._interval)
         )
-        if silent_for > self._limits.silence:
+        if self._neighbour.beat and silent_for > self._limits.silence:  # without a beat, it is not watching
             last_seen = self._neighbour.beat.partition(" ")[2]
             self._tell(store, FailureNotice.silent(self._post.peers[rank], silent_for, last_seen=last_seen))
 
@@ -296,31 +256,10 @@ class Watcher:
     def _act(self, notice: FailureNotice) -> None:
         self.notice = notice
         self._noticed.set()
-        me = self._post.peers[self._post.rank]
-        if notice.error_type == SILENT and notice.host == me.host:
+        if notice.error_type == SILENT and notice.host == self._post.me.host:
             _end_if_stopped(notice.pid)
-        if notice.rank != me.rank or not notice.traceback_text:
+        if notice.rank != self._post.rank or not notice.traceback_text:
             self._interruption.deliver(notice, self._is_stopping)
-
-    def _look_for_hang(self, store: Store, limit: float) -> None:
-        """Report the wait of a thread that lasts too long, once, unless another rank has done so."""
-        waits = whereabouts.waits()
-        if self._reported is not None and self._reported not in waits:
-            self._reported = None
-            store.delete_key("hang report")
-        for wait in waits:
-            seconds = time.monotonic() - wait.since
-            if seconds < limit or self._reported is not None:
-                continue
-            me = str(self._post.rank)
-            if store.compare_set("hang report", "", me).decode() != me:
-                return
-            self._reported = wait
-            others = [peer.rank for peer in self._post.peers if peer.rank != self._post.rank]
-            answers = self._inquiries.ask(others, 2 * self._interval + _ANSWER_PATIENCE)
-            answers[self._post.rank] = Answer.here()
-            reason = f"{self._post.peers[self._post.rank]} waits in {wait} for {seconds:.0f} s"
-            write_report(reason, self._post.rank, answers, [str(peer) for peer in self._post.peers], Path.cwd())
 
 
 @dataclasses.dataclass

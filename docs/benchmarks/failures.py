@@ -63,6 +63,40 @@ def measure_notice() -> None:
         _show(f"{fault} on rank 1 of 4: the last rank has ended after", statistics.median(seconds), "s")
 
 
+def measure_scale(num_ranks: int = 10_000, seconds: float = 5.0) -> None:
+    """Ask a store as often as the watchers of so many ranks do, and take what its process computes."""
+    import torch.distributed as dist
+
+    from distman.control.watcher import INTERVALS_PER_BEAT, interval
+
+    port = _free_port()
+    server = subprocess.Popen([sys.executable, __file__, "serve_here", str(port)])
+    store = dist.TCPStore("127.0.0.1", port, None, is_master=False, wait_for_workers=False)
+    every = interval(num_ranks)
+    num_looks = int(seconds * num_ranks / every)
+    before, began = _seconds_of_process(server.pid), time.perf_counter()
+    for number in range(num_looks):
+        store.add("news", 0)
+        if number % INTERVALS_PER_BEAT == 0:
+            store.set(f"beat/{number % num_ranks}", "at some place of the program, for some seconds")
+            store.check([f"beat/{number % num_ranks}"])
+            store.get(f"beat/{number % num_ranks}")
+    took, worked = time.perf_counter() - began, _seconds_of_process(server.pid) - before
+    server.kill()
+    server.wait()
+    print(f"{num_ranks} ranks look into the store every {every:.1f} s: {num_looks / seconds:.0f} looks a second")
+    _show("processor time of the store for them", worked / seconds * 100, "% of one core")
+    _show("seconds of looks asked one after another", took, f"s for {seconds:.0f} s of watching")
+
+
+def measure_serve_here(port: str) -> None:
+    import torch.distributed as dist
+
+    store = dist.TCPStore("127.0.0.1", int(port), None, is_master=True, wait_for_workers=False)
+    time.sleep(120)
+    del store
+
+
 def measure_on_rank_here() -> None:
     import torch.distributed as dist
 
@@ -132,6 +166,11 @@ def _seconds_of_watching() -> float:
     return seconds
 
 
+def _seconds_of_process(pid: int) -> float:
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
 def _nothing() -> None:
     pass
 
@@ -180,8 +219,18 @@ def _free_port() -> int:
         return int(server.getsockname()[1])
 
 
-MEASUREMENTS = {"on_rank": measure_on_rank, "watcher": measure_watcher, "notice": measure_notice}
-ON_ONE_RANK = {"on_rank_here": measure_on_rank_here, "steps_here": measure_steps_here, "fail_here": measure_fail_here}
+MEASUREMENTS = {
+    "on_rank": measure_on_rank,
+    "watcher": measure_watcher,
+    "notice": measure_notice,
+    "scale": measure_scale,
+}
+ON_ONE_RANK = {
+    "on_rank_here": measure_on_rank_here,
+    "steps_here": measure_steps_here,
+    "fail_here": measure_fail_here,
+    "serve_here": measure_serve_here,
+}
 
 
 def main() -> None:
