@@ -25,6 +25,7 @@ from distman.errors import (
     RankFailedError,
     RendezvousError,
     UndefinedGroupError,
+    WorkerError,
 )
 from distman.topology import ProcessGroupConfig, ProcessGroupNode, split_sizes
 
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
         rank_zero_only,
     )
     from distman.device import pick_device, resolve_device
+    from distman.executor import ParallelExecutor, parallelize_on_gpus
     from distman.manager import DistributedManager, initialize_ddp
     from distman.rendezvous.peers import Peer
 
@@ -47,6 +49,7 @@ __all__ = [
     "DistributedManager",
     "LaunchEnvironmentError",
     "NotInitializedError",
+    "ParallelExecutor",
     "Peer",
     "PlanMismatchError",
     "ProcessGroupConfig",
@@ -54,6 +57,7 @@ __all__ = [
     "RankFailedError",
     "RendezvousError",
     "UndefinedGroupError",
+    "WorkerError",
     "explain",
     "initialize_ddp",
     "is_env_distributed",
@@ -61,6 +65,7 @@ __all__ = [
     "on_local_rank",
     "on_rank",
     "parallel_on_all_devices",
+    "parallelize_on_gpus",
     "pick_device",
     "rank_zero_first",
     "rank_zero_only",
@@ -71,6 +76,7 @@ __all__ = [
 
 _NEEDS_TORCH = {
     "DistributedManager": "distman.manager",
+    "ParallelExecutor": "distman.executor",
     "Peer": "distman.rendezvous.peers",
     "initialize_ddp": "distman.manager",
     "local_rank_zero_first": "distman.decorators",
@@ -79,6 +85,7 @@ _NEEDS_TORCH = {
     "parallel_on_all_devices": "distman.decorators",
     "rank_zero_first": "distman.decorators",
     "rank_zero_only": "distman.decorators",
+    "parallelize_on_gpus": "distman.executor",
     "pick_device": "distman.device",
     "resolve_device": "distman.device",
 }

@@ -9,7 +9,8 @@
      ├── UndefinedGroupError      no group or mesh axis of that name
      ├── PlanMismatchError        ranks ask for different groups, collectives, keys or shapes
      ├── RankFailedError          another rank raised, died or left; carries rank, host, type, text, traceback
-     └── BarrierTimeoutError      names the ranks that did not come to a barrier
+     ├── BarrierTimeoutError      names the ranks that did not come to a barrier
+     └── WorkerError              a worker of a ParallelExecutor died, raised or was too late
 
 Wrong arguments are ``ValueError`` or ``TypeError``. Messages read
 ``<name> must <condition>, got <value> [from <where>]. <What to do>.``
@@ -29,6 +30,7 @@ __all__ = [
     "RankFailedError",
     "RendezvousError",
     "UndefinedGroupError",
+    "WorkerError",
     "undefined_group",
 ]
 
@@ -89,6 +91,40 @@ class RankFailedError(DistmanError):
 
 class BarrierTimeoutError(DistmanError):
     """Ranks did not come to a barrier in time."""
+
+
+class WorkerError(DistmanError):
+    """A worker of a ``ParallelExecutor`` died, raised, exceeded its time or returned what cannot travel.
+
+    The exception that the function raised is the ``__cause__``, where it can be pickled.
+
+    Attributes:
+        device: The worker's device, such as ``"cuda:1"``.
+        index: The worker's place among the devices.
+        pid: Its process id.
+        exit_code: Its exit code, minus the number of the signal that ended it, or None while it lives.
+        error_type: Name of the type of the exception raised there, such as ``"ValueError"``; may be empty.
+        traceback_text: The traceback as the worker saw it, or the stacks of its threads; may be empty.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        device: str = "",
+        index: int = -1,
+        pid: int = 0,
+        exit_code: int | None = None,
+        error_type: str = "",
+        traceback_text: str = "",
+    ) -> None:
+        self.device = device
+        self.index = index
+        self.pid = pid
+        self.exit_code = exit_code
+        self.error_type = error_type
+        self.traceback_text = traceback_text
+        super().__init__(message)
 
 
 def undefined_group(name: str, known: Iterable[str], what: str) -> UndefinedGroupError:

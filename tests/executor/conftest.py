@@ -1,0 +1,42 @@
+"""Workers shared by the tests of a run, and scripts in processes of their own."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from distman.executor import ParallelExecutor
+
+
+@pytest.fixture(scope="package")
+def resident():
+    with ParallelExecutor(devices=["cpu", "cpu"]) as executor:
+        yield executor
+
+
+@pytest.fixture
+def pair(resident):
+    """An executor of two CPU workers, which must be of use after the test as well."""
+    yield resident
+    assert resident.run(lambda device: device.type) == ["cpu", "cpu"]
+
+
+@pytest.fixture
+def type_in():
+    """Return a function that types a program at ``python -``, and returns its output."""
+
+    def run(program, *arguments, **environ):
+        done = subprocess.run(
+            [sys.executable, "-", *arguments],
+            input=program,
+            env={**os.environ, **environ},
+            capture_output=True,
+            text=True,
+            timeout=100,
+            check=False,
+        )
+        assert (done.returncode, done.stderr) == (0, ""), done.stdout + done.stderr
+        return done.stdout
+
+    return run

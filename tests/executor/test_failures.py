@@ -1,0 +1,232 @@
+# ruff: noqa: ARG001, ARG005 - a function that is called on a device need not look at it
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from distman import ParallelExecutor, WorkerError
+
+
+class TwoArgumentsError(Exception):
+    def __init__(self, code, reason):
+        super().__init__(f"{code}: {reason}")
+
+
+class UnpicklableError(Exception):
+    def __init__(self, text):
+        super().__init__(text)
+        self.lock = threading.Lock()
+
+
+class LoadsNowhereError(Exception):
+    def __reduce__(self):
+        return eval, ("1/0",)
+
+
+class SaysNothingError(Exception):
+    def __str__(self):
+        raise ValueError("no text")
+
+
+def fail_with(error):
+    raise error
+
+
+def wait_until_gone(pid):
+    deadline = time.monotonic() + 5
+    while Path(f"/proc/{pid}").exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def hang(device):
+    threading.Event().wait()
+
+
+def kill_oneself(device, number=signal.SIGKILL):
+    os.kill(os.getpid(), number)
+    time.sleep(60)
+
+
+FAULTS = {
+    "SIGKILL": (
+        kill_oneself,
+        -9,
+        r"must live until its function returns, got signal SIGKILL. Look whether memory ran out",
+    ),
+    "SIGTERM": (lambda device: kill_oneself(device, signal.SIGTERM), -15, "must live .*, got signal SIGTERM"),
+    "abort": (
+        lambda device: os.abort(),
+        -6,
+        "must live .*, got signal SIGABRT.*\n\nIts traceback:\nFatal Python error: Aborted",
+    ),
+    "sys.exit(3)": (lambda device: sys.exit(3), 3, r"ended with exit code 3: it called sys.exit: SystemExit: 3\n\nIts"),
+    "sys.exit(text)": (lambda device: sys.exit("enough"), 1, "ended with exit code 1: .* enough"),
+    "sys.exit()": (lambda device: sys.exit(), 0, "ended with exit code 0"),
+    "os._exit(4)": (lambda device: os._exit(4), 4, "must live .*, got exit code 4"),
+    "hangs up": (
+        lambda device: (os.closerange(3, 200), time.sleep(60)),
+        -9,
+        "must live .*, got a closed connection. The next",
+    ),
+    "raises": (lambda device: fail_with(KeyError("missing")), None, "raised KeyError: 'missing'"),
+    "interrupted": (lambda device: fail_with(KeyboardInterrupt()), None, "raised KeyboardInterrupt"),
+    "two arguments": (lambda device: fail_with(TwoArgumentsError(3, "no")), None, "raised .*TwoArgumentsError: 3: no"),
+    "unpicklable": (lambda device: fail_with(UnpicklableError("bad")), None, "raised .*UnpicklableError: bad"),
+    "does not load": (lambda device: fail_with(LoadsNowhereError("bad")), None, "raised .*LoadsNowhereError: bad"),
+    "without text": (lambda device: fail_with(SaysNothingError()), None, r"raised .*SaysNothingError.*str\(\) failed"),
+    "result": (lambda device: threading.Lock(), None, "returned a value that cannot be pickled: TypeError: cannot"),
+    "result does not load": (
+        lambda device: LoadsNowhereError("bad"),
+        None,
+        "returned a value that cannot be loaded here: ZeroDivisionError: division by zero",
+    ),
+}
+WITHOUT_TRACEBACK = {"SIGKILL", "SIGTERM", "os._exit(4)", "hangs up", "result does not load"}
+WITH_CAUSE = {"raises": KeyError, "interrupted": KeyboardInterrupt, "sys.exit(3)": SystemExit}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_every_fault_is_an_error_that_says_where_and_how(pair, fault):
+    function, exit_code, message = FAULTS[fault]
+    start = time.monotonic()
+    with pytest.raises(WorkerError, match=rf"(?s)^worker [01] \(cpu, pid \d+\) {message}") as caught:
+        pair.run(lambda device: function(device))
+    assert time.monotonic() - start < 20
+    error = caught.value
+    assert (error.device, error.exit_code) == ("cpu", exit_code)
+    assert str(error.pid) in str(error)
+    assert error.index in (0, 1)
+    assert bool(error.traceback_text) == (fault not in WITHOUT_TRACEBACK)
+    assert error.traceback_text.rstrip() in str(error)
+    if fault in WITH_CAUSE:
+        assert isinstance(error.__cause__, WITH_CAUSE[fault])
+    assert pair.run(lambda device, x: x, 1) == [1, 1]
+
+
+def test_the_traceback_is_that_of_the_function(pair):
+    with pytest.raises(WorkerError) as caught:
+        pair.run(lambda device: fail_with(ValueError("deep")))
+    text = caught.value.traceback_text
+    assert "in fail_with\n    raise error\n" in text
+    assert "distman" not in text.replace(__file__, "")
+    assert caught.value.error_type == "ValueError"
+
+
+def test_a_failure_of_one_ends_what_the_others_do(pair):
+    first, second = pair.run(lambda device: os.getpid())
+
+    def wait_for_the_first(device, first):
+        if os.getpid() == first:
+            raise ValueError("first")
+        time.sleep(60)
+
+    start = time.monotonic()
+    with pytest.raises(WorkerError, match=r"raised ValueError: first(?s:.*)worker 1 was still busy and is ended"):
+        pair.run(wait_for_the_first, first)
+    assert time.monotonic() - start < 20
+    later = pair.run(lambda device: os.getpid())
+    assert later[0] == first
+    assert later[1] != second
+
+
+def test_workers_stay_after_an_ordinary_exception(pair):
+    before = pair.run(lambda device: os.getpid())
+    with pytest.raises(WorkerError, match=r"(?s)^worker 0 .*\n\nworker 1 .* raised ValueError: no$|^worker 1 "):
+        pair.run(lambda device: fail_with(ValueError("no")))
+    assert pair.run(lambda device: os.getpid()) == before
+
+
+def test_a_worker_that_died_at_rest_is_replaced_without_a_word(pair):
+    before = pair.run(lambda device: os.getpid())
+    os.kill(before[0], signal.SIGKILL)
+    wait_until_gone(before[0])
+    after = pair.run(lambda device: os.getpid())
+    assert after[0] != before[0]
+    assert after[1] == before[1]
+
+
+def test_futures_carry_the_errors(pair):
+    futures = [pair.submit(function) for function in (kill_oneself, lambda device: 1 / 0, lambda device: 5)]
+    with pytest.raises(WorkerError, match="SIGKILL"):
+        futures[0].result(20)
+    with pytest.raises(WorkerError, match="ZeroDivisionError"):
+        futures[1].result(20)
+    assert futures[2].result(20) == 5
+
+
+def test_what_cannot_be_pickled_on_the_way_there_is_a_type_error(pair):
+    with pytest.raises(TypeError, match=r"func and its arguments must be picklable, got TypeError: cannot pickle"):
+        pair.run(lambda device, lock: None, threading.Lock())
+    with pytest.raises(TypeError, match=r"func and its arguments must be picklable"):
+        pair.submit(lambda device, lock: None, threading.Lock()).result(20)
+    with pytest.raises(WorkerError, match="could not load its task: ZeroDivisionError"):
+        pair.run(lambda device, error: None, LoadsNowhereError("bad"))
+
+
+def test_the_time_limit():
+    with ParallelExecutor(devices=["cpu", "cpu"], timeout=0.5) as executor:
+        assert executor.run(lambda device: 1) == [1, 1]  # the start does not count
+        start = time.monotonic()
+        with pytest.raises(WorkerError, match=r"must answer within 0.5 s, got no answer; it was ended") as caught:
+            executor.run(hang)
+        assert time.monotonic() - start < 20
+        assert "in hang" in caught.value.traceback_text
+        assert caught.value.exit_code < 0
+        with pytest.raises(WorkerError, match=r"must answer within 0.5 s"):
+            executor.submit(hang).result(20)
+        assert executor.run(lambda device: 2) == [2, 2]
+
+
+def test_the_time_limit_of_a_stopped_worker():
+    with ParallelExecutor(devices=["cpu"], timeout=0.5) as executor:
+        with pytest.raises(WorkerError, match="signal SIGKILL"):
+            executor.run(lambda device: os.kill(os.getpid(), signal.SIGSTOP))
+        assert executor.run(lambda device: 2) == [2]
+
+
+def test_descendants_of_a_dead_worker_neither_stay_nor_keep_the_caller():
+    def leave_children(device):
+        forked = os.fork()
+        if forked == 0:
+            os.setsid()
+            time.sleep(300)
+        started = subprocess.Popen(["sleep", "300"])
+        escaped = subprocess.Popen(["sleep", "300"], start_new_session=True)
+        return forked, started.pid, escaped.pid
+
+    def die(device):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    with ParallelExecutor(devices=["cpu"]) as executor:
+        (pids,) = executor.run(leave_children)
+        with pytest.raises(WorkerError, match="SIGKILL"):
+            executor.run(die)
+        wait_until_gone(pids[1])
+        assert executor.run(lambda device: 2) == [2]
+    assert [pid for pid in pids if Path(f"/proc/{pid}").exists()] == []
+
+
+def test_out_of_memory():
+    def eat(device):
+        import resource
+
+        resource.setrlimit(resource.RLIMIT_AS, (4 * 1024**3, resource.RLIM_INFINITY))
+        return torch.ones(8 * 1024**3)
+
+    with ParallelExecutor(devices=["cpu"]) as executor, pytest.raises(WorkerError, match=r"(?i)memory"):
+        executor.run(eat)
+
+
+def test_errors_can_be_pickled():
+    error = WorkerError("text", device="cpu", index=1, pid=2, exit_code=-9, error_type="E", traceback_text="t")
+    loaded = pickle.loads(pickle.dumps(error))  # noqa: S301
+    assert str(loaded) == "text"
+    assert vars(loaded) == vars(error)

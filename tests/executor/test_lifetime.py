@@ -1,0 +1,248 @@
+"""Nothing is left behind: processes, threads, files and shared memory, however the program ends."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from pathlib import Path
+
+import pytest
+
+BUSY = """
+import subprocess, sys, threading, time
+from pathlib import Path
+from distman import ParallelExecutor, WorkerError
+
+THREADED = sys.argv[2] == "threaded"
+if THREADED:
+    threading.Thread(target=time.sleep, args=(300,), daemon=True).start()
+
+def work(device, folder):
+    subprocess.Popen(["sleep", "300"])
+    subprocess.Popen(["sleep", "300"], start_new_session=True)
+    inner = ParallelExecutor(devices=["cpu"])
+    inner.run(lambda device: None)
+    Path(folder, f"busy-{id(inner)}-{threading.get_native_id()}").touch()
+    time.sleep(300)
+
+with ParallelExecutor(devices=["cpu", "cpu"]) as executor:
+    executor.run(lambda device: None)
+    assert executor._pool._server.was_forked != THREADED
+    try:
+        executor.run(work, sys.argv[1])
+    except WorkerError as error:
+        assert "an end of which its server does not know" in str(error)
+    assert executor.run(lambda device: 5) == [5, 5]
+    time.sleep(300)
+"""
+LEAKS = """
+import gc, os, signal, sys, threading
+from pathlib import Path
+import torch, multiprocessing
+from distman import ParallelExecutor, WorkerError
+
+def state():
+    gc.collect()
+    files = sorted(os.readlink(f"/proc/self/fd/{name}") for name in os.listdir("/proc/self/fd")
+                   if os.path.exists(f"/proc/self/fd/{name}"))
+    maps = sum("memfd" in line for line in open("/proc/self/maps"))
+    children = Path(f"/proc/self/task/{os.getpid()}/children").read_text()
+    handlers = [signal.getsignal(number) for number in signal.valid_signals()]
+    return {"files": files, "maps": maps, "children": children, "handlers": handlers, "environ": dict(os.environ),
+            "shm": sorted(os.listdir("/dev/shm")), "threads": [thread.name for thread in threading.enumerate()],
+            "method": multiprocessing.get_start_method(allow_none=True), "path": list(sys.path),
+            "seed": torch.initial_seed(), "rng": torch.get_rng_state().tolist(), "cwd": os.getcwd(),
+            "torch_threads": torch.get_num_threads()}
+
+def use(**options):
+    with ParallelExecutor(devices=["cpu", "cpu"], timeout=0.3, **options) as executor:
+        for n in range(5):
+            results = executor.run(lambda device, given: given.repeat(3), torch.ones(100_000))
+        list(executor.map(lambda device, n: torch.ones(n), range(0, 300_000, 50_000)))
+        for fault in (lambda device: os.kill(os.getpid(), 9), lambda device: threading.Event().wait(),
+                      lambda device: 1 / 0, lambda device: sys.exit(3), lambda device: threading.Lock()):
+            try:
+                executor.run(fault)
+            except WorkerError:
+                pass
+        pending = [executor.submit(lambda device: 1) for _ in range(9)]
+    assert all(future.result() == 1 for future in pending)
+    assert results[1].sum() == 300_000
+
+before = state()
+use()
+assert state() == before, (before, state())
+
+dropped = ParallelExecutor(devices=["cpu"])
+dropped.run(lambda device: None)
+del dropped
+assert state() == before, (before, state())
+
+shut = ParallelExecutor(devices=["cpu"])
+future = shut.submit(lambda device: 5)
+shut.shutdown(wait=False)
+assert future.result() == 5
+threading.Event().wait(1)
+assert state() == before, (before, state())
+for call in (shut.run, shut.submit):
+    try:
+        call(print)
+    except RuntimeError as error:
+        assert "must be open" in str(error)
+shut.shutdown()
+
+torch.set_num_threads(2)
+torch.ones(10**7).sum()
+stop = threading.Event()
+thread = threading.Thread(target=stop.wait)
+thread.start()
+before = state()
+use()
+assert state() == before, (before, state())
+stop.set()
+
+kept = ParallelExecutor(devices=["cpu"])
+kept.run(lambda device: None)
+print("done", kept._pool._server.pid)
+"""
+LATE = """
+import sys, time
+from distman import ParallelExecutor
+
+with ParallelExecutor(devices=["cpu", "cpu"]) as executor:
+    executor.run(lambda device: None)
+    work = lambda device: time.sleep(300)
+    print("busy", flush=True)
+    if sys.argv[1] == "run":
+        executor.run(work)
+    elif sys.argv[1] == "future":
+        executor.submit(work).result()
+    else:
+        executor.submit(work)
+"""
+FORKED = """
+import os
+from distman import ParallelExecutor
+
+executor = ParallelExecutor(devices=["cpu"])
+(worker,) = executor.run(lambda device: os.getpid())
+pid = os.fork()
+if pid == 0:
+    (own,) = executor.run(lambda device: os.getpid())
+    assert own != worker
+    executor.shutdown()
+    os._exit(0)
+assert os.waitpid(pid, 0)[1] == 0
+assert executor.run(lambda device: os.getpid()) == [worker]
+"""
+
+
+def living(mark):
+    """Return the command lines of all processes whose environment holds the mark."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            marked = mark.encode() in (process / "environ").read_bytes()
+            command = (process / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+        except OSError:
+            continue
+        if marked and command:
+            found.append(command)
+    return found
+
+
+def children(pid):
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def wait_until(is_true, seconds):
+    deadline = time.monotonic() + seconds
+    while not is_true():
+        assert time.monotonic() < deadline, f"not true after {seconds} s"
+        time.sleep(0.05)
+
+
+@pytest.fixture
+def mark():
+    return f"mark-{uuid.uuid4()}"
+
+
+@pytest.fixture
+def start(mark):
+    """Return a function that starts a program with arguments, marked in its environment."""
+    started = []
+
+    def start(program, *arguments):
+        command = [sys.executable, "-c", program, *arguments]
+        environ = {**os.environ, "DISTMAN_TEST_MARK": mark}
+        started.append(
+            subprocess.Popen(
+                command, env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+            )
+        )
+        return started[0]
+
+    yield start
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+@pytest.fixture
+def start_busy(start, mark, tmp_path):
+    """Return a function that starts a program whose workers are busy and have children, with its keeper and server."""
+
+    def start_busy(kind):
+        program = start(BUSY, str(tmp_path), kind)
+        wait_until(lambda: len(list(tmp_path.iterdir())) == 2, 60)
+        assert sum("sleep 300" in command for command in living(mark)) == 4
+        (keeper,) = children(program.pid)
+        (server,) = children(keeper)
+        return program, {"keeper": keeper, "server": server}
+
+    return start_busy
+
+
+@pytest.mark.parametrize(
+    ("kind", "others"), [("single", []), ("threaded", []), ("single", ["keeper"]), ("single", ["server"])]
+)
+def test_nothing_outlives_a_killed_program(start_busy, mark, kind, others):
+    program, pids = start_busy(kind)
+    program.kill()
+    for other in others:
+        os.kill(pids[other], signal.SIGKILL)
+    wait_until(lambda: not living(mark), 5)
+    assert program.communicate()[1] == ""
+
+
+@pytest.mark.parametrize("victim", ["keeper", "server"])
+def test_what_workers_started_does_not_outlive_server_or_keeper(start_busy, mark, victim):
+    program, pids = start_busy("single")
+    os.kill(pids[victim], signal.SIGKILL)
+    wait_until(lambda: len(living(mark)) == 5, 5)  # the program, and a new keeper and server with two workers
+    assert children(program.pid) != [pids["keeper"]]
+    assert not any("sleep 300" in command for command in living(mark))
+
+
+@pytest.mark.parametrize("place", ["run", "future", "shutdown"])
+def test_ctrl_c_ends_at_once(start, mark, place):
+    program = start(LATE, place)
+    assert program.stdout.readline() == "busy\n"
+    time.sleep(0.3)
+    os.killpg(program.pid, signal.SIGINT)
+    _, errors = program.communicate(timeout=20)
+    assert "KeyboardInterrupt" in errors.splitlines()[-1]
+    assert program.returncode == -signal.SIGINT
+    wait_until(lambda: not living(mark), 5)
+
+
+def test_nothing_is_left_or_changed_after_shutdown(start, mark):
+    output, errors = start(LEAKS).communicate(timeout=100)
+    assert (output.split()[0], errors) == ("done", "")
+    wait_until(lambda: not living(mark), 5)
+
+
+def test_a_copy_of_the_program_has_workers_of_its_own(type_in):
+    type_in(FORKED)

@@ -1,0 +1,239 @@
+# ruff: noqa: ARG001, ARG005 - a function that is called on a device need not look at it
+import dataclasses
+import os
+import threading
+import time
+from collections import namedtuple
+from concurrent.futures import as_completed
+
+import numpy as np
+import pytest
+import torch
+
+from distman.executor import ParallelExecutor, parallelize_on_gpus
+
+Pair = namedtuple("Pair", "left right")
+
+
+@dataclasses.dataclass
+class Report:
+    loss: torch.Tensor
+    name: str
+
+
+def test_results_come_in_the_order_of_the_devices_from_processes_of_their_own(pair):
+    first = pair.run(lambda device: os.getpid())
+    assert first == pair.run(lambda device: os.getpid())
+    assert len({*first, os.getpid()}) == 3
+
+
+@pytest.mark.parametrize(
+    ("function", "arguments", "keywords"),
+    [
+        (lambda device, x, y: (device.type, x, y), (1,), {"y": 2}),
+        (lambda d, x, y: (d.type, x, y), (1, 2), {}),
+        (lambda x, y, device: (device.type, x, y), (1, 2), {}),
+        (lambda x, y, device="cuda": (device.type, x, y), (1,), {"y": 2}),
+        (lambda x, *, y, device: (device.type, x, y), (1,), {"y": 2}),
+        (lambda device, /, x, y: (device.type, x, y), (1, 2), {}),
+        (lambda *all_, **names: (all_[0].type, *all_[1:], *names.values()), (1,), {"y": 2}),
+    ],
+)
+def test_the_device_is_the_first_argument_or_goes_by_its_name(pair, function, arguments, keywords):
+    assert pair.run(function, *arguments, **keywords) == [("cpu", 1, 2)] * 2
+
+
+def test_functions_without_a_signature_and_without_a_device():
+    with ParallelExecutor(devices=["cpu"], pass_device=False) as executor:
+        assert executor.run(max, 3, 4) == [4]
+        assert executor.submit(divmod, 7, 4).result() == (1, 3)
+
+
+def test_map_and_submit_share_the_work_out(pair):
+    assert list(pair.map(lambda device, x, y: x * y, range(20), range(20))) == [x * x for x in range(20)]
+    futures = [pair.submit(lambda device: (time.sleep(0.2), os.getpid())[1]) for _ in range(2)]
+    assert len({future.result(20) for future in as_completed(futures, 20)}) == 2
+
+
+def test_run_from_several_threads_and_submit_take_turns(pair):
+    results = []
+    threads = [threading.Thread(target=lambda n=n: results.append(pair.run(lambda device, n: n, n))) for n in range(6)]
+    for thread in threads:
+        thread.start()
+    futures = [pair.submit(lambda device, n: n, n) for n in range(6)]
+    for thread in threads:
+        thread.join(20)
+    assert sorted(results) == [[n, n] for n in range(6)]
+    assert [future.result(20) for future in futures] == list(range(6))
+
+
+def test_large_tensors_arrive_whole(pair):
+    for result in pair.run(lambda device: torch.arange(50 * 1024**2, dtype=torch.int32)):
+        assert result.nbytes == 200 * 1024**2
+        assert torch.equal(result[:: 1024**2], torch.arange(0, 50 * 1024**2, 1024**2, dtype=torch.int32))
+        assert result[-1] == 50 * 1024**2 - 1
+
+
+def test_more_than_a_pipe_or_a_resident_region_holds_arrives_whole():
+    with ParallelExecutor(devices=["cpu"]) as executor:
+        (result,) = executor.run(lambda device: torch.full((300, 1024**2), 7, dtype=torch.uint8))
+        assert result.shape == (300, 1024**2)
+        assert (result == 7).all()
+        (text,) = executor.run(lambda device: "x" * 3_000_000)
+        assert text == "x" * 3_000_000
+
+
+def test_results_outlive_the_workers():
+    with ParallelExecutor(devices=["cpu"]) as executor:
+        (large, small) = executor.run(lambda device: (torch.ones(1024, 1024), torch.ones(3)))[0]
+        array = executor.run(lambda device: np.arange(100_000))[0]
+    assert large.sum() == 1024**2
+    assert small.sum() == 3
+    assert array[-1] == 99_999
+    large += 1
+    array += 1
+
+
+def test_memory_is_used_again_only_when_nobody_reads_it(pair):
+    kept = [pair.run(lambda device, n: torch.full((100_000,), n), n) for n in range(6)]
+    views = [results[0][5:10] for results in kept[::2]]
+    del kept[::2]
+    later = [pair.run(lambda device, n: torch.full((100_000,), n), n) for n in range(10, 16)]
+    assert [results[1].unique().tolist() for results in kept] == [[1], [3], [5]]
+    assert [view.unique().tolist() for view in views] == [[0], [2], [4]]
+    assert [results[0].unique().tolist() for results in later] == [[n] for n in range(10, 16)]
+
+
+def test_arguments_are_each_workers_own(pair):
+    given = torch.zeros(100_000)
+    array = np.zeros(100_000)
+
+    def change(device, tensor, array):
+        tensor += 1
+        array += 1
+        return float(tensor.sum()), float(array.sum())
+
+    assert pair.run(change, given, array) == [(100_000.0, 100_000.0)] * 2
+    assert given.sum() == array.sum() == 0
+
+
+@pytest.mark.parametrize("size", [4, 100_000])
+def test_tensors_keep_what_they_are(pair, size):
+    def make(device, size):
+        base = torch.arange(size, dtype=torch.float64)
+        return {
+            "strided": base.view(2, -1).t(),
+            "view": base[1:3],
+            "base": base,
+            "complex": torch.complex(base, base).conj(),
+            "half": base.to(torch.bfloat16),
+            "bool": base > 1,
+            "empty": torch.empty(0, 3),
+            "sparse": torch.eye(3).to_sparse(),
+            "scalar": torch.tensor(3),
+        }
+
+    expected = make("cpu", size)
+    for result in pair.run(make, size):
+        assert {name: tensor.dtype for name, tensor in result.items()} == {
+            name: tensor.dtype for name, tensor in expected.items()
+        }
+        assert all(
+            torch.equal(tensor.to_dense(), expected[name].to_dense())
+            if tensor.is_sparse
+            else torch.equal(tensor, expected[name])
+            for name, tensor in result.items()
+        )
+        assert result["strided"].stride() == expected["strided"].stride()
+        result["base"][1] = -5
+        assert result["view"][0] == -5
+
+
+def test_results_are_detached(pair):
+    def train(device):
+        weight = torch.ones(3, requires_grad=True)
+        return Report((weight * 2).sum(), "loss"), Pair(weight, 1)
+
+    for report, weights in pair.run(train):
+        assert type(report).__name__ == "Report"
+        assert type(weights).__name__ == "Pair"
+        assert float(report.loss.numpy()) == 6
+        assert not weights.left.requires_grad
+
+
+def test_a_model_travels_both_ways(pair):
+    model = torch.nn.Sequential(torch.nn.Linear(300, 300), torch.nn.BatchNorm1d(300))
+
+    def step(device, model):
+        model = model.to(device)
+        model(torch.ones(4, 300)).sum().backward()
+        return model
+
+    for result in pair.run(step, model):
+        assert torch.equal(result[0].weight, model[0].weight)
+        assert result[1].num_batches_tracked == 1
+    assert model[0].weight.grad is None
+
+
+def test_each_worker_has_its_own_random_numbers():
+    def draw(device):
+        return torch.rand(1).item(), float(np.random.rand())
+
+    torch.manual_seed(5)
+    with ParallelExecutor(devices=["cpu", "cpu"]) as executor:
+        first = executor.run(draw)
+    torch.manual_seed(5)
+    with ParallelExecutor(devices=["cpu", "cpu"]) as executor:
+        assert executor.run(draw) == first
+    assert first[0] != first[1]
+
+
+def test_executors_can_be_nested(pair):
+    def outer(device):
+        with ParallelExecutor(devices=["cpu", "cpu"]) as inner:
+            return inner.run(lambda device, x: torch.full((100_000,), x), 3)
+
+    for inner_results in pair.run(outer):
+        assert [result.sum() for result in inner_results] == [300_000, 300_000]
+
+
+def test_an_executor_travels_as_one_of_its_own():
+    with ParallelExecutor(devices=["cpu"], timeout=60) as executor:
+        pid, (inner,) = executor.run(lambda device, one: (os.getpid(), one.run(lambda device: os.getpid())), executor)[
+            0
+        ]
+        assert len({pid, inner, os.getpid()}) == 3
+
+
+def test_the_decorator():
+    @parallelize_on_gpus()
+    def double(device, data):
+        """Double it."""
+        return os.getpid(), data.to(device) * 2
+
+    ((first, result),) = double(torch.tensor([1, 2, 3]))
+    ((second, _),) = double(data=torch.tensor([1]))
+    assert result.tolist() == [2, 4, 6]
+    assert first == second != os.getpid()
+    assert double.__doc__ == "Double it."
+    double.shutdown()
+    assert double(torch.tensor([2]))[0][0] != first
+    double.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"devices": []}, r"devices must be a list with at least one device, got \[\]"),
+        ({"devices": "cpu"}, "devices must be a list with at least one device, got 'cpu'"),
+        ({"devices": ["cpu"], "num_gpus": 1}, "devices must stand alone, got num_gpus=1"),
+        ({"num_gpus": 0}, "num_gpus must be a number from 1 to the"),
+        ({"num_gpus": 1000}, "num_gpus must be a number from 1 to the"),
+        ({"num_gpus": True}, "num_gpus must be a number from 1 to the"),
+        ({"timeout": 0}, "timeout must be a positive number of seconds, got 0"),
+        ({"timeout": float("nan")}, "timeout must be a positive number of seconds, got nan"),
+    ],
+)
+def test_wrong_arguments(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        ParallelExecutor(**arguments)

@@ -1,0 +1,158 @@
+"""How the workers are started, and where functions may come from."""
+
+import json
+import re
+import time
+from pathlib import Path
+
+import nbclient
+import nbformat
+import pytest
+
+import distman.executor.launch
+from distman.executor import ParallelExecutor, WorkerError
+
+PROMPT = """
+import torch
+from dataclasses import dataclass
+from distman.executor import ParallelExecutor, parallelize_on_gpus
+
+offset = 3
+
+@dataclass
+class Result:
+    value: torch.Tensor
+
+def helper(x):
+    return x + offset
+
+@parallelize_on_gpus()
+def on_gpus(device, x):
+    return Result(helper(x).to(device))
+
+with ParallelExecutor(devices=["cpu", "cpu"]) as executor:
+    print(executor.run(lambda device, x: helper(x), 1))
+    result = executor.run(lambda device: Result(torch.ones(100_000)))[1]
+    assert isinstance(result, Result) and result.value.sum() == 100_000
+    executor.run(lambda device: print("from", device))
+assert isinstance(on_gpus(1 + torch.zeros(1))[0], Result)
+"""
+# The program has used every pool of threads that torch and numpy have, is in the middle of two modes, and has
+# handlers of its own; the workers must be as if it had not.
+USED = """
+import os, signal, sys, time
+import numpy as np, torch
+from distman.executor import ParallelExecutor
+
+def compute(device=None):
+    if device is not None:
+        torch.set_num_threads(2)  # in the program itself this would start threads that nothing can end
+    generator = torch.Generator().manual_seed(1)
+    weight = torch.randn(300, 300, generator=generator, dtype=torch.float64, requires_grad=True)
+    image = torch.randn(8, 8, 64, 64, generator=generator, dtype=torch.float64)
+    kernel = torch.randn(8, 8, 3, 3, generator=generator, dtype=torch.float64, requires_grad=True)
+    loss = (weight @ weight).sum() + torch.nn.functional.conv2d(image, kernel).square().sum()
+    loss = loss + torch.fft.rfft2(image).abs().sum()
+    loss.backward()
+    futures = [torch.jit.fork(torch.add, image, 1) for _ in range(3)] if device else []
+    inter = sum(float(torch.jit.wait(future).sum()) for future in futures)
+    array = np.ones((500, 500))
+    large = torch.ones(10**7).sum().item()
+    threads = len(os.listdir("/proc/self/task"))
+    return [weight.grad.norm().item(), kernel.grad.norm().item(), (array @ array).sum(), large], threads, inter != 0
+
+def is_as_new(device):
+    signals = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)]
+    files = [os.readlink(f"/proc/self/fd/{name}") for name in os.listdir("/proc/self/fd") if int(name) > 2
+             and os.path.exists(f"/proc/self/fd/{name}")]
+    return {
+        "modes": (torch.is_grad_enabled(), torch.is_inference_mode_enabled(), str(torch.empty(1).device)),
+        "signals": signals == [signal.SIG_DFL, signal.SIG_DFL, signal.default_int_handler],
+        "stdin": sys.stdin.read(),
+        "files": [file for file in files if "distman" not in file and not file.startswith(("socket:", "/dev/null"))],
+        "leaders": os.getpgid(0) == os.getpid(),
+    }
+
+print("not yet written", end="")
+kept_file = open("/etc/hostname")
+signal.signal(signal.SIGTERM, lambda *_: None)
+signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+signal.signal(signal.SIGUSR1, lambda *_: None)
+expected, threads, _ = compute()
+assert threads > 1
+executor = ParallelExecutor(devices=["cpu", "cpu"])
+start = time.perf_counter()
+with torch.inference_mode():
+    states = executor.run(is_as_new)
+seconds = time.perf_counter() - start
+assert executor._pool._server.was_forked
+for state in states:
+    assert state == {"modes": (True, False, "cpu"), "signals": True, "stdin": "", "files": [], "leaders": True}, state
+for round in range(5):
+    for result, threads, has_forked in executor.run(compute):
+        assert np.allclose(result, expected, rtol=1e-12), (result, expected)
+        assert threads > 1 and has_forked
+assert np.allclose(compute()[0], expected, rtol=1e-12)
+executor.shutdown()
+with ParallelExecutor(devices=["cpu"]) as again:
+    assert np.allclose(again.run(compute)[0][0], expected, rtol=1e-12)
+print(f"\\n{seconds}")
+"""
+CELLS = [
+    "import os\nfrom distman.executor import ParallelExecutor, WorkerError, parallelize_on_gpus\nfactor = 3",
+    "executor = ParallelExecutor(devices=['cpu', 'cpu'])\nexecutor.run(lambda device, x: x * factor, 2)",
+    "@parallelize_on_gpus()\ndef triple(device, x):\n    return x * factor\nset(triple(4))",
+    "factor = 5\nexecutor.run(lambda device, x: x * factor, 2)",
+    "try:\n    executor.run(lambda device: os._exit(3))\nexcept WorkerError as error:\n    code = error.exit_code",
+    "code",
+    "executor.shutdown()\ntriple.shutdown()",
+]
+
+
+def test_functions_typed_at_a_prompt(type_in):
+    lines = type_in(PROMPT).splitlines()
+    assert sorted(lines) == ["[4, 4]", "from cpu", "from cpu"]
+
+
+def test_functions_of_a_notebook(tmp_path, monkeypatch):
+    monkeypatch.setenv("JUPYTER_RUNTIME_DIR", str(tmp_path))
+    monkeypatch.setenv("IPYTHONDIR", str(tmp_path))
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in CELLS])
+    nbclient.NotebookClient(notebook, timeout=60, kernel_name="python3").execute()
+    shown = [output["data"]["text/plain"] for cell in notebook.cells for output in cell.outputs if "data" in output]
+    assert shown == ["[6, 6]", "{12}", "[10, 10]", "3"], json.dumps(notebook.cells)
+
+
+def test_a_fork_leaves_nothing_of_the_program_in_the_workers(type_in):
+    first, seconds = type_in(USED, OMP_NUM_THREADS="2").splitlines()
+    assert first == "not yet written"
+    assert float(seconds) < 1
+
+
+def test_a_driver_or_a_second_thread_forbids_the_fork(monkeypatch):
+    monkeypatch.setattr(distman.executor.launch.threading, "active_count", lambda: 1)
+    assert distman.executor.launch.may_fork()
+    monkeypatch.setattr(distman.executor.launch, "_HARMLESS", re.compile("/dev/(null|tty|pts/.*)"))
+    with Path("/dev/zero").open("rb"):
+        assert not distman.executor.launch.may_fork()
+    monkeypatch.setattr(distman.executor.launch.threading, "active_count", lambda: 2)
+    assert not distman.executor.launch.may_fork()
+
+
+def test_a_fork_that_finds_other_threads_is_taken_back(monkeypatch):
+    monkeypatch.setattr(distman.executor.launch, "may_fork", lambda: True)
+    monkeypatch.setattr(distman.executor.launch, "_count_threads", lambda: 2)
+    with ParallelExecutor(devices=["cpu"]) as executor:
+        start = time.monotonic()
+        assert executor.run(lambda device: device.type) == ["cpu"]
+        assert time.monotonic() - start < 30
+        assert not executor._pool._server.was_forked
+
+
+def test_a_server_that_cannot_start_is_an_error(monkeypatch, capfd):
+    monkeypatch.setattr(distman.executor.launch, "_PROGRAM", "raise SystemError('this python is broken')")
+    executor = ParallelExecutor(devices=["cpu"])
+    with pytest.raises(WorkerError, match=r"worker 0 .* could not be started"):
+        executor.run(abs)
+    executor.shutdown()
+    assert "this python is broken" in capfd.readouterr().err
