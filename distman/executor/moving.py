@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import MutableMapping
 from typing import Any, TypeVar
 
 import torch
@@ -17,7 +17,7 @@ T = TypeVar("T")
 def as_cpu(obj: T) -> T:
     """Return the object with every tensor in it detached and on the CPU.
 
-    Local. Looks into lists, tuples, named tuples, sets, mappings and dataclasses, and at their subclasses.
+    Local. Looks into lists, tuples, named tuples, sets, dictionaries and dataclasses, and at their subclasses.
 
     Args:
         obj: Anything. Neither it nor its tensors are changed.
@@ -38,7 +38,7 @@ def _move(obj: Any) -> Any:
     if isinstance(obj, torch.Tensor):
         needs_nothing = obj.device.type == "cpu" and not obj.requires_grad
         return obj if needs_nothing else obj.detach().cpu()
-    if isinstance(obj, Mapping):
+    if isinstance(obj, MutableMapping):
         return _replace_items(obj, {key: _move(value) for key, value in obj.items()})
     if isinstance(obj, list | tuple):
         return _replace_sequence(obj, [_move(value) for value in obj])

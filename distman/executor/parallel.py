@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import itertools
-import math
 import os
 import threading
 import weakref
@@ -23,6 +22,7 @@ __all__ = ["ParallelExecutor"]
 
 P = ParamSpec("P")
 T = TypeVar("T")
+_MOST_SECONDS = 2_000_000  # poll counts milliseconds in 31 bits
 _known_places: weakref.WeakKeyDictionary[FunctionType, str] = weakref.WeakKeyDictionary()
 
 
@@ -40,7 +40,8 @@ class ParallelExecutor(Executor):
 
     Raises:
         TypeError: A device is neither a text nor a ``torch.device``.
-        ValueError: There are not as many GPUs, ``devices`` is empty, both are given, or ``timeout`` is not positive.
+        ValueError: There are not as many GPUs, ``devices`` is empty, both are given, or ``timeout`` is not a positive
+            number below two million.
     """
 
     def __init__(
@@ -51,8 +52,11 @@ class ParallelExecutor(Executor):
         devices: Sequence[str | torch.device] | None = None,
         timeout: float | None = None,
     ) -> None:
-        if timeout is not None and not (timeout > 0 and math.isfinite(timeout)):
-            raise ValueError(f"timeout must be a positive number of seconds, got {timeout!r}. Pass None for no limit.")
+        if timeout is not None and not 0 < timeout < _MOST_SECONDS:
+            raise ValueError(
+                f"timeout must be a positive number of seconds below {_MOST_SECONDS:,}, got {timeout!r}. "
+                "Pass None for no limit."
+            )
         self.devices: tuple[torch.device, ...] = _choose_devices(num_gpus, devices)
         self._pass_device = pass_device
         self._timeout = timeout

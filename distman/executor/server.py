@@ -103,7 +103,7 @@ class _Server:
             ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
             if os.getppid() == server:
                 self._shed()
-                with socket.socket(fileno=line) as connection, contextlib.suppress(BrokenPipeError):
+                with socket.socket(fileno=line) as connection, contextlib.suppress(ConnectionError):
                     serve(connection, stacks, settings)
             exit_code = 0
         finally:

@@ -121,17 +121,25 @@ def _seed(seed: int) -> None:
 def _answer(line: socket.socket, message: Message, slots: WorkerSlots, device: torch.device) -> int | None:
     kind, parcel, exit_code = _perform(message, device)
     _flush()
+    try:
+        _send(line, kind, parcel, slots)
+    except (MemoryError, OSError, RuntimeError) as error:  # there is no room for a copy
+        send(line, Kind.FAILURE, pack(_describe(error, "could not send its result: ")))
+    return exit_code
+
+
+def _send(line: socket.socket, kind: Kind, parcel: Parcel, slots: WorkerSlots) -> None:
+    """Send a parcel: in the message, in a resident region, or in one of its own."""
     if parcel.is_inline:
         send(line, kind, parcel)
-        return exit_code
+        return
     region = slots.take(parcel.total_bytes)
-    if region is not None:
-        parcel.write(region.memory)
-        send(line, kind, parcel, region_bytes=region.size, descriptor=region.news, slot=region.slot)
-        region.was_sent()
-        return exit_code
-    _send_once(line, kind, parcel)
-    return exit_code
+    if region is None:
+        _send_once(line, kind, parcel)
+        return
+    parcel.write(region.memory)
+    send(line, kind, parcel, region_bytes=region.size, descriptor=region.news, slot=region.slot)
+    region.was_sent()
 
 
 def _send_once(line: socket.socket, kind: Kind, parcel: Parcel) -> None:

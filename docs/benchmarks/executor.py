@@ -1,33 +1,42 @@
-"""What a call on every device costs, beside the pools that torch and Python bring along.
+"""What a call on two workers costs, beside the pools of torch, Python and loky.
 
-Each benchmark is a process of its own; without a name all run.
+    python docs/benchmarks/executor.py         # everything, about a minute on two cores
+    python docs/benchmarks/executor.py cold_start round_trip tensors
 
-    python docs/benchmarks/executor.py [cold_start] [round_trip] [tensors] [peers]
+Every figure is a median; the competitors take turns, and ratios are taken within one run. loky is compared where it is
+installed: pip install '.[bench]'.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import importlib
+import importlib.util
 import os
 import statistics
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from typing import Any
 
 import torch
 import torch.multiprocessing
 
-from distman.executor import ParallelExecutor
+from distman import ParallelExecutor
 
 DEVICES = ["cpu", "cpu"]
-ROUNDS = 1000
-TENSOR_ROUNDS = 30
-START_ROUNDS = 7
+START_TURNS = 7
+ROUND_TRIP_TURNS = 100
+CALLS_PER_TURN = 10
+TENSOR_TURNS = 30
 MEGABYTES = 64
-KEPT: list[torch.Tensor] = []
+
+# Calls a function once on each of two workers.
+Pool = Callable[[Callable[..., object]], object]
 
 
 def nothing(*_: object) -> None:
@@ -36,7 +45,7 @@ def nothing(*_: object) -> None:
 
 def kept_tensor(*_: object) -> torch.Tensor:
     """Return 64 MB that have been there since the first call."""
-    if not hasattr(torch, "_benchmark"):
+    if not hasattr(torch, "_benchmark"):  # a global variable of this file does not travel with the function
         torch._benchmark = torch.ones(MEGABYTES << 18)  # type: ignore[attr-defined]
     return torch._benchmark  # type: ignore[attr-defined, no-any-return]
 
@@ -46,92 +55,122 @@ def new_tensor(*_: object) -> torch.Tensor:
     return torch.ones(MEGABYTES << 18)
 
 
-def seconds_of(call: Callable[[], object], rounds: int) -> list[float]:
-    """Return how long each call took; the last result is there during the next call, as in a loop."""
-    result, seconds = call(), []
-    for _ in range(rounds):
-        started = time.perf_counter()
-        result = call()
-        seconds.append(time.perf_counter() - started)
-    del result
-    return seconds
-
-
-def start_once() -> float:
-    started = time.perf_counter()
+@contextlib.contextmanager
+def distman_executor() -> Iterator[Pool]:
+    """Open the executor that is measured."""
     with ParallelExecutor(devices=DEVICES) as executor:
-        executor.run(nothing)
+        yield executor.run
+
+
+@contextlib.contextmanager
+def torch_pool() -> Iterator[Pool]:
+    """Open a pool that sends tensors as shared memory."""
+    with torch.multiprocessing.get_context("forkserver").Pool(2) as pool:
+        yield lambda function: pool.map(function, DEVICES)
+
+
+@contextlib.contextmanager
+def python_pool() -> Iterator[Pool]:
+    """Open a pool that pickles tensors through a pipe."""
+    context = torch.multiprocessing.get_context("forkserver")
+    with ProcessPoolExecutor(2, mp_context=context) as pool:
+        yield lambda function: list(pool.map(function, DEVICES))
+
+
+@contextlib.contextmanager
+def loky_pool() -> Iterator[Pool]:
+    """Open loky's pool."""
+    with importlib.import_module("loky").ProcessPoolExecutor(2) as pool:
+        yield lambda function: list(pool.map(function, DEVICES))
+
+
+POOLS: dict[str, Callable[[], contextlib.AbstractContextManager[Pool]]] = {
+    "distman": distman_executor,
+    "torch Pool": torch_pool,
+    "ProcessPoolExecutor": python_pool,
+}
+if importlib.util.find_spec("loky"):
+    POOLS["loky"] = loky_pool
+
+
+def compare(calls: dict[str, Callable[[], Any]], turns: int, calls_per_turn: int = 1) -> None:
+    """Time the calls in turn; each one's last result is there during its next call, as in a loop."""
+    results = {name: call() for name, call in calls.items()}
+    seconds: dict[str, list[float]] = {name: [] for name in calls}
+    for _ in range(turns):
+        for name, call in calls.items():
+            for _ in range(calls_per_turn):
+                started = time.perf_counter()
+                results[name] = call()
+                seconds[name].append(time.perf_counter() - started)
+    reference = next(iter(seconds.values()))
+    for name, values in seconds.items():
+        ratio = statistics.median(value / other for value, other in zip(values, reference, strict=True))
+        show(name, values, f"{ratio:9.2f}")
+
+
+def show(name: str, seconds: Sequence[float], ratio: str = "") -> None:
+    """Print a line of the table."""
+    print(f"{name:<50} {statistics.median(seconds) * 1e3:9.2f} ms {ratio}", flush=True)
+
+
+def start_with(opened: Callable[[], contextlib.AbstractContextManager[Pool]]) -> float:
+    """Return how long it takes to start two workers and call them once."""
+    started = time.perf_counter()
+    with opened() as pool:
+        pool(nothing)
         return time.perf_counter() - started
 
 
 def measure_cold_start() -> None:
-    """Time the first call of two workers: after import torch, after OpenMP, and in a program with threads."""
-    row("cold start, torch imported", [start_once() for _ in range(START_ROUNDS)])
+    """Time two workers' start and first call: here, where OpenMP's threads are about, and beside a thread."""
+    for name, opened in POOLS.items():
+        show(f"start: {name}", [start_with(opened) for _ in range(START_TURNS)])
 
     def start_after_openmp() -> float:
         torch.ones(10**7).sum()
-        return start_once()
+        return start_with(distman_executor)
 
-    row("cold start, OpenMP threads in use", [start_after_openmp() for _ in range(START_ROUNDS)])
+    show("start: distman, OpenMP threads in use", [start_after_openmp() for _ in range(START_TURNS)])
     stop = threading.Event()
     thread = threading.Thread(target=stop.wait)
     thread.start()
-    row("cold start, a program with threads", [start_once() for _ in range(3)])
+    show("start: distman, in a program with threads", [start_with(distman_executor) for _ in range(3)])
     stop.set()
 
 
 def measure_round_trip() -> None:
     """Time a call of nothing."""
+    with contextlib.ExitStack() as stack:
+        pools = {name: stack.enter_context(opened()) for name, opened in POOLS.items()}
+        calls = {f"nothing: {name}": lambda pool=pool: pool(nothing) for name, pool in pools.items()}
+        compare(calls, ROUND_TRIP_TURNS, CALLS_PER_TURN)
     with ParallelExecutor(devices=DEVICES) as executor:
-        row("run() of nothing on 2 workers", seconds_of(lambda: executor.run(nothing), ROUNDS))
-        row("submit() of nothing", seconds_of(lambda: executor.submit(nothing).result(), ROUNDS))
-    with ParallelExecutor(devices=DEVICES[:1]) as executor:
-        row("run() of nothing on 1 worker", seconds_of(lambda: executor.run(nothing), ROUNDS))
+        compare({"nothing: distman submit()": lambda: executor.submit(nothing).result()}, ROUND_TRIP_TURNS)
 
 
 def measure_tensors() -> None:
-    """Time the way back of 64 MB from each worker, without and with a look at all of it."""
+    """Time the way back of 64 MB from each worker; torch's pool moves a tensor for good: only new ones are fair."""
     source, target = torch.ones(MEGABYTES << 18), torch.ones(MEGABYTES << 18)
-    row("copy of 64 MB to memory in use, 1 process", seconds_of(lambda: target.copy_(source), TENSOR_ROUNDS))
-    with ParallelExecutor(devices=DEVICES) as executor:
-        row("2 x 64 MB back", seconds_of(lambda: executor.run(kept_tensor), TENSOR_ROUNDS))
-
-        def run_and_read() -> list[torch.Tensor]:
-            results = executor.run(kept_tensor)
-            KEPT[:] = [result.sum() for result in results]
-            return results
-
-        row("2 x 64 MB back, and read", seconds_of(run_and_read, TENSOR_ROUNDS))
-        results: list[list[torch.Tensor]] = []
-        row("2 x 64 MB back, all kept", seconds_of(lambda: results.append(executor.run(kept_tensor)), 6))
-
-
-def measure_peers() -> None:
-    """Time torch's pool and Python's; torch's moves a tensor to shared memory for good, so that only new ones count."""
-    with ParallelExecutor(devices=DEVICES) as executor:
-        row("2 x 64 MB back, made anew", seconds_of(lambda: executor.run(new_tensor), TENSOR_ROUNDS))
-    context = torch.multiprocessing.get_context("forkserver")
-    with context.Pool(2) as pool:
-        row("torch Pool: nothing", seconds_of(lambda: pool.map(nothing, DEVICES), ROUNDS))
-        row("torch Pool: 2 x 64 MB back, made anew", seconds_of(lambda: pool.map(new_tensor, DEVICES), TENSOR_ROUNDS))
-    with ProcessPoolExecutor(2, mp_context=context) as python_pool:
-        row("ProcessPoolExecutor: nothing", seconds_of(lambda: list(python_pool.map(nothing, DEVICES)), ROUNDS))
-
-
-def row(what: str, seconds: list[float]) -> None:
-    median, least = statistics.median(seconds), min(seconds)
-    print(f"{what:<45} {median * 1e3:9.2f} ms   (least {least * 1e3:.2f})", flush=True)
+    compare({"64 MB copied to memory in use, 1 process": lambda: target.copy_(source)}, TENSOR_TURNS)
+    with distman_executor() as pool:
+        compare({"2 x 64 MB: distman": lambda: pool(kept_tensor)}, TENSOR_TURNS)
+        compare({"2 x 64 MB, and read": lambda: [tensor.sum() for tensor in pool(kept_tensor)]}, TENSOR_TURNS)  # type: ignore[attr-defined]
+    with contextlib.ExitStack() as stack:
+        pools = {name: stack.enter_context(opened()) for name, opened in POOLS.items()}
+        calls = {f"2 x 64 MB, made anew: {name}": lambda pool=pool: pool(new_tensor) for name, pool in pools.items()}
+        compare(calls, TENSOR_TURNS // 3)
 
 
 BENCHMARKS: dict[str, Callable[[], None]] = {
     "cold_start": measure_cold_start,
     "round_trip": measure_round_trip,
     "tensors": measure_tensors,
-    "peers": measure_peers,
 }
 
 
 def main() -> None:
+    """Run the chosen benchmarks, each in a process of its own."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", choices=[*BENCHMARKS, []], metavar="NAME", help=", ".join(BENCHMARKS))
     chosen = parser.parse_args().names

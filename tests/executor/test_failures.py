@@ -221,8 +221,21 @@ def test_out_of_memory():
         resource.setrlimit(resource.RLIMIT_AS, (4 * 1024**3, resource.RLIM_INFINITY))
         return torch.ones(8 * 1024**3)
 
-    with ParallelExecutor(devices=["cpu"]) as executor, pytest.raises(WorkerError, match=r"(?i)memory"):
-        executor.run(eat)
+    def leave_no_room_for_a_copy(device):
+        import resource
+
+        result = torch.ones(64 * 1024**2)
+        pages = int(Path("/proc/self/statm").read_text().split()[0])
+        limit = pages * resource.getpagesize() + 32 * 1024**2
+        resource.setrlimit(resource.RLIMIT_AS, (limit, resource.RLIM_INFINITY))
+        return result
+
+    with ParallelExecutor(devices=["cpu"]) as executor:
+        with pytest.raises(WorkerError, match=r"raised RuntimeError: .*(?i:memory)"):
+            executor.run(eat)
+        with pytest.raises(WorkerError, match=r"could not send its result: .*(?i:memory)"):
+            executor.run(leave_no_room_for_a_copy)
+        assert executor.run(lambda device: 2) == [2]
 
 
 def test_errors_can_be_pickled():

@@ -230,8 +230,9 @@ def test_the_decorator():
         ({"num_gpus": 0}, "num_gpus must be a number from 1 to the"),
         ({"num_gpus": 1000}, "num_gpus must be a number from 1 to the"),
         ({"num_gpus": True}, "num_gpus must be a number from 1 to the"),
-        ({"timeout": 0}, "timeout must be a positive number of seconds, got 0"),
-        ({"timeout": float("nan")}, "timeout must be a positive number of seconds, got nan"),
+        ({"timeout": 0}, "timeout must be a positive number of seconds below 2,000,000, got 0"),
+        ({"timeout": float("nan")}, "timeout must be a positive number of seconds .*, got nan"),
+        ({"timeout": float("inf")}, "timeout must be a positive number of seconds .*, got inf. Pass None"),
     ],
 )
 def test_wrong_arguments(arguments, message):
