@@ -133,6 +133,7 @@ class ParallelExecutor(Executor):
         """Return a thread for each worker; each knows the place of its own."""
         with self._changed:
             if self._threads is None:
+                self._pool.open()
                 self._place = threading.local()
                 places = itertools.count()
                 self._threads = ThreadPoolExecutor(

@@ -81,13 +81,23 @@ class Pool:
         device = self._devices[index]
         settings = Settings(index, str(device), self._num_threads, (self._seed + index) % 2**63)
         with self._server_lock:
-            if self._server is not None and self._server.has_ended:
-                self._server.close()
-                self._server = None
-            if self._server is None:
-                needs_driver = any(one.type != "cpu" for one in self._devices)
-                self._server = ServerProcess(needs_driver=needs_driver)
-            return Worker(self._server, settings)
+            return Worker(self._open_server(), settings)
+
+    def open(self) -> None:
+        """Start the server, if there is none, as long as this program has perhaps a single thread.
+
+        Local.
+        """
+        with self._server_lock:
+            self._open_server()
+
+    def _open_server(self) -> ServerProcess:
+        if self._server is not None and self._server.has_ended:
+            self._server.close()
+            self._server = None
+        if self._server is None:
+            self._server = ServerProcess(needs_driver=any(device.type != "cpu" for device in self._devices))
+        return self._server
 
     def terminate(self) -> None:
         """End the workers, whatever they do; calls that wait for them fail.

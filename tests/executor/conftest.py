@@ -3,10 +3,21 @@
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from distman.executor import ParallelExecutor
+
+REPOSITORY = str(Path(__file__).parents[2])
+
+
+@pytest.fixture(scope="package", autouse=True)
+def importable():
+    """Let workers that were started afresh import the functions of the tests, however pytest was started."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(REPOSITORY)
+        yield
 
 
 @pytest.fixture(scope="package")

@@ -57,7 +57,7 @@ def state():
             "torch_threads": torch.get_num_threads()}
 
 def use(**options):
-    with ParallelExecutor(devices=["cpu", "cpu"], timeout=0.3, **options) as executor:
+    with ParallelExecutor(devices=["cpu", "cpu"], timeout=1, **options) as executor:
         for n in range(5):
             results = executor.run(lambda device, given: given.repeat(3), torch.ones(100_000))
         list(executor.map(lambda device, n: torch.ones(n), range(0, 300_000, 50_000)))

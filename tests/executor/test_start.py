@@ -10,10 +10,11 @@ import pytest
 import distman.executor.launch
 from distman import ParallelExecutor, WorkerError
 
-PROMPT = """
+PROMPT = '''
+import os
 import torch
 from dataclasses import dataclass
-from distman.executor import ParallelExecutor, parallelize_on_gpus
+from distman import ParallelExecutor, parallelize_on_gpus
 
 offset = 3
 
@@ -26,15 +27,25 @@ def helper(x):
 
 @parallelize_on_gpus()
 def on_gpus(device, x):
-    return Result(helper(x).to(device))
+    """Go there."""
+    return os.getpid(), Result(helper(x).to(device))
 
 with ParallelExecutor(devices=["cpu", "cpu"]) as executor:
     print(executor.run(lambda device, x: helper(x), 1))
     result = executor.run(lambda device: Result(torch.ones(100_000)))[1]
     assert isinstance(result, Result) and result.value.sum() == 100_000
     executor.run(lambda device: print("from", device))
-assert isinstance(on_gpus(1 + torch.zeros(1))[0], Result)
-"""
+with ParallelExecutor(devices=["cpu"]) as executor:
+    assert list(executor.map(lambda device, x: helper(x), [1, 2])) == [4, 5]
+    assert executor._pool._server.was_forked
+((first, result),) = on_gpus(torch.tensor([1]))
+assert isinstance(result, Result) and result.value.tolist() == [4]
+((second, _),) = on_gpus(x=torch.tensor([1]))
+assert first == second != os.getpid()
+assert on_gpus.__doc__ == "Go there."
+on_gpus.shutdown()
+assert on_gpus(torch.tensor([1]))[0][0] != first
+'''
 # The program has used every pool of threads that torch and numpy have, is in the middle of two modes, and has
 # handlers of its own; the workers must be as if it had not.
 USED = """
