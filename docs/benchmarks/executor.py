@@ -1,6 +1,6 @@
 """What a call on two workers costs, beside the pools of torch, Python and loky.
 
-    python docs/benchmarks/executor.py         # everything, about a minute on two cores
+    python docs/benchmarks/executor.py         # everything, about two minutes on two cores
     python docs/benchmarks/executor.py cold_start round_trip tensors
 
 Every figure is a median; the competitors take turns, and ratios are taken within one run. loky is compared where it is
@@ -21,7 +21,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from typing import Any
 
 import torch
 import torch.multiprocessing
@@ -29,10 +28,10 @@ import torch.multiprocessing
 from distman import ParallelExecutor
 
 DEVICES = ["cpu", "cpu"]
-START_TURNS = 7
-ROUND_TRIP_TURNS = 100
-CALLS_PER_TURN = 10
-TENSOR_TURNS = 30
+STARTS = 7
+ROUNDS = 3
+CALLS = 500
+TENSOR_CALLS = 15
 MEGABYTES = 64
 
 # Calls a function once on each of two workers.
@@ -93,20 +92,27 @@ if importlib.util.find_spec("loky"):
     POOLS["loky"] = loky_pool
 
 
-def compare(calls: dict[str, Callable[[], Any]], turns: int, calls_per_turn: int = 1) -> None:
-    """Time the calls in turn; each one's last result is there during its next call, as in a loop."""
-    results = {name: call() for name, call in calls.items()}
-    seconds: dict[str, list[float]] = {name: [] for name in calls}
-    for _ in range(turns):
-        for name, call in calls.items():
-            for _ in range(calls_per_turn):
-                started = time.perf_counter()
-                results[name] = call()
-                seconds[name].append(time.perf_counter() - started)
-    reference = next(iter(seconds.values()))
-    for name, values in seconds.items():
-        ratio = statistics.median(value / other for value, other in zip(values, reference, strict=True))
-        show(name, values, f"{ratio:9.2f}")
+def seconds_of(call: Callable[[], object], calls: int) -> list[float]:
+    """Return how long each call took after the first; a result is there during the next call, as in a loop."""
+    result, seconds = call(), []
+    for _ in range(calls):
+        started = time.perf_counter()
+        result = call()
+        seconds.append(time.perf_counter() - started)
+    del result
+    return seconds
+
+
+def compare(what: str, function: Callable[..., object], calls: int) -> None:
+    """Time a function in every pool: the pools take turns, and only one is open at a time."""
+    medians: dict[str, list[float]] = {name: [] for name in POOLS}
+    for _ in range(ROUNDS):
+        for name, opened in POOLS.items():
+            with opened() as pool:
+                medians[name].append(statistics.median(seconds_of(lambda pool=pool: pool(function), calls)))
+    for name, values in medians.items():
+        ratio = statistics.median(value / own for value, own in zip(values, medians["distman"], strict=True))
+        show(f"{what}: {name}", values, f"{ratio:6.1f}")
 
 
 def show(name: str, seconds: Sequence[float], ratio: str = "") -> None:
@@ -125,13 +131,13 @@ def start_with(opened: Callable[[], contextlib.AbstractContextManager[Pool]]) ->
 def measure_cold_start() -> None:
     """Time two workers' start and first call: here, where OpenMP's threads are about, and beside a thread."""
     for name, opened in POOLS.items():
-        show(f"start: {name}", [start_with(opened) for _ in range(START_TURNS)])
+        show(f"start: {name}", [start_with(opened) for _ in range(STARTS)])
 
     def start_after_openmp() -> float:
         torch.ones(10**7).sum()
         return start_with(distman_executor)
 
-    show("start: distman, OpenMP threads in use", [start_after_openmp() for _ in range(START_TURNS)])
+    show("start: distman, OpenMP threads in use", [start_after_openmp() for _ in range(STARTS)])
     stop = threading.Event()
     thread = threading.Thread(target=stop.wait)
     thread.start()
@@ -141,25 +147,18 @@ def measure_cold_start() -> None:
 
 def measure_round_trip() -> None:
     """Time a call of nothing."""
-    with contextlib.ExitStack() as stack:
-        pools = {name: stack.enter_context(opened()) for name, opened in POOLS.items()}
-        calls = {f"nothing: {name}": lambda pool=pool: pool(nothing) for name, pool in pools.items()}
-        compare(calls, ROUND_TRIP_TURNS, CALLS_PER_TURN)
+    compare("nothing", nothing, CALLS)
     with ParallelExecutor(devices=DEVICES) as executor:
-        compare({"nothing: distman submit()": lambda: executor.submit(nothing).result()}, ROUND_TRIP_TURNS)
+        show("nothing: distman submit()", seconds_of(lambda: executor.submit(nothing).result(), CALLS))
 
 
 def measure_tensors() -> None:
     """Time the way back of 64 MB from each worker; torch's pool moves a tensor for good: only new ones are fair."""
     source, target = torch.ones(MEGABYTES << 18), torch.ones(MEGABYTES << 18)
-    compare({"64 MB copied to memory in use, 1 process": lambda: target.copy_(source)}, TENSOR_TURNS)
-    with distman_executor() as pool:
-        compare({"2 x 64 MB: distman": lambda: pool(kept_tensor)}, TENSOR_TURNS)
-        compare({"2 x 64 MB, and read": lambda: [tensor.sum() for tensor in pool(kept_tensor)]}, TENSOR_TURNS)  # type: ignore[attr-defined]
-    with contextlib.ExitStack() as stack:
-        pools = {name: stack.enter_context(opened()) for name, opened in POOLS.items()}
-        calls = {f"2 x 64 MB, made anew: {name}": lambda pool=pool: pool(new_tensor) for name, pool in pools.items()}
-        compare(calls, TENSOR_TURNS // 3)
+    show("64 MB copied to memory in use, 1 process", seconds_of(lambda: target.copy_(source), TENSOR_CALLS))
+    with ParallelExecutor(devices=DEVICES) as executor:
+        show("2 x 64 MB: distman", seconds_of(lambda: executor.run(kept_tensor), TENSOR_CALLS))
+    compare("2 x 64 MB, made anew", new_tensor, TENSOR_CALLS)
 
 
 BENCHMARKS: dict[str, Callable[[], None]] = {
