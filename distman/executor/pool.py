@@ -10,6 +10,7 @@ from contextlib import ExitStack
 
 import torch
 
+from distman.errors import WorkerError
 from distman.executor.collect import collect
 from distman.executor.handle import Worker
 from distman.executor.launch import ServerProcess
@@ -81,6 +82,14 @@ class Pool:
         device = self._devices[index]
         settings = Settings(index, str(device), self._num_threads, (self._seed + index) % 2**63)
         with self._server_lock:
+            is_new = self._server is None
+            try:
+                return Worker(self._open_server(), settings)
+            except WorkerError:
+                if is_new:
+                    raise
+            # The server was killed a moment ago, and its lines close one after the other.
+            self._close_server()
             return Worker(self._open_server(), settings)
 
     def open(self) -> None:
@@ -93,11 +102,15 @@ class Pool:
 
     def _open_server(self) -> ServerProcess:
         if self._server is not None and self._server.has_ended:
-            self._server.close()
-            self._server = None
+            self._close_server()
         if self._server is None:
             self._server = ServerProcess(needs_driver=any(device.type != "cpu" for device in self._devices))
         return self._server
+
+    def _close_server(self) -> None:
+        if self._server is not None:
+            self._server.close()
+        self._server = None
 
     def terminate(self) -> None:
         """End the workers, whatever they do; calls that wait for them fail.
@@ -122,9 +135,7 @@ class Pool:
                 if worker is not None:
                     worker.close()
             self._workers = [None] * len(self._devices)
-            if self._server is not None:
-                self._server.close()
-            self._server = None
+            self._close_server()
 
 
 def _end_busy(workers: Sequence[Worker]) -> None:

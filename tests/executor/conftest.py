@@ -34,13 +34,14 @@ def pair(resident):
 
 
 @pytest.fixture
-def type_in():
-    """Return a function that types a program at ``python -``, and returns its output."""
+def type_in(tmp_path):
+    """Return a function that types a program at ``python -`` in a folder of its own, and returns its output."""
 
     def run(program, *arguments, **environ):
         done = subprocess.run(
             [sys.executable, "-", *arguments],
             input=program,
+            cwd=tmp_path,
             env={**os.environ, **environ},
             capture_output=True,
             text=True,

@@ -1,8 +1,9 @@
 """How the workers are started, and where functions may come from."""
 
 import json
+import os
 import re
-import tempfile
+import signal
 from pathlib import Path
 
 import pytest
@@ -104,8 +105,8 @@ executor.shutdown()
 with ParallelExecutor(devices=["cpu"]) as again:
     assert np.allclose(again.run(compute)[0][0], expected, rtol=1e-12)
 """
-# In a process of its own, since nbclient takes over SIGINT and SIGTERM and turns them into a CancelledError, and over
-# sockets with names, since a free port that was found may be taken before the kernel listens.
+# In a process of its own, since nbclient takes over SIGINT and SIGTERM and turns them into a CancelledError; over
+# sockets in the current folder, since a free port that was found may be taken before the kernel listens.
 NOTEBOOK = """
 import json, sys
 import nbclient, nbformat
@@ -134,9 +135,10 @@ def test_functions_typed_at_a_prompt(type_in):
     assert sorted(lines) == ["[4, 4]", "from cpu", "from cpu"]
 
 
-def test_functions_of_a_notebook(type_in):
-    with tempfile.TemporaryDirectory() as folder:  # names of sockets must be short
-        shown = json.loads(type_in(NOTEBOOK, json.dumps(CELLS), JUPYTER_RUNTIME_DIR=folder, IPYTHONDIR=folder))
+def test_functions_of_a_notebook(type_in, tmp_path):
+    shown = json.loads(
+        type_in(NOTEBOOK, json.dumps(CELLS), JUPYTER_RUNTIME_DIR=str(tmp_path), IPYTHONDIR=str(tmp_path))
+    )
     assert [output.get("data", output).get("text/plain") for output in shown] == ["[6, 6]", "{12}", "[10, 10]", "3"], (
         shown
     )
@@ -162,6 +164,15 @@ def test_a_fork_that_finds_other_threads_is_taken_back(monkeypatch):
     with ParallelExecutor(devices=["cpu"]) as executor:
         assert executor.run(lambda device: device.type) == ["cpu"]
         assert not executor._pool._server.was_forked
+
+
+def test_a_server_that_is_about_to_be_gone_is_replaced(monkeypatch):
+    with ParallelExecutor(devices=["cpu"]) as executor:
+        (server,) = executor.run(lambda device: os.getppid())
+        os.kill(server, signal.SIGKILL)
+        monkeypatch.setattr(distman.executor.launch.ServerProcess, "has_ended", False)
+        assert executor._pool._workers[0].life.recv(1) == b""
+        assert executor.run(lambda device: 2) == [2]
 
 
 def test_a_server_that_cannot_start_is_an_error(monkeypatch, capfd):
