@@ -167,12 +167,12 @@ def test_a_fork_that_finds_other_threads_is_taken_back(monkeypatch):
 
 
 def test_a_server_that_is_about_to_be_gone_is_replaced(monkeypatch):
-    with ParallelExecutor(devices=["cpu"]) as executor:
-        (server,) = executor.run(lambda device: os.getppid())
+    with ParallelExecutor(devices=["cpu"], pass_device=False) as executor:
+        (server,) = executor.run(os.getppid)
         os.kill(server, signal.SIGKILL)
         monkeypatch.setattr(distman.executor.launch.ServerProcess, "has_ended", False)
         assert executor._pool._workers[0].life.recv(1) == b""
-        assert executor.run(lambda device: 2) == [2]
+        assert executor.run(abs, -2) == [2]
 
 
 def test_a_server_that_cannot_start_is_an_error(monkeypatch, capfd):
