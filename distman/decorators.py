@@ -224,28 +224,25 @@ def _run_on(
         return run() if is_active else None
     if members.turns is None:
         return _run_alone(run, what, members.ranks[members.rank])
-    awaited: Sequence[int] = range(members.size) if barrier else ranks
-    turn = members.turns.begin(what, awaited)
+    turn = members.turns.begin(what, range(members.size) if barrier else ranks)
     result = _run_and_tell(turn, run, Restricted(what, runners)) if is_active else None
     with Meeting(what):
-        if barrier and not is_active:
-            turn.succeed()
-        if not is_active or len(awaited) > 1:
+        is_over = turn.succeed() if is_active or barrier else False
+        if not is_over:
             turn.wait()
     return broadcast_data(result, ranks[0], members.process_group) if broadcast else result
 
 
 def _run_and_tell(turn: Turn, run: Callable[[], R], region: Restricted) -> R:
+    """Run a function, and tell the others if it fails."""
     try:
         with region:
-            result = run()
+            return run()
     except Exception as error:
         raise turn.fail(error).to_error() from error
     except BaseException as error:  # SystemExit and KeyboardInterrupt end this process, and concern the others
         turn.fail(error)
         raise
-    turn.succeed()
-    return result
 
 
 def _run_alone(run: Callable[[], R], what: str, rank: int) -> R:

@@ -54,16 +54,16 @@ class Turn:
     what: str
     awaited: Sequence[int]
 
-    def succeed(self) -> None:
-        """Say that this rank, one of those awaited, has done its part.
+    def succeed(self) -> bool:
+        """Say that this rank, one of those awaited, has done its part, and return whether it was the last.
 
-        Local.
+        Local. A rank that fails is not counted, so the last one to be counted knows that all succeeded.
         """
-        store, done = self.circle.store, json.dumps([self.what, None])
-        if len(self.awaited) == 1:
-            store.set(self.key, done)
-        elif store.add(f"{self.key} count", 1) == len(self.awaited):
-            store.compare_set(self.key, "", done)  # unless one failed
+        store = self.circle.store
+        is_last = len(self.awaited) == 1 or store.add(f"{self.key} count", 1) == len(self.awaited)
+        if is_last:
+            store.set(self.key, json.dumps([self.what, None]))
+        return is_last
 
     def fail(self, error: BaseException) -> FailureNotice:
         """Say that this rank failed, and return the notice that the others read.
