@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from distman.control import failure
 from distman.control.notice import FailureNotice
-from distman.control.watcher import failure_behind, interval
+from distman.control.watcher import failure_behind, interval, is_watching
 from distman.errors import RankFailedError
 
 if TYPE_CHECKING:
@@ -57,25 +57,28 @@ class JobReporter:
 
         Local.
         """
-        self.end_job(error)
         cause = failure_behind(error)
+        self.end_job(cause.to_error() if cause is not None else error)
         try:
-            self._tell(error, cause)
+            cause = self._tell(cause or FailureNotice.of(error, self.rank))
         except dist.DistError:
             if cause is None and not isinstance(error, RankFailedError):
                 failure.write(f"distman: {self.store_host}, which served the job's store, is gone. See its error.")
+        is_news = not isinstance(error, RankFailedError | KeyboardInterrupt)
+        if cause is not None and cause.rank != self.rank and is_news:
+            failure.write(f"distman: the job failed first elsewhere: {cause.to_error()}")
 
-    def _tell(self, error: BaseException, cause: FailureNotice | None) -> None:
-        if cause is None and not self.is_store_there():
+    def _tell(self, mine: FailureNotice) -> FailureNotice:
+        """Leave a notice in the store, and return the first one there."""
+        if not self.is_store_there():
             raise dist.DistNetworkError(self.store_host)
-        mine = cause or FailureNotice.of(error, self.rank)
         first = mine.publish(self.store)
         self.store.add("news", 1)
-        if first.rank != self.rank and not isinstance(error, RankFailedError | KeyboardInterrupt):
-            failure.write(f"distman: the job failed first elsewhere: {first.to_error()}")
-        self.store.add("failure_seen", 1)
+        if not is_watching():  # else the watcher says so, once
+            self.store.add("failure_seen", 1)
         if self.is_host:
             self._stay_until_seen()
+        return first
 
     def _stay_until_seen(self) -> None:
         leaving = threading.Thread(target=self.leave_group, daemon=True)

@@ -29,7 +29,7 @@ from distman.log import logger
 if TYPE_CHECKING:
     from torch.distributed import Store
 
-__all__ = ["INTERVALS_PER_BEAT", "WatchLimits", "Watcher", "failure_behind", "interval"]
+__all__ = ["INTERVALS_PER_BEAT", "WatchLimits", "Watcher", "failure_behind", "interval", "is_watching"]
 
 _SHORTEST_INTERVAL = 0.2
 _LONGEST_INTERVAL = 4.0
@@ -277,6 +277,14 @@ class _Neighbour:
         else:
             self.seconds += seconds
         return self.seconds
+
+
+def is_watching() -> bool:
+    """Return whether this process has a watcher.
+
+    Local.
+    """
+    return _current is not None
 
 
 def failure_behind(error: BaseException, operation: str = "a collective") -> FailureNotice | None:
