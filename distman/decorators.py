@@ -22,7 +22,7 @@ from distman.collectives.objects import broadcast_data
 from distman.control.collective import Meeting
 from distman.control.notice import FailureNotice
 from distman.control.turn import Turn, Turns
-from distman.control.whereabouts import Restricted, call_site, check_all_run_here, restriction
+from distman.control.whereabouts import Restricted, call_site, check_all_run_here, depth, is_child, restriction
 from distman.environments import is_env_distributed
 from distman.groups import Group
 from distman.manager import DistributedManager
@@ -46,12 +46,13 @@ def on_rank(
     """Let a function run on one rank, or on some; the others wait until it is done there.
 
     Local; the decorated function is collective over the group, and may take as long as it takes. Within another
-    function or block of this module, where not all ranks of the group run, it waits for nobody.
+    function or block of this module, where not all ranks of the group run, it waits for nobody; nor in a process forked
+    from the rank, such as a worker of a data loader.
 
     Args:
         rank: The rank, or several of them, in the group.
         barrier: Let the ranks that run wait for the others as well.
-        broadcast: Return the result on all ranks: that of the first rank, if several run.
+        broadcast: Return the result on all ranks: that of the lowest rank, if several run.
         group: A process group, the name of one, or None for the world.
 
     Returns:
@@ -60,7 +61,7 @@ def on_rank(
 
         * :class:`~distman.RankFailedError` on every rank of the group, if it raised on one: with the type, text and
           traceback of that error, which is the cause on the rank where it was raised. There SystemExit and
-          KeyboardInterrupt go on as they are.
+          KeyboardInterrupt go on as they are, and so does the error of a result that cannot be pickled.
         * :class:`~distman.DistmanError`, if it comes to a collective or barrier for which ranks are needed that wait.
         * ValueError, if there is no such rank.
 
@@ -156,7 +157,7 @@ def rank_zero_first() -> AbstractContextManager[None]:
     members = _members(None)
     if members is None or members.turns is None:
         return nullcontext()
-    return _First(members.turns, 0, f"rank_zero_first at {call_site()}")
+    return _First(members.turns, 0, "rank_zero_first")
 
 
 def local_rank_zero_first() -> AbstractContextManager[None]:
@@ -168,7 +169,7 @@ def local_rank_zero_first() -> AbstractContextManager[None]:
     if turns is None:
         return nullcontext()
     local_ranks = [DistributedManager().roll_call[rank].local_rank for rank in turns.circle.ranks]
-    return _First(turns, local_ranks.index(min(local_ranks)), f"local_rank_zero_first at {call_site()}")
+    return _First(turns, local_ranks.index(min(local_ranks)), "local_rank_zero_first")
 
 
 def parallel_on_all_devices(func: Callable[P, R]) -> Callable[P, R]:
@@ -215,6 +216,8 @@ def _run_on(
     if members is None:
         return _run_alone(run, what, 0)
     is_active = members.rank in ranks
+    if is_child():
+        return run() if is_active else None
     runners = frozenset(members.ranks[rank] for rank in ranks)
     region = restriction()
     if region is not None and not region.ranks.issuperset(members.ranks):
@@ -224,7 +227,7 @@ def _run_on(
         return run() if is_active else None
     if members.turns is None:
         return _run_alone(run, what, members.ranks[members.rank])
-    turn = members.turns.begin(what, range(members.size) if barrier else ranks)
+    turn = members.turns.begin(what, range(members.size) if barrier else ranks, depth=depth())
     result = _run_and_tell(turn, run, Restricted(what, runners)) if is_active else None
     with Meeting(what):
         is_over = turn.succeed() if is_active or barrier else False
@@ -267,16 +270,17 @@ class _First(AbstractContextManager[None]):
         self._turns = turns
         self._first = first
         self._what = what
+        self._place = f"{what} at {call_site()}"
 
     def __enter__(self) -> None:
         circle = self._turns.circle
         region = restriction()
-        self._is_joint = region is None or region.ranks.issuperset(circle.ranks)
-        self._turn = self._turns.begin(self._what, [self._first]) if self._is_joint else None
+        is_joint = not is_child() and (region is None or region.ranks.issuperset(circle.ranks))
+        self._turn = self._turns.begin(self._what, [self._first], depth=depth()) if is_joint else None
         if self._turn is not None and circle.rank != self._first:
             with Meeting(self._what):
                 self._turn.wait()
-        self._region = Restricted(self._what, frozenset([circle.ranks[circle.rank]]))
+        self._region = Restricted(self._place, frozenset([circle.ranks[circle.rank]]))
         self._region.__enter__()
 
     def __exit__(

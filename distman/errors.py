@@ -19,6 +19,7 @@ Wrong arguments are ``ValueError`` or ``TypeError``. Messages read
 from __future__ import annotations
 
 import difflib
+import functools
 from collections.abc import Iterable
 
 __all__ = [
@@ -87,6 +88,10 @@ class RankFailedError(DistmanError):
             if traceback_text
             else f"{who}{error_text if error_text.startswith(',') else f' {error_text}'}"
         )
+
+    def __reduce__(self) -> tuple[object, ...]:
+        names = ("rank", "host", "pid", "error_type", "error_text", "traceback_text")
+        return functools.partial(type(self), **{name: getattr(self, name) for name in names}), ()
 
 
 class BarrierTimeoutError(DistmanError):

@@ -19,10 +19,11 @@ from torch.distributed.distributed_c10d import _get_default_store, _world
 
 from distman.control import failure
 from distman.control.circle import Circle
+from distman.control.deadline import attempt
 from distman.control.ending import end_job_after
 from distman.control.post import Post
 from distman.control.report import JobReporter
-from distman.control.watcher import Watcher, WatchLimits, interval
+from distman.control.watcher import Watcher, WatchLimits, late_after, tell_unwatched
 from distman.device import backend_for, pick_device, resolve_device
 from distman.environments import LaunchEnvironment
 from distman.errors import DistmanError, RankFailedError, RendezvousError
@@ -34,7 +35,7 @@ from distman.rendezvous.store import JobStore
 __all__ = ["DeviceWish", "Job", "Limits", "adopt", "leave", "let_gloo_rest", "start", "watch"]
 
 _START_PATIENCE = 10.0
-_FAREWELL_PATIENCE = 1.0
+_FAREWELL_PATIENCE = 5.0
 _PAUSE = 0.005
 _GLOO_THREADS = "pt_gloo"
 _REST_PATIENCE = 1.0
@@ -206,12 +207,15 @@ def adopt(environment: LaunchEnvironment, wish: DeviceWish, limits: Limits) -> J
     return job
 
 
-def watch(job: Job, limits: WatchLimits) -> Watcher | None:
-    """Begin to watch the other ranks; return None where there are none.
+def watch(job: Job, limits: WatchLimits | None) -> Watcher | None:
+    """Begin to watch the other ranks; return None where there are none, or they shall not be watched.
 
     Local.
     """
     if job.rendezvous is None or job.world_size == 1:
+        return None
+    if limits is None:
+        tell_unwatched(job.rendezvous.store, job.peer.rank)
         return None
     post = Post(
         store=job.rendezvous.store,
@@ -235,8 +239,7 @@ def leave(job: Job, watcher: Watcher | None) -> None:
     if job.rendezvous is None:
         return
     if watcher is None or not watcher.has_let_go:
-        with contextlib.suppress(dist.DistError):  # who served the store may have gone before
-            _say_farewell(job, job.rendezvous.store, is_watched=watcher is not None)
+        _say_farewell(job, job.rendezvous, is_counted=watcher is None or watcher.is_counted)
     if job.is_adopted:
         return
     if dist.is_initialized():
@@ -245,17 +248,22 @@ def leave(job: Job, watcher: Watcher | None) -> None:
     job.rendezvous.job_store.close()
 
 
-def _say_farewell(job: Job, store: dist.Store, *, is_watched: bool) -> None:
-    store.set(f"left/{job.peer.rank}", "yes")
-    store.add("left", 1)
-    store.add("gone", 1)
-    if job.rendezvous is None or not job.rendezvous.job_store.is_host or job.is_adopted:
-        return
-    _wait_for_all_at(store, "started", job.world_size, _START_PATIENCE)
-    if is_watched:
+def _say_farewell(job: Job, rendezvous: Rendezvous, *, is_counted: bool) -> None:
+    """Tell the others that this rank leaves; who serves the store waits until they need it no more."""
+    store, is_host = rendezvous.store, rendezvous.job_store.is_host and not job.is_adopted
+
+    def tell() -> None:
+        with contextlib.suppress(dist.DistError):  # who served the store may have gone before
+            store.set(f"left/{job.peer.rank}", "yes")
+            store.add("left", 1)
+            store.add("gone", 0 if is_counted else 1)
+
+    attempt(tell, _FAREWELL_PATIENCE)  # who serves the store may be stopped
+    if is_host:
+        _wait_for_all_at(store, "started", job.world_size, _START_PATIENCE)
         store.set("closing", "yes")
         store.add("news", 1)
-        _wait_for_all_at(store, "gone", job.world_size, _FAREWELL_PATIENCE + 2 * interval(job.world_size))
+        _wait_for_all_at(store, "gone", job.world_size, late_after(job.world_size))
 
 
 def _wait_for_all_at(store: dist.Store, counter: str, world_size: int, patience: float) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import datetime
+import functools
 import math
 import os
 import random
@@ -16,17 +17,16 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from distman import log
-from distman.control import failure
+from distman.control import failure, whereabouts
 from distman.control.barrier import wait_for_all
 from distman.control.collective import Meeting
 from distman.control.requeue import requeue
 from distman.control.stop import StopAgreement
 from distman.control.watcher import Watcher, WatchLimits
-from distman.control.whereabouts import check_all_run_here
 from distman.device import backend_for, pick_device
 from distman.environments import LaunchEnvironment, detect
 from distman.environments.base import read_flag
-from distman.errors import NotInitializedError
+from distman.errors import DistmanError, NotInitializedError
 from distman.group_queries import GroupQueries
 from distman.groups import Groups
 from distman.job import DeviceWish, Limits, adopt, leave, let_gloo_rest, start, watch
@@ -120,12 +120,13 @@ class DistributedManager(GroupQueries):
         cls._shared_state.update(
             _job=job,
             _groups=Groups(job),
-            _watcher=watch(job, watch_limits) if watch_limits is not None else None,
+            _watcher=watch(job, watch_limits),
             _stop=StopAgreement(job.circle()),
             _mesh=None,
             _broadcast_buffers=False,
             _find_unused_parameters=find_unused,
         )
+        whereabouts.settle()
         log.set_rank(job.peer.rank if job.backend else None, job.world_size)
         atexit.register(cls._cleanup_at_exit, os.getpid())
         if seed is not None:
@@ -152,16 +153,17 @@ class DistributedManager(GroupQueries):
         """
         if not cls.is_initialized():
             return
-        job, groups, watcher = cls()._job, cls()._groups, cls()._watcher
+        job, groups, watcher, stop = cls()._job, cls()._groups, cls()._watcher, cls()._stop
         if barrier and job.backend:
             cls().barrier("cleanup")
-        cls()._stop.restore()
+        if watcher is not None:
+            watcher.stop()  # first: what fails elsewhere from now on must not end this half way
+        stop.restore()
         cls._shared_state.clear()
         atexit.unregister(cls._cleanup_at_exit)
         failure.set_reporter(None)
         log.set_rank(None)
-        if watcher is not None:
-            watcher.stop()
+        whereabouts.unsettle()
         groups.close()
         leave(job, watcher)
         if watcher is not None:
@@ -172,6 +174,7 @@ class DistributedManager(GroupQueries):
         """Clean up at the end of the program; after an uncaught exception, wait for nobody."""
         if os.getpid() != pid or not cls.is_initialized():
             return
+        failure.report_uncaught()
         if failure.has_failed():
             watcher = cls()._watcher
             if watcher is not None:
@@ -290,17 +293,18 @@ class DistributedManager(GroupQueries):
         Raises:
             BarrierTimeoutError: On every rank that came: some did not come in time; it names them, and where they
                 are.
-            RankFailedError: On every rank that came: another one failed, or left the job.
+            RankFailedError: On every rank that came: another one failed, or left the job; on one that came later: the
+                others had given up.
             DistmanError: Called where only some ranks run.
         """
         job = self._job
         circle = job.circle()
         seconds = _seconds(timeout, "", job.limits.collective)
         with Meeting(f"barrier {name!r}" if name else "barrier"):
-            check_all_run_here(range(job.world_size))
+            whereabouts.check_all_run_here(range(job.world_size))
             if circle is not None:
                 key = f"barrier {next(job.barriers)}" + (f" {name!r}" if name else "")
-                locate = self._watcher.locate if self._watcher is not None else None
+                locate = functools.partial(self._watcher.locate, key) if self._watcher is not None else None
                 wait_for_all(circle, key, timeout=seconds, locate=locate)
 
     def request_stop(self) -> None:
@@ -320,8 +324,12 @@ class DistributedManager(GroupQueries):
             step: Number of the step, growing, and the same on all ranks.
 
         Raises:
+            ValueError: The step is smaller than the one before.
             PlanMismatchError: The ranks ask at different steps.
+            DistmanError: Called in a process forked from the rank.
         """
+        if whereabouts.is_child():
+            raise DistmanError(f"should_stop() must be called in the process of the rank, got its child {os.getpid()}.")
         self._stop.listen()
         return self._stop.decide(step)
 

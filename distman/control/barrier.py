@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 from collections.abc import Callable, Sequence
 
 from distman.control.circle import Circle
-from distman.errors import BarrierTimeoutError
+from distman.control.notice import FailureNotice
+from distman.errors import BarrierTimeoutError, RankFailedError
 
 __all__ = ["wait_for_all"]
 
@@ -29,7 +32,8 @@ def wait_for_all(
 
     Raises:
         BarrierTimeoutError: On every rank that came: some did not come within ``timeout`` seconds.
-        RankFailedError: See :meth:`distman.control.circle.Circle.wait_until`.
+        RankFailedError: On a rank that came when the others had given up; and on every one, if the job failed or an
+            awaited rank left it.
     """
     store = circle.store
     store.set(f"{circle.rank} is at", key)
@@ -45,10 +49,20 @@ def wait_for_all(
     def is_open() -> bool:
         return is_last or bool(store.check([f"{key}/open"]))
 
-    while not circle.wait_until(is_open, place=key, awaited=missing, timeout=timeout):
+    def look() -> None:
+        if store.check([f"{key}/given up"]):
+            absent, notice = json.loads(store.get(f"{key}/given up"))
+            is_late = circle.rank in absent
+            raise RankFailedError(**notice) if is_late else BarrierTimeoutError(notice["error_text"])
+
+    while not circle.wait_until(is_open, place=key, awaited=missing, timeout=timeout, look=look):
         absent = missing()
-        if absent:  # else the last one came while we looked
-            raise BarrierTimeoutError(_message(circle, key, timeout, absent, locate))
+        if absent and not is_open():  # else the last one came while we looked
+            store.add(f"{key}/count", -1)  # who comes later must not find it full
+            error = BarrierTimeoutError(_message(circle, key, timeout, absent, locate))
+            notice = FailureNotice.of(error, circle.ranks[circle.rank])
+            store.set(f"{key}/given up", json.dumps([absent, dataclasses.asdict(notice)]))
+            raise error
     if store.add(f"{key}/left", 1) == circle.size:
         store.delete_key(f"{key}/open")
         store.delete_key(f"{key}/left")

@@ -21,6 +21,7 @@ _PAUSE_PER_RANK = 50e-6
 _SHORTEST_LIMIT = 0.005
 _LONGEST_LIMIT = 1.0
 _LOOK_AROUND_EVERY = 0.5
+_LOOK_AROUND_PER_RANK = 1e-3
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,6 +61,7 @@ class Circle:
         place: str,
         awaited: Callable[[], Iterable[int]],
         timeout: float | None = None,
+        look: Callable[[], None] = lambda: None,
     ) -> bool:
         """Wait until something is in the store, and return whether it came in time.
 
@@ -70,6 +72,7 @@ class Circle:
             place: What is waited at, for messages.
             awaited: Says which of these ranks, by index, have yet to bring it.
             timeout: Seconds to wait; None waits as long as the job goes on.
+            look: Called every now and then; what it raises ends the wait.
 
         Raises:
             RankFailedError: The job failed, or an awaited rank left it.
@@ -83,21 +86,23 @@ class Circle:
             if timeout is not None and now > began + timeout:
                 return False
             if now > look_around:
-                self._look_around(place, awaited)
-                look_around = now + _LOOK_AROUND_EVERY
+                look()
+                notice = self._look_around(place, awaited)
+                if notice is not None and not is_there():
+                    raise notice.to_error()
+                look_around = now + max(_LOOK_AROUND_EVERY, _LOOK_AROUND_PER_RANK * self.size)
             num_looks += 1
             if num_looks > _LOOKS_WITHOUT_PAUSE:
                 time.sleep(pause)
                 pause = min(_GROWTH * pause, longest)
         return True
 
-    def _look_around(self, place: str, awaited: Callable[[], Iterable[int]]) -> None:
-        """Raise if there is nothing to wait for any more."""
+    def _look_around(self, place: str, awaited: Callable[[], Iterable[int]]) -> FailureNotice | None:
+        """Return why there is nothing to wait for any more, or None."""
         notice = FailureNotice.read(self.job_store)
         if notice is not None and notice.rank != self.ranks[self.rank]:
-            raise notice.to_error()
+            return notice
         if not self.job_store.add("left", 0):
-            return
-        for index in awaited():
-            if self.job_store.check([f"left/{self.ranks[index]}"]):
-                raise FailureNotice.left(self.peers[self.ranks[index]], place).to_error()
+            return None
+        left = (index for index in awaited() if self.job_store.check([f"left/{self.ranks[index]}"]))
+        return next((FailureNotice.left(self.peers[self.ranks[index]], place) for index in left), None)

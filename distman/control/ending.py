@@ -57,8 +57,7 @@ def _abort() -> None:
             return
     except (OSError, ValueError):
         pass  # no PMI: the signal is what is left
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    os.kill(os.getpid(), signal.SIGTERM)
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _cancel_step() -> None:

@@ -14,8 +14,12 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     pass
 
-__all__ = ["end_job_at_exit", "exit_now", "has_failed", "install", "set_reporter", "write"]
+from distman.control.deadline import attempt
 
+__all__ = ["end_job_at_exit", "exit_now", "has_failed", "install", "report_uncaught", "set_reporter", "write"]
+
+
+_PATIENCE = 1.0
 
 Reporter = Callable[[BaseException], object]
 
@@ -33,6 +37,11 @@ class _Hook:
     def __call__(self, error_type: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         self.has_failed = True
         self.previous(error_type, error, trace)
+        self.tell(error)
+
+    def tell(self, error: BaseException) -> None:
+        """Tell the other ranks of an error that is already printed."""
+        self.has_failed = True
         _flush()
         reporter, self.reporter = self.reporter, None
         if reporter is not None and os.getpid() == self.pid:
@@ -67,10 +76,12 @@ def install(reporter: Reporter) -> None:
 def set_reporter(reporter: Reporter | None) -> None:
     """Let another reporter serve from now on; None tells nobody.
 
-    Local. Nothing happens where :func:`install` did not put the hook in place.
+    Local. The hook is put in place if it was not, since the launcher became known after the import.
     """
     if _hook is not None:
         _hook.reporter = reporter
+    elif reporter is not None:
+        install(reporter)
 
 
 def has_failed() -> bool:
@@ -93,12 +104,24 @@ def end_job_at_exit(end_job: Callable[[], None]) -> None:
 def exit_now(code: int) -> None:
     """End this process without its exit handlers, and the job if that was wanted at exit.
 
+    Local. It may be called from any thread, whatever locks the others hold.
+    """
+    try:
+        attempt(_flush, _PATIENCE)
+        if _hook is not None and _hook.end_job is not None:
+            _hook.end_job()
+    finally:
+        os._exit(code)
+
+
+def report_uncaught() -> None:
+    """At the end of the program, do what the hook would have done, if the program replaced it.
+
     Local.
     """
-    _flush()
-    if _hook is not None:
-        _hook.at_exit()
-    os._exit(code)
+    error = getattr(sys, "last_value", None)
+    if _hook is not None and not _hook.has_failed and isinstance(error, BaseException) and not hasattr(sys, "ps1"):
+        _hook.tell(error)
 
 
 def _flush() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import re
@@ -9,7 +10,10 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+import torch.distributed as dist
+
 from distman.control import whereabouts
+from distman.control.notice import shortened
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -17,6 +21,7 @@ if TYPE_CHECKING:
 __all__ = ["Answer", "Inquiries"]
 
 _PAUSE = 0.01
+_MAX_STACKS = 100_000
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,7 +42,7 @@ class Answer:
 
         Local. Not for the main thread, whose stack is wanted.
         """
-        return cls(whereabouts.describe_here(), whereabouts.stacks())
+        return cls(whereabouts.describe_here(), shortened(whereabouts.stacks(), _MAX_STACKS))
 
     @property
     def place(self) -> str:
@@ -97,6 +102,7 @@ class Inquiries:
         num_asked = self.store.add("questions", 0)
         for number in range(self.num_seen + 1, num_asked + 1):
             key = f"question {number}"
-            if self.store.check([key]) and self.rank in json.loads(self.store.get(key)):
-                self.store.set(f"answer {number}/{self.rank}", json.dumps(dataclasses.asdict(Answer.here())))
+            with contextlib.suppress(dist.DistStoreError):  # who asked may have given up just now
+                if self.store.check([key]) and self.rank in json.loads(self.store.get(key)):
+                    self.store.set(f"answer {number}/{self.rank}", json.dumps(dataclasses.asdict(Answer.here())))
         self.num_seen = num_asked

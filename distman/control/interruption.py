@@ -35,10 +35,12 @@ class Interruption:
 
     Args:
         end_job: Makes the launcher end the job after an error, where it would not do so by itself.
+        is_over: Set when this rank leaves the job: then nothing has to be interrupted.
     """
 
-    def __init__(self, end_job: Callable[[BaseException], None]) -> None:
+    def __init__(self, end_job: Callable[[BaseException], None], is_over: threading.Event) -> None:
         self._end_job = end_job
+        self._is_over = is_over
         self._notice: FailureNotice | None = None
         self._is_delivered = threading.Event()
         self._is_awaited = False
@@ -68,21 +70,17 @@ class Interruption:
             signal.signal(_SIGNAL, self._previous if self._previous is not None else signal.SIG_DFL)
         self._is_installed = False
 
-    def deliver(self, notice: FailureNotice, is_over: threading.Event) -> None:
+    def deliver(self, notice: FailureNotice) -> None:
         """Make the main thread raise the notice, or end the process.
 
         Local. Blocking. Not for the main thread.
-
-        Args:
-            notice: What happened.
-            is_over: Set when the job is being left, so that nothing has to be interrupted.
         """
         self._notice = notice
         main = threading.main_thread().ident
         if self._is_installed and main is not None:
             with contextlib.suppress(ProcessLookupError):
                 signal.pthread_kill(main, _SIGNAL)
-        if self._is_delivered.wait(_GRACE) or is_over.is_set() or failure.has_failed():
+        if self._is_delivered.wait(_GRACE) or self._is_over.is_set() or failure.has_failed():
             return
         self._exit(notice)
 
@@ -90,7 +88,7 @@ class Interruption:
         notice, self._notice = self._notice, None
         if notice is not None:
             self._is_delivered.set()
-            if not failure.has_failed() and not self._is_awaited:
+            if not (failure.has_failed() or self._is_awaited or self._is_over.is_set()):
                 raise notice.to_error()
         elif callable(self._previous):
             self._previous(number, frame)

@@ -7,6 +7,7 @@ import json
 import os
 import selectors
 import socket
+import time
 import weakref
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -20,7 +21,8 @@ __all__ = ["Lifeline", "own_addresses"]
 
 _PATIENCE = 2.0
 _KEEP_ALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 4}
-_BACKLOG = 8
+_MAX_GUESTS = 64
+_RETRY_EVERY = 10.0
 
 _lifelines: weakref.WeakSet[Lifeline] = weakref.WeakSet()
 
@@ -44,13 +46,14 @@ class Lifeline:
         self._rank = rank
         self._peers = peers
         self._step = 1
+        self._next_try = 0.0
         self._connection: socket.socket | None = None
         self._guests: list[socket.socket] = []
         self._selector = selectors.DefaultSelector()
         self._wake_end, self._woken_end = socket.socketpair()
         self._woken_end.settimeout(0)
         self._selector.register(self._woken_end, selectors.EVENT_READ)
-        self._listener = socket.create_server(("127.0.0.1" if is_one_host else "", 0), backlog=_BACKLOG)
+        self._listener = socket.create_server(("127.0.0.1" if is_one_host else "", 0), backlog=_MAX_GUESTS)
         self._listener.settimeout(0)
         self._selector.register(self._listener, selectors.EVENT_READ)
         addresses = ["127.0.0.1"] if is_one_host else own_addresses()
@@ -83,12 +86,10 @@ class Lifeline:
                 self._woken_end.recv(64)
             elif key.fileobj is self._listener:
                 self._admit()
-            elif self._is_broken():
-                rank = self.watched
-                self._let_go()
-                if rank is not None and not self._has_left(rank):
-                    return self._peers[rank]
-                self._step += 1
+            elif self._connection is not None:
+                died = self._read(self._connection)
+                if died is not None:
+                    return died
         return None
 
     def close(self) -> None:
@@ -104,20 +105,24 @@ class Lifeline:
     def _connect(self) -> bool:
         """Connect to the next rank, as soon as it says where; return False if it must be dead.
 
-        Where a network is between, a connection that fails says nothing: a firewall may be the reason.
+        Only a host that refuses to connect to itself is proof: elsewhere a firewall may be the reason.
         """
         rank = self.watched
-        if rank is None or not self._store.check([f"lifeline/{rank}"]):
+        if rank is None or time.monotonic() < self._next_try or not self._store.check([f"lifeline/{rank}"]):
             return True
         addresses, port = json.loads(self._store.get(f"lifeline/{rank}"))
+        is_refused = False
         for address in addresses:
-            with contextlib.suppress(OSError):
+            try:
                 self._connection = socket.create_connection((address, port), timeout=_PATIENCE)
                 break
+            except OSError as error:
+                is_refused = isinstance(error, ConnectionRefusedError)
         else:
             has_left = self._has_left(rank)
             self._step += has_left
-            return has_left or not self._is_one_host
+            self._next_try = 0.0 if has_left else time.monotonic() + _RETRY_EVERY
+            return has_left or not (self._is_one_host and is_refused)
         self._connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         for option, value in _KEEP_ALIVE.items():
             if hasattr(socket, option):
@@ -129,15 +134,35 @@ class Lifeline:
     def _admit(self) -> None:
         with contextlib.suppress(OSError):
             guest, _ = self._listener.accept()
-            self._guests = [*self._guests[1 - _BACKLOG :], guest]
+            guest.settimeout(0)
+            self._guests = [other for other in self._guests if not _is_closed(other)]
+            if len(self._guests) < _MAX_GUESTS:
+                self._guests.append(guest)
+            else:
+                guest.close()
 
-    def _is_broken(self) -> bool:
+    def _read(self, connection: socket.socket) -> Place | None:
+        """Return the watched rank if its end is closed and it did not leave.
+
+        A network that does not answer is no proof: then it is connected to again, and its silence decides.
+        """
+        rank = self.watched
         try:
-            return self._connection is not None and not self._connection.recv(1)
+            is_closed = not connection.recv(64)
         except BlockingIOError:
-            return False
+            return None
+        except ConnectionError:
+            is_closed = True
         except OSError:
-            return True
+            is_closed = False
+            self._let_go()
+        if not is_closed or rank is None:
+            return None
+        self._let_go()
+        if not self._has_left(rank):
+            return self._peers[rank]
+        self._step += 1
+        return None
 
     def _has_left(self, rank: int) -> bool:
         """Return whether a rank left of its own accord, or let go because the rank that serves the store does."""
@@ -157,6 +182,15 @@ class Lifeline:
         for end in (self._listener, self._connection, *self._guests):
             if end is not None:
                 end.close()
+
+
+def _is_closed(connection: socket.socket) -> bool:
+    try:
+        return not connection.recv(64)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
 
 
 def own_addresses() -> list[str]:

@@ -14,13 +14,15 @@ from distman.errors import RankFailedError
 if TYPE_CHECKING:
     from torch.distributed import Store
 
-__all__ = ["DIED", "LEFT", "SILENT", "FailureNotice", "Place"]
+__all__ = ["DIED", "LEFT", "SILENT", "FailureNotice", "Place", "shortened"]
 
 DIED = "died"
 LEFT = "left"
 SILENT = "silent"
 
 _KEY = "failure"
+_MAX_TEXT = 10_000
+_MAX_TRACEBACK = 100_000
 
 
 class Place(Protocol):
@@ -60,8 +62,8 @@ class FailureNotice:
             host=socket.gethostname(),
             pid=os.getpid(),
             error_type=type(error).__name__,
-            error_text=_text_of(error),
-            traceback_text="".join(traceback.format_exception(error)),
+            error_text=shortened(_text_of(error), _MAX_TEXT),
+            traceback_text=shortened("".join(traceback.format_exception(error)), _MAX_TRACEBACK),
         )
 
     @classmethod
@@ -142,6 +144,17 @@ class FailureNotice:
         Local.
         """
         return RankFailedError(**dataclasses.asdict(self))
+
+
+def shortened(text: str, limit: int) -> str:
+    """Return a text of at most about so many characters: a store takes no message of any size.
+
+    Local.
+    """
+    if len(text) <= limit:
+        return text
+    half = limit // 2
+    return f"{text[:half]}\n... {len(text) - 2 * half} characters left out ...\n{text[-half:]}"
 
 
 def _text_of(error: BaseException) -> str:

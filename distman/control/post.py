@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from distman.control.notice import DIED, SILENT, FailureNotice, Place
+from distman.control.notice import DIED, LEFT, SILENT, FailureNotice, Place
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -54,6 +54,18 @@ class Post:
             return FailureNotice.silent(self.peers[self.keeper], seconds, role=role)
         text = f"got no answer from the job's store at {self.url} for {seconds:.0f} s. See what stopped who serves it."
         return FailureNotice(self.me.rank, self.me.host, self.me.pid, SILENT, text)
+
+    def keeper_has_left(self, operation: str) -> FailureNotice:
+        """Return the notice that nobody can tell why an operation failed: the store went with the rank that served it.
+
+        Local.
+        """
+        place = self.me if self.keeper is None else self.peers[self.keeper]
+        text = (
+            f"served the job's store and left the job, so nobody can tell whose end broke {operation}: that rank's, or "
+            "another's after it. Let all ranks take the same way to the end."
+        )
+        return FailureNotice(place.rank, place.host, place.pid, LEFT, text)
 
     def keeper_is_gone(self) -> FailureNotice:
         """Return the notice that nobody serves the store any more.

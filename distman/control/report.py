@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 import torch.distributed as dist
 
 from distman.control import failure
-from distman.control.notice import FailureNotice
+from distman.control.deadline import attempt
+from distman.control.notice import SILENT, FailureNotice
 from distman.control.watcher import failure_behind, interval, is_watching
 from distman.errors import RankFailedError
 
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 __all__ = ["JobReporter"]
 
 _FAREWELL = 1.5
+_PATIENCE = 10.0
 _PAUSE = 0.02
 
 
@@ -59,26 +61,31 @@ class JobReporter:
         """
         cause = failure_behind(error)
         self.end_job(cause.to_error() if cause is not None else error)
-        try:
-            cause = self._tell(cause or FailureNotice.of(error, self.rank))
-        except dist.DistError:
-            if cause is None and not isinstance(error, RankFailedError):
-                failure.write(f"distman: {self.store_host}, which served the job's store, is gone. See its error.")
-        is_news = not isinstance(error, RankFailedError | KeyboardInterrupt)
-        if cause is not None and cause.rank != self.rank and is_news:
+        mine = cause or FailureNotice.of(error, self.rank)
+        first: list[FailureNotice] = []
+        is_known = isinstance(error, RankFailedError | KeyboardInterrupt)
+        if mine.error_type != SILENT and not self._tell(mine, first) and cause is None and not is_known:
+            failure.write(f"distman: {self.store_host}, which served the job's store, is gone. See its error.")
+        cause = first[0] if first else cause
+        if cause is not None and cause.rank != self.rank and not is_known:
             failure.write(f"distman: the job failed first elsewhere: {cause.to_error()}")
 
-    def _tell(self, mine: FailureNotice) -> FailureNotice:
-        """Leave a notice in the store, and return the first one there."""
+    def _tell(self, mine: FailureNotice, first: list[FailureNotice]) -> bool:
+        """Leave a notice in the store, add the first one there to the list, and return whether that was possible."""
+        try:
+            return attempt(lambda: self._publish(mine, first), _PATIENCE + interval(self.num_others + 1))
+        except dist.DistError:
+            return False
+
+    def _publish(self, mine: FailureNotice, first: list[FailureNotice]) -> None:
         if not self.is_store_there():
             raise dist.DistNetworkError(self.store_host)
-        first = mine.publish(self.store)
+        first.append(mine.publish(self.store))
         self.store.add("news", 1)
         if not is_watching():  # else the watcher says so, once
             self.store.add("failure_seen", 1)
         if self.is_host:
             self._stay_until_seen()
-        return first
 
     def _stay_until_seen(self) -> None:
         leaving = threading.Thread(target=self.leave_group, daemon=True)

@@ -31,7 +31,7 @@ class StopAgreement:
 
     Every rank that comes to such a step looks at what the first one there wrote: stop or go on, and which step is the
     next to decide at. So nobody waits for anybody, and between these steps nothing is asked. They are about a second
-    apart, further for many ranks.
+    apart at the pace of the steps before, further for many ranks, and at most a hundred steps.
 
     Args:
         circle: All ranks of the job; None on one process.
@@ -42,6 +42,8 @@ class StopAgreement:
         self._keys = NumberedKeys(circle.job_store, "stop decision", circle.size) if circle is not None else None
         self._wish = ""
         self._previous: dict[int, Handler] = {}
+        self._pid = os.getpid()
+        self._last_step: int | None = None
         self._next_step: int | None = None
         self._decided_at = (0, time.monotonic())
         self._stops = False
@@ -72,6 +74,8 @@ class StopAgreement:
 
         Local.
         """
+        if threading.current_thread() is not threading.main_thread():
+            return
         for number, handler in self._previous.items():
             if signal.getsignal(number) == self._on_signal and handler is not None:
                 signal.signal(number, handler)
@@ -86,8 +90,15 @@ class StopAgreement:
             step: Number of the step, growing, and the same on all ranks.
 
         Raises:
+            ValueError: The step is smaller than the one before.
             PlanMismatchError: The ranks ask at different steps.
         """
+        if self._last_step is not None and step < self._last_step:
+            raise ValueError(
+                f"step must not be smaller than the one before, {self._last_step}, got {step}. Count the steps of all "
+                "epochs together."
+            )
+        self._last_step = step
         if self._circle is None or self._keys is None:
             return bool(self._wish)
         if self._stops or (self._next_step is not None and step < self._next_step):
@@ -124,6 +135,11 @@ class StopAgreement:
         return max(1, int(min(at_this_pace, 2 * num_steps, _MOST_STEPS)))
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        if os.getpid() != self._pid:  # a child of this rank, to which the signal means what it always meant
+            previous = self._previous[number]
+            signal.signal(number, previous if previous is not None else signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+            return
         self.request(f"{signal.Signals(number).name} of process {os.getpid()}")
         previous = self._previous.get(number)
         if callable(previous):

@@ -24,18 +24,24 @@ class Turns:
 
     def __init__(self, circle: Circle, name: str) -> None:
         self.circle = circle
-        self._keys = NumberedKeys(circle.store, name, circle.size, suffixes=("", " count"))
+        self._name = name
+        self._keys: dict[int, NumberedKeys] = {}
 
-    def begin(self, what: str, awaited: Sequence[int]) -> Turn:
+    def begin(self, what: str, awaited: Sequence[int], *, depth: int = 0) -> Turn:
         """Return the next turn.
 
-        Local. All ranks of the circle begin their turns in the same order.
+        Local. All ranks of the circle begin their turns in the same order. A turn within another one, at a depth of
+        its own, has keys of its own: those of the outer one are still in use.
 
         Args:
             what: What is done, for messages; the same on all ranks.
             awaited: Who must come to the end of it, by index in the circle.
+            depth: How many turns this one is within.
         """
-        return Turn(self.circle, self._keys.next(), what, awaited)
+        if depth not in self._keys:
+            name = f"{self._name} {depth}" if depth else self._name
+            self._keys[depth] = NumberedKeys(self.circle.store, name, self.circle.size, suffixes=("", " count"))
+        return Turn(self.circle, self._keys[depth].next(), what, awaited)
 
 
 @dataclasses.dataclass(frozen=True)

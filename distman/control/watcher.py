@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
 import math
 import os
 import re
@@ -29,7 +30,16 @@ from distman.log import logger
 if TYPE_CHECKING:
     from torch.distributed import Store
 
-__all__ = ["INTERVALS_PER_BEAT", "WatchLimits", "Watcher", "failure_behind", "interval", "is_watching"]
+__all__ = [
+    "INTERVALS_PER_BEAT",
+    "WatchLimits",
+    "Watcher",
+    "failure_behind",
+    "interval",
+    "is_watching",
+    "late_after",
+    "tell_unwatched",
+]
 
 _SHORTEST_INTERVAL = 0.2
 _LONGEST_INTERVAL = 4.0
@@ -40,6 +50,7 @@ INTERVALS_PER_BEAT = 5
 _ANSWER_PATIENCE = 1.0
 _CAUSE_PATIENCE = 1.0
 _JOIN_PATIENCE = 5.0
+_PAUSE = 0.01
 
 _current: Watcher | None = None
 
@@ -50,6 +61,14 @@ def interval(world_size: int) -> float:
     Local.
     """
     return min(max(_SHORTEST_INTERVAL, _INTERVAL_PER_RANK * world_size), _LONGEST_INTERVAL)
+
+
+def late_after(world_size: int) -> float:
+    """Return the seconds after which a look into the store is late: the process that serves it may be gone then.
+
+    Local.
+    """
+    return 1.0 + 2 * interval(world_size)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,22 +97,26 @@ class Watcher:
 
     Attributes:
         notice: What failed; None as long as nothing did.
-        has_let_go: Whether the rank that serves the store left, and was told that this one needs it no more.
+        has_let_go: Whether the rank that serves the store left, and this one knows, or was kept from knowing by foreign
+            code that held the interpreter while the store went.
+        is_counted: Whether the rank that serves the store does not wait for this one any more.
     """
 
     def __init__(self, post: Post, limits: WatchLimits, end_job: Callable[[BaseException], None]) -> None:
         self.notice: FailureNotice | None = None
         self.has_let_go = False
+        self.is_counted = False
         self._post = post
         self._limits = limits
         self._is_stuck = False
         self._interval = interval(len(post.peers))
         self._noticed = threading.Event()
         self._is_stopping = threading.Event()
-        self._interruption = Interruption(end_job)
+        self._interruption = Interruption(end_job, self._is_stopping)
         self._num_news = 0
         self._neighbour = _Neighbour()
         self._last_beat = -math.inf
+        self._last_look = math.inf
         self._hangs = HangWatch(post, limits.hang, self._patience) if limits.hang is not None else None
         self._lifeline: Lifeline | None = None
         self._watchdog = None if post.is_keeper else Watchdog(limits.silence, self._keeper_is_silent)
@@ -150,8 +173,8 @@ class Watcher:
         notice = self._await_notice(_CAUSE_PATIENCE)
         if notice is not None:
             return notice
-        if self.has_let_go and self._post.keeper is not None:
-            return FailureNotice.left(self._post.peers[self._post.keeper], operation)
+        if self.has_let_go:
+            return self._post.keeper_has_left(operation)
         try:
             store, others = self._post.store, (peer for peer in self._post.peers if peer.rank != self._post.rank)
             if store.add("left", 0):
@@ -166,14 +189,25 @@ class Watcher:
         """Seconds within which a watcher answers a question."""
         return 2 * self._interval + _ANSWER_PATIENCE
 
-    def locate(self, ranks: Sequence[int]) -> dict[int, str]:
+    def locate(self, occasion: str, ranks: Sequence[int]) -> dict[int, str]:
         """Return where ranks are, such as ``in all_gather_v at train.py:31 for 12 s``, as far as they answer.
 
-        Local. Blocking.
+        Local. Blocking. Of all ranks that want to know on one occasion, one asks.
+
+        Args:
+            occasion: Why they are asked for: the same on all ranks, and used once.
+            ranks: Whom to look for.
         """
-        inquiries = Inquiries(self._post.store, self._post.rank)
-        answers = inquiries.ask(ranks, self._patience)
-        return {rank: answers[rank].place if rank in answers else self._last_seen(rank) for rank in ranks}
+        store, me = self._post.store, str(self._post.rank)
+        if store.compare_set(f"{occasion}/asker", "", me).decode() == me:
+            answers = Inquiries(store, self._post.rank).ask(ranks, self._patience)
+            places = {rank: answers[rank].place if rank in answers else self._last_seen(rank) for rank in ranks}
+            store.set(f"{occasion}/places", json.dumps(list(places.items())))
+            return places
+        until = time.monotonic() + self._patience + _ANSWER_PATIENCE
+        while not store.check([f"{occasion}/places"]) and time.monotonic() < until:
+            time.sleep(_PAUSE)
+        return dict(json.loads(store.get(f"{occasion}/places"))) if store.check([f"{occasion}/places"]) else {}
 
     def _last_seen(self, rank: int) -> str:
         text = _beat(self._post.store, rank).partition(" ")[2]
@@ -184,22 +218,35 @@ class Watcher:
             store: Store = self._post.store.clone()  # type: ignore[attr-defined]  # torch's stub lacks it
             self._inquiries = Inquiries(store, self._post.rank)
             lifeline = Lifeline(store, self._post.rank, self._post.peers, is_one_host=self._post.is_one_host)
-            self._lifeline = lifeline
+        except (dist.DistError, OSError) as error:  # too many open files, say
+            self._give_up(error)
+            return
+        self._lifeline = lifeline
+        try:
             while not self._is_stopping.is_set():
                 with self._watchdog.calling() if self._watchdog is not None else contextlib.nullcontext():
                     if self._is_over(store, lifeline):
                         break
         except dist.DistError:
-            if not self._is_stopping.is_set():
+            self.has_let_go = time.monotonic() - self._last_look > late_after(len(self._post.peers))
+            if not self.has_let_go and not self._is_stopping.is_set():
                 self._act(self._post.keeper_is_gone())
-        except OSError as error:
-            logger.warning("the other ranks are not watched any more: %s. DISTMAN_WATCH=0 switches this off", error)
+        except Exception as error:  # noqa: BLE001 - whatever it is, the program goes on without the watcher
+            self._give_up(error)
         if self.has_let_go and self._lifeline is not None:
             self._lifeline.close()
+
+    def _give_up(self, error: Exception) -> None:
+        """Watch no more, and give no sign of life that others could miss."""
+        logger.warning("the other ranks are not watched any more: %r. DISTMAN_WATCH=0 switches this off", error)
+        with contextlib.suppress(dist.DistError):
+            tell_unwatched(self._post.store, self._post.rank)
+        self.is_counted = True
 
     def _is_over(self, store: Store, lifeline: Lifeline) -> bool:
         """Look around once, wait a while, and return whether there is nothing to watch any more."""
         num_news = store.add("news", 0)
+        self._last_look = time.monotonic()
         if num_news != self._num_news:
             self._num_news = num_news
             if self._read_news(store):
@@ -259,7 +306,7 @@ class Watcher:
         if notice.error_type == SILENT and notice.host == self._post.me.host:
             _end_if_stopped(notice.pid)
         if notice.rank != self._post.rank or not notice.traceback_text:
-            self._interruption.deliver(notice, self._is_stopping)
+            self._interruption.deliver(notice)
 
 
 @dataclasses.dataclass
@@ -277,6 +324,15 @@ class _Neighbour:
         else:
             self.seconds += seconds
         return self.seconds
+
+
+def tell_unwatched(store: Store, rank: int) -> None:
+    """Say that a rank has no watcher: it gives no signs of life, and lets nobody wait for it at the end.
+
+    Local.
+    """
+    store.delete_key(f"beat/{rank}")
+    store.add("gone", 1)
 
 
 def is_watching() -> bool:
@@ -303,7 +359,7 @@ def failure_behind(error: BaseException, operation: str = "a collective") -> Fai
 def _is_lost_connection(error: BaseException) -> bool:
     return isinstance(error, dist.DistError) or (
         isinstance(error, RuntimeError)
-        and re.search(r"gloo/transport|NCCL|Connection (closed|reset)", str(error)) is not None
+        and re.search(r"gloo/transport|nccl(Remote|System)Error|Connection (closed|reset)", str(error)) is not None
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import os
 import sys
 import threading
 import time
@@ -19,9 +20,13 @@ __all__ = [
     "Waiting",
     "call_site",
     "check_all_run_here",
+    "depth",
     "describe_here",
+    "is_child",
     "restriction",
+    "settle",
     "stacks",
+    "unsettle",
     "waits",
 ]
 
@@ -31,6 +36,7 @@ _waiting: dict[int, Waiting] = {}
 """What each thread waits for, by the thread's identifier."""
 
 _region = threading.local()
+_home: int | None = None
 _last = ""
 
 
@@ -101,6 +107,41 @@ def restriction() -> Restricted | None:
     return regions[-1] if regions else None
 
 
+def depth() -> int:
+    """Return how many restricted regions this thread is in.
+
+    Local.
+    """
+    return len(getattr(_region, "stack", ()))
+
+
+def settle() -> None:
+    """Let this process be the one of its rank; a process forked from it is not.
+
+    Local.
+    """
+    global _home
+    _home = os.getpid()
+    _waiting.clear()
+
+
+def unsettle() -> None:
+    """Let this process be that of no rank any more.
+
+    Local.
+    """
+    global _home
+    _home = None
+
+
+def is_child() -> bool:
+    """Return whether this process was forked from a rank, as the workers of a data loader are.
+
+    Local. It shares connections with its parent, which must not be used from two sides.
+    """
+    return _home is not None and os.getpid() != _home
+
+
 def check_all_run_here(ranks: Iterable[int]) -> None:
     """Check that this thread may wait for these ranks: that all of them run where it runs.
 
@@ -110,8 +151,13 @@ def check_all_run_here(ranks: Iterable[int]) -> None:
         ranks: Ranks in the world.
 
     Raises:
-        DistmanError: It is in a region that not all of them run through.
+        DistmanError: It is in a region that not all of them run through, or in a child of a rank.
     """
+    if is_child():
+        raise DistmanError(
+            f"a call that waits for others must be made in the process of the rank, pid {_home}, got one at "
+            f"{call_site()} in its child {os.getpid()}. Move it out of the data loader's worker."
+        )
     region = restriction()
     if region is None or region.ranks.issuperset(ranks):
         return

@@ -15,6 +15,7 @@ import socket
 import socketserver
 import threading
 import time
+import weakref
 from collections.abc import Collection
 from typing import Any
 
@@ -104,7 +105,15 @@ class Door:
         self._identity = identity
         self._store_port = store_port
         self._server = _Server(listener, self)
+        _doors.add(self)
         threading.Thread(target=self._server.serve_forever, name="distman-door", daemon=True).start()
+
+    def close_in_child(self) -> None:
+        """Close this process's copy of the socket after a fork: it must not outlive its parent.
+
+        Local.
+        """
+        self._server.server_close()
 
     def close(self) -> None:
         """Stop answering and free the port.
@@ -129,6 +138,17 @@ class Door:
             "store_port": self._store_port,
             "failure": self.failure,
         }
+
+
+_doors: weakref.WeakSet[Door] = weakref.WeakSet()
+
+
+def _close_all_in_child() -> None:
+    for door in list(_doors):
+        door.close_in_child()
+
+
+os.register_at_fork(after_in_child=_close_all_in_child)
 
 
 class _Server(socketserver.ThreadingTCPServer):
