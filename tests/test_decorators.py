@@ -221,6 +221,18 @@ def test_nested_calls_wait_for_nobody(rank):
     all_are_well()
 
 
+@ranks(2)
+def test_many_nested_calls_leave_the_outer_one_alone():
+    inner = on_rank(0, broadcast=True)(lambda: "inner")
+
+    @on_rank([0, 1])
+    def outer():
+        return [inner() for _ in range(200)]
+
+    assert outer() == ["inner"] * 200
+    all_are_well()
+
+
 @ranks(3)
 def test_a_nested_call_that_needs_a_waiting_rank_raises():
     @on_rank([0, 1])
@@ -377,6 +389,17 @@ def test_an_error_of_the_first_releases_the_others(rank, first):
 def test_no_collective_where_ranks_run_one_after_another():
     with pytest.raises(DistmanError, match=r"rank_zero_first at .*test_decorators"), rank_zero_first():
         DistributedManager().barrier()
+
+
+@ranks(2)
+def test_ranks_may_come_to_a_block_from_different_lines(rank):
+    if rank == 0:
+        with rank_zero_first():
+            pass
+    else:
+        with rank_zero_first():
+            pass
+    all_are_well()
 
 
 @ranks(2)

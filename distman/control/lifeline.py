@@ -135,7 +135,9 @@ class Lifeline:
         with contextlib.suppress(OSError):
             guest, _ = self._listener.accept()
             guest.settimeout(0)
-            self._guests = [other for other in self._guests if not _is_closed(other)]
+            for gone in [other for other in self._guests if _is_closed(other)]:
+                self._guests.remove(gone)
+                gone.close()
             if len(self._guests) < _MAX_GUESTS:
                 self._guests.append(guest)
             else:

@@ -55,6 +55,14 @@ def test_a_program_alone_stops_at_once():
     assert alone.decide(1)
 
 
+def test_steps_that_begin_anew_are_refused():
+    _, (rank,) = agreements(1)
+    rank.decide(7)
+    rank.decide(7)
+    with pytest.raises(ValueError, match="step must not be smaller than the one before, 7, got 0"):
+        rank.decide(0)
+
+
 def test_ranks_that_ask_at_different_steps_are_told():
     _, (first, second) = agreements(2)
     first.decide(5)

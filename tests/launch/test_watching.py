@@ -123,15 +123,16 @@ def test_code_that_cannot_be_interrupted_ends_with_the_process(free_port):
         assert f'{WATCHED}", line {line_of("dist.recv")}' in rank.stderr
 
 
-def test_a_child_of_a_dead_rank_does_not_hide_its_death(free_port):
-    with Job(free_port, "with_a_child") as job:
-        job.ranks[1].wait_for_output("killed", timeout=LIMIT)
+@pytest.mark.parametrize("dead", [0, 1])
+def test_a_child_of_a_dead_rank_does_not_hide_its_death(free_port, dead):
+    with Job(free_port, "with_a_child", dead) as job:
+        job.ranks[dead].wait_for_output("killed", timeout=LIMIT)
         began = time.monotonic()
-        finished = job.wait([0, 2])
+        finished = job.wait({0, 1, 2} - {dead})
         assert time.monotonic() - began < 5
     for rank in finished:
         assert rank.returncode == 1
-        assert f"RankFailedError: rank 1 ({os.uname().nodename}, pid {job.ranks[1].pid}) died" in rank.stderr
+        assert re.search(rf"RankFailedError: rank {dead} \(\S+, pid {job.ranks[dead].pid}\).* died", rank.stderr)
 
 
 @pytest.mark.parametrize("scenario", ["leave_early", "leave_early_in_a_collective"])
@@ -149,6 +150,68 @@ def test_ranks_may_end_one_after_another(free_port):
         finished = job.wait()
     assert [(rank.returncode, rank.stderr) for rank in finished] == [(0, "")] * 3
     assert finished[0].seconds < finished[1].seconds - 1, "who serves the store waits for nobody's work"
+
+
+def test_a_rank_that_keeps_the_interpreter_accuses_nobody_who_left_meanwhile(free_port):
+    with Job(free_port, "busy_in_c_at_the_end") as job:
+        finished = job.wait()
+    assert [(rank.returncode, rank.stderr) for rank in finished] == [(0, "")] * 3
+
+
+@pytest.mark.parametrize("unwatched", [0, 1])
+def test_ranks_that_do_not_watch_disturb_nobody(free_port, unwatched):
+    """A launcher may not hand the variable on to all hosts."""
+    command = [sys.executable, WATCHED, "last_to_end"]
+    with ExitStack() as stack:
+        ranks = [
+            stack.enter_context(
+                start(command, env={**bare(rank, 3, free_port), "DISTMAN_WATCH": str(int(rank != unwatched))})
+            )
+            for rank in range(3)
+        ]
+        finished = [rank.wait(timeout=LIMIT) for rank in ranks]
+    assert [rank.returncode for rank in finished] == [0, 0, 0]
+    assert all(rank.stderr == "" for number, rank in enumerate(finished) if number != unwatched)
+
+
+def test_a_rank_may_end_though_who_serves_the_store_is_stopped(free_port):
+    with Job(free_port, "end_while_the_store_is_stopped", DISTMAN_SILENCE_TIMEOUT="60") as job:
+        finished = job.wait([1, 2])
+    assert [rank.returncode for rank in finished] == [0, 0]
+
+
+@pytest.mark.parametrize("adopted", [[], ["adopted"]])
+def test_a_stopped_host_of_the_store_is_missed(free_port, adopted):
+    with Job(free_port, "work_while_the_store_is_stopped", *adopted, DISTMAN_SILENCE_TIMEOUT="2") as job:
+        finished = job.wait([1, 2])
+    for rank in finished:
+        assert rank.returncode == 1
+        assert "RankFailedError: rank " in rank.stderr
+        assert re.search(r"is silent since 2 s|got no answer from the job's store", rank.stderr)
+
+
+def test_an_exception_hook_of_the_program_hides_nothing(free_port):
+    with Job(free_port, "hook_of_its_own") as job:
+        finished = job.wait()
+    assert finished[1].stdout == "1: handled boom\n"
+    for rank in (finished[0], finished[2]):
+        assert re.search(r"handled rank 1 \(.*\) raised ValueError: boom", rank.stdout)
+
+
+def test_a_huge_error_is_shortened(free_port):
+    with Job(free_port, "huge_error") as job:
+        finished = job.wait()
+    for rank in (finished[0], finished[2]):
+        assert re.search(r"RankFailedError: rank 1 \(.*\) raised ValueError: x+\n", rank.stderr)
+        assert "characters left out" in rank.stderr
+
+
+def test_children_of_ranks_are_not_ranks(free_port):
+    with Job(free_port, "children_and_signals") as job:
+        finished = job.wait()
+    for number, rank in enumerate(finished):
+        assert (rank.returncode, rank.stderr) == (0, "")
+        assert rank.stdout == f"{number}: child ended with -15\n{number}: done\n"
 
 
 def test_a_job_that_is_suspended_goes_on(free_port):
@@ -185,7 +248,7 @@ def test_an_error_of_another_rank_can_be_handled(free_port):
 
 
 def test_an_adopted_group_is_watched_too(free_port):
-    with Job(free_port, "adopted") as job:
+    with Job(free_port, "raise_while_others_compute", "adopted") as job:
         finished = job.wait()
     assert [rank.returncode for rank in finished] == [1, 1, 1]
     assert "RankFailedError: rank 1 (" in finished[2].stderr

@@ -1,5 +1,6 @@
 """A rank of a job in which something goes wrong: ``SCENARIO``; each function below is one."""
 
+import multiprocessing
 import os
 import signal
 import sys
@@ -79,8 +80,8 @@ def in_uninterruptible_code(manager):
 
 
 def with_a_child(manager):
-    """Rank 1 has a forked child that outlives it: its copies of connections must not hide the death."""
-    if manager.rank == 1:
+    """A rank has a forked child that outlives it: its copies of connections must not hide the death."""
+    if manager.rank == int(sys.argv[2]):
         if os.fork() == 0:
             time.sleep(6)
             os._exit(0)
@@ -122,6 +123,68 @@ def last_to_end(manager):
     if manager.rank == 1:
         wait_in_python(2)
     say("done")
+
+
+def busy_in_c_at_the_end(manager):
+    """Rank 1 keeps the interpreter to itself while the rank that serves the store ends."""
+    if manager.rank == 1:
+        sum(range(2 * 10**8))
+    say("done")
+
+
+def end_while_the_store_is_stopped(manager):
+    if manager.rank == 0:
+        say("stopping")
+        os.kill(os.getpid(), signal.SIGSTOP)
+    wait_in_python(1)
+    say("done")
+
+
+def work_while_the_store_is_stopped(manager):
+    if manager.rank == 0:
+        say("stopping")
+        os.kill(os.getpid(), signal.SIGSTOP)
+    wait_in_python()
+
+
+def hook_of_its_own(manager):
+    sys.excepthook = lambda _kind, error, _trace: say(f"handled {error}")
+    raise_while_others_compute(manager)
+
+
+def huge_error(manager):
+    if manager.rank == 1:
+        raise ValueError("x" * 20_000_000)
+    wait_in_python()
+
+
+def children_and_signals(manager):
+    """What a child of a rank does: nothing with other ranks, and it dies of SIGTERM."""
+    manager.should_stop(0)
+    child = multiprocessing.get_context("fork").Process(target=wait_in_python)
+    child.start()
+    child.terminate()
+    child.join(5)
+    say(f"child ended with {child.exitcode}")
+    loaded = list(DataLoader(LoggingDataset(), batch_size=1, num_workers=1))
+    on_rank(0, broadcast=True)(len)(loaded)
+    manager.barrier("end")
+    say("done")
+
+
+class LoggingDataset(torch.utils.data.Dataset):
+    """Of another length on each rank; a function for rank 0 is called in the worker, and a barrier fails there."""
+
+    def __len__(self):
+        return 70 + DistributedManager().rank
+
+    def __getitem__(self, index):
+        on_rank(0)(len)([])
+        try:
+            DistributedManager().barrier()
+        except RuntimeError as error:
+            return str(error)
+        return ""
 
 
 def suspended(manager):
@@ -173,7 +236,6 @@ def train_twice(manager):
 
 if __name__ == "__main__":
     scenario = sys.argv[1]
-    if scenario == "adopted":
+    if "adopted" in sys.argv:
         dist.init_process_group("gloo")
-        scenario = "raise_while_others_compute"
     globals()[scenario](DistributedManager.initialize(rendezvous_timeout=60))
