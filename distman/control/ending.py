@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import os
 import signal
+import socket
 import stat
 import subprocess
 import time
+from collections.abc import Callable
+from pathlib import Path
 
 from distman.control import failure
 from distman.control.notice import SILENT
@@ -26,7 +31,8 @@ def end_job_after(error: BaseException, environment: LaunchEnvironment) -> None:
     """Let the launcher end the whole job once this process ends because of an error, if it needs to be told.
 
     Local. Hydra takes no notice of a rank that exits with an error. A plain ``srun`` waits for every task, for one
-    that is stopped or was never heard of too: then two ranks cancel the job step.
+    that is stopped or was never heard of too: then two ranks cancel the job step. A process of this host that is
+    stopped is ended.
 
     Args:
         error: Why this process ends.
@@ -34,14 +40,28 @@ def end_job_after(error: BaseException, environment: LaunchEnvironment) -> None:
     """
     if environment.world_size == 1:
         return
+    actions: list[Callable[[], None]] = []
+    if isinstance(error, RankFailedError) and error.error_type == SILENT and error.host == socket.gethostname():
+        actions.append(functools.partial(_end_if_stopped, error.pid))
     if environment.launcher in _DEAF_TO_EXIT_CODES:
-        failure.end_job_at_exit(_abort)
+        actions.append(_abort)
     elif environment.launcher == "slurm" and environment.rank < _NUM_CANCELLING and _leaves_a_task_behind(error):
-        failure.end_job_at_exit(_cancel_step)
+        actions.append(_cancel_step)
+    for action in actions:
+        failure.end_job_at_exit(action)
 
 
 def _leaves_a_task_behind(error: BaseException) -> bool:
     return isinstance(error, RendezvousError) or (isinstance(error, RankFailedError) and error.error_type == SILENT)
+
+
+def _end_if_stopped(pid: int) -> None:
+    """End a process that is stopped, if it runs this very program: it would stay behind for ever."""
+    with contextlib.suppress(OSError):
+        process = Path(f"/proc/{pid}")
+        state = (process / "stat").read_text(encoding="utf-8").rpartition(") ")[2][:1]
+        if state == "T" and (process / "cmdline").read_bytes() == Path("/proc/self/cmdline").read_bytes():
+            os.kill(pid, signal.SIGKILL)
 
 
 def _abort() -> None:

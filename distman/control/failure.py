@@ -31,7 +31,7 @@ class _Hook:
         self.previous: Callable[..., Any] = sys.excepthook
         self.reporter: Reporter | None = None
         self.pid = os.getpid()
-        self.end_job: Callable[[], None] | None = None
+        self.actions: list[Callable[[], None]] = []
         self.has_failed = False
 
     def __call__(self, error_type: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
@@ -48,11 +48,15 @@ class _Hook:
             reporter(error)
 
     def at_exit(self) -> None:
-        if self.end_job is None or os.getpid() != self.pid:
+        if not self.actions or os.getpid() != self.pid:
             return
         logging.shutdown()
         _flush()
         self.end_job()
+
+    def end_job(self) -> None:
+        for action in self.actions:
+            action()
 
 
 _hook: _Hook | None = None
@@ -92,13 +96,13 @@ def has_failed() -> bool:
     return _hook is not None and _hook.has_failed
 
 
-def end_job_at_exit(end_job: Callable[[], None]) -> None:
-    """Let something end the job once the exit handlers of this process have run.
+def end_job_at_exit(action: Callable[[], None]) -> None:
+    """Let something end the job, or a part of it, once the exit handlers of this process have run.
 
     Local. For launchers that would not end it by themselves.
     """
     if _hook is not None:
-        _hook.end_job = end_job
+        _hook.actions.append(action)
 
 
 def exit_now(code: int) -> None:
@@ -108,7 +112,7 @@ def exit_now(code: int) -> None:
     """
     try:
         attempt(_flush, _PATIENCE)
-        if _hook is not None and _hook.end_job is not None:
+        if _hook is not None:
             _hook.end_job()
     finally:
         os._exit(code)

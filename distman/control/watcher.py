@@ -4,25 +4,25 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import json
 import math
 import os
 import re
-import signal
 import threading
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
-from distman.control import whereabouts
+from distman.control import failure, whereabouts
 from distman.control.hang_watch import HangWatch
 from distman.control.inquiry import Inquiries
 from distman.control.interruption import Interruption
 from distman.control.lifeline import Lifeline
-from distman.control.notice import SILENT, FailureNotice
+from distman.control.notice import FailureNotice
 from distman.control.post import Post
 from distman.control.watchdog import Watchdog
 from distman.log import logger
@@ -147,6 +147,9 @@ class Watcher:
             self._watchdog.stop()
         self._thread.join(0 if self._is_stuck else _JOIN_PATIENCE)
         self._interruption.restore()
+        if self._is_stuck and failure.has_failed():
+            # The thread would come back from the store, when that process is ended, into an interpreter that is gone.
+            failure.end_job_at_exit(functools.partial(os._exit, 1))
 
     def close(self) -> None:
         """Let go of the connections, once the other ranks have been told.
@@ -215,16 +218,17 @@ class Watcher:
 
     def _run(self) -> None:
         try:
-            store: Store = self._post.store.clone()  # type: ignore[attr-defined]  # torch's stub lacks it
-            self._inquiries = Inquiries(store, self._post.rank)
-            lifeline = Lifeline(store, self._post.rank, self._post.peers, is_one_host=self._post.is_one_host)
+            with self._calling():
+                store: Store = self._post.store.clone()  # type: ignore[attr-defined]  # torch's stub lacks it
+                self._inquiries = Inquiries(store, self._post.rank)
+                lifeline = Lifeline(store, self._post.rank, self._post.peers, is_one_host=self._post.is_one_host)
         except (dist.DistError, OSError) as error:  # too many open files, say
             self._give_up(error)
             return
         self._lifeline = lifeline
         try:
             while not self._is_stopping.is_set():
-                with self._watchdog.calling() if self._watchdog is not None else contextlib.nullcontext():
+                with self._calling():
                     if self._is_over(store, lifeline):
                         break
         except dist.DistError:
@@ -235,6 +239,10 @@ class Watcher:
             self._give_up(error)
         if self.has_let_go and self._lifeline is not None:
             self._lifeline.close()
+
+    def _calling(self) -> AbstractContextManager[None]:
+        """For the length of a ``with`` block, the store has to answer; if this process serves it, it does."""
+        return self._watchdog.calling() if self._watchdog is not None else contextlib.nullcontext()
 
     def _give_up(self, error: Exception) -> None:
         """Watch no more, and give no sign of life that others could miss."""
@@ -303,8 +311,6 @@ class Watcher:
     def _act(self, notice: FailureNotice) -> None:
         self.notice = notice
         self._noticed.set()
-        if notice.error_type == SILENT and notice.host == self._post.me.host:
-            _end_if_stopped(notice.pid)
         if notice.rank != self._post.rank or not notice.traceback_text:
             self._interruption.deliver(notice)
 
@@ -366,11 +372,3 @@ def _is_lost_connection(error: BaseException) -> bool:
 def _beat(store: Store, rank: int) -> str:
     key = f"beat/{rank}"
     return store.get(key).decode() if store.check([key]) else ""
-
-
-def _end_if_stopped(pid: int) -> None:
-    """End a process of this host that is stopped: it would stay behind for ever."""
-    with contextlib.suppress(OSError):
-        state = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(") ")[2][:1]
-        if state == "T":
-            os.kill(pid, signal.SIGKILL)

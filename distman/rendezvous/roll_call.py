@@ -19,6 +19,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from distman.control.deadline import attempt
 from distman.errors import RankFailedError, RendezvousError
 from distman.log import logger
 from distman.rendezvous.peers import Peer, Peers, SignIn, complete, describe_missing, describe_present, find_faults
@@ -68,10 +69,19 @@ def call_roll(
         RankFailedError: On every rank that arrived: a rank raised before it got here.
     """
     roll = _Roll(job_store, store, me, timeout, source, expected)
-    try:
+    peers: list[Peers] = []
+
+    def take_part() -> None:
         roll.sign_in()
-        verdict = roll.judge() if me.rank == 0 else roll.wait_for_verdict()
-        return roll.accept(verdict)
+        peers.append(roll.accept(roll.judge() if me.rank == 0 else roll.wait_for_verdict()))
+
+    try:
+        if not attempt(take_part, timeout + _FAREWELL_TO_ALL + _GRACE):
+            raise RendezvousError(
+                f"the store at {job_store.url} must answer within {timeout:g} s, got nothing more from it [{source}]. "
+                "See what stopped the process that serves it."
+            )
+        return peers[0]
     except dist.DistError as error:
         raise RendezvousError(
             f"the store at {job_store.url} must stay reachable during the roll call, got "

@@ -155,7 +155,8 @@ def test_ranks_may_end_one_after_another(free_port):
 def test_a_rank_that_keeps_the_interpreter_accuses_nobody_who_left_meanwhile(free_port):
     with Job(free_port, "busy_in_c_at_the_end") as job:
         finished = job.wait()
-    assert [(rank.returncode, rank.stderr) for rank in finished] == [(0, "")] * 3
+    assert [rank.returncode for rank in finished] == [0, 0, 0]
+    assert all("distman" not in rank.stderr for rank in finished), "torch says that the store is gone; nobody is blamed"
 
 
 @pytest.mark.parametrize("unwatched", [0, 1])

@@ -133,7 +133,9 @@ def busy_in_c_at_the_end(manager):
 
 
 def end_while_the_store_is_stopped(manager):
+    manager.barrier()
     if manager.rank == 0:
+        time.sleep(0.5)  # the others leave the barrier
         say("stopping")
         os.kill(os.getpid(), signal.SIGSTOP)
     wait_in_python(1)
@@ -141,7 +143,9 @@ def end_while_the_store_is_stopped(manager):
 
 
 def work_while_the_store_is_stopped(manager):
+    manager.barrier()
     if manager.rank == 0:
+        time.sleep(0.5)  # the others leave the barrier
         say("stopping")
         os.kill(os.getpid(), signal.SIGSTOP)
     wait_in_python()
@@ -161,8 +165,11 @@ def huge_error(manager):
 def children_and_signals(manager):
     """What a child of a rank does: nothing with other ranks, and it dies of SIGTERM."""
     manager.should_stop(0)
-    child = multiprocessing.get_context("fork").Process(target=wait_in_python)
+    fork = multiprocessing.get_context("fork")
+    is_up = fork.Event()
+    child = fork.Process(target=lambda: (is_up.set(), wait_in_python()))
     child.start()
+    is_up.wait()  # a signal that comes during the fork is lost to any handler in Python
     child.terminate()
     child.join(5)
     say(f"child ended with {child.exitcode}")
