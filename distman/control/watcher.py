@@ -245,11 +245,15 @@ class Watcher:
         return self._watchdog.calling() if self._watchdog is not None else contextlib.nullcontext()
 
     def _give_up(self, error: Exception) -> None:
-        """Watch no more, and give no sign of life that others could miss."""
-        logger.warning("the other ranks are not watched any more: %r. DISTMAN_WATCH=0 switches this off", error)
-        with contextlib.suppress(dist.DistError):
+        """Watch no more, and give no sign of life that others could miss; unless it is the store that is gone."""
+        try:
             tell_unwatched(self._post.store, self._post.rank)
+        except dist.DistError:
+            if not self._is_stopping.is_set():
+                self._act(self._post.keeper_is_gone())
+            return
         self.is_counted = True
+        logger.warning("the other ranks are not watched any more: %r. DISTMAN_WATCH=0 switches this off", error)
 
     def _is_over(self, store: Store, lifeline: Lifeline) -> bool:
         """Look around once, wait a while, and return whether there is nothing to watch any more."""

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import os
+import resource
 import socket
 from collections.abc import Mapping
 
@@ -19,9 +21,11 @@ from distman.rendezvous.roll_call import call_roll
 from distman.rendezvous.store import JobStore, open_or_join, tell_over_mpi
 from distman.version import VERSION
 
-__all__ = ["Rendezvous", "join", "meet_at", "sign_in_of"]
+__all__ = ["Rendezvous", "allow_open_files", "join", "meet_at", "sign_in_of"]
 
 _attempts = itertools.count()
+_FILES_PER_RANK = 4
+_FILES_BESIDE = 512
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,6 +66,7 @@ def join(
         RendezvousError: Ranks are missing, double, unlike or share a GPU, or the address is not reachable.
         RankFailedError: A rank raised on its way here.
     """
+    allow_open_files(_FILES_PER_RANK * environment.world_size + _FILES_BESIDE)
     point = find_meeting_point(environment, environ)
     if point is None:
         job_store = tell_over_mpi(environment, environment.job_id or environment.launcher, timeout)
@@ -77,6 +82,19 @@ def join(
         job_store.close()
         raise
     return Rendezvous(job_store, store, peers)
+
+
+def allow_open_files(number: int) -> None:
+    """Let this process open so many files, as far as its hard limit goes: every rank keeps connections to the store.
+
+    Local.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY or soft >= number:
+        return
+    wanted = number if hard == resource.RLIM_INFINITY else min(number, hard)
+    with contextlib.suppress(OSError, ValueError):  # the kernel has a limit of its own
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def meet_at(
