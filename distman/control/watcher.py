@@ -116,7 +116,7 @@ class Watcher:
         self._num_news = 0
         self._neighbour = _Neighbour()
         self._last_beat = -math.inf
-        self._last_look = math.inf
+        self._asked_at = self._last_look = time.monotonic()
         self._hangs = HangWatch(post, limits.hang, self._patience) if limits.hang is not None else None
         self._lifeline: Lifeline | None = None
         self._watchdog = None if post.is_keeper else Watchdog(limits.silence, self._keeper_is_silent)
@@ -232,7 +232,7 @@ class Watcher:
                     if self._is_over(store, lifeline):
                         break
         except dist.DistError:
-            self.has_let_go = time.monotonic() - self._last_look > late_after(len(self._post.peers))
+            self.has_let_go = self._asked_at - self._last_look > late_after(len(self._post.peers))
             if not self.has_let_go and not self._is_stopping.is_set():
                 self._act(self._post.keeper_is_gone())
         except Exception as error:  # noqa: BLE001 - whatever it is, the program goes on without the watcher
@@ -257,8 +257,9 @@ class Watcher:
 
     def _is_over(self, store: Store, lifeline: Lifeline) -> bool:
         """Look around once, wait a while, and return whether there is nothing to watch any more."""
+        self._asked_at = time.monotonic()
         num_news = store.add("news", 0)
-        self._last_look = time.monotonic()
+        self._last_look = self._asked_at
         if num_news != self._num_news:
             self._num_news = num_news
             if self._read_news(store):
@@ -271,7 +272,10 @@ class Watcher:
             self._hangs.look(self._inquiries)
         died = lifeline.wait(self._interval) if self.notice is None else None
         if died is not None and not self._is_stopping.is_set():
-            self._tell(store, FailureNotice.died(died))
+            if died.rank == self._post.keeper:
+                self._act(self._post.keeper_is_gone())  # the store went with it
+            else:
+                self._tell(store, FailureNotice.died(died))
         return self.notice is not None
 
     def _read_news(self, store: Store) -> bool:

@@ -13,10 +13,12 @@ import json
 import os
 import socket
 import socketserver
+import stat
 import threading
 import time
 import weakref
 from collections.abc import Collection
+from pathlib import Path
 from typing import Any
 
 from distman.errors import RendezvousError
@@ -109,11 +111,13 @@ class Door:
         threading.Thread(target=self._server.serve_forever, name="distman-door", daemon=True).start()
 
     def close_in_child(self) -> None:
-        """Close this process's copy of the socket after a fork: it must not outlive its parent.
+        """Close this process's copies of the sockets of door and store after a fork: they must not outlive its parent.
 
-        Local.
+        Local. The store's own are C++'s: their numbers stay taken.
         """
         self._server.server_close()
+        if self._store_port is not None:
+            _release_sockets(self._store_port)
 
     def close(self) -> None:
         """Stop answering and free the port.
@@ -141,6 +145,23 @@ class Door:
 
 
 _doors: weakref.WeakSet[Door] = weakref.WeakSet()
+
+
+def _release_sockets(port: int) -> None:
+    """Let the file descriptors of all sockets at a local port stand for nothing."""
+    nothing = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
+    for entry in Path("/proc/self/fd").iterdir():
+        number = int(entry.name)
+        with contextlib.suppress(OSError):
+            if stat.S_ISSOCK(os.fstat(number).st_mode) and _local_port(number) == port:
+                os.dup2(nothing, number, inheritable=False)
+    os.close(nothing)
+
+
+def _local_port(number: int) -> int | None:
+    with socket.socket(fileno=os.dup(number)) as copy:
+        is_internet = copy.family in (socket.AF_INET, socket.AF_INET6)
+        return copy.getsockname()[1] if is_internet else None
 
 
 def _close_all_in_child() -> None:
