@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from distman.control.notice import FailureNotice, Place
+from distman.control.notice import LEFT, FailureNotice, Place
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -21,6 +21,7 @@ _PAUSE_PER_RANK = 50e-6
 _SHORTEST_LIMIT = 0.005
 _LONGEST_LIMIT = 1.0
 _LOOK_AROUND_EVERY = 0.5
+_LEAVING = 1.5  # seconds in which a launcher or parent that knows more of a rank that left may end the others
 _LOOK_AROUND_PER_RANK = 1e-3
 
 
@@ -78,7 +79,7 @@ class Circle:
             RankFailedError: The job failed, or an awaited rank left it.
         """
         began = time.monotonic()
-        look_around = began + _LOOK_AROUND_EVERY
+        look_around, left_since = began + _LOOK_AROUND_EVERY, began
         num_looks, pause = 0, _FIRST_PAUSE
         longest = min(max(_SHORTEST_LIMIT, _PAUSE_PER_RANK * self.size), _LONGEST_LIMIT)
         while not is_there():
@@ -88,7 +89,10 @@ class Circle:
             if now > look_around:
                 look()
                 notice = self._look_around(place, awaited)
-                if notice is not None and not is_there():
+                has_left = notice is not None and notice.error_type == LEFT
+                if not has_left:
+                    left_since = now
+                if notice is not None and (not has_left or now - left_since > _LEAVING) and not is_there():
                     raise notice.to_error()
                 look_around = now + max(_LOOK_AROUND_EVERY, _LOOK_AROUND_PER_RANK * self.size)
             num_looks += 1
