@@ -35,7 +35,7 @@ from distman.rendezvous.store import JobStore
 __all__ = ["DeviceWish", "Job", "Limits", "adopt", "leave", "let_gloo_rest", "start", "watch"]
 
 _START_PATIENCE = 10.0
-_FAREWELL_PATIENCE = 5.0
+_FAREWELL_PATIENCE = 2.5
 _PAUSE = 0.005
 _GLOO_THREADS = "pt_gloo"
 _REST_PATIENCE = 1.0
