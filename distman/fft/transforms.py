@@ -1,0 +1,403 @@
+"""Fourier transforms of a tensor whose shards lie along one of the transformed dims."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from distman.collectives.border import GroupLike, check_call, check_sizes, normalize_dim, resolve_group, shard_sizes
+from distman.control.collective import collective
+from distman.fft.blocks import Kind
+from distman.fft.plan import Plan, Transform
+from distman.topology import split_sizes
+
+__all__ = [
+    "DistributedIRFFT2",
+    "DistributedRFFT2",
+    "fft2",
+    "fftn",
+    "ifft2",
+    "ifftn",
+    "irfft2",
+    "irfftn",
+    "rfft2",
+    "rfftn",
+]
+
+_NORMS = ("backward", "ortho", "forward")
+_SPATIAL = "spatial_parallel"
+
+
+@collective
+def fftn(
+    tensor: torch.Tensor,
+    s: Sequence[int] | None = None,
+    dim: Sequence[int] | None = None,
+    norm: str | None = None,
+    *,
+    shard_dim: int | None = None,
+    out_dim: int | None = None,
+    sizes: Sequence[int] | None = None,
+    out_sizes: Sequence[int] | None = None,
+    group: GroupLike = None,
+) -> torch.Tensor:
+    """Transform a tensor that is sharded along one of the transformed dims, as ``torch.fft.fftn`` does a full one.
+
+    Collective. Blocking. Differentiable, twice too; the backward is the exact adjoint, with as much work and traffic.
+
+    The whole dims are transformed first, then the shards change hands once, so that the sharded dim is whole and
+    another one is sharded, and the former is transformed. That other dim is where the result is cheapest:
+
+    ====================== ============================
+    layout of the result    travels
+    ====================== ============================
+    ``out_dim`` another     the spectrum, once
+    ``out_dim=shard_dim``   the spectrum, twice
+    ====================== ============================
+
+    Of what travels, each of n ranks keeps one part in n. The result's strides differ from those of a new tensor.
+
+    Args:
+        tensor: This rank's shard, real or complex, shape ``(*, n, *)`` with n at ``shard_dim``; n may differ between
+            ranks and be 0. Dims that are not transformed stay as they are.
+        s: Lengths of the full signal along ``dim``, cut or filled up with zeros at the end; None or -1 keeps a length.
+        dim: The transformed dims, two or more; None takes the last ``len(s)`` ones, or all.
+        norm: ``"backward"`` (None) scales the inverse by one over the number of points, ``"forward"`` this one,
+            ``"ortho"`` both by the root.
+        shard_dim: Which of them the input is sharded along; None: the first one.
+        out_dim: Which of them the result shall be sharded along; None: the last one, or the first one if the shards
+            lie along the last one.
+        sizes: Lengths of all input shards along ``shard_dim``, the same list on all ranks; None lets the ranks
+            exchange them.
+        out_sizes: Lengths of the result's shards along ``out_dim``; None: :func:`distman.split_sizes`.
+        group: A process group, the name of one, or None for the world.
+
+    Returns:
+        This rank's shard of the full spectrum: complex64 for 32-bit input, complex128 for 64-bit input. Half-precision
+        input is computed in float32 under autocast.
+
+    Raises:
+        ValueError: Dims, lengths, norm, sizes, dtype or group do not fit; without ``sizes`` on every rank: the shards
+            differ in dtype or in another dim.
+        PlanMismatchError: In debug mode, on every rank: the ranks call differently.
+    """
+    return _transform("fft", "fftn", tensor, s, dim, norm, shard_dim, out_dim, sizes, out_sizes, group)
+
+
+@collective
+def ifftn(
+    tensor: torch.Tensor,
+    s: Sequence[int] | None = None,
+    dim: Sequence[int] | None = None,
+    norm: str | None = None,
+    *,
+    shard_dim: int | None = None,
+    out_dim: int | None = None,
+    sizes: Sequence[int] | None = None,
+    out_sizes: Sequence[int] | None = None,
+    group: GroupLike = None,
+) -> torch.Tensor:
+    """Undo :func:`fftn`, as ``torch.fft.ifftn`` does.
+
+    Collective. Blocking. Differentiable, twice too. Arguments, cost and errors are those of :func:`fftn`, but that the
+    shards lie along the last of the dims by default and go to the first: as :func:`fftn` leaves them, and takes them.
+    """
+    return _transform("ifft", "ifftn", tensor, s, dim, norm, shard_dim, out_dim, sizes, out_sizes, group)
+
+
+@collective
+def rfftn(
+    tensor: torch.Tensor,
+    s: Sequence[int] | None = None,
+    dim: Sequence[int] | None = None,
+    norm: str | None = None,
+    *,
+    shard_dim: int | None = None,
+    out_dim: int | None = None,
+    sizes: Sequence[int] | None = None,
+    out_sizes: Sequence[int] | None = None,
+    group: GroupLike = None,
+) -> torch.Tensor:
+    """Transform real data to half of its spectrum, as ``torch.fft.rfftn`` does: the last of the dims is halved.
+
+    Collective. Blocking. Differentiable, twice too.
+
+    Only half of the spectrum is computed. Where the last dim is sharded, the other half follows from symmetry: of each
+    pair of rows ``k`` and ``n - k`` one is computed, by a rank that owns one of them. What travels, in half spectra
+    (each has as many bytes as the real data), of which each of n ranks keeps one part in n:
+
+    ============================ ==================== ======================================
+    ``shard_dim``                ``out_dim``          travels
+    ============================ ==================== ======================================
+    not the last                 another              1
+    not the last                 the same             2
+    the last                     another              1, and a half of which nothing is kept
+    the last                     the last             2
+    ============================ ==================== ======================================
+
+    Args, errors and defaults are those of :func:`fftn`; the tensor must be real. The result has length ``n // 2 + 1``
+    along the last of the dims, for a signal of length n.
+    """
+    return _transform("rfft", "rfftn", tensor, s, dim, norm, shard_dim, out_dim, sizes, out_sizes, group)
+
+
+@collective
+def irfftn(
+    tensor: torch.Tensor,
+    s: Sequence[int] | None = None,
+    dim: Sequence[int] | None = None,
+    norm: str | None = None,
+    *,
+    shard_dim: int | None = None,
+    out_dim: int | None = None,
+    sizes: Sequence[int] | None = None,
+    out_sizes: Sequence[int] | None = None,
+    group: GroupLike = None,
+) -> torch.Tensor:
+    """Transform half of a spectrum to real data, as ``torch.fft.irfftn`` does: the inverse of :func:`rfftn`.
+
+    Collective. Blocking. Differentiable, twice too. What travels is what :func:`rfftn` sends on the way from the
+    result's layout to the input's. Arguments, errors and defaults are those of :func:`ifftn`; ``s`` counts the points
+    of the real signal, by default an even number, ``2 * (n - 1)`` along the last dim for n frequencies.
+    """
+    return _transform("irfft", "irfftn", tensor, s, dim, norm, shard_dim, out_dim, sizes, out_sizes, group)
+
+
+@collective
+def fft2(
+    tensor: torch.Tensor,
+    s: Sequence[int] | None = None,
+    dim: Sequence[int] = (-2, -1),
+    norm: str | None = None,
+    *,
+    shard_dim: int | None = None,
+    out_dim: int | None = None,
+    sizes: Sequence[int] | None = None,
+    out_sizes: Sequence[int] | None = None,
+    group: GroupLike = None,
+) -> torch.Tensor:
+    """Transform two dims: :func:`fftn` with another default of ``dim``.
+
+    Collective. Blocking. Differentiable, twice too.
+    """
+    return _transform("fft", "fft2", tensor, s, dim, norm, shard_dim, out_dim, sizes, out_sizes, group)
+
+
+@collective
+def ifft2(
+    tensor: torch.Tensor,
+    s: Sequence[int] | None = None,
+    dim: Sequence[int] = (-2, -1),
+    norm: str | None = None,
+    *,
+    shard_dim: int | None = None,
+    out_dim: int | None = None,
+    sizes: Sequence[int] | None = None,
+    out_sizes: Sequence[int] | None = None,
+    group: GroupLike = None,
+) -> torch.Tensor:
+    """Undo :func:`fft2`: :func:`ifftn` with another default of ``dim``.
+
+    Collective. Blocking. Differentiable, twice too.
+    """
+    return _transform("ifft", "ifft2", tensor, s, dim, norm, shard_dim, out_dim, sizes, out_sizes, group)
+
+
+@collective
+def rfft2(
+    tensor: torch.Tensor,
+    s: Sequence[int] | None = None,
+    dim: Sequence[int] = (-2, -1),
+    norm: str | None = None,
+    *,
+    shard_dim: int | None = None,
+    out_dim: int | None = None,
+    sizes: Sequence[int] | None = None,
+    out_sizes: Sequence[int] | None = None,
+    group: GroupLike = None,
+) -> torch.Tensor:
+    """Transform two dims of real data to half of their spectrum: :func:`rfftn` with another default of ``dim``.
+
+    Collective. Blocking. Differentiable, twice too.
+    """
+    return _transform("rfft", "rfft2", tensor, s, dim, norm, shard_dim, out_dim, sizes, out_sizes, group)
+
+
+@collective
+def irfft2(
+    tensor: torch.Tensor,
+    s: Sequence[int] | None = None,
+    dim: Sequence[int] = (-2, -1),
+    norm: str | None = None,
+    *,
+    shard_dim: int | None = None,
+    out_dim: int | None = None,
+    sizes: Sequence[int] | None = None,
+    out_sizes: Sequence[int] | None = None,
+    group: GroupLike = None,
+) -> torch.Tensor:
+    """Undo :func:`rfft2`: :func:`irfftn` with another default of ``dim``.
+
+    Collective. Blocking. Differentiable, twice too.
+    """
+    return _transform("irfft", "irfft2", tensor, s, dim, norm, shard_dim, out_dim, sizes, out_sizes, group)
+
+
+class DistributedRFFT2:
+    """Half of the spectrum of real data in the layout of model-parallel networks, over the group "spatial_parallel"."""
+
+    @staticmethod
+    def apply(
+        x: torch.Tensor, s: Sequence[int] | None = None, dim: Sequence[int] = (-2, -1), norm: str | None = "ortho"
+    ) -> torch.Tensor:
+        """Transform data that is sharded along ``dim[1]``, and return the spectrum sharded along ``dim[0]``.
+
+        Collective. Blocking. Differentiable, twice too. See :func:`rfft2` for arguments, cost and errors.
+
+        Raises:
+            UndefinedGroupError: There is no group of that name.
+        """
+        first, second = dim
+        return rfft2(x, s, dim, norm, shard_dim=second, out_dim=first, group=_SPATIAL)
+
+
+class DistributedIRFFT2:
+    """The inverse of :class:`DistributedRFFT2`."""
+
+    @staticmethod
+    def apply(
+        x: torch.Tensor, s: Sequence[int] | None = None, dim: Sequence[int] = (-2, -1), norm: str | None = "ortho"
+    ) -> torch.Tensor:
+        """Transform a half spectrum that is sharded along ``dim[0]``, and return data sharded along ``dim[1]``.
+
+        Collective. Blocking. Differentiable, twice too. See :func:`irfft2` for arguments, cost and errors.
+
+        Raises:
+            UndefinedGroupError: There is no group of that name.
+        """
+        first, second = dim
+        return irfft2(x, s, dim, norm, shard_dim=first, out_dim=second, group=_SPATIAL)
+
+
+def _transform(
+    kind: Kind,
+    name: str,
+    tensor: torch.Tensor,
+    s: Sequence[int] | None,
+    dim: Sequence[int] | None,
+    norm: str | None,
+    shard_dim: int | None,
+    out_dim: int | None,
+    sizes: Sequence[int] | None,
+    out_sizes: Sequence[int] | None,
+    group: GroupLike,
+) -> torch.Tensor:
+    members = resolve_group(group)
+    check_call(
+        name,
+        tensor,
+        members,
+        free_dim=shard_dim,
+        unites_grad=sizes is None,
+        dim=dim,
+        s=s,
+        norm=norm,
+        shard_dim=shard_dim,
+        out_dim=out_dim,
+        sizes=sizes,
+        out_sizes=out_sizes,
+    )
+    tensor = _as_float(name, kind, tensor)
+    dims = _check_dims(dim, s, tensor.ndim)
+    first, last = dims[0], dims[-1]
+    order = (first, last) if kind in ("fft", "rfft") else (last, first)
+    shard = _check_among("shard_dim", shard_dim, dims, tensor.ndim, default=order[0])
+    out = _check_among("out_dim", out_dim, dims, tensor.ndim, default=order[1] if shard == order[0] else order[0])
+    if norm is not None and norm not in _NORMS:
+        raise ValueError(f"norm must be one of {', '.join(_NORMS)}, or None, got {norm!r}. Choose one of them.")
+    tensor, shards, shard = shard_sizes(name, tensor, sizes, shard, members)
+
+    full = {one: tensor.shape[one] for one in dims} | {shard: sum(shards)}
+    lengths = full | ({last: 2 * (full[last] - 1)} if kind == "irfft" else {})
+    lengths |= {one: length for one, length in zip(dims, s or (), strict=bool(s)) if length != -1}
+    if min(lengths.values()) < 1:
+        raise ValueError(
+            f"the signal of {name} must have at least one point along each of its dims, got "
+            f"{[lengths[one] for one in dims]}. Pass s, or a tensor with points."
+        )
+    taken = lengths | ({last: lengths[last] // 2 + 1} if kind == "irfft" else {})
+    given = lengths | ({last: lengths[last] // 2 + 1} if kind == "rfft" else {})
+    results = split_sizes(given[out], members.size) if out_sizes is None else check_sizes(out_sizes, members)
+    if sum(results) != given[out]:
+        raise ValueError(
+            f"out_sizes must add up to the length {given[out]} of the result along dim {out}, got {results}. "
+            "Correct them."
+        )
+    if members.size == 1:
+        whole: torch.Tensor = getattr(torch.fft, name)(tensor, [lengths[one] for one in dims], dims, norm)
+        return whole
+    tensor, shards = _cut_shards(tensor, shard, shards, taken[shard], members.rank)
+    for one in dims:
+        if one != shard:
+            tensor = _fit(tensor, one, taken[one])
+    plan = Plan(kind, dims, lengths, shard, tuple(shards), out, tuple(results), norm or "backward", members)
+    result: torch.Tensor = Transform.apply(tensor, plan)
+    return result
+
+
+def _as_float(name: str, kind: Kind, tensor: torch.Tensor) -> torch.Tensor:
+    """Return the tensor in a precision that transforms are computed in, complex where the transform takes that."""
+    if kind == "rfft" and tensor.is_complex():
+        raise ValueError(f"the tensor of {name} must be real, got {tensor.dtype}. Use {name.replace('r', '', 1)}.")
+    if tensor.dtype in (torch.float16, torch.bfloat16):
+        if not torch.is_autocast_enabled(tensor.device.type):
+            raise ValueError(
+                f"the tensor of {name} must be of 32 or 64 bits, got {tensor.dtype}. Convert it with .float()."
+            )
+        tensor = tensor.float()
+    elif not (tensor.is_floating_point() or tensor.is_complex()):
+        tensor = tensor.to(torch.get_default_dtype())
+    return tensor if kind == "rfft" or tensor.is_complex() else tensor.to(tensor.dtype.to_complex())
+
+
+def _check_dims(dim: Sequence[int] | None, s: Sequence[int] | None, ndim: int) -> tuple[int, ...]:
+    if dim is None:
+        dim = range(-len(s), 0) if s is not None else range(ndim)
+    dims = tuple(normalize_dim(one, ndim) for one in dim)
+    if len(set(dims)) != len(dims) or len(dims) < 2:
+        raise ValueError(
+            f"dim must hold two dims or more, none of them twice, got {tuple(dim)}. One dim alone is transformed with "
+            "torch.fft, after distributed_transpose if it is sharded."
+        )
+    if s is not None and len(s) != len(dims):
+        raise ValueError(f"s must hold one length for each of {len(dims)} dims, got {tuple(s)}. Correct one of them.")
+    return dims
+
+
+def _check_among(name: str, dim: int | None, dims: tuple[int, ...], ndim: int, *, default: int) -> int:
+    chosen = default if dim is None else normalize_dim(dim, ndim)
+    if chosen not in dims:
+        raise ValueError(
+            f"{name} must be one of the transformed dims {dims}, got {dim}. Where no transformed dim is sharded, each "
+            "rank can use torch.fft."
+        )
+    return chosen
+
+
+def _cut_shards(
+    tensor: torch.Tensor, dim: int, sizes: list[int], length: int, rank: int
+) -> tuple[torch.Tensor, list[int]]:
+    """Cut the shards off behind a full length; what they lack of it is filled up on the way."""
+    ends = [min(sum(sizes[: index + 1]), length) for index in range(len(sizes))]
+    kept = [end - start for start, end in zip([0, *ends], ends, strict=False)]
+    return tensor.narrow(dim, 0, kept[rank]), kept
+
+
+def _fit(tensor: torch.Tensor, dim: int, length: int) -> torch.Tensor:
+    """Cut a tensor to a length along a dim, or fill it up with zeros."""
+    missing = length - tensor.shape[dim]
+    if missing <= 0:
+        return tensor.narrow(dim, 0, length)
+    filling = tensor.new_zeros([missing if one == dim else size for one, size in enumerate(tensor.shape)])
+    return torch.cat([tensor, filling], dim)
