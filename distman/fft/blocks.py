@@ -151,8 +151,9 @@ def blocks_of(
         block = tensor[index]
         if local is not None:
             lying = block.permute(turned)
-            if not lying.is_contiguous():
-                lying = block.clone().permute(turned).contiguous()
+            if not lying.is_contiguous() and block.device.type == "cpu":
+                lying = block.clone().permute(turned)
+            lying = lying.contiguous()
             if runs:
                 lying = torch.cat([lying.narrow(-1, *run) for run in runs], -1)
             block = local(lying).permute(back)

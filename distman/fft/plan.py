@@ -246,14 +246,13 @@ class Plan:
             direct = source[places[index[way]]].movedim(0, way)
             images = source[mirror_places[index[way]]].movedim(0, way)
             images = negated(images, others).conj_physical()
-            both = (direct + images) / 2  # the mean over a row and its image, where a row is its own
             if self.is_weighted:
                 scale_pairs(direct, last, length, 0.5)
                 scale_pairs(images, last, length, 0.5)
-            parts = [both.narrow(last, 0, 1), direct.narrow(last, 1, middle)]
-            if length % 2 == 0:
-                parts.append(both.narrow(last, length // 2, 1))
-            parts.append(images.narrow(last, 1, middle).flip(last))
+            alone = [0, length // 2] if length % 2 == 0 else [0]  # frequencies that are their own negatives
+            means = [(direct.narrow(last, one, 1) + images.narrow(last, one, 1)) / 2 for one in alone]
+            rising, falling = direct.narrow(last, 1, middle), images.narrow(last, 1, middle).flip(last)
+            parts = [means[0], rising, *means[1:], falling]
             full = torch.cat([part.movedim(last, -1) for part in parts], -1)
             yield index, local(full).movedim(-1, last)
 

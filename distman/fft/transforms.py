@@ -62,12 +62,11 @@ def fftn(
         tensor: This rank's shard, real or complex, shape ``(*, n, *)`` with n at ``shard_dim``; n may differ between
             ranks and be 0. Dims that are not transformed stay as they are.
         s: Lengths of the full signal along ``dim``, cut or filled up with zeros at the end; None or -1 keeps a length.
-        dim: The transformed dims, two or more; None takes the last ``len(s)`` ones, or all.
+        dim: The transformed dims, two or more; None: the last ``len(s)`` ones, or all.
         norm: ``"backward"`` (None) scales the inverse by one over the number of points, ``"forward"`` this one,
             ``"ortho"`` both by the root.
         shard_dim: Which of them the input is sharded along; None: the first one.
-        out_dim: Which of them the result shall be sharded along; None: the last one, or the first one if the shards
-            lie along the last one.
+        out_dim: Which of them the result shall be sharded along; None: the last one that is not ``shard_dim``.
         sizes: Lengths of all input shards along ``shard_dim``, the same list on all ranks; None lets the ranks
             exchange them.
         out_sizes: Lengths of the result's shards along ``out_dim``; None: :func:`distman.split_sizes`.
@@ -100,8 +99,9 @@ def ifftn(
 ) -> torch.Tensor:
     """Undo :func:`fftn`, as ``torch.fft.ifftn`` does.
 
-    Collective. Blocking. Differentiable, twice too. Arguments, cost and errors are those of :func:`fftn`, but that the
-    shards lie along the last of the dims by default and go to the first: as :func:`fftn` leaves them, and takes them.
+    Collective. Blocking. Differentiable, twice too. Arguments, cost and errors are those of :func:`fftn`, but that by
+    default the shards lie along the last of the dims and go to the first that is not ``shard_dim``: as :func:`fftn`
+    leaves them, and takes them.
     """
     return _transform("ifft", "ifftn", tensor, s, dim, norm, shard_dim, out_dim, sizes, out_sizes, group)
 
@@ -294,6 +294,11 @@ def _transform(
     group: GroupLike,
 ) -> torch.Tensor:
     members = resolve_group(group)
+    is_forward = kind in ("fft", "rfft")
+    if dim is None:
+        dim = range(-len(s), 0) if s is not None else range(getattr(tensor, "ndim", 0))
+    if shard_dim is None and dim:
+        shard_dim = dim[0 if is_forward else -1]
     check_call(
         name,
         tensor,
@@ -310,10 +315,10 @@ def _transform(
     )
     tensor = _as_float(name, kind, tensor)
     dims = _check_dims(dim, s, tensor.ndim)
-    first, last = dims[0], dims[-1]
-    order = (first, last) if kind in ("fft", "rfft") else (last, first)
-    shard = _check_among("shard_dim", shard_dim, dims, tensor.ndim, default=order[0])
-    out = _check_among("out_dim", out_dim, dims, tensor.ndim, default=order[1] if shard == order[0] else order[0])
+    shard, last = _check_among("shard_dim", shard_dim, dims, tensor.ndim), dims[-1]
+    if out_dim is None:
+        out_dim = next(one for one in (dims[::-1] if is_forward else dims) if one != shard)
+    out = _check_among("out_dim", out_dim, dims, tensor.ndim)
     if norm is not None and norm not in _NORMS:
         raise ValueError(f"norm must be one of {', '.join(_NORMS)}, or None, got {norm!r}. Choose one of them.")
     tensor, shards, shard = shard_sizes(name, tensor, sizes, shard, members)
@@ -361,9 +366,7 @@ def _as_float(name: str, kind: Kind, tensor: torch.Tensor) -> torch.Tensor:
     return tensor if kind == "rfft" or tensor.is_complex() else tensor.to(tensor.dtype.to_complex())
 
 
-def _check_dims(dim: Sequence[int] | None, s: Sequence[int] | None, ndim: int) -> tuple[int, ...]:
-    if dim is None:
-        dim = range(-len(s), 0) if s is not None else range(ndim)
+def _check_dims(dim: Sequence[int], s: Sequence[int] | None, ndim: int) -> tuple[int, ...]:
     dims = tuple(normalize_dim(one, ndim) for one in dim)
     if len(set(dims)) != len(dims) or len(dims) < 2:
         raise ValueError(
@@ -375,8 +378,8 @@ def _check_dims(dim: Sequence[int] | None, s: Sequence[int] | None, ndim: int) -
     return dims
 
 
-def _check_among(name: str, dim: int | None, dims: tuple[int, ...], ndim: int, *, default: int) -> int:
-    chosen = default if dim is None else normalize_dim(dim, ndim)
+def _check_among(name: str, dim: int | None, dims: tuple[int, ...], ndim: int) -> int:
+    chosen = normalize_dim(dim, ndim)
     if chosen not in dims:
         raise ValueError(
             f"{name} must be one of the transformed dims {dims}, got {dim}. Where no transformed dim is sharded, each "

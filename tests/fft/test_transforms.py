@@ -285,6 +285,15 @@ def test_shards_that_do_not_fit_raise_on_all(rank):
 
 
 @ranks(2)
+def test_debug_mode_lets_shards_differ_in_length(monkeypatch, rank):
+    monkeypatch.setenv("DISTMAN_DEBUG", "1")
+    full = make_input("fftn", 3, 4)
+    torch.testing.assert_close(
+        fft.ifft2(fft.fft2(full.split([1, 2])[rank]), out_sizes=[1, 2]), full.split([1, 2])[rank]
+    )
+
+
+@ranks(2)
 def test_debug_mode_shows_ranks_that_call_differently(monkeypatch, rank):
     monkeypatch.setenv("DISTMAN_DEBUG", "1")
     with pytest.raises(PlanMismatchError, match="operation rfft2"):
