@@ -297,8 +297,8 @@ def _transform(
     is_forward = kind in ("fft", "rfft")
     if dim is None:
         dim = range(-len(s), 0) if s is not None else range(getattr(tensor, "ndim", 0))
-    if shard_dim is None and dim:
-        shard_dim = dim[0 if is_forward else -1]
+    if shard_dim is None:
+        shard_dim = dim[0 if is_forward else -1] if dim else 0
     check_call(
         name,
         tensor,
@@ -378,7 +378,7 @@ def _check_dims(dim: Sequence[int], s: Sequence[int] | None, ndim: int) -> tuple
     return dims
 
 
-def _check_among(name: str, dim: int | None, dims: tuple[int, ...], ndim: int) -> int:
+def _check_among(name: str, dim: int, dims: tuple[int, ...], ndim: int) -> int:
     chosen = normalize_dim(dim, ndim)
     if chosen not in dims:
         raise ValueError(
