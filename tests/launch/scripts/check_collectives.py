@@ -1,10 +1,10 @@
-"""Compare every collective, on this rank's device, with the same computation on one process."""
+"""Compare every collective, and Fourier transforms, on this rank's device, with the same computation on one process."""
 
 import sys
 
 import torch
 
-from distman import DistributedManager, split_sizes
+from distman import DistributedManager, fft, split_sizes
 from distman.collectives import (
     all_gather_objects,
     all_gather_v,
@@ -47,6 +47,14 @@ def transposed(shards):
     return list(full.split(split_sizes(full.shape[0], size), 0))
 
 
+def spectra_of(transform):
+    def spectra(shards):
+        full = transform(torch.cat(shards, 1))
+        return list(full.split(split_sizes(full.shape[0], size), 0))
+
+    return spectra
+
+
 def indexed(shards):
     return [torch.cat([one.flip(1)[:, :1] for one in shards], 1)] * size
 
@@ -84,6 +92,10 @@ for dtype in DTYPES:
     )
     check("fused_all_reduce", lambda t: fused_all_reduce([t])[0], lambda ts: [sum(ts)] * size, evens)
     torch.testing.assert_close(reduce_from_parallel_region(evens[rank]), sum(evens))
+    if dtype != torch.bfloat16:
+        check("fft2", lambda t: fft.fft2(t, shard_dim=1), spectra_of(torch.fft.fft2), shards)
+    if dtype in (torch.float64, torch.float32):
+        check("rfft2", lambda t: fft.rfft2(t, shard_dim=1), spectra_of(torch.fft.rfft2), shards)
 data = broadcast_data({"large": torch.arange(20_000, device=manager.device), "small": last} if rank == 0 else None)
 assert data["large"].device == data["small"].device == manager.device
 assert data["large"].sum() == 20_000 * 19_999 // 2
