@@ -140,14 +140,7 @@ class DistributedAFNO(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        names = DistributedManager().group_names
-        for name in ("model_parallel", "spatial_parallel"):
-            if name not in names:
-                raise UndefinedGroupError(
-                    f"{name!r} must be a group before a DistributedAFNO is made, got {', '.join(names) or 'none'}. "
-                    f"Call manager.initialize_mesh() with an axis of that name, or "
-                    f"DistributedManager.create_process_subgroup({name!r}, size)."
-                )
+        require_groups("model_parallel", "spatial_parallel")
         self.embed = nn.Conv2d(3, WIDTH, PATCH, stride=PATCH)
         self.blocks = nn.Sequential(*(Block() for _ in range(DEPTH)))
         self.norm = nn.LayerNorm(WIDTH)
@@ -156,6 +149,19 @@ class DistributedAFNO(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         tokens = self.embed(x).movedim(1, -1)  # (sample, row, column, channel)
         return self.head(self.norm(self.blocks(tokens)).movedim(-1, 1)).squeeze(1)
+
+
+def require_groups(*names: str) -> None:
+    manager = DistributedManager()
+    for name in names:
+        try:
+            manager.group_size(name)
+        except UndefinedGroupError:
+            raise UndefinedGroupError(
+                f"{name!r} must be a group before a DistributedAFNO is made, got {list(manager.group_names)}. "
+                f"Call manager.initialize_mesh() with an axis of that name, or "
+                f"manager.create_process_subgroup({name!r}, size)."
+            ) from None
 
 
 class Block(nn.Module):
@@ -223,10 +229,8 @@ def keep_slice(full: torch.Tensor, dim: int) -> nn.Parameter:
 
 
 def make_model() -> nn.Module:
-    """Return the operator; a gradient is summed over the ranks that hold the same slice, and see other data."""
     torch.manual_seed(0)
-    model = DistributedAFNO().to(DistributedManager().device)
-    return mappings.mark_module_as_shared(model, "replicas")
+    return DistributedAFNO().to(DistributedManager().device)
 
 
 def my_samples(samples: torch.Tensor) -> torch.Tensor:
@@ -269,8 +273,13 @@ def train_step(
     loss = errors.square().sum() / (BATCH * GRID**2)  # this rank's part of the mean over the whole batch
     optimizer.zero_grad()
     loss.backward()
+    parameters = list(model.parameters())
+    # Ranks that hold the same slices saw other samples or columns: their parts add up, all in one message.
+    total, *gradients = fused_all_reduce([loss.detach(), *(one.grad for one in parameters)], group="replicas")
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        parameter.grad = gradient
     optimizer.step()
-    return fused_all_reduce(loss.detach(), group="replicas").item()
+    return total.item()
 
 
 def successive(snapshots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -328,8 +337,10 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     parser.add_argument("--channel", type=int, help="ranks that share the channels; 2 if the world is even, else 1")
     parser.add_argument("--spatial", type=int, default=1, help="ranks that share the columns of the grid")
-    parser.add_argument("--trajectories", type=int, default=16, help="flows to compute; a quarter is for the test")
-    parser.add_argument("--snapshots", type=int, default=11, help="snapshots of each flow, 50 steps apart")
+    parser.add_argument(
+        "--trajectories", type=int, default=16, help="flows to compute, 2 at least; a quarter is for the test"
+    )
+    parser.add_argument("--snapshots", type=int, default=11, help="snapshots of each flow, 50 solver steps apart")
     parser.add_argument("--steps", type=int, default=STEPS, help="steps of the optimizer")
     parser.add_argument("--losses", type=Path, metavar="FILE", help="write the loss of every step there, as JSON")
     parser.add_argument("--flow", type=Path, metavar="FILE", help="write the snapshots there, for torch.load()")
