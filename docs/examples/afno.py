@@ -317,7 +317,7 @@ def draw(file: Path, model: nn.Module, snapshots: torch.Tensor, scales: Scales) 
 def plot(file: Path, truth: torch.Tensor, prediction: torch.Tensor) -> None:
     from matplotlib.figure import Figure  # only whoever wants the picture must have it
 
-    figure = Figure(figsize=(15, 4.2), layout="constrained")
+    figure = Figure(figsize=(15, 4.35), layout="constrained")
     limit = truth.abs().max().item()
     error = prediction - truth
     panels = {
