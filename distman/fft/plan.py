@@ -46,7 +46,7 @@ class Transform(torch.autograd.Function):
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """One transform over a group of two ranks or more.
+    """One transform over a group.
 
     Every dim but that of the shards has its full length in the input. A spectrum of real data is halved along
     ``dims[-1]``. The whole dims are transformed first; then the ranks exchange their parts, so that the dim of the

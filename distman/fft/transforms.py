@@ -339,7 +339,7 @@ def _transform(
             f"out_sizes must add up to the length {given[out]} of the result along dim {out}, got {results}. "
             "Correct them."
         )
-    if members.size == 1:
+    if members.size == 1 and tensor.numel():  # torch fails on a batch of nothing
         whole: torch.Tensor = getattr(torch.fft, name)(tensor, [lengths[one] for one in dims], dims, norm)
         return whole
     tensor, shards = _cut_shards(tensor, shard, shards, taken[shard], members.rank)

@@ -129,6 +129,17 @@ def test_dtypes_strides_and_conjugates(rank, kind, dtype):
         )
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@ranks(1, 3)
+def test_a_batch_of_nothing_has_a_spectrum_and_a_gradient_of_nothing(rank, kind):
+    full = make_input(kind, 0, 6, 9)
+    mine = shard_of(full, 1, rank, split_sizes(6, DistributedManager().world_size)).clone().requires_grad_()
+    result = getattr(fft, kind)(mine, None, (1, 2), shard_dim=1)
+    result.abs().sum().backward()
+    assert result.numel() == 0
+    assert mine.grad.shape == mine.shape
+
+
 @ranks(2)
 def test_integers_are_transformed_as_floats_of_the_default_dtype(rank):
     full = torch.arange(24).view(4, 6)
