@@ -124,7 +124,7 @@ def check_tensor(tensor: torch.Tensor, group: Group) -> None:
         )
 
 
-def normalize_dim(dim: int, ndim: int) -> int:
+def normalize_dim(dim: int, ndim: int, name: str = "dim") -> int:
     """Return a dim counted from the front.
 
     Local.
@@ -136,12 +136,13 @@ def normalize_dim(dim: int, ndim: int) -> int:
         raise ValueError("tensor must have at least one dim, got a scalar. Give it one with tensor.reshape(1).")
     if not is_whole_number(dim) or not -ndim <= dim < ndim:
         raise ValueError(
-            f"dim must be between {-ndim} and {ndim - 1} for a tensor of {ndim} dims, got {dim}. Choose one of them."
+            f"{name} must be between {-ndim} and {ndim - 1} for a tensor of {ndim} dims, got {dim!r}. "
+            "Choose one of them."
         )
     return dim % ndim
 
 
-def check_sizes(sizes: Sequence[int], group: Group) -> list[int]:
+def check_sizes(sizes: Sequence[int], group: Group, name: str = "sizes") -> list[int]:
     """Return the sizes of the shards as a list.
 
     Local.
@@ -155,7 +156,7 @@ def check_sizes(sizes: Sequence[int], group: Group) -> list[int]:
         numbers = []
     if len(numbers) != group.size or min(numbers) < 0:
         raise ValueError(
-            f"sizes must hold one number, 0 or more, for each of the {group.size} ranks of group {group.name!r}, got "
+            f"{name} must hold one number, 0 or more, for each of the {group.size} ranks of group {group.name!r}, got "
             f"{sizes}. Pass the same list on all ranks."
         )
     return numbers

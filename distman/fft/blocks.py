@@ -17,7 +17,7 @@ import torch
 __all__ = [
     "Index",
     "Kind",
-    "Local",
+    "LocalTransform",
     "Run",
     "blocks_of",
     "empty_with_last",
@@ -39,7 +39,7 @@ _REAL = {value: key for key, value in _COMPLEX.items()}
 
 
 @dataclasses.dataclass(frozen=True)
-class Local:
+class LocalTransform:
     """A transform of dims that are whole on this rank.
 
     Attributes:
@@ -132,7 +132,7 @@ def indices_of_blocks(tensor: torch.Tensor, whole: Iterable[int]) -> Iterator[In
 
 
 def blocks_of(
-    tensor: torch.Tensor, local: Local | None, whole: Iterable[int] = (), runs: Sequence[Run] = ()
+    tensor: torch.Tensor, local: LocalTransform | None, whole: Iterable[int] = (), runs: Sequence[Run] = ()
 ) -> Iterator[tuple[Index, torch.Tensor]]:
     """Yield the transform of a tensor block by block, each with its place.
 
@@ -160,17 +160,22 @@ def blocks_of(
         yield index, block
 
 
-def transform(tensor: torch.Tensor, local: Local, *, in_place: bool = False, runs: Sequence[Run] = ()) -> torch.Tensor:
-    """Return the transform of a tensor, in a new tensor or in its place.
+def transform(
+    tensor: torch.Tensor, local: LocalTransform, *, in_place: bool = False, runs: Sequence[Run] = ()
+) -> torch.Tensor:
+    """Return the transform of a tensor, in a new tensor or, if it need not be kept, in its place.
 
     Local.
     """
-    result = tensor
-    if not in_place:
-        result = empty_with_last(tensor, local.shape(tensor.shape), local.dims, local.dtype(tensor.dtype))
+    shape = local.shape(tensor.shape)
+    result = tensor if in_place else None
     for index, block in blocks_of(tensor, local, runs=runs):
+        if list(block.shape) == shape:
+            return block  # the only one
+        if result is None:
+            result = empty_with_last(tensor, shape, local.dims, local.dtype(tensor.dtype))
         result[index] = block
-    return result
+    return result if result is not None else tensor.new_empty(shape, dtype=local.dtype(tensor.dtype))
 
 
 def _order(ndim: int, last: Sequence[int]) -> list[int]:

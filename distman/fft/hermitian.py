@@ -26,94 +26,95 @@ __all__ = ["HermitianRows", "negated"]
 IntArray = npt.NDArray[np.int64]
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class HermitianRows:
-    """How the rows of a dim are shared out: who owns them, and who computes them.
+    """How the rows of a dim are shared out: which rank owns them, and which computes them.
 
-    A rank that computes holds the rows and then their mirror images, sorted by the ranks that own them; rows that
-    nobody owns come last.
+    A rank holds the rows that it computes, then their mirror images, sorted by the ranks that own them; those that
+    nobody owns come last. A pair that nobody owns is not computed.
 
     Attributes:
         runs: For each rank, the rows of the first half that it computes, as runs of neighbours.
-        num_computed: For each rank, how many these are.
-        num_held: For each rank, how many it holds with their images.
-        places: For each rank, where it holds each of them.
-        mirror_places: For each rank, where it holds their mirror images; a row that is its own has the same place.
-        counts: ``counts[i][j]`` rows travel from rank i, which computes them, to rank j, which owns them.
-        owned: For each rank, which of its rows come, in the order of the ranks that computed them.
+        runs_in_order: Where all rows of the first half lie, in their order, when the runs of all ranks follow each
+            other; what nobody computes comes last.
+        num_computed: For each rank, how many it computes.
+        num_held: How many this rank holds.
+        places: Where this rank holds each row that it computes.
+        mirror_places: Where it holds their mirror images; a row that is its own has the same place.
+        outgoing: How many of them each rank owns.
+        incoming: How many of this rank's rows each rank computes.
+        owned: This rank's rows in the order in which they come.
     """
 
     runs: tuple[tuple[Run, ...], ...]
+    runs_in_order: tuple[Run, ...]
     num_computed: tuple[int, ...]
-    num_held: tuple[int, ...]
-    places: tuple[torch.Tensor, ...]
-    mirror_places: tuple[torch.Tensor, ...]
-    counts: tuple[tuple[int, ...], ...]
-    owned: tuple[torch.Tensor, ...]
+    num_held: int
+    places: torch.Tensor
+    mirror_places: torch.Tensor
+    outgoing: tuple[int, ...]
+    incoming: tuple[int, ...]
+    owned: torch.Tensor
 
     @classmethod
     @functools.lru_cache(maxsize=64)
-    def of(cls, length: int, sizes: tuple[int, ...]) -> HermitianRows:
-        """Return the rows of a dim of this length, of which each rank owns so many.
+    def of(cls, length: int, sizes: tuple[int, ...], rank: int, device: torch.device) -> HermitianRows:
+        """Return the rows of a dim of this length, of which each rank owns so many, as this rank needs them.
 
         Local.
         """
         size = len(sizes)
         owner = np.repeat(np.arange(size + 1), [*sizes, length - sum(sizes)])
         computer = _computers(length, owner, size)
-        offset = np.cumsum([0, *sizes])
-        runs, places, mirror_places, counts, sent = [], [], [], [], []
-        for rank in range(size):
-            mine = np.flatnonzero(computer == rank)
-            mirrored = (length - mine) % length
-            held = np.concatenate([mine, mirrored[mirrored != mine]])
-            held = held[np.argsort(owner[held], kind="stable")]
-            place = np.full(length, -1)
-            place[held] = np.arange(len(held))
-            starts = np.flatnonzero(np.diff(mine, prepend=-2) > 1)
-            runs.append(tuple((int(one[0]), len(one)) for one in np.split(mine, starts)[1:]))
-            places.append(torch.from_numpy(place[mine]))
-            mirror_places.append(torch.from_numpy(place[mirrored]))
-            counts.append(tuple(np.bincount(owner[held], minlength=size + 1)[:size].tolist()))
-            sent.append(held)
-        owned = (np.concatenate([held[owner[held] == rank] for held in sent]) - offset[rank] for rank in range(size))
+        mine = np.flatnonzero(computer == rank)
+        mirrored = (length - mine) % length
+        held = np.concatenate([mine, mirrored[mirrored != mine]])
+        held = held[np.argsort(owner[held], kind="stable")]
+        place = np.full(length, -1)
+        place[held] = np.arange(len(held))
+
+        owned = np.flatnonzero(owner == rank)
+        is_image = owned > length // 2
+        source = computer[np.where(is_image, length - owned, owned)]
+        order = np.lexsort([np.where(is_image, -owned, owned), is_image, source])  # each sender's rows, then its images
+
+        runs = [_runs(np.flatnonzero(computer == other)) for other in range(size)]
+        num_computed = [sum(number for _, number in one) for one in runs]
+        starts = itertools.accumulate((number for one in runs for _, number in one), initial=0)
+        by_row = sorted(zip((run for one in runs for run in one), starts, strict=False))
+        rest = (sum(num_computed), len(computer) - sum(num_computed))
         return cls(
-            tuple(runs),
-            tuple(map(len, places)),
-            tuple(map(len, sent)),
-            tuple(places),
-            tuple(mirror_places),
-            tuple(counts),
-            tuple(map(torch.from_numpy, owned)),
+            runs=tuple(runs),
+            runs_in_order=(*((start, number) for (_, number), start in by_row), rest),
+            num_computed=tuple(num_computed),
+            num_held=len(held),
+            places=torch.from_numpy(place[mine]).to(device),
+            mirror_places=torch.from_numpy(place[mirrored]).to(device),
+            outgoing=tuple(np.bincount(owner[held], minlength=size + 1)[:size].tolist()),
+            incoming=tuple(np.bincount(source, minlength=size).tolist()),
+            owned=torch.from_numpy((owned - sum(sizes[:rank]))[order]).to(device),
         )
 
-    @property
-    def runs_in_order(self) -> list[Run]:
-        """Where each run lies behind the runs of the ranks before it, in the order of the rows."""
-        runs = [run for mine in self.runs for run in mine]
-        places = itertools.accumulate((length for _, length in runs), initial=0)
-        return [(place, length) for (_, length), place in sorted(zip(runs, places, strict=False))]
-
-    def to_owners(self, held: torch.Tensor, owned: torch.Tensor, group: Group) -> None:
+    def to_owners(self, held: torch.Tensor, group: Group) -> torch.Tensor:
         """Bring rows and mirror images to the ranks that own them.
 
         Collective. Blocking.
 
         Args:
-            held: What this rank computed; rows along dim 0.
-            owned: What it owns, to be filled; rows along dim 0.
+            held: What this rank holds; rows along dim 0.
             group: The group.
+
+        Returns:
+            What it owns; rows along dim 0.
         """
-        outgoing, incoming = self.counts[group.rank], [row[group.rank] for row in self.counts]
-        sends = list(held[: sum(outgoing)].split_with_sizes(list(outgoing)))
-        receives = [held.new_empty([count, *held.shape[1:]]) for count in incoming]
-        receives[group.rank] = sends[group.rank]
-        exchange(sends, receives, group)
-        for rows, received in zip(self.owned[group.rank].split_with_sizes(incoming), receives, strict=True):
-            owned[rows.to(owned.device)] = received
+        arrived, owned = (held.new_empty([len(self.owned), *held.shape[1:]]) for _ in range(2))
+        sends = held[: sum(self.outgoing)].split_with_sizes(self.outgoing)
+        exchange(sends, arrived.split_with_sizes(self.incoming), group)
+        owned[self.owned] = arrived
+        return owned
 
     def to_computers(self, owned: torch.Tensor, group: Group) -> torch.Tensor:
-        """Bring owned rows to the ranks that compute with them and their mirror images; rows that nobody owns are zero.
+        """Bring owned rows to the ranks that compute with them and their mirror images; those nobody owns are zero.
 
         Collective. Blocking.
 
@@ -122,15 +123,13 @@ class HermitianRows:
             group: The group.
 
         Returns:
-            What it holds, rows along dim 0.
+            What it holds; rows along dim 0.
         """
-        outgoing, incoming = [row[group.rank] for row in self.counts], self.counts[group.rank]
-        held = owned.new_empty([self.num_held[group.rank], *owned.shape[1:]])
-        held[sum(incoming) :] = 0
-        sends = [
-            owned.index_select(0, rows.to(owned.device)) for rows in self.owned[group.rank].split_with_sizes(outgoing)
-        ]
-        exchange(sends, held[: sum(incoming)].split_with_sizes(list(incoming)), group)
+        num_owned = sum(self.outgoing)
+        held = owned.new_empty([self.num_held, *owned.shape[1:]])
+        held[num_owned:] = 0
+        sends = owned.index_select(0, self.owned).split_with_sizes(self.incoming)
+        exchange(sends, held[:num_owned].split_with_sizes(self.outgoing), group)
         return held
 
 
@@ -150,13 +149,20 @@ def negated(spectrum: torch.Tensor, dims: Sequence[int], length: int | None = No
 def _computers(length: int, owner: IntArray, size: int) -> IntArray:
     """Return which rank computes each row of the first half: where two own it and its mirror image, half of them each.
 
-    Rows that nobody owns have the owner ``size``.
+    What nobody owns has the owner ``size``, and so has a pair that nobody computes.
     """
     rows = np.arange(length // 2 + 1)
     pairs = np.stack([owner[rows], owner[(length - rows) % length]])
-    computer = np.empty_like(rows)
+    computer = np.full_like(rows, size)
     changes = np.flatnonzero(np.any(np.diff(pairs, prepend=-1) != 0, axis=0))
     for run in np.split(rows, changes)[1:]:
-        ranks = [rank for rank in pairs[:, run[0]] if rank < size] or list(range(size))
-        computer[run] = np.repeat(ranks, split_sizes(len(run), len(ranks)))
+        ranks = [rank for rank in pairs[:, run[0]] if rank < size]
+        if ranks:
+            computer[run] = np.repeat(ranks, split_sizes(len(run), len(ranks)))
     return computer
+
+
+def _runs(rows: IntArray) -> tuple[Run, ...]:
+    """Return ascending rows as runs of neighbours."""
+    starts = np.flatnonzero(np.diff(rows, prepend=-2) > 1)
+    return tuple((int(run[0]), len(run)) for run in np.split(rows, starts)[1:])

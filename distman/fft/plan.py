@@ -13,7 +13,7 @@ from distman.collectives.exchange import exchange
 from distman.fft.blocks import (
     Index,
     Kind,
-    Local,
+    LocalTransform,
     Run,
     blocks_of,
     empty_with_last,
@@ -25,7 +25,7 @@ from distman.fft.hermitian import HermitianRows, negated
 from distman.groups import Group
 from distman.topology import split_sizes
 
-__all__ = ["Plan", "Transform"]
+__all__ = ["Plan", "execute"]
 
 _ADJOINT: dict[Kind, Kind] = {"fft": "ifft", "ifft": "fft", "rfft": "irfft", "irfft": "rfft"}
 _DUAL = {"backward": "forward", "forward": "backward", "ortho": "ortho"}
@@ -37,11 +37,20 @@ class Transform(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, plan: Plan) -> torch.Tensor:
         ctx.plan = plan
-        return plan.run(tensor)
+        return plan.run(tensor).detach()  # no view, so that it may be changed in place
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
-        return Transform.apply(grad, ctx.plan.adjoint()), None
+        return execute(grad, ctx.plan.adjoint()), None
+
+
+def execute(tensor: torch.Tensor, plan: Plan) -> torch.Tensor:
+    """Transform a shard by a plan.
+
+    Collective. Blocking. Differentiable.
+    """
+    result: torch.Tensor = Transform.apply(tensor, plan)
+    return result
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,7 +59,12 @@ class Plan:
 
     Every dim but that of the shards has its full length in the input. A spectrum of real data is halved along
     ``dims[-1]``. The whole dims are transformed first; then the ranks exchange their parts, so that the dim of the
-    shards is whole, and it is transformed.
+    shards is whole and another one is split; then that dim is transformed. In the code, ``way`` is the dim that is
+    split on the way.
+
+    The adjoint of a plan is a plan. Of half a spectrum all frequencies but the first, and of an even length the last,
+    stand for two: an inverse counts them twice, so the adjoint of an ``rfft`` is an ``irfft`` that halves them first,
+    and the other way round. Such a plan is weighted.
 
     Attributes:
         kind: ``rfft`` gives half of a spectrum, ``irfft`` takes one.
@@ -62,7 +76,7 @@ class Plan:
         out_sizes: Lengths of the result's shards; what they lack of the full length is dropped.
         norm: As in ``torch.fft``.
         group: The group.
-        is_weighted: See :class:`~distman.fft.blocks.Local`.
+        is_weighted: Frequencies that stand for two are halved before an ``irfft``, doubled after an ``rfft``.
     """
 
     kind: Kind
@@ -114,9 +128,9 @@ class Plan:
     def _others(self, *taken: int) -> tuple[int, ...]:
         return tuple(dim for dim in self.dims if dim not in taken)
 
-    def _local(self, kind: Kind, *dims: int) -> Local:
+    def _local(self, kind: Kind, *dims: int) -> LocalTransform:
         is_weighted = self.is_weighted and dims[-1] == self.dims[-1]
-        return Local(kind, dims, self.lengths[dims[-1]], self.norm, is_weighted)
+        return LocalTransform(kind, dims, self.lengths[dims[-1]], self.norm, is_weighted)
 
     def _parts(self, dim: int, length: int) -> tuple[int, ...]:
         """Return the lengths of the shards along a dim, on the way or at its end."""
@@ -184,7 +198,7 @@ class Plan:
         """Transform real data that is sharded along the last dim to half of its spectrum, sharded along another."""
         last, way, rank = self.dims[-1], self.out, self.group.rank
         others = self._others(last, way)
-        rows = HermitianRows.of(self.lengths[way], self.out_sizes)
+        rows = HermitianRows.of(self.lengths[way], self.out_sizes, rank, tensor.device)
         first = self._local("rfft", *others, way)
         like = tensor.new_empty(0, dtype=first.dtype(tensor.dtype))
         tensor = self._exchange(
@@ -199,8 +213,7 @@ class Plan:
         )
         shape = [*tensor.shape[:way], *tensor.shape[way + 1 :]]
         shape[last - (way < last)] = self._half
-        held = like.new_empty([rows.num_held[rank], *shape])
-        places, mirror_places = rows.places[rank].to(held.device), rows.mirror_places[rank].to(held.device)
+        held = like.new_empty([rows.num_held, *shape])
         for index, block in blocks_of(tensor, self._along_last("fft"), whole=others):
             images = negated(block, [*others, last], self._half).conj_physical_()
             direct = block.narrow(last, 0, self._half)
@@ -208,19 +221,17 @@ class Plan:
                 scale_pairs(direct, last, self.lengths[last], 2.0)
                 scale_pairs(images, last, self.lengths[last], 2.0)
             target = held[(slice(None), *index[:way], *index[way + 1 :])]
-            target[mirror_places[index[way]]] = images.movedim(way, 0)
-            target[places[index[way]]] = direct.movedim(way, 0)
-        owned = like.new_empty([self.out_sizes[rank], *shape])
-        rows.to_owners(held, owned, self.group)
-        return owned.movedim(0, way)
+            target[rows.mirror_places[index[way]]] = images.movedim(way, 0)
+            target[rows.places[index[way]]] = direct.movedim(way, 0)
+        return rows.to_owners(held, self.group).movedim(0, way)
 
     def _to_real_mirrored(self, tensor: torch.Tensor) -> torch.Tensor:
         """Transform half of a spectrum that is sharded along another dim to real data sharded along the last."""
-        last, way = self.dims[-1], self.shard
-        rows = HermitianRows.of(self.lengths[way], self.sizes)
+        last, way, rank = self.dims[-1], self.shard, self.group.rank
+        rows = HermitianRows.of(self.lengths[way], self.sizes, rank, tensor.device)
         held = rows.to_computers(tensor.movedim(way, 0), self.group)
         shape = list(tensor.shape)
-        shape[way], shape[last] = rows.num_computed[self.group.rank], self.lengths[last]
+        shape[way], shape[last] = rows.num_computed[rank], self.lengths[last]
         tensor = self._exchange(
             self._full_rows(held, rows),
             tensor,
@@ -229,23 +240,22 @@ class Plan:
             _runs(self.out_sizes),
             way,
             rows.num_computed,
-            sum(rows.num_computed),
+            self.lengths[way] // 2 + 1,
         )
         local = self._local("irfft", *self._others(last, way), way)
         return transform(tensor, local, runs=rows.runs_in_order)
 
     def _full_rows(self, held: torch.Tensor, rows: HermitianRows) -> Iterator[tuple[Index, torch.Tensor]]:
         """Yield the rows that this rank computes, made whole and transformed along the last dim, block by block."""
-        last, way, rank = self.dims[-1], self.shard, self.group.rank
+        last, way = self.dims[-1], self.shard
         others = self._others(last, way)
         length, middle = self.lengths[last], (self.lengths[last] - 1) // 2
-        places, mirror_places = rows.places[rank].to(held.device), rows.mirror_places[rank].to(held.device)
         local = self._along_last("ifft")
-        for index in indices_of_blocks(held[: len(places)].movedim(0, way), [last, *others]):
+        for index in indices_of_blocks(held[: len(rows.places)].movedim(0, way), [last, *others]):
             source = held[(slice(None), *index[:way], *index[way + 1 :])]
-            direct = source[places[index[way]]].movedim(0, way)
-            images = source[mirror_places[index[way]]].movedim(0, way)
-            images = negated(images, others).conj_physical()
+            direct = source[rows.places[index[way]]].movedim(0, way)
+            images = source[rows.mirror_places[index[way]]].movedim(0, way)
+            images = negated(images, others).conj_physical_()
             if self.is_weighted:
                 scale_pairs(direct, last, length, 0.5)
                 scale_pairs(images, last, length, 0.5)
@@ -256,14 +266,14 @@ class Plan:
             full = torch.cat([part.movedim(last, -1) for part in parts], -1)
             yield index, local(full).movedim(-1, last)
 
-    def _along_last(self, kind: Kind) -> Local:
-        """Return a transform from complex to complex data along the last dim."""
-        return Local(kind, self.dims[-1:], self.lengths[self.dims[-1]], self.norm)
+    def _along_last(self, kind: Kind) -> LocalTransform:
+        """Return a transform from complex to complex data along the last dim; weights are no part of it."""
+        return LocalTransform(kind, self.dims[-1:], self.lengths[self.dims[-1]], self.norm)
 
     def _move(
         self,
         tensor: torch.Tensor,
-        local: Local | None,
+        local: LocalTransform | None,
         split: int,
         parts: Sequence[int],
         join: int,

@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+import operator
+from collections.abc import Callable, Sequence
+from typing import ParamSpec, TypeVar
 
 import torch
 
-from distman.collectives.border import GroupLike, check_call, check_sizes, normalize_dim, resolve_group, shard_sizes
+from distman.collectives.border import (
+    GroupLike,
+    check_call,
+    check_sizes,
+    check_tensor,
+    normalize_dim,
+    resolve_group,
+    shard_sizes,
+)
 from distman.control.collective import collective
 from distman.fft.blocks import Kind
-from distman.fft.plan import Plan, Transform
+from distman.fft.plan import Plan, execute
 from distman.topology import split_sizes
 
 __all__ = [
@@ -24,6 +35,9 @@ __all__ = [
     "rfft2",
     "rfftn",
 ]
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 _NORMS = ("backward", "ortho", "forward")
 _SPATIAL = "spatial_parallel"
@@ -56,7 +70,8 @@ def fftn(
     ``out_dim=shard_dim``   the spectrum, twice
     ====================== ============================
 
-    Of what travels, each of n ranks keeps one part in n. The result's strides differ from those of a new tensor.
+    Of what travels, each of n ranks keeps one part in n; dims that ``s`` makes longer travel filled up. The result need
+    not be contiguous: reshape it rather than view it.
 
     Args:
         tensor: This rank's shard, real or complex, shape ``(*, n, *)`` with n at ``shard_dim``; n may differ between
@@ -65,8 +80,8 @@ def fftn(
         dim: The transformed dims, two or more; None: the last ``len(s)`` ones, or all.
         norm: ``"backward"`` (None) scales the inverse by one over the number of points, ``"forward"`` this one,
             ``"ortho"`` both by the root.
-        shard_dim: Which of them the input is sharded along; None: the first one.
-        out_dim: Which of them the result shall be sharded along; None: the last one that is not ``shard_dim``.
+        shard_dim: The one along which the input is sharded; None: the first one.
+        out_dim: The one along which the result shall be sharded; None: the last one that is not ``shard_dim``.
         sizes: Lengths of all input shards along ``shard_dim``, the same list on all ranks; None lets the ranks
             exchange them.
         out_sizes: Lengths of the result's shards along ``out_dim``; None: :func:`distman.split_sizes`.
@@ -127,17 +142,17 @@ def rfftn(
     pair of rows ``k`` and ``n - k`` one is computed, by a rank that owns one of them. What travels, in half spectra
     (each has as many bytes as the real data), of which each of n ranks keeps one part in n:
 
-    ============================ ==================== ======================================
+    ============================ ==================== =============================================
     ``shard_dim``                ``out_dim``          travels
-    ============================ ==================== ======================================
+    ============================ ==================== =============================================
     not the last                 another              1
     not the last                 the same             2
-    the last                     another              1, and a half of which nothing is kept
+    the last                     another              1, and a half of which hardly anything is kept
     the last                     the last             2
-    ============================ ==================== ======================================
+    ============================ ==================== =============================================
 
-    Args, errors and defaults are those of :func:`fftn`; the tensor must be real. The result has length ``n // 2 + 1``
-    along the last of the dims, for a signal of length n.
+    Arguments, errors and defaults are those of :func:`fftn`; the tensor must be real. The result has length
+    ``n // 2 + 1`` along the last of the dims, for a signal of length n.
     """
     return _transform("rfft", "rfftn", tensor, s, dim, norm, shard_dim, out_dim, sizes, out_sizes, group)
 
@@ -159,7 +174,8 @@ def irfftn(
 
     Collective. Blocking. Differentiable, twice too. What travels is what :func:`rfftn` sends on the way from the
     result's layout to the input's. Arguments, errors and defaults are those of :func:`ifftn`; ``s`` counts the points
-    of the real signal, by default an even number, ``2 * (n - 1)`` along the last dim for n frequencies.
+    of the real signal, by default an even number, ``2 * (n - 1)`` along the last dim for n frequencies: pass an odd
+    one.
     """
     return _transform("irfft", "irfftn", tensor, s, dim, norm, shard_dim, out_dim, sizes, out_sizes, group)
 
@@ -258,8 +274,7 @@ class DistributedRFFT2:
         Raises:
             UndefinedGroupError: There is no group of that name.
         """
-        first, second = dim
-        return rfft2(x, s, dim, norm, shard_dim=second, out_dim=first, group=_SPATIAL)
+        return rfft2(x, s, dim, norm, shard_dim=dim[-1], out_dim=dim[0], group=_SPATIAL)
 
 
 class DistributedIRFFT2:
@@ -276,10 +291,16 @@ class DistributedIRFFT2:
         Raises:
             UndefinedGroupError: There is no group of that name.
         """
-        first, second = dim
-        return irfft2(x, s, dim, norm, shard_dim=first, out_dim=second, group=_SPATIAL)
+        return irfft2(x, s, dim, norm, shard_dim=dim[0], out_dim=dim[-1], group=_SPATIAL)
 
 
+def _outside_graphs(func: Callable[P, R]) -> Callable[P, R]:
+    """Keep a function of arithmetic in NumPy and of messages out of the graphs of ``torch.compile``."""
+    disabled: Callable[P, R] = torch.compiler.disable(func)
+    return disabled
+
+
+@_outside_graphs
 def _transform(
     kind: Kind,
     name: str,
@@ -294,92 +315,93 @@ def _transform(
     group: GroupLike,
 ) -> torch.Tensor:
     members = resolve_group(group)
-    is_forward = kind in ("fft", "rfft")
-    if dim is None:
-        dim = range(-len(s), 0) if s is not None else range(getattr(tensor, "ndim", 0))
-    if shard_dim is None:
-        shard_dim = dim[0 if is_forward else -1] if dim else 0
+    check_tensor(tensor, members)
+    tensor = _computable(name, kind, tensor)
+    wanted = None if s is None else _as_integers("s", s)
+    dims = _check_dims(dim, wanted, tensor.ndim)
+    there = dims if kind in ("fft", "rfft") else dims[::-1]
+    shard = there[0] if shard_dim is None else _check_among("shard_dim", shard_dim, dims, tensor.ndim)
+    away = next(one for one in there[::-1] if one != shard)
+    out = away if out_dim is None else _check_among("out_dim", out_dim, dims, tensor.ndim)
+    norm = "backward" if norm is None else norm
+    if norm not in _NORMS:
+        raise ValueError(f"norm must be one of {', '.join(_NORMS)}, or None, got {norm!r}. Choose one of them.")
     check_call(
         name,
         tensor,
         members,
-        free_dim=shard_dim,
+        free_dim=shard,
         unites_grad=sizes is None,
-        dim=dim,
-        s=s,
+        dims=dims,
+        s=wanted,
         norm=norm,
-        shard_dim=shard_dim,
-        out_dim=out_dim,
+        shard_dim=shard,
+        out_dim=out,
         sizes=sizes,
         out_sizes=out_sizes,
     )
-    tensor = _as_float(name, kind, tensor)
-    dims = _check_dims(dim, s, tensor.ndim)
-    shard, last = _check_among("shard_dim", shard_dim, dims, tensor.ndim), dims[-1]
-    if out_dim is None:
-        out_dim = next(one for one in (dims[::-1] if is_forward else dims) if one != shard)
-    out = _check_among("out_dim", out_dim, dims, tensor.ndim)
-    if norm is not None and norm not in _NORMS:
-        raise ValueError(f"norm must be one of {', '.join(_NORMS)}, or None, got {norm!r}. Choose one of them.")
     tensor, shards, shard = shard_sizes(name, tensor, sizes, shard, members)
-
     full = {one: tensor.shape[one] for one in dims} | {shard: sum(shards)}
-    lengths = full | ({last: 2 * (full[last] - 1)} if kind == "irfft" else {})
-    lengths |= {one: length for one, length in zip(dims, s or (), strict=bool(s)) if length != -1}
-    if min(lengths.values()) < 1:
-        raise ValueError(
-            f"the signal of {name} must have at least one point along each of its dims, got "
-            f"{[lengths[one] for one in dims]}. Pass s, or a tensor with points."
-        )
-    taken = lengths | ({last: lengths[last] // 2 + 1} if kind == "irfft" else {})
-    given = lengths | ({last: lengths[last] // 2 + 1} if kind == "rfft" else {})
-    results = split_sizes(given[out], members.size) if out_sizes is None else check_sizes(out_sizes, members)
+    lengths = _signal_lengths(kind, name, full, wanted)
+    half = lengths | {dims[-1]: lengths[dims[-1]] // 2 + 1}
+    taken, given = half if kind == "irfft" else lengths, half if kind == "rfft" else lengths
+    results = (
+        split_sizes(given[out], members.size) if out_sizes is None else check_sizes(out_sizes, members, "out_sizes")
+    )
     if sum(results) != given[out]:
         raise ValueError(
             f"out_sizes must add up to the length {given[out]} of the result along dim {out}, got {results}. "
             "Correct them."
         )
     if members.size == 1 and tensor.numel():  # torch fails on a batch of nothing
-        whole: torch.Tensor = getattr(torch.fft, name)(tensor, [lengths[one] for one in dims], dims, norm)
+        whole: torch.Tensor = getattr(torch.fft, name)(tensor, list(lengths.values()), dims, norm)
         return whole
     tensor, shards = _cut_shards(tensor, shard, shards, taken[shard], members.rank)
     for one in dims:
         if one != shard:
             tensor = _fit(tensor, one, taken[one])
-    plan = Plan(kind, dims, lengths, shard, tuple(shards), out, tuple(results), norm or "backward", members)
-    result: torch.Tensor = Transform.apply(tensor, plan)
-    return result
+    return execute(tensor, Plan(kind, dims, lengths, shard, tuple(shards), out, tuple(results), norm, members))
 
 
-def _as_float(name: str, kind: Kind, tensor: torch.Tensor) -> torch.Tensor:
-    """Return the tensor in a precision that transforms are computed in, complex where the transform takes that."""
+def _computable(name: str, kind: Kind, tensor: torch.Tensor) -> torch.Tensor:
+    """Return the tensor in a dtype that the transform is computed in."""
     if kind == "rfft" and tensor.is_complex():
         raise ValueError(f"the tensor of {name} must be real, got {tensor.dtype}. Use {name.replace('r', '', 1)}.")
+    if not (tensor.is_floating_point() or tensor.is_complex()):
+        tensor = tensor.to(torch.promote_types(torch.get_default_dtype(), torch.float32))
     if tensor.dtype in (torch.float16, torch.bfloat16):
         if not torch.is_autocast_enabled(tensor.device.type):
             raise ValueError(
                 f"the tensor of {name} must be of 32 or 64 bits, got {tensor.dtype}. Convert it with .float()."
             )
         tensor = tensor.float()
-    elif not (tensor.is_floating_point() or tensor.is_complex()):
-        tensor = tensor.to(torch.get_default_dtype())
     return tensor if kind == "rfft" or tensor.is_complex() else tensor.to(tensor.dtype.to_complex())
 
 
-def _check_dims(dim: Sequence[int], s: Sequence[int] | None, ndim: int) -> tuple[int, ...]:
-    dims = tuple(normalize_dim(one, ndim) for one in dim)
+def _as_integers(name: str, values: Sequence[int]) -> tuple[int, ...]:
+    try:
+        return tuple(operator.index(value) for value in values)
+    except TypeError:
+        raise ValueError(f"{name} must be a sequence of integers, got {values!r}. Pass one for each dim.") from None
+
+
+def _check_dims(dim: Sequence[int] | None, s: tuple[int, ...] | None, ndim: int) -> tuple[int, ...]:
+    if dim is None:
+        dim = range(ndim) if s is None else range(-len(s), 0)
+    chosen = _as_integers("dim", dim)
+    dims = tuple(normalize_dim(one, ndim) for one in chosen)
     if len(set(dims)) != len(dims) or len(dims) < 2:
         raise ValueError(
-            f"dim must hold two dims or more, none of them twice, got {tuple(dim)}. One dim alone is transformed with "
-            "torch.fft, after distributed_transpose if it is sharded."
+            f"dim must hold two dims or more, none of them twice, got {chosen} for a tensor of {ndim} dims. One dim "
+            "alone is transformed with torch.fft, after distributed_transpose if it is sharded."
         )
     if s is not None and len(s) != len(dims):
-        raise ValueError(f"s must hold one length for each of {len(dims)} dims, got {tuple(s)}. Correct one of them.")
+        raise ValueError(f"s must hold one length for each of {len(dims)} dims, got {s}. Correct one of them.")
     return dims
 
 
 def _check_among(name: str, dim: int, dims: tuple[int, ...], ndim: int) -> int:
-    chosen = normalize_dim(dim, ndim)
+    chosen = normalize_dim(dim, ndim, name)
     if chosen not in dims:
         raise ValueError(
             f"{name} must be one of the transformed dims {dims}, got {dim}. Where no transformed dim is sharded, each "
@@ -388,19 +410,37 @@ def _check_among(name: str, dim: int, dims: tuple[int, ...], ndim: int) -> int:
     return chosen
 
 
+def _signal_lengths(kind: Kind, name: str, full: dict[int, int], s: tuple[int, ...] | None) -> dict[int, int]:
+    """Return the length of the signal along each transformed dim, from the tensor's lengths and those asked for."""
+    *_, last = full_dims = tuple(full)
+    lengths = dict(full)
+    if kind == "irfft":
+        lengths[last] = 2 * (lengths[last] - 1)
+    if s is not None:
+        lengths |= {one: length for one, length in zip(full_dims, s, strict=True) if length != -1}
+    if min(lengths.values()) < 1:
+        raise ValueError(
+            f"the signal of {name} must have at least one point along each of its dims, got {list(lengths.values())}. "
+            "Pass s with lengths of 1 or more, or -1 for the length that is there."
+        )
+    return lengths
+
+
 def _cut_shards(
     tensor: torch.Tensor, dim: int, sizes: list[int], length: int, rank: int
 ) -> tuple[torch.Tensor, list[int]]:
     """Cut the shards off behind a full length; what they lack of it is filled up on the way."""
-    ends = [min(sum(sizes[: index + 1]), length) for index in range(len(sizes))]
-    kept = [end - start for start, end in zip([0, *ends], ends, strict=False)]
-    return tensor.narrow(dim, 0, kept[rank]), kept
+    ends = [min(end, length) for end in itertools.accumulate(sizes)]
+    kept = [end - start for start, end in itertools.pairwise([0, *ends])]
+    return tensor if kept[rank] == sizes[rank] else tensor.narrow(dim, 0, kept[rank]), kept
 
 
 def _fit(tensor: torch.Tensor, dim: int, length: int) -> torch.Tensor:
     """Cut a tensor to a length along a dim, or fill it up with zeros."""
     missing = length - tensor.shape[dim]
-    if missing <= 0:
+    if missing == 0:
+        return tensor
+    if missing < 0:
         return tensor.narrow(dim, 0, length)
     filling = tensor.new_zeros([missing if one == dim else size for one, size in enumerate(tensor.shape)])
     return torch.cat([tensor, filling], dim)

@@ -40,7 +40,7 @@ def count_bytes(monkeypatch):
         ("irfft2", 1, 1, 2, 0),
     ],
 )
-@ranks(2, 4)
+@ranks(2, 3, 4)
 def test_forward_and_backward_send_what_is_promised(
     monkeypatch, rank, world_size, kind, shard_dim, out_dim, times, halves
 ):
@@ -57,4 +57,6 @@ def test_forward_and_backward_send_what_is_promised(
     promised = times * spectrum * (world_size - 1) / world_size + halves * spectrum / 2
     for bytes_sent in (forward, backward):
         total = fused_all_reduce(torch.tensor(bytes_sent)).item()
-        assert total == pytest.approx(promised, rel=0.03)
+        hardly_anything = halves * spectrum / 2 / 3 if world_size % 2 else 0  # the middle rank owns its own images
+        assert promised - 1.05 * hardly_anything <= 1.03 * total
+        assert total <= 1.03 * promised

@@ -1,4 +1,5 @@
 import itertools
+import warnings
 
 import pytest
 import torch
@@ -266,9 +267,14 @@ def test_inside_ddp_over_the_orthogonal_group():
         ({"s": (4,), "dim": (0, 1)}, "s must hold one length for each of 2 dims"),
         ({"s": (4, 0)}, "at least one point along each of its dims, got"),
         ({"norm": "orthogonal"}, "norm must be one of backward, ortho, forward"),
-        ({"shard_dim": 3}, "dim must be between"),
+        ({"s": 4}, "s must be a sequence of integers, got 4"),
+        ({"s": (4.0, 6.0)}, r"s must be a sequence of integers, got \(4\.0, 6\.0\)"),
+        ({"dim": 0}, "dim must be a sequence of integers, got 0"),
+        ({"shard_dim": 3}, "shard_dim must be between -2 and 1"),
+        ({"out_dim": "0"}, "out_dim must be between -2 and 1 for a tensor of 2 dims, got '0'"),
         ({"sizes": (1, 3)}, "must have length sizes"),
         ({"out_sizes": (1, 1)}, "out_sizes must add up to the length 3"),
+        ({"out_sizes": (3,)}, "out_sizes must hold one number"),
     ],
 )
 @ranks(2)
@@ -293,6 +299,48 @@ def test_complex_data_has_no_half_spectrum():
 def test_shards_that_do_not_fit_raise_on_all(rank):
     with pytest.raises(ValueError, match="the shards of rfft2 must be equal"):
         fft.rfft2(torch.ones(2, 4 + rank))
+
+
+@pytest.mark.parametrize(("shard_dim", "out_dim"), [(0, 1), (1, 0), (0, 0), (1, 1)])
+@pytest.mark.parametrize("kind", KINDS)
+@ranks(2)
+def test_the_result_may_be_changed_in_place(rank, kind, shard_dim, out_dim):
+    full = make_input(kind, 4, 6)
+    mine = shard_of(full, shard_dim, rank, split_sizes(full.shape[shard_dim], 2)).clone().requires_grad_()
+    result = getattr(fft, kind)(mine, shard_dim=shard_dim, out_dim=out_dim)
+    result *= 2
+    result.abs().square().sum().backward()
+    leaf = full.clone().requires_grad_()
+    (2 * getattr(torch.fft, kind)(leaf)).abs().square().sum().backward()
+    torch.testing.assert_close(mine.grad, shard_of(leaf.grad, shard_dim, rank, split_sizes(full.shape[shard_dim], 2)))
+
+
+@ranks(2)
+def test_a_compiled_function_may_transform(rank):
+    manager = DistributedManager()
+    manager.create_process_subgroup("spatial_parallel", 2)
+    full = make_input("rfft2", 6, 22)  # lengths that no other test has put into the cache
+
+    @torch.compile(backend="eager")
+    def filtered(tensor):
+        return fft.DistributedIRFFT2.apply(fft.DistributedRFFT2.apply(2 * tensor), (6, 22)) + 1
+
+    mine = shard_of(full, 1, rank, [11, 11]).clone().requires_grad_()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "The .grad attribute", UserWarning)  # torch looks, and would hide it
+        result = filtered(mine)
+    torch.testing.assert_close(result, 2 * mine + 1)
+    result.sum().backward()
+    torch.testing.assert_close(mine.grad, torch.full_like(mine, 2))
+
+
+@ranks(2)
+def test_debug_mode_counts_dims_from_either_end(monkeypatch, rank):
+    monkeypatch.setenv("DISTMAN_DEBUG", "1")
+    full = make_input("rfft2", 4, 6)
+    options = [{"dim": (-2, -1), "shard_dim": -2, "norm": None}, {"dim": (0, 1), "out_dim": 1, "norm": "backward"}]
+    result = fft.rfft2(full.split(2)[rank], **options[rank])
+    torch.testing.assert_close(result, shard_of(torch.fft.rfft2(full), 1, rank, [2, 2]))
 
 
 @ranks(2)
