@@ -31,7 +31,7 @@ _ADJOINT: dict[Kind, Kind] = {"fft": "ifft", "ifft": "fft", "rfft": "irfft", "ir
 _DUAL = {"backward": "forward", "forward": "backward", "ortho": "ortho"}
 
 
-class Transform(torch.autograd.Function):
+class _Transform(torch.autograd.Function):
     """Runs a plan; its backward runs the adjoint plan, and so on."""
 
     @staticmethod
@@ -49,7 +49,7 @@ def execute(tensor: torch.Tensor, plan: Plan) -> torch.Tensor:
 
     Collective. Blocking. Differentiable.
     """
-    result: torch.Tensor = Transform.apply(tensor, plan)
+    result: torch.Tensor = _Transform.apply(tensor, plan)
     return result
 
 
