@@ -160,15 +160,13 @@ def blocks_of(
         yield index, block
 
 
-def transform(
-    tensor: torch.Tensor, local: LocalTransform, *, in_place: bool = False, runs: Sequence[Run] = ()
-) -> torch.Tensor:
-    """Return the transform of a tensor, in a new tensor or, if it need not be kept, in its place.
+def transform(tensor: torch.Tensor, local: LocalTransform, runs: Sequence[Run] = ()) -> torch.Tensor:
+    """Return the transform of a tensor, in its place if it has the same shape and dtype.
 
     Local.
     """
     shape = local.shape(tensor.shape)
-    result = tensor if in_place else None
+    result = tensor if local.kind in ("fft", "ifft") else None
     for index, block in blocks_of(tensor, local, runs=runs):
         if list(block.shape) == shape:
             return block  # the only one

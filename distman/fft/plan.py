@@ -137,62 +137,67 @@ class Plan:
         return self.out_sizes if dim == self.out else tuple(split_sizes(length, self.group.size))
 
     def _complex(self, tensor: torch.Tensor) -> torch.Tensor:
-        shard, out = self.shard, self.out
-        way = out if out != shard else self._others(shard)[-1]
-        length = self.lengths[way]
-        parts = self._parts(way, length)
+        shard = self.shard
+        way = self.out if self.out != shard else self._others(shard)[-1]
         first = self._local(self.kind, *self._others(shard))
-        tensor = self._move(tensor, first, way, parts, shard, self.sizes, self.lengths[shard])
-        tensor = transform(tensor, self._local(self.kind, shard), in_place=True)
-        return tensor if out == way else self._move(tensor, None, shard, self.out_sizes, way, parts, length)
+        second = self._local(self.kind, shard)
+        return self._pass(tensor, first, second, way, self.lengths[way], self.lengths[shard])
 
     def _to_half(self, tensor: torch.Tensor) -> torch.Tensor:
         """Transform real data to half of its spectrum."""
-        shard, out, last = self.shard, self.out, self.dims[-1]
-        if shard == last:
-            way, *others = self._others(last)
-            length = self.lengths[way]
-            parts = self._parts(way, length)
-            tensor = self._move(tensor, None, way, parts, last, self.sizes, self.lengths[last])
-            second = self._local("rfft", *others, last)
-            tensor = self._move(tensor, second, last, self.out_sizes, way, parts, length)
-            return transform(tensor, self._local("fft", way), in_place=True)
-        way = out if out != shard else last
-        length = self._half if way == last else self.lengths[way]
+        shard, last = self.shard, self.dims[-1]
+        if shard != last:
+            way = self.out if self.out != shard else last
+            length = self._half if way == last else self.lengths[way]
+            first = self._local("rfft", *self._others(shard, last), last)
+            return self._pass(tensor, first, self._local("fft", shard), way, length, self.lengths[shard])
+        way, *others = self._others(last)
+        length = self.lengths[way]
         parts = self._parts(way, length)
-        first = self._local("rfft", *self._others(shard, last), last)
-        tensor = self._move(tensor, first, way, parts, shard, self.sizes, self.lengths[shard])
-        tensor = transform(tensor, self._local("fft", shard), in_place=True)
-        return tensor if out == way else self._move(tensor, None, shard, self.out_sizes, way, parts, length)
+        tensor = self._move(tensor, None, way, parts, last, self.sizes, self.lengths[last])
+        tensor = self._move(tensor, self._local("rfft", *others, last), last, self.out_sizes, way, parts, length)
+        return transform(tensor, self._local("fft", way))
 
     def _to_real(self, tensor: torch.Tensor) -> torch.Tensor:
         """Transform half of a spectrum to real data."""
         shard, out, last = self.shard, self.out, self.dims[-1]
-        if shard == last:
-            way = out if out != last else self._others(last)[0]
-            length = self.lengths[way]
-            parts = self._parts(way, length)
-            first = self._local("ifft", *self._others(last))
-            tensor = self._move(tensor, first, way, parts, last, self.sizes, self._half)
-            tensor = transform(tensor, self._local("irfft", last))
-            return tensor if out == way else self._move(tensor, None, last, self.out_sizes, way, parts, length)
-        way = out if out != shard else last
-        length = self._half if way == last else self.lengths[way]
-        parts = self._parts(way, length)
         others = self._others(shard, last)
-        tensor = self._move(
-            tensor,
-            self._local("ifft", *others) if others else None,
-            way,
-            parts,
-            shard,
-            self.sizes,
-            self.lengths[shard],
-        )
-        if out == way:
-            return transform(tensor, self._local("irfft", shard, last))
-        tensor = self._move(tensor, self._local("ifft", shard), shard, self.out_sizes, way, parts, length)
+        first = self._local("ifft", *others) if others else None
+        if shard == last:
+            way = out if out != last else others[0]
+            return self._pass(tensor, first, self._local("irfft", last), way, self.lengths[way], self._half)
+        if out != shard:
+            return self._pass(
+                tensor, first, self._local("irfft", shard, last), out, self.lengths[out], self.lengths[shard]
+            )
+        parts = self._parts(last, self._half)
+        tensor = self._move(tensor, first, last, parts, shard, self.sizes, self.lengths[shard])
+        tensor = self._move(tensor, self._local("ifft", shard), shard, self.out_sizes, last, parts, self._half)
         return transform(tensor, self._local("irfft", last))
+
+    def _pass(
+        self,
+        tensor: torch.Tensor,
+        first: LocalTransform | None,
+        second: LocalTransform,
+        way: int,
+        length: int,
+        joined: int,
+    ) -> torch.Tensor:
+        """Transform the whole dims, exchange, transform the dim of the shards, and go back if that is asked for.
+
+        Args:
+            tensor: The shard.
+            first: The transform before the exchange; None for none.
+            second: The transform after it.
+            way: The dim that is split meanwhile.
+            length: Its length then.
+            joined: Length of the dim of the shards then.
+        """
+        parts = self._parts(way, length)
+        tensor = self._move(tensor, first, way, parts, self.shard, self.sizes, joined)
+        tensor = transform(tensor, second)
+        return tensor if self.out == way else self._move(tensor, None, self.shard, self.out_sizes, way, parts, length)
 
     def _to_half_mirrored(self, tensor: torch.Tensor) -> torch.Tensor:
         """Transform real data that is sharded along the last dim to half of its spectrum, sharded along another."""
