@@ -28,7 +28,7 @@ from distman.control.turn import Turns
 from distman.control.watched_store import GaveUpError, WatchedStore
 from distman.control.whereabouts import call_site
 from distman.errors import DistmanError, undefined_group
-from distman.job import Job
+from distman.job import Job, is_pure_gloo, settle_backend
 from distman.log import logger
 from distman.topology import GridPartition, ListedPartition, Partition, Plan
 
@@ -386,7 +386,7 @@ class Groups:
     @property
     def _is_pure_gloo(self) -> bool:
         """Whether no backend uses the store from threads of its own, where a store of Python's would be in the way."""
-        return {part.rpartition(":")[2] for part in (self._job.backend or "").split(",")} == {"gloo"}
+        return is_pure_gloo(self._job.backend or "")
 
     def _store(self, failure_key: str) -> dist.Store | None:
         """Return the store over which members of a new group find each other; None on one process.
@@ -414,6 +414,7 @@ class Groups:
                 timeout=timedelta(seconds=self._job.limits.collective),
                 group_desc=name,
             )
+        settle_backend(process_group, backend)
         _world.pg_group_ranks[process_group] = dict(zip(ranks, itertools.count(), strict=False))
         return replace(self._group(name, ranks, process_group), store=store)
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import _get_default_store, _world
+from torch.distributed.distributed_c10d import _get_default_group, _get_default_store, _world
 
 from distman.control import failure
 from distman.control.circle import Circle
@@ -32,7 +32,18 @@ from distman.rendezvous.join import Rendezvous, join, meet_at, sign_in_of
 from distman.rendezvous.peers import Peer, Peers, SignIn, complete
 from distman.rendezvous.store import JobStore
 
-__all__ = ["DeviceWish", "Job", "Limits", "adopt", "leave", "let_gloo_rest", "start", "watch"]
+__all__ = [
+    "DeviceWish",
+    "Job",
+    "Limits",
+    "adopt",
+    "is_pure_gloo",
+    "leave",
+    "let_gloo_rest",
+    "settle_backend",
+    "start",
+    "watch",
+]
 
 _START_PATIENCE = 10.0
 _FAREWELL_PATIENCE = 2.5
@@ -318,6 +329,29 @@ def _make_process_group(job: Job, store: dist.Store) -> None:
     except BaseException:
         _world.group_count = num_groups  # it is part of the keys of the next try, on all ranks
         raise
+    settle_backend(_get_default_group(), job.backend)
+
+
+def settle_backend(process_group: dist.ProcessGroup, backend: str | None) -> None:
+    """Tell a new group which of its backends is the default.
+
+    Local. torch leaves it open where some library has registered a backend, as ``torch.compile`` does, and then warns
+    at every call.
+
+    Args:
+        process_group: The group.
+        backend: Its backends, such as ``cpu:gloo``.
+    """
+    if backend is not None and is_pure_gloo(backend):
+        process_group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
+
+
+def is_pure_gloo(backend: str) -> bool:
+    """Return whether gloo serves all devices of a group.
+
+    Local.
+    """
+    return {part.rpartition(":")[2] for part in backend.split(",")} == {"gloo"}
 
 
 def _meet_in_group(me: SignIn, limits: Limits) -> Rendezvous:

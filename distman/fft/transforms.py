@@ -296,8 +296,14 @@ class DistributedIRFFT2:
 
 def _outside_graphs(func: Callable[P, R]) -> Callable[P, R]:
     """Keep a function of arithmetic in NumPy and of messages out of the graphs of ``torch.compile``."""
-    disabled: Callable[P, R] = torch.compiler.disable(func)
-    return disabled
+
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        if torch.compiler.is_compiling():  # not before, as it loads the compiler
+            result: R = torch.compiler.disable(func)(*args, **kwargs)
+            return result
+        return func(*args, **kwargs)
+
+    return call
 
 
 @_outside_graphs

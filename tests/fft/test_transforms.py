@@ -1,4 +1,6 @@
 import itertools
+import subprocess
+import sys
 import warnings
 
 import pytest
@@ -313,6 +315,11 @@ def test_the_result_may_be_changed_in_place(rank, kind, shard_dim, out_dim):
     leaf = full.clone().requires_grad_()
     (2 * getattr(torch.fft, kind)(leaf)).abs().square().sum().backward()
     torch.testing.assert_close(mine.grad, shard_of(leaf.grad, shard_dim, rank, split_sizes(full.shape[shard_dim], 2)))
+
+
+def test_the_import_does_not_load_the_compiler():
+    program = "import sys, distman.fft; sys.exit('torch._dynamo' in sys.modules)"
+    subprocess.run([sys.executable, "-c", program], check=True)
 
 
 @ranks(2)

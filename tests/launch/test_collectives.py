@@ -17,6 +17,13 @@ def test_on_cpus(torchrun, num_ranks):
     assert finished.stdout.count("on cpu: as on one process") == num_ranks
 
 
+def test_the_compiler_of_torch_may_be_loaded(torchrun):
+    variables = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    finished = torchrun.run(SCRIPT, "torch._dynamo", ranks=2, env=variables, timeout=LIMIT)
+    assert (finished.returncode, finished.stderr) == (0, "")
+    assert finished.stdout.count("on cpu: as on one process") == 2
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_on_gpus(torchrun):

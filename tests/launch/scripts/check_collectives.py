@@ -1,5 +1,9 @@
-"""Compare every collective, and Fourier transforms, on this rank's device, with the same computation on one process."""
+"""Compare every collective, and Fourier transforms, on this rank's device, with the same computation on one process.
 
+Modules that are named on the command line are imported first.
+"""
+
+import importlib
 import sys
 
 import torch
@@ -59,6 +63,8 @@ def indexed(shards):
     return [torch.cat([one.flip(1)[:, :1] for one in shards], 1)] * size
 
 
+for name in sys.argv[1:]:
+    importlib.import_module(name)
 manager = DistributedManager.initialize()
 rank, size = manager.rank, manager.world_size
 sizes = list(SHARDS[:size])
