@@ -31,6 +31,7 @@ import torch.distributed as dist
 
 from distman import DistributedManager
 from distman.collectives import all_gather_v, broadcast_data, fused_all_reduce
+from distman.metrics import aggregate_metrics
 from distman.topology import ProcessGroupConfig, ProcessGroupNode
 
 MEGABYTE = 2**20
@@ -203,6 +204,7 @@ def measure_fused_on_this_rank() -> None:
     manager = DistributedManager.initialize()
     packed = torch.ones(NUM_SCALARS)
     scalars = {f"metric {number}": torch.tensor(float(number)) for number in range(NUM_SCALARS)}
+    numbers = {name: value.item() for name, value in scalars.items()}
 
     def one_by_one() -> None:
         for value in scalars.values():
@@ -217,6 +219,7 @@ def measure_fused_on_this_rank() -> None:
         "one all_reduce, packed before": lambda: dist.all_reduce(packed),
         "stack, all_reduce, unbind by hand": by_hand,
         "distman": lambda: fused_all_reduce(scalars),
+        "distman, aggregate_metrics": lambda: aggregate_metrics(numbers, weight=3),
         f"{NUM_SCALARS} all_reduce": one_by_one,
     }
     if physicsnemo := load_physicsnemo():
