@@ -82,8 +82,6 @@ def test_one_process_learns_and_draws(tmp_path):
 @pytest.mark.parametrize(
     ("count", "options", "mesh"),
     [
-        (2, ("--channel", "1", "--spatial", "2"), "1 x 2 x 1"),
-        (3, ("--channel", "3"), "1 x 1 x 3"),
         (4, (), "2 x 1 x 2"),
         (4, ("--spatial", "2"), "1 x 2 x 2"),
     ],
