@@ -40,7 +40,7 @@ def count_bytes(monkeypatch):
         ("irfft2", 1, 1, 2, 0),
     ],
 )
-@ranks(2, 3, 4)
+@ranks(3, 4)
 def test_forward_and_backward_send_what_is_promised(
     monkeypatch, rank, world_size, kind, shard_dim, out_dim, times, halves
 ):

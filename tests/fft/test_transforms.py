@@ -64,7 +64,10 @@ def test_result_and_gradient_equal_one_process_in_every_layout(rank, kind, shape
         if kind == "irfftn" and s is None and shape[-1] == 1:
             continue  # no points
         for shard_dim, out_dim in itertools.product(dims, dims):
-            check_against_one_process(kind, full, s, list(dims), norm, shard_dim=shard_dim, out_dim=out_dim, rank=rank)
+            sizes = split_sizes(shape[shard_dim], DistributedManager().world_size) if s is None else None
+            check_against_one_process(
+                kind, full, s, list(dims), norm, shard_dim=shard_dim, out_dim=out_dim, rank=rank, sizes=sizes
+            )
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -9,7 +9,7 @@ SCRIPT = Path(__file__).parent / "scripts" / "check_collectives.py"
 LIMIT = 120
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+@pytest.mark.parametrize("num_ranks", [1, 4])
 def test_on_cpus(torchrun, num_ranks):
     variables = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     finished = torchrun.run(SCRIPT, ranks=num_ranks, env=variables, timeout=LIMIT)
