@@ -71,7 +71,7 @@ def test_result_and_gradient_equal_one_process_in_every_layout(rank, kind, shape
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@ranks(2, 3)
+@ranks(3)
 def test_a_tensor_of_many_blocks_equals_one_process(monkeypatch, rank, kind):
     monkeypatch.setattr(blocks, "_BLOCK_BYTES", 300)
     full = make_input(kind, 3, 11, 2, 20, 7)
@@ -102,7 +102,7 @@ def test_uneven_and_empty_shards_in_and_out(rank, world_size, kind):
         )
 
 
-@pytest.mark.parametrize(("shard_dim", "out_dim"), [(0, 1), (1, 0), (0, 0), (1, 1)])
+@pytest.mark.parametrize(("shard_dim", "out_dim"), [(0, 1), (1, 0)])
 @pytest.mark.parametrize("kind", KINDS)
 @ranks(3)
 def test_gradcheck_twice(rank, world_size, kind, shard_dim, out_dim):
@@ -307,7 +307,7 @@ def test_shards_that_do_not_fit_raise_on_all(rank):
 
 
 @pytest.mark.parametrize(("shard_dim", "out_dim"), [(0, 1), (1, 0), (0, 0), (1, 1)])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["fftn", "rfftn"])
 @ranks(2)
 def test_the_result_may_be_changed_in_place(rank, kind, shard_dim, out_dim):
     full = make_input(kind, 4, 6)

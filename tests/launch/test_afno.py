@@ -83,7 +83,7 @@ def test_one_process_learns_and_draws(tmp_path):
     ("count", "options", "mesh"),
     [
         (4, (), "2 x 1 x 2"),
-        (4, ("--spatial", "2"), "1 x 2 x 2"),
+        (2, ("--channel", "1", "--spatial", "2"), "1 x 2 x 1"),
     ],
 )
 def test_torchrun(torchrun, one_process, tmp_path, count, options, mesh):
