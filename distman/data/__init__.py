@@ -1,0 +1,21 @@
+"""Which samples each rank takes, and the loaders that read them."""
+
+from __future__ import annotations
+
+from distman.data.batches import EvaluationBatches, ShardBatches, TrainingBatches
+from distman.data.cached import RankCachedDataset, rank_cached_loader
+from distman.data.hdf5 import Hdf5Dataset
+from distman.data.loaders import EvaluationLoader, TrainingLoader, default_num_workers, distributed_loader
+
+__all__ = [
+    "EvaluationBatches",
+    "EvaluationLoader",
+    "Hdf5Dataset",
+    "RankCachedDataset",
+    "ShardBatches",
+    "TrainingBatches",
+    "TrainingLoader",
+    "default_num_workers",
+    "distributed_loader",
+    "rank_cached_loader",
+]

@@ -1,0 +1,124 @@
+from itertools import chain
+
+import h5py
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import Dataset, TensorDataset
+
+from distman import DistributedManager
+from distman.collectives import all_gather_objects
+from distman.data import Hdf5Dataset, RankCachedDataset, distributed_loader, rank_cached_loader
+from distman.testing import ranks
+
+
+class Samples(Dataset):
+    """Nested samples of numbers, and a record of which were read."""
+
+    def __init__(self, length):
+        self.length = length
+        self.read = []
+
+    def __len__(self):
+        return self.length
+
+    def __getitem__(self, index):
+        self.read.append(index)
+        return {"image": np.full((2, 3), index, dtype=np.float32), "label": (index, float(index))}
+
+
+class Ragged(Samples):
+    """The samples behind one index are longer."""
+
+    def __init__(self, length, index):
+        super().__init__(length)
+        self.index = index
+
+    def __getitem__(self, index):
+        return torch.zeros(1 + index // self.index)
+
+
+class Named(Samples):
+    def __getitem__(self, index):
+        return index, "name"
+
+
+@ranks(1, 2, 4)
+@pytest.mark.parametrize("length", [1, 3, 11])
+def test_each_rank_reads_its_shard_once(rank, world_size, length):
+    samples = Samples(length)
+    cached = RankCachedDataset(samples)
+    assert cached.sizes == [length // world_size + (one < length % world_size) for one in range(world_size)]
+    assert len(cached) == cached.sizes[rank]
+    assert set(samples.read) == (set(range(sum(cached.sizes[:rank]), sum(cached.sizes[: rank + 1]))) or {0})
+    for loader in (rank_cached_loader(cached, batch_size=2), rank_cached_loader(cached, batch_size=2)):
+        own = []
+        for batch in loader:
+            assert batch["image"].shape[1:] == (2, 3)
+            assert batch["label"][0].tolist() == batch["label"][1].tolist() == batch["image"][:, 1, 2].tolist()
+            own += batch["label"][0][: loader.num_own].tolist()
+        assert sorted([*chain(*all_gather_objects(own))]) == list(range(length))
+    num_read = len(samples.read)
+    assert cached[0]["image"].shape == (2, 3)
+    assert len(samples.read) == num_read
+
+
+@ranks(2)
+def test_a_batch_may_be_changed(rank):
+    cached = RankCachedDataset(TensorDataset(torch.arange(6.0)))
+    for loader in (rank_cached_loader(cached, batch_size=2), rank_cached_loader(cached, batch_size=2, evaluation=True)):
+        for (values,) in loader:
+            values.zero_()
+    assert cached[:][0].tolist() == [3.0 * rank, 3.0 * rank + 1, 3.0 * rank + 2]
+
+
+@ranks(2)
+def test_larger_than_a_chunk():
+    values = torch.randn(5000, 3, generator=torch.Generator().manual_seed(0))
+    for dataset in (TensorDataset(values), [(value,) for value in values]):
+        own = torch.cat([batch for (batch,) in rank_cached_loader(dataset, evaluation=True, batch_size=999)])
+        assert torch.equal(torch.cat(all_gather_objects(own)), values)
+
+
+@ranks(1, 3)
+def test_hdf5(rank, tmp_path):
+    path = tmp_path / "data.h5"
+    if rank == 0:
+        with h5py.File(path, "w") as file:
+            file["fields"] = np.arange(20.0).reshape(10, 2)
+            file["grid/labels"] = np.arange(10)
+    DistributedManager().barrier()
+    dataset = Hdf5Dataset(path, ["fields", "grid/labels"])
+    cached = rank_cached_loader(dataset, evaluation=True, batch_size=2)
+    streamed = distributed_loader(dataset, evaluation=True, batch_size=2, num_workers=1)
+    for loader in (cached, streamed):
+        own = [(fields.tolist(), labels.tolist()) for fields, labels in loader]
+        fields = [*chain(*(one for part in all_gather_objects(own) for one, _ in part))]
+        labels = [*chain(*(one for part in all_gather_objects(own) for _, one in part))]
+        assert fields == np.arange(20.0).reshape(10, 2).tolist()
+        assert labels == list(range(10))
+    with pytest.raises(ValueError, match=r"names must be datasets in .*, got \['grid', 'no'\]. It has \['fields', "):
+        Hdf5Dataset(path, ["fields", "grid", "no"])
+    with pytest.raises(FileNotFoundError):
+        Hdf5Dataset(tmp_path / "no.h5", ["fields"])
+
+
+def test_hdf5_of_unequal_length(tmp_path):
+    with h5py.File(tmp_path / "data.h5", "w") as file:
+        file["a"], file["b"] = np.zeros(3), np.zeros(4)
+    with pytest.raises(ValueError, match=r"datasets must be equally long to make samples, got \{'a': 3, 'b': 4\}"):
+        Hdf5Dataset(tmp_path / "data.h5", ["a", "b"])
+
+
+@ranks(1)
+def test_samples_that_cannot_be_cached():
+    with pytest.raises(ValueError, match="samples must be of one shape to be cached, got others among 1024 to 2047"):
+        RankCachedDataset(Ragged(3000, 1500))
+    with pytest.raises(ValueError, match="samples must be of one shape to be cached, got others among 2048 to 2999"):
+        RankCachedDataset(Ragged(3000, 2048))
+    with pytest.raises(TypeError, match=r"samples must be made of numbers to be cached, got 'name'"):
+        RankCachedDataset(Named(2))
+    with pytest.raises(ValueError, match="dataset must have at least one sample to be cached, got none"):
+        RankCachedDataset(Samples(0))
+    with pytest.raises(TypeError, match="device must be left out: the dataset is cached already"):
+        rank_cached_loader(RankCachedDataset(Samples(2)), device="cpu")
