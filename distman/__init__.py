@@ -18,6 +18,7 @@ from distman import startup
 from distman.environments import explain, is_env_distributed, should_use_distributed
 from distman.errors import (
     BarrierTimeoutError,
+    CheckpointError,
     DistmanError,
     LaunchEnvironmentError,
     NotInitializedError,
@@ -45,6 +46,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "BarrierTimeoutError",
+    "CheckpointError",
     "DistmanError",
     "DistributedManager",
     "LaunchEnvironmentError",

@@ -10,6 +10,7 @@
      ├── PlanMismatchError        ranks ask for different groups, collectives, keys or shapes
      ├── RankFailedError          another rank raised, died or left; carries rank, host, type, text, traceback
      ├── BarrierTimeoutError      names the ranks that did not come to a barrier
+ ├── CheckpointError          a checkpoint is damaged, none, or holds code; or one in the background was not written
      └── WorkerError              a worker of a ParallelExecutor died, raised or was too late
 
 Wrong arguments are ``ValueError`` or ``TypeError``. Messages read
@@ -24,6 +25,7 @@ from collections.abc import Iterable
 
 __all__ = [
     "BarrierTimeoutError",
+    "CheckpointError",
     "DistmanError",
     "LaunchEnvironmentError",
     "NotInitializedError",
@@ -96,6 +98,10 @@ class RankFailedError(DistmanError):
 
 class BarrierTimeoutError(DistmanError):
     """Ranks did not come to a barrier in time."""
+
+
+class CheckpointError(DistmanError):
+    """A checkpoint is damaged, none at all, or wants to run code; or one in the background could not be written."""
 
 
 class WorkerError(DistmanError):

@@ -15,11 +15,13 @@ if TYPE_CHECKING:
     pass
 
 from distman.control.deadline import attempt
+from distman.control.finishing import finish_all, is_anything_left
 
 __all__ = ["end_job_at_exit", "exit_now", "has_failed", "install", "report_uncaught", "set_reporter", "write"]
 
 
 _PATIENCE = 1.0
+_WORK_PATIENCE = 60.0
 
 Reporter = Callable[[BaseException], object]
 
@@ -108,10 +110,13 @@ def end_job_at_exit(action: Callable[[], None]) -> None:
 def exit_now(code: int) -> None:
     """End this process without its exit handlers, and the job if that was wanted at exit.
 
-    Local. It may be called from any thread, whatever locks the others hold.
+    Local. It may be called from any thread, whatever locks the others hold. What is being saved in the background is
+    waited for, a minute at most.
     """
     try:
         attempt(_flush, _PATIENCE)
+        if is_anything_left() and not attempt(finish_all, _WORK_PATIENCE):
+            attempt(lambda: write(f"distman: what is being saved was not done in {_WORK_PATIENCE:g} s"), _PATIENCE)
         if _hook is not None:
             _hook.end_job()
     finally:

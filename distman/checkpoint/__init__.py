@@ -1,0 +1,34 @@
+"""Saving and loading what a training needs to go on, so that nothing that was saved is lost."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from distman.checkpoint.folder import CheckpointFolder
+from distman.checkpoint.model_state import load_model_state, model_state
+from distman.checkpoint.whole import PendingSave, load, save
+
+if TYPE_CHECKING:
+    from distman.checkpoint.sharded import load_sharded, save_sharded
+
+__all__ = [
+    "CheckpointFolder",
+    "PendingSave",
+    "load",
+    "load_model_state",
+    "load_sharded",
+    "model_state",
+    "save",
+    "save_sharded",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in ("load_sharded", "save_sharded"):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module("distman.checkpoint.sharded"), name)  # torch's part of it takes a second
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

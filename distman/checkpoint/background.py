@@ -1,0 +1,153 @@
+"""Writing in a thread while the program goes on: one write to each place at a time, and no error is lost."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+from distman.control.finishing import finish_first
+from distman.errors import CheckpointError
+from distman.log import logger
+
+__all__ = ["BackgroundWrite", "join", "refuse_after_failure", "settle", "start"]
+
+_writes: dict[Path, BackgroundWrite] = {}
+"""The last write to each place, unless it succeeded or its error was raised."""
+
+
+class BackgroundWrite:
+    """One write in a thread; the end of the interpreter waits for it.
+
+    Args:
+        place: What is written, or the folder that it is written into.
+        work: Writes it.
+
+    Attributes:
+        error: Why it failed; None if it did not, or is not over.
+    """
+
+    def __init__(self, place: Path, work: Callable[[], None]) -> None:
+        self._place = place
+        self.error: BaseException | None = None
+        self._pid = os.getpid()
+        self._thread = threading.Thread(target=self._run, args=(work,), name="distman-checkpoint", daemon=False)
+        self._forget = finish_first(self.end)
+
+    def start(self) -> None:
+        """Begin to write.
+
+        Local.
+        """
+        _writes[self._place] = self
+        try:
+            self._thread.start()
+        except BaseException:
+            del _writes[self._place]
+            self._forget()
+            raise
+
+    def join(self) -> None:
+        """Wait until it is over, whatever came of it.
+
+        Local. Blocking. A process forked from the one that writes does not wait.
+        """
+        if os.getpid() == self._pid:
+            self._thread.join()
+
+    def wait(self) -> None:
+        """Wait until it is written.
+
+        Local. Blocking.
+
+        Raises:
+            Exception: It failed.
+        """
+        self.join()
+        if self.error is not None:
+            _writes.pop(self._place, None)
+            raise self.error
+
+    def end(self) -> None:
+        """At the end of the process, wait until it is over, and log an error that nobody has seen.
+
+        Local. Blocking.
+        """
+        self.join()
+        if self.error is not None and _writes.get(self._place) is self and os.getpid() == self._pid:
+            del _writes[self._place]
+            logger.error("%s was not written: %r. The one before is still there", self._place, self.error)
+
+    def _run(self, work: Callable[[], None]) -> None:
+        try:
+            work()
+            _writes.pop(self._place, None)
+        except BaseException as error:  # noqa: BLE001 - it is raised where the program waits, or logged at the end
+            self.error = error
+        finally:
+            self._forget()
+
+
+def start(place: Path, work: Callable[[], None]) -> BackgroundWrite:
+    """Begin to write in the background, where nothing else is being written.
+
+    Local.
+
+    Args:
+        place: What is written, or the folder that it is written into.
+        work: Writes it.
+    """
+    write = BackgroundWrite(place, work)
+    write.start()
+    return write
+
+
+def join(place: Path) -> None:
+    """Wait until nothing is being written to a place any more.
+
+    Local. Blocking.
+    """
+    if place in _writes:
+        _writes[place].join()
+
+
+def settle(place: Path) -> None:
+    """Wait until nothing is being written to a place any more.
+
+    Local. Blocking.
+
+    Raises:
+        Exception: The last write failed, and this was not raised before.
+    """
+    write = _writes.get(place)
+    if write is not None:
+        write.wait()
+
+
+def refuse_after_failure(place: Path) -> None:
+    """Wait until nothing is being written to a place any more, as the next write to it has to.
+
+    Local. Blocking.
+
+    Raises:
+        CheckpointError: The last write failed, and this was not raised before.
+    """
+    write = _writes.get(place)
+    if write is None:
+        return
+    write.join()
+    if write.error is not None:
+        _writes.pop(place, None)
+        raise CheckpointError(
+            f"what was saved to {place} in the background before must have been written, got "
+            f"{type(write.error).__name__}: {write.error}. Nothing is saved this time either: remove the cause, and "
+            "save again."
+        ) from write.error
+
+
+@atexit.register
+def _tell_at_exit() -> None:
+    for write in list(_writes.values()):
+        write.end()
