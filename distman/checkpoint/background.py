@@ -45,8 +45,7 @@ class BackgroundWrite:
         try:
             self._thread.start()
         except BaseException:
-            del _writes[self._place]
-            self._forget()
+            self.settle()
             raise
 
     def join(self) -> None:
@@ -67,8 +66,17 @@ class BackgroundWrite:
         """
         self.join()
         if self.error is not None:
-            _writes.pop(self._place, None)
+            self.settle()
             raise self.error
+
+    def settle(self) -> None:
+        """Take note that it succeeded, or that its error is known to the program.
+
+        Local.
+        """
+        if _writes.get(self._place) is self:
+            del _writes[self._place]
+        self._forget()
 
     def end(self) -> None:
         """At the end of the process, wait until it is over, and log an error that nobody has seen.
@@ -76,18 +84,16 @@ class BackgroundWrite:
         Local. Blocking.
         """
         self.join()
-        if self.error is not None and _writes.get(self._place) is self and os.getpid() == self._pid:
-            del _writes[self._place]
+        if self.error is not None and os.getpid() == self._pid:
+            self.settle()
             logger.error("%s was not written: %r. The one before is still there", self._place, self.error)
 
     def _run(self, work: Callable[[], None]) -> None:
         try:
             work()
-            _writes.pop(self._place, None)
+            self.settle()
         except BaseException as error:  # noqa: BLE001 - it is raised where the program waits, or logged at the end
             self.error = error
-        finally:
-            self._forget()
 
 
 def start(place: Path, work: Callable[[], None]) -> BackgroundWrite:
@@ -139,7 +145,7 @@ def refuse_after_failure(place: Path) -> None:
         return
     write.join()
     if write.error is not None:
-        _writes.pop(place, None)
+        write.settle()
         raise CheckpointError(
             f"what was saved to {place} in the background before must have been written, got "
             f"{type(write.error).__name__}: {write.error}. Nothing is saved this time either: remove the cause, and "

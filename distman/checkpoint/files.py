@@ -17,6 +17,7 @@ from pathlib import Path
 __all__ = [
     "NewFolder",
     "Stream",
+    "put_back",
     "real_path",
     "remove_leftovers",
     "replace_file",
@@ -159,8 +160,7 @@ class NewFolder:
     def __init__(self, place: Path) -> None:
         _make_folder(place.parent)
         self._place = place
-        self._old = place.with_name(f".{place.name}.old")
-        self._recover()
+        put_back(place)
         remove_leftovers(place.parent, glob.escape(place.name))
         self.path = _beside(place)
         self.path.mkdir()
@@ -177,12 +177,12 @@ class NewFolder:
         if not self._place.exists():
             self.path.rename(self._place)
         elif not _exchange(self.path, self._place):
-            self._place.rename(self._old)
+            self._place.rename(_old(self._place))
             self.path.rename(self._place)
         _sync_folder(self._place.parent)
         self._lock.close()
         shutil.rmtree(self.path, ignore_errors=True)
-        shutil.rmtree(self._old, ignore_errors=True)
+        shutil.rmtree(_old(self._place), ignore_errors=True)
 
     def discard(self) -> None:
         """Remove the folder, unless it is in its place.
@@ -191,12 +191,20 @@ class NewFolder:
         """
         self._lock.close()
         shutil.rmtree(self.path, ignore_errors=True)
-        self._recover()
+        put_back(self._place)
 
-    def _recover(self) -> None:
-        """Put the old folder back, if its writer was killed between two renames."""
-        if self._old.exists() and not self._place.exists():
-            self._old.rename(self._place)
+
+def put_back(place: Path) -> None:
+    """Put an old folder back whose successor's writer was killed between two renames.
+
+    Local. Elsewhere than on network file systems it cannot happen.
+    """
+    if _old(place).exists() and not place.exists():
+        _old(place).rename(place)
+
+
+def _old(place: Path) -> Path:
+    return place.with_name(f".{place.name}.old")
 
 
 def _beside(path: Path) -> Path:

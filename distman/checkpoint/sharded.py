@@ -18,7 +18,7 @@ from torch.distributed.checkpoint._nested_dict import set_element
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import ReadItem
 
-from distman.checkpoint.files import NewFolder, real_path
+from distman.checkpoint.files import NewFolder, put_back, real_path
 from distman.checkpoint.metadata import read_metadata
 from distman.checkpoint.state import check_state
 from distman.checkpoint.together import on_all_ranks
@@ -81,6 +81,7 @@ def load_sharded(state: dict[str, Any], path: str | os.PathLike[str]) -> None:
         RankFailedError: On the other ranks.
     """
     place = real_path(path)
+    on_rank(0)(put_back)(place)
     metadata = on_all_ranks(functools.partial(read_metadata, place))
     on_all_ranks(functools.partial(_run, functools.partial(_read, state, place, metadata)))
 

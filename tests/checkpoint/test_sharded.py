@@ -1,0 +1,223 @@
+"""States of which each rank has a part: on other numbers of ranks, with errors on one, and with bombs."""
+
+import contextlib
+import os
+import pickle
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+from distman import CheckpointError, DistributedManager, RankFailedError
+from distman.checkpoint import load_sharded, save, save_sharded
+from distman.testing import ranks
+
+from .bombs import Bomb
+
+ROWS = torch.arange(30.0).reshape(10, 3)
+
+
+def state_of(value, world_size):
+    """Return a state whose tensors hold their places, times a value."""
+    mesh = init_device_mesh("cpu", (world_size,))
+    return {
+        "model": {
+            "by rows": distribute_tensor(ROWS * value, mesh, [Shard(0)]),
+            "by columns": distribute_tensor(ROWS * value, mesh, [Shard(1)]),
+            "copies": distribute_tensor(ROWS * value, mesh, [Replicate()]),
+            "plain": ROWS * value,
+        },
+        "groups": [{"lr": 0.5 * value}],
+        "step": 7 * value,
+    }
+
+
+def assert_is(state, value):
+    for tensor in state["model"].values():
+        full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        assert torch.equal(full, ROWS * value)
+    assert (state["groups"], state["step"]) == ([{"lr": 0.5 * value}], 7 * value)
+
+
+def all_are_well():
+    DistributedManager().barrier("well")
+
+
+@contextlib.contextmanager
+def job(world_size, rank, store):
+    """A job of the first ranks of this one."""
+    file = dist.FileStore(str(store), world_size)
+    dist.init_process_group("gloo", store=file, rank=rank, world_size=world_size)
+    DistributedManager.initialize()
+    yield
+    DistributedManager.cleanup(barrier=True)
+    dist.destroy_process_group()
+
+
+@ranks(4, manager=False)
+def test_what_two_ranks_saved_is_loaded_by_four_and_by_one(tmp_path, rank):
+    dist.destroy_process_group()
+    for world_size, value in ((2, 1), (4, 0), (1, 0)):
+        if rank < world_size:
+            with job(world_size, rank, tmp_path / f"store {world_size}"):
+                state = state_of(value, world_size)
+                if value:
+                    save_sharded(state, tmp_path / "sharded")
+                else:
+                    load_sharded(state, tmp_path / "sharded")
+                assert_is(state, 1)
+
+
+@ranks(1, 2)
+def test_a_new_one_takes_the_place_of_the_old_one(tmp_path, world_size):
+    folder = tmp_path / "new" / "sharded"
+    for value in (1, 2):
+        save_sharded(state_of(value, world_size), folder)
+        state = state_of(0, world_size)
+        load_sharded(state, folder)
+        assert_is(state, value)
+    assert [path.name for path in folder.parent.iterdir()] == ["sharded"]
+
+
+def test_a_process_that_is_alone_needs_no_manager(tmp_path):
+    save_sharded({"weight": ROWS, "step": 3}, tmp_path / "sharded")
+    state = {"weight": torch.zeros(10, 3), "step": 0}
+    load_sharded(state, tmp_path / "sharded")
+    assert torch.equal(state["weight"], ROWS)
+    assert state["step"] == 3
+
+
+@ranks(3)
+def test_each_rank_may_have_names_of_its_own(tmp_path, rank):
+    save_sharded({f"rng {rank}": torch.full((2,), rank), "all": 1}, tmp_path / "sharded")
+    state = {f"rng {rank}": torch.zeros(2, dtype=torch.int64), "all": 0}
+    load_sharded(state, tmp_path / "sharded")
+    assert state[f"rng {rank}"].tolist() == [rank, rank]
+
+
+@ranks(2)
+def test_an_error_on_one_rank_is_an_error_on_all_and_the_old_folder_stays(tmp_path, rank, world_size):
+    folder = tmp_path / "sharded"
+    save_sharded(state_of(1, world_size), folder)
+    bad = state_of(2, world_size) | ({"function": print} if rank == 1 else {})
+    with pytest.raises(ValueError if rank == 1 else RankFailedError, match=r"state\['function'\] must be a tensor"):
+        save_sharded(bad, folder)
+    clashing = {"a": {"b": 1}, "a.b": 2} if rank == 1 else {"a": {"b": 1}}
+    with pytest.raises(ValueError if rank == 1 else RankFailedError, match=r"duplicated flatten key a\.b"):
+        save_sharded(clashing, folder)
+    state = state_of(0, world_size)
+    load_sharded(state, folder)
+    assert_is(state, 1)
+    assert [path.name for path in tmp_path.iterdir()] == ["sharded"]
+    all_are_well()
+
+
+@ranks(2)
+def test_what_rank_0_cannot_write_is_an_error_on_all(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(RankFailedError, match=r"rank 0 .* raised (NotADirectory|FileExists)Error"):
+        save_sharded({"step": 1}, tmp_path / "file" / "sharded")
+    all_are_well()
+
+
+@ranks(2)
+def test_an_error_at_loading_on_one_rank_is_an_error_on_all(tmp_path, rank):
+    folder = tmp_path / "sharded"
+    save_sharded({"weight": ROWS, "step": 1}, folder)
+    with pytest.raises(FileNotFoundError if rank == 1 else RankFailedError, match="other must be a sharded checkpoint"):
+        load_sharded({"weight": torch.zeros(10, 3)}, tmp_path / "other" if rank == 1 else folder)
+    with pytest.raises(CheckpointError if rank == 1 else RankFailedError, match=r"Missing key(?s:.*): bias"):
+        load_sharded({"bias" if rank == 1 else "weight": torch.zeros(10, 3)}, folder)
+    with pytest.raises(CheckpointError, match="must be whole and fit the state"):
+        load_sharded({"weight": torch.zeros(2, 3)}, folder)
+    all_are_well()
+
+
+@ranks(2)
+def test_half_a_file_is_no_checkpoint(tmp_path, rank):
+    folder = tmp_path / "sharded"
+    save_sharded({"weight": ROWS}, folder)
+    if rank == 0:
+        for path in folder.glob("*.distcp"):
+            os.truncate(path, path.stat().st_size // 2)
+    all_are_well()
+    with pytest.raises((CheckpointError, RankFailedError), match="sharded must be whole and fit the state"):
+        load_sharded({"weight": torch.zeros(10, 3)}, folder)
+    if rank == 0:
+        os.truncate(folder / ".metadata", 20)
+    all_are_well()
+    with pytest.raises(CheckpointError, match=r"\.metadata must describe tensors only"):
+        load_sharded({"weight": torch.zeros(10, 3)}, folder)
+
+
+def as_a_whole(_metadata, crater):
+    return Bomb(crater)
+
+
+def within(metadata, crater):
+    metadata.planner_data = {"step": Bomb(crater)}
+    return metadata
+
+
+def by_name(metadata, _crater):
+    metadata.planner_data = os.system
+    return metadata
+
+
+@ranks(1, 2)
+@pytest.mark.parametrize("place", [as_a_whole, within, by_name])
+def test_a_bomb_among_the_contents_is_refused_and_does_nothing(tmp_path, rank, place):
+    folder, crater = tmp_path / "sharded", tmp_path / "crater"
+    save_sharded({"step": 1}, folder)
+    if rank == 0:
+        metadata = pickle.loads((folder / ".metadata").read_bytes())  # noqa: S301 - our own
+        (folder / ".metadata").write_bytes(pickle.dumps(place(metadata, crater)))
+    all_are_well()
+    state = {"step": 0}
+    with pytest.raises(CheckpointError, match=r"must describe tensors only(?s:.*)nothing was run: \S+ describes no"):
+        load_sharded(state, folder)
+    assert state == {"step": 0}
+    assert not crater.exists()
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_a_bomb_in_place_of_a_number_is_refused_and_does_nothing(tmp_path):
+    folder, crater = tmp_path / "sharded", tmp_path / "crater"
+    dist.checkpoint.save({"step": Bomb(crater)}, checkpoint_id=folder)
+    with pytest.raises(CheckpointError, match=r"must be whole and fit the state(?s:.*)Weights only load failed"):
+        load_sharded({"step": 0}, folder)
+    assert not crater.exists()
+
+
+def test_files_outside_the_folder_are_not_read(tmp_path):
+    folder = tmp_path / "sharded"
+    save_sharded({"step": 1}, folder)
+    metadata = pickle.loads((folder / ".metadata").read_bytes())  # noqa: S301 - our own
+    for one in metadata.storage_data.values():
+        one.relative_path = "../elsewhere"
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises(CheckpointError, match="must describe tensors in this folder"):
+        load_sharded({"step": 0}, folder)
+
+
+@ranks(2)
+def test_a_part_is_not_taken_for_the_whole(tmp_path, world_size):
+    with pytest.raises(RankFailedError, match=r"state\['model'\]\['by rows'\] must be whole(?s:.*)save_sharded"):
+        save(state_of(1, world_size), tmp_path / "state.pt")
+
+
+def test_a_folder_whose_writer_was_killed_between_two_renames_is_put_back(tmp_path):
+    folder = tmp_path / "sharded"
+    save_sharded({"step": 1}, folder)
+    folder.rename(tmp_path / ".sharded.old")
+    (tmp_path / ".sharded.12-00ff00ff.tmp").mkdir()
+    state = {"step": 0}
+    load_sharded(state, folder)
+    assert state == {"step": 1}
+    folder.rename(tmp_path / ".sharded.old")
+    save_sharded({"step": 2}, folder)
+    load_sharded(state, folder)
+    assert state == {"step": 2}
+    assert [path.name for path in tmp_path.iterdir()] == ["sharded"]
