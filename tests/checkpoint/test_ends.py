@@ -2,7 +2,10 @@
 
 import re
 import sys
+import tempfile
 from pathlib import Path
+
+import pytest
 
 from ..launch.processes import launch
 
@@ -10,8 +13,15 @@ SCRIPTS = Path(__file__).parent / "scripts"
 KILLS = 80
 
 
-def test_what_was_saved_survives_a_kill_at_any_moment(tmp_path):
-    finished = launch([sys.executable, SCRIPTS / "killed.py", tmp_path, str(KILLS)], timeout=120)
+@pytest.fixture
+def in_memory():
+    """A folder in memory: a kill loses nothing of it either, and most kills do not meet a process that waits for a disk."""
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:  # noqa: S108 - that is where memory is
+        yield folder
+
+
+def test_what_was_saved_survives_a_kill_at_any_moment(in_memory):
+    finished = launch([sys.executable, SCRIPTS / "killed.py", in_memory, str(KILLS)], timeout=120)
     assert (finished.returncode, finished.stderr) == (0, "")
     assert re.findall(r"^\w+", finished.stdout, re.MULTILINE) == ["Whole", "Numbered", "Sharded"]
 

@@ -15,7 +15,6 @@ import torch
 
 from distman.checkpoint import CheckpointFolder, load, load_sharded, save, save_sharded
 
-LONGEST = 0.02
 NUMEL = 20_000
 
 
@@ -79,8 +78,8 @@ def save_without_end(kind, number, pipe):
         number += 1
 
 
-def kill_one(kind, number, generator):
-    """Return the number that a child had said to be saved when it was killed."""
+def kill_one(kind, number, delay):
+    """Return the number that a child had said to be saved when it was killed, so many seconds after it had begun."""
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:
@@ -88,22 +87,30 @@ def kill_one(kind, number, generator):
     os.close(writing)
     with os.fdopen(reading) as said:
         first = said.readline()
-        time.sleep(generator.uniform(0, LONGEST))
+        time.sleep(delay)
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
         lines = [first, *said]
     return max((int(line.split()[1]) for line in lines if line.startswith("saved")), default=number - 1)
 
 
+def seconds_of(kind):
+    """Return how long a save takes; the first one also imports."""
+    kind.save(0)
+    began = time.monotonic()
+    kind.save(0)
+    return time.monotonic() - began
+
+
 def main(folder, count):
     torch.set_num_threads(1)
     generator = random.Random(0)  # noqa: S311 - no secret
     for kind in (Whole(folder), Numbered(folder), Sharded(folder)):
-        kind.save(0)
+        longest = 3 * seconds_of(kind)
         number, num_torn = 0, 0
         assert len(list(Path("/proc/self/task").iterdir())) == 1
         for _ in range(count if not isinstance(kind, Sharded) else count // 2):
-            announced = kill_one(kind, number + 1, generator)
+            announced = kill_one(kind, number + 1, generator.uniform(0, longest))
             num_torn += any(folder.rglob(".*.tmp"))
             number = whole(kind.load())
             assert number >= announced, (number, announced)
