@@ -15,8 +15,8 @@ KILLS = 80
 
 @pytest.fixture
 def in_memory():
-    """A folder in memory: a kill loses nothing of it either, and most kills do not meet a process that waits for a disk."""
-    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:  # noqa: S108 - that is where memory is
+    """A folder in memory: a kill loses nothing of it either, and few meet a process that waits for a disk."""
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
         yield folder
 
 
