@@ -38,6 +38,7 @@ __all__ = [
 
 P = ParamSpec("P")
 R = TypeVar("R")
+_MAX_SHOWN = 8
 
 
 def on_rank(
@@ -73,7 +74,7 @@ def on_rank(
 
     def decorate(func: Callable[P, R]) -> Callable[P, R | None]:
         name = _name_of(func)
-        what = f"on_rank({ranks[0] if len(ranks) == 1 else list(ranks)}) of {name}"
+        what = f"on_rank({_shown(ranks)}) of {name}"
 
         @functools.wraps(func)
         def call(*args: P.args, **kwargs: P.kwargs) -> R | None:
@@ -310,6 +311,12 @@ def _whole_ranks(rank: int | Iterable[int]) -> tuple[int, ...]:
     if not ranks or ranks[0] < 0:
         raise ValueError(f"rank must be at least 0, and there must be one, got {rank!r}. Name the ranks to run on.")
     return tuple(ranks)
+
+
+def _shown(ranks: Sequence[int]) -> str:
+    if len(ranks) > _MAX_SHOWN:
+        return f"{len(ranks)} ranks from {ranks[0]} to {ranks[-1]}"
+    return str(ranks[0] if len(ranks) == 1 else list(ranks))
 
 
 def _name_of(func: Callable[..., object]) -> str:

@@ -15,6 +15,7 @@ import torch
 from torch.distributed import checkpoint
 from torch.distributed.checkpoint import CheckpointException, DefaultLoadPlanner, FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint._nested_dict import set_element
+from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import ReadItem
 
@@ -86,6 +87,23 @@ def load_sharded(state: dict[str, Any], path: str | os.PathLike[str]) -> None:
     on_all_ranks(functools.partial(_run, functools.partial(_read, state, place, metadata)))
 
 
+class _Files(FileSystem):
+    """Says what the system said, a full disk say, where torch says that a file has an unexpected length."""
+
+    @contextlib.contextmanager
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[io.IOBase]:
+        try:
+            with super().create_stream(path, mode) as stream:
+                yield stream
+        except Exception as error:
+            reason: BaseException | None = error
+            while reason is not None:
+                if isinstance(reason, OSError):
+                    raise OSError(reason.errno, reason.strerror, str(path)) from None
+                reason = reason.__context__
+            raise
+
+
 class _Reader(FileSystemReader):
     """Reads what a table of contents says that was read before."""
 
@@ -113,6 +131,7 @@ def _check(state: dict[str, Any]) -> None:
 
 def _write(state: dict[str, Any], folder: Path | None) -> None:
     writer = FileSystemWriter(str(folder))
+    writer.fs = _Files()
     with _quiet_on_one_process():
         checkpoint.save(state, storage_writer=writer)
 

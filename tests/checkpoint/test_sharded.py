@@ -122,6 +122,20 @@ def test_what_rank_0_cannot_write_is_an_error_on_all(tmp_path):
     all_are_well()
 
 
+@ranks(1, 2)
+def test_a_full_disk_is_one_error_on_all_and_the_old_folder_stays(small_disk, world_size):
+    save_sharded({"step": 1}, small_disk / "sharded")
+    mesh = init_device_mesh("cpu", (world_size,))
+    too_large = {"weight": distribute_tensor(torch.zeros(1_000_000), mesh, [Shard(0)]), "step": 2}
+    with pytest.raises((OSError, RankFailedError), match=r"No space left on device: '.*distcp'"):
+        save_sharded(too_large, small_disk / "sharded")
+    state = {"step": 0}
+    load_sharded(state, small_disk / "sharded")
+    assert state == {"step": 1}
+    assert [path.name for path in small_disk.iterdir()] == ["sharded"]
+    all_are_well()
+
+
 @ranks(2)
 def test_an_error_at_loading_on_one_rank_is_an_error_on_all(tmp_path, rank):
     folder = tmp_path / "sharded"

@@ -2,7 +2,6 @@
 
 import os
 import pickle
-import subprocess
 from collections import OrderedDict
 
 import pytest
@@ -58,20 +57,6 @@ def all_are_well():
 def blocked(tmp_path):
     (tmp_path / "file").touch()
     return tmp_path / "file" / "state.pt"
-
-
-@pytest.fixture
-def small_disk(tmp_path):
-    """A disk of one megabyte."""
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=1m", "distman-test", folder], capture_output=True, text=True, check=False
-    )
-    if mounted.returncode:
-        pytest.skip(f"a full disk needs the right to mount one: {mounted.stderr.strip()}")
-    yield folder
-    subprocess.run(["umount", "--lazy", folder], check=True)
 
 
 @ranks(1, 2, 4)

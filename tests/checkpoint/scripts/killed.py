@@ -108,7 +108,8 @@ def main(folder, count):
     for kind in (Whole(folder), Numbered(folder), Sharded(folder)):
         longest = 3 * seconds_of(kind)
         number, num_torn = 0, 0
-        assert len(list(Path("/proc/self/task").iterdir())) == 1
+        while len(list(Path("/proc/self/task").iterdir())) > 1:
+            os.sched_yield()  # a thread that was joined may need a moment to be gone
         for _ in range(count if not isinstance(kind, Sharded) else count // 2):
             announced = kill_one(kind, number + 1, generator.uniform(0, longest))
             num_torn += any(folder.rglob(".*.tmp"))
