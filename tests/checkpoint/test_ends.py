@@ -26,8 +26,8 @@ def test_what_was_saved_survives_a_kill_at_any_moment(in_memory):
     assert re.findall(r"^\w+", finished.stdout, re.MULTILINE) == ["Whole", "Numbered", "Sharded"]
 
 
-def test_a_process_that_ends_finishes_what_it_saves_in_the_background_or_says_why_not(tmp_path):
-    finished = launch([sys.executable, SCRIPTS / "ended.py", tmp_path], timeout=60)
+def test_a_process_that_ends_finishes_what_it_saves_in_the_background_or_says_why_not(in_memory):
+    finished = launch([sys.executable, SCRIPTS / "ended.py", in_memory], timeout=60)
     whole = "4000000"
     assert finished.stdout.splitlines() == [
         f"end 0 state.pt {whole}",
