@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import TypeVar, cast
 
@@ -38,7 +39,8 @@ def on_all_ranks(func: Callable[[], R]) -> R:
             own.append(error)
             raise
 
-    attempt.__qualname__ = getattr(func, "__qualname__", attempt.__qualname__)
+    named = func.func if isinstance(func, functools.partial) else func
+    attempt.__qualname__ = getattr(named, "__qualname__", attempt.__qualname__)
     world_size = DistributedManager().world_size if DistributedManager.is_initialized() else 1
     try:
         return cast("R", on_rank(range(world_size))(attempt)())
