@@ -16,9 +16,9 @@ def denoising_loss(
     """Return the loss of denoising score matching, weighted by the variance of the noise.
 
     Local; with a model in DistributedDataParallel its backward pass is collective. Differentiable. Each sample gets a
-    time and noise z; its loss is ``|model(t, scale x + std z) + z|^2``, ``std^2 |score - score of the kernel|^2``. A time
-    is evenly distributed from epsilon to the horizon. Those of a batch have equal distances, so that its loss varies
-    less.
+    time and noise z; its loss is ``|model(t, scale x + std z) + z|^2``, that is ``std^2 |score - kernel's score|^2``. A
+    time is evenly distributed from epsilon to the horizon. Those of a batch have equal distances, so that its loss
+    varies less.
 
     Args:
         model: The network, a function of times and noisy samples; see :func:`score` for what it estimates.
