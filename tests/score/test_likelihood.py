@@ -19,7 +19,7 @@ COARSE = {"rtol": 1e-2, "atol": 1e-2}
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
 @pytest.mark.parametrize("name", SDES)
-@ranks(1, 2)
+@ranks(2)
 def test_the_exact_divergence_gives_the_density_of_each_sample(name, dtype):
     sde, x = SDES[name], Mixture().draw(NUM)
     found = log_likelihood(ExactScore(sde, dtype), sde, x.to(dtype), num_probes=None, batch_size=NUM // 2)
