@@ -314,14 +314,14 @@ class DistributedManager(GroupQueries):
         """
         self._stop.request()
 
-    def should_stop(self, step: int) -> bool:
+    def should_stop(self, step: int | None = None) -> bool:
         """Return whether to stop at this step: True on all ranks at the same step, once one was asked to.
 
         Local: it waits for no other rank, and talks to the store about once a second. SIGTERM and SIGUSR1 ask for a
         stop, as :meth:`request_stop` does, from the first call on; a handler that was there before is called too.
 
         Args:
-            step: Number of the step, growing, and the same on all ranks.
+            step: Number of the step, growing, and the same on all ranks; None counts the calls.
 
         Raises:
             ValueError: The step is smaller than the one before.

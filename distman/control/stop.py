@@ -81,18 +81,20 @@ class StopAgreement:
                 signal.signal(number, handler)
         self._previous = {}
 
-    def decide(self, step: int) -> bool:
+    def decide(self, step: int | None = None) -> bool:
         """Return whether to stop at this step, the same on all ranks.
 
         Local: it waits for nobody.
 
         Args:
-            step: Number of the step, growing, and the same on all ranks.
+            step: Number of the step, growing, and the same on all ranks; None is the one after the last.
 
         Raises:
             ValueError: The step is smaller than the one before.
             PlanMismatchError: The ranks ask at different steps.
         """
+        if step is None:
+            step = 0 if self._last_step is None else self._last_step + 1
         if self._last_step is not None and step < self._last_step:
             raise ValueError(
                 f"step must not be smaller than the one before, {self._last_step}, got {step}. Count the steps of all "

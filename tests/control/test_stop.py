@@ -63,6 +63,14 @@ def test_steps_that_begin_anew_are_refused():
         rank.decide(0)
 
 
+def test_steps_without_a_number_are_counted():
+    agreement = StopAgreement(None)
+    assert not agreement.decide(4)
+    assert not agreement.decide()
+    with pytest.raises(ValueError, match="step must not be smaller than the one before, 5, got 4"):
+        agreement.decide(4)
+
+
 def test_ranks_that_ask_at_different_steps_are_told():
     _, (first, second) = agreements(2)
     first.decide(5)

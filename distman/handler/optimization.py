@@ -1,0 +1,210 @@
+"""One step of the optimizer, from some batches of every rank."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from typing import Any, Literal
+
+import torch
+
+from distman.collectives.objects import all_gather_objects
+from distman.control.collective import Meeting
+from distman.errors import NonFiniteLossError
+from distman.handler.model import TrainedModel
+from distman.handler.objective import Objective, Outcome, to_device
+from distman.handler.randomness import generators_preserved
+from distman.handler.sources import Step
+from distman.handler.tally import Tally
+from distman.manager import DistributedManager
+
+__all__ = ["Optimization", "StepOptions"]
+
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclasses.dataclass(frozen=True)
+class StepOptions:
+    """How the optimizer steps.
+
+    Attributes:
+        accumulate: Number of batches whose gradients make a step; an epoch's last step may have fewer.
+        amp: ``"bf16"`` or ``"fp16"`` for automatic mixed precision, the latter with a scaled loss; None for none.
+        clip_norm: Greatest 2-norm of the gradient; None does not clip.
+        ema_decay: Decay of the moving average of the weights, between 0 and 1; None keeps none.
+        non_finite: What to do when a rank's loss, or the gradient, is NaN or infinite: ``"raise"`` on all ranks, or
+            ``"skip"`` the step on all.
+
+    Raises:
+        ValueError: An option has no meaning.
+    """
+
+    accumulate: int = 1
+    amp: Literal["bf16", "fp16"] | None = None
+    clip_norm: float | None = None
+    ema_decay: float | None = None
+    non_finite: Literal["raise", "skip"] = "raise"
+
+    def __post_init__(self) -> None:
+        if self.accumulate < 1:
+            raise ValueError(f"accumulate must be at least 1, got {self.accumulate}. Pass a number of batches.")
+        if self.amp not in (None, *_DTYPES):
+            raise ValueError(f"amp must be 'bf16', 'fp16' or None, got {self.amp!r}. Correct it.")
+        if self.clip_norm is not None and not self.clip_norm > 0:
+            raise ValueError(f"clip_norm must be greater than 0, got {self.clip_norm}. Pass None not to clip.")
+        if self.ema_decay is not None and not 0 < self.ema_decay < 1:
+            raise ValueError(f"ema_decay must lie between 0 and 1, got {self.ema_decay}. Pass None for no average.")
+        if self.non_finite not in ("raise", "skip"):
+            raise ValueError(f"non_finite must be 'raise' or 'skip', got {self.non_finite!r}. Correct it.")
+
+    @property
+    def dtype(self) -> torch.dtype | None:
+        """What automatic mixed precision computes in; None without it."""
+        return _DTYPES[self.amp] if self.amp else None
+
+
+class Optimization:
+    """Steps an optimizer so that all ranks do the same, whatever one of them meets.
+
+    What a step minimizes is the mean loss over the samples of all its batches on all ranks.
+
+    Args:
+        model: The model.
+        optimizer: An optimizer of its parameters.
+        options: How to step.
+
+    Attributes:
+        num_steps: Number of steps taken.
+        num_skipped: Number of steps left out, because a loss or a gradient was not finite.
+    """
+
+    def __init__(self, model: TrainedModel, optimizer: torch.optim.Optimizer, options: StepOptions) -> None:
+        self._model, self._optimizer, self._options = model, optimizer, options
+        self._device, self._world_size = DistributedManager().device, DistributedManager().world_size
+        self._parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        self._scaler = torch.amp.GradScaler(self._device.type, enabled=options.amp == "fp16")
+        if options.ema_decay is not None:
+            model.keep_average(options.ema_decay)
+        self.num_steps = self.num_skipped = 0
+
+    def run(self, objective: Objective, steps: Sequence[Step], tally: Tally) -> bool:
+        """Step with the gradient of some batches; return whether the step was taken.
+
+        Collective.
+
+        Args:
+            objective: What is minimized.
+            steps: This rank's batches.
+            tally: What losses and metrics are added to, if the step is taken.
+
+        Raises:
+            NonFiniteLossError: On every rank: a loss or the gradient is NaN or infinite.
+        """
+        losses, measured = self._accumulate(objective, steps, tally)
+        norm = self._gradient_norm()
+        is_taken = math.isfinite(norm) or self._is_overflow(losses, norm)
+        if is_taken:
+            self._scaler.step(self._optimizer)
+            self._model.after_step()
+            for values, step in zip(measured, steps, strict=True):
+                tally.add(values, step.num_own)
+        self._scaler.update()
+        self._optimizer.zero_grad()
+        self.num_steps += is_taken
+        self.num_skipped += not is_taken
+        return is_taken
+
+    def rehearse(self, objective: Objective, steps: Sequence[Step]) -> None:
+        """Compute gradients and forget them; buffers and generators are left as they were.
+
+        Collective. DistributedDataParallel lays out its messages anew after its first backward, and sums depend on the
+        layout in their last bits: a resumed run must have that behind it, as the one before had.
+        """
+        if self._model.wrapped is self._model.module:
+            return
+        buffers = [buffer.clone() for buffer in self._model.module.buffers()]
+        with generators_preserved():
+            self._accumulate(objective, steps, Tally({}))
+        self._optimizer.zero_grad()
+        with torch.no_grad():
+            for buffer, saved in zip(self._model.module.buffers(), buffers, strict=True):
+                buffer.copy_(saved)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return all that the next step depends on, but for the model.
+
+        Local.
+        """
+        return {
+            "optimizer": self._optimizer.state_dict(),
+            "scaler": self._scaler.state_dict(),
+            "num_steps": self.num_steps,
+            "num_skipped": self.num_skipped,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from such a state.
+
+        Local.
+        """
+        self._optimizer.load_state_dict(state["optimizer"])
+        if state["scaler"] and self._scaler.is_enabled():
+            self._scaler.load_state_dict(state["scaler"])
+        self.num_steps, self.num_skipped = state["num_steps"], state["num_skipped"]
+
+    def _accumulate(
+        self, objective: Objective, steps: Sequence[Step], tally: Tally
+    ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Add up the gradient, over the ranks with the last batch; return each batch's loss, and what was measured."""
+        num_total = sum(step.num_total for step in steps)
+        losses, measured = [], []
+        for index, step in enumerate(steps, start=1):
+            with nullcontext() if index == len(steps) else self._model.without_synchronization():
+                outcome = self._backward(objective, step, step.num_own * self._world_size / num_total)
+            losses.append(outcome.loss.detach())
+            measured.append(tally.measure(outcome))
+        return losses, measured
+
+    def _backward(self, objective: Objective, step: Step, factor: float) -> Outcome:
+        batch = to_device(step.batch, self._device)
+        autocast = torch.autocast(self._device.type, dtype=self._options.dtype, enabled=self._options.amp is not None)
+        with self._model.training() as model:
+            with autocast:
+                outcome = objective(model, batch)
+            if outcome.loss.numel() != 1:
+                raise ValueError(
+                    f"the loss must be one number, got shape {tuple(outcome.loss.shape)}. Take its mean over the batch."
+                )
+            loss = outcome.loss.detach()
+            root = (loss - loss) + factor  # NaN where the loss is not finite: so is the gradient then, on all ranks
+            with Meeting("backward of the model"):
+                self._scaler.scale(outcome.loss).backward(gradient=root)
+        return outcome
+
+    def _gradient_norm(self) -> float:
+        """Return the norm of the gradient, the same on all ranks, after it was clipped."""
+        self._scaler.unscale_(self._optimizer)
+        if self._options.clip_norm is not None:
+            return torch.nn.utils.clip_grad_norm_(self._parameters, self._options.clip_norm).item()
+        gradients = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
+        return torch.nn.utils.get_total_norm(gradients, norm_type=math.inf).item()
+
+    def _is_overflow(self, losses: Sequence[torch.Tensor], norm: float) -> bool:
+        """Return whether only the scale of the loss was too large; False if the step must be left out."""
+        everyone = all_gather_objects([loss.item() for loss in losses])
+        bad = {rank: loss for rank, own in enumerate(everyone) for loss in own if not math.isfinite(loss)}
+        if not bad and self._scaler.is_enabled():
+            return True
+        if self._options.non_finite == "skip":
+            return False
+        roll = DistributedManager().roll_call
+        got = ", ".join(
+            f"{loss} on rank {rank} ({roll[rank].host}, pid {roll[rank].pid})" for rank, loss in bad.items()
+        )
+        raise NonFiniteLossError(
+            f"the loss must be finite in step {self.num_steps + self.num_skipped}, got "
+            f"{got or f'a gradient of norm {norm} with finite losses on all ranks'}. Lower the learning rate, pass "
+            "clip_norm, or leave such steps out with non_finite='skip'."
+        )

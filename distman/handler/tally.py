@@ -1,0 +1,156 @@
+"""Sums of losses and metrics over batches, which become means over the samples of all ranks."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch.utils._pytree import tree_map
+
+from distman.collectives.fused import fused_all_reduce
+from distman.collectives.objects import gather_objects
+from distman.decorators import on_rank
+from distman.handler.objective import Outcome
+from distman.handler.trees import concatenate
+from distman.manager import DistributedManager
+
+__all__ = ["Metric", "StatefulMetric", "Tally"]
+
+MetricFunction = Callable[[Any, Any], float | torch.Tensor]
+
+
+@runtime_checkable
+class StatefulMetric(Protocol):
+    """A metric that takes in batch after batch, and brings the ranks' parts together itself, as torchmetrics' do."""
+
+    def reset(self) -> None:
+        """Forget what was taken in.
+
+        Local.
+        """
+
+    def update(self, *args: Any) -> None:
+        """Take in outputs and targets.
+
+        Local.
+        """
+
+    def compute(self) -> Any:
+        """Return the metric over all that any rank took in.
+
+        Collective.
+        """
+
+
+@dataclasses.dataclass(frozen=True)
+class Metric:
+    """What is measured besides the loss.
+
+    Attributes:
+        measure: A function of outputs and targets that returns the mean over their samples; or a
+            :class:`StatefulMetric`.
+        needs_all: Call the function once with all outputs and targets of an evaluation, in order, instead of batch by
+            batch: for what is no mean over samples.
+    """
+
+    measure: MetricFunction | StatefulMetric
+    needs_all: bool = False
+
+
+class Tally:
+    """Adds up the loss and the metrics of this rank's batches.
+
+    A metric that is NaN for a batch does not count there. A loss that is NaN makes the mean NaN.
+
+    Args:
+        metrics: The metrics, by name.
+        keeps_all: Whether outputs and targets are kept for the metrics that need all of them; else these are left out.
+    """
+
+    def __init__(self, metrics: Mapping[str, Metric], *, keeps_all: bool = False) -> None:
+        self._by_batch: dict[str, MetricFunction] = {}
+        self._stateful: dict[str, StatefulMetric] = {}
+        self._over_all: dict[str, MetricFunction] = {}
+        for name, metric in metrics.items():
+            if isinstance(metric.measure, StatefulMetric):
+                metric.measure.reset()
+                self._stateful[name] = metric.measure
+            elif not metric.needs_all:
+                self._by_batch[name] = metric.measure
+            elif keeps_all:
+                self._over_all[name] = metric.measure
+        self._kept: list[tuple[Any, Any]] = []
+        self.sums = torch.zeros(2, 1 + len(self._by_batch), dtype=torch.float64, device=DistributedManager().device)
+        """Sums over samples of loss and metrics, and over how many samples; shape ``(2, 1 + metrics)``."""
+
+    @torch.no_grad()
+    def measure(self, outcome: Outcome) -> torch.Tensor:
+        """Return loss and metrics of a batch, shape ``(1 + metrics,)``.
+
+        Local.
+        """
+        loss = outcome.loss.detach().reshape(1)
+        if not (self._by_batch or self._stateful or self._over_all):
+            return loss
+        outputs, targets = tree_map(_detached, (outcome.outputs, outcome.targets))
+        for stateful in self._stateful.values():
+            stateful.update(outputs, targets)
+        if self._over_all:
+            self._kept.append(tree_map(_on_host, (outputs, targets)))
+        values = [_as_number(name, measure(outputs, targets)) for name, measure in self._by_batch.items()]
+        return torch.cat([loss.double(), torch.stack(values).to(loss.device)]) if values else loss
+
+    def add(self, values: torch.Tensor, num_samples: int) -> None:
+        """Add what was measured over so many samples.
+
+        Local.
+        """
+        if not num_samples:
+            return
+        if len(values) > 1:
+            counts = ~values.isnan()
+            counts[0] = True
+            self.sums[0] += torch.where(counts, values, 0.0) * num_samples
+            self.sums[1] += counts * num_samples
+        else:
+            self.sums[0].add_(values, alpha=num_samples)
+            self.sums[1] += num_samples
+
+    def compute(self) -> dict[str, float]:
+        """Return the means over the samples of all ranks, ``"loss"`` first; NaN where there were none.
+
+        Collective.
+        """
+        total, num = fused_all_reduce(self.sums)
+        means = dict(zip(["loss", *self._by_batch], (total / num).tolist(), strict=True))
+        means |= {name: float(stateful.compute()) for name, stateful in self._stateful.items()}
+        return means | self._compute_over_all()
+
+    def _compute_over_all(self) -> dict[str, float]:
+        if not self._over_all:
+            return {}
+        everyone = gather_objects(self._kept)
+
+        @on_rank(0, broadcast=True)
+        def measure_all() -> dict[str, float]:
+            outputs, targets = concatenate([pair for kept in everyone or [] for pair in kept])
+            return {name: float(measure(outputs, targets)) for name, measure in self._over_all.items()}
+
+        return measure_all() or {}
+
+
+def _as_number(name: str, value: float | torch.Tensor) -> torch.Tensor:
+    number = torch.as_tensor(value, dtype=torch.float64)
+    if number.numel() != 1:
+        raise ValueError(f"metric {name} must be one number, got shape {tuple(number.shape)}. Take its mean.")
+    return number.reshape(())
+
+
+def _detached(leaf: Any) -> Any:
+    return leaf.detach() if isinstance(leaf, torch.Tensor) else leaf
+
+
+def _on_host(leaf: Any) -> Any:
+    return leaf.cpu() if isinstance(leaf, torch.Tensor) else leaf

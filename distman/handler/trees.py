@@ -1,0 +1,44 @@
+"""Batches of nested tensors as one."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+__all__ = ["concatenate"]
+
+
+def concatenate(batches: Sequence[Any]) -> Any:
+    """Return batches of one structure as one batch; None of none.
+
+    Local.
+
+    Args:
+        batches: Tensors of shape ``(n, *)``, or tuples, lists and mappings of such. Lists of something else are put
+            together, and single values become a list.
+
+    Raises:
+        ValueError: The batches differ in structure.
+    """
+    if not batches:
+        return None
+    flat = [tree_flatten(batch, is_leaf=_is_list_of_values) for batch in batches]
+    structure = flat[0][1]
+    if any(other != structure for _, other in flat):
+        raise ValueError("all batches must have the same structure, got others. Return the same from each batch.")
+    columns = zip(*(leaves for leaves, _ in flat), strict=True)
+    return tree_unflatten([_joined(column) for column in columns], structure)
+
+
+def _is_list_of_values(node: Any) -> bool:
+    return isinstance(node, list) and not any(isinstance(one, torch.Tensor | list | tuple | dict) for one in node)
+
+
+def _joined(column: Sequence[Any]) -> Any:
+    if isinstance(column[0], torch.Tensor):
+        return torch.cat([one if one.ndim else one.reshape(1) for one in column])
+    return [*itertools.chain(*column)] if isinstance(column[0], list) else [*column]

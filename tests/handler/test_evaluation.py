@@ -1,0 +1,196 @@
+import pytest
+import torch
+from sklearn.metrics import f1_score
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+from torchmetrics.classification import MulticlassAccuracy
+
+from distman import DistributedManager
+from distman.collectives import all_gather_objects
+from distman.errors import RankFailedError
+from distman.handler import NNHandler
+from distman.testing import ranks
+
+from .problems import Network, make_handler, regression
+
+
+def classes(num_samples):
+    generator = torch.Generator().manual_seed(3)
+    inputs = torch.randn(num_samples, 4, generator=generator, dtype=torch.float64)
+    return TensorDataset(inputs, torch.randint(3, (num_samples,), generator=generator))
+
+
+class Classifier(nn.Linear):
+    def __init__(self):
+        super().__init__(4, 3, dtype=torch.float64)
+
+
+def f1(outputs, targets):
+    return f1_score(targets.numpy(), outputs.argmax(1).numpy(), average="macro")
+
+
+def make_classifier(data, batch_size=3):
+    handler = NNHandler(Classifier, seed=2)
+    handler.set_loss_fn(nn.functional.cross_entropy)
+    handler.set_val_loader(data, batch_size=batch_size)
+    handler.add_metric("accuracy", lambda outputs, targets: (outputs.argmax(1) == targets).double().mean())
+    return handler
+
+
+@ranks(1, 2, 4)
+@pytest.mark.parametrize("num_samples", [3, 10, 65])
+def test_figures_are_those_of_one_process(num_samples):
+    data = classes(num_samples)
+    handler = make_classifier(data)
+    handler.add_metric("f1", f1, needs_all=True)
+    found = handler.validate()
+    inputs, targets = data.tensors
+    with torch.no_grad():
+        outputs = handler.module(inputs)
+    assert found["loss"] == pytest.approx(nn.functional.cross_entropy(outputs, targets).item(), rel=1e-12)
+    assert found["accuracy"] == pytest.approx((outputs.argmax(1) == targets).double().mean().item(), rel=1e-12)
+    assert found["f1"] == pytest.approx(f1(outputs, targets), rel=1e-12)
+    assert len({str(one) for one in all_gather_objects(found)}) == 1
+
+
+@ranks(2)
+def test_metrics_of_torchmetrics_are_those_of_one_process():
+    data = classes(10)
+    handler = make_classifier(data)
+    handler.add_metric("macro", MulticlassAccuracy(num_classes=3, average="macro"))
+    single = MulticlassAccuracy(num_classes=3, average="macro", sync_on_compute=False)
+    with torch.no_grad():
+        single.update(handler.module(data.tensors[0]), data.tensors[1])
+    for _ in range(2):
+        assert handler.validate()["macro"] == pytest.approx(single.compute().item(), rel=1e-6)
+
+
+@ranks(1, 4)
+@pytest.mark.parametrize("num_samples", [0, 1, 3, 11])
+def test_predictions_are_complete_and_in_order(num_samples, rank):
+    inputs = torch.arange(4.0 * num_samples, dtype=torch.float64).reshape(num_samples, 4)
+    handler = make_handler(4)
+    with torch.no_grad():
+        expected = handler.module(inputs) if num_samples else None
+    for data in (inputs, TensorDataset(inputs, torch.zeros(num_samples))):
+        for all_ranks in (False, True):
+            found = handler.predict(data, batch_size=2, all_ranks=all_ranks)
+            if (rank and not all_ranks) or expected is None:
+                assert found is None
+            else:
+                torch.testing.assert_close(found, expected, rtol=1e-12, atol=0)
+
+
+@ranks(3)
+def test_predictions_of_any_structure(rank):
+    def forward(model, batch):
+        outputs = model(batch[0])
+        return {"value": outputs, "pair": (outputs.mean(1), [f"sample {int(one)}" for one in batch[1]])}, None
+
+    handler = make_handler(4)
+    handler.set_loss_fn(nn.functional.mse_loss, forward=forward)
+    inputs = torch.arange(20.0, dtype=torch.float64).reshape(5, 4)
+    found = handler.predict(TensorDataset(inputs, torch.arange(5)), batch_size=1, num_workers=1)
+    if rank == 0:
+        assert found["value"].shape == (5, 1)
+        assert found["pair"][0].shape == (5,)
+        assert found["pair"][1] == [f"sample {number}" for number in range(5)]
+
+
+@ranks(2)
+def test_predictions_of_different_structure_are_an_error_on_all():
+    handler = make_handler(4)
+    handler.set_loss_fn(
+        nn.functional.mse_loss,
+        forward=lambda model, batch: ((model(batch[0]),) * (1 + DistributedManager().rank), None),
+    )
+    with pytest.raises(RankFailedError, match="all batches must have the same structure"):
+        handler.predict(torch.zeros(4, 4, dtype=torch.float64))
+
+
+@ranks(2)
+def test_a_metric_without_a_value_for_a_batch_does_not_count_there(rank):
+    handler = make_handler(8)
+    handler.set_val_loader(regression(), batch_size=5)
+    handler.add_metric("sometimes", lambda _outputs, _targets: float("nan") if rank else 2.0)
+    handler.add_metric("never", lambda _outputs, _targets: float("nan"))
+    found = handler.validate()
+    assert found["sometimes"] == 2.0
+    assert found["never"] != found["never"]
+
+
+@ranks(2)
+def test_a_loss_that_is_nan_is_not_hidden(rank):
+    handler = make_handler(8)
+    handler.set_val_loader(regression(), batch_size=5)
+    handler.set_loss_fn(lambda outputs, _targets: outputs.mean() * (float("nan") if rank else 1.0))
+    found = handler.validate()["loss"]
+    assert found != found
+
+
+@ranks(2)
+def test_modes_and_gradients_are_left_as_they_were():
+    handler = make_handler(8, dropout=0.5)
+    handler.set_val_loader(regression(), batch_size=5)
+    inputs = regression().tensors[0]
+    first = handler.predict(inputs, all_ranks=True)
+    assert handler.module.training
+    assert not first.requires_grad
+    assert torch.equal(first, handler.predict(inputs, all_ranks=True))
+    handler.module.eval()
+    handler.validate()
+    assert not handler.module.training
+
+
+class Normed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.BatchNorm1d(4, dtype=torch.float64)
+        self.last = nn.Linear(4, 1, dtype=torch.float64)
+
+    def forward(self, inputs):
+        return self.last(self.norm(inputs))
+
+
+@ranks(2)
+def test_all_ranks_evaluate_with_the_buffers_of_rank_zero():
+    handler = NNHandler(Normed, seed=0)
+    handler.set_optimizer(torch.optim.SGD, lr=0.01)
+    handler.set_loss_fn(nn.functional.mse_loss)
+    handler.set_train_loader(regression(), batch_size=8, drop_last=True)
+    handler.train(2)
+    means = all_gather_objects(handler.module.norm.running_mean)
+    assert not torch.equal(*means)
+    found = handler.predict(regression(), all_ranks=True)
+    handler.module.eval()
+    with torch.no_grad():
+        expected = handler.module(regression().tensors[0])
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=0)
+    assert torch.equal(handler.module.norm.running_mean, means[0])
+
+
+@ranks(2)
+def test_a_loader_of_ones_own_is_taken_as_it_is(rank):
+    inputs, targets = regression().tensors
+    mine = TensorDataset(inputs[rank::2], targets[rank::2])
+    handler = make_handler(8)
+    handler.set_val_loader(DataLoader(mine, batch_size=4))
+    with torch.no_grad():
+        expected = nn.functional.mse_loss(handler.module(inputs), targets).item()
+    assert handler.validate()["loss"] == pytest.approx(expected, rel=1e-12)
+
+
+@ranks(1)
+def test_names_and_shapes_of_metrics():
+    handler = make_handler(8)
+    handler.set_val_loader(regression(), batch_size=8)
+    handler.add_metric("error", lambda outputs, targets: (outputs - targets).abs())
+    with pytest.raises(ValueError, match="name must be a new one, got 'error'"):
+        handler.add_metric("error", f1)
+    with pytest.raises(ValueError, match="name must be a new one, got 'loss'"):
+        handler.add_metric("loss", f1)
+    with pytest.raises(ValueError, match=r"metric error must be one number, got shape \(8, 1\). Take its mean"):
+        handler.validate()
+    handler.clear_metrics()
+    assert list(handler.validate()) == ["loss"]
+    assert isinstance(handler.module, Network)

@@ -1,0 +1,288 @@
+"""A training that is cut off anywhere and gone on with is the training that was never cut off, bit for bit."""
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset, TensorDataset
+
+from distman import DistributedManager, checkpoint
+from distman.errors import CheckpointError, RankFailedError
+from distman.handler import Callback, EarlyStopping, LearningRateMonitor, ModelCheckpoint, NNHandler, Preempted
+from distman.testing import ranks
+
+from .problems import GLOBAL_BATCH, Network, make_handler, reference, regression
+
+
+class CutOffError(Exception):
+    pass
+
+
+class CutsOff(Callback):
+    """Ends the training after a step, as a kill would."""
+
+    def __init__(self, step):
+        self.step = step
+
+    def on_step_end(self, handler, step):
+        if step == self.step:
+            raise CutOffError
+
+
+class Augmented(Dataset):
+    """A regression whose inputs are disturbed anew each time."""
+
+    def __init__(self):
+        self.inputs, self.targets = regression(num_samples=72).tensors
+
+    def __len__(self):
+        return len(self.inputs)
+
+    def __getitem__(self, index):
+        return self.inputs[index] + 0.1 * torch.randn(4, dtype=torch.float64), self.targets[index]
+
+
+class BatchNormed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(
+            nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.2), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 1)
+        )
+
+    def forward(self, inputs):
+        return self.layers(inputs.float()).double()
+
+
+def prepare(folder, kind, *, every_steps=3, cut_at=None):
+    """Return a handler of one kind, which saves into a folder."""
+    world_size = DistributedManager().world_size
+    handler = NNHandler(BatchNormed, seed=5)
+    handler.set_optimizer(torch.optim.AdamW, lr=0.01)
+    handler.set_scheduler(torch.optim.lr_scheduler.OneCycleLR, max_lr=0.05, total_steps=40, per="step")
+    handler.set_loss_fn(nn.functional.mse_loss)
+    if kind == "cached":
+        handler.set_train_loader(regression(num_samples=72), batch_size=GLOBAL_BATCH // world_size, cached=True)
+    elif kind == "workers":
+        handler.set_train_loader(Augmented(), batch_size=GLOBAL_BATCH // world_size, num_workers=1)
+    elif kind == "foreign":
+        handler.set_train_loader(DataLoader(Augmented(), batch_size=16, shuffle=True))
+    else:
+        handler.set_train_loader(Augmented(), batch_size=GLOBAL_BATCH // world_size)
+    handler.set_val_loader(regression(), batch_size=9)
+    handler.add_metric("error", lambda outputs, targets: (outputs - targets).abs().mean())
+    handler.add_callback(EarlyStopping(patience=100))
+    handler.add_callback(LearningRateMonitor())
+    if folder is not None:
+        handler.auto_save(folder, every_steps=every_steps)
+    if cut_at is not None:
+        handler.add_callback(CutsOff(cut_at))
+    return handler
+
+
+def weights_of(handler):
+    return {name: value.clone() for name, value in handler.module.state_dict().items()}
+
+
+def without_times(history):
+    return [{name: value for name, value in record.items() if name != "seconds"} for record in history]
+
+
+def assert_equal(one, other):
+    assert without_times(one.history) == without_times(other.history)
+    left, right = weights_of(one), weights_of(other)
+    assert all(torch.equal(left[name], right[name]) for name in right)
+    assert one.optimizer.param_groups[0]["lr"] == other.optimizer.param_groups[0]["lr"]
+
+
+@ranks(1, 4)
+@pytest.mark.parametrize("kind", ["plain", "cached", "workers", "foreign"])
+def test_a_run_that_was_cut_off_goes_on_bit_for_bit(kind, tmp_path):
+    options = {"accumulate": 2, "clip_norm": 1.0, "ema_decay": 0.9}
+    whole = prepare(None, kind)
+    whole.train(4, **options)
+    num_steps = whole.num_steps
+    for cut_at in (4, num_steps):
+        folder = tmp_path / str(cut_at)
+        with pytest.raises(CutOffError):
+            prepare(folder, kind, every_steps=1 if cut_at == 4 else 3, cut_at=cut_at).train(4, **options)
+        resumed = prepare(folder, kind)
+        resumed.train(4, **options)
+        assert_equal(resumed, whole)
+        average = dict(resumed.ema_module.named_parameters())
+        assert all(torch.equal(average[name], value) for name, value in whole.ema_module.named_parameters())
+    again = prepare(folder, kind)
+    again.train(4, **options)
+    assert again.num_steps == num_steps
+    assert_equal(again, whole)
+
+
+@ranks(1, 2)
+def test_a_stop_that_was_asked_for_is_gone_on_with_bit_for_bit(world_size, tmp_path):
+    stopped = prepare(tmp_path, "plain", every_steps=1000)
+    stopped.add_callback(AsksForAStop(2, world_size - 1))
+    with pytest.raises(Preempted) as caught:
+        stopped.train(3)
+    assert caught.value.code == 75
+    assert 2 <= stopped.num_steps < 15
+    DistributedManager.cleanup()
+    DistributedManager.initialize()
+    whole = prepare(None, "plain")
+    whole.train(3)
+    resumed = prepare(tmp_path, "plain", every_steps=1000)
+    resumed.train(3)
+    assert_equal(resumed, whole)
+
+
+class AsksForAStop(Callback):
+    def __init__(self, step, rank):
+        self.step, self.rank = step, rank
+
+    def on_step_end(self, handler, step):
+        if step == self.step and DistributedManager().rank == self.rank:
+            DistributedManager().request_stop()
+
+
+@ranks(1, 2, 4)
+def test_another_number_of_ranks_goes_on_with_the_same_curve(world_size, tmp_path):
+    path = tmp_path / "saved.pt"
+    one = make_handler(GLOBAL_BATCH // world_size)
+    one.add_callback(SavesAt(path, 7))
+    one.train(2)
+    state = checkpoint.load(path)
+    merged = {**state["training"], "ranks": merge_ranks(state["training"]["ranks"], 3)}
+    other = make_handler(GLOBAL_BATCH // world_size)
+    other.load_state_dict({**state, "training": merged})
+    history = other.train(4)
+    assert history["loss"] == pytest.approx(reference(4)[0], rel=1e-10)
+
+
+def merge_ranks(own, num_ranks):
+    """Return what a job of another number of ranks would have saved."""
+    total = sum(one["sums"] for one in own)
+    rest = [torch.zeros_like(total)] * (num_ranks - 1)
+    return [{**own[0], "sums": sums} for sums in [total, *rest]]
+
+
+class SavesAt(Callback):
+    def __init__(self, path, step):
+        self.path, self.step = path, step
+
+    def on_step_end(self, handler, step):
+        if step == self.step:
+            handler.save(self.path)
+
+
+@ranks(2)
+def test_train_again_goes_on_and_a_finished_one_does_nothing():
+    handler = make_handler(8)
+    first = handler.train(2)["loss"]
+    both = handler.train(4)["loss"]
+    assert both == pytest.approx(reference(4)[0], rel=1e-10)
+    assert both[:2] == first[:2]
+    assert handler.train(4)["loss"] == both
+    handler.set_train_loader(regression(), batch_size=16)
+    assert len(handler.train(5)["loss"]) == 5
+
+
+@ranks(1, 2)
+def test_save_load_and_a_handler_from_a_checkpoint(tmp_path, rank):
+    handler = make_handler(8, dtype=torch.float32)
+    handler.train(2, ema_decay=0.5)
+    handler.save(tmp_path / "model.pt")
+    loaded = NNHandler.initialize_from_checkpoint(tmp_path / "model.pt", Network, dtype=torch.float32)
+    inputs = regression(torch.float32).tensors[0]
+    assert torch.equal(loaded(inputs), handler(inputs))
+    expected, found = handler.predict(inputs), loaded.predict(inputs)
+    if rank == 0:
+        assert torch.equal(found, expected)
+        assert not torch.equal(found, handler(inputs))
+    assert loaded.history["loss"] == handler.history["loss"]
+    resumed = make_handler(8, dtype=torch.float32)
+    resumed.load(tmp_path / "model.pt")
+    resumed.save(tmp_path / "again.pt")
+    resumed.train(3, ema_decay=0.5)
+    handler.train(3, ema_decay=0.5)
+    assert_equal(resumed, handler)
+    again = make_handler(8, dtype=torch.float32)
+    again.load(tmp_path / "again.pt")
+    assert without_times(again.train(3, ema_decay=0.5)) == without_times(resumed.history)
+
+
+@ranks(2)
+def test_files_that_are_no_checkpoints(tmp_path, rank):
+    handler = make_handler(8)
+    before = weights_of(handler)
+    with pytest.raises((FileNotFoundError, RankFailedError)):
+        handler.load(tmp_path / "no.pt")
+    if rank == 0:
+        (tmp_path / "bad.pt").write_bytes(b"no checkpoint")
+    DistributedManager().barrier()
+    with pytest.raises((CheckpointError, RankFailedError), match=r"bad\.pt"):
+        handler.load(tmp_path / "bad.pt")
+    other = NNHandler(nn.Linear, in_features=1, out_features=1)
+    other.save(tmp_path / "other.pt")
+    with pytest.raises(RuntimeError, match="Missing key"):
+        handler.load(tmp_path / "other.pt")
+    assert all(torch.equal(weights_of(handler)[name], value) for name, value in before.items())
+
+
+@ranks(2)
+def test_early_stopping_is_over_also_for_the_next_run(tmp_path):
+    def prepared():
+        handler = make_handler(8, lr=10.0)
+        handler.set_val_loader(regression(), batch_size=8)
+        handler.add_callback(EarlyStopping(patience=2, min_delta=1e9))
+        handler.auto_save(tmp_path)
+        return handler
+
+    handler = prepared()
+    assert len(handler.train(10)) == 3
+    assert len(prepared().train(10)) == 3
+
+
+@ranks(2)
+def test_the_best_epoch_is_kept(tmp_path):
+    handler = make_handler(8, lr=0.3)
+    handler.set_val_loader(regression(), batch_size=8)
+    keeper = ModelCheckpoint(tmp_path, keep=1)
+    handler.add_callback(keeper)
+    handler.train(6)
+    best = handler.history.best("val_loss")
+    path = keeper.folder.best()
+    assert path is not None
+    state = checkpoint.load(path)
+    assert state["training"]["epoch"] == best + 1
+    assert state["history"]["records"][-1]["val_loss"] == min(handler.val_losses)
+    other = make_handler(8, lr=0.3)
+    other.set_val_loader(regression(), batch_size=8)
+    other.load(path)
+    assert other.validate()["loss"] == min(handler.val_losses)
+    other.train(6)
+    assert other.val_losses == handler.val_losses
+
+
+@ranks(2)
+def test_arguments_that_no_checkpoint_holds_are_passed_again(tmp_path):
+    handler = NNHandler(TakesAClass, activation=nn.Tanh, width=3)
+    handler.save(tmp_path / "model.pt")
+    loaded = NNHandler.initialize_from_checkpoint(tmp_path / "model.pt", TakesAClass, activation=nn.Tanh)
+    assert loaded.module.width == 3
+
+
+class TakesAClass(nn.Linear):
+    def __init__(self, activation, width):
+        super().__init__(width, 1)
+        self.activation, self.width = activation(), width
+
+
+@ranks(2)
+def test_data_that_changed_begins_the_epoch_anew(tmp_path):
+    handler = make_handler(8)
+    handler.auto_save(tmp_path, every_steps=3)
+    handler.add_callback(CutsOff(4))
+    with pytest.raises(CutOffError):
+        handler.train(1)
+    inputs, targets = regression().tensors
+    resumed = make_handler(8, data=TensorDataset(inputs[:40], targets[:40]))
+    resumed.auto_save(tmp_path)
+    resumed.train(2)
+    assert resumed.num_steps == 3 + 3 + 3
