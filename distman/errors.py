@@ -11,6 +11,7 @@
      ├── RankFailedError          another rank raised, died or left; carries rank, host, type, text, traceback
      ├── BarrierTimeoutError      names the ranks that did not come to a barrier
  ├── CheckpointError          a checkpoint is damaged, none, or holds code; or one in the background was not written
+     ├── NonFiniteLossError       the loss of a training is NaN or infinite on some rank
      └── WorkerError              a worker of a ParallelExecutor died, raised or was too late
 
 Wrong arguments are ``ValueError`` or ``TypeError``. Messages read
@@ -28,6 +29,7 @@ __all__ = [
     "CheckpointError",
     "DistmanError",
     "LaunchEnvironmentError",
+    "NonFiniteLossError",
     "NotInitializedError",
     "PlanMismatchError",
     "RankFailedError",
@@ -102,6 +104,10 @@ class BarrierTimeoutError(DistmanError):
 
 class CheckpointError(DistmanError):
     """A checkpoint is damaged, none at all, or wants to run code; or one in the background could not be written."""
+
+
+class NonFiniteLossError(DistmanError):
+    """The loss of a training, or its gradient, is NaN or infinite on some rank."""
 
 
 class WorkerError(DistmanError):

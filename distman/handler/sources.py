@@ -40,23 +40,38 @@ class Source(abc.ABC):
 
     @abc.abstractmethod
     def begin(self, epoch: int) -> None:
-        """Stand at the start of an epoch."""
+        """Stand at the start of an epoch.
+
+        Local.
+        """
 
     @abc.abstractmethod
     def steps(self, epoch: int) -> Iterator[Step]:
-        """Yield what is left of an epoch, or of the one before: nothing then."""
+        """Yield what is left of an epoch; nothing if that is over.
+
+        Local; collective where the ranks have to agree.
+        """
 
     @abc.abstractmethod
     def num_steps(self) -> int | None:
-        """Return the number of steps of a whole epoch; None if nobody knows."""
+        """Return the number of steps of a whole epoch; None if nobody knows.
+
+        Local.
+        """
 
     @abc.abstractmethod
     def state_dict(self) -> dict[str, Any]:
-        """Return the position after the latest step."""
+        """Return the position after the latest step.
+
+        Local.
+        """
 
     @abc.abstractmethod
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on after this position."""
+        """Go on after this position.
+
+        Local.
+        """
 
 
 class LoaderSource(Source):
