@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import gc
 import itertools
 import os
 import time
@@ -156,6 +157,7 @@ def start(environment: LaunchEnvironment, backend: str | None, wish: DeviceWish,
     """
     if environment.launcher == "single":
         return _lone_job(environment, wish, limits)
+    _keep_garbage_from_children()
     try:
         rendezvous = join(environment, os.environ, device=wish.device, backend=backend, timeout=limits.rendezvous)
     except (RendezvousError, RankFailedError):
@@ -192,6 +194,7 @@ def adopt(environment: LaunchEnvironment, wish: DeviceWish, limits: Limits) -> J
     Raises:
         RendezvousError: See :func:`distman.rendezvous.join.join`.
     """
+    _keep_garbage_from_children()
     rank, world_size = dist.get_rank(), dist.get_world_size()
     if environment.launcher == "single" or (environment.rank, environment.world_size) != (rank, world_size):
         environment = LaunchEnvironment("env", rank, world_size)
@@ -311,6 +314,16 @@ def _lone_job(environment: LaunchEnvironment, wish: DeviceWish, limits: Limits) 
     device = wish.device or pick_device()
     peers = complete([sign_in_of(environment, os.environ, device=device, backend=None)])
     return Job(peers[0], 1, device, None, limits, peers, environment)
+
+
+@functools.cache
+def _keep_garbage_from_children() -> None:
+    """Let forked processes, such as the workers of a loader, never collect what is garbage when they are forked.
+
+    The destructor of a process group, which a dropped DistributedDataParallel may be the last to hold, joins threads
+    that the child does not have: it crashes, or hangs.
+    """
+    os.register_at_fork(after_in_child=gc.freeze)
 
 
 def _make_process_group(job: Job, store: dist.Store) -> None:

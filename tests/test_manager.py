@@ -1,6 +1,7 @@
 """DistributedManager: one state in all instances, on one process and on several."""
 
 import datetime
+import gc
 import os
 import sys
 
@@ -241,3 +242,20 @@ def test_a_simulated_group_is_adopted_without_asking_anyone(monkeypatch):
     finally:
         DistributedManager.cleanup()
         dist.destroy_process_group()
+
+
+@ranks(2)
+def test_a_forked_child_does_not_collect_a_dropped_group():
+    DistributedManager.create_process_subgroup("both", 2)
+    gc.collect()
+    gc.disable()
+    wrapped = DistributedManager().wrap_ddp(torch.nn.Linear(1, 1), process_group=DistributedManager().group("both"))
+    wrapped.cycle = wrapped
+    DistributedManager().destroy_group("both")
+    del wrapped
+    child = os.fork()
+    if child == 0:
+        gc.collect()
+        os._exit(0)
+    gc.enable()
+    assert os.waitpid(child, 0)[1] == 0
