@@ -18,7 +18,7 @@ def assert_learned(finished, *, ranks, nodes=1, method):
     assert finished.stderr == ""
     result = re.search(r"test accuracy ([\d.]+), weights \w+ on all (\d+) ranks", finished.stdout)
     assert result, "rank 0 prints the result"
-    assert float(result[1]) >= 0.95
+    assert float(result[1]) >= 0.97
     assert int(result[2]) == ranks
     assert f"rank 0 of {ranks}," in finished.stdout
     assert f"node 0 of {nodes}," in finished.stdout
@@ -68,7 +68,7 @@ def test_torchrun_started_by_srun_on_two_nodes(slurm_cluster):
     rendezvous = ["--rdzv_backend=c10d", "--rdzv_endpoint=n1:29400", "--rdzv_id=digits"]
     finished = slurm_cluster.srun("-N2", "-n2", *torchrun, *rendezvous, DIGITS, timeout=LIMIT)
     assert finished.returncode == 0
-    assert re.search(r"test accuracy 0.9[5-9]\d*, weights \w+ on all 4 ranks", finished.stdout)
+    assert re.search(r"test accuracy 0.9[7-9]\d*, weights \w+ on all 4 ranks", finished.stdout)
     assert ", torchrun)" in finished.stdout
 
 

@@ -1,0 +1,186 @@
+"""What training through the handler costs, against loops written by hand.
+
+    python docs/benchmarks/training.py               # everything, two minutes on two cores
+    python docs/benchmarks/training.py step loader saving
+
+The competitors take turns within one run. The time of a step is the mean over an epoch, on the slowest rank. Every
+figure is a median over the rounds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from distman import DistributedManager
+from distman.checkpoint import save
+from distman.data import rank_cached_loader
+from distman.handler import Callback, NNHandler
+
+MODELS = {"small": (64, 384, 100), "large": (64, 1664, 25)}  # batch of each rank, width, steps in an epoch
+ROUNDS = 25
+LOADER_SAMPLES, LOADER_BATCH, LOADER_ROUNDS = 20_000, 64, 40
+SAVED_BYTES, SAVE_ROUNDS = 256 * 2**20, 7
+
+
+# --- on the ranks of a job -------------------------------------------------------------------------------------------
+
+
+def make_network(width: int) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(64, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 8))
+
+
+class HandWrittenLoop(Callback):
+    """After each of the handler's epochs, one of a loop over tensors with a DDP model."""
+
+    def __init__(self, data: TensorDataset, batch: int, width: int) -> None:
+        manager = DistributedManager()
+        self.inputs, self.targets = (tensor[manager.rank :: manager.world_size].clone() for tensor in data.tensors)
+        self.batch = batch
+        self.model = manager.wrap_ddp(make_network(width))
+        self.optimizer = torch.optim.Adam(self.model.parameters())
+        self.seconds: list[float] = []
+
+    def on_epoch_begin(self, handler: NNHandler, epoch: int) -> None:
+        dist.barrier()
+
+    def on_epoch_end(self, handler: NNHandler, record: dict[str, float]) -> None:
+        dist.barrier()
+        started = time.perf_counter()
+        total = torch.zeros(())
+        for part in torch.randperm(len(self.inputs)).split(self.batch):
+            self.optimizer.zero_grad()
+            loss = nn.functional.mse_loss(self.model(self.inputs[part]), self.targets[part])
+            loss.backward()
+            self.optimizer.step()
+            total += loss.detach()
+        self.seconds.append(time.perf_counter() - started)
+
+
+def measure_steps_on_this_rank() -> None:
+    manager = DistributedManager.initialize()
+    for name, (batch, width, num_steps) in MODELS.items():
+        num_samples = batch * num_steps * manager.world_size
+        data = TensorDataset(torch.randn(num_samples, 64), torch.randn(num_samples, 8))
+        handler = NNHandler(make_network, width=width)
+        handler.set_optimizer(torch.optim.Adam)
+        handler.set_loss_fn(nn.functional.mse_loss)
+        handler.set_train_loader(data, batch_size=batch, cached=True)
+        by_hand = HandWrittenLoop(data, batch, width)
+        handler.add_callback(by_hand)
+        history = handler.train(ROUNDS + 1)
+        seconds = torch.tensor([by_hand.seconds, history["seconds"]], dtype=torch.float64) / num_steps
+        dist.all_reduce(seconds, dist.ReduceOp.MAX)
+        if manager.is_main:
+            rows = dict(zip(("DDP, by hand", "NNHandler"), seconds[:, 1:].tolist(), strict=True))
+            show(f"a step of the {name} model, {manager.world_size} ranks", rows)
+
+
+# --- in this process -------------------------------------------------------------------------------------------------
+
+
+def show(title: str, seconds: dict[str, list[float]]) -> None:
+    print(title)
+    reference = next(iter(seconds.values()))
+    for name, values in seconds.items():
+        ratio = statistics.median(value / bare for value, bare in zip(values, reference, strict=True))
+        print(f"  {name:<45} {statistics.median(values) * 1e3:9.3f} ms   {ratio:7.3f}", flush=True)
+
+
+def race(title: str, competitors: dict[str, Callable[[], object]], rounds: int) -> None:
+    seconds: dict[str, list[float]] = {name: [] for name in competitors}
+    for number in range(rounds + 1):
+        for name, compete in competitors.items():
+            started = time.perf_counter()
+            compete()
+            if number:  # the first round warms up
+                seconds[name].append(time.perf_counter() - started)
+    show(title, seconds)
+
+
+def measure_loaders() -> None:
+    torch.set_num_threads(1)
+    DistributedManager.initialize()
+    images, labels = torch.randn(LOADER_SAMPLES, 1, 8, 8), torch.randint(10, (LOADER_SAMPLES,))
+    data = TensorDataset(images, labels)
+    cached = rank_cached_loader(data, batch_size=LOADER_BATCH)
+    plain = DataLoader(data, batch_size=LOADER_BATCH, shuffle=True)
+
+    def slice_by_hand() -> None:
+        for part in torch.randperm(LOADER_SAMPLES).split(LOADER_BATCH):
+            images[part], labels[part]
+
+    def go_through(loader: DataLoader) -> None:
+        for _ in loader:
+            pass
+
+    competitors = {
+        "tensors sliced by hand": slice_by_hand,
+        "rank_cached_loader": lambda: go_through(cached),
+        "torch's DataLoader": lambda: go_through(plain),
+    }
+    race(f"an epoch of {LOADER_SAMPLES} images of 8 x 8, batches of {LOADER_BATCH}", competitors, LOADER_ROUNDS)
+
+
+def measure_saving() -> None:
+    DistributedManager.initialize()
+    state = {f"weight {number}": torch.randn(SAVED_BYTES // 16 // 4) for number in range(16)}
+    kept: list[dict[str, torch.Tensor]] = []
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "state.pt"
+
+        def copy() -> None:
+            kept[:] = [{name: value.clone() for name, value in state.items()}]
+
+        seconds: dict[str, list[float]] = {"copy to host memory": [], "save in the background": [], "save": []}
+        for number in range(SAVE_ROUNDS + 1):
+            for name, work in (
+                ("copy to host memory", copy),
+                ("save in the background", lambda: save(state, path, background=True)),
+                ("save", lambda: save(state, path)),
+            ):
+                started = time.perf_counter()
+                pending = work()
+                elapsed = time.perf_counter() - started
+                if pending is not None:
+                    pending.wait()
+                if number:
+                    seconds[name].append(elapsed)
+        show(f"saving {SAVED_BYTES // 2**20} MB, one process", seconds)
+
+
+def measure_steps() -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", __file__, "--rank"]
+    subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=True)
+
+
+MEASUREMENTS = {"step": measure_steps, "loader": measure_loaders, "saving": measure_saving}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", nargs="*", choices=[*MEASUREMENTS, []], help="what to measure; everything if left out")
+    parser.add_argument("--rank", action="store_true", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.rank:
+        measure_steps_on_this_rank()
+        return
+    for name in arguments.what or MEASUREMENTS:
+        MEASUREMENTS[name]()
+
+
+if __name__ == "__main__":
+    main()
