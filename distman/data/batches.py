@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 import operator
+from collections import Counter
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -151,7 +152,8 @@ class TrainingBatches(_EpochBatches):
 
         Local.
         """
-        return split_sizes(self.num_total(position), self.num_ranks)[self._rank]
+        whole, rest = divmod(self.num_total(position), self.num_ranks)
+        return whole + (self._rank < rest)
 
     def num_total(self, position: int) -> int:
         """Return how many samples the step at this position has on all ranks.
@@ -169,9 +171,10 @@ class TrainingBatches(_EpochBatches):
         return torch.arange(self._num_samples)
 
     def _part(self, order: torch.Tensor, position: int) -> torch.Tensor:
-        sizes = split_sizes(self.num_total(position), self.num_ranks)
-        start = position + sum(sizes[: self._rank])
-        return order[start : start + sizes[self._rank]] if sizes[self._rank] else order[position : position + 1]
+        whole, rest = divmod(self.num_total(position), self.num_ranks)
+        start = position + self._rank * whole + min(self._rank, rest)
+        num_own = whole + (self._rank < rest)
+        return order[start : start + num_own] if num_own else order[position : position + 1]
 
 
 class ShardBatches(_EpochBatches):
@@ -209,6 +212,7 @@ class ShardBatches(_EpochBatches):
             )
         _at_least_one("the number of samples", sum(sizes))
         self._sizes: list[int] = list(sizes)
+        self._counts = Counter(self._sizes)  # few different ones, however many ranks
         self._shuffle, self._drop_last = shuffle, drop_last
 
     @property
@@ -238,7 +242,7 @@ class ShardBatches(_EpochBatches):
 
         Local.
         """
-        return sum(self._num_of(size, position) for size in self._sizes)
+        return sum(count * self._num_of(size, position) for size, count in self._counts.items())
 
     def _num_of(self, size: int, position: int) -> int:
         return min(self.batch_size, max(0, size - position))

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_structure, tree_unflatten
 from torch.utils.data import Dataset, TensorDataset, default_collate
 
 from distman.collectives.border import GroupLike, resolve_group
@@ -58,8 +59,11 @@ class RankCachedDataset(Dataset[Any]):
         self._tensors, self._structure = _read(_reader(dataset), shard)
         if device is not None:
             self._tensors = [tensor.to(device) for tensor in self._tensors]
-        elif DistributedManager().cuda:
+        self._is_pinned = device is None and DistributedManager().cuda
+        if self._is_pinned:
             self._tensors = [tensor.pin_memory() for tensor in self._tensors]
+        is_flat = self._structure == tree_structure(tuple(self._tensors))
+        self._put_together = tuple if is_flat else functools.partial(tree_unflatten, treespec=self._structure)
 
     def __len__(self) -> int:
         """Return the number of samples in this rank's shard."""
@@ -67,7 +71,12 @@ class RankCachedDataset(Dataset[Any]):
 
     def __getitem__(self, indices: Indices) -> Any:
         """Return one sample, or several as one batch; indices count within the shard."""
-        return tree_unflatten([_take(tensor, indices) for tensor in self._tensors], self._structure)
+        if not isinstance(indices, torch.Tensor):
+            return self._put_together([tensor[indices] for tensor in self._tensors])
+        if not self._is_pinned:
+            indices = indices.to(self._tensors[0].device)
+            return self._put_together([tensor.index_select(0, indices) for tensor in self._tensors])
+        return self._put_together([_take_pinned(tensor, indices) for tensor in self._tensors])
 
 
 class _CachedTrainingLoader(TrainingLoader):
@@ -170,10 +179,6 @@ def _unequal(chunk: range) -> ValueError:
     )
 
 
-def _take(tensor: torch.Tensor, indices: Indices) -> torch.Tensor:
-    if not isinstance(indices, torch.Tensor):
-        return tensor[indices]
-    if not tensor.is_pinned():
-        return tensor[indices.to(tensor.device)]
+def _take_pinned(tensor: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
     batch = torch.empty(len(indices), *tensor.shape[1:], dtype=tensor.dtype, pin_memory=True)
     return torch.index_select(tensor, 0, indices, out=batch)

@@ -169,9 +169,8 @@ class Optimization:
 
     def _backward(self, objective: Objective, step: Step, factor: float) -> Outcome:
         batch = to_device(step.batch, self._device)
-        autocast = torch.autocast(self._device.type, dtype=self._options.dtype, enabled=self._options.amp is not None)
         with self._model.training() as model:
-            with autocast:
+            with torch.autocast(self._device.type, self._options.dtype) if self._options.amp else nullcontext():
                 outcome = objective(model, batch)
             if outcome.loss.numel() != 1:
                 raise ValueError(
@@ -189,7 +188,7 @@ class Optimization:
         if self._options.clip_norm is not None:
             return torch.nn.utils.clip_grad_norm_(self._parameters, self._options.clip_norm).item()
         gradients = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
-        return torch.nn.utils.get_total_norm(gradients, norm_type=math.inf).item()
+        return torch.stack(torch._foreach_norm(gradients, math.inf)).max().item() if gradients else 0.0
 
     def _is_overflow(self, losses: Sequence[torch.Tensor], norm: float) -> bool:
         """Return whether only the scale of the loss was too large; False if the step must be left out."""

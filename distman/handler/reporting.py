@@ -8,8 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
-
+from distman.handler.tally import Tally
 from distman.manager import DistributedManager
 
 __all__ = ["ProgressBar", "Reporter", "training_logger"]
@@ -98,13 +97,13 @@ class ProgressBar:
             raise ImportError("tqdm must be installed to show progress. Run pip install distman[handler].") from error
         self._bar = tqdm(total=total, desc=f"epoch {epoch + 1}/{num_epochs}", unit="batch", leave=False)
 
-    def advance(self, num_batches: int, sums: torch.Tensor) -> None:
+    def advance(self, num_batches: int, tally: Tally) -> None:
         """Show that some more batches are done, and the mean loss so far.
 
         Local.
         """
         if self._bar is not None and self._bar.update(num_batches):
-            loss, num = sums[:, 0].tolist()
+            loss, num = tally.sums[:, 0].tolist()
             self._bar.set_postfix(loss=f"{loss / num:.4g}" if num else "nan", refresh=False)
 
     def close(self) -> None:

@@ -82,8 +82,22 @@ class Tally:
             elif keeps_all:
                 self._over_all[name] = metric.measure
         self._kept: list[tuple[Any, Any]] = []
-        self.sums = torch.zeros(2, 1 + len(self._by_batch), dtype=torch.float64, device=DistributedManager().device)
-        """Sums over samples of loss and metrics, and over how many samples; shape ``(2, 1 + metrics)``."""
+        device = DistributedManager().device
+        self._sums = torch.zeros(2, 1 + len(self._by_batch), dtype=torch.float64, device=device)
+        self._loss, self._num_samples = torch.zeros(1, dtype=torch.float64, device=device), 0
+
+    @property
+    def sums(self) -> torch.Tensor:
+        """Sums over the samples of loss and metrics, and over how many samples; shape ``(2, 1 + metrics)``."""
+        sums = self._sums.clone()
+        sums[0, 0], sums[1, 0] = self._loss[0], self._num_samples
+        return sums
+
+    @sums.setter
+    def sums(self, sums: torch.Tensor) -> None:
+        self._sums.copy_(sums)
+        self._loss.copy_(sums[0, :1])
+        self._num_samples = int(sums[1, 0])
 
     @torch.no_grad()
     def measure(self, outcome: Outcome) -> torch.Tensor:
@@ -109,14 +123,11 @@ class Tally:
         """
         if not num_samples:
             return
+        self._loss.add_(values[:1], alpha=num_samples)
+        self._num_samples += num_samples
         if len(values) > 1:
             counts = ~values.isnan()
-            counts[0] = True
-            self.sums[0] += torch.where(counts, values, 0.0) * num_samples
-            self.sums[1] += counts * num_samples
-        else:
-            self.sums[0].add_(values, alpha=num_samples)
-            self.sums[1] += num_samples
+            self._sums += torch.stack([torch.where(counts, values, 0.0), counts]) * num_samples
 
     def compute(self) -> dict[str, float]:
         """Return the means over the samples of all ranks, ``"loss"`` first; NaN where there were none.

@@ -168,7 +168,7 @@ class Training:
         self._tally = Tally(self._metrics)
         sums = ranks[manager.rank]["sums"] if is_same_job else sum(own["sums"] for own in ranks)
         if (is_same_job or manager.is_main) and sums.shape == self._tally.sums.shape:
-            self._tally.sums.copy_(sums)
+            self._tally.sums = sums
         if is_same_job:
             set_generators_state(ranks[manager.rank]["random"])
         self._is_resumed = True
@@ -185,7 +185,7 @@ class Training:
             if is_taken:
                 self._scheduling.after_step()
                 self._hooks.on_step_end(self.optimization.num_steps)
-            bar.advance(len(steps), self._tally.sums)
+            bar.advance(len(steps), self._tally)
             is_left = DistributedManager().should_stop()
             if is_left or (is_taken and self._hooks.is_to_save(step=self.optimization.num_steps)):
                 started = self._add_time(started)
