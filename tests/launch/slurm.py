@@ -45,8 +45,8 @@ SelectTypeParameters=CR_Core
 GresTypes=gpu
 # A node may have more CPUs than the machine.
 SlurmdParameters=config_overrides
-# A batch job starts at once instead of after 3 s.
-SchedulerParameters=batch_sched_delay=0,sched_min_interval=0
+# A batch job starts at once instead of after 3 s, and one that is queued again as soon as it may, not up to 60 s later.
+SchedulerParameters=batch_sched_delay=0,sched_min_interval=0,sched_interval=1
 KillWait=2
 # The job of a killed srun would otherwise keep its nodes for ever.
 InactiveLimit=10
@@ -134,7 +134,10 @@ class SlurmCluster:
         env: Mapping[str, str | None] | None = None,
         cwd: Path | None = None,
     ) -> Finished:
-        """Submit a script by ``sbatch ARGUMENTS``, wait for the end of the job and return its account."""
+        """Submit a script by ``sbatch ARGUMENTS``, wait for the end of the job and return its account.
+
+        A job array has ended when all its tasks have; its exit code is the first of theirs that is not zero.
+        """
         __tracebackhide__ = True
         files = Path(tempfile.mkdtemp(prefix="job-", dir=self.directory))
         (files / "script").write_text(script)
@@ -195,15 +198,21 @@ class SlurmCluster:
         poll(lambda: not any(process.is_python for process in self.hosts.processes()), 3.0)
 
     def _has_ended(self, job: str) -> bool:
-        return self._job(job)["JobState"] not in WAITING
+        return all(task["JobState"] not in WAITING for task in self._tasks(job))
 
     def _exit_code(self, job: str) -> int:
-        code, number = (int(part) for part in self._job(job)["ExitCode"].split(":"))
-        return -number if number else code
+        for task in self._tasks(job):
+            code, number = (int(part) for part in task["ExitCode"].split(":"))
+            if code or number:
+                return -number if number else code
+        return 0
 
-    def _job(self, job: str) -> dict[str, str]:
-        """Return what ``scontrol`` knows of a job."""
-        return dict(re.findall(r"(\S+?)=(\S*)", self._ask("scontrol", "show", "job", "--oneliner", job)))
+    def _tasks(self, job: str) -> list[dict[str, str]]:
+        """Return what ``scontrol`` knows of a job, or of each task of a job array."""
+        lines = self._ask("scontrol", "show", "job", "--oneliner", job).splitlines()
+        if not lines:
+            pytest.fail(f"Slurm does not know job {job}")
+        return [dict(re.findall(r"(\S+?)=(\S*)", line)) for line in lines]
 
     def _ask(self, *command: str) -> str:
         """Return what a Slurm command says, whatever it thinks of the question."""

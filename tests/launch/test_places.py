@@ -75,9 +75,7 @@ cat first second
 def test_the_tasks_of_a_job_array_are_jobs_of_their_own(slurm_cluster, tmp_path):
     task = shlex.join([sys.executable, str(RANKS)])
     script = f"#!/bin/bash\nsrun {task} > {tmp_path}/$SLURM_ARRAY_TASK_ID\n"
-    waiting = f"#!/bin/bash\nsbatch --wait --array=1-2 -n2 -o /dev/null {tmp_path}/job.sh\n"
-    (tmp_path / "job.sh").write_text(script)
-    assert slurm_cluster.sbatch(waiting, timeout=LIMIT).returncode == 0
+    assert slurm_cluster.sbatch(script, "--array=1-2", "-n2", timeout=LIMIT).returncode == 0
     for task_id in "12":
         found = [json.loads(line) for line in (tmp_path / task_id).read_text().splitlines()]
         assert sorted(peer["rank"] for peer in found) == [0, 1]
