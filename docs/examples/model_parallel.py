@@ -102,7 +102,8 @@ def measure_accuracy(model: nn.Module, images: torch.Tensor, labels: torch.Tenso
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--losses", type=Path, metavar="FILE", help="write the loss of every epoch there, as JSON")
-    file = parser.parse_args().losses
+    parser.add_argument("--epochs", type=int, default=EPOCHS, help="times to go through the training data")
+    options = parser.parse_args()
     torch.set_default_dtype(torch.float64)
     manager = DistributedManager.initialize()
     manager.create_process_subgroup("model_parallel", 2 if manager.world_size % 2 == 0 else 1)
@@ -114,15 +115,15 @@ def main() -> None:
     if manager.is_main:
         print(f"{num_rows} x {num_columns} ranks: data parallel x model parallel", flush=True)
     losses = []
-    for epoch in range(EPOCHS):
+    for epoch in range(options.epochs):
         losses.append(train_epoch(model, optimizer, train_images, train_labels, epoch))
         if manager.is_main:
-            print(f"epoch {epoch + 1}/{EPOCHS}  loss {losses[-1]:.12f}", flush=True)
+            print(f"epoch {epoch + 1}/{options.epochs}  loss {losses[-1]:.12f}", flush=True)
     accuracy = measure_accuracy(model, test_images, test_labels)
     if manager.is_main:
         print(f"test accuracy {accuracy:.4f}", flush=True)
-        if file:
-            file.write_text(json.dumps(losses))
+        if options.losses:
+            options.losses.write_text(json.dumps(losses))
 
 
 if __name__ == "__main__":
