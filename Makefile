@@ -15,7 +15,7 @@ demo: $(installed)  ## Train a small model on two processes.
 	@echo "The same file, unchanged, runs with python, mpirun or mpiexec, and srun."
 
 test: lint  ## Check the style, run all tests, build the documentation.
-	$(python) -m pytest
+	$(python) -m pytest --numprocesses=2 --dist=worksteal
 	$(MAKE) docs
 
 lint: $(installed)  ## Check formatting, style, types, layers and spelling.

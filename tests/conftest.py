@@ -1,12 +1,25 @@
-"""With DISTMAN_FORBID_SKIP=1 a test that does not run fails; only those marked ``gpu`` may be skipped."""
+"""How the tests end, and what it means to leave one out.
+
+With DISTMAN_FORBID_SKIP=1 a test that does not run fails; only those marked ``gpu`` may be skipped.
+"""
 
 import os
+import signal
 from collections.abc import Generator
 
 import pytest
 
 SKIPPING_IS_FORBIDDEN = os.environ.get("DISTMAN_FORBID_SKIP") == "1"
 NOT_RUN = (pytest.skip.Exception, pytest.xfail.Exception)
+
+
+def pytest_configure() -> None:
+    """Let SIGTERM end the tests as Ctrl-C does, so that every fixture is torn down.
+
+    A shell ignores Ctrl-C for what it puts into the background, and for all that this starts; here it is an interrupt.
+    """
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.default_int_handler)
 
 
 @pytest.hookimpl(wrapper=True)

@@ -2,12 +2,12 @@
 
 import os
 import resource
+import secrets
 import shutil
-import signal
 import socket
 import subprocess
 from collections.abc import Iterator
-from types import FrameType
+from contextlib import suppress
 
 import pytest
 
@@ -17,17 +17,7 @@ from .processes import assert_nothing_left
 from .slurm import PROGRAMS, SlurmCluster
 from .torchrun import Torchrun
 
-
-@pytest.fixture(scope="session", autouse=True)
-def terminated_as_interrupted() -> Iterator[None]:
-    """Let SIGTERM end the tests as Ctrl-C does, so that every fixture is torn down."""
-
-    def interrupt(_number: int, _frame: FrameType | None) -> None:
-        raise KeyboardInterrupt
-
-    previous = signal.signal(signal.SIGTERM, interrupt)
-    yield
-    signal.signal(signal.SIGTERM, previous)
+PORTS = range(10_000, 23_000)
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -120,7 +110,8 @@ def require_namespaces() -> None:
 
 @pytest.fixture
 def free_port() -> int:
-    """A port that was free a moment ago."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port: int = server.getsockname()[1]
-    return port
+    """A port that was free a moment ago, of those that nobody gets who asks Linux, or `derive_ports`, for any."""
+    while True:
+        port = secrets.choice(PORTS)
+        with suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return port

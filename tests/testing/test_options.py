@@ -75,6 +75,10 @@ def drawn(text):
     return sorted(set(re.findall(r"drawn \d \S+", text)))
 
 
+def endings(text):
+    return sorted(re.findall(r"^[A-Z]{4,} (?:test_it|\[).*", text, re.MULTILINE))
+
+
 def test_outcomes(run):
     expected = {"passed": 5, "failed": 1, "skipped": 1, "xfailed": 2}
     assert run.counts().items() >= expected.items(), run.output
@@ -91,6 +95,14 @@ def test_ids_and_reasons(run):
 def test_warnings_of_workers_are_summarised(run):
     assert "a word of warning" in run.output.partition("= warnings summary =")[2]
     assert "test_it.py:12: UserWarning" in run.output
+
+
+def test_the_same_in_two_processes_of_pytest_xdist(suite, run):
+    parallel = suite.run("-rA", "-n", "2")
+    assert parallel.counts() == run.counts(), parallel.output
+    assert endings(parallel.output) == endings(run.output)
+    assert drawn(parallel.output) == drawn(run.output)
+    assert "a word of warning" in parallel.output.partition("= warnings summary =")[2]
 
 
 def test_last_failed_and_selection_also_under_a_launcher(suite, run):
