@@ -55,6 +55,8 @@ MODULES = {
     "test_import.py": "import pytest\npytest.importorskip('no_such_module_anywhere')\n",
 }
 
+ALONE_AND_UNDER_XDIST = pytest.mark.parametrize("options", [[], ["-n", "1"]], ids=["alone", "under xdist"])
+
 
 @pytest.fixture
 def generated(tmp_path):
@@ -64,18 +66,19 @@ def generated(tmp_path):
     return tmp_path
 
 
-def outcomes(folder, *, forbid):
+def outcomes(folder, *options, forbid):
     """Return what the closing line of pytest says, as a dictionary, and the whole output."""
     environ = {**os.environ, "DISTMAN_FORBID_SKIP": "1" if forbid else "0"}
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-p", "no:distman", "-ra"]
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-p", "no:distman", "-ra", *options]
     done = subprocess.run(command, cwd=folder, env=environ, capture_output=True, text=True, check=False, timeout=60)
     closing_line = done.stdout.splitlines()[-1]
     return {what: int(count) for count, what in re.findall(r"(\d+) ([a-z]+)", closing_line)}, done.stdout
 
 
-def test_skips_are_failures_where_forbidden(generated):
+@ALONE_AND_UNDER_XDIST
+def test_skips_are_failures_where_forbidden(generated, options):
     (generated / "test_generated.py").write_text(TESTS)
-    counts, output = outcomes(generated, forbid=True)
+    counts, output = outcomes(generated, *options, forbid=True)
     assert counts == {"passed": 1, "failed": 2, "errors": 5, "skipped": 1, "xfailed": 1}
     for reason in (
         "of the call",
@@ -88,10 +91,11 @@ def test_skips_are_failures_where_forbidden(generated):
         assert f"reason {reason}" in output
 
 
+@ALONE_AND_UNDER_XDIST
 @pytest.mark.parametrize("name", MODULES)
-def test_skipped_modules_are_errors_where_forbidden(generated, name):
+def test_skipped_modules_are_errors_where_forbidden(generated, name, options):
     (generated / name).write_text(MODULES[name])
-    counts, output = outcomes(generated, forbid=True)
+    counts, output = outcomes(generated, *options, forbid=True)
     assert counts["error"] == 1
     assert "the whole module" in output or "no_such_module_anywhere" in output
 

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from ..launch.processes import private_shared_memory
+
 BUSY = """
 import subprocess, sys, threading, time
 from pathlib import Path
@@ -175,7 +177,7 @@ def start(mark):
     started = []
 
     def start(program, *arguments):
-        command = [sys.executable, "-c", program, *arguments]
+        command = [*private_shared_memory(), sys.executable, "-c", program, *arguments]
         environ = {**os.environ, "DISTMAN_TEST_MARK": mark}
         started.append(
             subprocess.Popen(

@@ -11,14 +11,13 @@ import shutil
 import subprocess
 import sys
 import sysconfig
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from functools import cache
 from pathlib import Path
 
 from .hosts import SSH, NamespaceHosts
-from .processes import Finished, Running, launch, start
+from .processes import Finished, Running, launch, private_shared_memory, start
 
 REPOSITORY = Path(__file__).parents[2]
 CONSTRAINTS = REPOSITORY / ".ci" / "constraints.txt"
@@ -148,7 +147,7 @@ class MpiInstallation:
     def command(self, *arguments: str | Path, ranks: int) -> list[str | Path]:
         """Return the command line that runs ``python ARGUMENTS`` on this machine; it needs `environment`."""
         launcher = [*self.flavour.launcher, *self.flavour.one_host, "-n", str(ranks)]
-        return [*_private_shared_memory(), *launcher, self.python, *arguments]
+        return [*private_shared_memory(), *launcher, self.python, *arguments]
 
     def environment(self, *, mpi4py: bool = True) -> dict[str, str]:
         """Return the variables for `command`."""
@@ -180,11 +179,3 @@ def _run(*command: str | Path) -> None:
         line = shlex.join(str(word) for word in command)
         msg = f"{line} must succeed, got exit code {done.returncode}.\n{done.stdout}{done.stderr}"
         raise RuntimeError(msg)
-
-
-@cache
-def _private_shared_memory() -> Sequence[str]:
-    """Return the beginning of a command line whose rest has its own /dev/shm, where killed ranks litter."""
-    private = ["unshare", "--mount", "sh", "-c", 'mount -t tmpfs tmpfs /dev/shm && exec "$0" "$@"']
-    allowed = subprocess.run([*private, "true"], capture_output=True, check=False, timeout=10).returncode == 0
-    return private if allowed else []

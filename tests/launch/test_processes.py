@@ -15,7 +15,7 @@ def test_account_of_a_launch():
     assert finished.returncode == 3
     assert (finished.stdout, finished.stderr) == ("said\n", "complained\n")
     account = str(finished)
-    for part in ("$ sh -c", "exit code 3, after 0.", "said", "complained"):
+    for part in ("$ sh -c", "exit code 3, after ", "said", "complained"):
         assert part in account
 
 
@@ -25,10 +25,10 @@ def test_signal_is_named():
 
 def test_time_limit_ends_everything_and_shows_the_stacks():
     with pytest.raises(pytest.fail.Exception) as failure:
-        launch([sys.executable, "-c", HANG], timeout=1.0)
+        launch([sys.executable, "-c", HANG], timeout=3.0)
     assert not marked()
     account = str(failure.value)
-    for part in ("waited 1 s to end", "started", "in stuck_here"):
+    for part in ("waited 3 s to end", "started", "in stuck_here"):
         assert part in account
 
 

@@ -29,10 +29,10 @@ def test_exit_codes_arrive(slurm_cluster):
 
 def test_time_limit_ends_a_step_or_job_and_shows_the_stacks(slurm_cluster):
     hang = [sys.executable, "-c", "import time\ndef stuck_here(): time.sleep(60)\nstuck_here()"]
-    with pytest.raises(pytest.fail.Exception, match=r"(?s)waited 2 s.*in stuck_here"):
-        slurm_cluster.srun("-N2", *hang, timeout=2)
-    with pytest.raises(pytest.fail.Exception, match=r"(?s)waited 2 s.*in stuck_here"):
-        slurm_cluster.sbatch(f"#!/bin/bash\nsrun {shlex.join(hang)}\n", "-N2", "-n2", timeout=2)
+    with pytest.raises(pytest.fail.Exception, match=r"(?s)waited 4 s.*in stuck_here"):
+        slurm_cluster.srun("-N2", *hang, timeout=4)
+    with pytest.raises(pytest.fail.Exception, match=r"(?s)waited 4 s.*in stuck_here"):
+        slurm_cluster.sbatch(f"#!/bin/bash\nsrun {shlex.join(hang)}\n", "-N2", "-n2", timeout=4)
     assert slurm_cluster.srun("-N4", "--exclusive", "true", timeout=10).returncode == 0
 
 
