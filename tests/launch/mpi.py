@@ -6,6 +6,7 @@ an MPI and mpi4py; everything else they find in the main environment, and distma
 
 import fcntl
 import os
+import re
 import shlex
 import shutil
 import subprocess
@@ -21,6 +22,8 @@ from .processes import Finished, Running, launch, private_shared_memory, start
 
 REPOSITORY = Path(__file__).parents[2]
 CONSTRAINTS = REPOSITORY / ".ci" / "constraints.txt"
+# Open MPI sets the process group of its ssh on both sides of the fork, and says so if the child was first to exec.
+WORDS_OF_PRRTE = re.compile(r"^\[\w+:\d+\] plm:ssh: Warning: setpgid\(.*\n", re.MULTILINE)
 WITHOUT_MPI4PY = Path(__file__).parent / "without_mpi4py"
 
 
@@ -171,6 +174,11 @@ class MpiInstallation:
         (site_packages,) = self.directory.glob("lib/python*/site-packages")
         reachable = [sysconfig.get_paths()["purelib"], str(REPOSITORY)]
         (site_packages / "main_environment.pth").write_text("\n".join(reachable) + "\n")
+
+
+def without_words_of_prrte(text: str) -> str:
+    """Return standard error without what Open MPI says on several hosts when all is well."""
+    return WORDS_OF_PRRTE.sub("", text)
 
 
 def _run(*command: str | Path) -> None:

@@ -1,7 +1,6 @@
 """Where each rank stands, under every way of starting ranks; and jobs that must not disturb each other."""
 
 import json
-import re
 import shlex
 import sys
 from contextlib import ExitStack
@@ -12,6 +11,7 @@ import pytest
 from distman.rendezvous.address import derive_ports
 from distman.rendezvous.door import bind_listener
 
+from .mpi import without_words_of_prrte
 from .processes import start
 
 SCRIPTS = Path(__file__).parent / "scripts"
@@ -19,14 +19,10 @@ RANKS = SCRIPTS / "ranks.py"
 LIMIT = 60
 
 
-# Open MPI sets the process group of its ssh on both sides of the fork, and says so if the child was first to exec.
-WORDS_OF_PRRTE = re.compile(r"^\[\w+:\d+\] plm:ssh: Warning: setpgid\(.*\n", re.MULTILINE)
-
-
 def places(finished):
     """Return ``(rank, host, node rank, local rank, local world size)`` of every rank."""
     assert finished.returncode == 0
-    assert WORDS_OF_PRRTE.sub("", finished.stderr) == ""
+    assert without_words_of_prrte(finished.stderr) == ""
     found = sorted((json.loads(line) for line in finished.lines), key=lambda peer: peer["rank"])
     assert all(peer["world_size"] == len(found) and peer["distributed"] for peer in found)
     return [(p["rank"], p["host"], p["node_rank"], p["local_rank"], p["local_world_size"]) for p in found]

@@ -102,7 +102,7 @@ def busy(project, mark, tmp_path):
     environ = project.environ(DISTMAN_TEST_MARK=mark, TMPDIR=str(tmp_path))
     with (tmp_path / "log").open("wb") as log:
         process = subprocess.Popen(
-            project.command("-q"),
+            project.command("-q", "-p", "no:hypothesispytest"),  # it takes a second to end
             cwd=project.folder,
             env=environ,
             stdout=log,
