@@ -323,7 +323,22 @@ def _keep_garbage_from_children() -> None:
     The destructor of a process group, which a dropped DistributedDataParallel may be the last to hold, joins threads
     that the child does not have: it crashes, or hangs.
     """
-    os.register_at_fork(after_in_child=gc.freeze)
+    was_enabled = False
+
+    def before() -> None:  # other modules' handlers in the child could set off a collection
+        nonlocal was_enabled
+        was_enabled = gc.isenabled()
+        gc.disable()
+
+    def in_parent() -> None:
+        if was_enabled:
+            gc.enable()
+
+    def in_child() -> None:
+        gc.freeze()
+        in_parent()
+
+    os.register_at_fork(before=before, after_in_parent=in_parent, after_in_child=in_child)
 
 
 def _make_process_group(job: Job, store: dist.Store) -> None:
