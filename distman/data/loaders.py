@@ -92,7 +92,17 @@ class TrainingLoader(DataLoader[Any]):
 
         Local.
         """
-        epoch, position = self._reached
+        return self.state_at(*self._reached)
+
+    def state_at(self, epoch: int, position: int) -> dict[str, Any]:
+        """Return a position by its numbers, for loops that count by themselves.
+
+        Local.
+
+        Args:
+            epoch: Index of the epoch.
+            position: What was drawn of it, see :attr:`batches`; at its end it is the start of the next.
+        """
         if position >= self.batches.num_drawn:
             epoch, position = epoch + 1, 0
         return {"epoch": epoch, "position": position, "seed": self.batches.seed, "layout": self.batches.layout}

@@ -103,8 +103,7 @@ class Optimization:
             NonFiniteLossError: On every rank: a loss or the gradient is NaN or infinite.
         """
         losses, measured = self._accumulate(objective, steps, tally)
-        norm = self._gradient_norm()
-        is_taken = math.isfinite(norm) or self._is_overflow(losses, norm)
+        is_taken = math.isfinite(self._gradient_size()) or self._is_overflow(losses)
         if is_taken:
             self._scaler.step(self._optimizer)
             self._model.after_step()
@@ -182,15 +181,15 @@ class Optimization:
                 self._scaler.scale(outcome.loss).backward(gradient=root)
         return outcome
 
-    def _gradient_norm(self) -> float:
-        """Return the norm of the gradient, the same on all ranks, after it was clipped."""
+    def _gradient_size(self) -> float:
+        """Return a norm of the gradient, the same on all ranks, after it was clipped."""
         self._scaler.unscale_(self._optimizer)
         if self._options.clip_norm is not None:
             return torch.nn.utils.clip_grad_norm_(self._parameters, self._options.clip_norm).item()
         gradients = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
-        return torch.stack(torch._foreach_norm(gradients, math.inf)).max().item() if gradients else 0.0
+        return torch.stack(torch._foreach_norm(gradients)).sum().item() if gradients else 0.0
 
-    def _is_overflow(self, losses: Sequence[torch.Tensor], norm: float) -> bool:
+    def _is_overflow(self, losses: Sequence[torch.Tensor]) -> bool:
         """Return whether only the scale of the loss was too large; False if the step must be left out."""
         everyone = all_gather_objects([loss.item() for loss in losses])
         bad = {rank: loss for rank, own in enumerate(everyone) for loss in own if not math.isfinite(loss)}
@@ -204,6 +203,6 @@ class Optimization:
         )
         raise NonFiniteLossError(
             f"the loss must be finite in step {self.num_steps + self.num_skipped}, got "
-            f"{got or f'a gradient of norm {norm} with finite losses on all ranks'}. Lower the learning rate, pass "
+            f"{got or 'a gradient that is not, with finite losses on all ranks'}. Lower the learning rate, pass "
             "clip_norm, or leave such steps out with non_finite='skip'."
         )

@@ -88,23 +88,28 @@ class LoaderSource(Source):
         if not len(loader):
             raise ValueError("a loader to train with must have a full batch, got none. Make batch_size smaller.")
         self.loader = loader
+        self._epoch, self._position = 0, 0  # counted here: the program may go through the loader meanwhile
 
     def begin(self, epoch: int) -> None:
         """Stand at the start of an epoch.
 
         Local.
         """
-        self.loader.set_epoch(epoch)
+        self._epoch, self._position = epoch, 0
 
     def steps(self, epoch: int) -> Iterator[Step]:
         """Yield what is left of an epoch; nothing if the next one has been reached.
 
         Local.
         """
-        if self.loader.state_dict()["epoch"] > epoch:
+        if self._epoch > epoch:
             return
+        self.loader.load_state_dict(self.state_dict())
+        stride = self.loader.batches.stride
         for batch in self.loader:
+            self._position += stride
             yield Step(batch, self.loader.num_own, self.loader.num_total)
+        self.begin(epoch + 1)
 
     def num_steps(self) -> int:
         """Return the number of steps of a whole epoch.
@@ -118,7 +123,7 @@ class LoaderSource(Source):
 
         Local.
         """
-        return self.loader.state_dict()
+        return self.loader.state_at(self._epoch, self._position)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on after this position.
@@ -126,6 +131,8 @@ class LoaderSource(Source):
         Local.
         """
         self.loader.load_state_dict(state)
+        reached = self.loader.state_dict()
+        self._epoch, self._position = reached["epoch"], reached["position"]
 
 
 class ForeignSource(Source):

@@ -99,7 +99,6 @@ class Tally:
         self._loss.copy_(sums[0, :1])
         self._num_samples = int(sums[1, 0])
 
-    @torch.no_grad()
     def measure(self, outcome: Outcome) -> torch.Tensor:
         """Return loss and metrics of a batch, shape ``(1 + metrics,)``.
 
@@ -108,6 +107,10 @@ class Tally:
         loss = outcome.loss.detach().reshape(1)
         if not (self._by_batch or self._stateful or self._over_all):
             return loss
+        return self._measure_all(loss, outcome)
+
+    @torch.no_grad()
+    def _measure_all(self, loss: torch.Tensor, outcome: Outcome) -> torch.Tensor:
         outputs, targets = tree_map(_detached, (outcome.outputs, outcome.targets))
         for stateful in self._stateful.values():
             stateful.update(outputs, targets)
@@ -123,9 +126,11 @@ class Tally:
         """
         if not num_samples:
             return
-        self._loss.add_(values[:1], alpha=num_samples)
         self._num_samples += num_samples
-        if len(values) > 1:
+        if not self._by_batch:
+            self._loss.add_(values, alpha=num_samples)
+        else:
+            self._loss.add_(values[:1], alpha=num_samples)
             counts = ~values.isnan()
             self._sums += torch.stack([torch.where(counts, values, 0.0), counts]) * num_samples
 

@@ -29,7 +29,7 @@ from distman.checkpoint import save
 from distman.data import rank_cached_loader
 from distman.handler import Callback, NNHandler
 
-MODELS = {"small": (64, 384, 100), "large": (64, 1664, 25)}  # batch of each rank, width, steps in an epoch
+MODELS = {"small": (64, 256, 100), "large": (64, 1152, 25)}  # batch of each rank, width, steps in an epoch
 ROUNDS = 25
 LOADER_SAMPLES, LOADER_BATCH, LOADER_ROUNDS = 20_000, 64, 40
 SAVED_BYTES, SAVE_ROUNDS = 256 * 2**20, 7

@@ -6,6 +6,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from distman import DistributedManager, checkpoint
+from distman.data import distributed_loader
 from distman.errors import CheckpointError, RankFailedError
 from distman.handler import Callback, EarlyStopping, LearningRateMonitor, ModelCheckpoint, NNHandler, Preempted
 from distman.testing import ranks
@@ -286,3 +287,20 @@ def test_data_that_changed_begins_the_epoch_anew(tmp_path):
     resumed.auto_save(tmp_path)
     resumed.train(2)
     assert resumed.num_steps == 3 + 3 + 3
+
+
+@ranks(2)
+def test_the_program_may_go_through_the_loader_meanwhile():
+    handler = make_handler(8)
+    loader = distributed_loader(regression(), batch_size=8, seed=1)
+    handler.set_train_loader(loader)
+    handler.add_callback(GoesThrough(loader))
+    assert handler.train(3)["loss"] == pytest.approx(reference(3)[0], rel=1e-10)
+
+
+class GoesThrough(Callback):
+    def __init__(self, loader):
+        self.loader = loader
+
+    def on_epoch_end(self, handler, record):
+        assert len(list(self.loader)) == 5
