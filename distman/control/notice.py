@@ -29,13 +29,16 @@ class Place(Protocol):
     """Where a rank runs."""
 
     @property
-    def rank(self) -> int: ...  # noqa: D102
+    def rank(self) -> int:
+        """Index of the process in the job."""
 
     @property
-    def host(self) -> str: ...  # noqa: D102
+    def host(self) -> str:
+        """Name of its host."""
 
     @property
-    def pid(self) -> int: ...  # noqa: D102
+    def pid(self) -> int:
+        """Its process id on that host."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -170,7 +170,7 @@ def _forget_program(control: int) -> None:
             with contextlib.suppress(OSError):
                 os.fstat(descriptor)
                 os.dup2(null, descriptor, inheritable=False)
-    sys.stdin = open(0, closefd=False)  # noqa: SIM115
+    sys.stdin = open(0, closefd=False)  # noqa: SIM115 - it stays open, as the next two
     sys.stdout = open(1, "w", buffering=1, closefd=False, errors="backslashreplace")  # noqa: SIM115
     sys.stderr = open(2, "w", buffering=1, closefd=False, errors="backslashreplace")  # noqa: SIM115
     torch.set_default_device(None)

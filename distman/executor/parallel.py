@@ -207,7 +207,7 @@ class ParallelExecutor(Executor):
         return False
 
 
-def _make(devices: list[str], pass_device: bool, timeout: float | None) -> ParallelExecutor:  # noqa: FBT001
+def _make(devices: list[str], pass_device: bool, timeout: float | None) -> ParallelExecutor:  # noqa: FBT001 - unpickling calls it
     return ParallelExecutor(pass_device=pass_device, devices=devices, timeout=timeout)
 
 

@@ -65,7 +65,8 @@ def evaluate(
     with evaluating(model, dtype):
         for batch in batches:
             outcome = objective(model, to_device(batch, DistributedManager().device))
-            tally.add(tally.measure(outcome), count_samples(batch))
+            num_samples = count_samples(batch)
+            tally.add(tally.measure(outcome, num_samples), num_samples)
     return tally.compute()
 
 

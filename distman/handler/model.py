@@ -76,14 +76,17 @@ class TrainedModel:
             return context
         return nullcontext()
 
-    def keep_average(self, decay: float) -> None:
+    def keep_average(self, decay: float | None) -> None:
         """Keep a moving average of weights and buffers from now on, or go on with the one that there is.
 
         Local.
 
         Args:
-            decay: How much of the average each step leaves, between 0 and 1.
+            decay: How much of the average each step leaves, between 0 and 1; None keeps none.
         """
+        if decay is None:
+            self.average = None
+            return
         if self.average is None:
             self.average = AveragedModel(self.module, use_buffers=True)
         self.average.multi_avg_fn = get_ema_multi_avg_fn(decay)

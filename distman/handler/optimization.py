@@ -85,8 +85,8 @@ class Optimization:
         self._device, self._world_size = DistributedManager().device, DistributedManager().world_size
         self._parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         self._scaler = torch.amp.GradScaler(self._device.type, enabled=options.amp == "fp16")
-        if options.ema_decay is not None:
-            model.keep_average(options.ema_decay)
+        model.keep_average(options.ema_decay)
+        optimizer.zero_grad()  # what a step that raised has left
         self.num_steps = self.num_skipped = 0
 
     def run(self, objective: Objective, steps: Sequence[Step], tally: Tally) -> bool:
@@ -163,7 +163,7 @@ class Optimization:
             with nullcontext() if index == len(steps) else self._model.without_synchronization():
                 outcome = self._backward(objective, step, step.num_own * self._world_size / num_total)
             losses.append(outcome.loss.detach())
-            measured.append(tally.measure(outcome))
+            measured.append(tally.measure(outcome, step.num_own))
         return losses, measured
 
     def _backward(self, objective: Objective, step: Step, factor: float) -> Outcome:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol, runtime_checkable
 
@@ -99,13 +100,13 @@ class Tally:
         self._loss.copy_(sums[0, :1])
         self._num_samples = int(sums[1, 0])
 
-    def measure(self, outcome: Outcome) -> torch.Tensor:
-        """Return loss and metrics of a batch, shape ``(1 + metrics,)``.
+    def measure(self, outcome: Outcome, num_samples: int) -> torch.Tensor:
+        """Return loss and metrics of a batch, shape ``(1 + metrics,)``; of one without own samples the loss alone.
 
         Local.
         """
         loss = outcome.loss.detach().reshape(1)
-        if not (self._by_batch or self._stateful or self._over_all):
+        if not num_samples or not (self._by_batch or self._stateful or self._over_all):
             return loss
         return self._measure_all(loss, outcome)
 
@@ -151,7 +152,10 @@ class Tally:
 
         @on_rank(0, broadcast=True)
         def measure_all() -> dict[str, float]:
-            outputs, targets = concatenate([pair for kept in everyone or [] for pair in kept])
+            pairs = [pair for kept in everyone or [] for pair in kept]
+            if not pairs:
+                return dict.fromkeys(self._over_all, math.nan)
+            outputs, targets = concatenate(pairs)
             return {name: float(measure(outputs, targets)) for name, measure in self._over_all.items()}
 
         return measure_all() or {}

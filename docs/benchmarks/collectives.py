@@ -92,7 +92,7 @@ def measure_all_gather_on_this_rank() -> None:
         def run(way: Callable[[torch.Tensor], torch.Tensor], shard: torch.Tensor, grad: torch.Tensor) -> None:
             torch.autograd.grad(way(shard), shard, grad)
 
-        competitors = {name: (lambda way=way: run(way, shard, grad)) for name, way in ways.items()}  # noqa: B023
+        competitors = {name: (lambda way=way: run(way, shard, grad)) for name, way in ways.items()}  # noqa: B023 - run before the next turn
         race(f"all_gather_v, forward + backward, {megabytes} MB, {manager.world_size} ranks", competitors, rounds)
 
 
@@ -162,11 +162,11 @@ def differentiable(
 ) -> Callable[[torch.Tensor], torch.Tensor]:
     class Gather(torch.autograd.Function):
         @staticmethod
-        def forward(ctx: Any, shard: torch.Tensor) -> torch.Tensor:  # noqa: ARG004
+        def forward(ctx: Any, shard: torch.Tensor) -> torch.Tensor:  # noqa: ARG004 - autograd passes it
             return forward(shard)
 
         @staticmethod
-        def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:  # noqa: ARG004
+        def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:  # noqa: ARG004 - autograd passes it
             return backward(grad)
 
     return Gather.apply

@@ -109,6 +109,38 @@ def test_predictions_of_different_structure_are_an_error_on_all():
 
 
 @ranks(2)
+def test_an_evaluation_without_samples_has_no_figures():
+    handler = make_classifier(classes(0))
+    handler.add_metric("f1", f1, needs_all=True)
+    assert all(value != value for value in handler.validate().values())
+
+
+@ranks(4)
+def test_samples_that_keep_others_company_do_not_count_in_training():
+    handler = make_classifier(classes(5))
+    handler.set_optimizer(torch.optim.SGD, lr=0.0)
+    handler.set_train_loader(classes(5), batch_size=1)
+    handler.add_metric("seen", Seen())
+    history = handler.train(1)
+    assert history["seen"] == [5.0]
+    assert history["loss"] == pytest.approx(history["val_loss"], rel=1e-12)
+    assert history["accuracy"] == pytest.approx(history["val_accuracy"], rel=1e-12)
+
+
+class Seen:
+    """Counts the samples of all ranks."""
+
+    def reset(self):
+        self.num = 0
+
+    def update(self, outputs, targets):
+        self.num += len(targets)
+
+    def compute(self):
+        return sum(all_gather_objects(self.num))
+
+
+@ranks(2)
 def test_a_metric_without_a_value_for_a_batch_does_not_count_there(rank):
     handler = make_handler(8)
     handler.set_val_loader(regression(), batch_size=5)

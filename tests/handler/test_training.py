@@ -116,6 +116,8 @@ def test_a_loss_that_is_not_finite_on_one_rank_ends_all_at_the_same_step(value, 
     assert handler.num_steps == 2
     assert all(parameter.isfinite().all() for parameter in handler.module.parameters())
     assert_same_on_all_ranks(handler.module)
+    handler.set_loss_fn(nn.functional.mse_loss)
+    assert all(loss == loss for loss in handler.train(2)["loss"])
 
 
 @ranks(1, 4)
@@ -165,6 +167,8 @@ def test_the_average_of_the_weights_is_what_is_evaluated():
         loss = nn.functional.mse_loss(handler.ema_module(inputs), targets).item()
     assert handler.history["val_loss"][-1] == pytest.approx(loss, rel=1e-12)
     assert handler.validate()["loss"] == pytest.approx(loss, rel=1e-12)
+    handler.train(3)
+    assert handler.ema_module is None
 
 
 @ranks(1, 2)
