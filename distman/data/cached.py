@@ -157,13 +157,15 @@ def _read(reader: Callable[[range], Any], shard: range) -> tuple[list[torch.Tens
             leaves, found = tree_flatten(reader(chunk))
         except RuntimeError as error:
             raise _unequal(chunk) from error
-        if found != structure or any(
-            one.shape[1:] != other.shape[1:] for one, other in zip(leaves, whole, strict=True)
-        ):
+        if found != structure or any(map(_differ, leaves, whole)):
             raise _unequal(chunk)
         for leaf, room in zip(leaves, whole, strict=True):
             room[start : start + len(chunk)] = leaf
     return whole, structure
+
+
+def _differ(leaf: torch.Tensor, room: torch.Tensor) -> bool:
+    return (leaf.shape[1:], leaf.dtype) != (room.shape[1:], room.dtype)
 
 
 def _room(leaf: object, length: int) -> torch.Tensor:
@@ -174,8 +176,8 @@ def _room(leaf: object, length: int) -> torch.Tensor:
 
 def _unequal(chunk: range) -> ValueError:
     return ValueError(
-        f"samples must be of one shape to be cached, got others among {chunk.start} to {chunk.stop - 1}. Pad them, or "
-        "use distributed_loader."
+        f"samples must be of one shape and dtype to be cached, got others among {chunk.start} to {chunk.stop - 1}. "
+        "Convert or pad them, or use distributed_loader."
     )
 
 

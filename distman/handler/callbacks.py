@@ -7,6 +7,8 @@ import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
+import torch
+
 from distman.checkpoint import CheckpointFolder
 
 if TYPE_CHECKING:
@@ -73,13 +75,13 @@ class Callback:
 
 
 class EarlyStopping(Callback):
-    """Ends the training when a value has not improved for some epochs.
+    """Ends the training when a value has not improved for some epochs, of those that have it.
 
     All ranks see the same value, so they stop together. NaN is no improvement.
 
     Args:
         monitor: A name of the history, such as ``"val_loss"``.
-        patience: Number of epochs without improvement after which it stops.
+        patience: Number of times that it is found without improvement after which it stops.
         min_delta: By how much a value must be better to count.
         mode: ``"min"`` if smaller is better, ``"max"`` if larger is.
 
@@ -105,12 +107,16 @@ class EarlyStopping(Callback):
         """Stop if it is time to.
 
         Local.
+
+        Raises:
+            ValueError: There is no such value in the history.
         """
-        if self._monitor not in record:
-            return  # not validated in this epoch
-        self.num_waited = 0 if self._judge.improves(record[self._monitor]) else self.num_waited + 1
+        value = _find(self._monitor, handler, record)
+        if value is None:
+            return
+        self.num_waited = 0 if self._judge.improves(value) else self.num_waited + 1
         if self.num_waited >= self._patience:
-            handler.stop(f"{self._monitor} has not improved for {self.num_waited} epochs")
+            handler.stop(f"{self._monitor} was found {self.num_waited} times without improvement")
 
     def state_dict(self) -> dict[str, Any]:
         """Return the best value, and for how long it has been so.
@@ -154,8 +160,13 @@ class ModelCheckpoint(Callback):
         """Save.
 
         Collective.
+
+        Raises:
+            ValueError: There is no such value in the history.
+            RankFailedError: On every rank: rank 0 could not save.
         """
-        is_best = self._judge.improves(record.get(self._monitor, math.nan))
+        value = _find(self._monitor, handler, record)
+        is_best = value is not None and self._judge.improves(value)
         self.folder.save(handler.state_dict(), handler.num_steps, is_best=is_best)
 
     def on_train_end(self, handler: NNHandler) -> None:
@@ -181,43 +192,42 @@ class ModelCheckpoint(Callback):
 
 
 class LearningRateMonitor(Callback):
-    """Records the learning rate after each step, and in the history each group's after each epoch.
+    """Records the learning rate of each step.
 
     Attributes:
-        rates: The first group's learning rate at each step.
+        rates: The first group's learning rate in each step.
     """
 
     def __init__(self) -> None:
         self.rates: list[float] = []
 
     def on_step_end(self, handler: NNHandler, step: int) -> None:
-        """Record the rate of the next step.
+        """Record the rate of this step.
 
         Local.
         """
         self.rates.append(float(handler.optimizer.param_groups[0]["lr"]))
-
-    def on_epoch_end(self, handler: NNHandler, record: Record) -> None:
-        """Put each group's rate into the history.
-
-        Local.
-        """
-        for number, group in enumerate(handler.optimizer.param_groups):
-            record[f"lr_{number}"] = float(group["lr"])
 
     def state_dict(self) -> dict[str, Any]:
         """Return the rates.
 
         Local.
         """
-        return {"rates": list(self.rates)}
+        return {"rates": torch.tensor(self.rates, dtype=torch.float64)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take such a state.
 
         Local.
         """
-        self.rates = list(state["rates"])
+        self.rates = state["rates"].tolist()
+
+
+def _find(name: str, handler: NNHandler, record: Record) -> float | None:
+    """Return a value of the epoch; None if it comes from a validation, and there was none."""
+    if name not in record and ("val_loss" in record or not handler.validates):
+        raise ValueError(f"monitor must be a value of the history, got {name!r}. It has {sorted(record)}.")
+    return record.get(name)
 
 
 class _Judge:

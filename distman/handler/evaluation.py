@@ -28,13 +28,14 @@ def evaluating(model: torch.nn.Module, dtype: torch.dtype | None = None) -> Iter
 
     Local.
     """
-    was_training = model.training
+    modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
         with torch.autocast(DistributedManager().device.type, dtype=dtype, enabled=dtype is not None):
             yield
     finally:
-        model.train(was_training)
+        for module, mode in modes:
+            module.training = mode
 
 
 @collective
@@ -63,9 +64,8 @@ def evaluate(
     """
     tally = Tally(metrics, keeps_all=True)
     with evaluating(model, dtype):
-        for batch in batches:
+        for batch, num_samples in _counted(batches):
             outcome = objective(model, to_device(batch, DistributedManager().device))
-            num_samples = count_samples(batch)
             tally.add(tally.measure(outcome, num_samples), num_samples)
     return tally.compute()
 
@@ -103,6 +103,16 @@ def predict(
     everyone = gather_objects(concatenate(own))
     parts = [part for part in everyone or [] if part is not None]
     return on_rank(0, broadcast=all_ranks)(concatenate)(parts)
+
+
+def _counted(batches: Iterable[Any]) -> Iterator[tuple[Any, int]]:
+    """Yield batches with their numbers of samples: as planned, if there is a plan."""
+    if not isinstance(batches, EvaluationLoader):
+        yield from ((batch, count_samples(batch)) for batch in batches)
+        return
+    plan = batches.batches
+    for step, batch in enumerate(batches):
+        yield batch, min(plan.batch_size, len(plan.own) - step * plan.batch_size)
 
 
 def _on_host(leaf: Any) -> Any:

@@ -55,7 +55,12 @@ class History:
         """Return the index of the epoch with the smallest value, or the largest for ``mode="max"``; None without one.
 
         Local.
+
+        Raises:
+            ValueError: There is no such mode.
         """
+        if mode not in ("min", "max"):
+            raise ValueError(f"mode must be 'min' or 'max', got {mode!r}. Correct it.")
         values = [(value, index) for index, value in enumerate(self[name]) if not math.isnan(value)]
         if not values:
             return None

@@ -39,15 +39,30 @@ class TrainedModel:
             self.module.compile(**compile_options)
         self.average: AveragedModel | None = None
         self._is_training = False
-        has_parameters = any(parameter.requires_grad for parameter in module.parameters())
-        self._wrapped = manager.wrap_ddp(self.module, gradient_as_bucket_view=True) if has_parameters else self.module
-        if isinstance(self._wrapped, DistributedDataParallel):
-            self._wrapped.register_forward_pre_hook(self._refuse)
+        self._share([*module.parameters()])
+        self._trained: list[torch.nn.Parameter] = []
+        self._wrapped = self.module
+        self.wrap()
 
     @property
     def evaluated(self) -> torch.nn.Module:
         """The bare module with the average of the weights, if one is kept, else with the weights."""
         return self.module if self.average is None else self.average.module
+
+    def wrap(self) -> None:
+        """Wrap the module, anew if other parameters are trained than before.
+
+        Collective.
+        """
+        trained = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
+        if [id(one) for one in trained] == [id(one) for one in self._trained]:
+            return
+        self._trained = trained
+        self._wrapped = self.module
+        if trained:
+            self._wrapped = DistributedManager().wrap_ddp(self.module, gradient_as_bucket_view=True)
+        if isinstance(self._wrapped, DistributedDataParallel):
+            self._wrapped.register_forward_pre_hook(self._refuse)
 
     @property
     def wrapped(self) -> torch.nn.Module:
@@ -105,12 +120,7 @@ class TrainedModel:
         Collective. Blocking.
         """
         models = [self.module] if self.average is None else [self.module, self.average.module]
-        own = [buffer for model in models for buffer in model.buffers()]
-        if not own or DistributedManager().world_size == 1:
-            return
-        with torch.no_grad():
-            for buffer, shared in zip(own, broadcast_data(own), strict=True):
-                buffer.copy_(shared)
+        self._share([buffer for model in models for buffer in model.buffers()])
 
     def state_dict(self) -> dict[str, Any]:
         """Return weights, buffers and their average.
@@ -132,6 +142,16 @@ class TrainedModel:
         if state["average"] is not None:
             self.average = self.average or AveragedModel(self.module, use_buffers=True)
             self.average.load_state_dict(state["average"])
+        else:
+            self.average = None
+
+    @staticmethod
+    def _share(tensors: list[torch.Tensor]) -> None:
+        if not tensors or DistributedManager().world_size == 1:
+            return
+        with torch.no_grad():
+            for own, shared in zip(tensors, broadcast_data(tensors), strict=True):
+                own.copy_(shared)
 
     def _refuse(self, module: torch.nn.Module, args: tuple[Any, ...]) -> None:
         """Raise where the wrapped module is called, and would wait in its backward, outside of a step."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeVar, cast
 
@@ -37,6 +37,8 @@ from distman.score import SDE
 __all__ = ["NNHandler"]
 
 T = TypeVar("T")
+
+_TAKEN = ("epoch", "loss", "lr", "seconds", "skipped")
 
 
 class NNHandler:
@@ -119,7 +121,7 @@ class NNHandler:
         _manager(kwargs.get("device"), use_distributed=kwargs.get("use_distributed"))
         saved = checkpoint.load(path)
         handler = cls(model_class, **{**saved["model_kwargs"], **kwargs})
-        handler.load_state_dict(saved)
+        handler._load(saved)
         return handler
 
     @property
@@ -145,7 +147,14 @@ class NNHandler:
     @property
     def num_steps(self) -> int:
         """Number of steps that the optimizer has taken."""
+        if self._loaded is not None:
+            return int(self._loaded["training"]["optimization"]["num_steps"])
         return self._training.optimization.num_steps if self._training is not None else 0
+
+    @property
+    def validates(self) -> bool:
+        """Whether there are data to validate with."""
+        return self._val_data is not None
 
     @property
     def train_losses(self) -> list[float]:
@@ -199,7 +208,7 @@ class NNHandler:
         Args:
             scheduler_class: Its class.
             per: Whether it steps with the epochs or with the optimizer.
-            monitor: Which value of the epoch ReduceLROnPlateau watches; ``"loss"`` where there is no such value.
+            monitor: Which value of the history ReduceLROnPlateau watches; epochs without it do not count.
             kwargs: Arguments of the class.
         """
         self._scheduling = Scheduling(
@@ -247,7 +256,7 @@ class NNHandler:
         Local.
 
         Args:
-            name: What it is called; in validation with ``val_`` before it.
+            name: What it is called; in validation with ``val_`` before it, so no name begins so.
             metric: Takes outputs and targets, and returns the mean over their samples; or a metric of torchmetrics.
             needs_all: Call it once with all outputs and targets of a validation, on rank 0, instead of batch by batch:
                 for what is no mean over samples.
@@ -255,7 +264,7 @@ class NNHandler:
         Raises:
             ValueError: The name is taken.
         """
-        if name in self._metrics or name == "loss":
+        if name in self._metrics or name in _TAKEN or name.startswith("val_"):
             raise ValueError(f"name must be a new one, got {name!r}. Choose another, or call clear_metrics() first.")
         self._metrics[name] = Metric(metric, needs_all)
 
@@ -293,7 +302,7 @@ class NNHandler:
             every_epochs: After how many epochs to save; None does so after the last only.
             every_steps: After how many steps of the optimizer to save, besides.
             keep: How many checkpoints to keep.
-            resume: Go on from the latest one.
+            resume: Go on from the latest one, if there is one, whatever was loaded before.
             requeue: Let Slurm queue the job again when it was asked to stop.
         """
         self._auto_save = AutoSave(
@@ -339,20 +348,22 @@ class NNHandler:
         """
         options = StepOptions(accumulate, amp, clip_norm, ema_decay, non_finite)
         self._dtype = options.dtype
-        state = self._state_to_go_on_from()
-        self._training = training = Training(
+        state, is_own = self._state_to_go_on_from()
+        training = Training(
             objective=self._checked_objective(),
             optimization=Optimization(self._model, self.optimizer, options),
             source=self._source(),
-            scheduling=self._scheduling or Scheduling(self.optimizer),
+            scheduling=self._checked_scheduling(),
             metrics=self._metrics,
             history=self.history,
             reporter=self._reporter,
             hooks=_HandlerHooks(self, validate_every),
         )
-        self._loaded = None
         if state is not None:
-            training.load_state_dict(state)
+            training.load_state_dict(state, keeps_optimizer=is_own)
+        self._training, self._loaded = training, None
+        if not self.module.training:
+            self.module.train()
         for callback in self._callbacks:
             callback.on_train_begin(self)
         is_over = training.run(epochs, accumulate=accumulate, progress=progress)
@@ -468,10 +479,7 @@ class NNHandler:
             Exception: On the rank where reading failed: why.
             RankFailedError: On the other ranks.
         """
-        state = checkpoint.load(path)
-        if state["training"] is not None:
-            state["training"]["reason"] = ""  # who loads it wants to go on
-        self.load_state_dict(state)
+        self._load(checkpoint.load(path))
 
     def plot_losses(self, path: str | os.PathLike[str], *, log: bool = False) -> None:
         """Draw the losses over the epochs into a file, on rank 0.
@@ -545,16 +553,32 @@ class NNHandler:
         self._model.share_buffers()
         return self._checked_score_based().log_likelihood(self._model.evaluated, x, **kwargs)
 
-    def _state_to_go_on_from(self) -> Mapping[str, Any] | None:
-        """Return what was loaded, or is trained already, or was saved by the run before; None for a start."""
-        if self._loaded is None and self._training is not None:
-            return self._training.state_dict()
-        if self._loaded is None and self._auto_save is not None and self._auto_save.resumes:
+    def _state_to_go_on_from(self) -> tuple[Mapping[str, Any] | None, bool]:
+        """Return what was saved by the run before, or loaded, or trained already, and whether it is the latter."""
+        if self._training is None and self._auto_save is not None and self._auto_save.resumes:
             saved = self._auto_save.load()
             if saved is not None:
                 self._reporter.say("going on after %s", self._auto_save.folder.latest())
                 self.load_state_dict(saved)
-        return None if self._loaded is None else self._loaded["training"]
+        if self._loaded is not None:
+            return self._loaded["training"], False
+        if self._training is not None:
+            return {**self._training.state_dict(), "reason": ""}, True
+        return None, False
+
+    def _load(self, state: dict[str, Any]) -> None:
+        if state["training"] is not None:
+            state["training"]["reason"] = ""  # who loads it wants to go on
+        self.load_state_dict(state)
+
+    def _checked_scheduling(self) -> Scheduling:
+        scheduling = self._scheduling or Scheduling(self.optimizer)
+        if (scheduling.monitored or "").startswith("val_") and not self.validates:
+            raise DistmanError(
+                f"there must be data to validate with for ReduceLROnPlateau to watch {scheduling.monitored}, got none. "
+                "Call set_val_loader(), or set_scheduler(..., monitor='loss')."
+            )
+        return scheduling
 
     def _checked_objective(self) -> Objective:
         return _given(self._objective, "a loss", "set_loss_fn() or set_sde")
@@ -621,13 +645,25 @@ def _manager(device: str | torch.device | None, *, use_distributed: bool | None)
             f"use_distributed must be {manager.distributed}, as the manager was initialized, got {use_distributed}. "
             "Pass it to DistributedManager.initialize()."
         )
-    if device is not None and resolve_device(device).type != manager.device.type:
+    wanted = manager.device if device is None else resolve_device(device)
+    if wanted.type != manager.device.type or wanted.index not in (None, manager.device.index):
         raise ValueError(f"device must be the manager's, {manager.device}, got {device}. Leave it out.")
     return manager
 
 
 def _loader(data: Any, options: Mapping[str, Any], *, cached: bool, evaluation: bool = False) -> Any:
     """Return a loader that shares out a dataset, or the iterable as it is."""
+    if "group" in options:
+        raise TypeError("group must be left out: all ranks train one model. Use the loaders of distman.data by hand.")
+    if isinstance(data, Iterator):
+        raise TypeError(
+            f"data must be there again in each epoch, got the iterator {data!r}. Pass a DataLoader, or an object whose "
+            "__iter__ begins anew."
+        )
+    if evaluation and isinstance(data, TrainingLoader):
+        raise TypeError(
+            "data to validate with must be read in order, got a TrainingLoader. Pass evaluation=True to it."
+        )
     if isinstance(data, DataLoader) or not hasattr(data, "__getitem__"):
         given = [name for name in options if name != "seed"]
         if cached or given:

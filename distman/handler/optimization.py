@@ -84,9 +84,16 @@ class Optimization:
         self._model, self._optimizer, self._options = model, optimizer, options
         self._device, self._world_size = DistributedManager().device, DistributedManager().world_size
         self._parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        outside = {id(one) for one in self._parameters} - {id(one) for one in model.module.parameters()}
+        if outside and self._world_size > 1:
+            raise ValueError(
+                f"parameters of the optimizer must be the model's, got {len(outside)} others, whose gradients the "
+                "ranks would not share. Make them parts of the model."
+            )
+        model.wrap()
         self._scaler = torch.amp.GradScaler(self._device.type, enabled=options.amp == "fp16")
         model.keep_average(options.ema_decay)
-        optimizer.zero_grad()  # what a step that raised has left
+        model.module.zero_grad()  # of a step that raised, or of parameters that another optimizer left alone
         self.num_steps = self.num_skipped = 0
 
     def run(self, objective: Objective, steps: Sequence[Step], tally: Tally) -> bool:
@@ -102,9 +109,13 @@ class Optimization:
         Raises:
             NonFiniteLossError: On every rank: a loss or the gradient is NaN or infinite.
         """
+        buffers = self._copy_buffers() if self._options.non_finite == "skip" else None
         losses, measured = self._accumulate(objective, steps, tally)
-        is_taken = math.isfinite(self._gradient_size()) or self._is_overflow(losses)
-        if is_taken:
+        is_taken = math.isfinite(self._gradient_size())
+        if not is_taken:
+            self._check_left_out(losses)
+            self._restore_buffers(buffers)
+        else:
             self._scaler.step(self._optimizer)
             self._model.after_step()
             for values, step in zip(measured, steps, strict=True):
@@ -123,13 +134,11 @@ class Optimization:
         """
         if self._model.wrapped is self._model.module:
             return
-        buffers = [buffer.clone() for buffer in self._model.module.buffers()]
+        buffers = self._copy_buffers()
         with generators_preserved():
             self._accumulate(objective, steps, Tally({}))
-        self._optimizer.zero_grad()
-        with torch.no_grad():
-            for buffer, saved in zip(self._model.module.buffers(), buffers, strict=True):
-                buffer.copy_(saved)
+        self._model.module.zero_grad()
+        self._restore_buffers(buffers)
 
     def state_dict(self) -> dict[str, Any]:
         """Return all that the next step depends on, but for the model.
@@ -143,15 +152,28 @@ class Optimization:
             "num_skipped": self.num_skipped,
         }
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any], *, keeps_optimizer: bool = False) -> None:
         """Go on from such a state.
 
         Local.
+
+        Args:
+            state: The state.
+            keeps_optimizer: Leave the optimizer as it is.
         """
-        self._optimizer.load_state_dict(state["optimizer"])
+        if not keeps_optimizer:
+            self._optimizer.load_state_dict(state["optimizer"])
         if state["scaler"] and self._scaler.is_enabled():
             self._scaler.load_state_dict(state["scaler"])
         self.num_steps, self.num_skipped = state["num_steps"], state["num_skipped"]
+
+    def _copy_buffers(self) -> list[torch.Tensor]:
+        return [buffer.clone() for buffer in self._model.module.buffers()]
+
+    @torch.no_grad()
+    def _restore_buffers(self, buffers: Sequence[torch.Tensor] | None) -> None:
+        for buffer, saved in zip(self._model.module.buffers(), buffers or (), strict=buffers is not None):
+            buffer.copy_(saved)
 
     def _accumulate(
         self, objective: Objective, steps: Sequence[Step], tally: Tally
@@ -189,14 +211,13 @@ class Optimization:
         gradients = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
         return torch.stack(torch._foreach_norm(gradients)).sum().item() if gradients else 0.0
 
-    def _is_overflow(self, losses: Sequence[torch.Tensor]) -> bool:
-        """Return whether only the scale of the loss was too large; False if the step must be left out."""
+    def _check_left_out(self, losses: Sequence[torch.Tensor]) -> None:
+        """Raise unless the step may be left out: the scale of the loss was too large, or the options say so."""
         everyone = all_gather_objects([loss.item() for loss in losses])
         bad = {rank: loss for rank, own in enumerate(everyone) for loss in own if not math.isfinite(loss)}
-        if not bad and self._scaler.is_enabled():
-            return True
-        if self._options.non_finite == "skip":
-            return False
+        is_overflow = not bad and self._scaler.is_enabled() and self._scaler.get_scale() >= 1
+        if is_overflow or self._options.non_finite == "skip":
+            return
         roll = DistributedManager().roll_call
         got = ", ".join(
             f"{loss} on rank {rank} ({roll[rank].host}, pid {roll[rank].pid})" for rank, loss in bad.items()

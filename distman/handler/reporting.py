@@ -77,7 +77,6 @@ class ProgressBar:
         epoch: Index of the epoch.
         num_epochs: Number of epochs.
         total: Number of batches in the epoch; None if nobody knows.
-        start: Number of batches before the first.
         is_shown: Whether to show it; None shows it on a terminal.
 
     Raises:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any, Literal
 
@@ -19,7 +18,7 @@ class Scheduling:
         optimizer: The optimizer whose learning rate it is.
         scheduler: The scheduler; None keeps the rate.
         per: ``"step"`` of the optimizer, or ``"epoch"``.
-        monitor: Which value of the epoch ReduceLROnPlateau watches.
+        monitor: Which value of the epoch ReduceLROnPlateau watches; epochs without it do not count.
 
     Raises:
         ValueError: ``per`` is neither, or ReduceLROnPlateau shall step with the optimizer.
@@ -38,6 +37,11 @@ class Scheduling:
         if per == "step" and isinstance(scheduler, ReduceLROnPlateau):
             raise ValueError("per must be 'epoch' for ReduceLROnPlateau, got 'step'. Epochs are what it compares.")
         self._optimizer, self._scheduler, self._per, self._monitor = optimizer, scheduler, per, monitor
+
+    @property
+    def monitored(self) -> str | None:
+        """Name of the value that ReduceLROnPlateau watches; None without one."""
+        return self._monitor if isinstance(self._scheduler, ReduceLROnPlateau) else None
 
     @property
     def learning_rate(self) -> float:
@@ -63,8 +67,8 @@ class Scheduling:
         if self._scheduler is None or self._per == "step":
             return
         if isinstance(self._scheduler, ReduceLROnPlateau):
-            value = record.get(self._monitor, record.get("loss", math.nan))
-            self._scheduler.step(value)
+            if self._monitor in record:  # else there was no validation
+                self._scheduler.step(record[self._monitor])
         else:
             self._scheduler.step()
 

@@ -57,7 +57,8 @@ class ScoreBased:
 
         Local.
         """
-        return score.score(model, self.sde, t, x)
+        with evaluating(model):
+            return score.score(model, self.sde, t, x)
 
     def sample(self, model: torch.nn.Module, shape: Sequence[int], **kwargs: Any) -> torch.Tensor:
         """Draw samples of this shape, ``(n, *)``; see :func:`distman.score.sample`.
@@ -65,7 +66,7 @@ class ScoreBased:
         Collective. Blocking.
         """
         with evaluating(model):
-            return score.sample(lambda t, x: self.score(model, t, x), self.sde, shape, **kwargs)
+            return score.sample(lambda t, x: score.score(model, self.sde, t, x), self.sde, shape, **kwargs)
 
     def log_likelihood(self, model: torch.nn.Module, x: torch.Tensor, **kwargs: Any) -> torch.Tensor:
         """Return the log-density of samples ``(n, *)`` in nats; see :func:`distman.score.log_likelihood`.
@@ -73,4 +74,4 @@ class ScoreBased:
         Collective. Blocking.
         """
         with evaluating(model):
-            return score.log_likelihood(lambda t, x: self.score(model, t, x), self.sde, x, **kwargs)
+            return score.log_likelihood(lambda t, x: score.score(model, self.sde, t, x), self.sde, x, **kwargs)

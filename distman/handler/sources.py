@@ -15,6 +15,7 @@ from distman.collectives.objects import broadcast_data
 from distman.control.collective import collective
 from distman.data import TrainingLoader
 from distman.handler.randomness import generators_preserved, generators_state, set_generators_state
+from distman.log import logger
 from distman.manager import DistributedManager
 
 __all__ = ["ForeignSource", "LoaderSource", "Source", "Step", "count_samples"]
@@ -67,10 +68,14 @@ class Source(abc.ABC):
         """
 
     @abc.abstractmethod
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on after this position.
+    def load_state_dict(self, state: Mapping[str, Any], *, is_same_job: bool) -> bool:
+        """Go on after this position; return False where it means nothing here, and the epoch begins anew.
 
         Local.
+
+        Args:
+            state: The position.
+            is_same_job: Whether it was saved by as many ranks.
         """
 
 
@@ -81,12 +86,17 @@ class LoaderSource(Source):
         loader: The loader.
 
     Raises:
-        ValueError: It has no batch.
+        ValueError: It has no batch, or is one of a group.
     """
 
     def __init__(self, loader: TrainingLoader) -> None:
         if not len(loader):
             raise ValueError("a loader to train with must have a full batch, got none. Make batch_size smaller.")
+        if loader.batches.num_ranks != DistributedManager().world_size:
+            raise ValueError(
+                f"a loader to train with must share out its data over all ranks, got one for "
+                f"{loader.batches.num_ranks}. Leave its group out."
+            )
         self.loader = loader
         self._epoch, self._position = 0, 0  # counted here: the program may go through the loader meanwhile
 
@@ -125,14 +135,15 @@ class LoaderSource(Source):
         """
         return self.loader.state_at(self._epoch, self._position)
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on after this position.
+    def load_state_dict(self, state: Mapping[str, Any], *, is_same_job: bool) -> bool:
+        """Go on after this position, of any number of ranks; return False where the data are others.
 
         Local.
         """
         self.loader.load_state_dict(state)
         reached = self.loader.state_dict()
         self._epoch, self._position = reached["epoch"], reached["position"]
+        return bool(self._position == state["position"])
 
 
 class ForeignSource(Source):
@@ -156,7 +167,7 @@ class ForeignSource(Source):
                 "object whose __iter__ begins anew."
             )
         self.batches = batches
-        self._num_past = 0
+        self._epoch, self._num_past = 0, 0
         self._at_start: dict[str, Any] | None = None
         self._last: Any = None
         self._has_last = False
@@ -173,13 +184,15 @@ class ForeignSource(Source):
 
         Local.
         """
-        self._num_past, self._at_start = 0, None
+        self._epoch, self._num_past, self._at_start = epoch, 0, None
 
     def steps(self, epoch: int) -> Iterator[Step]:
-        """Yield what is left of an epoch.
+        """Yield what is left of an epoch; nothing if the next one has been reached.
 
         Collective.
         """
+        if self._epoch > epoch:
+            return
         iterator = self._resume(epoch)
         while True:
             num_own = self._take(iterator)
@@ -224,16 +237,21 @@ class ForeignSource(Source):
         """
         batches: Any = self.batches
         own = batches.state_dict() if hasattr(batches, "state_dict") else None
-        return {"num_past": self._num_past, "random_at_start": self._at_start, "own": own}
+        return {"epoch": self._epoch, "num_past": self._num_past, "random_at_start": self._at_start, "own": own}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on after this position.
+    def load_state_dict(self, state: Mapping[str, Any], *, is_same_job: bool) -> bool:
+        """Go on after this position; return False if it was saved by another number of ranks.
 
         Local.
         """
+        self.begin(state["epoch"])
+        if not is_same_job:
+            logger.warning("epoch %d begins anew: another number of ranks found batches of their own", self._epoch)
+            return False
         self._num_past, self._at_start = state["num_past"], state["random_at_start"]
         if state["own"] is not None and hasattr(self.batches, "load_state_dict"):
             self.batches.load_state_dict(state["own"])
+        return True
 
     def _take(self, iterator: Iterator[Any]) -> int:
         """Keep the next batch, if there is one, and return its number of samples."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import math
 from collections.abc import Callable, Mapping
@@ -76,8 +77,8 @@ class Tally:
         self._over_all: dict[str, MetricFunction] = {}
         for name, metric in metrics.items():
             if isinstance(metric.measure, StatefulMetric):
-                metric.measure.reset()
-                self._stateful[name] = metric.measure
+                self._stateful[name] = copy.deepcopy(metric.measure)
+                self._stateful[name].reset()
             elif not metric.needs_all:
                 self._by_batch[name] = metric.measure
             elif keeps_all:

@@ -20,6 +20,7 @@ from distman.handler.scheduling import Scheduling
 from distman.handler.sources import Source, Step
 from distman.handler.tally import Metric, Tally
 from distman.manager import DistributedManager
+from distman.metrics import aggregate_loss
 
 __all__ = ["Hooks", "Training"]
 
@@ -81,7 +82,7 @@ class Training:
 
     Attributes:
         epoch: Index of the epoch under way, or of the next one.
-        reason: Why the training was stopped before its last epoch; empty if it was not.
+        reason: Why the ranks agreed to stop before the last epoch; empty if they did not.
     """
 
     def __init__(
@@ -101,6 +102,7 @@ class Training:
         self._reporter, self._hooks = reporter, hooks
         self.epoch = 0
         self.reason = ""
+        self._wish = ""
         self._tally = Tally(metrics)
         self._seconds = 0.0
         self._is_resumed = False
@@ -132,7 +134,7 @@ class Training:
 
         Local.
         """
-        self.reason = reason
+        self._wish = reason
 
     def state_dict(self) -> dict[str, Any]:
         """Return all that the rest of the training depends on, but for the model and the history.
@@ -140,7 +142,7 @@ class Training:
         Collective.
         """
         source = {"kind": type(self.source).__name__, "position": self.source.state_dict()}
-        own = {"random": generators_state(), "sums": self._tally.sums.cpu(), "source": source}
+        own = {"random": generators_state(), "sums": self._tally.sums.cpu(), "source": source, "wish": self._wish}
         return {
             "epoch": self.epoch,
             "seconds": self._seconds,
@@ -150,26 +152,33 @@ class Training:
             "ranks": all_gather_objects(own),
         }
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from such a state; random numbers and sums of another number of ranks do not fit, and are adapted.
+    def load_state_dict(self, state: Mapping[str, Any], *, keeps_optimizer: bool = False) -> None:
+        """Go on from such a state; of another number of ranks random numbers are left out, and sums are rank 0's.
 
         Local.
+
+        Args:
+            state: The state.
+            keeps_optimizer: Leave optimizer and scheduler as they are.
         """
         self.epoch, self._seconds, self.reason = state["epoch"], state["seconds"], state["reason"]
-        self.optimization.load_state_dict(state["optimization"])
-        self._scheduling.load_state_dict(state["scheduler"])
+        self.optimization.load_state_dict(state["optimization"], keeps_optimizer=keeps_optimizer)
+        if not keeps_optimizer:
+            self._scheduling.load_state_dict(state["scheduler"])
         manager, ranks = DistributedManager(), state["ranks"]
         is_same_job = len(ranks) == manager.world_size
         source = ranks[manager.rank if is_same_job else 0]["source"]
-        if source["kind"] == type(self.source).__name__:
-            self.source.load_state_dict(source["position"])
+        goes_on = source["kind"] == type(self.source).__name__
+        if goes_on:
+            goes_on = self.source.load_state_dict(source["position"], is_same_job=is_same_job)
         else:
             self.source.begin(self.epoch)
         self._tally = Tally(self._metrics)
         sums = ranks[manager.rank]["sums"] if is_same_job else sum(own["sums"] for own in ranks)
-        if (is_same_job or manager.is_main) and sums.shape == self._tally.sums.shape:
+        if goes_on and (is_same_job or manager.is_main) and sums.shape == self._tally.sums.shape:
             self._tally.sums = sums
         if is_same_job:
+            self._wish = ranks[manager.rank]["wish"]
             set_generators_state(ranks[manager.rank]["random"])
         self._is_resumed = True
 
@@ -183,8 +192,8 @@ class Training:
                 self._is_resumed = False
             is_taken = self.optimization.run(self._objective, steps, self._tally)
             if is_taken:
-                self._scheduling.after_step()
                 self._hooks.on_step_end(self.optimization.num_steps)
+                self._scheduling.after_step()
             bar.advance(len(steps), self._tally)
             is_left = DistributedManager().should_stop()
             if is_left or (is_taken and self._hooks.is_to_save(step=self.optimization.num_steps)):
@@ -209,7 +218,7 @@ class Training:
             **{f"val_{name}": value for name, value in validated.items()},
             "lr": self._scheduling.learning_rate,
             "skipped": float(self.optimization.num_skipped),
-            "seconds": self._seconds,
+            "seconds": aggregate_loss(self._seconds),
         }
         self._scheduling.after_epoch(record)
         self._history.add(record)
@@ -223,9 +232,9 @@ class Training:
 
     def _agree_to_stop(self) -> None:
         """Stop on all ranks for a reason that one of them has."""
-        wishes = fused_all_reduce(torch.tensor(int(bool(self.reason)), device=DistributedManager().device))
-        if wishes.item() and (reasons := [reason for reason in all_gather_objects(self.reason) if reason]):
-            self.reason = reasons[0]
+        wishes = fused_all_reduce(torch.tensor(int(bool(self._wish)), device=DistributedManager().device))
+        if wishes.item() and (reasons := [reason for reason in all_gather_objects(self._wish) if reason]):
+            self.reason, self._wish = reasons[0], ""
             self._reporter.say("stopped: %s", self.reason)
 
 

@@ -112,10 +112,18 @@ def test_hdf5_of_unequal_length(tmp_path):
 
 @ranks(1)
 def test_samples_that_cannot_be_cached():
-    with pytest.raises(ValueError, match="samples must be of one shape to be cached, got others among 1024 to 2047"):
+    with pytest.raises(
+        ValueError, match="samples must be of one shape and dtype to be cached, got others among 1024 to 2047"
+    ):
         RankCachedDataset(Ragged(3000, 1500))
-    with pytest.raises(ValueError, match="samples must be of one shape to be cached, got others among 2048 to 2999"):
+    with pytest.raises(
+        ValueError, match="samples must be of one shape and dtype to be cached, got others among 2048 to 2999"
+    ):
         RankCachedDataset(Ragged(3000, 2048))
+    with pytest.raises(
+        ValueError, match="samples must be of one shape and dtype to be cached, got others among 0 to 2"
+    ):
+        RankCachedDataset([0, 0.5, 0.9])
     with pytest.raises(TypeError, match=r"samples must be made of numbers to be cached, got 'name'"):
         RankCachedDataset(Named(2))
     with pytest.raises(ValueError, match="dataset must have at least one sample to be cached, got none"):

@@ -54,6 +54,21 @@ def test_figures_are_those_of_one_process(num_samples):
 
 
 @ranks(2)
+def test_samples_are_counted_by_the_plan_whatever_a_batch_looks_like():
+    data = regression()
+    handler = make_handler(8)
+    handler.set_loss_fn(nn.functional.mse_loss, forward=lambda model, batch: (model(batch[1]), batch[2]))
+    handler.set_val_loader(data, batch_size=9, collate_fn=collate_with_a_mask)
+    with torch.no_grad():
+        expected = nn.functional.mse_loss(handler.module(data.tensors[0]), data.tensors[1]).item()
+    assert handler.validate()["loss"] == pytest.approx(expected, rel=1e-12)
+
+
+def collate_with_a_mask(samples):
+    return torch.ones(3, len(samples)), *(torch.stack(column) for column in zip(*samples, strict=True))
+
+
+@ranks(2)
 def test_metrics_of_torchmetrics_are_those_of_one_process():
     data = classes(10)
     handler = make_classifier(data)
@@ -219,8 +234,9 @@ def test_names_and_shapes_of_metrics():
     handler.add_metric("error", lambda outputs, targets: (outputs - targets).abs())
     with pytest.raises(ValueError, match="name must be a new one, got 'error'"):
         handler.add_metric("error", f1)
-    with pytest.raises(ValueError, match="name must be a new one, got 'loss'"):
-        handler.add_metric("loss", f1)
+    for taken in ("loss", "epoch", "lr", "val_f1"):
+        with pytest.raises(ValueError, match=f"name must be a new one, got '{taken}'"):
+            handler.add_metric(taken, f1)
     with pytest.raises(ValueError, match=r"metric error must be one number, got shape \(8, 1\). Take its mean"):
         handler.validate()
     handler.clear_metrics()

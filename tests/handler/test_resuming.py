@@ -304,3 +304,91 @@ class GoesThrough(Callback):
 
     def on_epoch_end(self, handler, record):
         assert len(list(self.loader)) == 5
+
+
+@ranks(1, 2)
+def test_a_short_last_window_of_batches_of_ones_own_is_not_repeated(tmp_path):
+    def prepared(cut_at=None):
+        handler = make_handler(1)
+        handler.set_train_loader(DataLoader(regression(), batch_size=22))
+        handler.auto_save(tmp_path / str(cut_at), every_steps=1)
+        if cut_at is not None:
+            handler.add_callback(CutsOff(cut_at))
+        return handler
+
+    whole = prepared()
+    whole.train(2, accumulate=2)
+    with pytest.raises(CutOffError):
+        prepared(cut_at=3).train(2, accumulate=2)
+    resumed = prepared()
+    resumed.auto_save(tmp_path / "3", every_steps=1)
+    resumed.train(2, accumulate=2)
+    assert resumed.num_steps == whole.num_steps == 4
+    assert_equal(resumed, whole)
+
+
+@ranks(2)
+def test_fine_tuning_goes_on_from_its_own_checkpoints(tmp_path):
+    trained = make_handler(8)
+    trained.add_callback(EarlyStopping("loss", patience=1, min_delta=1e9))
+    trained.train(10)
+    trained.save(tmp_path / "trained.pt")
+
+    def tune():
+        handler = NNHandler.initialize_from_checkpoint(tmp_path / "trained.pt", Network, dtype=torch.float64)
+        assert handler.num_steps == trained.num_steps
+        handler.set_optimizer(torch.optim.Adam, lr=0.02)
+        handler.set_loss_fn(nn.functional.mse_loss)
+        handler.set_train_loader(regression(), batch_size=8, seed=1)
+        handler.auto_save(tmp_path / "tuned")
+        return handler
+
+    first = tune()
+    epochs = []
+    first.add_callback(Epochs(epochs))
+    first.train(4)
+    second = tune()
+    second.add_callback(Epochs(epochs))
+    second.train(6)
+    assert epochs == [2, 3, 4, 5]
+
+
+class Epochs(Callback):
+    def __init__(self, epochs):
+        self.epochs = epochs
+
+    def on_epoch_begin(self, handler, epoch):
+        self.epochs.append(epoch)
+
+
+@ranks(2)
+def test_a_refused_position_can_be_corrected(tmp_path):
+    handler = make_handler(8)
+    handler.train(1)
+    handler.save(tmp_path / "saved.pt")
+    other = make_handler(8)
+    other.load(tmp_path / "saved.pt")
+    other.set_train_loader(regression(), batch_size=8, seed=5)
+    with pytest.raises(ValueError, match="seed must be 1, as saved, got 5"):
+        other.train(3)
+    other.set_train_loader(regression(), batch_size=8)
+    assert other.train(3)["loss"] == pytest.approx(reference(3)[0], rel=1e-10)
+
+
+class WishesToStop(Callback):
+    def on_step_end(self, handler, step):
+        if step == 2 and DistributedManager().rank == DistributedManager().world_size - 1:
+            handler.stop("seen enough")
+
+
+@ranks(2)
+def test_a_wish_to_stop_survives_a_kill_and_leaves_the_epoch_whole(tmp_path):
+    handler = make_handler(8)
+    handler.add_callback(WishesToStop())
+    handler.add_callback(CutsOff(4))
+    handler.auto_save(tmp_path, every_steps=1)
+    with pytest.raises(CutOffError):
+        handler.train(5)
+    resumed = make_handler(8)
+    resumed.auto_save(tmp_path, every_steps=1)
+    assert resumed.train(5)["loss"] == pytest.approx(reference(1)[0], rel=1e-10)

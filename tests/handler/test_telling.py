@@ -8,6 +8,7 @@ from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 
 import pytest
+import torch
 from matplotlib.image import imread
 
 from distman import DistributedManager
@@ -87,6 +88,9 @@ def test_early_stopping_waits_as_long_as_it_is_told_to():
     handler.set_val_loader(regression(), batch_size=8)
     handler.add_callback(EarlyStopping("val_loss", patience=3, min_delta=1e9))
     assert len(handler.train(10, validate_every=2)) == 8  # the first value is the best; three more are not better
+    handler.add_callback(EarlyStopping("val_los"))
+    with pytest.raises(ValueError, match=r"monitor must be a value of the history, got 'val_los'. It has \['epoch', "):
+        handler.train(10)
     handler = make_handler(8)
     handler.add_metric("constant", lambda _outputs, _targets: 1.0)
     handler.add_callback(EarlyStopping("constant", patience=2, mode="max"))
@@ -103,11 +107,11 @@ def test_options_of_early_stopping():
 @ranks(1)
 def test_learning_rates_are_recorded():
     handler = make_handler(33, lr=0.5)
+    handler.set_scheduler(torch.optim.lr_scheduler.ExponentialLR, gamma=0.5, per="step")
     monitor = LearningRateMonitor()
     handler.add_callback(monitor)
     handler.train(2)
-    assert monitor.rates == [0.5] * 4
-    assert handler.history["lr_0"] == [0.5, 0.5]
+    assert monitor.rates == [0.5, 0.25, 0.125, 0.0625]
 
 
 @ranks(2)
@@ -172,6 +176,8 @@ def test_history():
     assert history.best("loss") == 1
     assert history.best("f1", mode="max") == 1
     assert history.best("no") is None
+    with pytest.raises(ValueError, match="mode must be 'min' or 'max', got 'Min'"):
+        history.best("loss", mode="Min")
     assert history.names == ["epoch", "loss", "f1"]
     again = History()
     again.load_state_dict(history.state_dict())
