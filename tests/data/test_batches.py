@@ -111,8 +111,8 @@ def test_weighted_draws_follow_the_weights_over_all_ranks(world_size):
     assert len({str(part) for part in parts}) == world_size
 
 
+@ranks(1)
 def test_weights_that_do_not_fit():
-    DistributedManager.initialize()
     with pytest.raises(ValueError, match=r"weights must be one for each of 3 samples, got shape \(2,\)"):
         TrainingBatches(3, 1, weights=[1.0, 2.0])
     for weights in ([0.0, 0.0], [-1.0, 2.0], [float("nan"), 1.0], [float("inf"), 1.0]):

@@ -114,8 +114,15 @@ def test_a_position_of_another_seed_is_refused():
         distributed_loader(numbers(12), seed=1).load_state_dict(distributed_loader(numbers(12)).state_dict())
 
 
+@pytest.fixture
+def alone():
+    """The manager of a process without a launcher."""
+    yield DistributedManager.initialize()
+    DistributedManager.cleanup()
+
+
+@pytest.mark.usefixtures("alone")
 def test_a_position_in_another_dataset_is_the_start_of_its_epoch(caplog):
-    DistributedManager.initialize()
     loader = distributed_loader(numbers(13))
     loader.load_state_dict({"epoch": 3, "position": 4, "seed": 0, "layout": [12]})
     assert (loader.state_dict()["epoch"], loader.state_dict()["position"]) == (3, 0)

@@ -405,6 +405,15 @@ class CallsTheWrappedModel(Callback):
         handler.model(torch.zeros(2 + epoch, 4, dtype=torch.float64))
 
 
+@pytest.fixture
+def nobody():
+    """A process without a manager, before and after."""
+    DistributedManager.cleanup()
+    yield
+    DistributedManager.cleanup()
+
+
+@pytest.mark.usefixtures("nobody")
 def test_it_initializes_the_manager_if_nobody_has():
     handler = NNHandler(nn.Linear, in_features=2, out_features=1)
     assert DistributedManager.is_initialized()
