@@ -125,10 +125,11 @@ class Watcher:
     def start(self) -> None:
         """Begin to watch.
 
-        Local.
+        Local. The first sign of life is there when it returns: from then on this rank is missed if it falls silent.
         """
         global _current
         _current = self
+        self._say_alive(self._post.store)
         self._thread.start()
         if self._watchdog is not None:
             self._watchdog.start()
@@ -293,7 +294,7 @@ class Watcher:
 
     def _beat(self, store: Store, seconds: float) -> None:
         """Give a sign of life, and look for that of the next rank."""
-        store.set(f"beat/{self._post.rank}", f"{time.time()} {whereabouts.describe_here()}")
+        self._say_alive(store)
         rank = self._lifeline.watched if self._lifeline is not None else None
         if rank is None:
             return
@@ -303,6 +304,9 @@ class Watcher:
         if self._neighbour.beat and silent_for > self._limits.silence:  # without a beat, it is not watching
             last_seen = self._neighbour.beat.partition(" ")[2]
             self._tell(store, FailureNotice.silent(self._post.peers[rank], silent_for, last_seen=last_seen))
+
+    def _say_alive(self, store: Store) -> None:
+        store.set(f"beat/{self._post.rank}", f"{time.time()} {whereabouts.describe_here()}")
 
     def _keeper_is_silent(self, seconds: float) -> None:
         if self.notice is None and not self._is_stopping.is_set():

@@ -120,7 +120,7 @@ def test_code_that_cannot_be_interrupted_ends_with_the_process(free_port):
         assert "distman: rank 0 (" in rank.stderr
         assert "ValueError: boom" in rank.stderr
         assert "This process could not be interrupted:\nthread MainThread" in rank.stderr
-        assert f'{WATCHED}", line {line_of("dist.recv")}' in rank.stderr
+        assert f'{WATCHED}", line {line_of("never returns")}' in rank.stderr
 
 
 @pytest.mark.parametrize("dead", [0, 1])
@@ -236,6 +236,14 @@ def test_a_rank_that_is_silent_for_long_fails_the_job(free_port):
         os.kill(job.ranks[2].pid, signal.SIGSTOP)
         finished = job.wait()
     assert [rank.returncode for rank in finished] == [1, 1, -signal.SIGKILL], "a stopped process is not left behind"
+    for rank in finished[:2]:
+        assert re.search(r"RankFailedError: rank 2 \(.*\) is silent since \d s", rank.stderr)
+
+
+def test_a_rank_that_is_silent_from_the_start_fails_the_job(free_port):
+    with Job(free_port, "suspended_at_once", DISTMAN_SILENCE_TIMEOUT="2") as job:
+        finished = job.wait()
+    assert [rank.returncode for rank in finished] == [1, 1, -signal.SIGKILL]
     for rank in finished[:2]:
         assert re.search(r"RankFailedError: rank 2 \(.*\) is silent since \d s", rank.stderr)
 

@@ -1,5 +1,6 @@
 """A rank of a job in which something goes wrong: ``SCENARIO``; each function below is one."""
 
+import ctypes
 import multiprocessing
 import os
 import signal
@@ -71,12 +72,15 @@ class SlowDataset(torch.utils.data.Dataset):
 
 
 def in_uninterruptible_code(manager):
-    """Ranks 1 and 2 wait for each other in gloo, where no signal reaches Python."""
+    """Ranks 1 and 2 wait for a lock of C that they hold themselves, where no signal reaches Python."""
     dist.barrier()
     if manager.rank == 0:
         time.sleep(0.5)
         raise ValueError("boom")
-    dist.recv(torch.zeros(1), src=3 - manager.rank)
+    take = ctypes.CDLL(None).pthread_mutex_lock
+    lock = ctypes.create_string_buffer(64)
+    take(lock)
+    take(lock)  # never returns
 
 
 def with_a_child(manager):
@@ -200,6 +204,12 @@ def suspended(manager):
     wait_in_python(9)
     manager.barrier("end")
     say("done")
+
+
+def suspended_at_once(manager):
+    if manager.rank == 2:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    wait_in_python()
 
 
 def caught(manager):
