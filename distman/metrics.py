@@ -1,7 +1,8 @@
-"""Numbers about a job as a whole."""
+"""_Numbers about a job as a whole."""
 
 from __future__ import annotations
 
+import json
 import math
 import warnings
 from collections.abc import Mapping, Sequence
@@ -13,15 +14,16 @@ import torch.distributed as dist
 from distman.collectives import debug
 from distman.collectives.border import GroupLike, check_member, resolve_group
 from distman.collectives.exchange import control_device
-from distman.collectives.fused import fused_all_reduce
 from distman.collectives.objects import all_gather_objects
+from distman.collectives.signed import sum_numbers
 from distman.control.collective import collective
 from distman.errors import PlanMismatchError
+from distman.groups import Group
 from distman.manager import DistributedManager
 
 __all__ = ["aggregate_loss", "aggregate_metrics", "reduce_loss"]
 
-Number = float | torch.Tensor
+_Number = float | torch.Tensor
 
 
 @runtime_checkable
@@ -31,13 +33,13 @@ class _Metric(Protocol):
     def update(self, *args: object, **kwargs: object) -> None:
         """Take a batch into account."""
 
-    def compute(self) -> Number:
+    def compute(self) -> _Number:
         """Return the metric over all that was seen."""
 
 
 @collective
 def aggregate_metrics(
-    metrics: Mapping[str, Number | _Metric],
+    metrics: Mapping[str, _Number | _Metric],
     *ignored: object,
     weight: float | None = None,
     group: GroupLike = None,
@@ -63,15 +65,20 @@ def aggregate_metrics(
         PlanMismatchError: On every rank: the ranks have different names.
     """
     _warn_of(ignored, "aggregate_metrics")
-    own = {name: metric for name, metric in metrics.items() if isinstance(metric, _Metric)}
-    numbers = {name: value for name, value in sorted(metrics.items()) if not isinstance(value, _Metric)}
-    found = dict(zip(numbers, _means(numbers, _checked_weight(weight), sorted(own), group), strict=True))
-    found |= {name: float(own[name].compute()) for name in sorted(own)}
+    own: dict[str, _Metric] = {}
+    numbers: dict[str, _Number] = {}
+    for name, value in sorted(metrics.items()):
+        if not isinstance(value, (float, int, torch.Tensor)) and isinstance(value, _Metric):  # asking that takes long
+            own[name] = value
+        else:
+            numbers[name] = value
+    found = dict(zip(numbers, _means(numbers, _checked_weight(weight), list(own), group), strict=True))
+    found |= {name: float(metric.compute()) for name, metric in own.items()}
     return {name: found[name] for name in metrics}
 
 
 @collective
-def aggregate_loss(loss: Number, *ignored: object, weight: float | None = None, group: GroupLike = None) -> float:
+def aggregate_loss(loss: _Number, *ignored: object, weight: float | None = None, group: GroupLike = None) -> float:
     """Return the weighted mean of all ranks' losses, the same on all of them.
 
     Collective. Blocking. Not differentiable. In double precision.
@@ -90,43 +97,45 @@ def aggregate_loss(loss: Number, *ignored: object, weight: float | None = None, 
     return mean
 
 
-def _means(numbers: Mapping[str, Number], weight: float, others: Sequence[str], group: GroupLike) -> list[float]:
+def _means(numbers: Mapping[str, _Number], weight: float, others: Sequence[str], group: GroupLike) -> list[float]:
     """Return the weighted means over the ranks that have a number; all ranks must have the same names."""
-    values = _as_double(numbers)
-    weights = torch.where(values.isnan(), 0.0, weight)
-    parts = torch.stack([torch.where(weights > 0, values * weights, 0.0), weights])
-    try:
-        device = control_device(resolve_group(group), DistributedManager().device)
-        totals = fused_all_reduce({"\n".join([*numbers, "", *others]): parts}, group=group, device=device)
-    except PlanMismatchError:
-        raise PlanMismatchError(_describe_names([*numbers, *others], group)) from None
-    (total,) = totals.values()
-    means: list[float] = (total[0] / total[1]).tolist()
-    return means
+    members = resolve_group(group)
+    debug.compare("aggregate_metrics", members)
+    values = _as_floats(numbers)
+    weights = [0.0 if math.isnan(value) else weight for value in values]
+    weighted = [value * its if its else 0.0 for value, its in zip(values, weights, strict=True)]
+    names = [*numbers, *others]
+    text = f"aggregate_metrics of {len(numbers)} and {len(others)}: {names}"
+    sums = sum_numbers([*weighted, *weights], text, members, control_device(members, DistributedManager().device))
+    if sums is None:
+        raise PlanMismatchError(_describe_names(names, members))
+    totals = zip(sums[: len(values)], sums[len(values) :], strict=True)
+    return [total / its if its else math.nan for total, its in totals]
 
 
-def _describe_names(names: list[str], group: GroupLike) -> str:
-    everyone = [set(one) for one in all_gather_objects(names, group)]
+def _describe_names(names: list[str], group: Group) -> str:
+    rows = [[name, [], str(torch.float64)] for name in names]  # as fused_all_reduce would, if others are in that
+    texts = all_gather_objects(json.dumps(["avg", str(torch.float64), rows]), group.process_group)
+    everyone = [{name for name, *_ in json.loads(text)[2]} for text in texts]
     common = set.intersection(*everyone)
-    ranks = resolve_group(group).ranks
-    rows = [f"  rank {rank}: {sorted(own - common)} besides" for rank, own in zip(ranks, everyone, strict=True)]
+    lines = [f"  rank {rank}: {sorted(own - common)} besides" for rank, own in zip(group.ranks, everyone, strict=True)]
     return (
         f"all ranks must bring the same metrics, got {len(common)} in common. Correct those that differ:\n"
-        + "\n".join(rows)
+        + "\n".join(lines)
     )
 
 
-def _as_double(numbers: Mapping[str, Number]) -> torch.Tensor:
-    """Return numbers as one tensor on the CPU; those on an accelerator are fetched at once."""
-    for name, value in numbers.items():
-        if isinstance(value, torch.Tensor) and value.numel() != 1:
-            raise ValueError(f"{name} must be one number, got a tensor of shape {tuple(value.shape)}. Take its mean.")
-    tensors = [value.detach().double().reshape(()) for value in numbers.values() if isinstance(value, torch.Tensor)]
-    fetched = iter(torch.stack(tensors).tolist() if tensors else [])
-    return torch.tensor(
-        [next(fetched) if isinstance(value, torch.Tensor) else float(value) for value in numbers.values()],
-        dtype=torch.float64,
-    )
+def _as_floats(numbers: Mapping[str, _Number]) -> list[float]:
+    """Return numbers on the host; those on an accelerator are fetched at once."""
+    tensors = {name: value for name, value in numbers.items() if isinstance(value, torch.Tensor)}
+    for name, tensor in tensors.items():
+        if tensor.numel() != 1:
+            raise ValueError(f"{name} must be one number, got a tensor of shape {tuple(tensor.shape)}. Take its mean.")
+    if not tensors:
+        return [float(value) for value in numbers.values()]
+    there = [tensor.detach().double().reshape(()) for tensor in tensors.values()]
+    fetched = dict(zip(tensors, torch.stack(there).tolist(), strict=True))
+    return [fetched[name] if name in fetched else float(value) for name, value in numbers.items()]
 
 
 def _checked_weight(weight: float | None) -> float:

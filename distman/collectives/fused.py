@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import hashlib
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ import torch.distributed._functional_collectives as functional
 from distman.collectives import debug
 from distman.collectives.border import GroupLike, check_tensor, resolve_group
 from distman.collectives.objects import all_gather_objects
+from distman.collectives.signed import HEADER_WORDS, MESSAGE_WORDS, is_signed_by_all, signed_message
 from distman.collectives.structure import leaves, rebuild
 from distman.control.collective import collective
 from distman.errors import PlanMismatchError
@@ -31,11 +31,6 @@ _OPERATIONS = {
     "min": dist.ReduceOp.MIN,
     "product": dist.ReduceOp.PRODUCT,
 }
-# The first message has a fixed length, so that ranks which want different things can say so: one word of ones, the
-# words of a signature, their squares, and room for the data if they are few and to be summed.
-_MESSAGE_WORDS = 512
-_SIGNATURE_WORDS = 4
-_HEADER_WORDS = 1 + 2 * _SIGNATURE_WORDS
 
 
 @collective
@@ -185,12 +180,7 @@ class _Layout:
     @functools.cached_property
     def empty_message(self) -> torch.Tensor:
         """The first message, without data."""
-        digest = hashlib.sha256(self.text.encode()).digest()
-        words = [int.from_bytes(digest[2 * word : 2 * word + 2], "big") for word in range(_SIGNATURE_WORDS)]
-        header = [1, *words, *(word * word for word in words)]
-        message = torch.zeros(_MESSAGE_WORDS, dtype=torch.float64 if self.dtype.is_floating_point else torch.int64)
-        message[:_HEADER_WORDS] = torch.tensor(header)
-        return message.to(self.device)
+        return signed_message(self.text, torch.float64 if self.dtype.is_floating_point else torch.int64, self.device)
 
     @property
     def is_sum(self) -> bool:
@@ -252,8 +242,8 @@ def _launch(values: Sequence[torch.Tensor], layout: _Layout, group: Group) -> Ca
     if group.size == 1:
         return lambda: layout.unpack(buffer)
     message = layout.empty_message.clone()
-    fits = layout.is_sum and buffer.numel() <= _MESSAGE_WORDS - _HEADER_WORDS
-    room = message[_HEADER_WORDS : _HEADER_WORDS + buffer.numel()].copy_(buffer) if fits else None
+    fits = layout.is_sum and buffer.numel() <= MESSAGE_WORDS - HEADER_WORDS
+    room = message[HEADER_WORDS : HEADER_WORDS + buffer.numel()].copy_(buffer) if fits else None
     work = dist.all_reduce(message, group=group.process_group, async_op=True)
     if room is None:
         work.wait()
@@ -271,11 +261,8 @@ def _launch(values: Sequence[torch.Tensor], layout: _Layout, group: Group) -> Ca
 
 
 def _check(message: torch.Tensor, layout: _Layout, group: Group) -> None:
-    """Raise on all ranks if their signatures differ: then the square of a sum is not that of equal terms."""
-    ones, *words = message[:_HEADER_WORDS].tolist()
-    sums, squares = words[:_SIGNATURE_WORDS], words[_SIGNATURE_WORDS:]
-    equal = all(total * total == group.size * square for total, square in zip(sums, squares, strict=True))
-    if ones == group.size and equal:
+    """Raise on all ranks if their signatures differ."""
+    if is_signed_by_all(message[:HEADER_WORDS].tolist(), group.size):
         return
     texts = all_gather_objects(layout.text, group.process_group)
     rows = [f"  rank {rank}: {_describe(text, texts)}" for rank, text in zip(group.ranks, texts, strict=True)]

@@ -1,7 +1,7 @@
 """What training through the handler costs, against loops written by hand.
 
-    python docs/benchmarks/training.py               # everything, two minutes on two cores
-    python docs/benchmarks/training.py step loader saving
+    python docs/benchmarks/training.py               # everything, four minutes on two cores
+    python docs/benchmarks/training.py step loader saving sampling
 
 The competitors take turns within one run. The time of a step is the mean over an epoch, on the slowest rank. Every
 figure is a median over the rounds.
@@ -28,11 +28,13 @@ from distman import DistributedManager
 from distman.checkpoint import save
 from distman.data import rank_cached_loader
 from distman.handler import Callback, NNHandler
+from distman.score import VarianceExploding, sample
 
 MODELS = {"small": (64, 256, 100), "large": (64, 1152, 25)}  # batch of each rank, width, steps in an epoch
 ROUNDS = 25
 LOADER_SAMPLES, LOADER_BATCH, LOADER_ROUNDS = 20_000, 64, 40
 SAVED_BYTES, SAVE_ROUNDS = 256 * 2**20, 7
+NUM_SAMPLES, SAMPLING_STEPS, SAMPLING_BATCH, SAMPLING_ROUNDS = 8192, 50, 1024, 7
 
 
 # --- on the ranks of a job -------------------------------------------------------------------------------------------
@@ -84,15 +86,38 @@ def measure_steps_on_this_rank() -> None:
         history = handler.train(ROUNDS + 1)
         seconds = torch.tensor([by_hand.seconds, history["seconds"]], dtype=torch.float64) / num_steps
         dist.all_reduce(seconds, dist.ReduceOp.MAX)
-        if manager.is_main:
-            rows = dict(zip(("DDP, by hand", "NNHandler"), seconds[:, 1:].tolist(), strict=True))
-            show(f"a step of the {name} model, {manager.world_size} ranks", rows)
+        rows = dict(zip(("DDP, by hand", "NNHandler"), seconds[:, 1:].tolist(), strict=True))
+        show(f"a step of the {name} model, {manager.world_size} ranks", rows)
+
+
+def measure_sampling_on_this_rank() -> None:
+    manager = DistributedManager.initialize()
+    network = make_network(512)
+    sde = VarianceExploding()
+
+    def score_fn(t: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        return network(nn.functional.pad(x, (0, 56))) - x / (1 + t[:, None])
+
+    def draw(*, rank_zero: bool) -> None:
+        dist.barrier()
+        sample(
+            score_fn, sde, (NUM_SAMPLES, 8), num_steps=SAMPLING_STEPS, batch_size=SAMPLING_BATCH, rank_zero=rank_zero
+        )
+
+    competitors = {
+        "rank 0 alone": lambda: draw(rank_zero=True),
+        "all ranks": lambda: draw(rank_zero=False),
+    }
+    title = f"{NUM_SAMPLES} samples in {SAMPLING_STEPS} steps, {manager.world_size} ranks"
+    race(title, competitors, SAMPLING_ROUNDS)
 
 
 # --- in this process -------------------------------------------------------------------------------------------------
 
 
 def show(title: str, seconds: dict[str, list[float]]) -> None:
+    if not DistributedManager().is_main:
+        return
     print(title)
     reference = next(iter(seconds.values()))
     for name, values in seconds.items():
@@ -162,24 +187,29 @@ def measure_saving() -> None:
         show(f"saving {SAVED_BYTES // 2**20} MB, one process", seconds)
 
 
-def measure_steps() -> None:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", __file__, "--rank"]
-    subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=True)
+def launch(name: str, num_ranks: int) -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={num_ranks}"]
+    subprocess.run([*command, __file__, "--rank", name], env={**os.environ, "OMP_NUM_THREADS": "1"}, check=True)
 
 
-MEASUREMENTS = {"step": measure_steps, "loader": measure_loaders, "saving": measure_saving}
+ON_RANKS = {"step": (measure_steps_on_this_rank, (2,)), "sampling": (measure_sampling_on_this_rank, (2, 4))}
+IN_THIS_PROCESS = {"loader": measure_loaders, "saving": measure_saving}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", nargs="*", choices=[*MEASUREMENTS, []], help="what to measure; everything if left out")
+    choices = [*ON_RANKS, *IN_THIS_PROCESS]
+    parser.add_argument("what", nargs="*", choices=[*choices, []], help="what to measure; everything if left out")
     parser.add_argument("--rank", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    if arguments.rank:
-        measure_steps_on_this_rank()
-        return
-    for name in arguments.what or MEASUREMENTS:
-        MEASUREMENTS[name]()
+    for name in arguments.what or choices:
+        if name in IN_THIS_PROCESS:
+            IN_THIS_PROCESS[name]()
+        elif arguments.rank:
+            ON_RANKS[name][0]()
+        else:
+            for num_ranks in ON_RANKS[name][1]:
+                launch(name, num_ranks)
 
 
 if __name__ == "__main__":
