@@ -7,11 +7,9 @@ import datetime
 import functools
 import math
 import os
-import random
 import threading
 from typing import Any, ClassVar
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
@@ -31,6 +29,7 @@ from distman.group_queries import GroupQueries
 from distman.groups import Groups
 from distman.job import DeviceWish, Limits, adopt, leave, let_gloo_rest, start, watch
 from distman.rendezvous.peers import Peers
+from distman.seeds import seed_generators
 
 __all__ = ["DistributedManager", "initialize_ddp"]
 
@@ -130,7 +129,7 @@ class DistributedManager(GroupQueries):
         log.set_rank(job.peer.rank if job.backend else None, job.world_size)
         atexit.register(cls._cleanup_at_exit, os.getpid())
         if seed is not None:
-            _seed_everything(seed + job.peer.rank)
+            seed_generators(seed + job.peer.rank)
         return cls()
 
     @classmethod
@@ -440,12 +439,6 @@ def _number(text: str) -> float:
         return float(text)
     except ValueError:
         return math.nan
-
-
-def _seed_everything(seed: int) -> None:
-    random.seed(seed)
-    np.random.seed(seed % 2**32)
-    torch.manual_seed(seed)
 
 
 def _not_initialized() -> NotInitializedError:

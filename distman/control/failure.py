@@ -9,10 +9,7 @@ import os
 import sys
 from collections.abc import Callable
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    pass
+from typing import Any
 
 from distman.control.deadline import attempt
 from distman.control.finishing import finish_all, is_anything_left

@@ -11,7 +11,8 @@ import torch
 from torch.utils.data import Sampler
 
 from distman.collectives.border import GroupLike, resolve_group
-from distman.data.streams import Batch, seed_of
+from distman.data.streams import Batch
+from distman.seeds import seed_of
 from distman.topology import split_sizes
 
 __all__ = ["EvaluationBatches", "ShardBatches", "TrainingBatches"]

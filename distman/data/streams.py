@@ -2,25 +2,14 @@
 
 from __future__ import annotations
 
-import hashlib
-import random
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-import numpy as np
-import torch
 from torch.utils.data import Dataset, get_worker_info
 
-__all__ = ["Batch", "SeededDataset", "seed_of"]
+from distman.seeds import seed_generators
 
-
-def seed_of(*numbers: int) -> int:
-    """Return a seed that depends on all the numbers; neighbours are as different as any.
-
-    Local.
-    """
-    digest = hashlib.sha256(" ".join(map(str, numbers)).encode()).digest()
-    return int.from_bytes(digest[:7], "big")
+__all__ = ["Batch", "SeededDataset"]
 
 
 class Batch(list[int]):
@@ -28,7 +17,7 @@ class Batch(list[int]):
 
     Args:
         indices: Indices of samples.
-        seed: See :func:`seed_of`.
+        seed: See :func:`~distman.seeds.seed_of`.
     """
 
     def __init__(self, indices: Iterable[int], seed: int) -> None:
@@ -57,9 +46,7 @@ class SeededDataset(Dataset[Any]):
 
     def __getitems__(self, indices: Sequence[int]) -> Any:
         if isinstance(indices, Batch) and get_worker_info() is not None:
-            random.seed(indices.seed)
-            np.random.seed(indices.seed % 2**32)
-            torch.manual_seed(indices.seed)
+            seed_generators(indices.seed)
         if hasattr(self.dataset, "__getitems__"):
             return self.dataset.__getitems__(indices)
         return [self.dataset[index] for index in indices]

@@ -207,7 +207,11 @@ class ParallelExecutor(Executor):
         return False
 
 
-def _make(devices: list[str], pass_device: bool, timeout: float | None) -> ParallelExecutor:  # noqa: FBT001 - unpickling calls it
+def _make(
+    devices: list[str],
+    pass_device: bool,  # noqa: FBT001 - unpickling calls it
+    timeout: float | None,
+) -> ParallelExecutor:
     return ParallelExecutor(pass_device=pass_device, devices=devices, timeout=timeout)
 
 

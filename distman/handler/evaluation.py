@@ -7,7 +7,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_map
 
 from distman.collectives.objects import gather_objects
 from distman.control.collective import collective
@@ -16,7 +15,7 @@ from distman.decorators import on_rank
 from distman.handler.objective import Objective, to_device
 from distman.handler.sources import count_samples
 from distman.handler.tally import Metric, Tally
-from distman.handler.trees import concatenate
+from distman.handler.trees import concatenate, on_host
 from distman.manager import DistributedManager
 
 __all__ = ["evaluate", "evaluating", "predict"]
@@ -99,7 +98,7 @@ def predict(
         RankFailedError: On every rank: the outputs of two batches differ in structure.
     """
     with evaluating(model, dtype):
-        own = [tree_map(_on_host, forward(model, to_device(batch, DistributedManager().device))) for batch in batches]
+        own = [on_host(forward(model, to_device(batch, DistributedManager().device))) for batch in batches]
     everyone = gather_objects(concatenate(own))
     parts = [part for part in everyone or [] if part is not None]
     return on_rank(0, broadcast=all_ranks)(concatenate)(parts)
@@ -113,7 +112,3 @@ def _counted(batches: Iterable[Any]) -> Iterator[tuple[Any, int]]:
     plan = batches.batches
     for step, batch in enumerate(batches):
         yield batch, min(plan.batch_size, len(plan.own) - step * plan.batch_size)
-
-
-def _on_host(leaf: Any) -> Any:
-    return leaf.detach().cpu() if isinstance(leaf, torch.Tensor) else leaf

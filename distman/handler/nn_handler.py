@@ -23,7 +23,6 @@ from distman.handler.model import TrainedModel
 from distman.handler.objective import Forward, LossFunction, Objective, Supervised, default_forward
 from distman.handler.optimization import Optimization, StepOptions
 from distman.handler.plots import plot_history
-from distman.handler.randomness import seed_generators
 from distman.handler.reporting import LoggerMode, Reporter
 from distman.handler.resumption import EXIT_CODE, AutoSave, Preempted
 from distman.handler.scheduling import Scheduling
@@ -33,6 +32,7 @@ from distman.handler.tally import Metric, MetricFunction, StatefulMetric
 from distman.handler.training import Hooks, Training
 from distman.manager import DistributedManager
 from distman.score import SDE
+from distman.seeds import seed_generators, seed_of
 
 __all__ = ["NNHandler"]
 
@@ -77,11 +77,11 @@ class NNHandler:
     ) -> None:
         manager = _manager(device, use_distributed=use_distributed)
         if seed is not None:
-            seed_generators(seed)
+            seed_generators(seed_of(seed))
         options = None if compile is False else {} if compile is True else compile
         self._model = TrainedModel(model_class(**model_kwargs), compile_options=options)
         if seed is not None:
-            seed_generators(seed, manager.rank)
+            seed_generators(seed_of(seed, manager.rank))
         self._model_kwargs = model_kwargs
         self._seed = seed or 0
         self.history = History()

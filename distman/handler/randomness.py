@@ -10,24 +10,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from distman.data.streams import seed_of
 from distman.manager import DistributedManager
 
-__all__ = ["generators_preserved", "generators_state", "seed_generators", "set_generators_state"]
-
-
-def seed_generators(*numbers: int) -> None:
-    """Seed Python's, NumPy's and torch's generators of this process.
-
-    Local.
-
-    Args:
-        numbers: What the seed depends on.
-    """
-    seed = seed_of(*numbers)
-    random.seed(seed)
-    np.random.seed(seed % 2**32)
-    torch.manual_seed(seed)
+__all__ = ["generators_preserved", "generators_state", "set_generators_state"]
 
 
 def generators_state() -> dict[str, Any]:

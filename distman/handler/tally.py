@@ -15,7 +15,7 @@ from distman.collectives.fused import fused_all_reduce
 from distman.collectives.objects import gather_objects
 from distman.decorators import on_rank
 from distman.handler.objective import Outcome
-from distman.handler.trees import concatenate
+from distman.handler.trees import concatenate, on_host
 from distman.manager import DistributedManager
 
 __all__ = ["Metric", "StatefulMetric", "Tally"]
@@ -117,7 +117,7 @@ class Tally:
         for stateful in self._stateful.values():
             stateful.update(outputs, targets)
         if self._over_all:
-            self._kept.append(tree_map(_on_host, (outputs, targets)))
+            self._kept.append(on_host((outputs, targets)))
         values = [_as_number(name, measure(outputs, targets)) for name, measure in self._by_batch.items()]
         return torch.cat([loss.double(), torch.stack(values).to(loss.device)]) if values else loss
 
@@ -171,7 +171,3 @@ def _as_number(name: str, value: float | torch.Tensor) -> torch.Tensor:
 
 def _detached(leaf: Any) -> Any:
     return leaf.detach() if isinstance(leaf, torch.Tensor) else leaf
-
-
-def _on_host(leaf: Any) -> Any:
-    return leaf.cpu() if isinstance(leaf, torch.Tensor) else leaf

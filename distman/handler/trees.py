@@ -1,4 +1,4 @@
-"""Batches of nested tensors as one."""
+"""Nested tensors: batches of them as one, and in the host's memory."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
-__all__ = ["concatenate"]
+__all__ = ["concatenate", "on_host"]
 
 
 def concatenate(batches: Sequence[Any]) -> Any:
@@ -32,6 +32,14 @@ def concatenate(batches: Sequence[Any]) -> Any:
         raise ValueError("all batches must have the same structure, got others. Return the same from each batch.")
     columns = zip(*(leaves for leaves, _ in flat), strict=True)
     return tree_unflatten([_joined(column) for column in columns], structure)
+
+
+def on_host(tree: Any) -> Any:
+    """Return a nested structure with its tensors in the host's memory.
+
+    Local.
+    """
+    return tree_map(lambda leaf: leaf.cpu() if isinstance(leaf, torch.Tensor) else leaf, tree)
 
 
 def _is_list_of_values(node: Any) -> bool:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import random
 import signal
 import sys
 import threading
@@ -14,7 +13,7 @@ from contextlib import ExitStack, contextmanager
 
 import torch
 
-__all__ = ["preserved_state", "seed_generators"]
+__all__ = ["preserved_state"]
 
 _Restore = Callable[[], object]
 
@@ -30,21 +29,6 @@ def preserved_state() -> Iterator[None]:
         for remember in _REMEMBER:
             stack.callback(remember())
         yield
-
-
-def seed_generators(seed: int) -> None:
-    """Seed the generators of torch, the standard library and, where it is loaded, numpy.
-
-    Local.
-
-    Args:
-        seed: Any non-negative integer.
-    """
-    torch.manual_seed(seed)
-    random.seed(seed)
-    numpy = sys.modules.get("numpy")
-    if numpy is not None:
-        numpy.random.seed(seed % 2**32)
 
 
 def _environ() -> _Restore:

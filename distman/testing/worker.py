@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from distman.seeds import seed_generators
 from distman.testing.messages import (
     STACK_SIGNAL,
     Begin,
@@ -36,7 +37,7 @@ from distman.testing.messages import (
     Task,
 )
 from distman.testing.shipping import Call, WarningFilter
-from distman.testing.state import preserved_state, seed_generators
+from distman.testing.state import preserved_state
 from distman.testing.tracebacks import attempt, describe_error
 
 __all__ = ["serve"]

@@ -4,8 +4,8 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from distman.data.streams import seed_of
 from distman.handler import NNHandler
+from distman.seeds import seed_of
 
 NUM_SAMPLES = 65
 GLOBAL_BATCH = 16
@@ -58,3 +58,13 @@ def reference(epochs, *, accumulate=1, dtype=torch.float64, clip_norm=None, lr=0
             total += loss.item() * len(window)
         losses.append(total / len(inputs))
     return losses, [parameter.detach() for parameter in model.parameters()]
+
+
+class Normed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.BatchNorm1d(4, dtype=torch.float64)
+        self.last = nn.Linear(4, 1, dtype=torch.float64)
+
+    def forward(self, inputs):
+        return self.last(self.norm(inputs))

@@ -11,7 +11,7 @@ from distman.errors import RankFailedError
 from distman.handler import NNHandler
 from distman.testing import ranks
 
-from .problems import Network, make_handler, regression
+from .problems import Network, Normed, make_handler, regression
 
 
 def classes(num_samples):
@@ -187,16 +187,6 @@ def test_modes_and_gradients_are_left_as_they_were():
     handler.module.eval()
     handler.validate()
     assert not handler.module.training
-
-
-class Normed(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.norm = nn.BatchNorm1d(4, dtype=torch.float64)
-        self.last = nn.Linear(4, 1, dtype=torch.float64)
-
-    def forward(self, inputs):
-        return self.last(self.norm(inputs))
 
 
 @ranks(2)

@@ -11,7 +11,7 @@ from distman.errors import DistmanError, NonFiniteLossError
 from distman.handler import Callback, NNHandler
 from distman.testing import ranks
 
-from .problems import GLOBAL_BATCH, Network, make_handler, reference, regression
+from .problems import GLOBAL_BATCH, Network, Normed, make_handler, reference, regression
 
 
 def assert_same_on_all_ranks(module):
@@ -271,16 +271,6 @@ def test_a_step_that_is_left_out_leaves_no_trace_in_buffers():
     handler.train(2, non_finite="skip")
     assert handler.history["skipped"] == [1, 1]
     assert all(loss == loss for loss in handler.val_losses)
-
-
-class Normed(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.norm = nn.BatchNorm1d(4, dtype=torch.float64)
-        self.last = nn.Linear(4, 1, dtype=torch.float64)
-
-    def forward(self, inputs):
-        return self.last(self.norm(inputs))
 
 
 @ranks(1)

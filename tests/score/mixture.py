@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
+from distman import DistributedManager
 from distman.score import SDE, VarianceExploding, VariancePreserving
 
 SDES = {"preserving": VariancePreserving(), "exploding": VarianceExploding(sigma_max=30.0)}
@@ -58,3 +59,17 @@ class ExactScore:
         logs = mixture.weights.log() - 0.5 * differences.square().sum(dim=2) / variances
         logs = logs - NUM_DIMS / 2 * variances.log()
         return (logs.softmax(dim=1)[..., None] * differences / variances[..., None]).sum(dim=1)
+
+
+class FailsOn:
+    """Fails on one rank."""
+
+    def __init__(self, rank, value=None):
+        self.rank, self.value = rank, value
+
+    def __call__(self, _, x):
+        if DistributedManager().rank == self.rank:
+            if self.value is None:
+                raise KeyError("no weights")
+            return x * self.value
+        return -x

@@ -9,7 +9,7 @@ from distman.errors import PlanMismatchError
 from distman.score import VariancePreserving, log_likelihood
 from distman.testing import ranks
 
-from .mixture import SDES, ExactScore, Mixture
+from .mixture import SDES, ExactScore, FailsOn, Mixture
 
 SDE = VariancePreserving()
 NUM = 40
@@ -83,20 +83,6 @@ def test_samples_of_more_dims():
         found = log_likelihood(Gaussian(), SDE, x, num_probes=num_probes, batch_size=2, rtol=1e-3, atol=1e-3)
         torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
     assert not x.requires_grad
-
-
-class FailsOn:
-    """Fails on one rank."""
-
-    def __init__(self, rank, value=None):
-        self.rank, self.value = rank, value
-
-    def __call__(self, _, x):
-        if DistributedManager().rank == self.rank:
-            if self.value is None:
-                raise KeyError("no weights")
-            return x * self.value
-        return -x
 
 
 @ranks(1, 3)

@@ -9,7 +9,7 @@ from distman.errors import PlanMismatchError
 from distman.score import VariancePreserving, sample
 from distman.testing import ranks
 
-from .mixture import SDES, ExactScore, Mixture
+from .mixture import SDES, ExactScore, FailsOn, Mixture
 
 SDE = VariancePreserving()
 SHORT = {"num_steps": 4, "dtype": torch.float64}
@@ -106,20 +106,6 @@ def test_over_a_group(rank):
     first = sample(ExactScore(SDE), SDE, (2, 2), seed=pair, rank_zero=True, group="pairs", **SHORT)
     assert torch.equal(found[:2], first)
     assert found.shape == (3, 2)
-
-
-class FailsOn:
-    """Fails on one rank."""
-
-    def __init__(self, rank, value=None):
-        self.rank, self.value = rank, value
-
-    def __call__(self, _, x):
-        if DistributedManager().rank == self.rank:
-            if self.value is None:
-                raise KeyError("no weights")
-            return torch.full_like(x, self.value)
-        return -x
 
 
 @pytest.mark.parametrize("rank_zero", [False, True])
