@@ -9,6 +9,7 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from distman.cli.output import plain_table
 from distman.errors import DistmanError
 
 if TYPE_CHECKING:
@@ -89,10 +90,8 @@ def _as_json(manager: DistributedManager, wrong: Sequence[int]) -> str:
 
 
 def _as_text(manager: DistributedManager, wrong: Sequence[int]) -> str:
-    rows = [_COLUMNS, *(_row(peer) for peer in manager.roll_call)]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-    return "\n".join([*lines, "", _conclusion(manager, wrong)])
+    table = plain_table(_COLUMNS, [_row(peer) for peer in manager.roll_call])
+    return "\n".join([table, "", _conclusion(manager, wrong)])
 
 
 def _row(peer: Peer) -> tuple[str, ...]:
