@@ -7,6 +7,7 @@ import os
 import signal
 from collections.abc import Generator
 
+import hypothesis
 import pytest
 
 SKIPPING_IS_FORBIDDEN = os.environ.get("DISTMAN_FORBID_SKIP") == "1"
@@ -14,10 +15,13 @@ NOT_RUN = (pytest.skip.Exception, pytest.xfail.Exception)
 
 
 def pytest_configure() -> None:
-    """Let SIGTERM end the tests as Ctrl-C does, so that every fixture is torn down.
+    """Let SIGTERM end the tests as Ctrl-C does, so that every fixture is torn down; let nothing hang on seconds.
 
     A shell ignores Ctrl-C for what it puts into the background, and for all that this starts; here it is an interrupt.
+    Hypothesis would fail an example that takes 0.2 s, as it may on a busy machine.
     """
+    hypothesis.settings.register_profile("distman", deadline=None)
+    hypothesis.settings.load_profile("distman")
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.default_int_handler)
 
