@@ -33,7 +33,8 @@ def parse_tree(text: str) -> ProcessGroupConfig:
     """Return the tree that a text describes; ``str`` of a tree is such a text.
 
     Local. A node is ``name``, ``name=size`` or ``name(child, child, ...)``. Leaves have sizes; a node with children
-    has their product, which may be written down too: ``model=64(spatial=8, channel=8)``.
+    has their product, which may be written down too: ``model=64(spatial=8, channel=8)``. A name has no white space
+    and none of ``=(),``.
 
     Args:
         text: The root, with its children in brackets.
@@ -120,7 +121,7 @@ class _Reader:
     def expect_end(self) -> None:
         """Refuse what comes after the end."""
         if not self.accept(""):
-            raise self._error("end here", "Remove what follows, or open the bracket that it belongs to")
+            raise self._error("end here", "Remove what follows, or open its bracket")
 
     def node(self) -> ProcessGroupNode:
         """Read a name, and the size that may follow."""
