@@ -311,8 +311,9 @@ def _misspelt(job: _Job) -> Iterator[str]:
     """A variable begins like distman's, and is none."""
     for name in sorted(job.environ):
         if name.startswith(_PREFIX) and name not in VARIABLES:
-            close = difflib.get_close_matches(name, VARIABLES, n=1)
-            hint = f"did you mean {close[0]}?" if close else f"there are {', '.join(VARIABLES)}."
+            ends = [known.removeprefix(_PREFIX) for known in VARIABLES]
+            close = difflib.get_close_matches(name.removeprefix(_PREFIX), ends, n=1)
+            hint = f"did you mean {_PREFIX}{close[0]}?" if close else f"there are {', '.join(VARIABLES)}."
             yield f"{name} is no variable that distman reads, so it has no effect: {hint}"
 
 
