@@ -109,6 +109,7 @@ def draw_picture(layout: Layout, path: str | os.PathLike[str], *, rank: int = 0)
     width = max(cell * len(grid.columns) + _BESIDE, 3.8)
     num_across = min(len(names), max(1, int(_WIDTH / width)))
     num_down = -(-len(names) // num_across)
+    num_across = -(-len(names) // num_down)
     height = num_down * (cell * len(grid.rows) + _ABOVE) + 0.5
     figure = Figure(figsize=(num_across * width, height), layout=ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.12))
     panels = list(figure.subplots(num_down, num_across, squeeze=False).flat)
