@@ -82,7 +82,8 @@ def where(spread: Spread, group_size: int) -> str:
         return f"{each}within one node"
     nodes = "-".join(map(str, sorted({max(spread.min_nodes, 2), spread.max_nodes})))
     if spread.num_on_one_node:
-        return f"{spread.num_on_one_node} within one node, {spread.num_groups - spread.num_on_one_node} across {nodes}"
+        others = spread.num_groups - spread.num_on_one_node
+        return f"{spread.num_on_one_node} within one node, {others} across {nodes} nodes"
     return f"{each}across {nodes} nodes" + (", one rank on each" if spread.min_nodes == group_size else "")
 
 

@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import json
 import sys
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from distman.cli.drawing import draw_tree, first_and_last, grid_table, shorten_ranks, where
@@ -26,6 +27,9 @@ from distman.topology import (
 from distman.topology.plan import READY_MADE, resolve_mesh_shape
 
 __all__ = ["Layout", "add_parser", "lay_out_mesh", "lay_out_tree", "run"]
+
+_MAX_WORLD_SIZE = 10_000_000
+"""More ranks than any machine has; their groups still fit into memory."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -136,7 +140,7 @@ def lay_out_mesh(axes: dict[str, int], world_size: int, ranks_per_node: int | No
     return Layout(world_size, config, plan, ranks_per_node)
 
 
-def _check_names(names: Any, taken: tuple[str, ...]) -> None:
+def _check_names(names: Iterable[str], taken: Sequence[str]) -> None:
     for name in names:
         if name in taken:
             raise ValueError(
@@ -201,6 +205,8 @@ class _UsageError(ValueError):
 
 
 def _read(arguments: argparse.Namespace) -> Layout:
+    if arguments.world_size > _MAX_WORLD_SIZE:
+        raise _UsageError(f"--world-size must be at most {_MAX_WORLD_SIZE}, got {arguments.world_size}. Correct it.")
     if not 0 <= arguments.rank < arguments.world_size:
         raise _UsageError(
             f"--rank must be at least 0 and below the world size {arguments.world_size}, got {arguments.rank}. "

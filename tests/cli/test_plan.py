@@ -152,6 +152,23 @@ def test_a_last_node_with_fewer_ranks_is_told():
     )
 
 
+@pytest.mark.parametrize(
+    ("mesh", "per_node", "sentence"),
+    [
+        ("a=-1", 3, "a: 1 group of 20 ranks, across 7 nodes"),
+        ("a=10,b=2", 3, "b: 10 groups of 2 ranks, 7 within one node, 3 across 2 nodes"),
+        ("a=4,b=5", 6, "b: 4 groups of 5 ranks, 1 within one node, 3 across 2 nodes"),
+        ("a=4,b=5", 4, "b: 4 groups of 5 ranks, each across 2 nodes"),
+        ("a=2,b=10", 4, "b: 2 groups of 10 ranks, each across 3 nodes"),
+        ("a=2,b=10", 7, "b: 2 groups of 10 ranks, each across 2 nodes"),
+        ("a=20,b=1", 7, "b: 20 groups of 1 rank, each within one node"),
+        ("a=20", 20, "a: 1 group of 20 ranks, within one node"),
+    ],
+)
+def test_a_phrase_says_where_groups_lie(mesh, per_node, sentence):
+    assert sentence in planned("--world-size", "20", "--mesh", mesh, "--ranks-per-node", str(per_node)).splitlines()
+
+
 def test_large_worlds_stay_readable():
     printed = planned("--world-size", "65536", "--mesh", "data=-1,model=8", "--ranks-per-node", "8", "--rank", "65535")
     assert len(printed.splitlines()) < 25
@@ -168,6 +185,11 @@ def test_large_worlds_stay_readable():
         (["--tree", "node(data=512, model=2)"], 1, "must be new, got 'node', which every job has already"),
         (["--mesh", "world=512,model=2"], 1, "must be new, got 'world', which every job has already"),
         (["--mesh", "data=-1,model=3"], 1, "Start a multiple of 3 ranks"),
+        (
+            ["--mesh", "data=-1", "--world-size", "1000000000"],
+            2,
+            "--world-size must be at most 10000000, got 1000000000",
+        ),
         (["--tree", "world(data=1024"], 2, "\n  world(data=1024\n                 ^"),
         (["--mesh", "data=1024", "--rank", "1024"], 2, "--rank must be at least 0 and below the world size 1024"),
         (["--mesh", "data=1024", "--rank", "-1"], 2, "--rank must be at least 0"),
