@@ -31,10 +31,9 @@ from distman.errors import DistmanError, undefined_group
 from distman.job import Job, is_pure_gloo, settle_backend
 from distman.log import logger
 from distman.topology import GridPartition, ListedPartition, Partition, Plan
+from distman.topology.plan import READY_MADE
 
 __all__ = ["Group", "Groups"]
-
-_READY_MADE = ("node", "leaders")
 
 
 @dataclass(frozen=True)
@@ -155,10 +154,10 @@ class Groups:
         """
         if name is None or name in self._world_names:
             return GridPartition.whole(self._job.world_size)
-        if name in _READY_MADE:
+        if name in READY_MADE:
             return self._ready_made[name]
         if name not in self._partitions:
-            known = {*self._partitions, *self._world_names, *_READY_MADE}
+            known = {*self._partitions, *self._world_names, *READY_MADE}
             raise undefined_group(name, known, "the name of a group")
         return self._partitions[name]
 
@@ -366,7 +365,7 @@ class Groups:
         return {"node": ListedPartition(tuple(nodes)), "leaders": ListedPartition((leaders, *others))}
 
     def _check_new(self, names: Iterable[str]) -> None:
-        taken = [name for name in names if name in {*self._partitions, *self._world_names, *_READY_MADE}]
+        taken = [name for name in names if name in {*self._partitions, *self._world_names, *READY_MADE}]
         if taken:
             raise ValueError(f"the name of a group must be new, got {taken[0]!r} again. Choose another name.")
 

@@ -8,15 +8,18 @@ from distman.environments.detect import (
     is_env_distributed,
     should_use_distributed,
 )
+from distman.environments.foresight import Host, foresee
 from distman.environments.slurm import expected_hosts
 
 __all__ = [
     "LAUNCHERS",
     "Detection",
+    "Host",
     "LaunchEnvironment",
     "detect",
     "expected_hosts",
     "explain",
+    "foresee",
     "is_env_distributed",
     "should_use_distributed",
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import os
@@ -12,7 +13,7 @@ from distman.environments.base import LAUNCHERS, LaunchEnvironment, read_count, 
 from distman.environments.fields import Fields, source_of
 from distman.errors import LaunchEnvironmentError
 
-__all__ = ["METHOD", "Detection", "detect", "explain", "is_env_distributed", "should_use_distributed"]
+__all__ = ["METHOD", "Detection", "detect", "explain", "is_env_distributed", "should_use_distributed", "spoken"]
 
 METHOD = "DISTMAN_INITIALIZATION_METHOD"
 """The variable that names the launcher to believe."""
@@ -122,6 +123,22 @@ def explain(environ: Mapping[str, str] | None = None, method: str | None = None)
         ValueError: There is no such method.
     """
     return "\n".join(detect(os.environ if environ is None else environ, method).explanation)
+
+
+def spoken(environ: Mapping[str, str]) -> list[LaunchEnvironment]:
+    """Return what each launcher says whose variables are here and have a meaning, the innermost first.
+
+    Local. Bare variables count where they are complete.
+
+    Args:
+        environ: Environment variables, usually ``os.environ``; never modified.
+    """
+    found = []
+    for launcher in _ORDER:
+        if launcher is not _BARE or bare.is_complete(environ):
+            with contextlib.suppress(LaunchEnvironmentError):
+                found.append(launcher.read(environ))
+    return [environment for environment in found if environment is not None]
 
 
 def is_env_distributed(environ: Mapping[str, str] | None = None) -> bool:

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+from distman.topology.notation import NotationError, parse_mesh, parse_tree
 from distman.topology.partition import GridPartition, ListedPartition, Partition, split_sizes
 from distman.topology.plan import Plan, mesh_plan, tree_plan
+from distman.topology.spread import Spread, spread_over_nodes
 from distman.topology.tree import ProcessGroupConfig, ProcessGroupNode
 
 __all__ = [
     "GridPartition",
     "ListedPartition",
+    "NotationError",
     "Partition",
     "Plan",
     "ProcessGroupConfig",
     "ProcessGroupNode",
+    "Spread",
     "mesh_plan",
+    "parse_mesh",
+    "parse_tree",
     "split_sizes",
+    "spread_over_nodes",
     "tree_plan",
 ]

@@ -10,7 +10,10 @@ from dataclasses import dataclass, field
 from distman.topology.partition import GridPartition, Partition, is_whole_number
 from distman.topology.tree import ProcessGroupConfig
 
-__all__ = ["Plan", "mesh_plan", "resolve_mesh_shape", "tree_plan"]
+__all__ = ["READY_MADE", "Plan", "mesh_plan", "resolve_mesh_shape", "tree_plan"]
+
+READY_MADE = ("node", "leaders")
+"""Names of the groups that every job has: the ranks of a host, and the first rank of each host."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +81,7 @@ def resolve_mesh_shape(mesh_shape: Sequence[int], mesh_dim_names: Sequence[str],
     if min(shape) < 1 or math.prod(shape) != world_size:
         raise ValueError(
             f"mesh_shape must multiply to the world size {world_size}, got {tuple(mesh_shape)}. "
-            "Correct it; one axis may be -1."
+            f"{_remedy(mesh_shape, mesh_dim_names, world_size)}; one axis may be -1."
         )
     return shape
 
@@ -107,7 +110,8 @@ def tree_plan(config: ProcessGroupConfig, world_size: int) -> Plan:
     shape = [size for size in sizes.values() if size is not None]
     if min(shape) < 1 or math.prod(shape) != world_size:
         raise ValueError(
-            f"the leaves of the tree must multiply to the world size {world_size}, got {config}. Correct their sizes."
+            f"the leaves of the tree must multiply to the world size {world_size}, got {config}. "
+            f"{_remedy(shape, leaves, world_size)}."
         )
     for node in [config.root, *config.nodes_below_root()]:
         size = math.prod(sizes[leaf] or 1 for leaf in config.leaves_below(node.name))
@@ -119,3 +123,15 @@ def tree_plan(config: ProcessGroupConfig, world_size: int) -> Plan:
     nodes = config.nodes_below_root()
     axes = {node.name: [leaves.index(leaf) for leaf in config.leaves_below(node.name)] for node in nodes}
     return Plan({name: GridPartition.of(shape, along) for name, along in axes.items()})
+
+
+def _remedy(shape: Sequence[int], names: Sequence[str], world_size: int) -> str:
+    """Say which one length would make a mesh fit, or which world would."""
+    known = math.prod(length for length in shape if length != -1)
+    if known < 1 or min(shape) < -1 or list(shape).count(-1) > 1:
+        return "Correct it"
+    if -1 in shape:
+        return f"Start a multiple of {known} ranks, or correct the lengths"
+    others = {name: known // length for name, length in zip(names, shape, strict=True)}
+    fitting = [f"{name}={world_size // rest}" for name, rest in others.items() if world_size % rest == 0]
+    return f"Set {' or '.join(fitting)}, or start {known} ranks" if fitting else f"Start {known} ranks, or correct it"

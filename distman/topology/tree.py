@@ -150,7 +150,9 @@ class ProcessGroupConfig:
 
     def _draw(self, node: ProcessGroupNode) -> str:
         below = ", ".join(self._draw(child) for child in self.children(node.name))
-        return f"{node.name}({below})" if below else f"{node.name}={node.size}"
+        if below:
+            return f"{node.name}({below})"
+        return node.name if node.size is None else f"{node.name}={node.size}"
 
 
 def _check_size(name: str, size: int | None) -> int:

@@ -1,6 +1,7 @@
 """``python -m distman env``, as a user or a script runs it."""
 
 import json
+import socket
 import subprocess
 import sys
 
@@ -27,8 +28,9 @@ def json_of(environ, *arguments):
 
 def test_json_has_the_fields_of_the_launch_environment_and_the_explanation():
     answer = json_of(recorded("slurm-srun-N2n4")[3])
-    explanation = answer.pop("explanation")
+    explanation, warnings = answer.pop("explanation"), answer.pop("warnings")
     assert list(answer) == FIELDS
+    assert all(isinstance(warning, str) for warning in warnings)
     assert list(answer.values()) == ["slurm", 3, 4, 1, 2, 1, 2, "n1", None, "slurm-3.0"]
     assert explanation[0].startswith("slurm was chosen: rank 3 (SLURM_PROCID=3), ")
     assert "openmpi was passed over: OMPI_COMM_WORLD_RANK, OMPI_COMM_WORLD_SIZE are not set." in explanation
@@ -51,8 +53,60 @@ def test_a_forgotten_srun_is_told():
     assert "start it with: srun python" in finished.stdout
 
 
+WELL = {"OMP_NUM_THREADS": "1"}
+BAD_PORT = {"MASTER_PORT": "80"}
+
+
+def test_a_well_job_has_no_warnings():
+    assert json_of(WELL)["warnings"] == []
+    assert "warning" not in run(WELL).stdout
+
+
+def test_warnings_are_in_both_forms():
+    (warning,) = json_of(WELL | BAD_PORT)["warnings"]
+    assert warning.startswith("MASTER_PORT=80 is a port that only the administrator may open: ")
+    assert run(WELL | BAD_PORT).stdout.endswith(f"\n\nwarning: {warning}\n")
+
+
+def test_a_warning_of_the_detection_is_told_once():
+    environ = recorded("slurm-sbatch-nosrun")[0]
+    (warning, *_) = json_of(environ)["warnings"]
+    assert warning.startswith("This is one process: it runs in Slurm allocation 7 ")
+    assert run(environ).stdout.count(warning) == 1
+
+
+@pytest.mark.parametrize(("variables", "code"), [({}, 0), (BAD_PORT, 1)])
+@pytest.mark.parametrize("arguments", [[], ["--json"]])
+def test_warnings_count_when_they_shall(variables, code, arguments):
+    strict = run(WELL | variables, "--strict", *arguments)
+    assert (strict.returncode, strict.stdout) == (code, run(WELL | variables, *arguments).stdout)
+
+
+def test_a_name_that_nobody_knows_is_told_and_not_waited_for():
+    environ = fake_environment("torchrun", nodes=2, tasks=2)[0] | {"MASTER_ADDR": "nobody.invalid"}
+    (warning,) = [warning for warning in json_of(environ)["warnings"] if "nobody.invalid" in warning]
+    assert warning.startswith(("On this host the main address", "No answer came in time to what the main address"))
+
+
+def test_rank_zero_knows_its_own_address():
+    environ = fake_environment("torchrun", nodes=2, tasks=2)[0]
+    assert "must not be this host itself, but it is 127.0.0.1" in run(environ | {"MASTER_ADDR": "localhost"}).stdout
+    assert "192.0.2.1, which is not this host" in run(environ | {"MASTER_ADDR": "192.0.2.1"}).stdout
+
+
+def test_a_port_that_refuses_is_reachable():
+    environ = fake_environment("torchrun", nodes=2, tasks=2)[1] | {"MASTER_PORT": "1"}
+    assert "does not answer" not in run(environ | {"MASTER_ADDR": socket.gethostname()}).stdout
+
+
+def test_an_interface_that_is_there_is_found():
+    assert json_of(WELL | {"GLOO_SOCKET_IFNAME": "lo"})["warnings"] == []
+    (warning,) = json_of(WELL | {"GLOO_SOCKET_IFNAME": "nix0"})["warnings"]
+    assert "It has lo" in warning
+
+
 def test_the_text_is_a_table_and_the_reasoning():
-    finished = run(fake_environment("hydra", nodes=2, tasks=3)[2])
+    finished = run(fake_environment("hydra", nodes=2, tasks=3)[2] | {"GLOO_SOCKET_IFNAME": "lo"})
     assert (finished.returncode, finished.stderr) == (0, "")
     table, reasoning = finished.stdout.split("\n\n")
     assert [line.split() for line in table.splitlines()] == [

@@ -207,3 +207,30 @@ def test_the_partitions_of_large_worlds_list_no_ranks(shape):
     }
     mesh = mesh_plan((-1, 8, 8), ("data", "spatial", "channel"), math.prod(shape))
     assert mesh.partitions == {name: plan.partitions[name] for name in ("data", "spatial", "channel")}
+
+
+@pytest.mark.parametrize(
+    ("shape", "remedy"),
+    [
+        ((8, 8, 8), "Set x=16 or y=16 or z=16, or start 512 ranks; one axis may be -1."),
+        ((3, 16, 64), "Set x=1, or start 3072 ranks; one axis may be -1."),
+        ((3, 5, 7), "Start 105 ranks, or correct it; one axis may be -1."),
+        ((-1, 3, 1), "Start a multiple of 3 ranks, or correct the lengths; one axis may be -1."),
+        ((-1, -1, 1), "Correct it; one axis may be -1."),
+        ((0, 2, 2), "Correct it; one axis may be -1."),
+    ],
+)
+def test_what_does_not_fit_says_what_would(shape, remedy):
+    with pytest.raises(ValueError) as caught:
+        mesh_plan(shape, ["x", "y", "z"], 1024)
+    assert str(caught.value).endswith(remedy)
+
+
+LEAVES = {"world": ["data", "model"]}
+
+
+def test_what_is_proposed_fits():
+    with pytest.raises(ValueError, match=r"Set data=8 or model=6, or start 12 ranks\.$"):
+        tree_plan(tree({"data": 4, "model": 3}, LEAVES), 24)
+    assert tree_plan(tree({"data": 8, "model": 3}, LEAVES), 24).partitions
+    assert tree_plan(tree({"data": 4, "model": 6}, LEAVES), 24).partitions
