@@ -4,6 +4,11 @@ With ``-t online`` names of Python, torch and NumPy become links to their docume
 build that tests the documentation goes without.
 """
 
+import re
+
+from docutils import nodes
+from sphinx.application import Sphinx
+
 from distman.version import VERSION
 
 project = "distman"
@@ -31,3 +36,17 @@ if tags.has("online"):  # noqa: F821 - Sphinx puts it here
         "torch": ("https://docs.pytorch.org/docs/stable", None),
         "numpy": ("https://numpy.org/doc/stable", None),
     }
+
+
+def let_names_break(_app: Sphinx, doctree: nodes.document, _page: str) -> None:
+    """Let long names in tables break after their underscores and dots."""
+    for literal in [one for cell in doctree.findall(nodes.entry) for one in cell.findall(nodes.literal)]:
+        parts = re.split(r"(?<=[_.])(?=[A-Za-z])", literal.astext())
+        literal.children = [nodes.Text(parts[0])]
+        for part in parts[1:]:
+            literal += [nodes.raw("", "<wbr>", format="html"), nodes.Text(part)]
+
+
+def setup(app: Sphinx) -> None:
+    """Make it part of the build."""
+    app.connect("doctree-resolved", let_names_break)

@@ -157,6 +157,14 @@ def test_the_page_of_variables_has_all_that_the_package_knows_and_no_others():
     assert (known - documented, documented - known) == (set(), READ_BY_OTHERS)
 
 
+def test_nothing_but_the_test_kit_writes_into_the_environment():
+    methods = "update|setdefault|pop|popitem|clear"
+    writes = re.compile(rf"environ\[[^]]+\] = |del os\.environ|environ\.({methods})\(|putenv|unsetenv")
+    sources = [path.relative_to(REPOSITORY) for path in (REPOSITORY / "distman").rglob("*.py")]
+    writing = {path for path in sources if writes.search(read(path))}
+    assert {path.parent.name for path in writing} == {"testing"}
+
+
 def public_names():
     """Return the names that users may import, each from the modules that offer it."""
     found = {}
@@ -181,25 +189,28 @@ def test_the_reference_has_every_public_name_once():
     assert [names for names in public_names() if not names & named] == []
 
 
+PLACES = {"distman": distman, "manager": distman.DistributedManager, "handler": NNHandler}
+
+
 def target_of(name):
     """Return what a name in the tables of the page about moving stands for; AttributeError where there is nothing."""
     first, *parts = name.split(".")
-    value = {"distman": distman, "manager": distman.DistributedManager, "handler": NNHandler}.get(first)
-    value = getattr(distman, first) if value is None else value
+    value = PLACES.get(first) or getattr(distman, first)
     for part in parts:
-        if value is distman and f"distman.{part}" in modules():
-            value = importlib.import_module(f"distman.{part}")
-        else:
-            value = getattr(value, part)
+        is_module = value is distman and f"distman.{part}" in modules()
+        value = importlib.import_module(f"distman.{part}") if is_module else getattr(value, part)
     return value
 
 
 @pytest.mark.parametrize("row", list(rows("docs/howto/moving.md")), ids=lambda row: row[0])
 def test_new_names_of_old_ones_exist(row):
-    names = re.findall(r"`([^`]+)`", row[1])
-    assert names
-    for name in names:
-        assert VARIABLE.fullmatch(name) or target_of(name) is not None
+    old, new = (re.findall(r"`([^`]+)`", cell) for cell in row[:2])
+    assert new
+    for name in new:
+        if name in PLACES or name in modules():
+            assert [one for one in old if not hasattr(target_of(name), one)] == []
+        else:
+            assert VARIABLE.fullmatch(name) or target_of(name) is not None
 
 
 def test_the_picture_of_the_layers_is_what_the_linter_checks():
