@@ -39,9 +39,9 @@ if tags.has("online"):  # noqa: F821 - Sphinx puts it here
 
 
 def let_names_break(_app: Sphinx, doctree: nodes.document, _page: str) -> None:
-    """Let long names in tables break after their underscores and dots."""
+    """Let long names in tables break after underscores and dots, and before capitals."""
     for literal in [one for cell in doctree.findall(nodes.entry) for one in cell.findall(nodes.literal)]:
-        parts = re.split(r"(?<=[_.])(?=[A-Za-z])", literal.astext())
+        parts = re.split(r"(?<=[_.])(?=[A-Za-z])|(?<=[a-z])(?=[A-Z][a-z])", literal.astext())
         literal.children = [nodes.Text(parts[0])]
         for part in parts[1:]:
             literal += [nodes.raw("", "<wbr>", format="html"), nodes.Text(part)]
