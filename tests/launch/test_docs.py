@@ -167,7 +167,7 @@ def test_a_job_script_runs_under_slurm(page, number, request, tmp_path):
 @pytest.mark.parametrize(
     "page", [page for page in PAGES if any(b.language == "yaml" for b in blocks(page))], ids=name_of
 )
-def test_yaml_can_be_read_and_holds_what_its_page_explains(page):
+def test_yaml_can_be_read(page):
     for block in blocks(page):
         if block.language == "yaml":
             assert all(document["kind"] for document in yaml.safe_load_all(block.text))
