@@ -1,4 +1,13 @@
-"""Configuration of the documentation; built with warnings as errors."""
+"""Configuration of the documentation; built with warnings as errors.
+
+With ``-t online`` names of Python, torch and NumPy become links to their documentation. That needs the network, so the
+build that tests the documentation goes without.
+"""
+
+import re
+
+from docutils import nodes
+from sphinx.application import Sphinx
 
 from distman.version import VERSION
 
@@ -10,9 +19,34 @@ exclude_patterns = ["_build", "examples", "benchmarks/*.py"]
 html_theme = "furo"
 html_title = f"distman {release}"
 html_show_copyright = False
+html_static_path = ["_static"]
+html_css_files = ["tables.css"]
 autodoc_member_order = "bysource"
 autodoc_typehints = "signature"
+maximum_signature_line_length = 88
 napoleon_google_docstring = True
 napoleon_use_ivar = True
 napoleon_custom_sections = ["Source"]
 myst_heading_anchors = 3
+
+if tags.has("online"):  # noqa: F821 - Sphinx puts it here
+    extensions.append("sphinx.ext.intersphinx")
+    intersphinx_mapping = {
+        "python": ("https://docs.python.org/3", None),
+        "torch": ("https://docs.pytorch.org/docs/stable", None),
+        "numpy": ("https://numpy.org/doc/stable", None),
+    }
+
+
+def let_names_break(_app: Sphinx, doctree: nodes.document, _page: str) -> None:
+    """Let long names in tables break after underscores and dots, and before capitals."""
+    for literal in [one for cell in doctree.findall(nodes.entry) for one in cell.findall(nodes.literal)]:
+        parts = re.split(r"(?<=[_.])(?=[A-Za-z])|(?<=[a-z])(?=[A-Z][a-z])", literal.astext())
+        literal.children = [nodes.Text(parts[0])]
+        for part in parts[1:]:
+            literal += [nodes.raw("", "<wbr>", format="html"), nodes.Text(part)]
+
+
+def setup(app: Sphinx) -> None:
+    """Make it part of the build."""
+    app.connect("doctree-resolved", let_names_break)

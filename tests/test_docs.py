@@ -1,7 +1,9 @@
 """What the documentation says is so: its links, tables and pictures, and the examples of docstrings."""
 
+import ast
 import doctest
 import importlib
+import itertools
 import os
 import re
 import subprocess
@@ -11,10 +13,12 @@ from pathlib import Path
 import pytest
 from markdown_it import MarkdownIt
 
+import distman
 from distman.environments import LAUNCHERS, detect
+from distman.handler import NNHandler
 from distman.testing import fake_environment
 
-from .test_package import modules
+from .test_package import exports, modules
 
 try:
     import tomllib
@@ -38,6 +42,14 @@ FIELDS = {
     "job id": "job_id",
 }
 NO_LAYERS = {"__main__"}
+# What a variable of the environment looks like in the sources, and what looks like one but is none.
+VARIABLE = re.compile(r"[A-Z][A-Z0-9]*(?:_[A-Za-z0-9]+)+|RANK|NCPUS")
+NO_VARIABLES = {"TCP_KEEPCNT", "TCP_KEEPIDLE", "TCP_KEEPINTVL"}
+READ_BY_OTHERS = {"NCCL_SOCKET_IFNAME", "NCCL_DEBUG", "TORCH_DISTRIBUTED_DEBUG"}
+# What users need of these has its place on page one; all that the other modules export is in the reference.
+INTERNAL = {"cli", "control", "device", "group_queries", "groups", "job", "log", "manager"} | {
+    *("rendezvous", "seeds", "startup", "version"),
+}
 
 
 def read(page):
@@ -69,15 +81,25 @@ def text_blocks(page):
     return [token.content for token in MarkdownIt().parse(read(page)) if (token.type, token.info) == ("fence", "text")]
 
 
+def anchors(page):
+    """Return what links may name within a page: its headings as GitHub and Sphinx spell them."""
+    tokens = MarkdownIt().parse(page.read_text(encoding="utf-8"))
+    headings = [after.content for token, after in itertools.pairwise(tokens) if token.type == "heading_open"]
+    return {re.sub(r"[^\w\- ]", "", heading).strip().lower().replace(" ", "-") for heading in headings}
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(REPOSITORY)))
-def test_relative_links_lead_to_files(page):
-    targets = [target.partition("#")[0] for target in links(page) if not re.match(r"[a-z]+:", target)]
-    assert [target for target in targets if target and not (page.parent / target).is_file()] == []
+def test_relative_links_lead_to_files_and_headings(page):
+    targets = [target.partition("#") for target in links(page) if not re.match(r"[a-z]+:", target)]
+    assert [target for target, *_ in targets if target and not (page.parent / target).is_file()] == []
+    named = [(page.parent / target if target else page, anchor) for target, _, anchor in targets if anchor]
+    assert [anchor for there, anchor in named if anchor not in anchors(there)] == []
 
 
 def test_links_are_found():
     assert "docs/launchers.md" in links(REPOSITORY / "README.md")
     assert "rendezvous.md" in links(REPOSITORY / "docs" / "variables.md")
+    assert "when-calls-do-not-match" in anchors(REPOSITORY / "docs" / "collectives.md")
 
 
 def launcher_rows():
@@ -117,12 +139,78 @@ def assert_shown(shown, output):
         output = output.partition(text)[2]
 
 
-def test_the_table_of_variables_is_complete_and_has_no_others():
+def texts(source):
+    """Return the text constants of a module, without those of ``__all__``."""
+    tree = ast.parse(source.read_text(encoding="utf-8"))
+    assignments = [node for node in ast.walk(tree) if isinstance(node, ast.Assign)]
+    lists = [node.value for node in assignments if any(ast.unparse(target) == "__all__" for target in node.targets)]
+    exported = {id(node) for one in lists for node in ast.walk(one)}
+    nodes = [node for node in ast.walk(tree) if isinstance(node, ast.Constant) and id(node) not in exported]
+    return {node.value for node in nodes if isinstance(node.value, str)}
+
+
+def test_the_page_of_variables_has_all_that_the_package_knows_and_no_others():
     sources = [*(REPOSITORY / "distman").rglob("*.py"), REPOSITORY / "tests" / "conftest.py"]
-    source = "\n".join(path.read_text(encoding="utf-8") for path in sources)
-    documented = {name for row in rows("docs/variables.md") for name in re.findall(r"`(\w+)`", row[0])}
-    assert set(re.findall(r"\bDISTMAN_[A-Z_]+\b", source)) == {name for name in documented if "DISTMAN" in name}
-    assert [name for name in documented if not re.search(rf"\b{name}\b", source)] == []
+    known = {text for source in sources for text in texts(source) if VARIABLE.fullmatch(text)} - NO_VARIABLES
+    documented = {name for row in rows("docs/variables.md") for cell in row for name in re.findall(r"`(\w+)`", cell)}
+    documented = {name for name in documented if VARIABLE.fullmatch(name)}
+    assert (known - documented, documented - known) == (set(), READ_BY_OTHERS)
+
+
+def test_nothing_but_the_test_kit_writes_into_the_environment():
+    methods = "update|setdefault|pop|popitem|clear"
+    writes = re.compile(rf"environ\[[^]]+\] = |del os\.environ|environ\.({methods})\(|putenv|unsetenv")
+    sources = [path.relative_to(REPOSITORY) for path in (REPOSITORY / "distman").rglob("*.py")]
+    writing = {path for path in sources if writes.search(read(path))}
+    assert {path.parent.name for path in writing} == {"testing"}
+
+
+def public_names():
+    """Return the names that users may import, each from the modules that offer it."""
+    found = {}
+    for module in ("distman", *(name for name in modules() if name.count(".") == 1)):
+        if module.removeprefix("distman.") not in INTERNAL:
+            for name, value in exports(module).items():
+                found.setdefault(id(value), set()).add(f"{module}.{name}")
+    return list(found.values())
+
+
+def names_in_the_reference():
+    text = read("docs/reference.md")
+    named = set(re.findall(r"auto(?:class|function|data|exception):: (\S+)", text))
+    for module, options in re.findall(r"automodule:: (\S+)\n((?:   :.*\n)*)", text):
+        left_out = re.findall(r"[\w]+", "".join(re.findall(r":exclude-members:(.*)", options)))
+        named |= {f"{module}.{name}" for name in exports(module) if name not in left_out}
+    return named
+
+
+def test_the_reference_has_every_public_name_once():
+    named = names_in_the_reference()
+    assert [names for names in public_names() if not names & named] == []
+
+
+PLACES = {"distman": distman, "manager": distman.DistributedManager, "handler": NNHandler}
+
+
+def target_of(name):
+    """Return what a name in the tables of the page about moving stands for; AttributeError where there is nothing."""
+    first, *parts = name.split(".")
+    value = PLACES.get(first) or getattr(distman, first)
+    for part in parts:
+        is_module = value is distman and f"distman.{part}" in modules()
+        value = importlib.import_module(f"distman.{part}") if is_module else getattr(value, part)
+    return value
+
+
+@pytest.mark.parametrize("row", list(rows("docs/howto/moving.md")), ids=lambda row: row[0])
+def test_new_names_of_old_ones_exist(row):
+    old, new = (re.findall(r"`([^`]+)`", cell) for cell in row[:2])
+    assert new
+    for name in new:
+        if name in PLACES or name in modules():
+            assert [one for one in old if not hasattr(target_of(name), one)] == []
+        else:
+            assert VARIABLE.fullmatch(name) or target_of(name) is not None
 
 
 def test_the_picture_of_the_layers_is_what_the_linter_checks():

@@ -158,9 +158,13 @@ class MpiInstallation:
 
     def batch_command(self, *arguments: str | Path, ranks: int, mpi4py: bool = True) -> list[str]:
         """Return the command line for a batch script, variables and all; the hosts are the allocation's."""
-        variables = [f"{name}={value}" for name, value in self._base_environment(mpi4py=mpi4py).items()]
+        variables = [f"{name}={value}" for name, value in self.batch_environment(mpi4py=mpi4py).items()]
         launcher = [*self.flavour.launcher, "-n", str(ranks)]
         return ["env", *variables, *launcher, str(self.python), *(str(argument) for argument in arguments)]
+
+    def batch_environment(self, *, mpi4py: bool = True) -> dict[str, str]:
+        """Return the variables for a batch script that calls the launcher itself."""
+        return self._base_environment(mpi4py=mpi4py)
 
     def _base_environment(self, *, mpi4py: bool) -> dict[str, str]:
         variables = {"PATH": f"{self.directory / 'bin'}:{os.environ['PATH']}", **self.flavour.environment}

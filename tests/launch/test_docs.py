@@ -8,14 +8,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import yaml
 from markdown_it import MarkdownIt
 
 from ..test_docs import PAGES, REPOSITORY, assert_shown
-from .processes import launch
+from .processes import Finished, launch
 
 LIMIT = 60
-LANGUAGES = {"python", "sh", "text"}
+LANGUAGES = {"python", "sh", "text", "yaml"}
 SPHINX = {"{toctree}", "{eval-rst}"}  # the build of the documentation checks them
+NOTHING_RAN = Finished((), 0, "", "", 0.0)
 SHELL = re.compile(r"[|&;<>$`]")
 ASSIGNMENT = re.compile(r"[A-Z_]+=")
 # Any number of ranks on any number of cores, and no binding, as in the tests' own mpirun.
@@ -37,6 +39,14 @@ class Block:
     def is_test(self):
         return self.language == "python" and re.search(r"^def test_", self.text, re.MULTILINE) is not None
 
+    @property
+    def is_script(self):
+        return self.language == "python" and not self.is_test
+
+    @property
+    def is_job_script(self):
+        return self.language == "sh" and self.text.startswith("#!")
+
 
 def blocks(page):
     """Return the blocks of a page in order; an indented one has no language."""
@@ -50,12 +60,27 @@ def blocks(page):
 
 
 def scripts(page):
-    return [block for block in blocks(page) if block.language == "python" and not block.is_test]
+    return [block for block in blocks(page) if block.is_script]
 
 
 def commands(page):
-    """Return the command lines of a page, each once, without comments."""
-    return list(dict.fromkeys(line for block in blocks(page) if block.language == "sh" for line in lines_of(block)))
+    """Return the command lines of a page, each with the last script before it; a job script is none."""
+    found, script = {}, ""
+    for block in blocks(page):
+        if block.is_script:
+            script = block.text
+        elif block.language == "sh" and not block.is_job_script:
+            found = {**dict.fromkeys(lines_of(block), script), **found}
+    return found
+
+
+def job_scripts(page):
+    """Return the job scripts of a page, each with the last script in Python before it."""
+    found, script = [], ""
+    for block in blocks(page):
+        script = block.text if block.is_script else script
+        found += [(script, block)] if block.is_job_script else []
+    return found
 
 
 def lines_of(block):
@@ -66,11 +91,10 @@ def lines_of(block):
 def shown_with_output(page):
     """Return each script of a page with the command that runs it and the output that is shown after both."""
     found = zip(blocks(page), blocks(page)[1:], strict=False)
-    kinds = ("python", "sh")
     return [
         (script, command)
         for script, command in found
-        if (script.language, command.language) == kinds and command.output
+        if script.is_script and command.language == "sh" and command.output and not command.is_job_script
     ]
 
 
@@ -88,6 +112,7 @@ def test_blocks_are_found():
     assert "distman env" in commands(readme)
     assert "DistributedManager.initialize()" in scripts(readme)[0].text
     assert sum(block.is_test for page in PAGES for block in blocks(page)) > 0
+    assert sum(block.is_job_script for page in PAGES for block in blocks(page)) > 0
 
 
 @pytest.mark.parametrize(
@@ -121,11 +146,31 @@ def test_tests_pass_or_fail_as_shown(page, tmp_path):
 def test_a_command_gives_the_output_that_is_shown(page, number, request, tmp_path):
     script, command = shown_with_output(page)[number]
     (tmp_path / "train.py").write_text(script.text)
-    (line,) = lines_of(command)
-    words = shlex.split(line)
-    finished = RUNNERS[words[0]](request, words, {}, tmp_path)
-    assert_shown(command.output, finished.stdout + finished.stderr)
-    assert (finished.returncode != 0) == ("Error" in command.output)
+    finished = [run_line(request, line, tmp_path) for line in lines_of(command)]
+    assert_shown(command.output, "".join(one.stdout + one.stderr for one in finished))
+    assert any(one.returncode != 0 for one in finished) == ("Error" in command.output)
+
+
+@pytest.mark.parametrize(
+    ("page", "number"), [(page, i) for page in PAGES for i in range(len(job_scripts(page)))], ids=name_of
+)
+def test_a_job_script_runs_under_slurm(page, number, request, tmp_path):
+    script, job = job_scripts(page)[number]
+    (tmp_path / "train.py").write_text(script)
+    variables = request.getfixturevalue("openmpi").batch_environment() if "mpirun" in job.text else {}
+    cluster = request.getfixturevalue("slurm_cluster")
+    finished = cluster.sbatch(job.text, timeout=LIMIT, env={**variables, **MANY_RANKS}, cwd=tmp_path)
+    assert finished.returncode == 0, finished
+    assert_shown(job.output, finished.stdout)
+
+
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES if any(b.language == "yaml" for b in blocks(page))], ids=name_of
+)
+def test_yaml_can_be_read(page):
+    for block in blocks(page):
+        if block.language == "yaml":
+            assert all(document["kind"] for document in yaml.safe_load_all(block.text))
 
 
 def is_shown_with_output(page, line):
@@ -139,21 +184,24 @@ def is_shown_with_output(page, line):
 )
 def test_commands_succeed(page, line, request, tmp_path):
     assert not SHELL.search(line), "only plain commands can be run here"
-    if scripts(page):
-        (tmp_path / "train.py").write_text(scripts(page)[0].text)
+    (tmp_path / "train.py").write_text(commands(page)[line])
+    assert run_line(request, line, tmp_path).returncode == 0
+
+
+def run_line(request, line, folder):
+    """Run a command line in the folder, or from the repository if it names what lies there; check what may not run."""
     words = shlex.split(line)
     variables = {}
     while ASSIGNMENT.match(words[0]):
         name, _, variables[name] = words.pop(0).partition("=")
     benchmark = next((word for word in words if word.startswith("docs/benchmarks/")), None)
     if benchmark is not None:
-        assert_options_exist(benchmark, words[words.index(benchmark) + 1 :])
-    elif words[0] in BUILDERS:
-        BUILDERS[words[0]](words)
-    else:
-        assert words[0] in RUNNERS, f"no way is known to run {words[0]}"
-        cwd = REPOSITORY if any(word.startswith("docs/") for word in words) else tmp_path
-        assert RUNNERS[words[0]](request, words, variables, cwd).returncode == 0
+        return assert_options_exist(benchmark, words[words.index(benchmark) + 1 :])
+    if words[0] in BUILDERS:
+        return BUILDERS[words[0]](words)
+    assert words[0] in RUNNERS, f"no way is known to run {words[0]}"
+    cwd = REPOSITORY if any(word.startswith("docs/") for word in words) else folder
+    return RUNNERS[words[0]](request, words, variables, cwd)
 
 
 def run_here(_request, words, variables, cwd):
@@ -170,7 +218,7 @@ def run_slurm(request, words, variables, cwd):
 
 
 def assert_target_exists(words):
-    assert launch(["make", "-n", *words[1:]], cwd=REPOSITORY).returncode == 0
+    return launch(["make", "-n", *words[1:]], cwd=REPOSITORY)
 
 
 def assert_can_be_installed(words):
@@ -182,6 +230,7 @@ def assert_can_be_installed(words):
         folder, extras = re.fullmatch(r"(\.)(?:\[([\w,]+)\])?", target).groups()
         assert (REPOSITORY / folder / "pyproject.toml").is_file()
         assert set((extras or "").split(",")) - {""} <= set(configuration["options.extras_require"])
+    return NOTHING_RAN
 
 
 def assert_options_exist(benchmark, options):
@@ -189,6 +238,7 @@ def assert_options_exist(benchmark, options):
     finished = launch([sys.executable, benchmark, "--help"], timeout=LIMIT, cwd=REPOSITORY)
     assert finished.returncode == 0
     assert [name for name in options if name.startswith("-") and name.partition("=")[0] not in finished.stdout] == []
+    return finished
 
 
 RUNNERS = {
