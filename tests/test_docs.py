@@ -45,7 +45,7 @@ NO_LAYERS = {"__main__"}
 # What a variable of the environment looks like in the sources, and what looks like one but is none.
 VARIABLE = re.compile(r"[A-Z][A-Z0-9]*(?:_[A-Za-z0-9]+)+|RANK|NCPUS")
 NO_VARIABLES = {"TCP_KEEPCNT", "TCP_KEEPIDLE", "TCP_KEEPINTVL"}
-READ_BY_OTHERS = {"NCCL_SOCKET_IFNAME", "NCCL_DEBUG", "TORCH_DISTRIBUTED_DEBUG"}
+READ_BY_OTHERS = {"NCCL_DEBUG", "TORCH_DISTRIBUTED_DEBUG"}
 # What users need of these has its place on page one; all that the other modules export is in the reference.
 INTERNAL = {"cli", "control", "device", "group_queries", "groups", "job", "log", "manager"} | {
     *("rendezvous", "seeds", "startup", "version"),
