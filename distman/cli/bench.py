@@ -32,13 +32,13 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser = subparsers.add_parser(
         "bench",
         help="measure collectives over message sizes",
-        description="Run it as you run your script, for example: srun -N2 -n4 python -m distman bench --max 1G",
+        description="Run it as you run your script, for example: srun -N2 -n4 python -m distman bench --max-size 1G",
     )
     parser.add_argument("--operations", nargs="+", choices=NAMES, default=_DEFAULT, metavar="NAME", help=f"of {NAMES}")
-    parser.add_argument("--min", type=_size, default=8, metavar="SIZE", help="smallest size, such as 8 or 1k")
-    parser.add_argument("--max", type=_size, default=64 << 20, metavar="SIZE", help="largest size, such as 64M")
-    parser.add_argument("--factor", type=_factor, default=2, metavar="N", help="each size is N times the one before")
-    parser.add_argument("--rounds", type=_factor, metavar="N", help="rounds of each; 5 to 100 in 0.2 s, if not given")
+    parser.add_argument("--min-size", type=_size, default=8, metavar="SIZE", help="smallest size, such as 8 or 1k")
+    parser.add_argument("--max-size", type=_size, default=64 << 20, metavar="SIZE", help="largest size, such as 64M")
+    parser.add_argument("--factor", type=_number, default=2, metavar="N", help="each size is N times the one before")
+    parser.add_argument("--rounds", type=_number, metavar="N", help="rounds of each; 5 to 100 in 0.2 s, if not given")
     parser.add_argument(
         "--output", nargs="+", action="extend", type=Path, default=[], metavar="FILE", help=f"ends in {SUFFIXES}"
     )
@@ -65,17 +65,22 @@ def run(arguments: argparse.Namespace) -> int:
     except (DistmanError, ValueError) as error:
         return _refuse(str(error))
     try:
-        sizes = sizes_between(arguments.min, arguments.max, arguments.factor)
+        sizes = sizes_between(arguments.min_size, arguments.max_size, arguments.factor)
         on_rank(0)(check_outputs)(arguments.output)
     except (RankFailedError, ValueError) as error:
         return _refuse(str(error.__cause__ or error)) if manager.is_main else 1
     if manager.world_size == 1:
         return _refuse("one rank has nobody to talk to. Start several with torchrun, mpirun or srun.")
-    measurements = sweep(arguments.operations, sizes, manager, num_rounds=arguments.rounds)
-    if manager.is_main:
-        print_speeds(measurements)
-        for path in arguments.output:
-            write_output(path, measurements, _describe(manager))
+    try:
+        measurements = sweep(arguments.operations, sizes, manager, num_rounds=arguments.rounds)
+        if manager.is_main:
+            print_speeds(measurements)
+            for path in arguments.output:
+                write_output(path, measurements, _describe(manager))
+    except RankFailedError as error:
+        return _refuse(str(error).splitlines()[0]) if manager.rank < 2 else 1  # rank 0 may be the one that failed
+    except OSError as error:
+        return _refuse(f"the files must be written, got {error}. What was measured stands above.")
     manager.cleanup()
     return 0
 
@@ -116,7 +121,9 @@ def sizes_between(smallest: int, largest: int, factor: int) -> list[int]:
     [8, 16, 32, 64]
     """
     if largest < smallest:
-        raise ValueError(f"--max must be at least --min, got {largest} and {smallest} bytes. Correct one of them.")
+        raise ValueError(
+            f"--max-size must be at least --min-size, got {largest} and {smallest} bytes. Correct one of them."
+        )
     sizes = [smallest]
     while sizes[-1] * factor <= largest:
         sizes.append(sizes[-1] * factor)
@@ -144,7 +151,7 @@ def _size(text: str) -> int:
         raise argparse.ArgumentTypeError(str(error)) from None
 
 
-def _factor(text: str) -> int:
+def _number(text: str) -> int:
     if not text.isdigit() or int(text) < 2:
         raise argparse.ArgumentTypeError(f"must be a whole number of at least 2, got {text!r}")
     return int(text)

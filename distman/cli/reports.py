@@ -21,7 +21,7 @@ def gather_reports(manager: DistributedManager, name: str, report: object) -> li
 
     Args:
         manager: The manager.
-        name: What is reported, the same on all ranks; two reports under way at once need two names.
+        name: What is reported, for messages; the same on all ranks.
         report: Anything that JSON can hold.
 
     Returns:
@@ -34,7 +34,8 @@ def gather_reports(manager: DistributedManager, name: str, report: object) -> li
     circle = manager._job.circle()
     if circle is None:
         return [report]
-    keys = [f"report of {name}/{rank}" for rank in range(circle.size)]
+    number = next(manager._job.barriers)  # the next act of all ranks, which no other one has
+    keys = [f"report {number} of {name}/{rank}" for rank in range(circle.size)]
     if not manager.is_main:
         circle.store.set(keys[manager.rank], json.dumps(report))
         return None
