@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from distman.cli.output import progress_bar
-from distman.cli.speed_table import print_speeds
+from distman.cli.speed_table import is_plain_under, print_speeds
 from distman.cli.sweep_files import SUFFIXES, check_outputs, write_output
 from distman.cli.units import parse_size, show_size
 from distman.errors import DistmanError, RankFailedError
@@ -74,7 +74,7 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         measurements = sweep(arguments.operations, sizes, manager, num_rounds=arguments.rounds)
         if manager.is_main:
-            print_speeds(measurements)
+            print_speeds(measurements, is_plain=is_plain_under(manager.initialization_method))
             for path in arguments.output:
                 write_output(path, measurements, _describe(manager))
     except RankFailedError as error:

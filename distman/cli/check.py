@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from distman.cli.findings import Findings, as_json, facts, problems, warnings
 from distman.cli.output import print_table, progress_bar
-from distman.cli.speed_table import print_speeds
+from distman.cli.speed_table import is_plain_under, print_speeds
 from distman.errors import BarrierTimeoutError, DistmanError, RankFailedError
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ def run(arguments: argparse.Namespace) -> int:
         return 1
     findings = Findings(manager.roll_call, manager.backend, manager.initialization_method)
     if manager.is_main and not arguments.json:
-        print_table(_COLUMNS, [_row(peer) for peer in findings.peers])
+        print_table(_COLUMNS, [_row(peer) for peer in findings.peers], is_plain=is_plain_under(findings.launcher))
     try:
         _examine(manager, findings, arguments.folder, limit)
     except (RankFailedError, BarrierTimeoutError) as error:
@@ -148,7 +148,7 @@ def _tell(findings: Findings, *, is_json: bool) -> None:
         return
     if findings.speeds:
         print()
-        print_speeds(findings.speeds)
+        print_speeds(findings.speeds, is_plain=is_plain_under(findings.launcher))
     warned = [f"warning: {sentence}" for sentence in warnings(findings)]
     wrong = [f"WRONG: {sentence}" for sentence in problems(findings)]
     alone = [_ALONE] if findings.backend is None else []

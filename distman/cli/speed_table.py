@@ -11,15 +11,15 @@ from distman.cli.units import show_bandwidth, show_seconds, show_size
 if TYPE_CHECKING:
     from distman.cli.timing import Measurement
 
-__all__ = ["print_speeds"]
+__all__ = ["is_plain_under", "print_speeds"]
 
 _COLUMNS = ("operation", "size", "rounds", "time", "algorithm bandwidth", "bus bandwidth")
 
 
-def print_speeds(measurements: Sequence[Measurement]) -> None:
+def print_speeds(measurements: Sequence[Measurement], *, is_plain: bool = False) -> None:
     """Print how long operations took, and the bandwidths that follow.
 
-    Local.
+    Local. See :func:`distman.cli.output.print_table`.
     """
     rows = [
         (
@@ -32,4 +32,15 @@ def print_speeds(measurements: Sequence[Measurement]) -> None:
         )
         for one in measurements
     ]
-    print_table(_COLUMNS, rows)
+    print_table(_COLUMNS, rows, is_plain=is_plain)
+
+
+def is_plain_under(launcher: str) -> bool:
+    """Return whether a rank cannot know that it prints to a terminal.
+
+    Local. Open MPI gives each rank a terminal of its own for standard output, also where that of ``mpirun`` is a file.
+
+    Args:
+        launcher: Name of the launcher.
+    """
+    return launcher == "openmpi"
