@@ -51,10 +51,10 @@ def plan_rounds(nodes: Sequence[int]) -> list[list[Pair]]:
     if size <= _MAX_ALL_PAIRS:
         return tournament(range(size))
     leaders = [nodes.index(node) for node in sorted(set(nodes))]
-    ring = [[(rank, rank + 1) for rank in range(first, size - 1, 2)] for first in (0, 1)]
+    ring = [*([(rank, rank + 1) for rank in range(first, size - 1, 2)] for first in (0, 1)), [(0, size - 1)]]
     known = {pair for pairs in ring for pair in pairs}
     meetings = [[pair for pair in pairs if pair not in known] for pairs in tournament(leaders)[:_MAX_ROUNDS]]
-    return [*ring, [(0, size - 1)], *filter(None, meetings)]
+    return [*ring, *filter(None, meetings)]
 
 
 def find_slow(seconds: Mapping[K, float], *, margin: float, factor: float = 3.0) -> list[K]:

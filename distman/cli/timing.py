@@ -67,7 +67,7 @@ def measure(
 ) -> Measurement:
     """Return how long an operation takes.
 
-    Collective. Two rounds of it warm up, and say how many can be had.
+    Collective. Three rounds of it warm up, and say how many can be had.
 
     Args:
         operation: One of :data:`OPERATIONS`.
@@ -81,7 +81,7 @@ def measure(
     """
     run, num_bytes = OPERATIONS[operation].prepare(num_bytes, manager)
     run()
-    estimate = largest(timed(run, manager.device), manager)
+    estimate = largest(min(timed(run, manager.device) for _ in range(2)), manager)
     rounds = num_rounds or min(max(_FEWEST, int(allowed_seconds / max(estimate, 1e-9))), _MOST)
     own = statistics.median(timed(run, manager.device) for _ in range(rounds))
     seconds = largest(own, manager)

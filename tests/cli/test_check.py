@@ -31,7 +31,7 @@ def test_in_a_tournament_everyone_meets_everyone_once(size):
     assert len(rounds) <= size
 
 
-@pytest.mark.parametrize(("num_nodes", "per_node"), [(1, 17), (32, 8), (64, 4), (1000, 4)])
+@pytest.mark.parametrize(("num_nodes", "per_node"), [(1, 17), (17, 1), (32, 8), (64, 4), (1000, 4)])
 def test_of_many_ranks_few_rounds_measure_a_part(num_nodes, per_node):
     nodes = [rank // per_node for rank in range(num_nodes * per_node)]
     rounds = plan_rounds(nodes)
