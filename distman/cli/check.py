@@ -6,7 +6,6 @@ import argparse
 import json
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from distman.cli.findings import Findings, as_json, facts, problems, warnings
@@ -114,7 +113,7 @@ def _steps(manager: DistributedManager, findings: Findings, folder: str | None) 
         findings.clocks = measure_clocks(manager) or []
 
     def look_at_folders() -> None:
-        for path in (str(Path.cwd()), *([folder] if folder else [])):
+        for path in (".", *([folder] if folder else [])):
             report = check_folder(path, manager)
             findings.folders += [report] if report else []
 

@@ -1,4 +1,4 @@
-"""What two ranks find out by sending to and fro: how fast their link is, and how far their clocks are apart."""
+"""What two ranks find out by sending back and forth: how fast their link is, and how far their clocks are apart."""
 
 from __future__ import annotations
 

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import secrets
-import signal
-import sys
-import threading
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from distman.cli.removal import removed_at_the_end
 from distman.cli.reports import gather_reports
 from distman.collectives.objects import broadcast_data
 from distman.control.collective import collective
@@ -59,27 +56,28 @@ def check_folder(folder: str | Path, manager: DistributedManager) -> FolderRepor
     Returns:
         The report on rank 0; None elsewhere.
     """
-    word, path = secrets.token_hex(16), Path(folder).absolute()
-    file = path / f".distman-check-{secrets.token_hex(8)}"
-    with _removed_at_the_end(file) if manager.is_main else contextlib.nullcontext():
-        problem = _write(file, word) if manager.is_main else None
-        file, word, problem = broadcast_data((file, word, problem))
-        is_seen = problem is None and _reads(file, word)
-        reports = gather_reports(manager, "the folder", is_seen)
-    if reports is None:
+    if not manager.is_main:
+        file, word, problem = broadcast_data((Path(), "", ""))
+        gather_reports(manager, "the folder", not problem and _reads(file, word))
         return None
-    unseen = [rank for rank, saw in enumerate(reports) if not saw] if problem is None else []
+    path, word = Path(folder).absolute(), secrets.token_hex(16)
+    file = path / f".distman-check-{secrets.token_hex(8)}"
+    with removed_at_the_end(file):
+        problem = _write(file, word)
+        broadcast_data((file, word, problem))
+        reports = gather_reports(manager, "the folder", not problem and _reads(file, word)) or []
+    unseen = [] if problem else [rank for rank, is_seen in enumerate(reports) if not is_seen]
     hosts = list(dict.fromkeys(manager.roll_call[rank].host for rank in unseen))
-    return FolderReport(str(path), problem, unseen, hosts)
+    return FolderReport(str(path), problem or None, unseen, hosts)
 
 
-def _write(file: Path, word: str) -> str | None:
-    """Write a word, and return why that is not possible."""
+def _write(file: Path, word: str) -> str:
+    """Write a word, and return why that is not possible; an empty text where it is."""
     try:
         file.write_text(word, encoding="utf-8")
     except OSError as error:
         return f"{type(error).__name__}: {error.strerror}"
-    return None
+    return ""
 
 
 def _reads(file: Path, word: str) -> bool:
@@ -91,20 +89,3 @@ def _reads(file: Path, word: str) -> bool:
         if time.monotonic() > until:
             return False
         time.sleep(_PAUSE)
-
-
-@contextlib.contextmanager
-def _removed_at_the_end(file: Path) -> Iterator[None]:
-    """Remove a file at the end of a ``with`` block, also where SIGTERM is what ends it."""
-    is_ours = (
-        threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
-    )
-    if is_ours:
-        signal.signal(signal.SIGTERM, lambda number, _frame: sys.exit(128 + number))
-    try:
-        yield
-    finally:
-        with contextlib.suppress(OSError):  # it could not be written
-            file.unlink(missing_ok=True)
-        if is_ours:
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
