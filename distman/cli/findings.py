@@ -82,15 +82,7 @@ def warnings(findings: Findings) -> list[str]:
 
     Local.
     """
-    sentences = [
-        f"{_of_link(link, findings.peers)} is slow: {_times(seconds[link], seconds.values())} for {size}."
-        for links in _by_kind(findings).values()
-        for size, margin, seconds in (
-            ("8 B", _LATENCY_MARGIN, {link: link.latency for link in links}),
-            ("1 MiB", _LARGE_MARGIN, {link: link.seconds for link in links}),
-        )
-        for link in find_slow(seconds, margin=margin)[:_MAX_NAMED]
-    ]
+    sentences = _slow_links(findings)
     times = dict(enumerate(findings.compute))
     sentences += [
         f"{findings.peers[rank]} computes slowly: {_times(times[rank], times.values())} for a matrix product."
@@ -179,6 +171,23 @@ def _by_kind(findings: Findings) -> Mapping[str, list[Link]]:
         is_within = findings.peers[link.first].node_rank == findings.peers[link.second].node_rank
         kinds.setdefault("within a host" if is_within else "between hosts", []).append(link)
     return kinds
+
+
+def _slow_links(findings: Findings) -> list[str]:
+    sentences = []
+    for links in _by_kind(findings).values():
+        for size, margin, seconds in (
+            ("8 B", _LATENCY_MARGIN, {link: link.latency for link in links}),
+            ("1 MiB", _LARGE_MARGIN, {link: link.seconds for link in links}),
+        ):
+            slow = find_slow(seconds, margin=margin)
+            sentences += [
+                f"{_of_link(link, findings.peers)} is slow: {_times(seconds[link], seconds.values())} for {size}."
+                for link in slow[:_MAX_NAMED]
+            ]
+            common = set.intersection(*({link.first, link.second} for link in slow)) if len(slow) > 1 else set()
+            sentences += [f"{findings.peers[rank]} is at one end of all {len(slow)} slow links." for rank in common]
+    return sentences
 
 
 def _of_link(link: Link, peers: Sequence[Peer]) -> str:

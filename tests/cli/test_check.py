@@ -112,6 +112,12 @@ def test_links_between_hosts_are_not_compared_with_those_within():
     assert facts(found(links=links))[-2].startswith("slowest link between hosts: rank 1 (n1) to rank 3 (n2), 8 B in ")
 
 
+def test_a_rank_whose_links_are_all_slow_is_named():
+    slow = [Link(first, 3, 1e-4, 0.04) for first in range(3)]
+    told = warnings(found(links=[Link(0, 1, 1e-4, 1e-3), *[Link(first, 2, 1e-4, 1e-3) for first in (0, 1)], *slow]))
+    assert told[-1] == "rank 3 (n2, pid 103) is at one end of all 2 slow links."
+
+
 def test_a_rank_that_computes_slowly_is_named():
     (warning,) = warnings(found(compute=[0.01, 0.01, 0.01, 0.1]))
     assert warning == "rank 3 (n2, pid 103) computes slowly: 100 ms (10.0 times the median) for a matrix product."
