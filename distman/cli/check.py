@@ -1,24 +1,30 @@
-"""``distman check``: start the job that a launcher started, show its ranks, and prove that they can talk."""
+"""``distman check``: start the job that a launcher started, and find out what is wrong with the cluster."""
 
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from distman.cli.output import plain_table
-from distman.errors import DistmanError
+from distman.cli.findings import Findings, as_json, facts, problems, warnings
+from distman.cli.output import print_table, progress_bar
+from distman.cli.speed_table import is_plain_under, print_speeds
+from distman.errors import BarrierTimeoutError, DistmanError, RankFailedError
 
 if TYPE_CHECKING:
+    from distman.cli.timing import Measurement
     from distman.manager import DistributedManager
     from distman.rendezvous.peers import Peer
 
 __all__ = ["add_parser", "run"]
 
 _COLUMNS = ("rank", "host", "pid", "node", "local rank", "device", "launcher", "torch", "distman")
+_SIZES = (8, 64 << 10, 4 << 20)
+_LONGEST_SPEED = 0.1  # seconds of one operation after which larger sizes are left out
+_COLLECTIVE_TIMEOUT = 60.0
+_ALONE = "One process: no other rank to talk to. Start it with torchrun, mpirun or srun to check a job."
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -28,11 +34,12 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     """
     parser = subparsers.add_parser(
         "check",
-        help="start the job under any launcher, show its ranks, and check one collective",
+        help="start the job under any launcher; check collectives, network, clocks and folders",
         description="Run it as you run your script, for example: srun -N2 -n4 python -m distman check",
     )
     parser.add_argument("--method", help="believe this launcher")
-    parser.add_argument("--timeout", type=float, help="seconds to wait for all ranks")
+    parser.add_argument("--timeout", type=float, help="seconds to wait for all ranks, 300, and in each step, 60")
+    parser.add_argument("--folder", help="a folder that all ranks must see")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.set_defaults(run=run)
 
@@ -43,64 +50,110 @@ def run(arguments: argparse.Namespace) -> int:
     Collective.
 
     Returns:
-        The exit code: 0 where all ranks came and the sum was exact on each, else 1.
+        The exit code: 0 where all ranks came, every collective was exact on each of them and they see the folder that
+        was named, else 1.
     """
     from distman.manager import DistributedManager
 
+    limit = arguments.timeout or _COLLECTIVE_TIMEOUT
     try:
-        manager = DistributedManager.initialize(method=arguments.method, rendezvous_timeout=arguments.timeout)
+        manager = DistributedManager.initialize(
+            method=arguments.method, rendezvous_timeout=arguments.timeout, timeout=limit
+        )
     except (DistmanError, ValueError) as error:
         print(f"distman check: {error}", file=sys.stderr)
         return 1
-    wrong = _wrong_ranks(manager)
+    findings = Findings(manager.roll_call, manager.backend, manager.initialization_method)
+    if manager.is_main and not arguments.json:
+        print_table(_COLUMNS, [_row(peer) for peer in findings.peers], is_plain=is_plain_under(findings.launcher))
+    try:
+        _examine(manager, findings, arguments.folder, limit)
+    except (RankFailedError, BarrierTimeoutError) as error:
+        findings.error = str(error).splitlines()[0]
+        if manager.rank == 1:  # rank 0 may be the one
+            print(f"distman check: {findings.error}", file=sys.stderr)
     if manager.is_main:
-        print(_as_json(manager, wrong) if arguments.json else _as_text(manager, wrong), flush=True)
-    manager.cleanup()
-    return 1 if wrong else 0
+        _tell(findings, is_json=arguments.json)
+    if findings.error is None:
+        manager.cleanup()
+    return 1 if problems(findings) else 0
 
 
-def _wrong_ranks(manager: DistributedManager) -> list[int]:
-    """Return the ranks on which a sum over all ranks was not exact."""
-    import torch
-    import torch.distributed as dist
-
-    if not manager.distributed:
-        return []
-    size = manager.world_size
-    summands = torch.arange(1000, dtype=torch.int64, device=manager.device) * size + manager.rank
-    dist.all_reduce(summands)
-    ranks_sum = size * (size - 1) // 2
-    expected = torch.arange(1000, dtype=torch.int64, device=manager.device) * size * size + ranks_sum
-    is_wrong = torch.zeros(size, dtype=torch.int64, device=manager.device)
-    is_wrong[manager.rank] = int(not torch.equal(summands, expected))
-    dist.all_reduce(is_wrong)
-    return [int(rank) for rank in is_wrong.nonzero()]
+def _examine(manager: DistributedManager, findings: Findings, folder: str | None, limit: float) -> None:
+    """Take all steps, and fill in what they find; what is told about many ranks is filled in on rank 0 only."""
+    steps = _steps(manager, findings, folder)
+    with progress_bar(len(steps), is_shown=manager.is_main) as begin:
+        for name, step in steps.items():
+            begin(name)
+            manager.barrier(f"distman check: {name}", timeout=limit)
+            step()
+    manager.barrier("distman check: end", timeout=limit)
 
 
-def _as_json(manager: DistributedManager, wrong: Sequence[int]) -> str:
-    return json.dumps(
-        {
-            "world_size": manager.world_size,
-            "backend": manager.backend,
-            "initialization_method": manager.initialization_method,
-            "ranks": [dataclasses.asdict(peer) for peer in manager.roll_call],
-            "wrong_ranks": list(wrong),
-        }
-    )
+def _steps(manager: DistributedManager, findings: Findings, folder: str | None) -> dict[str, Callable[[], None]]:
+    from distman.cli.network import measure_clocks, measure_links
+    from distman.cli.proofs import proofs_for, prove
+    from distman.cli.reports import gather_reports
+    from distman.cli.shared_folder import check_folder
+    from distman.cli.timing import measure_compute
+
+    def prove_all() -> None:
+        exact = {name: prove(name, proof, manager) for name, proof in proofs_for(manager).items()}
+        reports = gather_reports(manager, "the collectives", exact) or [exact]
+        for name in exact:
+            findings.wrong[name] = [rank for rank, one in enumerate(reports) if not one[name]]
+
+    def time_compute() -> None:
+        findings.compute = gather_reports(manager, "computing", measure_compute(manager.device)) or []
+
+    def time_links() -> None:
+        findings.links = measure_links(manager) or []
+
+    def compare_clocks() -> None:
+        findings.clocks = measure_clocks(manager) or []
+
+    def look_at_folders() -> None:
+        for path in (".", *([folder] if folder else [])):
+            report = check_folder(path, manager)
+            findings.folders += [report] if report else []
+
+    def time_speeds() -> None:
+        findings.speeds = _measure_speeds(manager)
+
+    several = {"network": time_speeds, "links": time_links, "clocks": compare_clocks}
+    return {
+        "collectives": prove_all,
+        **(several if manager.world_size > 1 else {}),
+        "computing": time_compute,
+        "folders": look_at_folders,
+    }
 
 
-def _as_text(manager: DistributedManager, wrong: Sequence[int]) -> str:
-    table = plain_table(_COLUMNS, [_row(peer) for peer in manager.roll_call])
-    return "\n".join([table, "", _conclusion(manager, wrong)])
+def _measure_speeds(manager: DistributedManager) -> list[Measurement]:
+    from distman.cli.timing import measure
+
+    speeds = []
+    for operation in ("all_reduce", "p2p"):
+        for num_bytes in _SIZES:
+            speeds.append(measure(operation, num_bytes, manager))
+            if speeds[-1].seconds > _LONGEST_SPEED:
+                break
+    return speeds
+
+
+def _tell(findings: Findings, *, is_json: bool) -> None:
+    if is_json:
+        print(json.dumps(as_json(findings)), flush=True)
+        return
+    if findings.speeds:
+        print()
+        print_speeds(findings.speeds, is_plain=is_plain_under(findings.launcher))
+    warned = [f"warning: {sentence}" for sentence in warnings(findings)]
+    wrong = [f"WRONG: {sentence}" for sentence in problems(findings)]
+    alone = [_ALONE] if findings.backend is None else []
+    print("\n".join(["", *warned, *facts(findings), *wrong, *alone]), flush=True)
 
 
 def _row(peer: Peer) -> tuple[str, ...]:
     place = (peer.rank, peer.host, peer.pid, peer.node_rank, peer.local_rank)
     return (*map(str, place), peer.device, peer.launcher, peer.torch, peer.distman)
-
-
-def _conclusion(manager: DistributedManager, wrong: Sequence[int]) -> str:
-    if not manager.distributed:
-        return "One process: no other rank to talk to. Start it with torchrun, mpirun or srun to check a job."
-    what = f"all_reduce over {manager.world_size} ranks on {manager.num_nodes} nodes ({manager.backend})"
-    return f"{what}: WRONG on ranks {', '.join(map(str, wrong))}" if wrong else f"{what}: exact"

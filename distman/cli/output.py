@@ -10,7 +10,9 @@ from importlib.util import find_spec
 __all__ = ["plain_table", "print_table", "progress_bar"]
 
 
-def print_table(columns: Sequence[str], rows: Sequence[Sequence[object]], *, title: str = "") -> None:
+def print_table(
+    columns: Sequence[str], rows: Sequence[Sequence[object]], *, title: str = "", is_plain: bool = False
+) -> None:
     """Print a table.
 
     Local. Drawn by ``rich`` on a terminal, where it is installed; else columns of plain text.
@@ -19,8 +21,9 @@ def print_table(columns: Sequence[str], rows: Sequence[Sequence[object]], *, tit
         columns: Heads of the columns.
         rows: Rows of as many cells.
         title: A line above.
+        is_plain: Print plain text also on what looks like a terminal.
     """
-    if not sys.stdout.isatty() or find_spec("rich") is None:
+    if is_plain or not sys.stdout.isatty() or find_spec("rich") is None:
         print("\n".join([*([title] if title else []), plain_table(columns, rows)]), flush=True)
         return
     from rich.console import Console

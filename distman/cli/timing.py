@@ -1,0 +1,215 @@
+"""How long operations on the real backend and device take, by the definitions of nccl-tests."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from distman.collectives.exchange import control_device
+from distman.control.collective import collective
+from distman.manager import DistributedManager
+
+__all__ = ["OPERATIONS", "Measurement", "Operation", "largest", "measure", "measure_compute", "timed"]
+
+_ITEM_BYTES = 4
+_FEWEST, _MOST = 5, 100
+_MATRIX_SIZE = {"cpu": 512, "cuda": 4096}
+
+
+@dataclass(frozen=True)
+class Operation:
+    """What can be measured.
+
+    Attributes:
+        prepare: Makes the buffers for some bytes, of one rank or all as nccl-tests count them, and returns what to
+            call and the bytes in fact.
+        bus_factor: What the algorithm bandwidth is multiplied by to become that of the wires, for a number of ranks.
+    """
+
+    prepare: Callable[[int, DistributedManager], tuple[Callable[[], object], int]]
+    bus_factor: Callable[[int], float]
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """How long an operation took.
+
+    Attributes:
+        operation: Its name.
+        num_bytes: Its size.
+        num_rounds: How often it was measured.
+        seconds: The median over the rounds, on the slowest rank.
+        algorithm_bandwidth: Size over time, in bytes a second.
+        bus_bandwidth: What each rank's wire carries, in bytes a second; to be compared with the hardware's.
+    """
+
+    operation: str
+    num_bytes: int
+    num_rounds: int
+    seconds: float
+    algorithm_bandwidth: float
+    bus_bandwidth: float
+
+
+@collective
+def measure(
+    operation: str,
+    num_bytes: int,
+    manager: DistributedManager,
+    *,
+    num_rounds: int | None = None,
+    allowed_seconds: float = 0.2,
+) -> Measurement:
+    """Return how long an operation takes.
+
+    Collective. Three rounds of it warm up, and say how many can be had.
+
+    Args:
+        operation: One of :data:`OPERATIONS`.
+        num_bytes: Its size; rounded up to what the ranks can share out.
+        manager: The manager.
+        num_rounds: Number of rounds; None takes 5 to 100, as many as ``allowed_seconds`` allow.
+        allowed_seconds: See there.
+
+    Source:
+        nccl-tests, doc/PERFORMANCE.md: sizes, algorithm bandwidth and bus bandwidth.
+    """
+    run, num_bytes = OPERATIONS[operation].prepare(num_bytes, manager)
+    run()
+    estimate = largest(min(timed(run, manager.device) for _ in range(2)), manager)
+    rounds = num_rounds or min(max(_FEWEST, int(allowed_seconds / max(estimate, 1e-9))), _MOST)
+    own = statistics.median(timed(run, manager.device) for _ in range(rounds))
+    seconds = largest(own, manager)
+    bandwidth = num_bytes / seconds
+    bus = bandwidth * OPERATIONS[operation].bus_factor(manager.world_size)
+    return Measurement(operation, num_bytes, rounds, seconds, bandwidth, bus)
+
+
+def measure_compute(device: torch.device, *, allowed_seconds: float = 0.3) -> float:
+    """Return the seconds that a matrix product takes on a device, the median over some time.
+
+    Local. Ranks that share a core slow each other down, so let all measure at once.
+
+    Args:
+        device: The device.
+        allowed_seconds: How long to measure.
+    """
+    size = _MATRIX_SIZE.get(device.type, 1024)
+    matrix = torch.full((size, size), 1.0 / size, device=device)
+
+    def run() -> None:
+        torch.mm(matrix, matrix)
+
+    timed(run, device)
+    seconds = [timed(run, device)]
+    until = time.perf_counter() + allowed_seconds
+    while time.perf_counter() < until:
+        seconds.append(timed(run, device))
+    return statistics.median(seconds)
+
+
+def timed(run: Callable[[], object], device: torch.device) -> float:
+    """Return the seconds that a call takes until its work on the device is done.
+
+    Local.
+    """
+    _synchronize(device)
+    began = time.perf_counter()
+    run()
+    _synchronize(device)
+    return time.perf_counter() - began
+
+
+@collective
+def largest(number: float, manager: DistributedManager) -> float:
+    """Return the largest of the ranks' numbers, on all of them.
+
+    Collective.
+    """
+    device = control_device(manager.resolve_group(None), manager.device)
+    numbers = torch.tensor([number], dtype=torch.float64, device=device)
+    dist.all_reduce(numbers, op=dist.ReduceOp.MAX)
+    return numbers.item()
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _prepare_all_reduce(num_bytes: int, manager: DistributedManager) -> tuple[Callable[[], object], int]:
+    whole = _buffer(num_bytes, 1, manager)
+    return lambda: dist.all_reduce(whole), _bytes_of(whole)
+
+
+def _prepare_broadcast(num_bytes: int, manager: DistributedManager) -> tuple[Callable[[], object], int]:
+    whole = _buffer(num_bytes, 1, manager)
+    return lambda: dist.broadcast(whole, src=0), _bytes_of(whole)
+
+
+def _prepare_all_gather(num_bytes: int, manager: DistributedManager) -> tuple[Callable[[], object], int]:
+    whole = _buffer(num_bytes, manager.world_size, manager)
+    part = whole[: len(whole) // manager.world_size].clone()
+    return lambda: dist.all_gather_single(whole, part), _bytes_of(whole)
+
+
+def _prepare_reduce_scatter(num_bytes: int, manager: DistributedManager) -> tuple[Callable[[], object], int]:
+    whole = _buffer(num_bytes, manager.world_size, manager)
+    part = whole[: len(whole) // manager.world_size].clone()
+    return lambda: dist.reduce_scatter_single(part, whole), _bytes_of(whole)
+
+
+def _prepare_all_to_all(num_bytes: int, manager: DistributedManager) -> tuple[Callable[[], object], int]:
+    sent = _buffer(num_bytes, manager.world_size, manager)
+    received = torch.empty_like(sent)
+    return lambda: dist.all_to_all_single(received, sent), _bytes_of(sent)
+
+
+def _prepare_ring(num_bytes: int, manager: DistributedManager) -> tuple[Callable[[], object], int]:
+    """Every rank sends to the next one, and receives from the one before, at once."""
+    sent = _buffer(num_bytes, 1, manager)
+    received = torch.empty_like(sent)
+    following, preceding = ((manager.rank + step) % manager.world_size for step in (1, -1))
+
+    def run() -> None:
+        send, receive = dist.P2POp(dist.isend, sent, following), dist.P2POp(dist.irecv, received, preceding)
+        for work in dist.batch_isend_irecv([send, receive]):
+            work.wait()
+
+    return run, _bytes_of(sent)
+
+
+def _buffer(num_bytes: int, num_parts: int, manager: DistributedManager) -> torch.Tensor:
+    part = max(1, -(-num_bytes // (_ITEM_BYTES * num_parts)))
+    return torch.zeros(part * num_parts, dtype=torch.float32, device=manager.device)
+
+
+def _bytes_of(buffer: torch.Tensor) -> int:
+    return buffer.numel() * _ITEM_BYTES
+
+
+def _share_of_others(num_ranks: int) -> float:
+    return (num_ranks - 1) / num_ranks
+
+
+def _there_and_back(num_ranks: int) -> float:
+    return 2 * _share_of_others(num_ranks)
+
+
+def _as_it_is(_num_ranks: int) -> float:
+    return 1.0
+
+
+OPERATIONS = {
+    "all_reduce": Operation(_prepare_all_reduce, _there_and_back),
+    "all_gather": Operation(_prepare_all_gather, _share_of_others),
+    "all_to_all": Operation(_prepare_all_to_all, _share_of_others),
+    "broadcast": Operation(_prepare_broadcast, _as_it_is),
+    "p2p": Operation(_prepare_ring, _as_it_is),
+    "reduce_scatter": Operation(_prepare_reduce_scatter, _share_of_others),
+}

@@ -1,0 +1,146 @@
+"""What ``distman bench`` is made of, and what it refuses; ``tests/launch/test_check.py`` lets it measure."""
+
+import csv
+import dataclasses
+import json
+import sys
+
+import pytest
+
+from distman import DistributedManager
+from distman.cli import bench, main
+from distman.cli.sweep_files import check_outputs, write_output
+from distman.cli.timing import OPERATIONS, Measurement, largest, measure
+from distman.cli.units import parse_size, show_bandwidth, show_seconds, show_size
+from distman.testing import ranks
+
+JOB = {"num_ranks": 2, "num_nodes": 1, "backend": "cpu:gloo", "device": "cpu"}
+SWEEP = [Measurement("all_reduce", size, 5, 1e-4 * size, 1e4, 1e4) for size in (8, 64, 512)]
+
+
+@pytest.mark.parametrize(
+    ("text", "num_bytes"), [("8", 8), ("64k", 65536), ("4 MiB", 4 << 20), ("1G", 1 << 30), ("2KB", 2048)]
+)
+def test_sizes_are_read(text, num_bytes):
+    assert parse_size(text) == num_bytes
+
+
+@pytest.mark.parametrize("text", ["", "k", "-8", "1.5k", "8T", "0", "8 bits"])
+def test_what_is_no_size_is_refused(text):
+    with pytest.raises(ValueError, match="a size must be a whole number of bytes, k, M or G, got "):
+        parse_size(text)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(0.0, "0 us"), (-0.0035, "-3.5 ms"), (59.94, "59.9 s"), (86_400, "86400 s")]
+)
+def test_times_are_shown(seconds, text):
+    assert show_seconds(seconds) == text
+
+
+def test_sizes_and_bandwidths_are_shown():
+    assert [show_size(size) for size in (1, 1023, 1024, 3 << 30)] == ["1 B", "1023 B", "1 KiB", "3 GiB"]
+    assert [show_bandwidth(rate) for rate in (1500, 2.5e6, 1.234e12)] == ["1.5 kB/s", "2.5 MB/s", "1230 GB/s"]
+
+
+def test_the_operations_of_the_command_line_are_those_that_can_be_measured():
+    assert set(bench.NAMES) == set(OPERATIONS)
+
+
+FACTORS = {
+    "all_reduce": lambda n: 2 * (n - 1) / n,
+    "all_gather": lambda n: (n - 1) / n,
+    "all_to_all": lambda n: (n - 1) / n,
+    "broadcast": lambda _: 1,
+    "p2p": lambda _: 1,
+    "reduce_scatter": lambda n: (n - 1) / n,
+}
+
+
+@ranks(2, 3)
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_an_operation_is_measured_by_the_definitions_of_nccl_tests(operation, world_size):
+    manager = DistributedManager()
+    result = measure(operation, 1000, manager, num_rounds=3)
+    assert (result.operation, result.num_rounds) == (operation, 3)
+    assert 1000 <= result.num_bytes < 1000 + 4 * world_size
+    assert result.algorithm_bandwidth == pytest.approx(result.num_bytes / result.seconds)
+    assert result.bus_bandwidth == pytest.approx(result.algorithm_bandwidth * FACTORS[operation](world_size))
+    assert largest(result.seconds, manager) == result.seconds  # the same on all ranks
+
+
+@ranks(3)
+def test_the_largest_number_is_everyones(rank):
+    assert largest(rank / 3, DistributedManager()) == 2 / 3
+
+
+def test_tables_can_be_read_back(tmp_path):
+    for name in ("sweep.csv", "sweep.json"):
+        write_output(tmp_path / name, SWEEP, JOB)
+    with (tmp_path / "sweep.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [int(row["num_bytes"]) for row in rows] == [8, 64, 512]
+    assert rows[0]["backend"] == "cpu:gloo"
+    answer = json.loads((tmp_path / "sweep.json").read_text())
+    assert answer == {**JOB, "measurements": [dataclasses.asdict(one) for one in SWEEP]}
+
+
+@pytest.mark.parametrize(("name", "start"), [("plot.png", b"\x89PNG"), ("plot.pdf", b"%PDF"), ("plot.svg", b"<?xml")])
+def test_a_plot_is_drawn(tmp_path, name, start):
+    write_output(tmp_path / name, SWEEP, JOB)
+    assert (tmp_path / name).read_bytes().startswith(start)
+
+
+def test_outputs_that_cannot_be_written_are_refused(monkeypatch, tmp_path):
+    check_outputs([tmp_path / "a.csv", tmp_path / "a.png"])
+    with pytest.raises(ValueError, match=r"must end in .csv, .json, .pdf, .png, .svg, got "):
+        check_outputs([tmp_path / "a.txt"])
+    with pytest.raises(ValueError, match="must lie in a folder that there is, got "):
+        check_outputs([tmp_path / "missing" / "a.csv"])
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    check_outputs([tmp_path / "a.csv"])
+    with pytest.raises(ImportError, match=r"matplotlib must be installed to draw .*a.png"):
+        check_outputs([tmp_path / "a.png"])
+
+
+@ranks(1, manager=False)
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ([], "distman bench: one rank has nobody to talk to. "),
+        (["--output", "a.txt"], "distman bench: an output must end in "),
+        (
+            ["--min-size", "8", "--max-size", "4"],
+            "distman bench: --max-size must be at least --min-size, got 4 and 8 bytes. ",
+        ),
+        (["--output", "a.png"], "distman bench: matplotlib must be installed to draw a.png. "),
+    ],
+)
+def test_the_command_says_before_measuring_what_does_not_work(monkeypatch, arguments, said):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    words = Words()
+    monkeypatch.setattr(sys, "stderr", words)
+    assert main(["bench", *arguments]) == 1
+    assert words.text.startswith(said)
+    assert words.text.count("\n") == 1
+
+
+class Words:
+    """What is written, in place of a stream."""
+
+    def __init__(self):
+        self.text = ""
+
+    def write(self, text):
+        self.text += text
+
+    def flush(self):
+        pass
+
+
+@pytest.mark.parametrize("arguments", [["--min-size", "x"], ["--factor", "1"], ["--operations", "gather"]])
+def test_options_without_a_meaning_are_refused_at_once(arguments, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["bench", *arguments])
+    assert ended.value.code == 2
+    assert "distman bench: error: argument " in capsys.readouterr().err

@@ -1,0 +1,233 @@
+"""What ``distman check`` is made of; ``tests/launch/test_check.py`` runs the command."""
+
+import itertools
+import time
+
+import pytest
+import torch
+
+from distman import DistributedManager, collectives
+from distman.cli.findings import Findings, as_json, facts, problems, warnings
+from distman.cli.network import ClockOffset, Link, clock_offset, measure_clocks, measure_links
+from distman.cli.pairs import find_slow, plan_rounds, tournament
+from distman.cli.proofs import PROOFS, proofs_for, prove
+from distman.cli.reports import gather_reports
+from distman.cli.shared_folder import FolderReport, check_folder
+from distman.cli.timing import measure_compute
+from distman.rendezvous.peers import Peer
+from distman.testing import ranks
+
+
+def is_disjoint(pairs):
+    members = [rank for pair in pairs for rank in pair]
+    return len(members) == len(set(members))
+
+
+@pytest.mark.parametrize("size", range(1, 10))
+def test_in_a_tournament_everyone_meets_everyone_once(size):
+    rounds = tournament(range(size))
+    assert sorted(pair for pairs in rounds for pair in pairs) == list(itertools.combinations(range(size), 2))
+    assert all(is_disjoint(pairs) for pairs in rounds)
+    assert len(rounds) <= size
+
+
+@pytest.mark.parametrize(("num_nodes", "per_node"), [(1, 17), (17, 1), (32, 8), (64, 4), (1000, 4)])
+def test_of_many_ranks_few_rounds_measure_a_part(num_nodes, per_node):
+    nodes = [rank // per_node for rank in range(num_nodes * per_node)]
+    rounds = plan_rounds(nodes)
+    pairs = [pair for pairs in rounds for pair in pairs]
+    assert all(is_disjoint(pairs) for pairs in rounds)
+    assert len(rounds) <= 34
+    assert len(set(pairs)) == len(pairs)
+    assert {(rank, rank + 1) for rank in range(len(nodes) - 1)} <= set(pairs)
+    between = {(nodes[first], nodes[second]) for first, second in pairs if nodes[first] != nodes[second]}
+    if num_nodes <= 32:
+        assert between >= set(itertools.combinations(range(num_nodes), 2))
+    assert {node for pair in between for node in pair} == set(range(num_nodes if num_nodes > 1 else 0))
+
+
+def test_ranks_that_alternate_between_nodes_have_leaders_too():
+    rounds = plan_rounds([rank % 3 for rank in range(18)])
+    assert (0, 2) in [pair for pairs in rounds for pair in pairs]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "margin", "slow"),
+    [
+        ([], 0, []),
+        ([1.0], 0, []),
+        ([1.0, 2.9], 0, []),
+        ([1.0, 3.1], 0, [1]),
+        ([1.0, 1.1, 0.9, 9.0, 30.0], 0, [4, 3]),
+        ([1e-6, 1e-6, 1e-4], 1e-3, []),
+        ([1e-6, 1e-6, 1e-2], 1e-3, [2]),
+    ],
+)
+def test_slow_is_far_from_the_median_and_noticeably_so(seconds, margin, slow):
+    assert find_slow(dict(enumerate(seconds)), margin=margin) == slow
+
+
+@pytest.mark.parametrize("ahead", [-3.0, 0.0, 86_400.0])
+def test_the_offset_of_a_clock_is_within_its_uncertainty(ahead):
+    ways = [(0.5, 0.25), (0.001, 0.002), (0.25, 0.0)]
+    trips = [(100.0, 100.0 + there + ahead, 100.0 + there + back) for there, back in ways]
+    seconds, uncertainty = clock_offset(trips)
+    assert uncertainty == pytest.approx(0.0015)
+    assert abs(seconds - ahead) <= uncertainty + 1e-9
+
+
+def peers(num_nodes=2, per_node=2):
+    return [
+        Peer(
+            rank, rank % per_node, per_node, rank // per_node, num_nodes, host, 100 + rank, "cpu", "", "slurm", "2", "1"
+        )
+        for rank in range(num_nodes * per_node)
+        for host in [f"n{rank // per_node + 1}"]
+    ]
+
+
+def found(**more):
+    return Findings(peers(), "cpu:gloo", "slurm", wrong={"all_gather_v": [], "barrier": []}, **more)
+
+
+def test_what_is_in_order_is_said_and_the_last_line_is_about_the_collectives():
+    folder = FolderReport("/home/me", None, [], [])
+    findings = found(compute=[1e-3, 1e-3, 2e-3, 1e-3], clocks=[ClockOffset("n2", 3, -2e-5, 1e-5)], folders=[folder])
+    assert facts(findings) == [
+        "slowest to compute: rank 2 (n2, pid 102), a matrix product in 2 ms (2.0 times the median)",
+        "clocks: n2 differs most from rank 0, by -20 us (+- 10 us)",
+        "folder /home/me: all 4 ranks see it",
+        "all 2 collectives exact on 4 ranks, 2 nodes (cpu:gloo)",
+    ]
+    assert (warnings(findings), problems(findings)) == ([], [])
+
+
+def test_links_between_hosts_are_not_compared_with_those_within():
+    links = [Link(0, 1, 1e-6, 1e-5), Link(2, 3, 1e-6, 1e-5)]
+    links += [Link(first, second, 1e-4, 1e-2) for first in (0, 1) for second in (2, 3)]
+    assert warnings(found(links=links)) == []
+    links[-1] = Link(1, 3, 1e-4, 0.2)
+    (warning,) = warnings(found(links=links))
+    assert warning == "rank 1 (n1) to rank 3 (n2) is slow: 200 ms (20.0 times the median) for 1 MiB."
+    assert facts(found(links=links))[-2].startswith("slowest link between hosts: rank 1 (n1) to rank 3 (n2), 8 B in ")
+
+
+def test_a_rank_whose_links_are_all_slow_is_named():
+    slow = [Link(first, 3, 1e-4, 0.04) for first in range(3)]
+    told = warnings(found(links=[Link(0, 1, 1e-4, 1e-3), *[Link(first, 2, 1e-4, 1e-3) for first in (0, 1)], *slow]))
+    assert told[-1] == "rank 3 (n2, pid 103) is at one end of all 2 slow links."
+
+
+def test_a_rank_that_computes_slowly_is_named():
+    (warning,) = warnings(found(compute=[0.01, 0.01, 0.01, 0.1]))
+    assert warning == "rank 3 (n2, pid 103) computes slowly: 100 ms (10.0 times the median) for a matrix product."
+
+
+@pytest.mark.parametrize(
+    ("seconds", "uncertainty", "is_said"), [(2.0, 0.1, True), (-2.0, 0.1, True), (2.0, 1.5, False)]
+)
+def test_a_clock_that_is_surely_off_is_a_warning(seconds, uncertainty, is_said):
+    told = warnings(found(clocks=[ClockOffset("n2", 3, seconds, uncertainty)]))
+    assert any("the clock of n2 differs" in sentence for sentence in told) is is_said
+
+
+def test_a_folder_that_was_named_must_be_shared_and_the_working_directory_need_not():
+    unseen = FolderReport("/here", None, [2, 3], ["n2"])
+    findings = found(folders=[unseen])
+    assert problems(findings) == []
+    assert warnings(findings)[0].startswith("the working directory is not shared: ")
+    (problem,) = problems(found(folders=[unseen, unseen]))
+    assert problem.endswith("/here, which is not that of rank 0 on n2 (ranks 2, 3).")
+
+
+def test_wrong_collectives_and_an_early_end_are_problems():
+    findings = found(error="rank 1 died")
+    findings.wrong["barrier"] = [3]
+    assert problems(findings) == [
+        "barrier must be exact, got other values on rank 3 (n2, pid 103).",
+        "rank 1 died",
+    ]
+    assert not any("exact" in line for line in facts(findings))
+    answer = as_json(findings)
+    assert (answer["wrong_ranks"], answer["is_ok"]) == ([3], False)
+
+
+@ranks(1, 2, 3, 4)
+def test_every_collective_is_exact(world_size):
+    manager = DistributedManager()
+    proofs = proofs_for(manager)
+    assert {name: prove(name, proof, manager) for name, proof in proofs.items()} == dict.fromkeys(proofs, True)
+    assert len(proofs) == (14 if world_size > 1 else 11)
+
+
+def test_every_public_collective_has_a_proof():
+    assert set(PROOFS) == set(collectives.__all__) - {"FusedWork", "broadcast_if_ddp"}
+
+
+def plus_one(collective):
+    def call(*args, **kwargs):
+        result = collective(*args, **kwargs)
+        return {name: one + 1 for name, one in result.items()} if isinstance(result, dict) else result + 1
+
+    return call
+
+
+TENSORS = sorted(name for name in PROOFS if "objects" not in name and name != "broadcast_data")
+
+
+@ranks(2)
+def test_another_value_on_one_rank_is_seen_there(monkeypatch, rank):
+    manager = DistributedManager()
+    for name in TENSORS:
+        if rank == 1:
+            monkeypatch.setattr(collectives, name, plus_one(getattr(collectives, name)))
+        assert prove(name, PROOFS[name], manager) is (rank != 1)
+
+
+@ranks(1, 3)
+def test_reports_of_all_ranks_are_on_rank_zero(rank, world_size):
+    for _ in range(2):
+        reports = gather_reports(DistributedManager(), "the weather", [rank, "fine"])
+        assert reports == ([[one, "fine"] for one in range(world_size)] if rank == 0 else None)
+
+
+@ranks(2, 3)
+def test_links_are_those_of_all_pairs(rank, world_size):
+    links = measure_links(DistributedManager())
+    if rank:
+        assert links is None
+    else:
+        pairs = sorted((link.first, link.second) for link in links)
+        assert pairs == list(itertools.combinations(range(world_size), 2))
+        assert all(min(link.latency, link.seconds) > 0 for link in links)
+
+
+@ranks(3)
+@pytest.mark.parametrize("ahead", [0.0, -3600.0])
+def test_a_clock_that_is_off_is_found(monkeypatch, rank, ahead):
+    if rank == 2:
+        real = time.time
+        monkeypatch.setattr(time, "time", lambda: real() + ahead)
+    offsets = measure_clocks(DistributedManager())
+    if rank == 0:
+        (offset,) = offsets
+        assert offset.rank == 2
+        assert abs(offset.seconds - ahead) <= offset.uncertainty + 1e-5
+
+
+@ranks(1, 3)
+def test_a_folder_of_this_machine_is_shared_and_nothing_is_left(tmp_path, rank):
+    manager = DistributedManager()
+    report = check_folder(tmp_path, manager)
+    missing = check_folder(tmp_path / "missing", manager)
+    manager.barrier()
+    assert list(tmp_path.iterdir()) == []
+    if rank:
+        assert report is missing is None
+    else:
+        assert report == FolderReport(str(tmp_path), None, [], [])
+        assert (missing.problem, missing.is_shared) == ("FileNotFoundError: No such file or directory", False)
+
+
+def test_the_time_of_a_matrix_product_is_measured():
+    assert measure_compute(torch.device("cpu"), allowed_seconds=0.0) > 0

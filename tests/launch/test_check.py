@@ -1,0 +1,152 @@
+"""``distman check`` and ``distman bench`` under the real launchers."""
+
+import json
+import os
+import re
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+
+from .mpi import without_words_of_prrte
+from .processes import marked, poll, start
+
+FAULT = Path(__file__).parent / "scripts" / "check_with_fault.py"
+CHECK = ("-m", "distman", "check")
+LIMIT = 60
+HEADS = ["rank", "host", "pid", "node", "local", "rank", "device", "launcher", "torch", "distman"]
+IS_EXACT = "all 14 collectives exact on {} ranks, {} ({})"
+
+
+def rows_of_ranks(finished):
+    head, *rows = finished.stdout.split("\n\n")[0].splitlines()
+    assert head.split() == HEADS
+    return [row.split() for row in rows]
+
+
+def test_under_torchrun(torchrun, tmp_path):
+    finished = torchrun.run(*CHECK, "--folder", "results", ranks=4, cwd=made(tmp_path), timeout=LIMIT)
+    assert (finished.returncode, finished.stderr) == (0, "")
+    assert [row[0] for row in rows_of_ranks(finished)] == ["0", "1", "2", "3"]
+    _, speeds, conclusion = finished.stdout.split("\n\n")
+    assert re.findall(r"^(\w+) +(8 B|64 KiB) ", speeds, re.MULTILINE) == [
+        (operation, size) for operation in ("all_reduce", "p2p") for size in ("8 B", "64 KiB")
+    ]
+    lines = conclusion.splitlines()
+    assert lines[-1] == IS_EXACT.format(4, "1 node", "cpu:gloo")
+    assert lines[-2] == f"folder {tmp_path}/results: all 4 ranks see it"
+    assert lines[-3] == f"folder {tmp_path}: all 4 ranks see it"
+    assert lines[-4].startswith("clocks: ")
+    assert list(tmp_path.rglob("*")) == [tmp_path / "results"]
+
+
+def made(folder):
+    (folder / "results").mkdir()
+    return folder
+
+
+def test_under_srun(slurm_cluster, tmp_path):
+    check = [sys.executable, *CHECK]
+    finished = slurm_cluster.srun("-N2", "-n4", "--ntasks-per-node=2", *check, timeout=LIMIT, cwd=tmp_path)
+    assert (finished.returncode, finished.stderr) == (0, "")
+    assert [row[1] for row in rows_of_ranks(finished)] == ["n1", "n1", "n2", "n2"]
+    lines = finished.stdout.splitlines()
+    assert lines[-1] == IS_EXACT.format(4, "2 nodes", "cpu:gloo")
+    assert [line.partition(":")[0] for line in lines if line.startswith("slowest link")] == [
+        "slowest link between hosts",
+        "slowest link within a host",
+    ]
+
+
+def test_a_folder_that_another_node_does_not_see(slurm_cluster, tmp_path):
+    """Each of the virtual hosts has a /dev/shm of its own."""
+    check = [sys.executable, *CHECK, "--json", "--folder", "/dev/shm"]  # noqa: S108 - that is the point
+    finished = slurm_cluster.srun("-N2", "-n4", "--ntasks-per-node=2", *check, timeout=LIMIT, cwd=tmp_path)
+    assert finished.returncode == 1
+    (line,) = [line for line in finished.stdout.splitlines() if line]
+    answer = json.loads(line)
+    assert [peer["host"] for peer in answer["ranks"]] == ["n1", "n1", "n2", "n2"]
+    assert (answer["wrong_ranks"], answer["is_ok"]) == ([], False)
+    assert set(map(tuple, answer["collectives"].values())) == {()}
+    here, other = answer["folders"]
+    assert (here["path"], here["unseen"], here["problem"]) == (str(tmp_path), [], None)
+    assert (other["unseen"], other["hosts"], other["problem"]) == ([2, 3], ["n2"], None)
+    (problem,) = answer["problems"]
+    assert (
+        problem
+        == "--folder must be one that all ranks see, got /dev/shm, which is not that of rank 0 on n2 (ranks 2, 3)."
+    )
+    (clock,) = [clock for clock in answer["clocks"] if clock["host"] == "n2"]
+    assert abs(clock["seconds"]) <= clock["uncertainty"] + 1e-5
+    assert {(link["first"], link["second"]) for link in answer["links"]} == {
+        (first, second) for second in range(4) for first in range(second)
+    }
+
+
+def test_under_mpirun(openmpi, tmp_path):
+    finished = openmpi.run(*CHECK, ranks=2, timeout=LIMIT, cwd=tmp_path)
+    assert (finished.returncode, without_words_of_prrte(finished.stderr)) == (0, "")
+    assert [row[0] for row in rows_of_ranks(finished)] == ["0", "1"]  # plain text, though it prints to a terminal
+    assert finished.stdout.splitlines()[-1] == IS_EXACT.format(2, "1 node", "cpu:gloo")
+
+
+@pytest.mark.parametrize(
+    ("fault", "told"),
+    [
+        ("wrong", r"WRONG: all_gather_v must be exact, got other values on rank 1 \(\S+, pid \d+\)\."),
+        (
+            "raise",
+            r"WRONG: rank 1 \(\S+, pid \d+\) raised DistmanError: all_gather_v must run on all ranks, got ValueError ",
+        ),
+    ],
+)
+def test_a_collective_that_goes_wrong_on_one_rank(torchrun, tmp_path, fault, told):
+    finished = torchrun.run(FAULT, fault, ranks=2, timeout=LIMIT, cwd=tmp_path)
+    assert finished.returncode != 0
+    assert re.search(f"^{told}", finished.stdout, re.MULTILINE)
+    assert "exact on" not in finished.stdout
+    assert ("ValueError: boom" in finished.stderr) is (fault == "raise")
+
+
+def test_on_one_process(tmp_path):
+    with start([sys.executable, *CHECK], cwd=tmp_path) as running:
+        finished = running.wait(timeout=LIMIT)
+    assert (finished.returncode, finished.stderr) == (0, "")
+    assert "all 11 collectives exact on 1 rank, 1 node (no process group)" in finished.stdout
+    assert "One process: no other rank to talk to." in finished.stdout
+
+
+def test_a_missing_rank(free_port):
+    env = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port)}
+    with start([sys.executable, *CHECK, "--timeout", "1"], env=env) as running:
+        finished = running.wait(timeout=LIMIT)
+    assert finished.returncode == 1
+    assert finished.stderr.startswith("distman check: 1 of 2 ranks joined")
+    assert len(finished.stderr.splitlines()) == 1
+
+
+def test_ctrl_c_leaves_nothing(torchrun, tmp_path):
+    with torchrun.start(*CHECK, ranks=2, cwd=tmp_path) as running:
+        running.wait_for_output("local rank")  # the table of ranks: the measurements begin
+        os.kill(running.pid, signal.SIGINT)
+        finished = running.wait(timeout=LIMIT)
+        assert finished.returncode != 0
+        assert poll(lambda: not marked(running.marker), 5.0)
+    assert "exact on" not in finished.stdout
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_bench_under_torchrun(torchrun, tmp_path):
+    options = ["--max-size", "1k", "--factor", "8", "--rounds", "3", "--output", "sweep.csv", "sweep.json", "sweep.png"]
+    finished = torchrun.run("-m", "distman", "bench", *options, ranks=2, timeout=LIMIT, cwd=tmp_path)
+    assert (finished.returncode, finished.stderr) == (0, "")
+    head, *rows = finished.stdout.splitlines()
+    assert head.split("  ")[0] == "operation"
+    operations = ["all_reduce", "all_gather", "all_to_all", "p2p"]
+    assert [row.split()[:4] for row in rows] == [
+        [operation, *size.split(), "3"] for operation in operations for size in ("8 B", "64 B", "512 B")
+    ]
+    answer = json.loads((tmp_path / "sweep.json").read_text())
+    assert (answer["num_ranks"], len(answer["measurements"])) == (2, len(rows))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["sweep.csv", "sweep.json", "sweep.png"]
