@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import os
+import signal
+import sys
 from collections.abc import Sequence
 
 from distman.cli import bench, check, env, plan
@@ -13,7 +16,7 @@ __all__ = ["main"]
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command with these arguments, and return its exit code.
 
-    Local or collective, as the subcommand.
+    Local or collective, as the subcommand. Ctrl-C and a reader that goes away end it without further words.
 
     Args:
         argv: Arguments without the program's name; None takes those of the process.
@@ -25,5 +28,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     bench.add_parser(subparsers)
     plan.add_parser(subparsers)
     arguments = parser.parse_args(argv)
-    code: int = arguments.run(arguments)
+    try:
+        code: int = arguments.run(arguments)
+        sys.stdout.flush()
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
+    except BrokenPipeError:  # whoever reads, such as head, has what it wants
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
     return code
