@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-from distman.cli import check, env
+from distman.cli import check, env, launch
 
 __all__ = ["main"]
 
@@ -22,6 +22,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     subparsers = parser.add_subparsers(required=True, metavar="COMMAND")
     env.add_parser(subparsers)
     check.add_parser(subparsers)
+    launch.add_parser(subparsers)
     arguments = parser.parse_args(argv)
     code: int = arguments.run(arguments)
     return code

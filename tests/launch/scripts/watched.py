@@ -251,6 +251,18 @@ def train_twice(manager):
     say("done in the second run")
 
 
+def train_until_cancelled(manager):
+    """Stopped by whoever cancels the job, it asks for another run."""
+    for step in range(600):
+        if step == 1:
+            say("ready")
+        time.sleep(0.1)
+        if manager.should_stop(step):
+            say("saved")
+            manager.requeue()
+            return
+
+
 if __name__ == "__main__":
     scenario = sys.argv[1]
     if "adopted" in sys.argv:
