@@ -20,6 +20,8 @@ from distman.environments import detect
 from distman.rendezvous.address import find_meeting_point
 from distman.testing import fake_environment
 
+from ..test_docs import assert_shown
+
 LAUNCHERS = Path(__file__).parents[2] / "launchers"
 SCRIPTS = sorted(LAUNCHERS.glob("*.sh"))
 ROW = re.compile(r"^\| \[(\w+\.sh)\].* \| `distman (launch .*)` \|$", re.MULTILINE)
@@ -150,6 +152,12 @@ def test_ranks_of_a_launcher_that_is_not_here_find_their_place(tmp_path, backend
     points = [find_meeting_point(place, variables) for place, (variables, _) in zip(places, ranks, strict=True)]
     assert [(point.addresses, point.is_host) for point in points] == [(("n1",), rank == 0) for rank in range(4)]
     assert {variables["OMP_NUM_THREADS"] for variables, _ in ranks} == {"8"}
+
+
+def test_the_script_on_the_page_is_real(capsys):
+    page = (LAUNCHERS.parent / "docs" / "job_scripts.md").read_text()
+    command, shown = re.search(r"```sh\ndistman (launch .*)\n```\n\n```text\n(.*?)```", page, re.DOTALL).groups()
+    assert_shown(shown, launch(capsys, *shlex.split(command)[1:])[1])
 
 
 def test_without_a_file_the_script_is_printed(capsys):

@@ -54,6 +54,7 @@ def assert_learned(finished, *, ranks, nodes, method):
     assert int(result[2]) == ranks
     assert f"rank 0 of {ranks}, local rank 0 of {ranks // nodes} on n1, node 0 of {nodes}," in finished.stdout
     assert f", {method})" in finished.stdout
+    assert len(re.findall(r"^epoch ", finished.stdout, re.MULTILINE)) == 6
 
 
 @pytest.mark.parametrize(
