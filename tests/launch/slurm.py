@@ -77,10 +77,10 @@ class BatchJob:
     id: str
     output: Path
 
-    def wait_for_output(self, text: str, *, timeout: float = 60.0) -> None:
-        """Return when the job has printed a text."""
+    def wait_for_output(self, text: str, *, times: int = 1, timeout: float = 60.0) -> None:
+        """Return when the job has printed a text so many times."""
         __tracebackhide__ = True
-        if not poll(lambda: text in _read_if_there(self.output), timeout, interval=0.1):
+        if not poll(lambda: _read_if_there(self.output).count(text) >= times, timeout, interval=0.1):
             pytest.fail(f"job {self.id} has not printed {text!r} within {timeout:g} s:\n{_read_if_there(self.output)}")
 
     def cancel(self, *arguments: str) -> None:

@@ -251,11 +251,14 @@ def train_twice(manager):
     say("done in the second run")
 
 
-def train_until_cancelled(manager):
-    """Stopped by whoever cancels the job, it asks for another run."""
-    for step in range(600):
-        if step == 1:
-            say("ready")
+def wait_twice(manager):
+    """The first run waits for whoever preempts or cancels it, and asks for the second."""
+    if "SLURM_RESTART_COUNT" in os.environ:
+        say("done in the second run")
+        return
+    manager.should_stop(0)
+    say("ready")
+    for step in range(1, 600):
         time.sleep(0.1)
         if manager.should_stop(step):
             say("saved")
