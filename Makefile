@@ -4,7 +4,10 @@ venv := .venv
 python := $(venv)/bin/python
 installed := $(venv)/installed
 
-.PHONY: help demo test lint docs clean
+# The table in launchers/README.md: a file, and the command that writes it.
+row := ^\| \[([a-z_]+\.sh)\].*`distman (launch .*)` \|$$
+
+.PHONY: help demo test lint docs launchers clean
 
 help:  ## Say what there is.
 	@sed -nE 's/^([a-z]+):.*## (.*)/make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 12
@@ -27,6 +30,9 @@ lint: $(installed)  ## Check formatting, style, types, layers and spelling.
 
 docs: $(installed)  ## Build the documentation in docs/_build; a warning is an error.
 	test ! -e docs/conf.py || $(python) -m sphinx -W --keep-going -q -b html docs docs/_build
+
+launchers: $(installed)  ## Write the job scripts in launchers/ again.
+	cd launchers && sed -nE 's/$(row)/\2 --force --output \1/p' README.md | xargs -L 1 ../$(venv)/bin/distman
 
 clean:  ## Remove everything that was built or installed.
 	rm -rf $(venv) docs/_build *.egg-info .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis

@@ -335,15 +335,18 @@ class DistributedManager(GroupQueries):
     def requeue(self) -> None:
         """Let Slurm run this job again from its start, when all ranks have come here.
 
-        Collective. Blocking. To be called last, once everything is saved: Slurm ends what still runs of the job.
+        Collective. Blocking. To be called last, once everything is saved: Slurm ends what still runs of the job. A job
+        that Slurm already ends, because it was cancelled say, is left alone.
 
         Raises:
             DistmanError: On rank 0: there is no Slurm job, or Slurm refuses.
+            RankFailedError: On the other ranks, then.
             BarrierTimeoutError: On every rank that came: some did not.
         """
         self.barrier("requeue")
         if self.is_main:
             requeue(os.environ)
+        self.barrier("requeued")  # the first rank to leave may end the step, and rank 0's request with it
 
     def wrap_ddp(self, module: torch.nn.Module, **kwargs: Any) -> torch.nn.Module:
         """Return the module as a DistributedDataParallel on this rank's device, or unchanged on one process.

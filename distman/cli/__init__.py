@@ -8,7 +8,7 @@ import signal
 import sys
 from collections.abc import Sequence
 
-from distman.cli import bench, check, env, plan
+from distman.cli import bench, check, env, launch, plan
 
 __all__ = ["main"]
 
@@ -27,6 +27,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     check.add_parser(subparsers)
     bench.add_parser(subparsers)
     plan.add_parser(subparsers)
+    launch.add_parser(subparsers)
     arguments = parser.parse_args(argv)
     try:
         code: int = arguments.run(arguments)

@@ -291,7 +291,7 @@ class NNHandler:
         every_steps: int | None = None,
         keep: int = 2,
         resume: bool = True,
-        requeue: bool = False,
+        requeue: bool | None = None,
     ) -> None:
         """Save the training while it runs, and let :meth:`train` go on from there when the program is started again.
 
@@ -303,10 +303,12 @@ class NNHandler:
             every_steps: After how many steps of the optimizer to save, besides.
             keep: How many checkpoints to keep.
             resume: Go on from the latest one, if there is one, whatever was loaded before.
-            requeue: Let Slurm queue the job again when it was asked to stop.
+            requeue: Let Slurm queue the job again when it was asked to stop; None does so where ``DISTMAN_REQUEUE=1``,
+                as the job scripts say.
         """
+        requeues = os.environ.get("DISTMAN_REQUEUE") == "1" if requeue is None else requeue
         self._auto_save = AutoSave(
-            checkpoint.CheckpointFolder(folder, keep=keep), every_epochs, every_steps, resumes=resume, requeues=requeue
+            checkpoint.CheckpointFolder(folder, keep=keep), every_epochs, every_steps, resumes=resume, requeues=requeues
         )
 
     def train(

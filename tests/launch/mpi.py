@@ -56,7 +56,8 @@ MPICH = Flavour(
     environment={"FI_PROVIDER": "tcp"},
     one_host=("-iface", "lo"),
     one_host_environment={"FI_TCP_IFACE": "lo", "UCX_NET_DEVICES": "lo"},
-    many_hosts=("-launcher", "ssh", "-launcher-exec", str(SSH), "-hosts", "{hosts}"),
+    many_hosts=("-hosts", "{hosts}"),
+    many_hosts_environment={"HYDRA_LAUNCHER": "ssh", "HYDRA_LAUNCHER_EXEC": str(SSH)},
 )
 INTEL_MPI = Flavour(
     package="impi-rt",
@@ -64,16 +65,8 @@ INTEL_MPI = Flavour(
     environment={"FI_PROVIDER": "tcp", "I_MPI_PIN": "0"},
     one_host=("-iface", "lo"),
     one_host_environment={"FI_TCP_IFACE": "lo"},
-    many_hosts=(
-        "-bootstrap",
-        "ssh",
-        "-bootstrap-exec",
-        str(SSH),
-        "-hosts",
-        "{hosts}",
-        "-ppn",
-        "{ranks_per_host}",
-    ),
+    many_hosts=("-hosts", "{hosts}", "-ppn", "{ranks_per_host}"),
+    many_hosts_environment={"I_MPI_HYDRA_BOOTSTRAP": "ssh", "I_MPI_HYDRA_BOOTSTRAP_EXEC": str(SSH)},
     hosts_with_slots=False,
 )
 
@@ -140,11 +133,7 @@ class MpiInstallation:
         options = [part.format(hosts=names, ranks_per_host=ranks_per_host) for part in self.flavour.many_hosts]
         ranks = ranks_per_host * len(hosts.names)
         command = [*self.flavour.launcher, *options, "-n", str(ranks), str(self.python), *arguments]
-        variables = {
-            **self._base_environment(mpi4py=mpi4py),
-            **self.flavour.many_hosts_environment,
-            **(env or {}),
-        }
+        variables = {**self.environment_on_hosts(mpi4py=mpi4py), **(env or {})}
         return hosts.run(command, env=variables, timeout=timeout, cwd=cwd)
 
     def command(self, *arguments: str | Path, ranks: int) -> list[str | Path]:
@@ -155,6 +144,10 @@ class MpiInstallation:
     def environment(self, *, mpi4py: bool = True) -> dict[str, str]:
         """Return the variables for `command`."""
         return {**self._base_environment(mpi4py=mpi4py), **self.flavour.one_host_environment}
+
+    def environment_on_hosts(self, *, mpi4py: bool = True) -> dict[str, str]:
+        """Return the variables for a launcher that starts ranks on the virtual hosts."""
+        return {**self._base_environment(mpi4py=mpi4py), **self.flavour.many_hosts_environment}
 
     def batch_command(self, *arguments: str | Path, ranks: int, mpi4py: bool = True) -> list[str]:
         """Return the command line for a batch script, variables and all; the hosts are the allocation's."""

@@ -15,6 +15,7 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
@@ -68,13 +69,35 @@ NODE = (
 WAITING = ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING")
 
 
+@dataclass(frozen=True)
+class BatchJob:
+    """A job that was submitted."""
+
+    cluster: "SlurmCluster"
+    id: str
+    output: Path
+
+    def wait_for_output(self, text: str, *, times: int = 1, timeout: float = 60.0) -> None:
+        """Return when the job has printed a text so many times."""
+        __tracebackhide__ = True
+        if not poll(lambda: _read_if_there(self.output).count(text) >= times, timeout, interval=0.1):
+            pytest.fail(f"job {self.id} has not printed {text!r} within {timeout:g} s:\n{_read_if_there(self.output)}")
+
+    def cancel(self, *arguments: str) -> None:
+        """Run ``scancel ARGUMENTS`` for this job."""
+        self.cluster.scancel(*arguments, self.id)
+
+
 class SlurmCluster:
     """Slurm on the virtual nodes ``n1``, ``n2``, ...; a context manager."""
 
-    def __init__(self, num_nodes: int = 4, *, cpus_per_node: int = 4, gpus_per_node: int = 4) -> None:
+    def __init__(
+        self, num_nodes: int = 4, *, cpus_per_node: int = 4, gpus_per_node: int = 4, gpu_type: str | None = None
+    ) -> None:
         self.hosts = NamespaceHosts(num_nodes)
         self.cpus_per_node = cpus_per_node
         self.gpus_per_node = gpus_per_node
+        self.gpu_type = gpu_type
 
     def __enter__(self) -> "SlurmCluster":
         with ExitStack() as undo:
@@ -133,10 +156,12 @@ class SlurmCluster:
         timeout: float = 60.0,
         env: Mapping[str, str | None] | None = None,
         cwd: Path | None = None,
+        meanwhile: Callable[["BatchJob"], object] | None = None,
     ) -> Finished:
         """Submit a script by ``sbatch ARGUMENTS``, wait for the end of the job and return its account.
 
         A job array has ended when all its tasks have; its exit code is the first of theirs that is not zero.
+        ``meanwhile`` is called with the job as soon as it is submitted.
         """
         __tracebackhide__ = True
         files = Path(tempfile.mkdtemp(prefix="job-", dir=self.directory))
@@ -149,7 +174,20 @@ class SlurmCluster:
         submitted = self._run("sbatch", submission, 10.0, variables, cwd)
         if submitted.returncode != 0:
             return submitted
+        if meanwhile is not None:
+            meanwhile(BatchJob(self, submitted.stdout.strip(), files / "stdout"))
         return self._wait_for_job(submitted, files, timeout)
+
+    def wait_for_end(self, job: str, *, timeout: float = 60.0) -> str:
+        """Wait for the end of a job, and return its state."""
+        __tracebackhide__ = True
+        if not poll(lambda: self._has_ended(job), timeout, interval=0.1):
+            pytest.fail(f"job {job} has not ended within {timeout:g} s:\n{self._ask('scontrol', 'show', 'job', job)}")
+        return self._tasks(job)[0]["JobState"]
+
+    def scancel(self, *arguments: str) -> None:
+        """Run ``scancel ARGUMENTS``."""
+        self._ask("scancel", *arguments)
 
     def cancel_jobs(self) -> None:
         """Cancel what a test left in the queue, such as the job of an ``srun`` that it killed."""
@@ -232,7 +270,7 @@ class SlurmCluster:
                 name=name,
                 address=self.hosts.addresses[name],
                 cpus=self.cpus_per_node,
-                gpus=self.gpus_per_node,
+                gpus=f"{self.gpu_type}:{self.gpus_per_node}" if self.gpu_type else self.gpus_per_node,
             )
             for name in self.hosts.names
         )
@@ -241,7 +279,8 @@ class SlurmCluster:
         devices = [self.directory / f"gpu{index}" for index in range(self.gpus_per_node)]
         for device in devices:
             os.mknod(device, stat.S_IFCHR | 0o666, os.makedev(1, 3))
-        lines = [f"NodeName={name} Name=gpu File={device}\n" for name in self.hosts.names for device in devices]
+        kind = f" Type={self.gpu_type}" if self.gpu_type else ""
+        lines = [f"NodeName={name} Name=gpu{kind} File={device}\n" for name in self.hosts.names for device in devices]
         (self.directory / "gres.conf").write_text("".join(lines))
         for name in self.hosts.names:
             (self.directory / f"spool-{name}").mkdir()

@@ -1,4 +1,7 @@
-"""The example on real data, unchanged under every launcher: accuracy, the same weights on all ranks, no noise."""
+"""The example on real data, unchanged under every launcher: accuracy, the same weights on all ranks, no noise.
+
+Under `sbatch`, torchrun started by `srun`, and on several hosts: see `test_job_scripts`.
+"""
 
 import re
 import shlex
@@ -49,12 +52,6 @@ def test_srun(slurm_cluster):
     assert_learned(finished, ranks=4, nodes=2, method="slurm")
 
 
-def test_sbatch_with_srun(slurm_cluster):
-    script = f"#!/bin/bash\nsrun {shlex.join([sys.executable, str(DIGITS)])}\n"
-    finished = slurm_cluster.sbatch(script, "-N2", "-n4", timeout=LIMIT)
-    assert_learned(finished, ranks=4, nodes=2, method="slurm")
-
-
 @pytest.mark.parametrize("name", ["openmpi", "mpich", "intel_mpi"])
 def test_mpirun_inside_sbatch(request, slurm_cluster, name):
     mpi = request.getfixturevalue(name)
@@ -64,17 +61,6 @@ def test_mpirun_inside_sbatch(request, slurm_cluster, name):
     assert_learned(finished, ranks=4, nodes=2, method="openmpi" if name == "openmpi" else "hydra")
 
 
-def test_torchrun_started_by_srun_on_two_nodes(slurm_cluster):
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc_per_node=2"]
-    rendezvous = ["--rdzv_backend=c10d", "--rdzv_endpoint=n1:29400", "--rdzv_id=digits"]
-    finished = slurm_cluster.srun("-N2", "-n2", *torchrun, *rendezvous, DIGITS, timeout=LIMIT)
-    assert finished.returncode == 0
-    assert re.search(r"test accuracy 0.9[7-9]\d*, weights \w+ on all 4 ranks", finished.stdout)
-    assert ", torchrun)" in finished.stdout
-
-
-@pytest.mark.parametrize("name", ["openmpi", "mpich", "intel_mpi"])
-def test_mpi_over_two_hosts_without_an_address(request, namespace_hosts, name):
-    mpi = request.getfixturevalue(name)
-    finished = mpi.run_on(namespace_hosts, DIGITS, ranks_per_host=1, timeout=LIMIT)
-    assert_learned(finished, ranks=2, nodes=2, method="openmpi" if name == "openmpi" else "hydra")
+def test_mpi_over_two_hosts_without_an_address(mpich, namespace_hosts):
+    finished = mpich.run_on(namespace_hosts, DIGITS, ranks_per_host=1, timeout=LIMIT)
+    assert_learned(finished, ranks=2, nodes=2, method="hydra")

@@ -251,6 +251,21 @@ def train_twice(manager):
     say("done in the second run")
 
 
+def wait_twice(manager):
+    """The first run waits for whoever preempts or cancels it, and asks for the second."""
+    if "SLURM_RESTART_COUNT" in os.environ:
+        say("done in the second run")
+        return
+    manager.should_stop(0)
+    say("ready")
+    for step in range(1, 600):
+        time.sleep(0.1)
+        if manager.should_stop(step):
+            say("saved")
+            manager.requeue()
+            return
+
+
 if __name__ == "__main__":
     scenario = sys.argv[1]
     if "adopted" in sys.argv:

@@ -1,0 +1,27 @@
+#!/bin/bash
+# @{job}, on @{place}. torchrun starts one process @{unit}.
+# Run it@{torchrun_where}:  bash @{file}@{torchrun_first}
+# A second argument is the port at which they meet there, for two jobs at once:  bash @{file} @{meeting_host} 29401
+
+set -euo pipefail
+
+first="${1:@{first_host}}"
+port="${2:-29400}"
+
+# Edit: what your program needs.
+# module load python cuda
+# source "$HOME/venv/bin/activate"
+
+# As many threads as there are CPUs for each process; else each would take one.
+export OMP_NUM_THREADS="${OMP_NUM_THREADS:-@{cpus}}"
+
+# NCCL finds its way alone, as a rule. Where the first collective hangs or is slow, let it say what it does; where it
+# chose a network that does not reach the other nodes, name the right one ("ip -brief address" lists them).
+# export NCCL_DEBUG=INFO
+# export NCCL_SOCKET_IFNAME=ib0
+
+# A training that is asked to stop (SIGTERM to one of these) saves itself and ends with exit code 75, of which torchrun
+# makes 1: run the same command again.
+torchrun --nnodes=@{nodes} --nproc-per-node=@{tasks} --shutdown-timeout=120 \
+    --rdzv-backend=c10d --rdzv-endpoint="$first:$port" --rdzv-id=@{name} \
+    @{script}

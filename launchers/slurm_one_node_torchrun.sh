@@ -1,0 +1,49 @@
+#!/bin/bash
+# A job of 4 processes, on 1 node with 4 GPUs.
+# srun starts one torchrun on each node, which starts one process for each GPU. Without a
+# reason for torchrun, such as restarts in place, srun alone is simpler.
+# Submit it:  sbatch slurm_one_node_torchrun.sh
+#SBATCH --job-name=train
+#SBATCH --nodes=1
+#SBATCH --ntasks-per-node=1
+#SBATCH --gpus-per-node=4
+#SBATCH --cpus-per-task=32
+#SBATCH --time=24:00:00
+#SBATCH --output=%x-%j.log
+# Two minutes before the time is up every process gets SIGTERM. The job may run again, and adds to the same log.
+#SBATCH --signal=TERM@120
+#SBATCH --requeue
+#SBATCH --open-mode=append
+# Edit: one "#" less for what your cluster asks for.
+##SBATCH --account=ACCOUNT
+##SBATCH --partition=PARTITION
+##SBATCH --mem-per-cpu=4G
+
+set -euo pipefail
+
+# Edit: what your program needs.
+# module load python cuda
+# source "$HOME/venv/bin/activate"
+
+# As many threads as there are CPUs for each process, of which Slurm knows nothing here.
+export OMP_NUM_THREADS="${OMP_NUM_THREADS:-8}"
+export SRUN_CPUS_PER_TASK="$SLURM_CPUS_PER_TASK"
+
+# A training that was asked to stop (SIGTERM) saves itself and queues the job again; the second run goes on from there.
+# It ends with exit code 75, which torchrun calls a failure: ignore its words about that.
+export DISTMAN_REQUEUE=1
+
+# NCCL finds its way alone, as a rule. Where the first collective hangs or is slow, let it say what it does; where it
+# chose a network that does not reach the other nodes, name the right one ("ip -brief address" lists them).
+# export NCCL_DEBUG=INFO
+# export NCCL_SOCKET_IFNAME=ib0
+
+# The torchruns meet on the first node, at a port of this job's own.
+mapfile -t hosts < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
+port=$((10000 + SLURM_JOB_ID % 13000))
+
+# torchrun hands the signal on, and waits for two minutes. When one of them dies, srun ends the others.
+srun --kill-on-bad-exit=1 \
+    torchrun --nnodes=1 --nproc-per-node=4 --shutdown-timeout=120 \
+    --rdzv-backend=c10d --rdzv-endpoint="${hosts[0]}:$port" --rdzv-id="$SLURM_JOB_ID" \
+    train.py

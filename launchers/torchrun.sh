@@ -1,0 +1,27 @@
+#!/bin/bash
+# A job of 4 processes, on 2 nodes with 2 GPUs each. torchrun starts one process for each GPU.
+# Run it on each node at about the same time, with the name of one of them:  bash torchrun.sh node1
+# A second argument is the port at which they meet there, for two jobs at once:  bash torchrun.sh node1 29401
+
+set -euo pipefail
+
+first="${1:?the name of the node at which all meet}"
+port="${2:-29400}"
+
+# Edit: what your program needs.
+# module load python cuda
+# source "$HOME/venv/bin/activate"
+
+# As many threads as there are CPUs for each process; else each would take one.
+export OMP_NUM_THREADS="${OMP_NUM_THREADS:-8}"
+
+# NCCL finds its way alone, as a rule. Where the first collective hangs or is slow, let it say what it does; where it
+# chose a network that does not reach the other nodes, name the right one ("ip -brief address" lists them).
+# export NCCL_DEBUG=INFO
+# export NCCL_SOCKET_IFNAME=ib0
+
+# A training that is asked to stop (SIGTERM to one of these) saves itself and ends with exit code 75, of which torchrun
+# makes 1: run the same command again.
+torchrun --nnodes=2 --nproc-per-node=2 --shutdown-timeout=120 \
+    --rdzv-backend=c10d --rdzv-endpoint="$first:$port" --rdzv-id=train \
+    train.py

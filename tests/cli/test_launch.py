@@ -1,0 +1,285 @@
+"""``distman launch``, and the scripts in launchers/, which it wrote."""
+
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from distman.cli import main
+from distman.cli.job_script import BACKENDS, JobRequest, render
+from distman.cli.submission import job_id_in
+from distman.environments import detect
+from distman.rendezvous.address import find_meeting_point
+from distman.testing import fake_environment
+
+from ..test_docs import assert_shown
+
+LAUNCHERS = Path(__file__).parents[2] / "launchers"
+SCRIPTS = sorted(LAUNCHERS.glob("*.sh"))
+ROW = re.compile(r"^\| \[(\w+\.sh)\].* \| `distman (launch .*)` \|$", re.MULTILINE)
+ARGUMENTS = ["a b", "it's", '"$HOME" `id` $(id)', "--", "*", "", "two\n#PBS -N lines", "\\"]
+
+# Stands in for a launcher that cannot be installed: it starts the ranks one after another, each with its variables, and
+# runs a command for which it has none once, without any.
+STAND_IN = """\
+#!{python}
+import json, os, subprocess, sys
+words = sys.argv[1:]
+program = words[words.index("python"):] if "python" in words else ["hostname"]
+if "python" in words:
+    with open("options.json", "w") as file:
+        json.dump([os.path.basename(sys.argv[0]), *words[: words.index("python")]], file)
+for variables in json.load(open("ranks.json")) if "python" in words else [{{}}]:
+    subprocess.run(program, env={{**os.environ, **variables}}, check=True)
+"""
+TELL = "import json, os, sys\nprint(json.dumps([dict(os.environ), sys.argv[1:]]))\n"
+
+
+def launch(capsys, *arguments):
+    """Return exit code, output and errors of the command, run in this process."""
+    try:
+        code = main(["launch", *arguments])
+    except SystemExit as error:
+        code = error.code
+    return (code, *capsys.readouterr())
+
+
+def shellcheck(script):
+    if shutil.which("shellcheck") is None:
+        pytest.skip("not installed: shellcheck")
+    checked = subprocess.run(
+        ["shellcheck", "--shell=bash", "-"], input=script, capture_output=True, text=True, check=False, timeout=60
+    )
+    assert checked.stdout == ""
+    parsed = subprocess.run(["bash", "-n"], input=script, capture_output=True, text=True, check=False, timeout=60)
+    assert (parsed.returncode, parsed.stderr) == (0, "")
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
+def test_a_script_is_what_the_command_beside_it_writes(capsys, tmp_path, script):
+    commands = dict(ROW.findall((LAUNCHERS / "README.md").read_text()))
+    assert sorted(commands) == [path.name for path in SCRIPTS]
+    file = tmp_path / script.name
+    words = shlex.split(commands[script.name])
+    assert launch(capsys, *words[1:], f"--output={file}")[0] == 0
+    assert file.read_text() == script.read_text(), "make launchers writes it again"
+    assert os.access(file, os.X_OK)
+    assert os.access(script, os.X_OK)
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
+def test_a_script_is_clean_and_short(script):
+    text = script.read_text()
+    shellcheck(text)
+    assert max(map(len, text.splitlines())) <= 120
+    assert "\nset -euo pipefail\n" in text
+    assert "@{" not in text
+
+
+MANY = {"nodes": 16, "gpus_per_node": 8, "account": "a-1", "partition": "gpu", "program": ("-m", "a.b", "it's", "-x")}
+JOBS = [
+    {"nodes": 1},
+    {"nodes": 1, "gpus_per_node": 0},
+    {"nodes": 3, "gpus_per_node": 0, "tasks_per_node": 5, "cpus_per_task": 2, "time": "01:30:01"},
+    MANY,
+]
+
+
+@pytest.mark.parametrize("job", JOBS, ids=["one GPU", "one CPU process", "CPUs", "many"])
+@pytest.mark.parametrize("backend", [*BACKENDS, "slurm with torchrun"])
+def test_every_kind_of_script_is_clean(backend, job):
+    shellcheck(render(JobRequest(backend=backend.split()[0], with_torchrun="with" in backend, **job)))
+
+
+@given(arguments=st.lists(st.text(st.characters(exclude_characters="\0", exclude_categories=("Cs",)))))
+@settings(deadline=None, max_examples=30)
+def test_bash_reads_the_arguments_as_they_were_given(arguments):
+    script = render(JobRequest(backend="mpich", program=("train.py", *arguments)))
+    shown = f"mpiexec() {{ printf '%s\\0' \"$@\"; }}\nhostname() {{ :; }}\npython() {{ :; }}\n{script}"
+    said = subprocess.run(["bash", "-c", shown], capture_output=True, check=True, timeout=60).stdout.decode()
+    assert said.split("\0")[4:-1] == ["python", "train.py", *arguments]
+
+
+@pytest.mark.parametrize(
+    ("backend", "launcher", "options"),
+    [
+        ("pbs", "pals", "mpiexec -n 4 --ppn 2 --depth 8 --cpu-bind depth"),
+        (
+            "lsf",
+            "jsrun",
+            "jsrun --nrs 2 --rs_per_host 1 --tasks_per_rs 2 --cpu_per_rs 16 --gpu_per_rs 2 --bind packed:8",
+        ),
+        (
+            "flux",
+            "flux",
+            "flux run --nodes=2 --ntasks=4 --cores-per-task=8 --signal=SIGTERM@120s --gpus-per-task=1",
+        ),
+    ],
+)
+def test_ranks_of_a_launcher_that_is_not_here_find_their_place(tmp_path, backend, launcher, options):
+    """The launchers' variables are as their manuals have them; the script adds what they do not tell."""
+    program = tmp_path / options.split()[0]
+    program.write_text(STAND_IN.format(python=sys.executable))
+    program.chmod(0o755)
+    (tmp_path / "hostname").write_text("#!/bin/sh\necho n1\n")
+    (tmp_path / "hostname").chmod(0o755)
+    (tmp_path / "hosts").write_text("n1\nn2\n")
+    (tmp_path / "tell.py").write_text(TELL)
+    (tmp_path / "ranks.json").write_text(json.dumps(fake_environment(launcher, nodes=2, tasks=4)))
+    environ = {
+        "PATH": f"{tmp_path}:{Path(sys.executable).parent}:{os.environ['PATH']}",
+        "PBS_O_WORKDIR": str(tmp_path),
+        "PBS_NODEFILE": str(tmp_path / "hosts"),
+    }
+    request = JobRequest(backend=backend, nodes=2, gpus_per_node=2, program=("tell.py", *ARGUMENTS))
+    command = ["bash", "-c", render(request)]
+    told = subprocess.run(command, env=environ, cwd=tmp_path, capture_output=True, text=True, check=True, timeout=60)
+    assert json.loads((tmp_path / "options.json").read_text()) == options.split()
+    ranks = [json.loads(line) for line in told.stdout.splitlines()]
+    assert [arguments for _, arguments in ranks] == [ARGUMENTS] * 4
+    places = [detect(variables).environment for variables, _ in ranks]
+    assert [(place.launcher, place.rank, place.world_size) for place in places] == [
+        (launcher, rank, 4) for rank in range(4)
+    ]
+    points = [find_meeting_point(place, variables) for place, (variables, _) in zip(places, ranks, strict=True)]
+    assert [(point.addresses, point.is_host) for point in points] == [(("n1",), rank == 0) for rank in range(4)]
+    assert {variables["OMP_NUM_THREADS"] for variables, _ in ranks} == {"8"}
+
+
+def test_the_script_on_the_page_is_real(capsys):
+    page = (LAUNCHERS.parent / "docs" / "job_scripts.md").read_text()
+    command, shown = re.search(r"```sh\ndistman (launch .*)\n```\n\n```text\n(.*?)```", page, re.DOTALL).groups()
+    assert_shown(shown, launch(capsys, *shlex.split(command)[1:])[1])
+
+
+def test_without_a_file_the_script_is_printed(capsys):
+    assert launch(capsys, "--backend=flux") == (0, render(JobRequest(backend="flux")), "")
+
+
+def test_mpi_is_open_mpi(capsys):
+    assert launch(capsys, "--backend=mpi")[1] == render(JobRequest(backend="openmpi"))
+
+
+def test_options_come_to_stand_in_the_script(capsys):
+    options = ["--nodes=3", "--gpus-per-node=4", "--gpu-type=a100", "--cpus-per-task=12", "--time=02:00:00"]
+    names = ["--account=physics", "--partition=gpu", "--job-name=deep"]
+    code, script, _ = launch(capsys, "--backend=slurm", *options, *names, "--", "a.py", "--epochs", "3")
+    assert code == 0
+    directives = re.findall(r"^#SBATCH (.*)$", script, re.MULTILINE)
+    wanted = ["--nodes=3", "--ntasks-per-node=4", "--gpus-per-node=a100:4", "--cpus-per-task=12", "--time=02:00:00"]
+    assert {*wanted, *names} <= {*directives}
+    assert script.endswith("    python a.py --epochs 3\n")
+
+
+def test_json_tells_script_and_command(capsys, tmp_path):
+    file = tmp_path / "a job.sh"
+    code, printed, _ = launch(capsys, "--backend=lsf", f"--output={file}", "--json")
+    answer = json.loads(printed)
+    assert code == 0
+    assert answer.pop("script") == file.read_text()
+    assert answer == {"backend": "lsf", "file": str(file), "submit": f"bsub < '{file}'", "job_id": None}
+
+
+def test_a_file_that_is_there_stays(capsys, tmp_path):
+    file = tmp_path / "job.sh"
+    file.write_text("mine")
+    code, printed, complaint = launch(capsys, "--backend=slurm", f"--output={file}")
+    assert (code, printed, file.read_text()) == (1, "", "mine")
+    assert complaint == f"distman launch: {file} must not be there yet, got a file. Name another, or pass --force.\n"
+    assert launch(capsys, "--backend=slurm", f"--output={file}", "--force")[0] == 0
+    assert file.read_text() == render(JobRequest(backend="slurm"), "job.sh")
+
+
+def test_a_folder_that_is_missing_is_one_line(capsys, tmp_path):
+    code, _, complaint = launch(capsys, "--backend=slurm", f"--output={tmp_path / 'no' / 'job.sh'}")
+    assert (code, complaint.count("\n")) == (1, 1)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["--nodes=0"], "--nodes must be at least 1, got 0. "),
+        (["--gpus-per-node=-1"], "--gpus-per-node must be at least 0, got -1. "),
+        (["--cpus-per-task=0"], "--cpus-per-task must be at least 1, got 0. "),
+        (["--tasks-per-node=2"], "--tasks-per-node must be left out where there are GPUs, got 2 with 1 GPUs. "),
+        (["--time=90"], "--time must be of the form HH:MM:SS, and more than 0, got '90'. "),
+        (["--time=00:00:00"], "--time must be of the form HH:MM:SS, and more than 0, got '00:00:00'. "),
+        (["--account=a\n#SBATCH -x"], "--account must be made of letters, digits and . _ + @ -, got 'a\\n"),
+        (["--job-name=a/b"], "--job-name must be made of letters, digits and . _ + @ -, got 'a/b'. "),
+        (["--gpu-type=a100", "--gpus-per-node=0"], "--gpu-type must go with slurm and at least one GPU, got 'a100' "),
+        (["--gpu-type=a100", "--backend=flux"], "--gpu-type must go with slurm and at least one GPU, got 'a100' "),
+        (["--with-torchrun", "--backend=pbs"], "--with-torchrun must go with slurm, got pbs. "),
+        (["--backend=torchrun", "--nodes=2", "--submit"], "--submit must go with one node for torchrun, got 2 nodes. "),
+        (["--backend=openmpi", "--submit", "--json"], "--json must go without --submit for openmpi, got both. "),
+        (["--", "python", "a.py"], "the program must begin with a script, or with -m and a module, got 'python'. "),
+        (["--", "/usr/bin/python3.11", "a.py"], "the program must begin with a script, or with -m and a module, "),
+        (["--", "-u", "a.py"], "the program must begin with a script, or with -m and a module, got '-u'. "),
+        (["--", "-m"], "the program must begin with a script, or with -m and a module, got '-m'. "),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_options_without_meaning_are_one_sentence(capsys, arguments, sentence):
+    code, printed, complaint = launch(capsys, "--backend=slurm", *arguments)
+    assert (code, printed) == (2, "")
+    assert complaint.startswith(f"distman launch: {sentence}")
+    assert complaint.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("backend", "line"),
+    [("slurm", "sbatch"), ("pbs", "qsub"), ("lsf", "bsub <"), ("flux", "flux batch")],
+)
+def test_a_scheduler_that_is_not_here_is_told_with_the_command(capsys, tmp_path, monkeypatch, backend, line):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    code, printed, complaint = launch(capsys, f"--backend={backend}", "--submit", "--job-name=deep")
+    assert (code, printed) == (1, "")
+    name = line.split()[0]
+    assert complaint == (
+        f"distman launch: {name} must be installed to submit a job, got no such program. Run this where it is, such as "
+        f"on a login node: {line} deep.sh\n"
+    )
+    assert (tmp_path / "deep.sh").is_file()
+
+
+def test_submit_runs_a_script_of_torchrun_here_and_returns_its_exit_code(tmp_path):
+    (tmp_path / "leave.py").write_text("import os, sys\nprint('rank', os.environ['RANK'], flush=True)\nsys.exit(0)\n")
+    options = ["--backend=torchrun", "--gpus-per-node=0", "--tasks-per-node=2", "--submit"]
+    command = [sys.executable, "-m", "distman", "launch", *options, "--", "leave.py"]
+    environ = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    environ["PYTHONPATH"] = str(LAUNCHERS.parent)
+    finished = subprocess.run(
+        command, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert (finished.returncode, sorted(finished.stdout.splitlines())) == (0, ["rank 0", "rank 1"])
+
+
+@pytest.mark.parametrize(
+    ("backend", "answer", "job_id"),
+    [
+        ("slurm", "Submitted batch job 42\n", "42"),
+        ("slurm", "Submitted batch job 42 on cluster big\n", "42"),
+        ("lsf", "Job <42> is submitted to queue <normal>.\n", "42"),
+        ("pbs", "42.server\n", "42.server"),
+        ("flux", "ƒ2ab3\n", "ƒ2ab3"),
+        ("slurm", "no idea\n", None),
+    ],
+)
+def test_the_id_of_the_job_is_found_in_the_answer(backend, answer, job_id):
+    assert job_id_in(backend, answer) == job_id
+
+
+def test_it_imports_neither_torch_nor_numpy():
+    command = [sys.executable, "-X", "importtime", "-m", "distman", "launch", "--backend=slurm"]
+    finished = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    imported = {line.rpartition("|")[2].strip().partition(".")[0] for line in finished.stderr.splitlines()}
+    assert {"argparse", "distman"} <= imported
+    assert not imported & {"torch", "numpy", "mpi4py"}

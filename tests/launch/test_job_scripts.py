@@ -1,0 +1,176 @@
+"""The job scripts of launchers/, unchanged, wherever a launcher of theirs runs here; and one that is preempted."""
+
+import json
+import re
+import sys
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from distman.cli.job_script import JobRequest, render
+
+from .conftest import require_namespaces, require_programs
+from .mpi import without_words_of_prrte
+from .processes import start
+from .slurm import PROGRAMS, SlurmCluster
+
+REPOSITORY = Path(__file__).parents[2]
+LAUNCHERS = REPOSITORY / "launchers"
+DIGITS = REPOSITORY / "docs" / "examples" / "digits.py"
+WATCHED = Path(__file__).parent / "scripts" / "watched.py"
+LIMIT = 180
+SAY_ARGUMENTS = "import json, sys\nprint(json.dumps(sys.argv[1:]))\n"
+ARGUMENTS = ["--name=a b", "it's", '"$HOME" `id` $(id)', "-x", "--", "*", "", "two\n#SBATCH --nodes=9", "ä;&|<>\\"]
+
+
+@pytest.fixture(scope="module")
+def large_cluster():
+    """Four nodes, n1 to n4, with 32 CPUs and four GPUs called a100 each, as the scripts ask for."""
+    require_programs(*PROGRAMS)
+    require_namespaces()
+    with SlurmCluster(cpus_per_node=32, gpu_type="a100") as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def cluster(large_cluster):
+    yield large_cluster
+    large_cluster.cancel_jobs()
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A folder whose train.py is the example on real data."""
+    (tmp_path / "train.py").symlink_to(DIGITS)
+    return tmp_path
+
+
+def assert_learned(finished, *, ranks, nodes, method):
+    assert finished.returncode == 0
+    result = re.search(r"test accuracy ([\d.]+), weights \w+ on all (\d+) ranks", finished.stdout)
+    assert result, "rank 0 prints the result"
+    assert float(result[1]) >= 0.97
+    assert int(result[2]) == ranks
+    assert f"rank 0 of {ranks}, local rank 0 of {ranks // nodes} on n1, node 0 of {nodes}," in finished.stdout
+    assert f", {method})" in finished.stdout
+    assert len(re.findall(r"^epoch ", finished.stdout, re.MULTILINE)) == 6
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks", "nodes"),
+    [("slurm_one_node", 4, 1), ("slurm_one_gpu_per_node", 4, 4), ("slurm_many_nodes", 8, 2)],
+)
+@pytest.mark.parametrize(("ending", "method"), [("", "slurm"), ("_torchrun", "torchrun")], ids=["srun", "torchrun"])
+def test_slurm(cluster, folder, name, ending, method, ranks, nodes):
+    jobs = []
+    script = (LAUNCHERS / f"{name}{ending}.sh").read_text()
+    finished = cluster.sbatch(script, timeout=LIMIT, cwd=folder, meanwhile=jobs.append)
+    assert_learned(finished, ranks=ranks, nodes=nodes, method=method)
+    assert cluster.wait_for_end(jobs[0].id) == "COMPLETED"
+    assert ending or finished.stderr == "", "torchrun may complain at its end that others end too"
+
+
+@pytest.mark.parametrize(("name", "mpi4py"), [("openmpi", True), ("mpich", False)], ids=["openmpi", "mpich alone"])
+def test_mpi_over_two_hosts(request, namespace_hosts, folder, name, mpi4py):
+    environment = request.getfixturevalue(name).environment_on_hosts(mpi4py=mpi4py)
+    command = ["bash", LAUNCHERS / f"{name}.sh", "n1,n2"]
+    finished = namespace_hosts.run(command, env=environment, timeout=LIMIT, cwd=folder)
+    assert_learned(finished, ranks=4, nodes=2, method="openmpi" if name == "openmpi" else "hydra")
+    assert without_words_of_prrte(finished.stderr) == ""
+
+
+def test_the_script_for_mpich_is_one_for_intel_mpi_too(intel_mpi, namespace_hosts, folder):
+    command = ["bash", "-c", render(JobRequest(backend="mpich", nodes=2)), "train.sh", "n1,n2"]
+    environment = intel_mpi.environment_on_hosts()
+    finished = namespace_hosts.run(command, env=environment, timeout=LIMIT, cwd=folder)
+    assert_learned(finished, ranks=2, nodes=2, method="hydra")
+    assert finished.stderr == ""
+
+
+def test_torchrun_on_two_hosts(namespace_hosts, folder):
+    with ExitStack() as stack:
+        nodes = [
+            stack.enter_context(
+                start([*namespace_hosts.enter(host, cwd=folder), "bash", LAUNCHERS / "torchrun.sh", "n1"], cwd=folder)
+            )
+            for host in ("n1", "n2")
+        ]
+        finished = [node.wait(timeout=LIMIT) for node in nodes]
+    assert [node.returncode for node in finished] == [0, 0]
+    told = next(node for node in finished if node.stdout)
+    assert_learned(told, ranks=4, nodes=2, method="torchrun")
+
+
+def test_a_preempted_job_is_queued_again_and_goes_on(cluster, tmp_path):
+    request = JobRequest(backend="slurm", nodes=2, program=(str(DIGITS), "--folder", "checkpoints"))
+
+    def preempt(job):
+        job.wait_for_output("epoch 2/", timeout=LIMIT)
+        job.cancel("--signal=TERM")
+
+    finished = cluster.sbatch(render(request), timeout=LIMIT, cwd=tmp_path, meanwhile=preempt)
+    assert_learned(finished, ranks=2, nodes=2, method="slurm")
+    first, second = finished.stdout.split("asked to stop; saved in")
+    assert "epoch 6/6" not in first
+    assert "going on after" in second
+    assert "DUE TO JOB REQUEUE" in finished.stderr
+    assert "DistmanError" not in finished.stderr
+
+
+def test_a_preempted_torchrun_waits_until_the_job_is_queued_again(cluster, tmp_path):
+    request = JobRequest(backend="slurm", nodes=2, with_torchrun=True, program=(str(WATCHED), "wait_twice"))
+
+    def preempt(job):
+        job.wait_for_output("ready", times=2, timeout=LIMIT)
+        job.cancel("--signal=TERM")
+
+    finished = cluster.sbatch(render(request), timeout=LIMIT, cwd=tmp_path, meanwhile=preempt)
+    assert finished.returncode == 0
+    assert sorted(finished.stdout.splitlines()) == [
+        f"{rank}: {said}" for rank in (0, 1) for said in ("done in the second run", "ready", "saved")
+    ]
+    assert "DistmanError" not in finished.stderr
+
+
+def test_a_cancelled_job_is_not_queued_again(cluster, tmp_path):
+    request = JobRequest(backend="slurm", program=(str(WATCHED), "wait_twice"))
+    jobs = []
+
+    def cancel(job):
+        jobs.append(job)
+        job.wait_for_output("ready", timeout=LIMIT)
+        job.cancel()
+
+    finished = cluster.sbatch(render(request), timeout=LIMIT, cwd=tmp_path, meanwhile=cancel)
+    assert cluster.wait_for_end(jobs[0].id) == "CANCELLED"
+    assert finished.stdout.count("ready") == 1
+    assert "saved" in finished.stdout
+
+
+def test_gpus_of_a_type_do_not_change_the_number_of_processes(cluster, tmp_path):
+    (tmp_path / "say.py").write_text("import os\nprint(os.environ['SLURM_GPUS_PER_NODE'], os.environ['WORLD_SIZE'])\n")
+    request = JobRequest(backend="slurm", gpus_per_node=3, gpu_type="a100", with_torchrun=True, program=("say.py",))
+    assert cluster.sbatch(render(request), timeout=LIMIT, cwd=tmp_path).lines == ["a100:3 3"] * 3
+
+
+def test_submit_hands_every_argument_on(cluster, tmp_path):
+    (tmp_path / "say.py").write_text(SAY_ARGUMENTS)
+    options = ["--backend=slurm", "--gpus-per-node=0", "--tasks-per-node=2", "--cpus-per-task=1", "--submit", "--json"]
+    command = [sys.executable, "-m", "distman", "launch", *options, "--", "say.py", *ARGUMENTS]
+    # The job outlives the temporary folder of its submission.
+    environment = {**cluster.environment, "PYTHONPATH": str(REPOSITORY), "TMPDIR": str(tmp_path)}
+    submitted = cluster.hosts.run(command, env=environment, cwd=tmp_path, timeout=LIMIT)
+    answer = json.loads(submitted.stdout)
+    assert cluster.wait_for_end(answer["job_id"]) == "COMPLETED"
+    said = (tmp_path / f"train-{answer['job_id']}.log").read_text().splitlines()
+    assert [json.loads(line) for line in said] == [ARGUMENTS, ARGUMENTS]
+    assert answer["script"] == (tmp_path / answer["file"]).read_text()
+
+
+def test_a_refused_submission_has_the_exit_code_of_sbatch(cluster, tmp_path):
+    command = [sys.executable, "-m", "distman", "launch", "--backend=slurm", "--partition=elsewhere", "--submit"]
+    environment = {**cluster.environment, "PYTHONPATH": str(REPOSITORY)}
+    refused = cluster.hosts.run(command, env=environment, cwd=tmp_path, timeout=LIMIT)
+    assert (refused.returncode, refused.stdout) == (1, "")
+    assert "invalid partition" in refused.stderr
