@@ -31,7 +31,7 @@ from distman.errors import DistmanError, undefined_group
 from distman.job import Job, is_pure_gloo, settle_backend
 from distman.log import logger
 from distman.topology import GridPartition, ListedPartition, Partition, Plan
-from distman.topology.plan import READY_MADE
+from distman.topology.plan import READY_MADE, check_new_names
 
 __all__ = ["Group", "Groups"]
 
@@ -365,9 +365,7 @@ class Groups:
         return {"node": ListedPartition(tuple(nodes)), "leaders": ListedPartition((leaders, *others))}
 
     def _check_new(self, names: Iterable[str]) -> None:
-        taken = [name for name in names if name in {*self._partitions, *self._world_names, *READY_MADE}]
-        if taken:
-            raise ValueError(f"the name of a group must be new, got {taken[0]!r} again. Choose another name.")
+        check_new_names(names, {*self._partitions, *self._world_names, *READY_MADE})
 
     def _make_all(self, plan: Plan, number: int) -> tuple[dict[str, Group], Exception | None]:
         made: dict[str, Group] = {}

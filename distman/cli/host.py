@@ -7,6 +7,7 @@ import resource
 import socket
 import threading
 from collections.abc import Sequence
+from pathlib import Path
 
 from distman.environments.foresight import Host
 
@@ -27,11 +28,18 @@ def this_host() -> Host:
         interfaces=[name for _, name in socket.if_nameindex()],
         num_cores=os.cpu_count() or 1,
         num_usable_cores=len(os.sched_getaffinity(0)),
+        num_gpus=len([*Path("/dev").glob("nvidia[0-9]*")]),
+        first_open_port=_first_open_port(),
         max_open_files=None if soft_limit == resource.RLIM_INFINITY else soft_limit,
         resolve=_resolve,
         is_own=_is_own,
         is_reachable=_is_reachable,
     )
+
+
+def _first_open_port() -> int:
+    limit = Path("/proc/sys/net/ipv4/ip_unprivileged_port_start")
+    return int(limit.read_text()) if os.geteuid() != 0 and limit.exists() else 1
 
 
 def _resolve(name: str) -> Sequence[str] | None:

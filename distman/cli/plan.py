@@ -7,7 +7,6 @@ import dataclasses
 import functools
 import json
 import sys
-from collections.abc import Iterable, Sequence
 from typing import Any
 
 from distman.cli.drawing import draw_tree, first_and_last, grid_table, shorten_ranks, where
@@ -24,7 +23,7 @@ from distman.topology import (
     spread_over_nodes,
     tree_plan,
 )
-from distman.topology.plan import READY_MADE, resolve_mesh_shape
+from distman.topology.plan import READY_MADE, check_new_names, resolve_mesh_shape
 
 __all__ = ["Layout", "add_parser", "lay_out_mesh", "lay_out_tree", "run"]
 
@@ -110,8 +109,8 @@ def lay_out_tree(config: ProcessGroupConfig, world_size: int, ranks_per_node: in
         ValueError: The tree does not fit the world, or a name is one that every job has.
     """
     plan = tree_plan(config, world_size)
-    _check_names([config.root.name], READY_MADE)
-    _check_names(plan.partitions, (*READY_MADE, "world"))
+    check_new_names([config.root.name], READY_MADE)
+    check_new_names(plan.partitions, (*READY_MADE, "world"))
     if not plan.partitions:
         config.root.size = world_size
     config.update_parent_sizes()
@@ -133,19 +132,11 @@ def lay_out_mesh(axes: dict[str, int], world_size: int, ranks_per_node: int | No
     """
     names, shape = tuple(axes), tuple(axes.values())
     plan = mesh_plan(shape, names, world_size)
-    _check_names(names, (*READY_MADE, "world"))
+    check_new_names(names, (*READY_MADE, "world"))
     config = ProcessGroupConfig(ProcessGroupNode("world", world_size))
     for name, length in zip(names, resolve_mesh_shape(shape, names, world_size), strict=True):
         config.add_node(ProcessGroupNode(name, length), "world")
     return Layout(world_size, config, plan, ranks_per_node)
-
-
-def _check_names(names: Iterable[str], taken: Sequence[str]) -> None:
-    for name in names:
-        if name in taken:
-            raise ValueError(
-                f"the name of a group must be new, got {name!r}, which every job has already. Choose another name."
-            )
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -275,7 +266,8 @@ def _print_nodes(layout: Layout) -> None:
         return
     rest = layout.world_size % (layout.ranks_per_node or 1)
     fewer = f", the last one with {rest}" if rest else ""
-    print(f"\nOn {layout.num_nodes} nodes of {layout.ranks_per_node} ranks{fewer}:")
+    nodes = "one node" if layout.num_nodes == 1 else f"{layout.num_nodes} nodes of {layout.ranks_per_node} ranks{fewer}"
+    print(f"\nOn {nodes}:")
     for name, spread in spreads.items():
         size = layout.group_size(name)
         what = f"{spread.num_groups} group{'s' * (spread.num_groups > 1)} of {size} rank{'s' * (size > 1)}"

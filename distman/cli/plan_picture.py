@@ -134,6 +134,7 @@ def _add_title(figure: Figure, layout: Layout, rank: int) -> None:
         color=_INK,
         fontsize=11,
         linespacing=1.5,
+        parse_math=False,
     )
 
 
@@ -148,7 +149,7 @@ def _draw_panel(axes: Axes, layout: Layout, name: str, grid: _Grid, cell: float,
     members = set(partition.block_of(rank))
     _outline(axes, {(x, y) for x, y, shown in cells if shown in members}, min(2.5, 12 * cell))
     _frame(axes, layout, grid, cell)
-    axes.set_title(_title(layout, name, rank), loc="left", fontsize=9, color=_INK, linespacing=1.4)
+    axes.set_title(_title(layout, name, rank), loc="left", fontsize=9, color=_INK, linespacing=1.4, parse_math=False)
     if partition.num_blocks <= len(_COLOURS):
         _add_legend(axes, partition, colours)
 

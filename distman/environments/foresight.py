@@ -44,6 +44,8 @@ class Host:
         interfaces: Names of its network interfaces.
         num_cores: Number of its cores.
         num_usable_cores: Number of the cores that this process may use.
+        num_gpus: Number of its GPUs, visible or not.
+        first_open_port: Number of the first port that this user may open.
         max_open_files: Number of files and connections that this process may have open; None without a limit.
         resolve: Returns the addresses of a name: none where there is no such name, None without an answer in time.
         is_own: Returns whether an address is this host's.
@@ -54,6 +56,8 @@ class Host:
     interfaces: Sequence[str]
     num_cores: int
     num_usable_cores: int
+    num_gpus: int
+    first_open_port: int
     max_open_files: int | None
     resolve: Callable[[str], Sequence[str] | None]
     is_own: Callable[[str], bool]
@@ -128,7 +132,7 @@ def _other_launchers(job: _Job) -> Iterator[str]:
     num_nodes = chosen.num_nodes or -(-chosen.world_size // job.local_world_size)
     for other in spoken(job.environ):
         is_same = (other.rank, other.world_size) == (chosen.rank, chosen.world_size)
-        is_around = other.world_size == 1 or other.world_size == num_nodes
+        is_around = other.world_size in (1, num_nodes) or _is_step_of_daemons(job, other)
         if other.launcher != chosen.launcher and not is_same and not is_around:
             yield (
                 f"{other.launcher} says rank {other.rank} of {other.world_size}, but {chosen.launcher} says rank "
@@ -138,12 +142,18 @@ def _other_launchers(job: _Job) -> Iterator[str]:
             )
 
 
+def _is_step_of_daemons(job: _Job, other: LaunchEnvironment) -> bool:
+    """Return whether Slurm speaks of mpirun's daemons: one on each node but that of mpirun itself."""
+    num_nodes = _number(read_text(job.environ, *slurm.ALLOCATION_FIELDS["num_nodes"]) or "")
+    return other.launcher == "slurm" and num_nodes is not None and other.world_size == other.num_nodes == num_nodes - 1
+
+
 def _idle_nodes(job: _Job) -> Iterator[str]:
     """A launcher in a batch script, without srun, uses one node of several."""
-    if job.environment.launcher in ("slurm", "single") or slurm.is_step(job.environ):
+    if job.environment.launcher in ("slurm", "single") or any(one.launcher == "slurm" for one in spoken(job.environ)):
         return
-    num_nodes = read_text(job.environ, *slurm.ALLOCATION_FIELDS["num_nodes"])
-    if num_nodes is not None and num_nodes != "1" and job.environment.is_on_one_node:
+    num_nodes = _number(read_text(job.environ, *slurm.ALLOCATION_FIELDS["num_nodes"]) or "")
+    if num_nodes is not None and num_nodes > 1 and job.environment.is_on_one_node:
         yield (
             f"The Slurm allocation has {num_nodes} nodes, but {job.environment.launcher} runs all "
             f"{job.environment.world_size} ranks on one: no step of srun was started. Start it with srun, one "
@@ -160,14 +170,14 @@ def _gpus(job: _Job) -> Iterator[str]:
     visible = list(itertools.takewhile(lambda device: device not in ("", "-1", *_NO_DEVICES), devices))
     ranks = job.local_world_size
     one_for_each_task = len(visible) == 1 and job.environment.launcher != "torchrun"
-    if not visible:
+    if not visible and job.host.num_gpus:
         yield (
-            f"CUDA_VISIBLE_DEVICES={text!r} hides all GPUs: the job computes on the CPU. Unset it, or ask the "
-            "scheduler for GPUs."
+            f"CUDA_VISIBLE_DEVICES={text!r} hides all GPUs of this host: the job computes on the CPU. Unset it, or ask "
+            "the scheduler for GPUs."
         )
     elif len(set(visible)) < len(visible):
         yield f"CUDA_VISIBLE_DEVICES={text!r} names a GPU twice, which CUDA refuses. Name each once."
-    elif len(visible) < ranks and not one_for_each_task and not read_flag(job.environ, "DISTMAN_ALLOW_SHARED_GPU"):
+    elif 0 < len(visible) < ranks and not one_for_each_task and not read_flag(job.environ, "DISTMAN_ALLOW_SHARED_GPU"):
         gpus = "1 GPU" if len(visible) == 1 else f"{len(visible)} GPUs"
         yield (
             f"CUDA_VISIBLE_DEVICES={text!r} shows {gpus} to {ranks} ranks on this host: some would share one, which "
@@ -177,7 +187,7 @@ def _gpus(job: _Job) -> Iterator[str]:
 
 def _main_address(job: _Job) -> Iterator[str]:
     """The address on which the ranks meet means nothing, or the wrong host."""
-    if job.main_address is None:
+    if job.main_address is None or job.environment.launcher == "single":
         return
     name, source = job.main_address
     addresses = job.host.resolve(name)
@@ -272,15 +282,15 @@ def _matches_for_nccl(text: str, interfaces: Sequence[str]) -> bool:
 def _port(job: _Job) -> Iterator[str]:
     """MASTER_PORT is no port that a user may open."""
     text = read_text(job.environ, "MASTER_PORT")
-    if text is None:
+    if text is None or job.environment.launcher == "single":
         return
     port = _number(text)
     if port is None or not 0 < port < 65536:
         yield f"MASTER_PORT must be a number between 1 and 65535, got {text!r}. Correct or unset it."
-    elif port < 1024:
+    elif port < job.host.first_open_port:
         yield (
             f"MASTER_PORT={port} is a port that only the administrator may open: rank 0 would fail. Choose one between "
-            "1024 and 32767, or unset it."
+            f"{job.host.first_open_port} and 32767, or unset it."
         )
 
 

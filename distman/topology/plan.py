@@ -4,16 +4,33 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from distman.topology.partition import GridPartition, Partition, is_whole_number
 from distman.topology.tree import ProcessGroupConfig
 
-__all__ = ["READY_MADE", "Plan", "mesh_plan", "resolve_mesh_shape", "tree_plan"]
+__all__ = ["READY_MADE", "Plan", "check_new_names", "mesh_plan", "resolve_mesh_shape", "tree_plan"]
 
 READY_MADE = ("node", "leaders")
 """Names of the groups that every job has: the ranks of a host, and the first rank of each host."""
+
+
+def check_new_names(names: Iterable[str], taken: Container[str]) -> None:
+    """Check that the names of groups are not in use.
+
+    Local.
+
+    Args:
+        names: Names of the groups to be made.
+        taken: Those that there are.
+
+    Raises:
+        ValueError: A name is in use.
+    """
+    for name in names:
+        if name in taken:
+            raise ValueError(f"the name of a group must be new, got {name!r} again. Choose another name.")
 
 
 @dataclass(frozen=True)

@@ -54,7 +54,7 @@ def test_a_forgotten_srun_is_told():
 
 
 WELL = {"OMP_NUM_THREADS": "1"}
-BAD_PORT = {"MASTER_PORT": "80"}
+MISSPELT = {"DISTMAN_TIMEOUTS": "80"}
 
 
 def test_a_well_job_has_no_warnings():
@@ -63,9 +63,9 @@ def test_a_well_job_has_no_warnings():
 
 
 def test_warnings_are_in_both_forms():
-    (warning,) = json_of(WELL | BAD_PORT)["warnings"]
-    assert warning.startswith("MASTER_PORT=80 is a port that only the administrator may open: ")
-    assert run(WELL | BAD_PORT).stdout.endswith(f"\n\nwarning: {warning}\n")
+    (warning,) = json_of(WELL | MISSPELT)["warnings"]
+    assert warning.startswith("DISTMAN_TIMEOUTS is no variable that distman reads")
+    assert run(WELL | MISSPELT).stdout.endswith(f"\n\nwarning: {warning}\n")
 
 
 def test_a_warning_of_the_detection_is_told_once():
@@ -75,7 +75,7 @@ def test_a_warning_of_the_detection_is_told_once():
     assert run(environ).stdout.count(warning) == 1
 
 
-@pytest.mark.parametrize(("variables", "code"), [({}, 0), (BAD_PORT, 1)])
+@pytest.mark.parametrize(("variables", "code"), [({}, 0), (MISSPELT, 1)])
 @pytest.mark.parametrize("arguments", [[], ["--json"]])
 def test_warnings_count_when_they_shall(variables, code, arguments):
     strict = run(WELL | variables, "--strict", *arguments)

@@ -181,9 +181,9 @@ def test_large_worlds_stay_readable():
     [
         (["--tree", "world(data=8, model(a=8, b=8))"], 1, "Set data=16 or a=16 or b=16, or start 512 ranks."),
         (["--tree", "world(data, model=2)"], 1, "every leaf of the tree must have a size, got none for ['data']"),
-        (["--tree", "world(data=512, node=2)"], 1, "must be new, got 'node', which every job has already"),
-        (["--tree", "node(data=512, model=2)"], 1, "must be new, got 'node', which every job has already"),
-        (["--mesh", "world=512,model=2"], 1, "must be new, got 'world', which every job has already"),
+        (["--tree", "world(data=512, node=2)"], 1, "must be new, got 'node' again"),
+        (["--tree", "node(data=512, model=2)"], 1, "must be new, got 'node' again"),
+        (["--mesh", "world=512,model=2"], 1, "must be new, got 'world' again"),
         (["--mesh", "data=-1,model=3"], 1, "Start a multiple of 3 ranks"),
         (
             ["--mesh", "data=-1", "--world-size", "1000000000"],

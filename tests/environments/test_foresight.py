@@ -29,6 +29,8 @@ def host(number=1, **facts):
         interfaces=["lo", "eth0", "ib0"],
         num_cores=8,
         num_usable_cores=8,
+        num_gpus=4,
+        first_open_port=1024,
         max_open_files=1024,
         resolve=resolve,
         is_own=lambda address: address in ("127.0.0.1", "127.0.1.1", f"10.0.0.{number}"),
@@ -81,6 +83,15 @@ def test_one_launcher_on_each_node_is_no_contradiction():
     assert warnings(environ, host(2)) == []
 
 
+def test_the_daemons_of_mpirun_are_no_job():
+    daemons = on("slurm", 1, nodes=3, tasks=3, SLURM_JOB_NUM_NODES="4")
+    assert warnings(daemons | on("openmpi", 4, nodes=4, tasks=8), host(3)) == []
+
+
+def test_one_process_needs_no_address_and_no_port():
+    assert warnings({"MASTER_ADDR": "n7", "MASTER_PORT": "80"}) == []
+
+
 def test_a_launcher_that_is_asked_for_is_no_contradiction():
     environ = on("slurm", 1) | on("openmpi", 0, nodes=1, tasks=1) | {"DISTMAN_INITIALIZATION_METHOD": "openmpi"}
     assert warnings(environ) == []
@@ -88,6 +99,7 @@ def test_a_launcher_that_is_asked_for_is_no_contradiction():
 
 def test_another_launcher_with_broken_variables_is_passed_over():
     assert warnings(on("torchrun", SLURM_PROCID="x", SLURM_STEP_ID="0")) == []
+    assert warnings(on("torchrun", nodes=1, SLURM_STEP_ID="abc", SLURM_JOB_NUM_NODES="x")) == []
 
 
 def test_a_batch_script_that_uses_one_node_of_two():
@@ -119,6 +131,10 @@ def test_visible_gpus_are_compared_with_the_ranks_of_the_host(devices, launcher,
         assert sentence in one(environ)
         shared = warnings(environ | {"DISTMAN_ALLOW_SHARED_GPU": "1"})
         assert bool(shared) is ("shows" not in sentence)
+
+
+def test_no_gpu_is_hidden_where_there_is_none():
+    assert warnings(on("slurm", CUDA_VISIBLE_DEVICES=""), host(num_gpus=0)) == []
 
 
 @pytest.mark.parametrize(
@@ -221,6 +237,10 @@ def test_interfaces_are_compared_with_those_there_are(name, value, is_there):
 def test_a_port_is_one_that_a_user_may_open(port, sentence):
     environ = on("slurm", MASTER_PORT=port)
     assert warnings(environ) == [] if sentence is None else one(environ).startswith(sentence)
+
+
+def test_the_administrator_may_open_any_port():
+    assert warnings(on("slurm", MASTER_PORT="80"), host(first_open_port=1)) == []
 
 
 @pytest.mark.parametrize("name", ["NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_ASYNC_ERROR_HANDLING"])
