@@ -130,3 +130,10 @@ def test_the_tree_in_the_readme_names_what_there_is():
     named = {line.split()[0] for line in tree.splitlines()}
     there = {path.name + "/" * path.is_dir() for path in PACKAGE.iterdir() if path.name != "__pycache__"}
     assert named == there - {"__main__.py", "py.typed"}
+
+
+def test_no_message_names_the_package_on_pypi_that_is_another_one():
+    """``pip install distman`` would install what somebody else has published under that name."""
+    sources = [*PACKAGE.rglob("*.py"), *(PACKAGE.parent / "docs").rglob("*.md"), README]
+    wrong = re.compile(r"pip3? install ([^\n`]* )?['\"]?distman\b")
+    assert [source.name for source in sources if wrong.search(source.read_text(encoding="utf-8"))] == []

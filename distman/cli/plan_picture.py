@@ -100,7 +100,7 @@ def draw_picture(layout: Layout, path: str | os.PathLike[str], *, rank: int = 0)
         from matplotlib.figure import Figure
         from matplotlib.layout_engine import ConstrainedLayoutEngine
     except ImportError as error:
-        raise ImportError("matplotlib must be installed to draw a picture. Run pip install distman[cli].") from error
+        raise ImportError("matplotlib must be installed to draw a picture. Run pip install matplotlib.") from error
     names = list(layout.plan.partitions)
     if not names:
         raise ValueError("the plan must have groups to be drawn, got the world alone. Add a child to the tree.")

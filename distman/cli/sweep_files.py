@@ -37,7 +37,7 @@ def check_outputs(paths: Sequence[Path]) -> None:
         if not path.absolute().parent.is_dir():
             raise ValueError(f"an output must lie in a folder that there is, got {path}. Make the folder first.")
         if path.suffix in _PICTURES and importlib.util.find_spec("matplotlib") is None:
-            raise ImportError(f"matplotlib must be installed to draw {path}. Run pip install distman[cli].")
+            raise ImportError(f"matplotlib must be installed to draw {path}. Run pip install matplotlib.")
 
 
 def write_output(path: Path, measurements: Sequence[Measurement], job: Mapping[str, Any]) -> None:

@@ -62,8 +62,6 @@ class Hdf5Dataset(Dataset[tuple[torch.Tensor, ...]]):
             try:
                 import h5py
             except ImportError as error:
-                raise ImportError(
-                    "h5py must be there to read HDF5 files. Install it: pip install distman[h5]"
-                ) from error
+                raise ImportError("h5py must be there to read HDF5 files. Install it: pip install h5py") from error
             self._file = os.getpid(), h5py.File(self._path, "r")
         return self._file[1]

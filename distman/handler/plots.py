@@ -36,7 +36,7 @@ def plot_history(
         from matplotlib.figure import Figure
         from matplotlib.ticker import MaxNLocator
     except ImportError as error:
-        raise ImportError("matplotlib must be installed to draw plots. Run pip install distman[handler].") from error
+        raise ImportError("matplotlib must be installed to draw plots. Run pip install matplotlib.") from error
     unknown = [name for name in names if name not in history.names]
     if unknown or not names:
         raise ValueError(f"names must be of the history, got {unknown or 'none'}. It has {history.names}.")

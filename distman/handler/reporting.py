@@ -93,7 +93,7 @@ class ProgressBar:
         except ImportError as error:
             if is_shown is None:
                 return
-            raise ImportError("tqdm must be installed to show progress. Run pip install distman[handler].") from error
+            raise ImportError("tqdm must be installed to show progress. Run pip install tqdm.") from error
         self._bar = tqdm(total=total, desc=f"epoch {epoch + 1}/{num_epochs}", unit="batch", leave=False)
 
     def advance(self, num_batches: int, tally: Tally) -> None:

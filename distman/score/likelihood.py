@@ -234,7 +234,7 @@ def _import_odeint() -> Callable[..., Any]:
         from torchdiffeq import odeint
     except ImportError as error:
         raise ImportError(
-            "torchdiffeq must be installed for log_likelihood, got none. Install it with `pip install distman[score]`."
+            "torchdiffeq must be installed for log_likelihood, got none. Install it with `pip install torchdiffeq`."
         ) from error
     solver: Callable[..., Any] = odeint
     return solver

@@ -99,7 +99,9 @@ def test_outputs_that_cannot_be_written_are_refused(monkeypatch, tmp_path):
         check_outputs([tmp_path / "missing" / "a.csv"])
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     check_outputs([tmp_path / "a.csv"])
-    with pytest.raises(ImportError, match=r"matplotlib must be installed to draw .*a.png"):
+    with pytest.raises(
+        ImportError, match=r"matplotlib must be installed to draw .*a.png. Run pip install matplotlib\."
+    ):
         check_outputs([tmp_path / "a.png"])
 
 

@@ -232,7 +232,7 @@ def test_without_matplotlib_it_says_what_to_install(tmp_path):
     )
     assert (finished.returncode, finished.stdout) == (1, "")
     assert finished.stderr == (
-        "distman plan: matplotlib must be installed to draw a picture. Run pip install distman[cli].\n"
+        "distman plan: matplotlib must be installed to draw a picture. Run pip install matplotlib.\n"
     )
 
 
