@@ -3,14 +3,32 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import os
+import re
 import signal
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 from distman.cli import bench, check, env, launch, plan
+from distman.version import VERSION
 
 __all__ = ["main"]
+
+
+class _Parser(argparse.ArgumentParser):
+    """A parser whose subparsers, which are of its class, refuse what they do not know by themselves."""
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
+        """Parse; what is left over is an error with the usage of this very command."""
+        arguments, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            known = re.findall(r"--[a-z-]+", self.format_usage())
+            close = difflib.get_close_matches(unknown[0].partition("=")[0], known, n=1)
+            hint = f"; did you mean {close[0]}?" if close else ""
+            self.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
+        return arguments, unknown
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -21,7 +39,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     Args:
         argv: Arguments without the program's name; None takes those of the process.
     """
-    parser = argparse.ArgumentParser(prog="distman", description="Start PyTorch jobs under any launcher.")
+    parser: argparse.ArgumentParser = _Parser(prog="distman", description="Start PyTorch jobs under any launcher.")
+    parser.add_argument("--version", action="version", version=f"%(prog)s {VERSION}")
     subparsers = parser.add_subparsers(required=True, metavar="COMMAND")
     env.add_parser(subparsers)
     check.add_parser(subparsers)

@@ -4,7 +4,38 @@ import sys
 
 import pytest
 
+from distman.version import VERSION
+
 COMMAND = [sys.executable, "-m", "distman"]
+
+
+def run(*arguments):
+    return subprocess.run([*COMMAND, *arguments], capture_output=True, text=True, timeout=60, check=False)
+
+
+def test_the_version_is_that_of_the_package():
+    assert run("--version").stdout == f"distman {VERSION}\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "command", "complaint"),
+    [
+        (["check", "--fodler", "x"], "check", "unrecognized arguments: --fodler x; did you mean --folder?"),
+        (["env", "--jsno=1"], "env", "unrecognized arguments: --jsno=1; did you mean --json?"),
+        (["env", "xyz"], "env", "unrecognized arguments: xyz"),
+    ],
+)
+def test_a_wrong_option_is_told_by_its_command(arguments, command, complaint):
+    finished = run(*arguments)
+    assert (finished.returncode, finished.stdout) == (2, "")
+    assert finished.stderr.startswith(f"usage: distman {command} [-h]")
+    assert finished.stderr.endswith(f"distman {command}: error: {complaint}\n")
+
+
+def test_a_wrong_option_before_the_command_is_told_by_the_program():
+    finished = run("--versoin", "env")
+    assert finished.stderr.startswith("usage: distman [-h] [--version] COMMAND")
+    assert finished.stderr.endswith("distman: error: unrecognized arguments: --versoin; did you mean --version?\n")
 
 
 def test_a_reader_that_goes_away_ends_a_command_without_words():
