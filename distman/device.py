@@ -6,11 +6,20 @@ import os
 from collections.abc import Mapping
 
 import torch
+import torch.distributed as dist
 
 from distman.environments.base import read_flag
 from distman.log import logger
 
-__all__ = ["backend_for", "is_sharing_allowed", "pick_device", "pick_index", "resolve_device", "visible_devices"]
+__all__ = [
+    "backend_for",
+    "check_backend",
+    "is_sharing_allowed",
+    "pick_device",
+    "pick_index",
+    "resolve_device",
+    "visible_devices",
+]
 
 _ALLOW_SHARED = "DISTMAN_ALLOW_SHARED_GPU"
 _BACKENDS = {"cpu": "cpu:gloo", "cuda": "cpu:gloo,cuda:nccl", "xpu": "cpu:gloo,xpu:xccl"}
@@ -70,7 +79,7 @@ def is_sharing_allowed(environ: Mapping[str, str]) -> bool:
 
 
 def resolve_device(device: str | torch.device) -> torch.device:
-    """Return the device that a specification names, or the CPU where CUDA is asked for but not there.
+    """Return the device that a specification names, or the CPU where CUDA is asked for and there is none at all.
 
     Local.
 
@@ -79,7 +88,7 @@ def resolve_device(device: str | torch.device) -> torch.device:
 
     Raises:
         TypeError: ``device`` is neither a text nor a ``torch.device``.
-        ValueError: The text names no device.
+        ValueError: The text names no device, or a GPU beyond those that are visible.
     """
     if isinstance(device, str):
         text = device.strip().lower()
@@ -92,9 +101,16 @@ def resolve_device(device: str | torch.device) -> torch.device:
             ) from error
     if not isinstance(device, torch.device):
         raise TypeError(f"device must be a text or a torch.device, got {type(device).__name__}. Pass 'cuda' or 'cpu'.")
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        logger.warning("device %s is not there (%d visible): using the CPU instead", device, torch.cuda.device_count())
+    visible = torch.cuda.device_count()
+    if device.type == "cuda" and not visible:
+        logger.warning("device %s is not there (0 visible): using the CPU instead", device)
         return torch.device("cpu")
+    if device.type == "cuda" and (device.index or 0) >= visible:
+        here = ", ".join(f"cuda:{index}" for index in range(visible))
+        raise ValueError(
+            f"device must be one that is here, got {device}, here are {here}. Correct it, or leave it out: the rank's "
+            "place on its host picks one."
+        )
     return device
 
 
@@ -113,6 +129,29 @@ def backend_for(device: torch.device) -> str:
             "Name a backend: initialize(backend=...)."
         )
     return backend
+
+
+def check_backend(backend: str) -> None:
+    """Refuse a backend that no process group could have here.
+
+    Local.
+
+    Args:
+        backend: One name, or one for each type of device, such as ``"cpu:gloo,cuda:nccl"``.
+
+    Raises:
+        ValueError: torch does not know the name, or was built without it.
+    """
+    try:
+        is_here = dist.is_backend_available(backend)
+    except ValueError:  # a type of device stands there twice, or without a backend
+        is_here = False
+    if not is_here:
+        here = ", ".join(name for name in dist.Backend.backend_list if dist.is_backend_available(name))
+        raise ValueError(
+            f"backend must be one that torch has here, got {backend!r}, here are {here}. Leave it out: the device "
+            "decides."
+        )
 
 
 def visible_devices(device_type: str | None = None) -> tuple[str, tuple[str, ...]]:

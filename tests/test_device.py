@@ -110,7 +110,7 @@ def test_a_specification_names_a_device(see, caplog, text, device):
     assert caplog.records == []
 
 
-@pytest.mark.parametrize("wanted", ["cuda", "gpu", "cuda:0", torch.device("cuda")], ids=str)
+@pytest.mark.parametrize("wanted", ["cuda", "gpu", "cuda:0", "cuda:7", torch.device("cuda")], ids=str)
 def test_without_cuda_it_falls_back_to_the_cpu_and_says_so(caplog, wanted):
     with caplog.at_level(logging.WARNING, "distman"):
         assert resolve_device(wanted) == torch.device("cpu")
@@ -119,10 +119,11 @@ def test_without_cuda_it_falls_back_to_the_cpu_and_says_so(caplog, wanted):
     assert "(0 visible): using the CPU instead" in record.getMessage()
 
 
-def test_a_gpu_beyond_the_visible_ones_falls_back_to_the_cpu_with_the_count(see, caplog):
+@pytest.mark.parametrize("wanted", ["cuda:2", "gpu:2", torch.device("cuda", 2)], ids=str)
+def test_a_gpu_beyond_the_visible_ones_is_an_error_that_names_those(see, wanted):
     see(2)
-    assert resolve_device("cuda:9") == torch.device("cpu")
-    assert "device cuda:9 is not there (2 visible)" in caplog.text
+    with pytest.raises(ValueError, match=r"device must be one that is here, got cuda:2, here are cuda:0, cuda:1\."):
+        resolve_device(wanted)
 
 
 @pytest.mark.parametrize("wrong", [None, 0, 1.0, ["cuda"], b"cpu"], ids=repr)
