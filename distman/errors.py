@@ -22,7 +22,8 @@ from __future__ import annotations
 
 import difflib
 import functools
-from collections.abc import Iterable
+import reprlib
+from collections.abc import Iterable, Mapping
 
 __all__ = [
     "BarrierTimeoutError",
@@ -36,6 +37,7 @@ __all__ = [
     "RendezvousError",
     "UndefinedGroupError",
     "WorkerError",
+    "check_options",
     "undefined_group",
 ]
 
@@ -142,6 +144,27 @@ class WorkerError(DistmanError):
         self.error_type = error_type
         self.traceback_text = traceback_text
         super().__init__(message)
+
+
+def check_options(options: Mapping[str, object], known: Iterable[str], method: str) -> None:
+    """Refuse options that a method does not take, with the name that was meant.
+
+    Local.
+
+    Args:
+        options: Names and values that were given.
+        known: The names there are.
+        method: What the program called, such as ``"wrap_ddp"``.
+
+    Raises:
+        TypeError: A name is unknown.
+    """
+    names = sorted(known)
+    for name, value in options.items():
+        if name not in names:
+            close = difflib.get_close_matches(name, names, n=1)
+            hint = f"Did you mean {close[0]}?" if close else f"It takes {', '.join(names)}."
+            raise TypeError(f"{name} must be an option that {method}() takes, got {name}={reprlib.repr(value)}. {hint}")
 
 
 def undefined_group(name: str, known: Iterable[str], what: str) -> UndefinedGroupError:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import atexit
 import datetime
 import functools
-import math
+import inspect
 import os
 import threading
 from typing import Any, ClassVar
@@ -21,10 +21,10 @@ from distman.control.collective import Meeting
 from distman.control.requeue import requeue
 from distman.control.stop import StopAgreement
 from distman.control.watcher import Watcher, WatchLimits
-from distman.device import backend_for, pick_device
-from distman.environments import LaunchEnvironment, detect
+from distman.device import backend_for, check_backend, pick_device
+from distman.environments import LaunchEnvironment, detect, misspelt_variables
 from distman.environments.base import read_flag
-from distman.errors import DistmanError, NotInitializedError
+from distman.errors import DistmanError, NotInitializedError, check_options
 from distman.group_queries import GroupQueries
 from distman.groups import Groups
 from distman.job import DeviceWish, Limits, adopt, leave, let_gloo_rest, start, watch
@@ -111,11 +111,16 @@ class DistributedManager(GroupQueries):
         limits = Limits(_seconds(timeout, *_TIMEOUT), _seconds(rendezvous_timeout, *_RENDEZVOUS_TIMEOUT))
         watch_limits = _watch_limits()
         wish = DeviceWish.of(device)
+        if backend is not None:
+            check_backend(backend)
         find_unused = read_flag(os.environ, _FIND_UNUSED)
         if dist.is_initialized():
+            _warn_of_misspelt(dist.get_rank())
             job = adopt(detect(os.environ, method).environment, wish, limits)
         else:
-            job = start(_environment(method, use_distributed=use_distributed), backend, wish, limits)
+            environment = _environment(method, use_distributed=use_distributed)
+            _warn_of_misspelt(environment.rank)
+            job = start(environment, backend, wish, limits)
         cls._shared_state.update(
             _job=job,
             _groups=Groups(job),
@@ -351,12 +356,17 @@ class DistributedManager(GroupQueries):
     def wrap_ddp(self, module: torch.nn.Module, **kwargs: Any) -> torch.nn.Module:
         """Return the module as a DistributedDataParallel on this rank's device, or unchanged on one process.
 
-        Collective. The module must already be on :attr:`device`.
+        Collective. The module must already be on :attr:`device`. What several ranks refuse, one process refuses too.
 
         Args:
-            module: The model.
+            module: The model; some parameter of it must require a gradient.
             kwargs: Options of DistributedDataParallel; they go before the manager's own.
+
+        Raises:
+            TypeError: It is no module, or DistributedDataParallel has no such option.
+            ValueError: No parameter requires a gradient.
         """
+        _check_wrappable(module, kwargs)
         if self.world_size == 1:
             return module
         options: dict[str, Any] = {"find_unused_parameters": self.find_unused_parameters}
@@ -418,14 +428,15 @@ def _environment(method: str | None, *, use_distributed: bool | None) -> LaunchE
 
 def _seconds(value: float | datetime.timedelta | None, variable: str, default: float) -> float:
     """Return a limit in seconds: the argument, else the variable, else the default."""
-    source = "the call"
-    if value is None and os.environ.get(variable):
-        value, source = _number(os.environ[variable]), variable
+    got = f"{value} from the call"
     seconds = value.total_seconds() if isinstance(value, datetime.timedelta) else value
     if seconds is None:
-        return default
-    if not 0 < seconds < threading.TIMEOUT_MAX:
-        raise ValueError(f"a timeout must be a positive number of seconds, got {value} from {source}. Correct it.")
+        text = os.environ.get(variable)
+        if not text:
+            return default
+        seconds, got = _number(text), f"{text!r} from {variable}"
+    if seconds is None or not 0 < seconds < threading.TIMEOUT_MAX:
+        raise ValueError(f"a timeout must be a positive number of seconds, got {got}. Correct it.")
     return float(seconds)
 
 
@@ -437,11 +448,30 @@ def _watch_limits() -> WatchLimits | None:
     return WatchLimits(silence=_seconds(None, *_SILENCE_TIMEOUT), hang=hang)
 
 
-def _number(text: str) -> float:
+def _number(text: str) -> float | None:
     try:
         return float(text)
     except ValueError:
-        return math.nan
+        return None
+
+
+def _warn_of_misspelt(rank: int) -> None:
+    """Say on rank 0 which variables have no effect."""
+    if rank == 0:
+        for sentence in misspelt_variables(os.environ):
+            log.logger.warning(sentence)
+
+
+def _check_wrappable(module: torch.nn.Module, options: dict[str, Any]) -> None:
+    """Refuse, on any number of ranks, what DistributedDataParallel would on several."""
+    if not isinstance(module, torch.nn.Module):
+        raise TypeError(f"module must be a torch.nn.Module, got a {type(module).__name__}. Pass the model.")
+    check_options(options, [*inspect.signature(DistributedDataParallel).parameters][1:], "wrap_ddp")
+    if not any(parameter.requires_grad for parameter in module.parameters()):
+        raise ValueError(
+            "module must have a parameter that requires a gradient, got none. Call the module as it is: there is no "
+            "gradient to average."
+        )
 
 
 def _not_initialized() -> NotInitializedError:

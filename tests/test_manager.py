@@ -3,7 +3,9 @@
 import datetime
 import gc
 import os
+import queue
 import sys
+from logging.handlers import QueueHandler
 
 import pytest
 import torch
@@ -18,6 +20,7 @@ from distman import (
     initialize_ddp,
 )
 from distman.control import failure
+from distman.log import logger
 from distman.testing import fake_environment, ranks
 
 
@@ -86,6 +89,8 @@ def test_a_second_start_warns_and_changes_nothing(caplog):
         ({"method": "nonsense"}, ValueError, "method must be one of"),
         ({"timeout": -1}, ValueError, "timeout must be a positive number of seconds, got -1 from the call"),
         ({"rendezvous_timeout": datetime.timedelta(0)}, ValueError, "timeout must be a positive number"),
+        ({"backend": "mpi"}, ValueError, "backend must be one that torch has here, got 'mpi', here are "),
+        ({"backend": "cpu:gloo,cpu:gloo"}, ValueError, "got 'cpu:gloo,cpu:gloo', here are .*gloo"),
         ({"device": "nonsense"}, ValueError, "device must be a text such as"),
         ({"device": 3}, TypeError, "device must be"),
         ({"use_distributed": True}, LaunchEnvironmentError, "use_distributed must be None or False"),
@@ -104,11 +109,34 @@ def test_half_an_environment_is_an_error_and_not_one_process(monkeypatch):
         DistributedManager.initialize()
 
 
-@pytest.mark.parametrize("variable", ["DISTMAN_TIMEOUT", "DISTMAN_RENDEZVOUS_TIMEOUT"])
+@pytest.mark.parametrize("variable", [f"DISTMAN_{name}TIMEOUT" for name in ("", "RENDEZVOUS_", "SILENCE_", "HANG_")])
 def test_a_timeout_that_is_no_number_names_its_variable(monkeypatch, variable):
-    monkeypatch.setenv(variable, "soon")
-    with pytest.raises(ValueError, match=variable):
+    for text in ("soon", "-1", "nan"):
+        monkeypatch.setenv(variable, text)
+        with pytest.raises(ValueError, match=f"positive number of seconds, got '{text}' from {variable}"):
+            DistributedManager.initialize()
+
+
+def test_a_misspelt_variable_is_told_at_the_start(monkeypatch, caplog):
+    monkeypatch.setenv("DISTMAN_TIMEUOT", "3")
+    DistributedManager.initialize()
+    assert [record.getMessage() for record in caplog.records] == [
+        "DISTMAN_TIMEUOT is no variable that distman reads, so it has no effect: did you mean DISTMAN_TIMEOUT?"
+    ]
+
+
+@ranks(3)
+def test_rank_zero_alone_tells_of_a_misspelt_variable(rank):
+    DistributedManager.cleanup()
+    os.environ["DISTMAN_TIMEUOT"] = "3"
+    told = queue.SimpleQueue()
+    handler = QueueHandler(told)
+    logger.addHandler(handler)
+    try:
         DistributedManager.initialize()
+    finally:
+        logger.removeHandler(handler)
+    assert told.qsize() == (rank == 0)
 
 
 def test_use_distributed_false_is_one_process_whatever_the_environment_says(monkeypatch):
@@ -164,6 +192,20 @@ def test_unused_parameters_follow_their_variable(monkeypatch, value, expected):
 def test_one_process_keeps_its_module():
     module = torch.nn.Linear(2, 1)
     assert DistributedManager.initialize().wrap_ddp(module) is module
+
+
+@ranks(1, 2)
+def test_one_process_refuses_to_wrap_what_several_do():
+    manager, linear = DistributedManager(), torch.nn.Linear(1, 1)
+    with pytest.raises(TypeError, match=r"got find_unused_parameter=True\. Did you mean find_unused_parameters\?"):
+        manager.wrap_ddp(linear, find_unused_parameter=True)
+    with pytest.raises(TypeError, match=r"xyz must be an option that wrap_ddp\(\) takes, got xyz=1\. It takes batched"):
+        manager.wrap_ddp(linear, xyz=1)
+    with pytest.raises(TypeError, match=r"module must be a torch\.nn\.Module, got a str\. Pass the model"):
+        manager.wrap_ddp("x")
+    for module in (torch.nn.ReLU(), linear.requires_grad_(requires_grad=False)):
+        with pytest.raises(ValueError, match="module must have a parameter that requires a gradient, got none"):
+            manager.wrap_ddp(module)
 
 
 @ranks(1, 2, 3)

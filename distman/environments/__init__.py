@@ -8,7 +8,7 @@ from distman.environments.detect import (
     is_env_distributed,
     should_use_distributed,
 )
-from distman.environments.foresight import Host, foresee
+from distman.environments.foresight import Host, foresee, misspelt_variables
 from distman.environments.slurm import expected_hosts
 
 __all__ = [
@@ -21,5 +21,6 @@ __all__ = [
     "explain",
     "foresee",
     "is_env_distributed",
+    "misspelt_variables",
     "should_use_distributed",
 ]

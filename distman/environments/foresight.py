@@ -11,7 +11,7 @@ from distman.environments import slurm
 from distman.environments.base import LaunchEnvironment, read_flag, read_text
 from distman.environments.detect import METHOD, spoken
 
-__all__ = ["VARIABLES", "Host", "foresee"]
+__all__ = ["VARIABLES", "Host", "foresee", "misspelt_variables"]
 
 VARIABLES = (
     "DISTMAN_ALLOW_SHARED_GPU",
@@ -122,6 +122,26 @@ def foresee(environ: Mapping[str, str], environment: LaunchEnvironment, host: Ho
     """
     job = _Job(environ, environment, host)
     return tuple(itertools.chain.from_iterable(check(job) for check in _CHECKS))
+
+
+def misspelt_variables(environ: Mapping[str, str]) -> tuple[str, ...]:
+    """Return a sentence for each variable that begins like distman's, and is none.
+
+    Local.
+
+    Args:
+        environ: Environment variables, usually ``os.environ``; never modified.
+    """
+    unknown = (name for name in sorted(environ) if name.startswith(_PREFIX) and name not in VARIABLES)
+    return tuple(
+        f"{name} is no variable that distman reads, so it has no effect: {_meant_instead(name)}" for name in unknown
+    )
+
+
+def _meant_instead(name: str) -> str:
+    ends = [known.removeprefix(_PREFIX) for known in VARIABLES]
+    close = difflib.get_close_matches(name.removeprefix(_PREFIX), ends, n=1)
+    return f"did you mean {_PREFIX}{close[0]}?" if close else f"there are {', '.join(VARIABLES)}."
 
 
 def _other_launchers(job: _Job) -> Iterator[str]:
@@ -320,12 +340,7 @@ def _open_files(job: _Job) -> Iterator[str]:
 
 def _misspelt(job: _Job) -> Iterator[str]:
     """A variable begins like distman's, and is none."""
-    for name in sorted(job.environ):
-        if name.startswith(_PREFIX) and name not in VARIABLES:
-            ends = [known.removeprefix(_PREFIX) for known in VARIABLES]
-            close = difflib.get_close_matches(name.removeprefix(_PREFIX), ends, n=1)
-            hint = f"did you mean {_PREFIX}{close[0]}?" if close else f"there are {', '.join(VARIABLES)}."
-            yield f"{name} is no variable that distman reads, so it has no effect: {hint}"
+    yield from misspelt_variables(job.environ)
 
 
 def _is_loopback(address: str) -> bool:

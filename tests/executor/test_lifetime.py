@@ -178,7 +178,7 @@ def start(mark):
 
     def start(program, *arguments):
         command = [*private_shared_memory(), sys.executable, "-c", program, *arguments]
-        environ = {**os.environ, "DISTMAN_TEST_MARK": mark}
+        environ = {**os.environ, "TEST_DISTMAN_MARK": mark}
         started.append(
             subprocess.Popen(
                 command, env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True

@@ -122,7 +122,7 @@ def run(cell: Cell, launcher: Any) -> Outcome:
     folder.chmod(0o755)
     try:
         script = [SCRIPT, cell.fault, cell.place, str(cell.rank)]
-        variables = {**VARIABLES, "DISTMAN_TEST_RECORDS": str(folder)}
+        variables = {**VARIABLES, "TEST_DISTMAN_RECORDS": str(folder)}
         with STARTERS[cell.launcher].start(launcher, script, variables) as running:
             return _observe(cell, running, Watch(folder))
     finally:

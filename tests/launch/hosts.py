@@ -65,7 +65,7 @@ class NamespaceHosts:
     @property
     def environment(self) -> dict[str, str]:
         """What the stand-in for ssh needs to know."""
-        return {"DISTMAN_TEST_HOSTS": str(self.directory)}
+        return {"TEST_DISTMAN_HOSTS": str(self.directory)}
 
     def enter(self, host: str = "ctl", cwd: Path | None = None) -> list[str]:
         """Return the beginning of a command line that runs the rest of it on a host."""

@@ -28,7 +28,7 @@ def ignore(*_):
 
 @ranks(2)
 def test_dirt(tmp_path):
-    os.environ["DISTMAN_DIRT"] = "dirt"
+    os.environ["TEST_DISTMAN_DIRT"] = "dirt"
     del os.environ["PATH"]
     os.chdir(tmp_path)
     sys.path.insert(0, "/dirt")
@@ -53,7 +53,7 @@ def test_dirt(tmp_path):
 
 @ranks(2)
 def test_dirt_is_gone():
-    assert "DISTMAN_DIRT" not in os.environ
+    assert "TEST_DISTMAN_DIRT" not in os.environ
     assert "PATH" in os.environ
     assert "dirt" not in sys.path
     assert not {"ignore"} & {hook.__name__ for hook in (sys.excepthook, threading.excepthook, sys.unraisablehook)}

@@ -99,7 +99,7 @@ def busy(project, mark, tmp_path):
     for old in project.folder.glob("busy*"):
         old.unlink()
     project.write(BUSY)
-    environ = project.environ(DISTMAN_TEST_MARK=mark, TMPDIR=str(tmp_path))
+    environ = project.environ(TEST_DISTMAN_MARK=mark, TMPDIR=str(tmp_path))
     with (tmp_path / "log").open("wb") as log:
         process = subprocess.Popen(
             project.command("-q", "-p", "no:hypothesispytest"),  # it takes a second to end
@@ -137,7 +137,7 @@ def test_ctrl_c_ends_all_at_once(busy, mark, tmp_path):
 
 def test_workers_stay_are_more_when_needed_and_survive_their_server(project, mark, tmp_path):
     project.write(GOOD)
-    run = project.run("-q", DISTMAN_TEST_MARK=mark, TMPDIR=str(tmp_path))
+    run = project.run("-q", TEST_DISTMAN_MARK=mark, TMPDIR=str(tmp_path))
     assert run.counts() == {"passed": 5}, run.output
     assert not living(mark)
     assert not list(tmp_path.iterdir())

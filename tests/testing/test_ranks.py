@@ -44,7 +44,7 @@ def box():
 
 @pytest.fixture
 def variable(monkeypatch):
-    monkeypatch.setenv("DISTMAN_TEST_VARIABLE", "set in the pytest process")
+    monkeypatch.setenv("TEST_DISTMAN_VARIABLE", "set in the pytest process")
 
 
 @ranks(1, 2, 4)
@@ -134,21 +134,21 @@ def test_environment_is_that_of_a_launcher(rank, world_size):
 @pytest.mark.usefixtures("variable")
 @ranks(2)
 def test_variables_of_fixtures_travel():
-    assert os.environ["DISTMAN_TEST_VARIABLE"] == "set in the pytest process"
+    assert os.environ["TEST_DISTMAN_VARIABLE"] == "set in the pytest process"
 
 
 @ranks(2)
 def test_monkeypatch_is_each_ranks_own(monkeypatch, rank):
-    monkeypatch.setenv("DISTMAN_TEST_VARIABLE", str(rank))
+    monkeypatch.setenv("TEST_DISTMAN_VARIABLE", str(rank))
     monkeypatch.setattr(os, "sep", "here")
-    assert os.environ["DISTMAN_TEST_VARIABLE"] == str(rank)
+    assert os.environ["TEST_DISTMAN_VARIABLE"] == str(rank)
     assert os.sep == "here"
 
 
 @ranks(2)
 def test_monkeypatch_was_undone():
     assert os.sep == "/"
-    assert "DISTMAN_TEST_VARIABLE" not in os.environ
+    assert "TEST_DISTMAN_VARIABLE" not in os.environ
 
 
 def draws():

@@ -1,4 +1,4 @@
-"""One of three ranks fails: ``FAULT PLACE RANK``; the folder ``DISTMAN_TEST_RECORDS`` keeps what happened.
+"""One of three ranks fails: ``FAULT PLACE RANK``; the folder ``TEST_DISTMAN_RECORDS`` keeps what happened.
 
 Rank 1, say, leaves there ``1.identity`` (its host and pid), ``1.stderr`` (all that it says), ``1.arrived`` (it
 is at the place), ``1.fault`` (the moment of the fault) and ``1.end`` (its exit code, unless a signal ends it).
@@ -211,7 +211,7 @@ def main(fault: str, place: str, failing_rank: str) -> None:
     from distman import environments
 
     rank = environments.detect(os.environ).environment.rank
-    records = Records(Path(os.environ["DISTMAN_TEST_RECORDS"]), rank)
+    records = Records(Path(os.environ["TEST_DISTMAN_RECORDS"]), rank)
     records.write("identity", host=socket.gethostname(), pid=os.getpid())
     records.keep_standard_error()
     import torch  # noqa: F401 - it takes its time, which is not the fault's
