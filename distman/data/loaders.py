@@ -210,8 +210,10 @@ def length_of(dataset: Dataset[Any]) -> int:
     Local.
 
     Raises:
-        TypeError: The dataset has no length or indices.
+        TypeError: The dataset has no length or indices, or is a loader.
     """
+    if isinstance(dataset, DataLoader):
+        raise TypeError(f"dataset must be a dataset, got a {type(dataset).__name__}. Pass loader.dataset.")
     if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
         raise TypeError(
             f"dataset must have indices and a length, got {type(dataset).__name__}. Give a stream to torch's "

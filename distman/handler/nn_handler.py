@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -15,7 +16,7 @@ from distman import checkpoint
 from distman.checkpoint.state import check_state
 from distman.data import EvaluationLoader, TrainingLoader, distributed_loader, rank_cached_loader
 from distman.device import resolve_device
-from distman.errors import DistmanError
+from distman.errors import DistmanError, check_options
 from distman.handler.callbacks import Callback, ModelCheckpoint
 from distman.handler.evaluation import evaluate, predict
 from distman.handler.history import History
@@ -33,11 +34,13 @@ from distman.handler.training import Hooks, Training
 from distman.manager import DistributedManager
 from distman.score import SDE
 from distman.seeds import seed_generators, seed_of
+from distman.topology.partition import is_whole_number
 
 __all__ = ["NNHandler"]
 
 T = TypeVar("T")
 
+_NO_OPTIONS = {"dataset", "evaluation", "group", "loader_kwargs"}
 _TAKEN = ("epoch", "loss", "lr", "seconds", "skipped")
 
 
@@ -75,6 +78,7 @@ class NNHandler:
         compile: bool | Mapping[str, Any] = False,
         **model_kwargs: Any,
     ) -> None:
+        _check_makes("model_class", model_class, "the module", "Pass the class and its arguments, or lambda: model.")
         manager = _manager(device, use_distributed=use_distributed)
         if seed is not None:
             seed_generators(seed_of(seed))
@@ -188,7 +192,16 @@ class NNHandler:
             optimizer_class: Its class.
             parameters: Takes the bare model and returns the parameters, or groups of them; None takes all.
             kwargs: Arguments of the class, such as ``lr``.
+
+        Raises:
+            TypeError: It is not what makes an optimizer.
         """
+        _check_makes(
+            "optimizer_class",
+            optimizer_class,
+            "the optimizer",
+            "Pass the class and its arguments, such as set_optimizer(torch.optim.SGD, lr=0.1).",
+        )
         chosen = self.module.parameters() if parameters is None else parameters(self.module)
         self._optimizer = optimizer_class(chosen, **kwargs)
         self._scheduling = None
@@ -210,7 +223,11 @@ class NNHandler:
             per: Whether it steps with the epochs or with the optimizer.
             monitor: Which value of the history ReduceLROnPlateau watches; epochs without it do not count.
             kwargs: Arguments of the class.
+
+        Raises:
+            TypeError: It is not what makes a scheduler.
         """
+        _check_makes("scheduler_class", scheduler_class, "the scheduler", "Pass the class and its arguments.")
         self._scheduling = Scheduling(
             self.optimizer, scheduler_class(self.optimizer, **kwargs), per=per, monitor=monitor
         )
@@ -240,15 +257,19 @@ class NNHandler:
                 a DataLoader or another iterable of batches, of which the ranks may have different numbers.
             cached: Keep each rank's shard in its memory: see :func:`distman.data.rank_cached_loader`.
             loader_kwargs: Options of :func:`distman.data.distributed_loader`: ``batch_size`` for each rank, and others.
+
+        Raises:
+            TypeError: The data or an option is not such a one.
         """
-        self._train_data = _loader(data, loader_kwargs | {"seed": loader_kwargs.get("seed", self._seed)}, cached=cached)
+        options = loader_kwargs | {"seed": loader_kwargs.get("seed", self._seed)}
+        self._train_data = _loader("set_train_loader", data, options, cached=cached)
 
     def set_val_loader(self, data: Dataset[Any] | Iterable[Any], *, cached: bool = False, **loader_kwargs: Any) -> None:
         """Take the data to validate with.
 
         Local. See :meth:`set_train_loader`. Each sample counts once.
         """
-        self._val_data = _loader(data, loader_kwargs, cached=cached, evaluation=True)
+        self._val_data = _loader("set_val_loader", data, loader_kwargs, cached=cached, evaluation=True)
 
     def add_metric(self, name: str, metric: MetricFunction | StatefulMetric, *, needs_all: bool = False) -> None:
         """Measure something besides the loss, in training and in validation.
@@ -346,8 +367,11 @@ class NNHandler:
             DistmanError: Something has not been set.
             NonFiniteLossError: On every rank: a loss or the gradient is NaN or infinite.
             Preempted: On every rank: the job was asked to stop. It ends the program, if nothing catches it.
+            TypeError: ``epochs`` is not a whole number.
             ValueError: An option has no meaning.
         """
+        if not is_whole_number(epochs):
+            raise TypeError(f"epochs must be a whole number, got {epochs!r}. Pass the number of epochs in all.")
         options = StepOptions(accumulate, amp, clip_norm, ema_decay, non_finite)
         self._dtype = options.dtype
         state, is_own = self._state_to_go_on_from()
@@ -653,7 +677,14 @@ def _manager(device: str | torch.device | None, *, use_distributed: bool | None)
     return manager
 
 
-def _loader(data: Any, options: Mapping[str, Any], *, cached: bool, evaluation: bool = False) -> Any:
+def _check_makes(name: str, function: object, what: str, advice: str) -> None:
+    """Refuse what was made already, and what makes nothing."""
+    if not callable(function) or isinstance(function, torch.nn.Module):
+        got = repr(function) if isinstance(function, str) else f"a {type(function).__name__}"
+        raise TypeError(f"{name} must be a class or function that makes {what}, got {got}. {advice}")
+
+
+def _loader(method: str, data: Any, options: Mapping[str, Any], *, cached: bool, evaluation: bool = False) -> Any:
     """Return a loader that shares out a dataset, or the iterable as it is."""
     if "group" in options:
         raise TypeError("group must be left out: all ranks train one model. Use the loaders of distman.data by hand.")
@@ -675,7 +706,16 @@ def _loader(data: Any, options: Mapping[str, Any], *, cached: bool, evaluation: 
             )
         return data
     make = rank_cached_loader if cached else distributed_loader
+    check_options(options, _options_of(make), method)
     return make(data, evaluation=evaluation, **options)
+
+
+def _options_of(make: Callable[..., Any]) -> set[str]:
+    """Return what a program may pass on to one that makes loaders."""
+    known = {"cached", *inspect.signature(make).parameters}
+    if "loader_kwargs" in known:
+        known |= {*inspect.signature(DataLoader).parameters}
+    return known - _NO_OPTIONS
 
 
 def _is_plain(value: object) -> bool:

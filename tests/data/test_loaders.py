@@ -229,3 +229,10 @@ def test_one_rank_of_each_host_builds_the_dataset(rank, tmp_path):
     assert [*chain(*all_gather_objects(own))] == list(range(10))
     DistributedManager().barrier()
     assert [found.name for found in tmp_path.glob("built by *")] == ["built by 0"]
+
+
+@ranks(1, 2)
+@pytest.mark.parametrize("make", LOADERS)
+def test_a_loader_is_no_dataset(make):
+    with pytest.raises(TypeError, match=r"dataset must be a dataset, got a DataLoader\. Pass loader\.dataset\."):
+        make(DataLoader(numbers(4)), batch_size=2)

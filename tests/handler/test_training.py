@@ -1,3 +1,5 @@
+import re
+
 import pytest
 import torch
 from torch import nn
@@ -414,3 +416,49 @@ def test_it_initializes_the_manager_if_nobody_has():
     bias = handler.module.bias.detach().clone()
     handler.train(1)
     assert torch.equal(handler.module.bias, bias)
+
+
+def made(what):
+    return f"must be a class or function that makes the {what}, got "
+
+
+@ranks(1)
+def test_what_was_made_already_is_refused():
+    with pytest.raises(
+        TypeError, match=f"model_class {made('module')}a Linear. Pass the class and its arguments, or lam"
+    ):
+        NNHandler(nn.Linear(1, 1))
+    handler = NNHandler(nn.Linear, in_features=1, out_features=1)
+    optimizer = torch.optim.SGD(handler.module.parameters())
+    with pytest.raises(TypeError, match=f"optimizer_class {made('optimizer')}a SGD. Pass the class and its arguments"):
+        handler.set_optimizer(optimizer)
+    with pytest.raises(TypeError, match=f"optimizer_class {made('optimizer')}'adam'. "):
+        handler.set_optimizer("adam", lr=0.1)
+    handler.set_optimizer(torch.optim.SGD)
+    with pytest.raises(TypeError, match=f"scheduler_class {made('scheduler')}a StepLR. "):
+        handler.set_scheduler(torch.optim.lr_scheduler.StepLR(handler.optimizer, 1))
+
+
+@ranks(1)
+@pytest.mark.parametrize("epochs", ["3", 3.0, None])
+def test_epochs_are_whole(epochs):
+    with pytest.raises(TypeError, match=re.escape(f"epochs must be a whole number, got {epochs!r}. ")):
+        make_handler(8).train(epochs)
+
+
+@ranks(1)
+@pytest.mark.parametrize(
+    ("options", "hint"),
+    [
+        ({"batchsize": 2}, "batchsize=2. Did you mean batch_size?"),
+        ({"num_worker": 2}, "num_worker=2. Did you mean num_workers?"),
+        ({"cache": True}, "cache=True. Did you mean cached?"),
+        ({"cached": True, "num_workers": 2}, "num_workers=2. It takes batch_size, cached, device, "),
+    ],
+    ids=str,
+)
+def test_a_misspelt_option_of_a_loader_is_told_with_the_method(options, hint):
+    handler = NNHandler(Network)
+    for method in (handler.set_train_loader, handler.set_val_loader):
+        with pytest.raises(TypeError, match=re.escape(f"option that {method.__name__}() takes, got {hint}")):
+            method(regression(), **options)
