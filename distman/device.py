@@ -147,7 +147,8 @@ def check_backend(backend: str) -> None:
     except ValueError:  # a type of device stands there twice, or without a backend
         is_here = False
     if not is_here:
-        here = ", ".join(name for name in dist.Backend.backend_list if dist.is_backend_available(name))
+        names = [name for name in dist.Backend.backend_list if name != dist.Backend.UNDEFINED]
+        here = ", ".join(filter(dist.is_backend_available, names))
         raise ValueError(
             f"backend must be one that torch has here, got {backend!r}, here are {here}. Leave it out: the device "
             "decides."

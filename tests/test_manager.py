@@ -89,7 +89,7 @@ def test_a_second_start_warns_and_changes_nothing(caplog):
         ({"method": "nonsense"}, ValueError, "method must be one of"),
         ({"timeout": -1}, ValueError, "timeout must be a positive number of seconds, got -1 from the call"),
         ({"rendezvous_timeout": datetime.timedelta(0)}, ValueError, "timeout must be a positive number"),
-        ({"backend": "mpi"}, ValueError, "backend must be one that torch has here, got 'mpi', here are "),
+        ({"backend": "mpi"}, ValueError, "backend must be one that torch has here, got 'mpi', here are gloo"),
         ({"backend": "cpu:gloo,cpu:gloo"}, ValueError, "got 'cpu:gloo,cpu:gloo', here are .*gloo"),
         ({"device": "nonsense"}, ValueError, "device must be a text such as"),
         ({"device": 3}, TypeError, "device must be"),
