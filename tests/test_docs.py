@@ -96,6 +96,12 @@ def test_relative_links_lead_to_files_and_headings(page):
     assert [anchor for there, anchor in named if anchor not in anchors(there)] == []
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(REPOSITORY)))
+def test_links_have_words(page):
+    """Sphinx puts the title of a page where a link has no words; elsewhere such a link cannot be seen."""
+    assert re.findall(r"(?<!!)\[\]\([^)]*\)", page.read_text(encoding="utf-8")) == []
+
+
 def test_links_are_found():
     assert "docs/launchers.md" in links(REPOSITORY / "README.md")
     assert "rendezvous.md" in links(REPOSITORY / "docs" / "variables.md")

@@ -12,7 +12,7 @@ from typing import Any
 
 from .scripts.fault import FAULTS, PLACES, RENDEZVOUS_TIMEOUT, SECONDS_OF_PYTHON_CODE, WORLD_SIZE
 
-LAUNCHERS = ("torchrun", "OpenMPI 5", "MPICH 5", "Intel MPI", "srun", "srun -K")
+LAUNCHERS = ("torchrun", "Open MPI 5", "MPICH 5", "Intel MPI", "srun", "srun -K")
 RANKS = (0, WORLD_SIZE - 1)
 EXCEPTIONS = ("raise", "unpicklable", "two arguments")
 EXITS = ("sys.exit(0)", "sys.exit(3)")
@@ -65,7 +65,7 @@ class Cell:
     def is_ended_by_launcher(self) -> bool:
         """Whether the launcher ends the survivors, which may then say nothing."""
         if self.fault == "sys.exit(3)":
-            return self.launcher in ("torchrun", "OpenMPI 5", "srun -K")
+            return self.launcher in ("torchrun", "Open MPI 5", "srun -K")
         return self.fault in ("SIGKILL", *EXCEPTIONS) and self.launcher != "srun"
 
 

