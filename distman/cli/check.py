@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from distman.cli.arguments import not_empty
 from distman.cli.findings import Findings, as_json, facts, problems, warnings
 from distman.cli.output import print_table, progress_bar
 from distman.cli.speed_table import is_plain_under, print_speeds
-from distman.errors import BarrierTimeoutError, DistmanError, RankFailedError
+from distman.environments import detect
+from distman.errors import DistmanError
 
 if TYPE_CHECKING:
     from distman.cli.timing import Measurement
@@ -39,7 +42,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     )
     parser.add_argument("--method", help="believe this launcher")
     parser.add_argument("--timeout", type=float, help="seconds to wait for all ranks, 300, and in each step, 60")
-    parser.add_argument("--folder", help="a folder that all ranks must see")
+    parser.add_argument("--folder", type=not_empty, help="a folder that all ranks must see")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.set_defaults(run=run)
 
@@ -53,6 +56,7 @@ def run(arguments: argparse.Namespace) -> int:
         The exit code: 0 where all ranks came, every collective was exact on each of them and they see the folder that
         was named, else 1.
     """
+    from distman.cli.faults import explain, own_fault
     from distman.manager import DistributedManager
 
     limit = arguments.timeout or _COLLECTIVE_TIMEOUT
@@ -62,14 +66,21 @@ def run(arguments: argparse.Namespace) -> int:
         )
     except (DistmanError, ValueError) as error:
         print(f"distman check: {error}", file=sys.stderr)
+        if arguments.json:
+            _tell_without_job(str(error), arguments.method)
         return 1
     findings = Findings(manager.roll_call, manager.backend, manager.initialization_method)
     if manager.is_main and not arguments.json:
         print_table(_COLUMNS, [_row(peer) for peer in findings.peers], is_plain=is_plain_under(findings.launcher))
     try:
         _examine(manager, findings, arguments.folder, limit)
-    except (RankFailedError, BarrierTimeoutError) as error:
-        findings.error = str(error).splitlines()[0]
+    except Exception as error:
+        reason = explain(error, f"the step {findings.step!r}", manager)
+        findings.error = reason or own_fault(error, manager)
+        if reason is None:
+            if manager.is_main:
+                _tell(findings, is_json=arguments.json)
+            raise  # the traceback is wanted, and the others hear of it
         if manager.rank == 1:  # rank 0 may be the one
             print(f"distman check: {findings.error}", file=sys.stderr)
     if manager.is_main:
@@ -85,6 +96,7 @@ def _examine(manager: DistributedManager, findings: Findings, folder: str | None
     with progress_bar(len(steps), is_shown=manager.is_main) as begin:
         for name, step in steps.items():
             begin(name)
+            findings.step = name
             manager.barrier(f"distman check: {name}", timeout=limit)
             step()
     manager.barrier("distman check: end", timeout=limit)
@@ -99,9 +111,9 @@ def _steps(manager: DistributedManager, findings: Findings, folder: str | None) 
 
     def prove_all() -> None:
         exact = {name: prove(name, proof, manager) for name, proof in proofs_for(manager).items()}
-        reports = gather_reports(manager, "the collectives", exact) or [exact]
-        for name in exact:
-            findings.wrong[name] = [rank for rank, one in enumerate(reports) if not one[name]]
+        reports = gather_reports(manager, "the collectives", exact)
+        by_rank = {manager.rank: exact} if reports is None else dict(enumerate(reports))
+        findings.wrong = {name: [rank for rank, one in by_rank.items() if not one[name]] for name in exact}
 
     def time_compute() -> None:
         findings.compute = gather_reports(manager, "computing", measure_compute(manager.device)) or []
@@ -118,7 +130,8 @@ def _steps(manager: DistributedManager, findings: Findings, folder: str | None) 
             findings.folders += [report] if report else []
 
     def time_speeds() -> None:
-        findings.speeds = _measure_speeds(manager)
+        for operation in ("all_reduce", "p2p"):
+            _measure_speeds(operation, findings.speeds, manager)
 
     several = {"network": time_speeds, "links": time_links, "clocks": compare_clocks}
     return {
@@ -129,16 +142,27 @@ def _steps(manager: DistributedManager, findings: Findings, folder: str | None) 
     }
 
 
-def _measure_speeds(manager: DistributedManager) -> list[Measurement]:
+def _measure_speeds(operation: str, speeds: list[Measurement], manager: DistributedManager) -> None:
     from distman.cli.timing import measure
 
-    speeds = []
-    for operation in ("all_reduce", "p2p"):
-        for num_bytes in _SIZES:
-            speeds.append(measure(operation, num_bytes, manager))
-            if speeds[-1].seconds > _LONGEST_SPEED:
-                break
-    return speeds
+    for num_bytes in _SIZES:
+        speeds.append(measure(operation, num_bytes, manager))
+        if speeds[-1].seconds > _LONGEST_SPEED:
+            return
+
+
+def _tell_without_job(problem: str, method: str | None) -> None:
+    """Print the JSON object of a job whose ranks did not come together, unless this is surely not rank 0."""
+    known: dict[str, object] = {}
+    try:
+        launched = detect(os.environ, method).environment
+    except (DistmanError, ValueError):  # that may be the problem
+        pass
+    else:
+        if launched.rank != 0:
+            return
+        known = {"world_size": launched.world_size, "initialization_method": launched.launcher}
+    print(json.dumps({**known, "problems": [problem], "is_ok": False}), flush=True)
 
 
 def _tell(findings: Findings, *, is_json: bool) -> None:

@@ -39,6 +39,7 @@ class Findings:
         compute: Seconds of a matrix product on each rank.
         clocks: Clocks of the hosts.
         folders: Who sees the working directory and, behind it, the folder of ``--folder``, if given.
+        step: The step that is being taken, or was last.
         error: Why the check ended early; None where it did not.
     """
 
@@ -51,6 +52,7 @@ class Findings:
     compute: list[float] = dataclasses.field(default_factory=list)
     clocks: list[ClockOffset] = dataclasses.field(default_factory=list)
     folders: list[FolderReport] = dataclasses.field(default_factory=list)
+    step: str = ""
     error: str | None = None
 
     @property

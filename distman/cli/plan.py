@@ -9,6 +9,7 @@ import json
 import sys
 from typing import Any
 
+from distman.cli.arguments import at_least
 from distman.cli.drawing import draw_tree, first_and_last, grid_table, shorten_ranks, where
 from distman.cli.output import print_table
 from distman.topology import (
@@ -150,21 +151,15 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         description="Draw the groups that create_groups_from_config() or initialize_mesh() would make; nothing is "
         "started. The exit code is 0, 1 where the plan does not fit the world, 2 where the arguments are wrong.",
     )
-    parser.add_argument("--world-size", type=_positive, required=True, metavar="RANKS", help="number of ranks")
+    parser.add_argument("--world-size", type=at_least(1), required=True, metavar="RANKS", help="number of ranks")
     wanted = parser.add_mutually_exclusive_group(required=True)
     wanted.add_argument("--tree", help='such as "world(data=16, model(spatial=8, channel=8))"')
     wanted.add_argument("--mesh", help="such as data=-1,model=4; one length may be -1")
     parser.add_argument("--rank", type=int, default=0, help="show the groups that this rank is in (default 0)")
-    parser.add_argument("--ranks-per-node", type=_positive, metavar="N", help="tell which groups cross nodes")
+    parser.add_argument("--ranks-per-node", type=at_least(1), metavar="N", help="tell which groups cross nodes")
     parser.add_argument("--plot", metavar="FILE", help="draw a picture into this file, which matplotlib must know")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.set_defaults(run=run)
-
-
-def _positive(text: str) -> int:
-    if not (text.isascii() and text.isdigit() and int(text) > 0):
-        raise argparse.ArgumentTypeError(f"it must be a positive number, got {text!r}")
-    return int(text)
 
 
 def run(arguments: argparse.Namespace) -> int:

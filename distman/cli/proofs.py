@@ -1,17 +1,20 @@
 """Every collective on the job's own backend and device, compared with what arithmetic says.
 
 A proof is a function of the manager that returns whether this rank got exactly what it should. Rank r's shard has
-(r + 1) % 3 rows, so that some are empty.
+(r + 1) % 3 rows, so that of three ranks or more some are empty. The collectives of torch carry a small message, and one
+of 4 MiB, which takes another way through network and memory.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping
 
 import torch
 import torch.distributed as dist
 
 from distman import collectives
+from distman.cli.ring import pass_on
 from distman.control.collective import collective
 from distman.errors import DistmanError, RankFailedError
 from distman.manager import DistributedManager
@@ -21,6 +24,8 @@ __all__ = ["PROOFS", "PROOFS_OF_TORCH", "proofs_for", "prove"]
 
 Proof = Callable[[DistributedManager], bool]
 _WIDTH = 1000
+_FEW, _MANY = torch.arange(1000), torch.arange((4 << 20) // 8)
+_LATE = 0.1  # seconds that a rank comes late to the barrier
 
 
 def proofs_for(manager: DistributedManager) -> dict[str, Proof]:
@@ -56,12 +61,16 @@ def prove(name: str, proof: Proof, manager: DistributedManager) -> bool:
         ) from error
 
 
+def _num_rows(rank: int) -> int:
+    return (rank + 1) % 3
+
+
 def _sizes(manager: DistributedManager) -> list[int]:
-    return [(rank + 1) % 3 for rank in range(manager.world_size)]
+    return [_num_rows(rank) for rank in range(manager.world_size)]
 
 
 def _shard(rank: int, manager: DistributedManager) -> torch.Tensor:
-    return _rows([1000 * rank + row for row in range((rank + 1) % 3)], manager)
+    return _rows([1000 * rank + row for row in range(_num_rows(rank))], manager)
 
 
 def _rows(values: list[int], manager: DistributedManager) -> torch.Tensor:
@@ -124,10 +133,10 @@ def _distributed_transpose(manager: DistributedManager) -> bool:
 
 
 def _fused_all_reduce(manager: DistributedManager) -> bool:
-    ones = torch.ones(_WIDTH, device=manager.device)
-    total = collectives.fused_all_reduce({"halves": ones * 0.5, "ranks": ones * (manager.rank % 7)})
-    ranks = sum(rank % 7 for rank in range(manager.world_size))
-    return torch.equal(total["halves"], ones * 0.5 * manager.world_size) and torch.equal(total["ranks"], ones * ranks)
+    halves, few = (torch.arange(length, device=manager.device) * 0.5 for length in (_WIDTH, 7))
+    total = collectives.fused_all_reduce({"halves": halves, "ranks": few + manager.rank % 7})
+    size, ranks = manager.world_size, sum(rank % 7 for rank in range(manager.world_size))
+    return torch.equal(total["halves"], halves * size) and torch.equal(total["ranks"], few * size + ranks)
 
 
 def _broadcast_data(manager: DistributedManager) -> bool:
@@ -152,31 +161,57 @@ def _all_gather_objects(manager: DistributedManager) -> bool:
 
 
 def _all_reduce(manager: DistributedManager) -> bool:
-    size = manager.world_size
-    total = _rows(list(range(8)), manager) * size + manager.rank
+    return all(_adds_up(items, manager) for items in (_FEW, _MANY))
+
+
+def _adds_up(items: torch.Tensor, manager: DistributedManager) -> bool:
+    size, items = manager.world_size, items.to(manager.device)
+    total = items + manager.rank
     dist.all_reduce(total)
-    return torch.equal(total, _rows(list(range(8)), manager) * size * size + size * (size - 1) // 2)
+    return torch.equal(total, items * size + size * (size - 1) // 2)
+
+
+def _all_gather(manager: DistributedManager) -> bool:
+    return all(_comes_together(len(items) // manager.world_size + 1, manager) for items in (_FEW, _MANY))
+
+
+def _comes_together(length: int, manager: DistributedManager) -> bool:
+    expected = torch.arange(length * manager.world_size, device=manager.device)
+    own = torch.split(expected, length)[manager.rank].clone()
+    whole = torch.zeros_like(expected)
+    dist.all_gather_single(whole, own)
+    return torch.equal(whole, expected)
 
 
 def _barrier(manager: DistributedManager) -> bool:
-    circle, key = manager._job.circle(), "check of the barrier"
+    """The last rank comes late, when all others are there: whoever has left the barrier must know that it came."""
+    circle, number = manager._job.circle(), next(manager._job.barriers)
     if circle is None:
         return False
-    circle.job_store.add(key, 1)
+    store, waiting, late = circle.job_store, f"barrier {number} of the check/waiting", f"barrier {number}/late"
+    if circle.rank == circle.size - 1:
+        circle.wait_until(
+            lambda: store.add(waiting, 0) == circle.size - 1,
+            place="the proof of barrier",
+            awaited=lambda: range(circle.size - 1),
+            timeout=manager._job.limits.collective,
+        )
+        time.sleep(_LATE)
+        store.set(late, "here")
+    else:
+        store.add(waiting, 1)
     dist.barrier()
-    return circle.job_store.add(key, 0) % manager.world_size == 0
+    return bool(store.check([late]))
 
 
 def _send_and_recv(manager: DistributedManager) -> bool:
-    """Send around the ring."""
-    size, rank = manager.world_size, manager.rank
-    following, preceding = (rank + 1) % size, (rank - 1) % size
-    sent = _rows([rank] * 8, manager)
-    received = torch.empty_like(sent)
-    send, receive = dist.P2POp(dist.isend, sent, following), dist.P2POp(dist.irecv, received, preceding)
-    for work in dist.batch_isend_irecv([send, receive]):
-        work.wait()
-    return torch.equal(received, _rows([preceding] * 8, manager))
+    return all(_goes_around(items.to(manager.device), manager) for items in (_FEW, _MANY))
+
+
+def _goes_around(items: torch.Tensor, manager: DistributedManager) -> bool:
+    received = torch.zeros_like(items)
+    pass_on(items + manager.rank, received, manager)
+    return torch.equal(received, items + (manager.rank - 1) % manager.world_size)
 
 
 PROOFS: Mapping[str, Proof] = {
@@ -192,4 +227,9 @@ PROOFS: Mapping[str, Proof] = {
     "gather_objects": _gather_objects,
     "all_gather_objects": _all_gather_objects,
 }
-PROOFS_OF_TORCH: Mapping[str, Proof] = {"all_reduce": _all_reduce, "barrier": _barrier, "send and recv": _send_and_recv}
+PROOFS_OF_TORCH: Mapping[str, Proof] = {
+    "all_reduce": _all_reduce,
+    "all_gather": _all_gather,
+    "barrier": _barrier,
+    "send and recv": _send_and_recv,
+}

@@ -1,4 +1,7 @@
-"""What every rank has to say, brought to rank 0 over the store, which works where collectives do not."""
+"""What ranks have to say, brought to or from rank 0 over the store, which works where collectives do not.
+
+While a rank waits here, signals reach it: the wait is one of Python, not of gloo.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ from distman.errors import BarrierTimeoutError
 if TYPE_CHECKING:
     from distman.manager import DistributedManager
 
-__all__ = ["gather_reports"]
+__all__ = ["gather_reports", "hand_out"]
 
 
 def gather_reports(manager: DistributedManager, name: str, report: object) -> list[Any] | None:
@@ -57,3 +60,37 @@ def gather_reports(manager: DistributedManager, name: str, report: object) -> li
     for key in keys[1:]:
         circle.store.delete_key(key)
     return [report, *others]
+
+
+def hand_out(manager: DistributedManager, name: str, message: object) -> Any:
+    """Return on all ranks what rank 0 says.
+
+    Collective. Rank 0 waits for nobody, the others for rank 0.
+
+    Args:
+        manager: The manager.
+        name: What it is about, for messages; the same on all ranks.
+        message: Anything that JSON can hold; rank 0's counts.
+
+    Raises:
+        RankFailedError: On the other ranks: a rank failed, or rank 0 left the job.
+        BarrierTimeoutError: On the other ranks: rank 0 said nothing within the timeout of collectives.
+    """
+    circle = manager._job.circle()
+    if circle is None:
+        return message
+    key = f"message {next(manager._job.barriers)} of {name}"
+    if manager.is_main:
+        circle.store.set(key, json.dumps(message))
+        return message
+    limit = manager._job.limits.collective
+    with Meeting(f"message of {name}"):
+        is_there = circle.wait_until(
+            lambda: circle.store.check([key]), place=f"the message of {name}", awaited=lambda: [0], timeout=limit
+        )
+    if not is_there:
+        raise BarrierTimeoutError(
+            f"rank 0 must say what {name} is within {limit:g} s, got nothing from {circle.describe(0)}. See what it "
+            "does."
+        )
+    return json.loads(circle.store.get(key))

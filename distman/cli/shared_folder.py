@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from distman.cli.removal import removed_at_the_end
-from distman.cli.reports import gather_reports
-from distman.collectives.objects import broadcast_data
+from distman.cli.reports import gather_reports, hand_out
 from distman.control.collective import collective
 from distman.manager import DistributedManager
 
@@ -46,8 +45,9 @@ class FolderReport:
 def check_folder(folder: str | Path, manager: DistributedManager) -> FolderReport | None:
     """Return which ranks see a file that rank 0 writes into a folder for a moment.
 
-    Collective. The file is removed whatever happens, be it that the job is interrupted or asked to end. A rank looks
-    for two seconds, since a network file system may be late.
+    Collective. The file is removed whatever happens, be it that the job is interrupted or asked to end; so that this
+    can be heard, no collective is run while the file is there. A rank looks for two seconds, since a network file
+    system may be late.
 
     Args:
         folder: The folder; rank 0's counts, and its path is the one that all look at.
@@ -57,14 +57,14 @@ def check_folder(folder: str | Path, manager: DistributedManager) -> FolderRepor
         The report on rank 0; None elsewhere.
     """
     if not manager.is_main:
-        file, word, problem = broadcast_data((Path(), "", ""))
-        gather_reports(manager, "the folder", not problem and _reads(file, word))
+        name, word, problem = hand_out(manager, "the folder", None)
+        gather_reports(manager, "the folder", not problem and _reads(Path(name), word))
         return None
     path, word = Path(folder).absolute(), secrets.token_hex(16)
     file = path / f".distman-check-{secrets.token_hex(8)}"
     with removed_at_the_end(file):
         problem = _write(file, word)
-        broadcast_data((file, word, problem))
+        hand_out(manager, "the folder", (str(file), word, problem))
         reports = gather_reports(manager, "the folder", not problem and _reads(file, word)) or []
     unseen = [] if problem else [rank for rank, is_seen in enumerate(reports) if not is_seen]
     hosts = list(dict.fromkeys(manager.roll_call[rank].host for rank in unseen))

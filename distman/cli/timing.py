@@ -10,11 +10,12 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from distman.cli.ring import pass_on
 from distman.collectives.exchange import control_device
 from distman.control.collective import collective
 from distman.manager import DistributedManager
 
-__all__ = ["OPERATIONS", "Measurement", "Operation", "largest", "measure", "measure_compute", "timed"]
+__all__ = ["OPERATIONS", "Measurement", "Operation", "largest", "measure", "measure_compute", "rounded_up", "timed"]
 
 _ITEM_BYTES = 4
 _FEWEST, _MOST = 5, 100
@@ -27,12 +28,14 @@ class Operation:
 
     Attributes:
         prepare: Makes the buffers for some bytes, of one rank or all as nccl-tests count them, and returns what to
-            call and the bytes in fact.
+            call.
         bus_factor: What the algorithm bandwidth is multiplied by to become that of the wires, for a number of ranks.
+        is_shared_out: Whether each rank has an equal part of the bytes.
     """
 
-    prepare: Callable[[int, DistributedManager], tuple[Callable[[], object], int]]
+    prepare: Callable[[int, DistributedManager], Callable[[], object]]
     bus_factor: Callable[[int], float]
+    is_shared_out: bool = False
 
 
 @dataclass(frozen=True)
@@ -71,7 +74,7 @@ def measure(
 
     Args:
         operation: One of :data:`OPERATIONS`.
-        num_bytes: Its size; rounded up to what the ranks can share out.
+        num_bytes: Its size; see :func:`rounded_up`.
         manager: The manager.
         num_rounds: Number of rounds; None takes 5 to 100, as many as ``allowed_seconds`` allow.
         allowed_seconds: See there.
@@ -79,7 +82,8 @@ def measure(
     Source:
         nccl-tests, doc/PERFORMANCE.md: sizes, algorithm bandwidth and bus bandwidth.
     """
-    run, num_bytes = OPERATIONS[operation].prepare(num_bytes, manager)
+    num_bytes = rounded_up(operation, num_bytes, manager.world_size)
+    run = OPERATIONS[operation].prepare(num_bytes, manager)
     run()
     estimate = largest(min(timed(run, manager.device) for _ in range(2)), manager)
     rounds = num_rounds or min(max(_FEWEST, int(allowed_seconds / max(estimate, 1e-9))), _MOST)
@@ -88,6 +92,18 @@ def measure(
     bandwidth = num_bytes / seconds
     bus = bandwidth * OPERATIONS[operation].bus_factor(manager.world_size)
     return Measurement(operation, num_bytes, rounds, seconds, bandwidth, bus)
+
+
+def rounded_up(operation: str, num_bytes: int, world_size: int) -> int:
+    """Return the smallest size of at least so many bytes that an operation can have: whole numbers for each rank.
+
+    Local.
+
+    >>> rounded_up("all_gather", 8, 4), rounded_up("all_reduce", 9, 4)
+    (16, 12)
+    """
+    step = _ITEM_BYTES * (world_size if OPERATIONS[operation].is_shared_out else 1)
+    return -(-num_bytes // step) * step
 
 
 def measure_compute(device: torch.device, *, allowed_seconds: float = 0.3) -> float:
@@ -142,55 +158,38 @@ def _synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def _prepare_all_reduce(num_bytes: int, manager: DistributedManager) -> tuple[Callable[[], object], int]:
-    whole = _buffer(num_bytes, 1, manager)
-    return lambda: dist.all_reduce(whole), _bytes_of(whole)
+def _prepare_all_reduce(num_bytes: int, manager: DistributedManager) -> Callable[[], object]:
+    whole = _buffer(num_bytes, manager)
+    return lambda: dist.all_reduce(whole)
 
 
-def _prepare_broadcast(num_bytes: int, manager: DistributedManager) -> tuple[Callable[[], object], int]:
-    whole = _buffer(num_bytes, 1, manager)
-    return lambda: dist.broadcast(whole, src=0), _bytes_of(whole)
+def _prepare_broadcast(num_bytes: int, manager: DistributedManager) -> Callable[[], object]:
+    whole = _buffer(num_bytes, manager)
+    return lambda: dist.broadcast(whole, src=0)
 
 
-def _prepare_all_gather(num_bytes: int, manager: DistributedManager) -> tuple[Callable[[], object], int]:
-    whole = _buffer(num_bytes, manager.world_size, manager)
-    part = whole[: len(whole) // manager.world_size].clone()
-    return lambda: dist.all_gather_single(whole, part), _bytes_of(whole)
+def _prepare_all_gather(num_bytes: int, manager: DistributedManager) -> Callable[[], object]:
+    whole, part = _buffer(num_bytes, manager), _buffer(num_bytes // manager.world_size, manager)
+    return lambda: dist.all_gather_single(whole, part)
 
 
-def _prepare_reduce_scatter(num_bytes: int, manager: DistributedManager) -> tuple[Callable[[], object], int]:
-    whole = _buffer(num_bytes, manager.world_size, manager)
-    part = whole[: len(whole) // manager.world_size].clone()
-    return lambda: dist.reduce_scatter_single(part, whole), _bytes_of(whole)
+def _prepare_reduce_scatter(num_bytes: int, manager: DistributedManager) -> Callable[[], object]:
+    whole, part = _buffer(num_bytes, manager), _buffer(num_bytes // manager.world_size, manager)
+    return lambda: dist.reduce_scatter_single(part, whole)
 
 
-def _prepare_all_to_all(num_bytes: int, manager: DistributedManager) -> tuple[Callable[[], object], int]:
-    sent = _buffer(num_bytes, manager.world_size, manager)
-    received = torch.empty_like(sent)
-    return lambda: dist.all_to_all_single(received, sent), _bytes_of(sent)
+def _prepare_all_to_all(num_bytes: int, manager: DistributedManager) -> Callable[[], object]:
+    sent, received = _buffer(num_bytes, manager), _buffer(num_bytes, manager)
+    return lambda: dist.all_to_all_single(received, sent)
 
 
-def _prepare_ring(num_bytes: int, manager: DistributedManager) -> tuple[Callable[[], object], int]:
-    """Every rank sends to the next one, and receives from the one before, at once."""
-    sent = _buffer(num_bytes, 1, manager)
-    received = torch.empty_like(sent)
-    following, preceding = ((manager.rank + step) % manager.world_size for step in (1, -1))
-
-    def run() -> None:
-        send, receive = dist.P2POp(dist.isend, sent, following), dist.P2POp(dist.irecv, received, preceding)
-        for work in dist.batch_isend_irecv([send, receive]):
-            work.wait()
-
-    return run, _bytes_of(sent)
+def _prepare_ring(num_bytes: int, manager: DistributedManager) -> Callable[[], object]:
+    sent, received = _buffer(num_bytes, manager), _buffer(num_bytes, manager)
+    return lambda: pass_on(sent, received, manager)
 
 
-def _buffer(num_bytes: int, num_parts: int, manager: DistributedManager) -> torch.Tensor:
-    part = max(1, -(-num_bytes // (_ITEM_BYTES * num_parts)))
-    return torch.zeros(part * num_parts, dtype=torch.float32, device=manager.device)
-
-
-def _bytes_of(buffer: torch.Tensor) -> int:
-    return buffer.numel() * _ITEM_BYTES
+def _buffer(num_bytes: int, manager: DistributedManager) -> torch.Tensor:
+    return torch.zeros(num_bytes // _ITEM_BYTES, dtype=torch.float32, device=manager.device)
 
 
 def _share_of_others(num_ranks: int) -> float:
@@ -207,9 +206,9 @@ def _as_it_is(_num_ranks: int) -> float:
 
 OPERATIONS = {
     "all_reduce": Operation(_prepare_all_reduce, _there_and_back),
-    "all_gather": Operation(_prepare_all_gather, _share_of_others),
-    "all_to_all": Operation(_prepare_all_to_all, _share_of_others),
+    "all_gather": Operation(_prepare_all_gather, _share_of_others, is_shared_out=True),
+    "all_to_all": Operation(_prepare_all_to_all, _share_of_others, is_shared_out=True),
     "broadcast": Operation(_prepare_broadcast, _as_it_is),
     "p2p": Operation(_prepare_ring, _as_it_is),
-    "reduce_scatter": Operation(_prepare_reduce_scatter, _share_of_others),
+    "reduce_scatter": Operation(_prepare_reduce_scatter, _share_of_others, is_shared_out=True),
 }

@@ -32,10 +32,12 @@ if TYPE_CHECKING:
 
 __all__ = [
     "INTERVALS_PER_BEAT",
+    "NO_ANSWER",
     "WatchLimits",
     "Watcher",
     "failure_behind",
     "interval",
+    "is_lost_connection",
     "is_watching",
     "late_after",
     "tell_unwatched",
@@ -46,6 +48,9 @@ _LONGEST_INTERVAL = 4.0
 _INTERVAL_PER_RANK = 0.4e-3
 INTERVALS_PER_BEAT = 5
 """A rank says that it is alive at every so many looks into the store."""
+
+NO_ANSWER = "which does not answer"
+"""How :meth:`Watcher.locate` begins to tell of a rank whose process stands still, or is gone."""
 
 _ANSWER_PATIENCE = 1.0
 _CAUSE_PATIENCE = 1.0
@@ -215,7 +220,7 @@ class Watcher:
 
     def _last_seen(self, rank: int) -> str:
         text = _beat(self._post.store, rank).partition(" ")[2]
-        return "which does not answer" + (f", last seen {text}" if text else "")
+        return NO_ANSWER + (f", last seen {text}" if text else "")
 
     def _run(self) -> None:
         try:
@@ -371,10 +376,14 @@ def failure_behind(error: BaseException, operation: str = "a collective") -> Fai
         operation: What this rank was doing.
     """
     watcher = _current
-    return watcher.explain(error, operation) if watcher is not None and _is_lost_connection(error) else None
+    return watcher.explain(error, operation) if watcher is not None and is_lost_connection(error) else None
 
 
-def _is_lost_connection(error: BaseException) -> bool:
+def is_lost_connection(error: BaseException) -> bool:
+    """Return whether an error says that another rank did not answer, or its connection broke.
+
+    Local.
+    """
     return isinstance(error, dist.DistError) or (
         isinstance(error, RuntimeError)
         and re.search(r"gloo/transport|nccl(Remote|System)Error|Connection (closed|reset)", str(error)) is not None
