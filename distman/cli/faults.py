@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
-from distman.control.deadline import attempt
 from distman.control.notice import LEFT
 from distman.control.watcher import NO_ANSWER, is_lost_connection
 from distman.errors import BarrierTimeoutError, RankFailedError
@@ -17,7 +16,6 @@ if TYPE_CHECKING:
 __all__ = ["explain", "own_fault"]
 
 _KEY = "who stands still"
-_PATIENCE = 20.0
 _MAX_NAMED = 8
 
 
@@ -50,25 +48,15 @@ def own_fault(error: Exception, manager: DistributedManager) -> str:
 
 def _verdict(manager: DistributedManager, beginning: str = "", reason: str = "") -> str | None:
     """Return what the first rank found out, or find it out; without a beginning, only the former."""
-    found: list[str] = []
-
-    def find() -> None:
-        job = manager._job
-        store = job.rendezvous.store if job.rendezvous is not None else None
-        if store is None:
-            return
-        if beginning and not store.check([_KEY]):
-            store.compare_set(_KEY, "", f"{beginning}{_who_stands_still(manager, reason)}")
-        if store.check([_KEY]):
-            found.append(store.get(_KEY).decode())
-
+    circle = manager._job.circle()
     try:
-        is_answered = attempt(find, _PATIENCE)
+        if circle is not None and beginning and not circle.job_store.check([_KEY]):
+            circle.job_store.compare_set(_KEY, "", f"{beginning}{_who_stands_still(manager, reason)}")
+        if circle is not None and circle.job_store.check([_KEY]):
+            return circle.job_store.get(_KEY).decode()
     except dist.DistError:  # who served the store has gone
-        is_answered = True
-    if found or not beginning:
-        return found[0] if found else None
-    return f"{beginning}{reason}" if is_answered else f"{beginning}no answer from {_keeper(manager)}."
+        pass
+    return f"{beginning}{reason}" if beginning else None
 
 
 def _who_stands_still(manager: DistributedManager, reason: str) -> str:
@@ -80,13 +68,6 @@ def _who_stands_still(manager: DistributedManager, reason: str) -> str:
     if silent:
         return f"no end on {named}. See what stopped it there."
     return f"{reason}" + (f". All answer over the store: {named}. See the network between them." if named else "")
-
-
-def _keeper(manager: DistributedManager) -> str:
-    rendezvous = manager._job.rendezvous
-    keeper = rendezvous.job_store.keeper if rendezvous is not None else None
-    who = manager.roll_call[keeper] if keeper is not None else "the launcher"
-    return f"{who}, which serves the job's store. See what stopped it"
 
 
 def _first_line(error: Exception) -> str:
