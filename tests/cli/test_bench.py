@@ -69,6 +69,13 @@ def test_an_operation_is_measured_by_the_definitions_of_nccl_tests(operation, wo
     assert largest(result.seconds, manager) == result.seconds  # the same on all ranks
 
 
+def test_sizes_that_become_equal_are_measured_once():
+    assert bench.cases_of(["all_gather", "p2p"], [8, 16, 32, 64], 8) == [
+        *[("all_gather", size) for size in (32, 64)],
+        *[("p2p", size) for size in (8, 16, 32, 64)],
+    ]
+
+
 @ranks(3)
 def test_the_largest_number_is_everyones(rank):
     assert largest(rank / 3, DistributedManager()) == 2 / 3
@@ -97,6 +104,9 @@ def test_outputs_that_cannot_be_written_are_refused(monkeypatch, tmp_path):
         check_outputs([tmp_path / "a.txt"])
     with pytest.raises(ValueError, match="must lie in a folder that there is, got "):
         check_outputs([tmp_path / "missing" / "a.csv"])
+    (tmp_path / "folder.csv").mkdir()
+    with pytest.raises(ValueError, match=r"must be a file, got the folder .*folder\.csv"):
+        check_outputs([tmp_path / "folder.csv"])
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     check_outputs([tmp_path / "a.csv"])
     with pytest.raises(
@@ -140,7 +150,16 @@ class Words:
         pass
 
 
-@pytest.mark.parametrize("arguments", [["--min-size", "x"], ["--factor", "1"], ["--operations", "gather"]])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--min-size", "x"],
+        ["--factor", "1"],
+        ["--rounds", "0"],
+        ["--rounds", "\N{SUPERSCRIPT TWO}"],
+        ["--operations", "gather"],
+    ],
+)
 def test_options_without_a_meaning_are_refused_at_once(arguments, capsys):
     with pytest.raises(SystemExit) as ended:
         main(["bench", *arguments])

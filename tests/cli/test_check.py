@@ -5,13 +5,17 @@ import time
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from distman import DistributedManager, collectives
+from distman.cli import main, proofs
+from distman.cli.faults import explain, own_fault
 from distman.cli.findings import Findings, as_json, facts, problems, warnings
 from distman.cli.network import ClockOffset, Link, clock_offset, measure_clocks, measure_links
 from distman.cli.pairs import find_slow, plan_rounds, tournament
-from distman.cli.proofs import PROOFS, proofs_for, prove
-from distman.cli.reports import gather_reports
+from distman.cli.proofs import PROOFS, PROOFS_OF_TORCH, proofs_for, prove
+from distman.cli.reports import gather_reports, hand_out
+from distman.cli.ring import pass_on
 from distman.cli.shared_folder import FolderReport, check_folder
 from distman.cli.timing import measure_compute
 from distman.rendezvous.peers import Peer
@@ -157,7 +161,7 @@ def test_every_collective_is_exact(world_size):
     manager = DistributedManager()
     proofs = proofs_for(manager)
     assert {name: prove(name, proof, manager) for name, proof in proofs.items()} == dict.fromkeys(proofs, True)
-    assert len(proofs) == (14 if world_size > 1 else 11)
+    assert len(proofs) == (15 if world_size > 1 else 11)
 
 
 def test_every_public_collective_has_a_proof():
@@ -170,6 +174,50 @@ def plus_one(collective):
         return {name: one + 1 for name, one in result.items()} if isinstance(result, dict) else result + 1
 
     return call
+
+
+@ranks(2, 3)
+def test_a_barrier_that_does_not_wait_is_seen(monkeypatch, rank, world_size):
+    monkeypatch.setattr(proofs, "_LATE", 0.5)
+    monkeypatch.setattr(dist, "barrier", lambda: None)
+    assert prove("barrier", PROOFS_OF_TORCH["barrier"], DistributedManager()) is (rank == world_size - 1)
+
+
+@ranks(2)
+@pytest.mark.parametrize(("name", "function"), [("all_reduce", "all_reduce"), ("all_gather", "all_gather_single")])
+def test_a_wrong_end_of_large_messages_is_seen(monkeypatch, name, function):
+    monkeypatch.setattr(dist, function, spoils_large(getattr(dist, function)))
+    assert not prove(name, PROOFS_OF_TORCH[name], DistributedManager())
+
+
+def spoils_large(collective):
+    def call(result, *args):
+        collective(result, *args)
+        if len(result) > 100_000:
+            result[-1] += 1
+
+    return call
+
+
+@ranks(2)
+def test_a_wrong_end_of_large_messages_around_the_ring_is_seen(monkeypatch):
+    monkeypatch.setattr(proofs, "pass_on", spoils_large_received)
+    assert not prove("send and recv", PROOFS_OF_TORCH["send and recv"], DistributedManager())
+
+
+def spoils_large_received(sent, received, manager):
+    pass_on(sent, received, manager)
+    if len(received) > 100_000:
+        received[-1] += 1
+
+
+@ranks(2)
+def test_tensors_that_come_back_in_another_order_are_seen(monkeypatch):
+    fused = collectives.fused_all_reduce
+    monkeypatch.setattr(
+        collectives, "fused_all_reduce", lambda named: {name: one.flip(0) for name, one in fused(named).items()}
+    )
+    assert not prove("fused_all_reduce", PROOFS["fused_all_reduce"], DistributedManager())
 
 
 TENSORS = sorted(name for name in PROOFS if "objects" not in name and name != "broadcast_data")
@@ -189,6 +237,33 @@ def test_reports_of_all_ranks_are_on_rank_zero(rank, world_size):
     for _ in range(2):
         reports = gather_reports(DistributedManager(), "the weather", [rank, "fine"])
         assert reports == ([[one, "fine"] for one in range(world_size)] if rank == 0 else None)
+
+
+@ranks(1, 3)
+def test_what_rank_zero_says_is_on_all_ranks(rank):
+    for _ in range(2):
+        assert hand_out(DistributedManager(), "the weather", [rank, "fine"]) == [0, "fine"]
+
+
+GLOO = "[gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 4000ms for recv operation to complete"
+
+
+@ranks(2)
+def test_where_a_collective_gets_no_answer_though_all_ranks_live_the_network_is_suspected(rank):
+    manager = DistributedManager()
+    told = explain(RuntimeError(GLOO), "the step 'links'", manager)
+    manager.barrier()  # rank 0 must not be gone while rank 1 asks
+    assert told.startswith(f"the step 'links' must end on all 2 ranks, got {GLOO}. All answer over the store: rank 0 ")
+    assert told.endswith(". See the network between them.")
+    assert explain(ValueError("boom"), "the step 'links'", manager) is None
+    assert own_fault(ValueError("boom"), manager) == f"{manager.roll_call[rank]} raised ValueError: boom"
+
+
+def test_a_folder_without_a_name_is_refused(capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["check", "--folder", ""])
+    assert ended.value.code == 2
+    assert "argument --folder: it must be a name, got ''" in capsys.readouterr().err
 
 
 @ranks(2, 3)

@@ -1,5 +1,6 @@
 """``distman check`` and ``distman bench`` under the real launchers."""
 
+import contextlib
 import json
 import os
 import re
@@ -16,7 +17,7 @@ FAULT = Path(__file__).parent / "scripts" / "check_with_fault.py"
 CHECK = ("-m", "distman", "check")
 LIMIT = 60
 HEADS = ["rank", "host", "pid", "node", "local", "rank", "device", "launcher", "torch", "distman"]
-IS_EXACT = "all 14 collectives exact on {} ranks, {} ({})"
+IS_EXACT = "all 15 collectives exact on {} ranks, {} ({})"
 
 
 def rows_of_ranks(finished):
@@ -102,7 +103,7 @@ def test_under_mpirun(openmpi, tmp_path):
     ],
 )
 def test_a_collective_that_goes_wrong_on_one_rank(torchrun, tmp_path, fault, told):
-    finished = torchrun.run(FAULT, fault, ranks=2, timeout=LIMIT, cwd=tmp_path)
+    finished = torchrun.run(FAULT, fault, "check", ranks=2, timeout=LIMIT, cwd=tmp_path)
     assert finished.returncode != 0
     assert re.search(f"^{told}", finished.stdout, re.MULTILINE)
     assert "exact on" not in finished.stdout
@@ -119,11 +120,47 @@ def test_on_one_process(tmp_path):
 
 def test_a_missing_rank(free_port):
     env = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port)}
-    with start([sys.executable, *CHECK, "--timeout", "1"], env=env) as running:
+    with start([sys.executable, *CHECK, "--timeout", "1", "--json"], env=env) as running:
         finished = running.wait(timeout=LIMIT)
     assert finished.returncode == 1
     assert finished.stderr.startswith("distman check: 1 of 2 ranks joined")
     assert len(finished.stderr.splitlines()) == 1
+    answer = json.loads(finished.stdout)
+    assert (answer["world_size"], answer["is_ok"]) == (2, False)
+    assert answer["problems"] == [finished.stderr.removeprefix("distman check: ").rstrip()]
+
+
+@contextlib.contextmanager
+def two_ranks(*command, port, cwd):
+    """Start two ranks without a launcher, which would end them all; yield the first one."""
+    env = {"WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
+    with contextlib.ExitStack() as stack:
+        first, _ = (
+            stack.enter_context(start([sys.executable, *command], env={**env, "RANK": str(rank)}, cwd=cwd))
+            for rank in range(2)
+        )
+        yield first
+
+
+def test_a_rank_that_stands_still_within_a_step_is_named_and_what_was_found_is_told(free_port, tmp_path):
+    command = (FAULT, "stop", "check", "--json", "--timeout", "4")
+    with two_ranks(*command, port=free_port, cwd=tmp_path) as first:
+        finished = first.wait(timeout=LIMIT)
+    assert (finished.returncode, finished.stderr) == (1, "")
+    answer = json.loads(finished.stdout)
+    (problem,) = answer["problems"]
+    who = r"rank 1 \(\S+, pid \d+\), which does not answer"
+    assert re.match(rf"the step 'network' must end on all 2 ranks, got no end on {who}", problem)
+    assert len(answer["collectives"]) == 15
+    assert "all_reduce" in [speed["operation"] for speed in answer["speeds"]]
+
+
+def test_sigterm_while_a_rank_does_not_look_at_the_folder_leaves_no_file(free_port, tmp_path):
+    with two_ranks(FAULT, "stop at the folder", "check", port=free_port, cwd=tmp_path) as first:
+        assert poll(lambda: any(tmp_path.iterdir()), LIMIT)
+        os.kill(first.pid, signal.SIGTERM)
+        assert first.wait(timeout=LIMIT).returncode == 128 + signal.SIGTERM
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_ctrl_c_leaves_nothing(torchrun, tmp_path):
@@ -151,3 +188,14 @@ def test_bench_under_torchrun(torchrun, tmp_path):
     answer = json.loads((tmp_path / "sweep.json").read_text())
     assert (answer["num_ranks"], len(answer["measurements"])) == (2, len(rows))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["sweep.csv", "sweep.json", "sweep.png"]
+
+
+def test_bench_keeps_what_was_measured_before_a_rank_failed(torchrun, tmp_path):
+    options = ["--operations", "all_reduce", "all_to_all", "--max-size", "8", "--rounds", "1", "--output", "sweep.json"]
+    finished = torchrun.run(FAULT, "raise late", "bench", *options, ranks=2, timeout=LIMIT, cwd=tmp_path)
+    assert finished.returncode == 1
+    _, row = finished.stdout.splitlines()
+    assert row.split()[:4] == ["all_reduce", "8", "B", "1"]
+    assert len(json.loads((tmp_path / "sweep.json").read_text())["measurements"]) == 1
+    told = r"distman bench: all_to_all of 8 B was not measured: rank 1 \(\S+, pid \d+\) raised ValueError: boom"
+    assert re.search(f"^{told}$", finished.stderr, re.MULTILINE)

@@ -1,20 +1,53 @@
-"""Run ``distman check`` with a collective that goes wrong on rank 1: ``check_with_fault.py wrong|raise OPTIONS``."""
+"""Run ``distman check`` or ``bench`` with a fault on rank 1: ``check_with_fault.py FAULT COMMAND OPTIONS``."""
 
 import os
+import signal
 import sys
 
+import torch.distributed as dist
+
 from distman import cli, collectives
+from distman.cli import shared_folder
 
-gather = collectives.all_gather_v
+
+def add_one(call):
+    return lambda *args, **options: call(*args, **options) + 1
 
 
-def all_gather_v(tensor, *arguments, **options):
-    if os.environ["RANK"] != "1":
-        return gather(tensor, *arguments, **options)
-    if sys.argv[1] == "raise":
+def raise_error(_call):
+    def boom(*_args, **_options):
         raise ValueError("boom")
-    return gather(tensor, *arguments, **options) + 1
+
+    return boom
 
 
-collectives.all_gather_v = all_gather_v
-sys.exit(cli.main(["check", *sys.argv[2:]]))
+def stop(call):
+    def stand_still(*args, **options):
+        os.kill(os.getpid(), signal.SIGSTOP)
+        return call(*args, **options)
+
+    return stand_still
+
+
+def late(fault, num_calls):
+    """Let some calls go well before."""
+
+    def replace(call):
+        calls, faulty = iter(range(num_calls)), fault(call)
+        return lambda *args, **options: (call if next(calls, None) is not None else faulty)(*args, **options)
+
+    return replace
+
+
+FAULTS = {
+    "wrong": (collectives, "all_gather_v", add_one),
+    "raise": (collectives, "all_gather_v", raise_error),
+    "stop": (dist, "batch_isend_irecv", late(stop, 4)),
+    "stop at the folder": (shared_folder, "_reads", stop),
+    "raise late": (dist, "all_to_all_single", raise_error),
+}
+
+if os.environ["RANK"] == "1":
+    module, name, fault = FAULTS[sys.argv[1]]
+    setattr(module, name, fault(getattr(module, name)))
+sys.exit(cli.main(sys.argv[2:]))
