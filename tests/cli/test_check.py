@@ -249,12 +249,10 @@ GLOO = "[gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 4000ms for r
 
 
 @ranks(2)
-def test_where_a_collective_gets_no_answer_though_all_ranks_live_the_network_is_suspected(rank):
+def test_an_error_of_a_connection_is_the_step_s_and_any_other_the_rank_s_own(rank):
     manager = DistributedManager()
     told = explain(RuntimeError(GLOO), "the step 'links'", manager)
-    manager.barrier()  # rank 0 must not be gone while rank 1 asks
-    assert told.startswith(f"the step 'links' must end on all 2 ranks, got {GLOO}. All answer over the store: rank 0 ")
-    assert told.endswith(". See the network between them.")
+    assert told == f"the step 'links' must end on all 2 ranks, got {GLOO}"
     assert explain(ValueError("boom"), "the step 'links'", manager) is None
     assert own_fault(ValueError("boom"), manager) == f"{manager.roll_call[rank]} raised ValueError: boom"
 

@@ -7,7 +7,7 @@ import sys
 import torch.distributed as dist
 
 from distman import cli, collectives
-from distman.cli import shared_folder
+from distman.cli import shared_folder, timing
 
 
 def add_one(call):
@@ -42,8 +42,8 @@ def late(fault, num_calls):
 FAULTS = {
     "wrong": (collectives, "all_gather_v", add_one),
     "raise": (collectives, "all_gather_v", raise_error),
-    "stop": (dist, "batch_isend_irecv", late(stop, 4)),
-    "stop at the folder": (shared_folder, "_reads", stop),
+    "stop": (timing, "pass_on", late(stop, 4)),
+    "stop at the folder": (shared_folder, "check_folder", stop),
     "raise late": (dist, "all_to_all_single", raise_error),
 }
 
