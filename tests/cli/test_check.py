@@ -249,7 +249,7 @@ GLOO = "[gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 4000ms for r
 
 
 @ranks(2)
-def test_an_error_of_a_connection_is_the_step_s_and_any_other_the_rank_s_own(rank):
+def test_an_error_of_a_connection_is_not_the_rank_s_own_and_any_other_is(rank):
     manager = DistributedManager()
     told = explain(RuntimeError(GLOO), "the step 'links'", manager)
     assert told == f"the step 'links' must end on all 2 ranks, got {GLOO}"
