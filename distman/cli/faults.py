@@ -61,13 +61,14 @@ def _verdict(manager: DistributedManager, beginning: str = "", reason: str = "")
 
 def _who_stands_still(manager: DistributedManager, reason: str) -> str:
     watcher = manager._watcher
-    places = watcher.locate(_KEY, range(manager.world_size)) if watcher is not None else {}
+    others = [rank for rank in range(manager.world_size) if rank != manager.rank]
+    places = watcher.locate(_KEY, others) if watcher is not None else {}
     silent = {rank: place for rank, place in places.items() if place.startswith(NO_ANSWER)}
     shown = [f"{manager.roll_call[rank]}, {place}" for rank, place in (silent or places).items()]
     named = "; ".join(shown[:_MAX_NAMED]) + (f"; and {len(shown) - _MAX_NAMED} more" if len(shown) > _MAX_NAMED else "")
     if silent:
         return f"no end on {named}. See what stopped it there."
-    return f"{reason}" + (f". All answer over the store: {named}. See the network between them." if named else "")
+    return f"{reason}" + (f". The others answer over the store: {named}. See the network between them." if named else "")
 
 
 def _first_line(error: Exception) -> str:
