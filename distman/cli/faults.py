@@ -68,7 +68,7 @@ def _who_stands_still(manager: DistributedManager, reason: str) -> str:
     named = "; ".join(shown[:_MAX_NAMED]) + (f"; and {len(shown) - _MAX_NAMED} more" if len(shown) > _MAX_NAMED else "")
     if silent:
         return f"no end on {named}. See what stopped it there."
-    return f"{reason}" + (f". The others answer over the store: {named}. See the network between them." if named else "")
+    return f"{reason}. The others answer over the store: {named}. See the network between them." if named else reason
 
 
 def _first_line(error: Exception) -> str:
