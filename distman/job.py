@@ -177,8 +177,7 @@ def start(environment: LaunchEnvironment, backend: str | None, wish: DeviceWish,
     )
     try:
         _make_process_group(job, rendezvous.store)
-        if rendezvous.job_store.is_served_by_rank:
-            rendezvous.store.add("started", 1)
+        rendezvous.store.add("started", 1)
     except BaseException:
         rendezvous.job_store.close()
         raise
@@ -247,8 +246,8 @@ def watch(job: Job, limits: WatchLimits | None) -> Watcher | None:
 def leave(job: Job, watcher: Watcher | None) -> None:
     """Tell the others, destroy the process group, unless other code made it, and close the store.
 
-    Local. Who serves the store waits for ranks that are still starting, some seconds at most: they need it; and
-    until the others' watchers have let go of it.
+    Local. It waits for ranks that are still starting, some seconds at most: they connect to this one, which to them
+    would be dead otherwise. Who serves the store waits until the others' watchers have let go of it, too.
     """
     if job.rendezvous is None:
         return
@@ -272,18 +271,23 @@ def _say_farewell(job: Job, rendezvous: Rendezvous, *, is_counted: bool) -> None
             store.add("left", 1)
             store.add("gone", 0 if is_counted else 1)
 
-    attempt(tell, _FAREWELL_PATIENCE)  # who serves the store may be stopped
-    if is_host:
+    is_told = attempt(tell, _FAREWELL_PATIENCE)  # who serves the store may be stopped
+    if is_host or (is_told and not job.is_adopted and not failure.has_failed()):
         _wait_for_all_at(store, "started", job.world_size, _START_PATIENCE)
+    if is_host:
         store.set("closing", "yes")
         store.add("news", 1)
         _wait_for_all_at(store, "gone", job.world_size, late_after(job.world_size))
 
 
 def _wait_for_all_at(store: dist.Store, counter: str, world_size: int, patience: float) -> None:
-    until = time.monotonic() + patience
-    while store.add(counter, 0) < world_size and time.monotonic() < until:
-        time.sleep(_PAUSE)
+    def wait() -> None:
+        until = time.monotonic() + patience
+        with contextlib.suppress(dist.DistError):  # who served the store may have gone before
+            while store.add(counter, 0) < world_size and time.monotonic() < until:
+                time.sleep(_PAUSE)
+
+    attempt(wait, patience)
 
 
 def let_gloo_rest() -> None:

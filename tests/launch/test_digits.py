@@ -47,11 +47,6 @@ def test_mpi_on_one_host(request, name, mpi4py):
     assert_learned(finished, ranks=2, method="openmpi" if name == "openmpi" else "hydra")
 
 
-def test_srun(slurm_cluster):
-    finished = slurm_cluster.srun("-N2", "-n4", sys.executable, DIGITS, timeout=LIMIT)
-    assert_learned(finished, ranks=4, nodes=2, method="slurm")
-
-
 @pytest.mark.parametrize("name", ["openmpi", "mpich", "intel_mpi"])
 def test_mpirun_inside_sbatch(request, slurm_cluster, name):
     mpi = request.getfixturevalue(name)

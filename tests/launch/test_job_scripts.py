@@ -80,14 +80,6 @@ def test_mpi_over_two_hosts(request, namespace_hosts, folder, name, mpi4py):
     assert without_words_of_prrte(finished.stderr) == ""
 
 
-def test_the_script_for_mpich_is_one_for_intel_mpi_too(intel_mpi, namespace_hosts, folder):
-    command = ["bash", "-c", render(JobRequest(backend="mpich", nodes=2)), "train.sh", "n1,n2"]
-    environment = intel_mpi.environment_on_hosts()
-    finished = namespace_hosts.run(command, env=environment, timeout=LIMIT, cwd=folder)
-    assert_learned(finished, ranks=2, nodes=2, method="hydra")
-    assert finished.stderr == ""
-
-
 def test_torchrun_on_two_hosts(namespace_hosts, folder):
     with ExitStack() as stack:
         nodes = [
