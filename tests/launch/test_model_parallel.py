@@ -59,13 +59,6 @@ def test_torchrun(torchrun, one_process, tmp_path):
     assert_same(read(finished, file), one_process, grid="3 x 1")
 
 
-def test_srun(slurm_cluster, one_process, tmp_path):
-    file = tmp_path / "losses.json"
-    options = ("-N2", "-n4", "--ntasks-per-node=2")  # both ranks of a row on one host
-    finished = slurm_cluster.srun(*options, sys.executable, EXAMPLE, *SHORT, "--losses", file, timeout=LIMIT)
-    assert_same(read(finished, file), one_process, grid="2 x 2")
-
-
 def test_srun_with_a_row_on_two_hosts(slurm_cluster, one_process, tmp_path):
     file = tmp_path / "losses.json"
     options = ("-N2", "-n4")
