@@ -1,4 +1,4 @@
-"""_Numbers about a job as a whole."""
+"""Numbers about a job as a whole."""
 
 from __future__ import annotations
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import difflib
 import os
-import re
 import signal
 import sys
 from collections.abc import Sequence
@@ -24,8 +23,7 @@ class _Parser(argparse.ArgumentParser):
         """Parse; what is left over is an error with the usage of this very command."""
         arguments, unknown = super().parse_known_args(args, namespace)
         if unknown:
-            known = re.findall(r"--[a-z-]+", self.format_usage())
-            close = difflib.get_close_matches(unknown[0].partition("=")[0], known, n=1)
+            close = difflib.get_close_matches(unknown[0].partition("=")[0], self._option_string_actions, n=1)
             hint = f"; did you mean {close[0]}?" if close else ""
             self.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
         return arguments, unknown

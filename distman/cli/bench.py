@@ -77,7 +77,7 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         sizes = sizes_between(arguments.min_size, arguments.max_size, arguments.factor)
         on_rank(0)(check_outputs)(arguments.output)
-    except (RankFailedError, ValueError) as error:
+    except (RankFailedError, ValueError, ImportError) as error:
         return _refuse(str(error.__cause__ or error)) if manager.is_main else 1
     if manager.world_size == 1:
         return _refuse("one rank has nobody to talk to. Start several with torchrun, mpirun or srun.")
@@ -85,7 +85,7 @@ def run(arguments: argparse.Namespace) -> int:
     measurements: list[Measurement] = []
     try:
         measurements.extend(sweep(cases, manager, num_rounds=arguments.rounds))  # an error leaves those before it
-    except Exception as error:
+    except Exception as error:  # whatever it is, what was measured is told first; it is raised again if it is our own
         operation, num_bytes = cases[len(measurements)]
         what = f"{operation} of {show_size(num_bytes)}"
         reason = explain(error, "it", manager)

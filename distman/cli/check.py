@@ -74,7 +74,7 @@ def run(arguments: argparse.Namespace) -> int:
         print_table(_COLUMNS, [_row(peer) for peer in findings.peers], is_plain=is_plain_under(findings.launcher))
     try:
         _examine(manager, findings, arguments.folder, limit)
-    except Exception as error:
+    except Exception as error:  # whatever it is, what was found is told first; it is raised again if it is our own
         reason = explain(error, f"the step {findings.step!r}", manager)
         findings.error = reason or own_fault(error, manager)
         if reason is None:

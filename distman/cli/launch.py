@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import sys
 from pathlib import Path
@@ -83,20 +84,10 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _request(arguments: argparse.Namespace) -> JobRequest:
-    return JobRequest(
-        backend="openmpi" if arguments.backend == "mpi" else arguments.backend,
-        nodes=arguments.nodes,
-        gpus_per_node=arguments.gpus_per_node,
-        tasks_per_node=arguments.tasks_per_node,
-        gpu_type=arguments.gpu_type,
-        cpus_per_task=arguments.cpus_per_task,
-        time=arguments.time,
-        account=arguments.account,
-        partition=arguments.partition,
-        job_name=arguments.job_name,
-        with_torchrun=arguments.with_torchrun,
-        program=tuple(arguments.program) or _DEFAULTS.program,
-    )
+    given = {field.name: getattr(arguments, field.name) for field in dataclasses.fields(JobRequest)}
+    given["backend"] = "openmpi" if arguments.backend == "mpi" else arguments.backend
+    given["program"] = tuple(arguments.program) or _DEFAULTS.program
+    return JobRequest(**given)
 
 
 def _check_submission(arguments: argparse.Namespace, request: JobRequest) -> None:

@@ -2,12 +2,46 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
+from pathlib import Path
 
-__all__ = ["plain_table", "print_table", "progress_bar"]
+__all__ = ["PICTURES", "check_output", "plain_table", "print_table", "progress_bar"]
+
+
+PICTURES = (".pdf", ".png", ".svg")
+"""Endings of the pictures that commands draw."""
+
+
+def check_output(path: Path, suffixes: Sequence[str]) -> None:
+    """Raise now what would keep a file from being written later.
+
+    Local.
+
+    Args:
+        path: The file.
+        suffixes: The endings that are known.
+
+    Raises:
+        ValueError: The ending is not known, there is no such folder, or the file cannot be written there.
+        ImportError: It is a picture, and matplotlib is not installed.
+    """
+    if path.suffix not in suffixes:
+        raise ValueError(f"an output must end in {', '.join(suffixes)}, got {str(path)!r}. Correct the name.")
+    if not path.absolute().parent.is_dir():
+        raise ValueError(f"an output must lie in a folder that there is, got {path}. Make the folder first.")
+    if path.is_dir():
+        raise ValueError(f"an output must be a file, got the folder {path}. Correct the name.")
+    if not os.access(path if path.exists() else path.absolute().parent, os.W_OK):
+        raise ValueError(f"an output must be a file that can be written, got {path}. Choose another place.")
+    if path.suffix in PICTURES:
+        try:
+            import matplotlib  # noqa: F401 - to see whether it can be
+        except ImportError as error:
+            raise ImportError(f"matplotlib must be installed to draw {path}. Run pip install matplotlib.") from error
 
 
 def print_table(

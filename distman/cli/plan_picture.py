@@ -6,9 +6,11 @@ import colorsys
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from distman.cli.drawing import shorten_ranks, where
+from distman.cli.output import PICTURES, check_output
 from distman.topology import Partition
 
 if TYPE_CHECKING:
@@ -93,14 +95,13 @@ def draw_picture(layout: Layout, path: str | os.PathLike[str], *, rank: int = 0)
 
     Raises:
         ImportError: There is no matplotlib.
-        ValueError: There are no groups to draw, or the format is unknown.
-        OSError: The file cannot be written.
+        ValueError: There are no groups to draw, the ending is none of a picture, or the file cannot be written there.
+        OSError: Writing it failed.
     """
-    try:
-        from matplotlib.figure import Figure
-        from matplotlib.layout_engine import ConstrainedLayoutEngine
-    except ImportError as error:
-        raise ImportError("matplotlib must be installed to draw a picture. Run pip install matplotlib.") from error
+    check_output(Path(path), PICTURES)
+    from matplotlib.figure import Figure
+    from matplotlib.layout_engine import ConstrainedLayoutEngine
+
     names = list(layout.plan.partitions)
     if not names:
         raise ValueError("the plan must have groups to be drawn, got the world alone. Add a child to the tree.")

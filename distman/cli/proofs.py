@@ -54,7 +54,7 @@ def prove(name: str, proof: Proof, manager: DistributedManager) -> bool:
         return proof(manager)
     except RankFailedError:
         raise
-    except Exception as error:
+    except Exception as error:  # a backend may raise anything: it is raised on, with the collective's name
         raise DistmanError(
             f"{name} must run on all ranks, got {type(error).__name__} on rank {manager.rank}: {error}. "
             "See the traceback there."

@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import csv
 import dataclasses
-import importlib.util
 import json
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from distman.cli.output import PICTURES, check_output
 
 if TYPE_CHECKING:
     from distman.cli.timing import Measurement
 
 __all__ = ["SUFFIXES", "check_outputs", "write_output"]
 
-_PICTURES = (".pdf", ".png", ".svg")
-SUFFIXES = (".csv", ".json", *_PICTURES)
+SUFFIXES = (".csv", ".json", *PICTURES)
 
 
 def check_outputs(paths: Sequence[Path]) -> None:
@@ -29,20 +28,11 @@ def check_outputs(paths: Sequence[Path]) -> None:
         paths: The files.
 
     Raises:
-        ValueError: An ending is not known, there is no such folder, or the file cannot be written there.
-        ImportError: A plot is wanted, and matplotlib is not installed.
+        ValueError: See :func:`distman.cli.output.check_output`.
+        ImportError: The same.
     """
     for path in paths:
-        if path.suffix not in SUFFIXES:
-            raise ValueError(f"an output must end in {', '.join(SUFFIXES)}, got {path}. Correct the name.")
-        if not path.absolute().parent.is_dir():
-            raise ValueError(f"an output must lie in a folder that there is, got {path}. Make the folder first.")
-        if path.is_dir():
-            raise ValueError(f"an output must be a file, got the folder {path}. Correct the name.")
-        if not os.access(path if path.exists() else path.absolute().parent, os.W_OK):
-            raise ValueError(f"an output must be a file that can be written, got {path}. Choose another place.")
-        if path.suffix in _PICTURES and importlib.util.find_spec("matplotlib") is None:
-            raise ImportError(f"matplotlib must be installed to draw {path}. Run pip install matplotlib.")
+        check_output(path, SUFFIXES)
 
 
 def write_output(path: Path, measurements: Sequence[Measurement], job: Mapping[str, Any]) -> None:

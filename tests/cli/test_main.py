@@ -51,3 +51,11 @@ def test_every_command_says_what_it_does(command):
     finished = subprocess.run([*COMMAND, command, "--help"], capture_output=True, text=True, timeout=60, check=True)
     assert f"usage: distman {command}" in finished.stdout
     assert finished.stderr == ""
+
+
+def test_a_wrong_option_is_answered_with_the_one_that_was_meant():
+    launch = [*COMMAND, "launch", "--backend", "slurm", "--gpus-per-nod", "4", "--acount=physics"]
+    finished = subprocess.run(launch, capture_output=True, text=True, timeout=60, check=False)
+    assert finished.returncode == 2
+    assert "usage: distman launch" in finished.stderr
+    assert finished.stderr.rstrip().endswith("unrecognized arguments: --acount=physics; did you mean --account?")

@@ -194,8 +194,17 @@ def test_large_worlds_stay_readable():
         (["--mesh", "data=1024", "--rank", "1024"], 2, "--rank must be at least 0 and below the world size 1024"),
         (["--mesh", "data=1024", "--rank", "-1"], 2, "--rank must be at least 0"),
         (["--tree", "world", "--plot", "x.png"], 1, "the plan must have groups to be drawn"),
-        (["--mesh", "data=1024", "--plot", "/nowhere/x.png"], 1, "No such file"),
-        (["--mesh", "data=1024", "--plot", "x.unknown"], 1, "is not supported"),
+        (
+            ["--mesh", "data=1024", "--plot", "/nowhere/x.png"],
+            1,
+            "an output must lie in a folder that there is, got /nowhere/x.png. ",
+        ),
+        (["--mesh", "data=1024", "--plot", ""], 1, "an output must end in .pdf, .png, .svg, got '.'. "),
+        (
+            ["--mesh", "data=1024", "--plot", "x.unknown"],
+            1,
+            "an output must end in .pdf, .png, .svg, got 'x.unknown'. ",
+        ),
     ],
 )
 def test_an_error_is_on_standard_error_alone(arguments, code, error, capsys):
@@ -232,7 +241,7 @@ def test_without_matplotlib_it_says_what_to_install(tmp_path):
     )
     assert (finished.returncode, finished.stdout) == (1, "")
     assert finished.stderr == (
-        "distman plan: matplotlib must be installed to draw a picture. Run pip install matplotlib.\n"
+        "distman plan: matplotlib must be installed to draw a.png. Run pip install matplotlib.\n"
     )
 
 

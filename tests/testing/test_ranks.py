@@ -152,7 +152,7 @@ def test_monkeypatch_was_undone():
 
 
 def draws():
-    return [random.random(), torch.rand(()).item(), numpy.random.random()]  # noqa: S311
+    return [random.random(), torch.rand(()).item(), numpy.random.random()]  # noqa: S311 - no secret
 
 
 @ranks(2)
