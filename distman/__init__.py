@@ -14,7 +14,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from distman import startup
+from distman import _startup
 from distman.environments import explain, is_env_distributed, should_use_distributed
 from distman.errors import (
     BarrierTimeoutError,
@@ -32,6 +32,8 @@ from distman.errors import (
 from distman.topology import ProcessGroupConfig, ProcessGroupNode, split_sizes
 
 if TYPE_CHECKING:
+    from distman._device import pick_device, resolve_device
+    from distman._rendezvous.peers import Peer
     from distman.decorators import (
         local_rank_zero_first,
         on_local_rank,
@@ -40,10 +42,8 @@ if TYPE_CHECKING:
         rank_zero_first,
         rank_zero_only,
     )
-    from distman.device import pick_device, resolve_device
     from distman.executor import ParallelExecutor, parallelize_on_gpus
     from distman.manager import DistributedManager, initialize_ddp
-    from distman.rendezvous.peers import Peer
 
 __all__ = [
     "BarrierTimeoutError",
@@ -81,7 +81,7 @@ __all__ = [
 _NEEDS_TORCH = {
     "DistributedManager": "distman.manager",
     "ParallelExecutor": "distman.executor",
-    "Peer": "distman.rendezvous.peers",
+    "Peer": "distman._rendezvous.peers",
     "initialize_ddp": "distman.manager",
     "local_rank_zero_first": "distman.decorators",
     "on_local_rank": "distman.decorators",
@@ -90,8 +90,8 @@ _NEEDS_TORCH = {
     "rank_zero_first": "distman.decorators",
     "rank_zero_only": "distman.decorators",
     "parallelize_on_gpus": "distman.executor",
-    "pick_device": "distman.device",
-    "resolve_device": "distman.device",
+    "pick_device": "distman._device",
+    "resolve_device": "distman._device",
 }
 
 
@@ -107,4 +107,4 @@ def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
 
 
-startup.watch()
+_startup.watch()

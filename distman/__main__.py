@@ -2,6 +2,6 @@
 
 import sys
 
-from distman.cli import main
+from distman._cli import main
 
 sys.exit(main())

@@ -17,14 +17,14 @@ from typing import ParamSpec, TypeVar
 
 import torch
 
-from distman.collectives.border import GroupLike
-from distman.collectives.objects import broadcast_data
-from distman.control.collective import Meeting
-from distman.control.notice import FailureNotice
-from distman.control.turn import Turn, Turns
-from distman.control.whereabouts import Restricted, call_site, check_all_run_here, depth, is_child, restriction
+from distman._coordination.failure.record import FailureRecord
+from distman._coordination.sections import ExclusiveSection, ExclusiveSections
+from distman._coordination.tracking import Restricted, call_site, check_all_run_here, depth, is_child, restriction
+from distman._coordination.wait_scope import WaitScope
+from distman._groups.registry import Group
+from distman.collectives._objects import broadcast_data
+from distman.collectives._validation import GroupLike
 from distman.environments import is_env_distributed
-from distman.groups import Group
 from distman.manager import DistributedManager
 
 __all__ = [
@@ -156,9 +156,9 @@ def rank_zero_first() -> AbstractContextManager[None]:
     running it. Collectives within it raise ``DistmanError``: the ranks do not run there together.
     """
     members = _members(None)
-    if members is None or members.turns is None:
+    if members is None or members.sections is None:
         return nullcontext()
-    return _First(members.turns, 0, "rank_zero_first")
+    return _First(members.sections, 0, "rank_zero_first")
 
 
 def local_rank_zero_first() -> AbstractContextManager[None]:
@@ -166,11 +166,11 @@ def local_rank_zero_first() -> AbstractContextManager[None]:
 
     Local; the ``with`` block is collective over the ranks of each host. See :func:`rank_zero_first`.
     """
-    turns = DistributedManager().node_turns if _members(None) is not None else None
-    if turns is None:
+    sections = DistributedManager().node_sections if _members(None) is not None else None
+    if sections is None:
         return nullcontext()
-    local_ranks = [DistributedManager().roll_call[rank].local_rank for rank in turns.circle.ranks]
-    return _First(turns, local_ranks.index(min(local_ranks)), "local_rank_zero_first")
+    local_ranks = [DistributedManager().roll_call[rank].local_rank for rank in sections.store_group.ranks]
+    return _First(sections, local_ranks.index(min(local_ranks)), "local_rank_zero_first")
 
 
 def parallel_on_all_devices(func: Callable[P, R]) -> Callable[P, R]:
@@ -223,29 +223,29 @@ def _run_on(
     region = restriction()
     if region is not None and not region.ranks.issuperset(members.ranks):
         if (barrier or broadcast) and not runners.issuperset(region.ranks):
-            with Meeting(what):
+            with WaitScope(what):
                 check_all_run_here(members.ranks)
         return run() if is_active else None
-    if members.turns is None:
+    if members.sections is None:
         return _run_alone(run, what, members.ranks[members.rank])
-    turn = members.turns.begin(what, range(members.size) if barrier else ranks, depth=depth())
-    result = _run_and_tell(turn, run, Restricted(what, runners)) if is_active else None
-    with Meeting(what):
-        is_over = turn.succeed() if is_active or barrier else False
+    section = members.sections.begin(what, range(members.size) if barrier else ranks, depth=depth())
+    result = _run_and_tell(section, run, Restricted(what, runners)) if is_active else None
+    with WaitScope(what):
+        is_over = section.succeed() if is_active or barrier else False
         if not is_over:
-            turn.wait()
+            section.wait()
     return broadcast_data(result, ranks[0], members.process_group) if broadcast else result
 
 
-def _run_and_tell(turn: Turn, run: Callable[[], R], region: Restricted) -> R:
+def _run_and_tell(section: ExclusiveSection, run: Callable[[], R], region: Restricted) -> R:
     """Run a function, and tell the others if it fails."""
     try:
         with region:
             return run()
     except Exception as error:
-        raise turn.fail(error).to_error() from error
+        raise section.fail(error).to_error() from error
     except BaseException as error:  # SystemExit and KeyboardInterrupt end this process, and concern the others
-        turn.fail(error)
+        section.fail(error)
         raise
 
 
@@ -255,45 +255,45 @@ def _run_alone(run: Callable[[], R], what: str, rank: int) -> R:
         with Restricted(what, frozenset([rank])):
             return run()
     except Exception as error:
-        raise FailureNotice.of(error, rank).to_error() from error
+        raise FailureRecord.of(error, rank).to_error() from error
 
 
 class _First(AbstractContextManager[None]):
     """One rank of a circle runs through a block before the others.
 
     Args:
-        turns: The turns that these ranks take.
+        sections: The turns that these ranks take.
         first: Who runs first, by index in the circle.
         what: The block, for messages.
     """
 
-    def __init__(self, turns: Turns, first: int, what: str) -> None:
-        self._turns = turns
+    def __init__(self, sections: ExclusiveSections, first: int, what: str) -> None:
+        self._sections = sections
         self._first = first
         self._what = what
         self._place = f"{what} at {call_site()}"
 
     def __enter__(self) -> None:
-        circle = self._turns.circle
+        store_group = self._sections.store_group
         region = restriction()
-        is_joint = not is_child() and (region is None or region.ranks.issuperset(circle.ranks))
-        self._turn = self._turns.begin(self._what, [self._first], depth=depth()) if is_joint else None
-        if self._turn is not None and circle.rank != self._first:
-            with Meeting(self._what):
-                self._turn.wait()
-        self._region = Restricted(self._place, frozenset([circle.ranks[circle.rank]]))
+        is_joint = not is_child() and (region is None or region.ranks.issuperset(store_group.ranks))
+        self._section = self._sections.begin(self._what, [self._first], depth=depth()) if is_joint else None
+        if self._section is not None and store_group.rank != self._first:
+            with WaitScope(self._what):
+                self._section.wait()
+        self._region = Restricted(self._place, frozenset([store_group.ranks[store_group.rank]]))
         self._region.__enter__()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._region.__exit__(kind, error, trace)
-        if self._turn is None or self._turns.circle.rank != self._first:
+        if self._section is None or self._sections.store_group.rank != self._first:
             return
         if error is None:
-            self._turn.succeed()
+            self._section.succeed()
         else:
-            self._turn.fail(error)
+            self._section.fail(error)
 
 
 def _members(group: GroupLike) -> Group | None:

@@ -14,22 +14,23 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from distman import log
-from distman.control import failure, whereabouts
-from distman.control.barrier import wait_for_all
-from distman.control.collective import Meeting
-from distman.control.requeue import requeue
-from distman.control.stop import StopAgreement
-from distman.control.watcher import Watcher, WatchLimits
-from distman.device import backend_for, check_backend, pick_device
+from distman import _log
+from distman._coordination import tracking
+from distman._coordination.barrier import wait_for_all
+from distman._coordination.failure import hook
+from distman._coordination.monitor.watcher import Watcher, WatchLimits
+from distman._coordination.preemption import StopAgreement
+from distman._coordination.requeue import requeue
+from distman._coordination.wait_scope import WaitScope
+from distman._device import backend_for, check_backend, pick_device
+from distman._groups.queries import GroupQueries
+from distman._groups.registry import Groups
+from distman._job import DeviceWish, Limits, adopt, leave, let_gloo_rest, start, watch
+from distman._rendezvous.peers import Peers
+from distman._seeds import seed_generators
 from distman.environments import LaunchEnvironment, detect, misspelt_variables
-from distman.environments.base import read_flag
+from distman.environments._base import read_flag
 from distman.errors import DistmanError, NotInitializedError, check_options
-from distman.group_queries import GroupQueries
-from distman.groups import Groups
-from distman.job import DeviceWish, Limits, adopt, leave, let_gloo_rest, start, watch
-from distman.rendezvous.peers import Peers
-from distman.seeds import seed_generators
 
 __all__ = ["DistributedManager", "initialize_ddp"]
 
@@ -106,7 +107,7 @@ class DistributedManager(GroupQueries):
             ValueError: An argument, or the variable that stands for it, has no meaning.
         """
         if cls.is_initialized():
-            log.logger.warning("DistributedManager is already initialized: this call changes nothing")
+            _log.logger.warning("DistributedManager is already initialized: this call changes nothing")
             return cls()
         limits = Limits(_seconds(timeout, *_TIMEOUT), _seconds(rendezvous_timeout, *_RENDEZVOUS_TIMEOUT))
         watch_limits = _watch_limits()
@@ -125,13 +126,13 @@ class DistributedManager(GroupQueries):
             _job=job,
             _groups=Groups(job),
             _watcher=watch(job, watch_limits),
-            _stop=StopAgreement(job.circle()),
+            _stop=StopAgreement(job.store_group()),
             _mesh=None,
             _broadcast_buffers=False,
             _find_unused_parameters=find_unused,
         )
-        whereabouts.settle()
-        log.set_rank(job.peer.rank if job.backend else None, job.world_size)
+        tracking.enter_rank_process()
+        _log.set_rank(job.peer.rank if job.backend else None, job.world_size)
         atexit.register(cls._cleanup_at_exit, os.getpid())
         if seed is not None:
             seed_generators(seed + job.peer.rank)
@@ -165,9 +166,9 @@ class DistributedManager(GroupQueries):
         stop.restore()
         cls._shared_state.clear()
         atexit.unregister(cls._cleanup_at_exit)
-        failure.set_reporter(None)
-        log.set_rank(None)
-        whereabouts.unsettle()
+        hook.set_reporter(None)
+        _log.set_rank(None)
+        tracking.leave_rank_process()
         groups.close()
         leave(job, watcher)
         if watcher is not None:
@@ -178,8 +179,8 @@ class DistributedManager(GroupQueries):
         """Clean up at the end of the program; after an uncaught exception, wait for nobody."""
         if os.getpid() != pid or not cls.is_initialized():
             return
-        failure.report_uncaught()
-        if failure.has_failed():
+        hook.report_uncaught()
+        if hook.has_failed():
             watcher = cls()._watcher
             if watcher is not None:
                 watcher.stop()
@@ -302,14 +303,14 @@ class DistributedManager(GroupQueries):
             DistmanError: Called where only some ranks run.
         """
         job = self._job
-        circle = job.circle()
+        store_group = job.store_group()
         seconds = _seconds(timeout, "", job.limits.collective)
-        with Meeting(f"barrier {name!r}" if name else "barrier"):
-            whereabouts.check_all_run_here(range(job.world_size))
-            if circle is not None:
+        with WaitScope(f"barrier {name!r}" if name else "barrier"):
+            tracking.check_all_run_here(range(job.world_size))
+            if store_group is not None:
                 key = f"barrier {next(job.barriers)}" + (f" {name!r}" if name else "")
                 locate = functools.partial(self._watcher.locate, key) if self._watcher is not None else None
-                wait_for_all(circle, key, timeout=seconds, locate=locate)
+                wait_for_all(store_group, key, timeout=seconds, locate=locate)
 
     def request_stop(self) -> None:
         """Ask all ranks to stop at the next step that :meth:`should_stop` agrees on.
@@ -332,7 +333,7 @@ class DistributedManager(GroupQueries):
             PlanMismatchError: The ranks ask at different steps.
             DistmanError: Called in a process forked from the rank.
         """
-        if whereabouts.is_child():
+        if tracking.is_child():
             raise DistmanError(f"should_stop() must be called in the process of the rank, got its child {os.getpid()}.")
         self._stop.listen()
         return self._stop.decide(step)
@@ -420,7 +421,7 @@ def _environment(method: str | None, *, use_distributed: bool | None) -> LaunchE
         return _SINGLE
     detection = detect(os.environ, method)
     for sentence in detection.warnings:
-        log.logger.warning(sentence)
+        _log.logger.warning(sentence)
     if use_distributed:
         detection.require_launcher()
     return detection.environment
@@ -459,7 +460,7 @@ def _warn_of_misspelt(rank: int) -> None:
     """Say on rank 0 which variables have no effect."""
     if rank == 0:
         for sentence in misspelt_variables(os.environ):
-            log.logger.warning(sentence)
+            _log.logger.warning(sentence)
 
 
 def _check_wrappable(module: torch.nn.Module, options: dict[str, Any]) -> None:

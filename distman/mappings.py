@@ -16,11 +16,11 @@ from typing import Any
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
-from distman.collectives.all_gather import AllGather
-from distman.collectives.border import GroupLike, check_call, normalize_dim, resolve_group, shard_sizes
-from distman.collectives.fused import all_reduce_sum
-from distman.control.collective import collective
-from distman.groups import Group
+from distman._coordination.wait_scope import collective
+from distman._groups.registry import Group
+from distman.collectives._all_gather import AllGather
+from distman.collectives._fused import all_reduce_sum
+from distman.collectives._validation import GroupLike, check_call, normalize_dim, resolve_group, shard_sizes
 from distman.topology import split_sizes
 
 __all__ = [

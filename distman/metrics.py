@@ -11,14 +11,14 @@ from typing import Protocol, runtime_checkable
 import torch
 import torch.distributed as dist
 
-from distman.collectives import debug
-from distman.collectives.border import GroupLike, check_member, resolve_group
-from distman.collectives.exchange import control_device
-from distman.collectives.objects import all_gather_objects
-from distman.collectives.signed import sum_numbers
-from distman.control.collective import collective
+from distman._coordination.wait_scope import collective
+from distman._groups.registry import Group
+from distman.collectives import _debug
+from distman.collectives._exchange import control_device
+from distman.collectives._headers import sum_numbers
+from distman.collectives._objects import all_gather_objects
+from distman.collectives._validation import GroupLike, check_member, resolve_group
 from distman.errors import PlanMismatchError
-from distman.groups import Group
 from distman.manager import DistributedManager
 
 __all__ = ["aggregate_loss", "aggregate_metrics", "reduce_loss"]
@@ -100,7 +100,7 @@ def aggregate_loss(loss: _Number, *ignored: object, weight: float | None = None,
 def _means(numbers: Mapping[str, _Number], weight: float, others: Sequence[str], group: GroupLike) -> list[float]:
     """Return the weighted means over the ranks that have a number; all ranks must have the same names."""
     members = resolve_group(group)
-    debug.compare("aggregate_metrics", members)
+    _debug.compare("aggregate_metrics", members)
     values = _as_floats(numbers)
     weights = [0.0 if math.isnan(value) else weight for value in values]
     weighted = [value * its if its else 0.0 for value, its in zip(values, weights, strict=True)]
@@ -176,7 +176,7 @@ def reduce_loss(
         PlanMismatchError: In debug mode, on every rank: the ranks call differently.
     """
     members = resolve_group(group)
-    debug.compare("reduce_loss", members, dst_rank=dst_rank, mean=mean)
+    _debug.compare("reduce_loss", members, dst_rank=dst_rank, mean=mean)
     check_member("dst_rank", dst_rank, members)
     if isinstance(loss, torch.Tensor) and loss.numel() != 1:
         raise ValueError(f"loss must be one number, got a tensor of shape {tuple(loss.shape)}. Take its mean.")

@@ -9,7 +9,7 @@ import re
 from docutils import nodes
 from sphinx.application import Sphinx
 
-from distman.version import VERSION
+from distman._version import VERSION
 
 project = "distman"
 author = "The distman authors"

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from distman.device import backend_for, pick_device, pick_index, resolve_device, visible_devices
+from distman._device import backend_for, pick_device, pick_index, resolve_device, visible_devices
 from distman.environments import detect
 from distman.testing import fake_environment
 

@@ -18,7 +18,7 @@ from distman.environments import LAUNCHERS, detect
 from distman.handler import NNHandler
 from distman.testing import fake_environment
 
-from .test_package import exports, modules
+from .test_package import exports, modules, public_modules
 
 try:
     import tomllib
@@ -46,10 +46,6 @@ NO_LAYERS = {"__main__"}
 VARIABLE = re.compile(r"[A-Z][A-Z0-9]*(?:_[A-Za-z0-9]+)+|RANK|NCPUS")
 NO_VARIABLES = {"TCP_KEEPCNT", "TCP_KEEPIDLE", "TCP_KEEPINTVL"}
 READ_BY_OTHERS = {"NCCL_DEBUG", "TORCH_DISTRIBUTED_DEBUG"}
-# What users need of these has its place on page one; all that the other modules export is in the reference.
-INTERNAL = {"cli", "control", "device", "group_queries", "groups", "job", "log", "manager"} | {
-    *("rendezvous", "seeds", "startup", "version"),
-}
 
 
 def read(page):
@@ -123,7 +119,7 @@ def test_the_table_of_launchers_names_their_variables(launcher):
     (variables,) = (row[2] for row in launcher_rows() if row[0] == f"`{launcher}`")
     found = re.findall(r"([a-z ]+) ((?:`\w+`(?: or )?)+)(?:, |$)", variables)
     assert ", ".join(" ".join(pair) for pair in found) == variables
-    module = importlib.import_module(f"distman.environments.{'bare' if launcher == 'env' else launcher}")
+    module = importlib.import_module(f"distman.environments._{'bare' if launcher == 'env' else launcher}")
     documented = {FIELDS[field]: tuple(re.findall(r"`(\w+)`", names)) for field, names in found}
     assert documented == {field: names for field, names in module.FIELDS.items() if names}
 
@@ -174,10 +170,9 @@ def test_nothing_but_the_test_kit_writes_into_the_environment():
 def public_names():
     """Return the names that users may import, each from the modules that offer it."""
     found = {}
-    for module in ("distman", *(name for name in modules() if name.count(".") == 1)):
-        if module.removeprefix("distman.") not in INTERNAL:
-            for name, value in exports(module).items():
-                found.setdefault(id(value), set()).add(f"{module}.{name}")
+    for module in public_modules():
+        for name, value in exports(module).items():
+            found.setdefault(id(value), set()).add(f"{module}.{name}")
     return list(found.values())
 
 

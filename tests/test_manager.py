@@ -19,8 +19,8 @@ from distman import (
     NotInitializedError,
     initialize_ddp,
 )
-from distman.control import failure
-from distman.log import logger
+from distman._coordination.failure import hook
+from distman._log import logger
 from distman.testing import fake_environment, ranks
 
 
@@ -146,9 +146,9 @@ def test_use_distributed_false_is_one_process_whatever_the_environment_says(monk
 
 def test_one_process_among_others_tells_nobody_of_its_failure(monkeypatch):
     told = []
-    monkeypatch.setattr(failure, "_hook", None)
+    monkeypatch.setattr(hook, "_hook", None)
     monkeypatch.setattr(sys, "excepthook", lambda *_: None)
-    failure.install(told.append)
+    hook.install(told.append)
     DistributedManager.initialize(use_distributed=False)
     sys.excepthook(ValueError, ValueError("boom"), None)
     assert told == []

@@ -5,12 +5,12 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from distman.checkpoint.folder import CheckpointFolder
-from distman.checkpoint.model_state import load_model_state, model_state
-from distman.checkpoint.whole import PendingSave, load, save
+from distman.checkpoint._folder import CheckpointFolder
+from distman.checkpoint._model_state import load_model_state, model_state
+from distman.checkpoint._single_file import PendingSave, load, save
 
 if TYPE_CHECKING:
-    from distman.checkpoint.sharded import load_sharded, save_sharded
+    from distman.checkpoint._sharded import load_sharded, save_sharded
 
 __all__ = [
     "CheckpointFolder",
@@ -27,7 +27,7 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name not in ("load_sharded", "save_sharded"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module("distman.checkpoint.sharded"), name)  # torch's part of it takes a second
+    return getattr(importlib.import_module("distman.checkpoint._sharded"), name)  # torch's part of it takes a second
 
 
 def __dir__() -> list[str]:

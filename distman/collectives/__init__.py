@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from distman.collectives.all_gather import all_gather_v
-from distman.collectives.all_to_all import all_to_all_v, distributed_transpose, indexed_all_to_all_v
-from distman.collectives.fused import FusedWork, fused_all_reduce
-from distman.collectives.gather import gather_v
-from distman.collectives.objects import all_gather_objects, broadcast_data, broadcast_if_ddp, gather_objects
-from distman.collectives.reduce_scatter import reduce_scatter_v
-from distman.collectives.scatter import scatter_v
+from distman.collectives._all_gather import all_gather_v
+from distman.collectives._all_to_all import all_to_all_v, distributed_transpose, indexed_all_to_all_v
+from distman.collectives._fused import FusedWork, fused_all_reduce
+from distman.collectives._gather import gather_v
+from distman.collectives._objects import all_gather_objects, broadcast_data, broadcast_if_ddp, gather_objects
+from distman.collectives._reduce_scatter import reduce_scatter_v
+from distman.collectives._scatter import scatter_v
 
 __all__ = [
     "FusedWork",

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from distman.data.batches import EvaluationBatches, ShardBatches, TrainingBatches
-from distman.data.cached import RankCachedDataset, rank_cached_loader
-from distman.data.hdf5 import Hdf5Dataset
-from distman.data.loaders import EvaluationLoader, TrainingLoader, default_num_workers, distributed_loader
+from distman.data._batches import EvaluationBatches, ShardBatches, TrainingBatches
+from distman.data._cached import RankCachedDataset, rank_cached_loader
+from distman.data._hdf5 import Hdf5Dataset
+from distman.data._loaders import EvaluationLoader, TrainingLoader, default_num_workers, distributed_loader
 
 __all__ = [
     "EvaluationBatches",

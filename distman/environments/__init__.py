@@ -1,15 +1,15 @@
 """What a launcher says about this process, as plain values: no torch, no communication."""
 
-from distman.environments.base import LAUNCHERS, LaunchEnvironment
-from distman.environments.detect import (
+from distman.environments._base import LAUNCHERS, LaunchEnvironment
+from distman.environments._detect import (
     Detection,
     detect,
     explain,
     is_env_distributed,
     should_use_distributed,
 )
-from distman.environments.foresight import Host, foresee, misspelt_variables
-from distman.environments.slurm import expected_hosts
+from distman.environments._diagnostics import Host, diagnose, misspelt_variables
+from distman.environments._slurm import expected_hosts
 
 __all__ = [
     "LAUNCHERS",
@@ -17,9 +17,9 @@ __all__ = [
     "Host",
     "LaunchEnvironment",
     "detect",
+    "diagnose",
     "expected_hosts",
     "explain",
-    "foresee",
     "is_env_distributed",
     "misspelt_variables",
     "should_use_distributed",

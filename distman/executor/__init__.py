@@ -8,8 +8,8 @@
         results = executor.run(lambda device, power: torch.eye(3, device=device) ** power, 2)
 """
 
-from distman.executor.decorator import parallelize_on_gpus
-from distman.executor.moving import as_cpu
-from distman.executor.parallel import ParallelExecutor
+from distman.executor._decorator import parallelize_on_gpus
+from distman.executor._moving import as_cpu
+from distman.executor._parallel import ParallelExecutor
 
 __all__ = ["ParallelExecutor", "as_cpu", "parallelize_on_gpus"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from distman.fft.transforms import (
+from distman.fft._transforms import (
     DistributedIRFFT2,
     DistributedRFFT2,
     fft2,

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from distman.handler.callbacks import Callback, EarlyStopping, LearningRateMonitor, ModelCheckpoint
-from distman.handler.history import History
-from distman.handler.nn_handler import NNHandler
-from distman.handler.resumption import Preempted
+from distman.handler._callbacks import Callback, EarlyStopping, LearningRateMonitor, ModelCheckpoint
+from distman.handler._history import History
+from distman.handler._nn_handler import NNHandler
+from distman.handler._resumption import Preempted
 
 __all__ = [
     "Callback",

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from distman.score.denoising import denoising_loss
-from distman.score.likelihood import log_likelihood
-from distman.score.network import score
-from distman.score.sampling import sample
-from distman.score.sde import SDE, VarianceExploding, VariancePreserving
-from distman.score.streams import random_stream
+from distman.score._denoising import denoising_loss
+from distman.score._likelihood import log_likelihood
+from distman.score._network import score
+from distman.score._sampling import sample
+from distman.score._sde import SDE, VarianceExploding, VariancePreserving
+from distman.score._streams import random_stream
 
 __all__ = [
     "SDE",

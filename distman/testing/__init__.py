@@ -10,17 +10,17 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from distman.testing.environments import fake_environment
-    from distman.testing.faults import delay_rank, kill_rank
-    from distman.testing.marks import ranks
+    from distman.testing._environments import fake_environment
+    from distman.testing._faults import delay_rank, kill_rank
+    from distman.testing._marks import ranks
 
 __all__ = ["delay_rank", "fake_environment", "kill_rank", "ranks"]
 
 _HOMES = {
-    "delay_rank": "distman.testing.faults",
-    "fake_environment": "distman.testing.environments",
-    "kill_rank": "distman.testing.faults",
-    "ranks": "distman.testing.marks",
+    "delay_rank": "distman.testing._faults",
+    "fake_environment": "distman.testing._environments",
+    "kill_rank": "distman.testing._faults",
+    "ranks": "distman.testing._marks",
 }
 
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from distman.topology.notation import NotationError, parse_mesh, parse_tree
-from distman.topology.partition import GridPartition, ListedPartition, Partition, split_sizes
-from distman.topology.plan import Plan, mesh_plan, tree_plan
-from distman.topology.spread import Spread, spread_over_nodes
-from distman.topology.tree import ProcessGroupConfig, ProcessGroupNode
+from distman.topology._notation import NotationError, parse_mesh, parse_tree
+from distman.topology._partition import GridPartition, ListedPartition, Partition, split_sizes
+from distman.topology._plan import Plan, mesh_plan, tree_plan
+from distman.topology._spread import Spread, spread_over_nodes
+from distman.topology._tree import ProcessGroupConfig, ProcessGroupNode
 
 __all__ = [
     "GridPartition",

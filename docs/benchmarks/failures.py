@@ -67,7 +67,7 @@ def measure_scale(num_ranks: int = 10_000, seconds: float = 5.0) -> None:
     """Ask a store as often as the watchers of so many ranks do, and take what its process computes."""
     import torch.distributed as dist
 
-    from distman.control.watcher import INTERVALS_PER_BEAT, interval
+    from distman._coordination.monitor.watcher import INTERVALS_PER_BEAT, interval
 
     port = _free_port()
     server = subprocess.Popen([sys.executable, __file__, "serve_here", str(port)])

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from distman.checkpoint.state import check_state, copy_to_host
+from distman.checkpoint._state import check_state, copy_to_host
 
 
 class Colour(enum.IntEnum):

@@ -8,10 +8,11 @@ import sys
 import pytest
 
 from distman import DistributedManager
-from distman.cli import bench, main
-from distman.cli.sweep_files import check_outputs, write_output
-from distman.cli.timing import OPERATIONS, Measurement, largest, measure
-from distman.cli.units import parse_size, show_bandwidth, show_seconds, show_size
+from distman._cli import main
+from distman._cli.bench import command as bench
+from distman._cli.bench.sweep_files import check_outputs, write_output
+from distman._cli.timing import OPERATIONS, Measurement, largest, measure
+from distman._cli.units import parse_size, show_bandwidth, show_seconds, show_size
 from distman.testing import ranks
 
 JOB = {"num_ranks": 2, "num_nodes": 1, "backend": "cpu:gloo", "device": "cpu"}

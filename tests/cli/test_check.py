@@ -8,17 +8,18 @@ import torch
 import torch.distributed as dist
 
 from distman import DistributedManager, collectives
-from distman.cli import main, proofs
-from distman.cli.faults import explain, own_fault
-from distman.cli.findings import Findings, as_json, facts, problems, warnings
-from distman.cli.network import ClockOffset, Link, clock_offset, measure_clocks, measure_links
-from distman.cli.pairs import find_slow, plan_rounds, tournament
-from distman.cli.proofs import PROOFS, PROOFS_OF_TORCH, proofs_for, prove
-from distman.cli.reports import gather_reports, hand_out
-from distman.cli.ring import pass_on
-from distman.cli.shared_folder import FolderReport, check_folder
-from distman.cli.timing import measure_compute
-from distman.rendezvous.peers import Peer
+from distman._cli import main
+from distman._cli.check import proofs
+from distman._cli.check.findings import Findings, as_json, facts, problems, warnings
+from distman._cli.check.network import ClockOffset, Link, clock_offset, measure_clocks, measure_links
+from distman._cli.check.pairs import find_slow, plan_rounds, tournament
+from distman._cli.check.proofs import PROOFS, PROOFS_OF_TORCH, proofs_for, prove
+from distman._cli.check.reports import gather_reports, hand_out
+from distman._cli.check.shared_folder import FolderReport, check_folder
+from distman._cli.faults import explain, own_fault
+from distman._cli.ring import pass_on
+from distman._cli.timing import measure_compute
+from distman._rendezvous.peers import Peer
 from distman.testing import ranks
 
 

@@ -13,11 +13,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from distman.cli import main
-from distman.cli.job_script import BACKENDS, JobRequest, render
-from distman.cli.submission import job_id_in
+from distman._cli import main
+from distman._cli.launch.job_script import BACKENDS, JobRequest, render
+from distman._cli.launch.submission import job_id_in
+from distman._rendezvous.address import find_meeting_point
 from distman.environments import detect
-from distman.rendezvous.address import find_meeting_point
 from distman.testing import fake_environment
 
 from ..test_docs import assert_shown

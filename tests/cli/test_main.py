@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from distman.version import VERSION
+from distman._version import VERSION
 
 COMMAND = [sys.executable, "-m", "distman"]
 

@@ -5,14 +5,14 @@ import sys
 
 import pytest
 
-from distman.cli.output import plain_table
+from distman._cli.output import plain_table
 
 TABLE = """
-from distman.cli.output import print_table
+from distman._cli.output import print_table
 print_table(["rank", "host"], [[0, "n1"], [10, "node2"]], title="ranks")
 """
 BAR = """
-from distman.cli.output import progress_bar
+from distman._cli.output import progress_bar
 with progress_bar(2) as begin:
     begin("broadcast")
     begin("all_gather")

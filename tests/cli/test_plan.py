@@ -15,8 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from distman import DistributedManager
-from distman.cli import main
-from distman.cli.drawing import shorten_ranks
+from distman._cli import main
+from distman._cli.plan.drawing import shorten_ranks
 from distman.testing import ranks
 from distman.topology import parse_mesh, parse_tree
 

@@ -5,9 +5,9 @@ import pytest
 import torch
 
 from distman import DistributedManager
+from distman._seeds import seed_of
 from distman.collectives import all_gather_objects
 from distman.data import EvaluationBatches, ShardBatches, TrainingBatches
-from distman.seeds import seed_of
 from distman.testing import ranks
 
 SIZES = [(1, 1), (3, 1), (7, 3), (8, 2), (65, 16), (65, 4)]

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from distman.environments.hostlist import MAX_ENTRIES, first_host, parse_hostlist, parse_tasks_per_node
+from distman.environments._hostlist import MAX_ENTRIES, first_host, parse_hostlist, parse_tasks_per_node
 from distman.errors import LaunchEnvironmentError
 
 NUM_LISTS = 3000

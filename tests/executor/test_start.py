@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-import distman.executor.launch
+import distman.executor._launch
 from distman import ParallelExecutor, WorkerError
 
 PROMPT = '''
@@ -149,18 +149,18 @@ def test_a_fork_leaves_nothing_of_the_program_in_the_workers(type_in):
 
 
 def test_a_driver_or_a_second_thread_forbids_the_fork(monkeypatch):
-    monkeypatch.setattr(distman.executor.launch.threading, "active_count", lambda: 1)
-    assert distman.executor.launch.may_fork()
-    monkeypatch.setattr(distman.executor.launch, "_HARMLESS", re.compile("/dev/(null|tty|pts/.*)"))
+    monkeypatch.setattr(distman.executor._launch.threading, "active_count", lambda: 1)
+    assert distman.executor._launch.may_fork()
+    monkeypatch.setattr(distman.executor._launch, "_HARMLESS", re.compile("/dev/(null|tty|pts/.*)"))
     with Path("/dev/zero").open("rb"):
-        assert not distman.executor.launch.may_fork()
-    monkeypatch.setattr(distman.executor.launch.threading, "active_count", lambda: 2)
-    assert not distman.executor.launch.may_fork()
+        assert not distman.executor._launch.may_fork()
+    monkeypatch.setattr(distman.executor._launch.threading, "active_count", lambda: 2)
+    assert not distman.executor._launch.may_fork()
 
 
 def test_a_fork_that_finds_other_threads_is_taken_back(monkeypatch):
-    monkeypatch.setattr(distman.executor.launch, "may_fork", lambda: True)
-    monkeypatch.setattr(distman.executor.launch, "_count_threads", lambda: 2)
+    monkeypatch.setattr(distman.executor._launch, "may_fork", lambda: True)
+    monkeypatch.setattr(distman.executor._launch, "_count_threads", lambda: 2)
     with ParallelExecutor(devices=["cpu"]) as executor:
         assert executor.run(lambda device: device.type) == ["cpu"]
         assert not executor._pool._server.was_forked
@@ -170,13 +170,13 @@ def test_a_server_that_is_about_to_be_gone_is_replaced(monkeypatch):
     with ParallelExecutor(devices=["cpu"], pass_device=False) as executor:
         (server,) = executor.run(os.getppid)
         os.kill(server, signal.SIGKILL)
-        monkeypatch.setattr(distman.executor.launch.ServerProcess, "has_ended", False)
+        monkeypatch.setattr(distman.executor._launch.ServerProcess, "has_ended", False)
         assert executor._pool._workers[0].life.recv(1) == b""
         assert executor.run(abs, -2) == [2]
 
 
 def test_a_server_that_cannot_start_is_an_error(monkeypatch, capfd):
-    monkeypatch.setattr(distman.executor.launch, "_PROGRAM", "raise SystemError('this python is broken')")
+    monkeypatch.setattr(distman.executor._launch, "_PROGRAM", "raise SystemError('this python is broken')")
     executor = ParallelExecutor(devices=["cpu"])
     with pytest.raises(WorkerError, match=r"worker 0 .* must start, got no sign of life"):
         executor.run(abs)

@@ -5,7 +5,7 @@ import torch
 
 from distman import fft, split_sizes
 from distman.collectives import fused_all_reduce
-from distman.fft import hermitian, plan
+from distman.fft import _hermitian, _plan
 from distman.testing import ranks
 
 LENGTH = 96
@@ -19,9 +19,9 @@ def count_bytes(monkeypatch):
         counted.extend(one.nbytes for rank, one in enumerate(sends) if rank != group.rank)
         exchange(sends, receives, group)
 
-    exchange = plan.exchange
-    monkeypatch.setattr(plan, "exchange", count)
-    monkeypatch.setattr(hermitian, "exchange", count)
+    exchange = _plan.exchange
+    monkeypatch.setattr(_plan, "exchange", count)
+    monkeypatch.setattr(_hermitian, "exchange", count)
     return counted
 
 

@@ -8,7 +8,7 @@ import torch
 
 from distman import DistributedManager, fft, split_sizes
 from distman.errors import PlanMismatchError, UndefinedGroupError
-from distman.fft import blocks
+from distman.fft import _blocks
 from distman.testing import ranks
 from tests.collectives.reference import check_gradients_numerically, random_tensor, strided
 
@@ -73,7 +73,7 @@ def test_result_and_gradient_equal_one_process_in_every_layout(rank, kind, shape
 @pytest.mark.parametrize("kind", KINDS)
 @ranks(3)
 def test_a_tensor_of_many_blocks_equals_one_process(monkeypatch, rank, kind):
-    monkeypatch.setattr(blocks, "_BLOCK_BYTES", 300)
+    monkeypatch.setattr(_blocks, "_BLOCK_BYTES", 300)
     full = make_input(kind, 3, 11, 2, 20, 7)
     for dims in ([1, 3], [3, 1], [1, 4, 3]):
         for shard_dim, out_dim in itertools.product(dims, dims):

@@ -4,8 +4,8 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
+from distman._seeds import seed_of
 from distman.handler import NNHandler
-from distman.seeds import seed_of
 
 NUM_SAMPLES = 65
 GLOBAL_BATCH = 16

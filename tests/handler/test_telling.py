@@ -14,7 +14,7 @@ from matplotlib.image import imread
 from distman import DistributedManager
 from distman.errors import RankFailedError
 from distman.handler import Callback, EarlyStopping, History, LearningRateMonitor
-from distman.handler.reporting import training_logger
+from distman.handler._reporting import training_logger
 from distman.testing import ranks
 
 from .problems import make_handler, regression

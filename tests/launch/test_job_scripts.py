@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from distman.cli.job_script import JobRequest, render
+from distman._cli.launch.job_script import JobRequest, render
 
 from .conftest import require_namespaces, require_programs
 from .mpi import without_words_of_prrte

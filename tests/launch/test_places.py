@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from distman.rendezvous.address import derive_ports
-from distman.rendezvous.door import bind_listener
+from distman._rendezvous.address import derive_ports
+from distman._rendezvous.handshake import bind_listener
 
 from .mpi import without_words_of_prrte
 from .processes import start

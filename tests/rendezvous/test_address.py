@@ -4,10 +4,10 @@ import dataclasses
 
 import pytest
 
+from distman._rendezvous import mpi
+from distman._rendezvous.address import derive_ports, find_meeting_point
 from distman.environments import detect
 from distman.errors import RendezvousError
-from distman.rendezvous import mpi
-from distman.rendezvous.address import derive_ports, find_meeting_point
 from distman.testing import fake_environment
 
 

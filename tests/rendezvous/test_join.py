@@ -4,7 +4,7 @@ import resource
 
 import pytest
 
-from distman.rendezvous.join import allow_open_files
+from distman._rendezvous.join import allow_open_files
 
 
 @pytest.fixture

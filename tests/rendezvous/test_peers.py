@@ -4,21 +4,21 @@ import dataclasses
 
 import pytest
 
-from distman.rendezvous.peers import complete, describe_missing, find_faults
+from distman._rendezvous.peers import complete, describe_missing, find_faults
 
-from .sign_ins import sign_in
+from .join_records import join_record
 
 
 def on_gpus(rank, visible, **changes):
-    return sign_in(rank, backend="cuda", device_type="cuda", visible=tuple(visible), **changes)
+    return join_record(rank, backend="cuda", device_type="cuda", visible=tuple(visible), **changes)
 
 
 def test_a_sound_job_has_no_faults():
-    assert find_faults([sign_in(0), sign_in(1)], 2) == []
+    assert find_faults([join_record(0), join_record(1)], 2) == []
 
 
 def test_two_processes_of_one_rank_are_named_with_pid_and_host():
-    (fault,) = find_faults([sign_in(0, 3), sign_in(1, 3), sign_in(1, 3, pid=7, host="n2")], 3)
+    (fault,) = find_faults([join_record(0, 3), join_record(1, 3), join_record(1, 3, pid=7, host="n2")], 3)
     assert "rank 1 must be one process, got 2: pid 101 on n1, pid 7 on n2" in fault
 
 
@@ -27,14 +27,14 @@ def test_two_processes_of_one_rank_are_named_with_pid_and_host():
     [("world_size", 3), ("backend", "cuda"), ("distman", "0.2.0"), ("torch", "2.14.0")],
 )
 def test_unlike_ranks_are_named_with_what_they_have(field, value):
-    (fault,) = find_faults([sign_in(0), sign_in(1, **{field: value})], 2)
+    (fault,) = find_faults([join_record(0), join_record(1, **{field: value})], 2)
     assert fault.startswith(f"{field} must be the same on all ranks")
     assert "rank 0 (n1, pid 100)" in fault
     assert "rank 1 (n1, pid 101)" in fault
 
 
 def test_patch_versions_of_torch_may_differ():
-    assert find_faults([sign_in(0), sign_in(1, torch="2.13.4+cu130")], 2) == []
+    assert find_faults([join_record(0), join_record(1, torch="2.13.4+cu130")], 2) == []
 
 
 def test_two_ranks_on_one_gpu_are_a_fault_unless_allowed():
@@ -72,24 +72,24 @@ def test_a_named_device_is_taken():
 
 def test_place_on_the_host_is_derived_where_the_launcher_is_silent():
     hosts = ["b", "a", "b", "b"]
-    peers = complete([sign_in(rank, 4, host=host) for rank, host in enumerate(hosts)])
+    peers = complete([join_record(rank, 4, host=host) for rank, host in enumerate(hosts)])
     places = [(p.node_rank, p.num_nodes, p.local_rank, p.local_world_size) for p in peers]
     assert places == [(0, 2, 0, 3), (1, 2, 0, 1), (0, 2, 1, 3), (0, 2, 2, 3)]
 
 
 def test_what_the_launcher_says_stays():
-    (peer,) = complete([sign_in(0, 1, local_rank=2, local_world_size=4, node_rank=1, num_nodes=3)])
+    (peer,) = complete([join_record(0, 1, local_rank=2, local_world_size=4, node_rank=1, num_nodes=3)])
     assert (peer.local_rank, peer.local_world_size, peer.node_rank, peer.num_nodes) == (2, 4, 1, 3)
 
 
 def test_sign_ins_in_any_order_give_peers_in_rank_order():
-    assert [peer.rank for peer in complete([sign_in(1), sign_in(0)])] == [0, 1]
+    assert [peer.rank for peer in complete([join_record(1), join_record(0)])] == [0, 1]
 
 
 def test_the_missing_are_named_with_their_host_where_known():
-    assert describe_missing([sign_in(0)], 2, {1: "n7"}) == "rank 1 (expected on n7)"
-    assert describe_missing([sign_in(1, 4)], 4, {}) == "ranks 0, 2, 3"
-    assert describe_missing([sign_in(0), sign_in(1)], 2, {}) == ""
+    assert describe_missing([join_record(0)], 2, {1: "n7"}) == "rank 1 (expected on n7)"
+    assert describe_missing([join_record(1, 4)], 4, {}) == "ranks 0, 2, 3"
+    assert describe_missing([join_record(0), join_record(1)], 2, {}) == ""
 
 
 def test_long_lists_are_cut():

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from distman.topology import GridPartition, Plan, ProcessGroupConfig, ProcessGroupNode, mesh_plan, tree_plan
-from distman.topology.plan import resolve_mesh_shape
+from distman.topology._plan import resolve_mesh_shape
 
 LARGE_WORLDS = [(16, 8, 8), (256, 8, 8), (1024, 8, 8)]
 

@@ -9,8 +9,8 @@ import sys
 
 import torch
 
+from distman._coordination.failure import hook
 from distman.checkpoint import CheckpointFolder, load, save
-from distman.control import failure
 
 LARGE = 4_000_000
 
@@ -27,7 +27,7 @@ WAYS = {
     "end": lambda: None,
     "sys.exit": lambda: sys.exit(3),
     "exception": raise_error,
-    "exit_now": lambda: failure.exit_now(76),
+    "exit_now": lambda: hook.exit_now(76),
     "kill": kill,
 }
 

@@ -7,7 +7,8 @@ import sys
 import torch.distributed as dist
 
 from distman import cli, collectives
-from distman.cli import shared_folder, timing
+from distman._cli import timing
+from distman._cli.check import shared_folder
 
 
 def add_one(call):

@@ -1,0 +1,34 @@
+"""Types of command line arguments, which say in words what is wrong with one."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+
+_MAX_DIGITS = 18
+
+
+def at_least(smallest: int) -> Callable[[str], int]:
+    """Return what reads a whole number of at least this one.
+
+    The function raises ``argparse.ArgumentTypeError`` for anything else.
+    """
+
+    def read(text: str) -> int:
+        is_number = text.isascii() and text.isdigit() and len(text) <= _MAX_DIGITS
+        if not is_number or int(text) < smallest:
+            raise argparse.ArgumentTypeError(f"it must be a whole number of at least {smallest}, got {text[:40]!r}")
+        return int(text)
+
+    return read
+
+
+def not_empty(text: str) -> str:
+    """Return a text that says something.
+
+    Raises:
+        argparse.ArgumentTypeError: It is empty.
+    """
+    if not text.strip():
+        raise argparse.ArgumentTypeError(f"it must be a name, got {text!r}")
+    return text

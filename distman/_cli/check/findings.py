@@ -1,0 +1,203 @@
+"""What ``distman check`` found, as a value: what is wrong, what is worth a look, and the words for it."""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from distman._cli.check.pairs import find_slow
+from distman._cli.units import show_seconds
+
+if TYPE_CHECKING:
+    from distman._cli.check.network import ClockOffset, Link
+    from distman._cli.check.shared_folder import FolderReport
+    from distman._cli.timing import Measurement
+    from distman._rendezvous.peers import Peer
+
+
+CLOCK_LIMIT = 1.0
+_LATENCY_MARGIN = 1e-3
+_LARGE_MARGIN = 2e-3
+_COMPUTE_MARGIN = 2e-3
+_MAX_NAMED = 3
+
+
+@dataclasses.dataclass
+class Findings:
+    """What was found; rank 0 has all of it.
+
+    Attributes:
+        peers: All ranks.
+        backend: Backend of the process group; None where there is none.
+        launcher: Name of the launcher.
+        wrong: The ranks on which a collective was not exact, by the collective's name; what was not run is not there.
+        speeds: What all ranks together measured.
+        links: Times between two ranks.
+        compute: Seconds of a matrix product on each rank.
+        clocks: Clocks of the hosts.
+        folders: Who sees the working directory and, behind it, the folder of ``--folder``, if given.
+        step: The step that is being taken, or was last.
+        error: Why the check ended early; None where it did not.
+    """
+
+    peers: Sequence[Peer]
+    backend: str | None
+    launcher: str
+    wrong: dict[str, list[int]] = dataclasses.field(default_factory=dict)
+    speeds: list[Measurement] = dataclasses.field(default_factory=list)
+    links: list[Link] = dataclasses.field(default_factory=list)
+    compute: list[float] = dataclasses.field(default_factory=list)
+    clocks: list[ClockOffset] = dataclasses.field(default_factory=list)
+    folders: list[FolderReport] = dataclasses.field(default_factory=list)
+    step: str = ""
+    error: str | None = None
+
+    @property
+    def num_nodes(self) -> int:
+        """Number of hosts."""
+        return self.peers[0].num_nodes
+
+
+def problems(findings: Findings) -> list[str]:
+    """Return a sentence for each thing that is wrong, for which the exit code is 1."""
+    sentences = [
+        f"{name} must be exact, got other values on {_named(ranks, findings.peers)}."
+        for name, ranks in findings.wrong.items()
+        if ranks
+    ]
+    sentences += [
+        f"--folder must be one that all ranks see, got {_who_sees(folder)}."
+        for folder in findings.folders[1:]
+        if not folder.is_shared
+    ]
+    return [*sentences, findings.error] if findings.error else sentences
+
+
+def warnings(findings: Findings) -> list[str]:
+    """Return a sentence for each thing that is worth a look: slow ranks and links, clocks, the working directory."""
+    sentences = _slow_links(findings)
+    times = dict(enumerate(findings.compute))
+    sentences += [
+        f"{findings.peers[rank]} computes slowly: {_times(times[rank], times.values())} for a matrix product."
+        for rank in find_slow(times, margin=_COMPUTE_MARGIN)[:_MAX_NAMED]
+    ]
+    sentences += [
+        f"the clock of {clock.host} differs from rank 0's by {show_seconds(clock.seconds)}: times of files and logs do "
+        "not fit together. Let a time service set it."
+        for clock in findings.clocks
+        if abs(clock.seconds) - clock.uncertainty > CLOCK_LIMIT
+    ]
+    sentences += [
+        f"the working directory is not shared: {_who_sees(folder)}. Write checkpoints to a folder that is."
+        for folder in findings.folders[:1]
+        if not folder.is_shared
+    ]
+    return sentences
+
+
+def facts(findings: Findings) -> list[str]:
+    """Return a line for each thing that was found in order or measured; the last one is about the collectives."""
+    lines = []
+    for kind, links in _by_kind(findings).items():
+        slowest = max(links, key=lambda link: link.seconds)
+        times = [link.seconds for link in links]
+        lines.append(
+            f"slowest link {kind}: {_of_link(slowest, findings.peers)}, 8 B in {show_seconds(slowest.latency)}, "
+            f"1 MiB in {_times(slowest.seconds, times)}"
+        )
+    if len(findings.compute) > 1:
+        rank = max(range(len(findings.compute)), key=findings.compute.__getitem__)
+        lines.append(
+            f"slowest to compute: {findings.peers[rank]}, a matrix product in "
+            f"{_times(findings.compute[rank], findings.compute)}"
+        )
+    if findings.clocks:
+        clock = max(findings.clocks, key=lambda clock: abs(clock.seconds))
+        lines.append(
+            f"clocks: {clock.host} differs most from rank 0, by {show_seconds(clock.seconds)} "
+            f"(+- {show_seconds(clock.uncertainty)})"
+        )
+    num_ranks = len(findings.peers)
+    whom = f"all {num_ranks} ranks see" if num_ranks > 1 else "rank 0 can write to"
+    lines += [f"folder {folder.path}: {whom} it" for folder in findings.folders if folder.is_shared]
+    if findings.wrong and not any(findings.wrong.values()) and findings.error is None:
+        lines.append(_exact(findings))
+    return lines
+
+
+def as_json(findings: Findings) -> dict[str, Any]:
+    """Return everything as what JSON can hold."""
+    wrong_ranks = sorted({rank for ranks in findings.wrong.values() for rank in ranks})
+    parts = ("speeds", "links", "clocks", "folders")
+    return {
+        "world_size": len(findings.peers),
+        "num_nodes": findings.num_nodes,
+        "backend": findings.backend,
+        "initialization_method": findings.launcher,
+        "ranks": [dataclasses.asdict(peer) for peer in findings.peers],
+        "wrong_ranks": wrong_ranks,
+        "collectives": findings.wrong,
+        **{name: [dataclasses.asdict(one) for one in getattr(findings, name)] for name in parts},
+        "compute": findings.compute,
+        "problems": problems(findings),
+        "warnings": warnings(findings),
+        "is_ok": not problems(findings),
+    }
+
+
+def _exact(findings: Findings) -> str:
+    num_ranks, num_nodes = len(findings.peers), findings.num_nodes
+    where = f"{num_ranks} rank{'s' * (num_ranks > 1)}, {num_nodes} node{'s' * (num_nodes > 1)}"
+    return f"all {len(findings.wrong)} collectives exact on {where} ({findings.backend or 'no process group'})"
+
+
+def _by_kind(findings: Findings) -> Mapping[str, list[Link]]:
+    """Return the links within a host and between hosts, which are not to be compared with each other."""
+    kinds: dict[str, list[Link]] = {}
+    for link in findings.links:
+        is_within = findings.peers[link.first].node_rank == findings.peers[link.second].node_rank
+        kinds.setdefault("within a host" if is_within else "between hosts", []).append(link)
+    return kinds
+
+
+def _slow_links(findings: Findings) -> list[str]:
+    sentences = []
+    for links in _by_kind(findings).values():
+        for size, margin, seconds in (
+            ("8 B", _LATENCY_MARGIN, {link: link.latency for link in links}),
+            ("1 MiB", _LARGE_MARGIN, {link: link.seconds for link in links}),
+        ):
+            slow = find_slow(seconds, margin=margin)
+            sentences += [
+                f"{_of_link(link, findings.peers)} is slow: {_times(seconds[link], seconds.values())} for {size}."
+                for link in slow[:_MAX_NAMED]
+            ]
+            common = set.intersection(*({link.first, link.second} for link in slow)) if len(slow) > 1 else set()
+            sentences += [f"{findings.peers[rank]} is at one end of all {len(slow)} slow links." for rank in common]
+    return sentences
+
+
+def _of_link(link: Link, peers: Sequence[Peer]) -> str:
+    first, second = (f"rank {rank} ({peers[rank].host})" for rank in (link.first, link.second))
+    return f"{first} to {second}"
+
+
+def _times(seconds: float, every: Any) -> str:
+    return f"{show_seconds(seconds)} ({seconds / statistics.median_low(every):.1f} times the median)"
+
+
+def _who_sees(folder: FolderReport) -> str:
+    if folder.problem is not None:
+        return f"{folder.path}, where rank 0 cannot write ({folder.problem})"
+    return f"{folder.path}, which is not that of rank 0 on {', '.join(folder.hosts)} (ranks {_list(folder.unseen)})"
+
+
+def _named(ranks: Sequence[int], peers: Sequence[Peer]) -> str:
+    more = f" and {len(ranks) - 8} more" if len(ranks) > 8 else ""
+    return ", ".join(str(peers[rank]) for rank in ranks[:8]) + more
+
+
+def _list(ranks: Sequence[int]) -> str:
+    return ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")

@@ -1,0 +1,163 @@
+"""What two ranks find out by sending back and forth: how fast their link is, and how far their clocks are apart."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from distman._cli.check.pairs import plan_rounds
+from distman._cli.check.reports import gather_reports
+from distman._cli.timing import timed
+from distman._coordination.wait_scope import collective
+from distman.collectives._exchange import control_device
+from distman.manager import DistributedManager
+
+LARGE_BYTES = 1 << 20
+_SMALL_TRIPS, _LARGE_TRIPS, _CLOCK_TRIPS = 20, 8, 10
+_SMALL_BYTES = 8
+_TAG = 0x636B  # keeps our messages from meeting those of the program
+
+
+@dataclass(frozen=True)
+class Link:
+    """Two ranks, and the shortest times that a message took between them.
+
+    Attributes:
+        first: The lower rank.
+        second: The higher rank.
+        latency: Seconds for 8 bytes, one way.
+        seconds: Seconds for 1 MiB, one way.
+    """
+
+    first: int
+    second: int
+    latency: float
+    seconds: float
+
+
+@dataclass(frozen=True)
+class ClockOffset:
+    """How far a host's clock is ahead of rank 0's.
+
+    Attributes:
+        host: The host.
+        rank: The rank on it that was asked.
+        seconds: How far it is ahead; negative where it is behind.
+        uncertainty: How much this may be wrong, in seconds.
+    """
+
+    host: str
+    rank: int
+    seconds: float
+    uncertainty: float
+
+
+@collective
+def measure_links(manager: DistributedManager) -> list[Link] | None:
+    """Return how fast the links between ranks are, of all pairs or, of many ranks, a part (:func:`plan_rounds`).
+
+    Collective. Disjoint pairs measure at once; the shortest of several times counts, which others disturb least.
+
+    Returns:
+        The links on rank 0; None elsewhere.
+    """
+    mine = []
+    for pairs in plan_rounds([peer.node_rank for peer in manager.roll_call]):
+        for pair in pairs:
+            if manager.rank in pair:
+                latency, seconds = (
+                    _shortest_trip(pair, num_bytes, num_trips, manager) / 2
+                    for num_bytes, num_trips in ((_SMALL_BYTES, _SMALL_TRIPS), (LARGE_BYTES, _LARGE_TRIPS))
+                )
+                if manager.rank == pair[0]:
+                    mine.append([*pair, latency, seconds])
+    reports = gather_reports(manager, "links", mine)
+    return None if reports is None else [Link(*row) for rows in reports for row in rows]
+
+
+@collective
+def measure_clocks(manager: DistributedManager) -> list[ClockOffset] | None:
+    """Return how far the clock of each host is ahead of rank 0's.
+
+    Collective. Rank 0 asks the last rank of each host, one after another.
+
+    Returns:
+        The offsets on rank 0, in the order of the hosts; None elsewhere. A host on which rank 0 is alone has none.
+    """
+    offsets = []
+    for rank in _last_ranks([peer.node_rank for peer in manager.roll_call]):
+        if manager.rank == 0:
+            trips = [_ask(rank, manager) for _ in range(_CLOCK_TRIPS)]
+            seconds, uncertainty = clock_offset(trips)
+            offsets.append(ClockOffset(manager.roll_call[rank].host, rank, seconds, uncertainty))
+        elif manager.rank == rank:
+            for _ in range(_CLOCK_TRIPS):
+                _answer(manager)
+    return offsets if manager.rank == 0 else None
+
+
+def clock_offset(trips: Sequence[tuple[float, float, float]]) -> tuple[float, float]:
+    """Return how far another clock is ahead, and how much this may be wrong, from questions and their answers.
+
+    The quickest answer counts: the other clock was read some time between question and answer.
+
+    Args:
+        trips: For each question when it left by this clock, what the other clock said, and when the answer was here,
+            in seconds.
+
+    Source:
+        F. Cristian, Probabilistic clock synchronization, Distributed Computing 3 (1989); RFC 5905 (NTP) in the same
+        way takes the sample of the smallest delay.
+
+    >>> clock_offset([(10.0, 15.25, 10.5), (11.0, 18.0, 15.0)])
+    (5.0, 0.25)
+    """
+    left, theirs, back = min(trips, key=lambda trip: trip[2] - trip[0])
+    return theirs - (left + back) / 2, (back - left) / 2
+
+
+def _last_ranks(nodes: Sequence[int]) -> list[int]:
+    last = {node: rank for rank, node in enumerate(nodes)}
+    return [rank for _, rank in sorted(last.items()) if rank != 0]
+
+
+def _ask(rank: int, manager: DistributedManager) -> tuple[float, float, float]:
+    question, answer = _clock_message(manager), _clock_message(manager)
+    left = time.time()
+    dist.send(question, rank, tag=_TAG)
+    dist.recv(answer, rank, tag=_TAG)
+    theirs = answer.item()
+    return left, theirs, time.time()
+
+
+def _answer(manager: DistributedManager) -> None:
+    message = _clock_message(manager)
+    dist.recv(message, 0, tag=_TAG)
+    message.cpu()  # on a GPU it is here only now
+    dist.send(message.fill_(time.time()), 0, tag=_TAG)
+
+
+def _clock_message(manager: DistributedManager) -> torch.Tensor:
+    device = control_device(manager.resolve_group(None), manager.device)
+    return torch.zeros(1, dtype=torch.float64, device=device)
+
+
+def _shortest_trip(pair: tuple[int, int], num_bytes: int, num_trips: int, manager: DistributedManager) -> float:
+    """Return the seconds of the shortest of several round trips between two ranks, this one among them."""
+    message = torch.zeros(num_bytes, dtype=torch.uint8, device=manager.device)
+    is_first = manager.rank == pair[0]
+    other = pair[1] if is_first else pair[0]
+
+    def go() -> None:
+        for send in (is_first, not is_first):
+            if send:
+                dist.send(message, other, tag=_TAG)
+            else:
+                dist.recv(message, other, tag=_TAG)
+
+    timed(go, manager.device)  # the first message connects, and waits for the other rank
+    return min(timed(go, manager.device) for _ in range(num_trips))

@@ -1,0 +1,95 @@
+"""What ranks have to say, brought to or from rank 0 over the store, which works where collectives do not.
+
+While a rank waits here, signals reach it: the wait is one of Python, not of gloo.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+from distman._coordination.wait_scope import WaitScope
+from distman.errors import BarrierTimeoutError
+
+if TYPE_CHECKING:
+    from distman.manager import DistributedManager
+
+
+def gather_reports(manager: DistributedManager, name: str, report: object) -> list[Any] | None:
+    """Return what all ranks report, in rank order, on rank 0.
+
+    Collective. Rank 0 waits for all, the others for nobody.
+
+    Args:
+        manager: The manager.
+        name: What is reported, for messages; the same on all ranks.
+        report: Anything that JSON can hold.
+
+    Returns:
+        The reports on rank 0; None elsewhere.
+
+    Raises:
+        RankFailedError: On rank 0: another rank failed, or left the job.
+        BarrierTimeoutError: On rank 0: ranks did not report within the timeout of collectives.
+    """
+    store_group = manager._job.store_group()
+    if store_group is None:
+        return [report]
+    number = next(manager._job.barriers)  # the next act of all ranks, which no other one has
+    keys = [f"report {number} of {name}/{rank}" for rank in range(store_group.size)]
+    if not manager.is_main:
+        store_group.store.set(keys[manager.rank], json.dumps(report))
+        return None
+    limit = manager._job.limits.collective
+
+    def missing() -> list[int]:
+        return [rank for rank in range(1, store_group.size) if not store_group.store.check([keys[rank]])]
+
+    with WaitScope(f"report of {name}"):
+        is_complete = store_group.size == 1 or store_group.wait_until(
+            lambda: store_group.store.check(keys[1:]), place=f"the report of {name}", awaited=missing, timeout=limit
+        )
+    if not is_complete:
+        who = ", ".join(map(store_group.describe, missing()))
+        raise BarrierTimeoutError(
+            f"all {store_group.size} ranks must report {name} within {limit:g} s, got none from {who}. "
+            "See what they do."
+        )
+    others = [json.loads(store_group.store.get(key)) for key in keys[1:]]
+    for key in keys[1:]:
+        store_group.store.delete_key(key)
+    return [report, *others]
+
+
+def hand_out(manager: DistributedManager, name: str, message: object) -> Any:
+    """Return on all ranks what rank 0 says.
+
+    Collective. Rank 0 waits for nobody, the others for rank 0.
+
+    Args:
+        manager: The manager.
+        name: What it is about, for messages; the same on all ranks.
+        message: Anything that JSON can hold; rank 0's counts.
+
+    Raises:
+        RankFailedError: On the other ranks: a rank failed, or rank 0 left the job.
+        BarrierTimeoutError: On the other ranks: rank 0 said nothing within the timeout of collectives.
+    """
+    store_group = manager._job.store_group()
+    if store_group is None:
+        return message
+    key = f"message {next(manager._job.barriers)} of {name}"
+    if manager.is_main:
+        store_group.store.set(key, json.dumps(message))
+        return message
+    limit = manager._job.limits.collective
+    with WaitScope(f"message of {name}"):
+        is_there = store_group.wait_until(
+            lambda: store_group.store.check([key]), place=f"the message of {name}", awaited=lambda: [0], timeout=limit
+        )
+    if not is_there:
+        raise BarrierTimeoutError(
+            f"rank 0 must say what {name} is within {limit:g} s, got nothing from {store_group.describe(0)}. "
+            "See what it does."
+        )
+    return json.loads(store_group.store.get(key))

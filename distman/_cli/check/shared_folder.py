@@ -1,0 +1,89 @@
+"""Whether all ranks see the files that one of them writes."""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from distman._cli.check.removal import removed_at_the_end
+from distman._cli.check.reports import gather_reports, hand_out
+from distman._coordination.wait_scope import collective
+from distman.manager import DistributedManager
+
+_PATIENCE = 2.0
+_PAUSE = 0.05
+
+
+@dataclass(frozen=True)
+class FolderReport:
+    """Who sees a folder.
+
+    Attributes:
+        path: The folder, as rank 0 names it.
+        problem: Why rank 0 cannot write there; None where it can.
+        unseen: The ranks that do not see what rank 0 wrote.
+        hosts: Their hosts, each once.
+    """
+
+    path: str
+    problem: str | None
+    unseen: list[int]
+    hosts: list[str]
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether all ranks see it."""
+        return self.problem is None and not self.unseen
+
+
+@collective
+def check_folder(folder: str | Path, manager: DistributedManager) -> FolderReport | None:
+    """Return which ranks see a file that rank 0 writes into a folder for a moment.
+
+    Collective. The file is removed whatever happens, be it that the job is interrupted or asked to end; so that this
+    can be heard, no collective is run while the file is there. A rank looks for two seconds, since a network file
+    system may be late.
+
+    Args:
+        folder: The folder; rank 0's counts, and its path is the one that all look at.
+        manager: The manager.
+
+    Returns:
+        The report on rank 0; None elsewhere.
+    """
+    if not manager.is_main:
+        name, word, problem = hand_out(manager, "the folder", None)
+        gather_reports(manager, "the folder", not problem and _reads(Path(name), word))
+        return None
+    path, word = Path(folder).absolute(), secrets.token_hex(16)
+    file = path / f".distman-check-{secrets.token_hex(8)}"
+    with removed_at_the_end(file):
+        problem = _write(file, word)
+        hand_out(manager, "the folder", (str(file), word, problem))
+        reports = gather_reports(manager, "the folder", not problem and _reads(file, word)) or []
+    unseen = [] if problem else [rank for rank, is_seen in enumerate(reports) if not is_seen]
+    hosts = list(dict.fromkeys(manager.roll_call[rank].host for rank in unseen))
+    return FolderReport(str(path), problem or None, unseen, hosts)
+
+
+def _write(file: Path, word: str) -> str:
+    """Write a word, and return why that is not possible; an empty text where it is."""
+    try:
+        file.write_text(word, encoding="utf-8")
+    except OSError as error:
+        return f"{type(error).__name__}: {error.strerror}"
+    return ""
+
+
+def _reads(file: Path, word: str) -> bool:
+    until = time.monotonic() + _PATIENCE
+    while True:
+        with contextlib.suppress(OSError):
+            if file.read_text(encoding="utf-8") == word:
+                return True
+        if time.monotonic() > until:
+            return False
+        time.sleep(_PAUSE)

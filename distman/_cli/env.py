@@ -1,0 +1,61 @@
+"""``distman env``: what was detected, from which variables, what was passed over and why, and what will go wrong."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import sys
+from collections.abc import Sequence
+
+from distman._cli.host import this_host
+from distman.environments import Detection, detect, diagnose
+from distman.errors import LaunchEnvironmentError
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the command to the parser."""
+    parser = subparsers.add_parser(
+        "env",
+        help="show what was detected, from which variables, and why, and what will go wrong",
+        description="Show what initialize() would do in this process; nothing is started.",
+    )
+    parser.add_argument("--method", help="believe this launcher")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument("--strict", action="store_true", help="exit with 1 where there are warnings")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run the command.
+
+    Returns:
+        The exit code: 0, or 1 where the variables have no meaning, or where there are warnings and these count.
+    """
+    try:
+        detection = detect(os.environ, arguments.method)
+        warnings = _warnings(detection)
+    except (LaunchEnvironmentError, ValueError) as error:
+        print(f"distman env: {error}", file=sys.stderr)
+        return 1
+    print(_as_json(detection, warnings) if arguments.json else _as_text(detection, warnings))
+    return 1 if warnings and arguments.strict else 0
+
+
+def _warnings(detection: Detection) -> tuple[str, ...]:
+    return (*detection.warnings, *diagnose(os.environ, detection.environment, this_host()))
+
+
+def _as_json(detection: Detection, warnings: Sequence[str]) -> str:
+    fields = dataclasses.asdict(detection.environment)
+    return json.dumps({**fields, "explanation": detection.explanation, "warnings": warnings}, indent=2)
+
+
+def _as_text(detection: Detection, warnings: Sequence[str]) -> str:
+    fields = dataclasses.asdict(detection.environment)
+    width = max(map(len, fields))
+    table = [f"{name:<{width}}  {'-' if value is None else value}" for name, value in fields.items()]
+    reasons = [sentence for sentence in detection.explanation if sentence not in warnings]
+    last = ["", *(f"warning: {warning}" for warning in warnings)] if warnings else []
+    return "\n".join([*table, "", *reasons, *last])

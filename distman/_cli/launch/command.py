@@ -1,0 +1,138 @@
+"""``distman launch``: write the job script for a scheduler or launcher, and submit it."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import sys
+from pathlib import Path
+
+from distman._cli.launch.job_script import BACKENDS, JobRequest, render
+from distman._cli.launch.submission import is_scheduled, job_id_in, submission_line, submit
+
+_DESCRIPTION = "Write the script that starts a job of one process for each GPU, and submit it to the scheduler."
+_DEFAULTS = JobRequest(backend="slurm")
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the command to the parser."""
+    parser = subparsers.add_parser(
+        "launch",
+        help="write the job script for Slurm, PBS, LSF, Flux, an MPI or torchrun, and submit it",
+        description=_DESCRIPTION,
+        usage="distman launch --backend BACKEND [options] [-- script.py [arguments]]",
+    )
+    parser.add_argument("--backend", required=True, choices=[*BACKENDS, "mpi"], help="who starts the processes")
+    parser.add_argument("--with-torchrun", action="store_true", help="let srun start one torchrun on each node")
+    parser.add_argument("--nodes", type=int, default=_DEFAULTS.nodes, help="number of nodes (%(default)s)")
+    parser.add_argument(
+        "--gpus-per-node",
+        type=int,
+        default=_DEFAULTS.gpus_per_node,
+        help="GPUs of each node, and as many processes (%(default)s); 0 for a job on CPUs",
+    )
+    parser.add_argument("--tasks-per-node", type=int, help="processes on each node of a job on CPUs (1)")
+    parser.add_argument("--gpu-type", help="what Slurm calls the GPUs, such as a100")
+    parser.add_argument(
+        "--cpus-per-task", type=int, default=_DEFAULTS.cpus_per_task, help="CPUs for each process (%(default)s)"
+    )
+    parser.add_argument("--time", default=_DEFAULTS.time, help="longest time, HH:MM:SS (%(default)s)")
+    parser.add_argument("--account", help="who pays")
+    parser.add_argument("--partition", help="partition, or queue")
+    parser.add_argument("--job-name", default=_DEFAULTS.job_name, help="name of the job (%(default)s)")
+    parser.add_argument("--output", type=Path, help="write the script into this file; without it, print it")
+    parser.add_argument("--force", action="store_true", help="replace the file if it is there")
+    parser.add_argument("--submit", action="store_true", help="submit it, or run it where there is no scheduler")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument("program", nargs="*", help="script, or -m and a module, with its arguments (train.py)")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run the command.
+
+    Returns:
+        The exit code: 0, or that of the scheduler, or of the job where bash ran it; 1 where the file or the scheduler
+        is not as it must be, 2 where the options have no meaning.
+    """
+    try:
+        request = _request(arguments)
+        _check_submission(arguments, request)
+    except ValueError as error:
+        return _complain(error, code=2)
+    path = arguments.output
+    if path is None and arguments.submit:
+        path = Path(request.file_name)
+    script = render(request, path and path.name)
+    try:
+        if path is not None:
+            _write(path, script, force=arguments.force)
+        if not arguments.submit:
+            _report(arguments, request, path, script)
+            return 0
+        return _submit(arguments, request, path, script)
+    except OSError as error:
+        return _complain(error, code=1)
+
+
+def _request(arguments: argparse.Namespace) -> JobRequest:
+    given = {field.name: getattr(arguments, field.name) for field in dataclasses.fields(JobRequest)}
+    given["backend"] = "openmpi" if arguments.backend == "mpi" else arguments.backend
+    given["program"] = tuple(arguments.program) or _DEFAULTS.program
+    return JobRequest(**given)
+
+
+def _check_submission(arguments: argparse.Namespace, request: JobRequest) -> None:
+    if not arguments.submit or is_scheduled(request.backend):
+        return
+    if arguments.json:
+        raise ValueError(
+            f"--json must go without --submit for {request.backend}, got both. What runs here prints itself."
+        )
+    if request.backend == "torchrun" and request.nodes > 1:
+        raise ValueError(
+            f"--submit must go with one node for torchrun, got {request.nodes} nodes. Run the script on each of them."
+        )
+
+
+def _write(path: Path, script: str, *, force: bool) -> None:
+    """Write the file; one that is there stays as it is unless it may be replaced."""
+    try:
+        with path.open("w" if force else "x", encoding="utf-8") as file:
+            file.write(script)
+    except FileExistsError as error:
+        raise FileExistsError(f"{path} must not be there yet, got a file. Name another, or pass --force.") from error
+    path.chmod(path.stat().st_mode | 0o111)
+
+
+def _submit(arguments: argparse.Namespace, request: JobRequest, path: Path, script: str) -> int:
+    finished = submit(request.backend, path)
+    if is_scheduled(request.backend) and finished.returncode == 0:
+        job_id = job_id_in(request.backend, finished.stdout)
+        if arguments.json:
+            _report(arguments, request, path, script, job_id=job_id)
+        else:
+            print(job_id or finished.stdout.strip())
+    return finished.returncode
+
+
+def _report(
+    arguments: argparse.Namespace, request: JobRequest, path: Path | None, script: str, *, job_id: str | None = None
+) -> None:
+    line = submission_line(request.backend, path or Path(request.file_name))
+    if arguments.json:
+        file = None if path is None else str(path)
+        answer = {"backend": request.backend, "file": file, "submit": line, "job_id": job_id, "script": script}
+        print(json.dumps(answer, indent=2))
+    elif path is None:
+        print(script, end="")
+    else:
+        print(
+            f"{path} is written. Submit it: {line}" if is_scheduled(request.backend) else f"{path} is written: {line}"
+        )
+
+
+def _complain(error: Exception, *, code: int) -> int:
+    print(f"distman launch: {error}", file=sys.stderr)
+    return code

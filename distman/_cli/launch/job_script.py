@@ -1,0 +1,194 @@
+"""Job scripts: what a job asks for, checked, and put into the template of its scheduler or launcher."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import shlex
+from importlib.resources import files
+
+BACKENDS = {
+    "slurm": "srun under Slurm, or with torchrun one of these on each node",
+    "openmpi": "mpirun of Open MPI",
+    "mpich": "mpiexec of MPICH and Intel MPI",
+    "pbs": "mpiexec of HPE Cray PALS under PBS",
+    "lsf": "jsrun under LSF",
+    "flux": "flux run",
+    "torchrun": "torchrun, run on each node by hand",
+}
+"""Who starts the processes, by the name of the template."""
+
+_WORD = re.compile(r"\w[\w.+@-]*", re.ASCII)
+_PYTHON = re.compile(r"(.*/)?python[\d.]*")
+_TIME = re.compile(r"(\d{2,3}):([0-5]\d):([0-5]\d)", re.ASCII)
+_PLACEHOLDER = re.compile(r"@\{(\w+)\}")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class JobRequest:
+    """What a job asks for.
+
+    Args:
+        backend: One of `BACKENDS`.
+        nodes: Number of nodes.
+        gpus_per_node: GPUs of each node, and as many processes; 0 for a job on CPUs.
+        tasks_per_node: Processes on each node of a job on CPUs; None is 1.
+        gpu_type: What Slurm calls the GPUs, such as ``"a100"``; None takes any.
+        cpus_per_task: CPUs for each process.
+        time: Longest time that the job takes, as ``"HH:MM:SS"``.
+        account: Who pays; None leaves a line to edit.
+        partition: Where it waits, which others call a queue; None leaves a line to edit.
+        job_name: Name of the job.
+        with_torchrun: Whether ``srun`` starts one torchrun on each node.
+        program: A script, or ``-m`` and a module, with its arguments: what would follow ``python``.
+
+    Raises:
+        ValueError: A value is not of that kind, or does not go with the backend.
+    """
+
+    backend: str
+    nodes: int = 1
+    gpus_per_node: int = 1
+    tasks_per_node: int | None = None
+    gpu_type: str | None = None
+    cpus_per_task: int = 8
+    time: str = "24:00:00"
+    account: str | None = None
+    partition: str | None = None
+    job_name: str = "train"
+    with_torchrun: bool = False
+    program: tuple[str, ...] = ("train.py",)
+
+    def __post_init__(self) -> None:
+        self._check_backend()
+        self._check_numbers()
+        self._check_words()
+        self._check_program()
+
+    @property
+    def tasks(self) -> int:
+        """Number of processes on each node."""
+        return self.gpus_per_node or self.tasks_per_node or 1
+
+    @property
+    def file_name(self) -> str:
+        """What to call the script if nobody says."""
+        return f"{self.job_name}.sh"
+
+    def _check_backend(self) -> None:
+        if self.backend not in BACKENDS:
+            raise ValueError(f"--backend must be one of {', '.join(BACKENDS)}, got {self.backend!r}. Correct it.")
+        if self.with_torchrun and self.backend != "slurm":
+            raise ValueError(f"--with-torchrun must go with slurm, got {self.backend}. Name slurm, or leave it out.")
+        if self.gpu_type is not None and (self.backend != "slurm" or not self.gpus_per_node):
+            raise ValueError(
+                f"--gpu-type must go with slurm and at least one GPU, got {self.gpu_type!r} with {self.backend} and "
+                f"{self.gpus_per_node} GPUs. Leave it out."
+            )
+
+    def _check_numbers(self) -> None:
+        for name, least in (("nodes", 1), ("gpus_per_node", 0), ("cpus_per_task", 1), ("tasks_per_node", 1)):
+            value = getattr(self, name)
+            if value is not None and value < least:
+                raise ValueError(f"{_option(name)} must be at least {least}, got {value}. Correct it.")
+        if self.tasks_per_node is not None and self.gpus_per_node:
+            raise ValueError(
+                f"--tasks-per-node must be left out where there are GPUs, got {self.tasks_per_node} with "
+                f"{self.gpus_per_node} GPUs. Each has one process; pass --gpus-per-node=0 for a job on CPUs."
+            )
+
+    def _check_words(self) -> None:
+        for name in ("job_name", "account", "partition", "gpu_type"):
+            value = getattr(self, name)
+            if value is not None and not _WORD.fullmatch(value):
+                raise ValueError(
+                    f"{_option(name)} must be made of letters, digits and . _ + @ -, got {value!r}. Correct it."
+                )
+        if not _TIME.fullmatch(self.time) or not self.time.strip("0:"):
+            raise ValueError(f"--time must be of the form HH:MM:SS, and more than 0, got {self.time!r}. Correct it.")
+
+    def _check_program(self) -> None:
+        first = self.program[0] if self.program else ""
+        if first == "-m" and len(self.program) > 1:
+            return
+        if not first or first.startswith("-") or _PYTHON.fullmatch(first):
+            raise ValueError(
+                f"the program must begin with a script, or with -m and a module, got {first!r}. Name what would follow "
+                "python."
+            )
+
+
+def _option(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
+def render(request: JobRequest, file_name: str | None = None) -> str:
+    """Return the job script.
+
+    Args:
+        request: What the job asks for.
+        file_name: What the script will be called, for its own comments; None names it after the job.
+    """
+    name = "slurm_torchrun" if request.with_torchrun else request.backend
+    template = files("distman._cli.launch").joinpath("templates", f"{name}.sh").read_text(encoding="utf-8")
+    values = _values(request) | {"file": shlex.quote(file_name or request.file_name)}
+    return "".join(_filled(line, values) for line in template.splitlines(keepends=True))
+
+
+def _filled(line: str, values: dict[str, str | None]) -> str:
+    """Return a line with its values; nothing where one of them is None."""
+    found = [values[name] for name in _PLACEHOLDER.findall(line)]
+    if None in found:
+        return ""
+    return _PLACEHOLDER.sub(lambda match: values[match[1]] or "", line)
+
+
+def _values(request: JobRequest) -> dict[str, str | None]:
+    tasks, gpus, cpus = request.tasks, request.gpus_per_node, request.cpus_per_task
+    hours, minutes, seconds = (int(part) for part in request.time.split(":"))
+    all_minutes = max(1, hours * 60 + minutes + (seconds > 0))
+    script = shlex.join(request.program)
+    return {
+        "job": "A job of one process" if request.nodes * tasks == 1 else f"A job of {request.nodes * tasks} processes",
+        "place": _place(request),
+        "unit": "for each GPU" if gpus else f"for each task, {tasks} on each node" if tasks > 1 else "on each node",
+        "name": request.job_name,
+        "nodes": str(request.nodes),
+        "tasks": str(tasks),
+        "num_tasks": str(request.nodes * tasks),
+        "gpus": str(gpus),
+        "gpus_per_task": "1" if gpus else None,
+        "typed_gpus": ":".join(filter(None, (request.gpu_type, str(gpus)))) if gpus else None,
+        "pbs_gpus": f":ngpus={gpus}" if gpus else "",
+        "cpus": str(cpus),
+        "cpus_per_node": str(cpus * tasks),
+        "time": request.time,
+        "hours_and_minutes": f"{all_minutes // 60:02}:{all_minutes % 60:02}",
+        "minutes": str(all_minutes),
+        "account": request.account or "ACCOUNT",
+        "account_off": "" if request.account else "#",
+        "partition": request.partition or "PARTITION",
+        "partition_off": "" if request.partition else "#",
+        **_meeting(request),
+        "program": f"python {script}",
+        "script": script,
+    }
+
+
+def _meeting(request: JobRequest) -> dict[str, str | None]:
+    """Return where torchrun's agents meet when nobody says, and how to say it."""
+    if request.nodes == 1:
+        return {"first_host": "-localhost", "meeting_host": "localhost", "torchrun_where": "", "torchrun_first": ""}
+    return {
+        "first_host": "?the name of the node at which all meet",
+        "meeting_host": "node1",
+        "torchrun_where": " on each node at about the same time, with the name of one of them",
+        "torchrun_first": " node1",
+    }
+
+
+def _place(request: JobRequest) -> str:
+    nodes = "1 node" if request.nodes == 1 else f"{request.nodes} nodes"
+    gpus = request.gpus_per_node
+    what = f"{gpus} GPU{'s' * (gpus > 1)}" if gpus else f"{request.tasks * request.cpus_per_task} CPUs"
+    return f"{nodes} with {what}{' each' * (request.nodes > 1)}"

@@ -1,0 +1,107 @@
+"""What the commands print: tables with lines and colours on a terminal, plain text everywhere else."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from importlib.util import find_spec
+from pathlib import Path
+
+PICTURES = (".pdf", ".png", ".svg")
+"""Endings of the pictures that commands draw."""
+
+
+def check_output(path: Path, suffixes: Sequence[str]) -> None:
+    """Raise now what would keep a file from being written later.
+
+    Args:
+        path: The file.
+        suffixes: The endings that are known.
+
+    Raises:
+        ValueError: The ending is not known, there is no such folder, or the file cannot be written there.
+        ImportError: It is a picture, and matplotlib is not installed.
+    """
+    if path.suffix not in suffixes:
+        raise ValueError(f"an output must end in {', '.join(suffixes)}, got {str(path)!r}. Correct the name.")
+    if not path.absolute().parent.is_dir():
+        raise ValueError(f"an output must lie in a folder that there is, got {path}. Make the folder first.")
+    if path.is_dir():
+        raise ValueError(f"an output must be a file, got the folder {path}. Correct the name.")
+    if not os.access(path if path.exists() else path.absolute().parent, os.W_OK):
+        raise ValueError(f"an output must be a file that can be written, got {path}. Choose another place.")
+    if path.suffix in PICTURES:
+        try:
+            import matplotlib  # noqa: F401 - to see whether it can be
+        except ImportError as error:
+            raise ImportError(f"matplotlib must be installed to draw {path}. Run pip install matplotlib.") from error
+
+
+def print_table(
+    columns: Sequence[str], rows: Sequence[Sequence[object]], *, title: str = "", is_plain: bool = False
+) -> None:
+    """Print a table.
+
+    Drawn by ``rich`` on a terminal, where it is installed; else columns of plain text.
+
+    Args:
+        columns: Heads of the columns.
+        rows: Rows of as many cells.
+        title: A line above.
+        is_plain: Print plain text also on what looks like a terminal.
+    """
+    if is_plain or not sys.stdout.isatty() or find_spec("rich") is None:
+        print("\n".join([*([title] if title else []), plain_table(columns, rows)]), flush=True)
+        return
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title=title or None, title_justify="left", header_style="bold")
+    for number, column in enumerate(columns):
+        numeric = bool(rows) and all(isinstance(row[number], int | float) for row in rows)
+        table.add_column(column, justify="right" if numeric else "left", overflow="fold")
+    for row in rows:
+        table.add_row(*map(str, row))
+    Console(highlight=False, markup=False).print(table)
+
+
+def plain_table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
+    """Return a table as lines of plain text, with two spaces between the columns."""
+    cells = [list(columns), *([str(cell) for cell in row] for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in cells)
+
+
+@contextmanager
+def progress_bar(num_steps: int, *, is_shown: bool = True) -> Iterator[Callable[[str], None]]:
+    """Show a bar on standard error for the length of a ``with`` block, if that is a terminal and ``rich`` is there.
+
+    Args:
+        num_steps: Number of steps.
+        is_shown: Whether to show it at all; only rank 0 of a job does.
+
+    Yields:
+        What to call before each step, with its name.
+    """
+    if not is_shown or not sys.stderr.isatty() or find_spec("rich") is None:
+        yield _ignore
+        return
+    from rich.console import Console
+    from rich.progress import Progress
+
+    with Progress(console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task("", total=num_steps)
+        num_begun = 0
+
+        def begin(name: str) -> None:
+            nonlocal num_begun
+            progress.update(task, description=name, completed=num_begun)
+            num_begun += 1
+
+        yield begin
+
+
+def _ignore(_name: str) -> None:
+    """Show nothing."""

@@ -1,0 +1,252 @@
+"""``distman plan``: draw the groups or the mesh of a job of any size, without its processes."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import functools
+import json
+import sys
+from typing import Any
+
+from distman._cli.arguments import at_least
+from distman._cli.output import print_table
+from distman._cli.plan.drawing import draw_tree, first_and_last, grid_table, shorten_ranks, where
+from distman.topology import (
+    NotationError,
+    Plan,
+    ProcessGroupConfig,
+    ProcessGroupNode,
+    Spread,
+    mesh_plan,
+    parse_mesh,
+    parse_tree,
+    spread_over_nodes,
+    tree_plan,
+)
+from distman.topology._plan import READY_MADE, check_new_names, resolve_mesh_shape
+
+_MAX_WORLD_SIZE = 10_000_000
+"""More ranks than any machine has; their groups still fit into memory."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """The groups that a job of some size would make.
+
+    Attributes:
+        world_size: Number of ranks.
+        config: The tree, with the sizes of all nodes; the axes of a mesh are the leaves below ``"world"``.
+        plan: The groups.
+        ranks_per_node: Number of ranks on each node; None where it does not matter.
+    """
+
+    world_size: int
+    config: ProcessGroupConfig
+    plan: Plan
+    ranks_per_node: int | None = None
+
+    @property
+    def axes(self) -> dict[str, int]:
+        """Lengths of the axes by name; the last one varies fastest with the rank."""
+        return {name: self.group_size(name) for name in self.config.leaf_groups() if name in self.plan.partitions}
+
+    @property
+    def num_nodes(self) -> int | None:
+        """Number of nodes; None where it is not known how many ranks are on each."""
+        return None if self.ranks_per_node is None else -(-self.world_size // self.ranks_per_node)
+
+    def group_size(self, name: str) -> int:
+        """Return the number of ranks in each group of a name."""
+        return self.world_size // self.plan.partitions[name].num_blocks
+
+    @functools.cached_property
+    def spreads(self) -> dict[str, Spread]:
+        """Over how many nodes the groups extend, by name; empty where that is not known."""
+        if self.ranks_per_node is None:
+            return {}
+        return {name: spread_over_nodes(groups, self.ranks_per_node) for name, groups in self.plan.partitions.items()}
+
+    def warnings(self) -> list[str]:
+        """Return what is wrong with the plan although it fits: an innermost axis that crosses nodes."""
+        axes, per_node = {name: size for name, size in self.axes.items() if size > 1}, self.ranks_per_node
+        if per_node is None or len(axes) < 2:
+            return []
+        innermost, size = axes.popitem()
+        if self.spreads[innermost].is_on_one_node:
+            return []
+        problem = f"the innermost axis {innermost!r} crosses nodes: its groups have {size} ranks, a node has {per_node}"
+        return [f"{problem}. {_remedy(axes, size, per_node)}"]
+
+
+def _remedy(outer_axes: dict[str, int], size: int, per_node: int) -> str:
+    if size < per_node:
+        return f"Start a multiple of {size} ranks on each node, or choose a length that divides {per_node}."
+    fitting = [name for name, length in outer_axes.items() if per_node % length == 0]
+    if fitting:
+        return f"Put {fitting[-1]!r} last, whose groups fit into a node."
+    return f"Choose a length that divides {per_node}, so that the axis with most messages stays within nodes."
+
+
+def lay_out_tree(config: ProcessGroupConfig, world_size: int, ranks_per_node: int | None = None) -> Layout:
+    """Return what ``create_groups_from_config`` makes of a tree.
+
+    Args:
+        config: The tree, with its leaves' sizes; it gets those of the other nodes.
+        world_size: Number of ranks.
+        ranks_per_node: Number of ranks on each node, if it is known.
+
+    Raises:
+        ValueError: The tree does not fit the world, or a name is one that every job has.
+    """
+    plan = tree_plan(config, world_size)
+    check_new_names([config.root.name], READY_MADE)
+    check_new_names(plan.partitions, (*READY_MADE, "world"))
+    if not plan.partitions:
+        config.root.size = world_size
+    config.update_parent_sizes()
+    return Layout(world_size, config, plan, ranks_per_node)
+
+
+def lay_out_mesh(axes: dict[str, int], world_size: int, ranks_per_node: int | None = None) -> Layout:
+    """Return what ``initialize_mesh`` makes of axes.
+
+    Args:
+        axes: Lengths of the axes by name; one may be -1.
+        world_size: Number of ranks.
+        ranks_per_node: Number of ranks on each node, if it is known.
+
+    Raises:
+        ValueError: The mesh does not fit the world, or a name is one that every job has.
+    """
+    names, shape = tuple(axes), tuple(axes.values())
+    plan = mesh_plan(shape, names, world_size)
+    check_new_names(names, (*READY_MADE, "world"))
+    config = ProcessGroupConfig(ProcessGroupNode("world", world_size))
+    for name, length in zip(names, resolve_mesh_shape(shape, names, world_size), strict=True):
+        config.add_node(ProcessGroupNode(name, length), "world")
+    return Layout(world_size, config, plan, ranks_per_node)
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the command to the parser."""
+    parser = subparsers.add_parser(
+        "plan",
+        help="draw the groups or the mesh of a job of any size, without its processes",
+        description="Draw the groups that create_groups_from_config() or initialize_mesh() would make; nothing is "
+        "started. The exit code is 0, 1 where the plan does not fit the world, 2 where the arguments are wrong.",
+    )
+    parser.add_argument("--world-size", type=at_least(1), required=True, metavar="RANKS", help="number of ranks")
+    wanted = parser.add_mutually_exclusive_group(required=True)
+    wanted.add_argument("--tree", help='such as "world(data=16, model(spatial=8, channel=8))"')
+    wanted.add_argument("--mesh", help="such as data=-1,model=4; one length may be -1")
+    parser.add_argument("--rank", type=int, default=0, help="show the groups that this rank is in (default 0)")
+    parser.add_argument("--ranks-per-node", type=at_least(1), metavar="N", help="tell which groups cross nodes")
+    parser.add_argument("--plot", metavar="FILE", help="draw a picture into this file, which matplotlib must know")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run the command.
+
+    Returns:
+        The exit code: 0, 1 where the plan does not fit or the picture cannot be drawn, 2 where an argument is wrong.
+    """
+    try:
+        layout = _read(arguments)
+        if arguments.plot is not None:
+            from distman._cli.plan.picture import draw_picture
+
+            draw_picture(layout, arguments.plot, rank=arguments.rank)
+    except (ValueError, ImportError, OSError) as error:
+        print(f"distman plan: {error}", file=sys.stderr)
+        return 2 if isinstance(error, (NotationError, _UsageError)) else 1
+    if arguments.json:
+        print(json.dumps(_as_json(layout, arguments.rank)))
+    else:
+        _print(layout, arguments.rank)
+    return 0
+
+
+class _UsageError(ValueError):
+    """An argument is wrong."""
+
+
+def _read(arguments: argparse.Namespace) -> Layout:
+    if arguments.world_size > _MAX_WORLD_SIZE:
+        raise _UsageError(f"--world-size must be at most {_MAX_WORLD_SIZE}, got {arguments.world_size}. Correct it.")
+    if not 0 <= arguments.rank < arguments.world_size:
+        raise _UsageError(
+            f"--rank must be at least 0 and below the world size {arguments.world_size}, got {arguments.rank}. "
+            "Correct it."
+        )
+    if arguments.tree is not None:
+        return lay_out_tree(parse_tree(arguments.tree), arguments.world_size, arguments.ranks_per_node)
+    return lay_out_mesh(parse_mesh(arguments.mesh), arguments.world_size, arguments.ranks_per_node)
+
+
+def _as_json(layout: Layout, rank: int) -> dict[str, Any]:
+    spreads = layout.spreads
+    groups = [
+        {
+            "name": name,
+            "num_groups": groups.num_blocks,
+            "size": layout.group_size(name),
+            "axes": layout.config.leaves_below(name),
+            "nodes": dataclasses.asdict(spreads[name]) if spreads else None,
+            "group_rank": groups.block_of(rank).index(rank),
+            "ranks": groups.block_of(rank),
+        }
+        for name, groups in layout.plan.partitions.items()
+    ]
+    return {
+        "world_size": layout.world_size,
+        "ranks_per_node": layout.ranks_per_node,
+        "num_nodes": layout.num_nodes,
+        "tree": str(layout.config),
+        "axes": layout.axes,
+        "rank": rank,
+        "groups": groups,
+        "warnings": layout.warnings(),
+    }
+
+
+def _print(layout: Layout, rank: int) -> None:
+    print(draw_tree(layout.config))
+    groups = layout.plan.partitions
+    if groups:
+        rows = [
+            [name, each.num_blocks, layout.group_size(name), *first_and_last(each)] for name, each in groups.items()
+        ]
+        print()
+        print_table(["group", "groups", "size", "first", "second", "last"], rows)
+    _print_nodes(layout)
+    grid = grid_table(layout.axes, layout.ranks_per_node)
+    if grid is not None:
+        print()
+        print_table(*grid, title="The ranks:")
+    if groups:
+        own = {name: each.block_of(rank) for name, each in groups.items()}
+        print()
+        print_table(
+            ["group", "index", "ranks"],
+            [[name, ranks.index(rank), shorten_ranks(ranks)] for name, ranks in own.items()],
+            title=f"Rank {rank} is in:",
+        )
+    for warning in layout.warnings():
+        print(f"\nwarning: {warning}")
+
+
+def _print_nodes(layout: Layout) -> None:
+    spreads = layout.spreads
+    if not spreads:
+        return
+    rest = layout.world_size % (layout.ranks_per_node or 1)
+    fewer = f", the last one with {rest}" if rest else ""
+    nodes = "one node" if layout.num_nodes == 1 else f"{layout.num_nodes} nodes of {layout.ranks_per_node} ranks{fewer}"
+    print(f"\nOn {nodes}:")
+    for name, spread in spreads.items():
+        size = layout.group_size(name)
+        what = f"{spread.num_groups} group{'s' * (spread.num_groups > 1)} of {size} rank{'s' * (size > 1)}"
+        print(f"{name}: {what}, {where(spread, size)}")

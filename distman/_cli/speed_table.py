@@ -1,0 +1,45 @@
+"""The table of measured operations that commands print."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from distman._cli.output import print_table
+from distman._cli.units import show_bandwidth, show_seconds, show_size
+
+if TYPE_CHECKING:
+    from distman._cli.timing import Measurement
+
+
+_COLUMNS = ("operation", "size", "rounds", "time", "algorithm bandwidth", "bus bandwidth")
+
+
+def print_speeds(measurements: Sequence[Measurement], *, is_plain: bool = False) -> None:
+    """Print how long operations took, and the bandwidths that follow.
+
+    See :func:`distman._cli.output.print_table`.
+    """
+    rows = [
+        (
+            one.operation,
+            show_size(one.num_bytes),
+            one.num_rounds,
+            show_seconds(one.seconds),
+            show_bandwidth(one.algorithm_bandwidth),
+            show_bandwidth(one.bus_bandwidth),
+        )
+        for one in measurements
+    ]
+    print_table(_COLUMNS, rows, is_plain=is_plain)
+
+
+def is_plain_under(launcher: str) -> bool:
+    """Return whether a rank cannot know that it prints to a terminal.
+
+    Open MPI gives each rank a terminal of its own for standard output, also where that of ``mpirun`` is a file.
+
+    Args:
+        launcher: Name of the launcher.
+    """
+    return launcher == "openmpi"

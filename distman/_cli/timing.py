@@ -1,0 +1,207 @@
+"""How long operations on the real backend and device take, by the definitions of nccl-tests."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from distman._cli.ring import pass_on
+from distman._coordination.wait_scope import collective
+from distman.collectives._exchange import control_device
+from distman.manager import DistributedManager
+
+_ITEM_BYTES = 4
+_FEWEST, _MOST = 5, 100
+_MATRIX_SIZE = {"cpu": 512, "cuda": 4096}
+
+
+@dataclass(frozen=True)
+class Operation:
+    """What can be measured.
+
+    Attributes:
+        prepare: Makes the buffers for some bytes, of one rank or all as nccl-tests count them, and returns what to
+            call.
+        bus_factor: What the algorithm bandwidth is multiplied by to become that of the wires, for a number of ranks.
+        is_shared_out: Whether each rank has an equal part of the bytes.
+    """
+
+    prepare: Callable[[int, DistributedManager], Callable[[], object]]
+    bus_factor: Callable[[int], float]
+    is_shared_out: bool = False
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """How long an operation took.
+
+    Attributes:
+        operation: Its name.
+        num_bytes: Its size.
+        num_rounds: How often it was measured.
+        seconds: The median over the rounds, on the slowest rank.
+        algorithm_bandwidth: Size over time, in bytes a second.
+        bus_bandwidth: What each rank's wire carries, in bytes a second; to be compared with the hardware's.
+    """
+
+    operation: str
+    num_bytes: int
+    num_rounds: int
+    seconds: float
+    algorithm_bandwidth: float
+    bus_bandwidth: float
+
+
+@collective
+def measure(
+    operation: str,
+    num_bytes: int,
+    manager: DistributedManager,
+    *,
+    num_rounds: int | None = None,
+    allowed_seconds: float = 0.2,
+) -> Measurement:
+    """Return how long an operation takes.
+
+    Collective. Three rounds of it warm up, and say how many can be had.
+
+    Args:
+        operation: One of :data:`OPERATIONS`.
+        num_bytes: Its size; see :func:`rounded_up`.
+        manager: The manager.
+        num_rounds: Number of rounds; None takes 5 to 100, as many as ``allowed_seconds`` allow.
+        allowed_seconds: See there.
+
+    Source:
+        nccl-tests, doc/PERFORMANCE.md: sizes, algorithm bandwidth and bus bandwidth.
+    """
+    num_bytes = rounded_up(operation, num_bytes, manager.world_size)
+    run = OPERATIONS[operation].prepare(num_bytes, manager)
+    run()
+    estimate = largest(min(timed(run, manager.device) for _ in range(2)), manager)
+    rounds = num_rounds or min(max(_FEWEST, int(allowed_seconds / max(estimate, 1e-9))), _MOST)
+    own = statistics.median(timed(run, manager.device) for _ in range(rounds))
+    seconds = largest(own, manager)
+    bandwidth = num_bytes / seconds
+    bus = bandwidth * OPERATIONS[operation].bus_factor(manager.world_size)
+    return Measurement(operation, num_bytes, rounds, seconds, bandwidth, bus)
+
+
+def rounded_up(operation: str, num_bytes: int, world_size: int) -> int:
+    """Return the smallest size of at least so many bytes that an operation can have: whole numbers for each rank.
+
+    >>> rounded_up("all_gather", 8, 4), rounded_up("all_reduce", 9, 4)
+    (16, 12)
+    """
+    step = _ITEM_BYTES * (world_size if OPERATIONS[operation].is_shared_out else 1)
+    return -(-num_bytes // step) * step
+
+
+def measure_compute(device: torch.device, *, allowed_seconds: float = 0.3) -> float:
+    """Return the seconds that a matrix product takes on a device, the median over some time.
+
+    Ranks that share a core slow each other down, so let all measure at once.
+
+    Args:
+        device: The device.
+        allowed_seconds: How long to measure.
+    """
+    size = _MATRIX_SIZE.get(device.type, 1024)
+    matrix = torch.full((size, size), 1.0 / size, device=device)
+
+    def run() -> None:
+        torch.mm(matrix, matrix)
+
+    timed(run, device)
+    seconds = [timed(run, device)]
+    until = time.perf_counter() + allowed_seconds
+    while time.perf_counter() < until:
+        seconds.append(timed(run, device))
+    return statistics.median(seconds)
+
+
+def timed(run: Callable[[], object], device: torch.device) -> float:
+    """Return the seconds that a call takes until its work on the device is done."""
+    _synchronize(device)
+    began = time.perf_counter()
+    run()
+    _synchronize(device)
+    return time.perf_counter() - began
+
+
+@collective
+def largest(number: float, manager: DistributedManager) -> float:
+    """Return the largest of the ranks' numbers, on all of them.
+
+    Collective.
+    """
+    device = control_device(manager.resolve_group(None), manager.device)
+    numbers = torch.tensor([number], dtype=torch.float64, device=device)
+    dist.all_reduce(numbers, op=dist.ReduceOp.MAX)
+    return numbers.item()
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _prepare_all_reduce(num_bytes: int, manager: DistributedManager) -> Callable[[], object]:
+    whole = _buffer(num_bytes, manager)
+    return lambda: dist.all_reduce(whole)
+
+
+def _prepare_broadcast(num_bytes: int, manager: DistributedManager) -> Callable[[], object]:
+    whole = _buffer(num_bytes, manager)
+    return lambda: dist.broadcast(whole, src=0)
+
+
+def _prepare_all_gather(num_bytes: int, manager: DistributedManager) -> Callable[[], object]:
+    whole, part = _buffer(num_bytes, manager), _buffer(num_bytes // manager.world_size, manager)
+    return lambda: dist.all_gather_single(whole, part)
+
+
+def _prepare_reduce_scatter(num_bytes: int, manager: DistributedManager) -> Callable[[], object]:
+    whole, part = _buffer(num_bytes, manager), _buffer(num_bytes // manager.world_size, manager)
+    return lambda: dist.reduce_scatter_single(part, whole)
+
+
+def _prepare_all_to_all(num_bytes: int, manager: DistributedManager) -> Callable[[], object]:
+    sent, received = _buffer(num_bytes, manager), _buffer(num_bytes, manager)
+    return lambda: dist.all_to_all_single(received, sent)
+
+
+def _prepare_ring(num_bytes: int, manager: DistributedManager) -> Callable[[], object]:
+    sent, received = _buffer(num_bytes, manager), _buffer(num_bytes, manager)
+    return lambda: pass_on(sent, received, manager)
+
+
+def _buffer(num_bytes: int, manager: DistributedManager) -> torch.Tensor:
+    return torch.zeros(num_bytes // _ITEM_BYTES, dtype=torch.float32, device=manager.device)
+
+
+def _share_of_others(num_ranks: int) -> float:
+    return (num_ranks - 1) / num_ranks
+
+
+def _there_and_back(num_ranks: int) -> float:
+    return 2 * _share_of_others(num_ranks)
+
+
+def _as_it_is(_num_ranks: int) -> float:
+    return 1.0
+
+
+OPERATIONS = {
+    "all_reduce": Operation(_prepare_all_reduce, _there_and_back),
+    "all_gather": Operation(_prepare_all_gather, _share_of_others, is_shared_out=True),
+    "all_to_all": Operation(_prepare_all_to_all, _share_of_others, is_shared_out=True),
+    "broadcast": Operation(_prepare_broadcast, _as_it_is),
+    "p2p": Operation(_prepare_ring, _as_it_is),
+    "reduce_scatter": Operation(_prepare_reduce_scatter, _share_of_others, is_shared_out=True),
+}

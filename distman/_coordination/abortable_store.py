@@ -1,0 +1,76 @@
+"""A store whose waits end when somebody says that there is nothing to wait for."""
+
+from __future__ import annotations
+
+import time
+from datetime import timedelta
+
+from torch.distributed import Store
+
+_PAUSE = 0.002
+
+
+class GaveUpError(Exception):
+    """The wait was ended: another rank said that it failed."""
+
+
+class AbortableStore(Store):
+    """Hands everything on to another store, but waits only as long as a key is not set there.
+
+    gloo waits in its store for the addresses of the members of a new group, for the whole timeout of collectives.
+
+    Args:
+        store: The other store.
+        failure_key: The key.
+        timeout: Seconds that a wait may take, even where the caller would wait longer: the others are here already.
+    """
+
+    def __init__(self, store: Store, failure_key: str, timeout: float) -> None:
+        super().__init__()
+        self._store = store
+        self._failure_key = failure_key
+        self._timeout = timeout
+
+    def wait(self, keys: list[str], timeout: timedelta = timedelta.max) -> None:
+        """Wait until the keys are set.
+
+        Blocking.
+
+        Raises:
+            GaveUpError: The failure key was set first.
+            TimeoutError: They were not set in time.
+        """
+        limit = min(timeout.total_seconds(), self._timeout)
+        until = time.monotonic() + limit
+        while not self._store.check(keys):
+            if self._store.check([self._failure_key]):
+                raise GaveUpError
+            if time.monotonic() > until:
+                raise TimeoutError(
+                    f"keys {keys} must be set within {limit:g} s, got none. See what the other ranks do."
+                )
+            time.sleep(_PAUSE)  # the store can wait for all of some keys, not for the first of two
+
+    def get(self, key: str) -> bytes:
+        """Return the value of a key, once it is set.
+
+        Blocking.
+
+        Raises:
+            GaveUpError: The failure key was set first.
+            TimeoutError: It was not set in time.
+        """
+        self.wait([key])
+        return self._store.get(key)
+
+    def set(self, key: str, value: str) -> None:
+        """Set a key."""
+        self._store.set(key, value)
+
+    def add(self, key: str, value: int) -> int:
+        """Add to the number at a key, and return the sum."""
+        return self._store.add(key, value)
+
+    def check(self, keys: list[str]) -> bool:
+        """Return whether all keys are set."""
+        return self._store.check(keys)

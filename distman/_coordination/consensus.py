@@ -1,0 +1,134 @@
+"""Ranks that must say the same before they act together, and must all have succeeded before they go on."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping
+
+from distman._coordination.barrier import wait_for_all
+from distman._coordination.failure.record import FailureRecord
+from distman._coordination.store_group import StoreGroup
+from distman.errors import BarrierTimeoutError, PlanMismatchError
+
+
+@dataclasses.dataclass(frozen=True)
+class Consensus:
+    """Some ranks of a job, as they take decisions over its store.
+
+    Attributes:
+        store_group: The ranks.
+        timeout: Seconds to wait for the others.
+    """
+
+    store_group: StoreGroup
+    timeout: float
+
+    def agree(self, key: str, digest: str, text: str) -> None:
+        """Go on only if all ranks bring the same digest.
+
+        Collective. Blocking.
+
+        Args:
+            key: Name of this decision, the same on all ranks and never used before.
+            digest: What must be equal.
+            text: What this rank wants, for messages.
+
+        Raises:
+            PlanMismatchError: On every rank: two of them differ; it shows what both want.
+            BarrierTimeoutError: On every rank that came: some did not come in time; it names them.
+        """
+        mine = json.dumps({"rank": self.store_group.rank, "digest": digest, "text": text})
+        first = json.loads(self.store_group.store.compare_set(f"{key}/first", "", mine))
+        if first["digest"] != digest:
+            self.store_group.store.compare_set(f"{key}/other", "", mine)
+        self._wait(key)
+        other = (
+            json.loads(self.store_group.store.get(f"{key}/other"))
+            if self.store_group.store.check([f"{key}/other"])
+            else None
+        )
+        self._forget(key, "first", "other")
+        if other is not None:
+            lower, higher = sorted((first, other), key=lambda said: int(said["rank"]))
+            raise PlanMismatchError(
+                f"all ranks must ask for the same at {key}, but two differ. Make the calls equal on all ranks, in the "
+                f"same order.\n{self._quote(lower)}\n{self._quote(higher)}"
+            )
+
+    def compare(self, key: str, mine: Mapping[str, str], *, place: str) -> None:
+        """Go on only if all ranks bring the same values.
+
+        Collective. Blocking.
+
+        Args:
+            key: Name of this comparison, the same on all ranks and never used before.
+            mine: What must be equal, by name.
+            place: Where in the program this rank is; it may differ, and is shown when something else does.
+
+        Raises:
+            PlanMismatchError: On every rank: something differs; a table shows each rank's values.
+            BarrierTimeoutError: On every rank that came: some did not come in time; it names them.
+        """
+        self.store_group.store.set(f"{key}/call {self.store_group.rank}", json.dumps([dict(mine), place]))
+        self._wait(key)
+        keys = [f"{key}/call {rank}" for rank in range(self.store_group.size)]
+        calls = [json.loads(text) for text in self.store_group.store.multi_get(keys)]
+        self._forget(key, *(f"call {rank}" for rank in range(self.store_group.size)))
+        if any(call != calls[0][0] for call, _ in calls):
+            who = self.store_group.describe
+            rows = [
+                f"  {who(rank)}: {', '.join(f'{name} {value}' for name, value in call.items())}, at {where}"
+                for rank, (call, where) in enumerate(calls)
+            ]
+            raise PlanMismatchError(
+                f"all ranks must make the same call at {key}. Correct those that differ:\n" + "\n".join(rows)
+            )
+
+    def require_success(self, key: str, error: Exception | None) -> None:
+        """Go on only if no rank failed.
+
+        Collective. Blocking.
+
+        Args:
+            key: Name of this decision, the same on all ranks and never used before.
+            error: Why this rank failed; None if it did not.
+
+        Raises:
+            Exception: The given one, on the rank that brings one.
+            RankFailedError: On the other ranks: a rank failed, or gave up waiting before this one came.
+            BarrierTimeoutError: On every rank that came: some did not come in time; it names them.
+        """
+        if error is not None:
+            self._tell(key, error)
+        try:
+            self._wait(key)
+        except BarrierTimeoutError as gave_up:
+            self._tell(key, gave_up)
+            raise
+        found = (
+            json.loads(self.store_group.store.get(f"{key}/failure"))
+            if self.store_group.store.check([f"{key}/failure"])
+            else None
+        )
+        self._forget(key, "failure")
+        if error is not None:
+            raise error
+        if found is not None:
+            raise FailureRecord(**found).to_error()
+
+    def _tell(self, key: str, error: Exception) -> None:
+        record = FailureRecord.of(error, self.store_group.ranks[self.store_group.rank])
+        self.store_group.store.compare_set(f"{key}/failure", "", record.to_json())
+
+    def _wait(self, key: str) -> None:
+        wait_for_all(self.store_group, key, timeout=self.timeout)
+
+    def _forget(self, key: str, *names: str) -> None:
+        """Delete what was written, once all ranks have read it."""
+        if self.store_group.store.add(f"{key}/read", 1) == self.store_group.size:
+            for name in (*names, "read"):
+                self.store_group.store.delete_key(f"{key}/{name}")
+
+    def _quote(self, said: dict[str, str]) -> str:
+        return f"{self.store_group.describe(int(said['rank']))} asks for\n{said['text']}"

@@ -1,0 +1,1 @@
+"""How the failure of one rank becomes known to all, and ends their work."""

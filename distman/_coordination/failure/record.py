@@ -1,0 +1,142 @@
+"""What the ranks tell each other of one that failed."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import socket
+import traceback
+from typing import TYPE_CHECKING, Protocol
+
+from distman.errors import RankFailedError
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
+
+
+DIED = "died"
+LEFT = "left"
+SILENT = "silent"
+
+_KEY = "failure"
+_MAX_TEXT = 10_000
+_MAX_TRACEBACK = 100_000
+
+
+class Place(Protocol):
+    """Where a rank runs."""
+
+    @property
+    def rank(self) -> int:
+        """Index of the process in the job."""
+
+    @property
+    def host(self) -> str:
+        """Name of its host."""
+
+    @property
+    def pid(self) -> int:
+        """Its process id on that host."""
+
+
+@dataclasses.dataclass(frozen=True)
+class FailureRecord:
+    """What is said of a rank that failed; the fields are those of ``RankFailedError``."""
+
+    rank: int
+    host: str
+    pid: int
+    error_type: str
+    error_text: str
+    traceback_text: str = ""
+
+    @classmethod
+    def of(cls, error: BaseException, rank: int) -> FailureRecord:
+        """Return the notice of an exception that this process raised; of another rank's failure, that one's."""
+        if isinstance(error, RankFailedError):
+            return cls(**{field.name: getattr(error, field.name) for field in dataclasses.fields(cls)})
+        return cls(
+            rank=rank,
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            error_type=type(error).__name__,
+            error_text=shortened(_text_of(error), _MAX_TEXT),
+            traceback_text=shortened("".join(traceback.format_exception(error)), _MAX_TRACEBACK),
+        )
+
+    @classmethod
+    def died(cls, place: Place, role: str = "") -> FailureRecord:
+        """Return the notice of a process that ended without a word.
+
+        Args:
+            place: Where it ran.
+            role: What it did for the job, such as ``", which served the job's store,"``.
+        """
+        text = (
+            f"{role}died: its connection broke. The launcher's output names the signal; the kernel log of the host "
+            "says whether memory ran out."
+        )
+        return cls(place.rank, place.host, place.pid, DIED, text)
+
+    @classmethod
+    def left(cls, place: Place, awaited_at: str) -> FailureRecord:
+        """Return the notice of a rank whose program ended though others wait for it.
+
+        Args:
+            place: Where it ran.
+            awaited_at: What they wait at.
+        """
+        text = (
+            f"left the job before it came to {awaited_at}. Its program ended, by sys.exit() perhaps, or called "
+            "cleanup(): let all ranks take the same way."
+        )
+        return cls(place.rank, place.host, place.pid, LEFT, text)
+
+    @classmethod
+    def silent(cls, place: Place, seconds: float, *, last_seen: str = "", role: str = "") -> FailureRecord:
+        """Return the notice of a rank that is there but does nothing.
+
+        Args:
+            place: Where it runs.
+            seconds: How long it has been silent.
+            last_seen: Where it was when last heard of; empty where unknown.
+            role: What it does for the job, as for :meth:`died`.
+        """
+        text = (
+            f"{role}is silent since {seconds:.0f} s{f', last seen {last_seen}' if last_seen else ''}: it is stopped, "
+            "or foreign code in it keeps the interpreter, or its host is cut off. DISTMAN_SILENCE_TIMEOUT is the limit."
+        )
+        return cls(place.rank, place.host, place.pid, SILENT, text)
+
+    @classmethod
+    def read(cls, store: Store) -> FailureRecord | None:
+        """Return the job's first notice, or None."""
+        return cls(**json.loads(store.get(_KEY))) if store.check([_KEY]) else None
+
+    def publish(self, store: Store) -> FailureRecord:
+        """Make this the job's notice unless there is one, and return the one there is."""
+        return type(self)(**json.loads(store.compare_set(_KEY, "", self.to_json())))
+
+    def to_json(self) -> str:
+        """Return the notice as text."""
+        return json.dumps(dataclasses.asdict(self))
+
+    def to_error(self) -> RankFailedError:
+        """Return the error that the other ranks raise."""
+        return RankFailedError(**dataclasses.asdict(self))
+
+
+def shortened(text: str, limit: int) -> str:
+    """Return a text of at most about so many characters: a store takes no message of any size."""
+    if len(text) <= limit:
+        return text
+    half = limit // 2
+    return f"{text[:half]}\n... {len(text) - 2 * half} characters left out ...\n{text[-half:]}"
+
+
+def _text_of(error: BaseException) -> str:
+    try:
+        return str(error)
+    except Exception as broken:  # noqa: BLE001 - a program's exception may fail to describe itself
+        return f"(its __str__ raised {type(broken).__name__})"

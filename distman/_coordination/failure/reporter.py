@@ -1,0 +1,92 @@
+"""A rank of a running job that fails tells the others why it ends."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch.distributed as dist
+
+from distman._coordination.failure import hook
+from distman._coordination.failure.record import SILENT, FailureRecord
+from distman._coordination.monitor.watcher import failure_behind, interval, is_watching
+from distman._coordination.timeouts import run_with_timeout
+from distman.errors import RankFailedError
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
+
+
+_FAREWELL = 1.5
+_PATIENCE = 10.0
+_PAUSE = 0.02
+
+
+@dataclasses.dataclass
+class JobReporter:
+    """Tells the other ranks of a running job, over its store, why this one ends.
+
+    The first rank that fails leaves its notice. The others, whose collectives break when it goes, print that
+    notice after their own traceback, so that the cause comes last. The rank that serves the store leaves its
+    process group, so that nobody waits for it, and stays for a moment until the others have read.
+
+    Attributes:
+        rank: This process's rank.
+        num_others: Number of ranks beside this one.
+        store: The job's store.
+        store_host: Who serves the store, for messages.
+        is_host: Whether this process serves it.
+        is_store_there: Tells whether the store still answers.
+        leave_group: Closes this process's connections to the others.
+        abort_job: Makes the launcher end the job once this process ends, where it would not do so by itself.
+    """
+
+    rank: int
+    num_others: int
+    store: Store
+    store_host: str
+    is_host: bool
+    is_store_there: Callable[[], bool]
+    leave_group: Callable[[], None]
+    abort_job: Callable[[BaseException], None]
+
+    def __call__(self, error: BaseException) -> None:
+        """Tell of an exception that nothing caught."""
+        cause = failure_behind(error)
+        self.abort_job(cause.to_error() if cause is not None else error)
+        mine = cause or FailureRecord.of(error, self.rank)
+        first: list[FailureRecord] = []
+        is_known = isinstance(error, RankFailedError | KeyboardInterrupt)
+        if mine.error_type != SILENT and not self._tell(mine, first) and cause is None and not is_known:
+            hook.write(f"distman: {self.store_host}, which served the job's store, is gone. See its error.")
+        cause = first[0] if first else cause
+        if cause is not None and cause.rank != self.rank and not is_known:
+            hook.write(f"distman: the job failed first elsewhere: {cause.to_error()}")
+
+    def _tell(self, mine: FailureRecord, first: list[FailureRecord]) -> bool:
+        """Leave a notice in the store, add the first one there to the list, and return whether that was possible."""
+        try:
+            return run_with_timeout(lambda: self._publish(mine, first), _PATIENCE + interval(self.num_others + 1))
+        except dist.DistError:
+            return False
+
+    def _publish(self, mine: FailureRecord, first: list[FailureRecord]) -> None:
+        if not self.is_store_there():
+            raise dist.DistNetworkError(self.store_host)
+        first.append(mine.publish(self.store))
+        self.store.add("news", 1)
+        if not is_watching():  # else the watcher says so, once
+            self.store.add("failure_seen", 1)
+        if self.is_host:
+            self._stay_until_seen()
+
+    def _stay_until_seen(self) -> None:
+        leaving = threading.Thread(target=self.leave_group, daemon=True)
+        leaving.start()
+        leaving.join(_FAREWELL)
+        until = time.monotonic() + _FAREWELL + interval(self.num_others + 1)
+        while self.store.add("failure_seen", 0) <= self.num_others and time.monotonic() < until:
+            time.sleep(_PAUSE)

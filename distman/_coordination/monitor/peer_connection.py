@@ -1,0 +1,210 @@
+"""A connection from each rank to the next one: it breaks when that process ends, whatever ended it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import selectors
+import socket
+import time
+import weakref
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from distman._coordination.failure.record import Place
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
+
+
+_PATIENCE = 2.0
+_KEEP_ALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 4}
+_MAX_GUESTS = 64
+_RETRY_EVERY = 10.0
+
+_connections: weakref.WeakSet[PeerConnection] = weakref.WeakSet()
+
+
+class PeerConnection:
+    """This rank's ends of the connections: one to the next rank, and those of ranks that watch over this one.
+
+    The system closes them when a process dies; one that leaves says so in the store first. A host that is gone is
+    found by the system's keep-alive probes, in about 30 seconds.
+
+    Args:
+        store: The job's store, where the addresses are.
+        rank: This process's rank.
+        peers: All ranks, in rank order.
+        is_one_host: Whether all of them run on one host; then no other host can connect.
+    """
+
+    def __init__(self, store: Store, rank: int, peers: Sequence[Place], *, is_one_host: bool) -> None:
+        self._store = store
+        self._is_one_host = is_one_host
+        self._rank = rank
+        self._peers = peers
+        self._step = 1
+        self._next_try = 0.0
+        self._connection: socket.socket | None = None
+        self._guests: list[socket.socket] = []
+        self._selector = selectors.DefaultSelector()
+        self._wake_end, self._woken_end = socket.socketpair()
+        self._woken_end.settimeout(0)
+        self._selector.register(self._woken_end, selectors.EVENT_READ)
+        self._listener = socket.create_server(("127.0.0.1" if is_one_host else "", 0), backlog=_MAX_GUESTS)
+        self._listener.settimeout(0)
+        self._selector.register(self._listener, selectors.EVENT_READ)
+        addresses = ["127.0.0.1"] if is_one_host else own_addresses()
+        store.set(f"lifeline/{rank}", json.dumps([addresses, self._listener.getsockname()[1]]))
+        _connections.add(self)
+
+    @property
+    def watched(self) -> int | None:
+        """The rank that this one watches over; None where all others have left."""
+        rank = (self._rank + self._step) % len(self._peers)
+        return rank if rank != self._rank else None
+
+    def wake(self) -> None:
+        """End a wait under way in another thread."""
+        with contextlib.suppress(OSError):
+            self._wake_end.send(b"!")
+
+    def wait(self, seconds: float) -> Place | None:
+        """Wait for so many seconds, and return the rank that died meanwhile, if one did.
+
+        Blocking; :meth:`wake` ends it.
+        """
+        if self._connection is None and not self._connect() and self.watched is not None:
+            return self._peers[self.watched]
+        for key, _ in self._selector.select(seconds):
+            if key.fileobj is self._woken_end:
+                self._woken_end.recv(64)
+            elif key.fileobj is self._listener:
+                self._admit()
+            elif self._connection is not None:
+                died = self._read(self._connection)
+                if died is not None:
+                    return died
+        return None
+
+    def close(self) -> None:
+        """Close all connections."""
+        for end in (*self._guests, self._listener, self._connection, self._wake_end, self._woken_end):
+            if end is not None:
+                end.close()
+        self._selector.close()
+
+    def _connect(self) -> bool:
+        """Connect to the next rank, as soon as it says where; return False if it must be dead.
+
+        Only a host that refuses to connect to itself is proof: elsewhere a firewall may be the reason.
+        """
+        rank = self.watched
+        if rank is None or time.monotonic() < self._next_try or not self._store.check([f"lifeline/{rank}"]):
+            return True
+        addresses, port = json.loads(self._store.get(f"lifeline/{rank}"))
+        is_refused = False
+        for address in addresses:
+            try:
+                self._connection = socket.create_connection((address, port), timeout=_PATIENCE)
+                break
+            except OSError as error:
+                is_refused = isinstance(error, ConnectionRefusedError)
+        else:
+            has_left = self._has_left(rank)
+            self._step += has_left
+            self._next_try = 0.0 if has_left else time.monotonic() + _RETRY_EVERY
+            return has_left or not (self._is_one_host and is_refused)
+        self._connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for option, value in _KEEP_ALIVE.items():
+            if hasattr(socket, option):
+                self._connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
+        self._connection.settimeout(0)
+        self._selector.register(self._connection, selectors.EVENT_READ)
+        return True
+
+    def _admit(self) -> None:
+        with contextlib.suppress(OSError):
+            guest, _ = self._listener.accept()
+            guest.settimeout(0)
+            for gone in [other for other in self._guests if _is_closed(other)]:
+                self._guests.remove(gone)
+                gone.close()
+            if len(self._guests) < _MAX_GUESTS:
+                self._guests.append(guest)
+            else:
+                guest.close()
+
+    def _read(self, connection: socket.socket) -> Place | None:
+        """Return the watched rank if its end is closed and it did not leave.
+
+        A network that does not answer is no proof: then it is connected to again, and its silence decides.
+        """
+        rank = self.watched
+        try:
+            is_closed = not connection.recv(64)
+        except BlockingIOError:
+            return None
+        except ConnectionError:
+            is_closed = True
+        except OSError:
+            is_closed = False
+            self._let_go()
+        if not is_closed or rank is None:
+            return None
+        self._let_go()
+        if not self._has_left(rank):
+            return self._peers[rank]
+        self._step += 1
+        return None
+
+    def _has_left(self, rank: int) -> bool:
+        """Return whether a rank left of its own accord, or let go because the rank that serves the store does."""
+        return bool(self._store.check([f"left/{rank}"]) or self._store.check(["closing"]))
+
+    def _let_go(self) -> None:
+        if self._connection is not None:
+            self._selector.unregister(self._connection)
+            self._connection.close()
+            self._connection = None
+
+    def close_in_child(self) -> None:
+        """Close this process's copies of the connections after a fork: they must not outlive its parent."""
+        for end in (self._listener, self._connection, *self._guests):
+            if end is not None:
+                end.close()
+
+
+def _is_closed(connection: socket.socket) -> bool:
+    try:
+        return not connection.recv(64)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
+
+
+def own_addresses() -> list[str]:
+    """Return names and addresses by which other hosts may reach this one, the likeliest first."""
+    host = socket.gethostname()
+    found = [host]
+    try:
+        found += [str(entry[4][0]) for entry in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)]
+    except socket.gaierror:
+        found.remove(host)
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("192.0.2.1", 9))  # sends nothing: it asks which address the way out has
+            found.append(probe.getsockname()[0])
+        except OSError:
+            found.append("127.0.0.1")
+    return list(dict.fromkeys(found))
+
+
+def _close_all_in_child() -> None:
+    for connection in list(_connections):
+        connection.close_in_child()
+
+
+os.register_at_fork(after_in_child=_close_all_in_child)

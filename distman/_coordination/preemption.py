@@ -1,0 +1,144 @@
+"""All ranks stop at the same step, though only one of them was asked to."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+from distman._coordination.key_sequence import KeySequence
+from distman._coordination.store_group import StoreGroup
+from distman._log import logger
+from distman.errors import PlanMismatchError
+
+_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+_SHORTEST_INTERVAL = 1.0
+_INTERVAL_PER_RANK = 1e-3
+_MOST_STEPS = 100
+
+Handler = Callable[[int, FrameType | None], Any] | int | None
+
+
+class StopAgreement:
+    """Decides, at steps that all ranks know beforehand, whether to go on.
+
+    Every rank that comes to such a step looks at what the first one there wrote: stop or go on, and which step is the
+    next to decide at. So nobody waits for anybody, and between these steps nothing is asked. They are about a second
+    apart at the pace of the steps before, further for many ranks, and at most a hundred steps.
+
+    Args:
+        store_group: All ranks of the job; None on one process.
+    """
+
+    def __init__(self, store_group: StoreGroup | None) -> None:
+        self._store_group = store_group
+        self._keys = (
+            KeySequence(store_group.job_store, "stop decision", store_group.size) if store_group is not None else None
+        )
+        self._wish = ""
+        self._previous: dict[int, Handler] = {}
+        self._pid = os.getpid()
+        self._last_step: int | None = None
+        self._next_step: int | None = None
+        self._decided_at = (0, time.monotonic())
+        self._stops = False
+
+    def request(self, reason: str = "request_stop()") -> None:
+        """Ask for a stop.
+
+        Args:
+            reason: Who asks, for messages.
+        """
+        self._wish = self._wish or reason
+
+    def listen(self) -> None:
+        """Let SIGTERM and SIGUSR1 ask for a stop; a handler that was there before is called too.
+
+        Only the main thread can; in others nothing happens.
+        """
+        if self._previous or threading.current_thread() is not threading.main_thread():
+            return
+        self._previous = {number: signal.getsignal(number) for number in _SIGNALS}
+        for number in _SIGNALS:
+            signal.signal(number, self._on_signal)
+
+    def restore(self) -> None:
+        """Put the signal handlers back that were there before."""
+        if threading.current_thread() is not threading.main_thread():
+            return
+        for number, handler in self._previous.items():
+            if signal.getsignal(number) == self._on_signal and handler is not None:
+                signal.signal(number, handler)
+        self._previous = {}
+
+    def decide(self, step: int | None = None) -> bool:
+        """Return whether to stop at this step, the same on all ranks.
+
+        Local: it waits for nobody.
+
+        Args:
+            step: Number of the step, growing, and the same on all ranks; None is the one after the last.
+
+        Raises:
+            ValueError: The step is smaller than the one before.
+            PlanMismatchError: The ranks ask at different steps.
+        """
+        if step is None:
+            step = 0 if self._last_step is None else self._last_step + 1
+        if self._last_step is not None and step < self._last_step:
+            raise ValueError(
+                f"step must not be smaller than the one before, {self._last_step}, got {step}. Count the steps of all "
+                "epochs together."
+            )
+        self._last_step = step
+        if self._store_group is None or self._keys is None:
+            return bool(self._wish)
+        if self._stops or (self._next_step is not None and step < self._next_step):
+            return self._stops
+        store = self._store_group.job_store
+        if self._wish:
+            store.set("stop", self._wish)
+        proposal = {
+            "step": step,
+            "stops": bool(store.check(["stop"])),
+            "next": step + self._num_steps(step, self._store_group.size),
+        }
+        decision = json.loads(store.compare_set(self._keys.next(), "", json.dumps(proposal)))
+        if decision["step"] != step:
+            raise PlanMismatchError(
+                f"step must be the same on all ranks, got {step} on "
+                f"{self._store_group.describe(self._store_group.rank)} and {decision['step']} on another. "
+                "Call should_stop(step) once per step on every rank."
+            )
+        self._stops, self._next_step = decision["stops"], decision["next"]
+        if self._stops:
+            logger.info("all ranks stop at step %d: %s", step, store.get("stop").decode())
+        return self._stops
+
+    def _num_steps(self, step: int, world_size: int) -> int:
+        """Return how many steps shall lie before the next decision, at the pace since the last one."""
+        last_step, last_time = self._decided_at
+        now = time.monotonic()
+        self._decided_at = (step, now)
+        if self._next_step is None:
+            return 1
+        num_steps = step - last_step
+        wanted = max(_SHORTEST_INTERVAL, _INTERVAL_PER_RANK * world_size)
+        at_this_pace = num_steps * wanted / max(now - last_time, 1e-9)
+        return max(1, int(min(at_this_pace, 2 * num_steps, _MOST_STEPS)))
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        if os.getpid() != self._pid:  # a child of this rank, to which the signal means what it always meant
+            previous = self._previous[number]
+            signal.signal(number, previous if previous is not None else signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+            return
+        self.request(f"{signal.Signals(number).name} of process {os.getpid()}")
+        previous = self._previous.get(number)
+        if callable(previous):
+            previous(number, frame)

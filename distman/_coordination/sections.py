@@ -1,0 +1,103 @@
+"""Something that some ranks do while the others wait, told over the store: done, or failed and why."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Sequence
+
+from distman._coordination.failure.record import FailureRecord
+from distman._coordination.key_sequence import KeySequence
+from distman._coordination.store_group import StoreGroup
+from distman.errors import PlanMismatchError
+
+
+class ExclusiveSections:
+    """The turns that the ranks of a circle take, one after another.
+
+    Args:
+        store_group: The ranks.
+        name: Beginning of the keys in the store.
+    """
+
+    def __init__(self, store_group: StoreGroup, name: str) -> None:
+        self.store_group = store_group
+        self._name = name
+        self._keys: dict[int, KeySequence] = {}
+
+    def begin(self, what: str, awaited: Sequence[int], *, depth: int = 0) -> ExclusiveSection:
+        """Return the next turn.
+
+        All ranks of the circle begin their turns in the same order. A turn within another one, at a depth of
+        its own, has keys of its own: those of the outer one are still in use.
+
+        Args:
+            what: What is done, for messages; the same on all ranks.
+            awaited: Who must come to the end of it, by index in the circle.
+            depth: How many turns this one is within.
+        """
+        if depth not in self._keys:
+            name = f"{self._name} {depth}" if depth else self._name
+            self._keys[depth] = KeySequence(
+                self.store_group.store, name, self.store_group.size, suffixes=("", " count")
+            )
+        return ExclusiveSection(self.store_group, self._keys[depth].next(), what, awaited)
+
+
+@dataclasses.dataclass(frozen=True)
+class ExclusiveSection:
+    """One thing that some ranks of a circle do while the others wait.
+
+    Attributes:
+        store_group: The ranks.
+        key: Where they meet in the store.
+        what: What is done, for messages.
+        awaited: Who must come to the end of it, by index in the circle.
+    """
+
+    store_group: StoreGroup
+    key: str
+    what: str
+    awaited: Sequence[int]
+
+    def succeed(self) -> bool:
+        """Say that this rank, one of those awaited, has done its part, and return whether it was the last.
+
+        A rank that fails is not counted, so the last one to be counted knows that all succeeded.
+        """
+        store = self.store_group.store
+        is_last = len(self.awaited) == 1 or store.add(f"{self.key} count", 1) == len(self.awaited)
+        if is_last:
+            store.set(self.key, json.dumps([self.what, None]))
+        return is_last
+
+    def fail(self, error: BaseException) -> FailureRecord:
+        """Say that this rank failed, and return the notice that the others read."""
+        record = FailureRecord.of(error, self.store_group.ranks[self.store_group.rank])
+        self.store_group.store.compare_set(self.key, "", json.dumps([self.what, dataclasses.asdict(record)]))
+        return record
+
+    def wait(self) -> None:
+        """Wait until all that are awaited have done their part.
+
+        Collective over the circle. Blocking, for as long as it takes them.
+
+        Raises:
+            RankFailedError: One of them failed, or is gone.
+            PlanMismatchError: The ranks are at different calls.
+        """
+        store = self.store_group.store
+
+        def is_over() -> bool:
+            return bool(store.check([self.key]))
+
+        self.store_group.wait_until(is_over, place=self.what, awaited=lambda: self.awaited)
+        what, record = json.loads(store.get(self.key))
+        if what != self.what:
+            raise PlanMismatchError(
+                f"all ranks must take the same turns in the same order, got {self.what} on "
+                f"{self.store_group.describe(self.store_group.rank)} and {what} on another. Call it on every rank, "
+                "not within `if rank == 0`."
+            )
+        if record is not None:
+            raise FailureRecord(**record).to_error()

@@ -1,0 +1,50 @@
+"""What surrounds every call that waits for other ranks."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from types import TracebackType
+from typing import ParamSpec, TypeVar
+
+import torch
+
+from distman._coordination.monitor.watcher import failure_behind
+from distman._coordination.tracking import TrackedWait
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class WaitScope(TrackedWait):
+    """For the length of a ``with`` block this thread waits for other ranks, and says why if they do not come.
+
+    Where the failure of another rank broke a connection, ``RankFailedError`` takes the place of that error.
+    """
+
+    __slots__ = ()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        super().__exit__(kind, error, trace)
+        is_mine = self.is_outermost and isinstance(error, RuntimeError)
+        record = failure_behind(error, self.operation) if error is not None and is_mine else None
+        if record is not None:
+            raise record.to_error() from error
+
+
+def collective(func: Callable[P, R]) -> Callable[P, R]:
+    """Let a function that waits for other ranks be found waiting.
+
+    A graph that ``torch.compile`` makes holds the function alone.
+    """
+
+    @functools.wraps(func)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        if torch.compiler.is_compiling():
+            return func(*args, **kwargs)
+        with WaitScope(func.__name__):
+            return func(*args, **kwargs)
+
+    return call

@@ -1,0 +1,162 @@
+"""Which device a rank computes on, and which backend carries its tensors."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+
+import torch
+import torch.distributed as dist
+
+from distman._log import logger
+from distman.environments._base import read_flag
+
+_ALLOW_SHARED = "DISTMAN_ALLOW_SHARED_GPU"
+_BACKENDS = {"cpu": "cpu:gloo", "cuda": "cpu:gloo,cuda:nccl", "xpu": "cpu:gloo,xpu:xccl"}
+
+
+def pick_device(local_rank: int = 0, local_world_size: int | None = None) -> torch.device:
+    """Return the device of the rank with this place on its host: a CUDA, ROCm or XPU device, or the CPU.
+
+    Local.
+
+    Args:
+        local_rank: Index of the rank on its host.
+        local_world_size: Number of ranks on this host, where known.
+
+    Raises:
+        ValueError: More ranks than visible devices, with more than one visible.
+    """
+    device_type, count = _accelerator()
+    if device_type == "cpu":
+        return torch.device("cpu")
+    index = pick_index(count, local_rank, local_world_size, shared=is_sharing_allowed(os.environ))
+    return torch.device(device_type, index)
+
+
+def pick_index(visible: int, local_rank: int, local_world_size: int | None = None, *, shared: bool = False) -> int:
+    """Return the index, among the devices this process sees, of the one this rank computes on.
+
+    With one visible device it is 0 whatever the local rank: the launcher has bound it.
+
+    Args:
+        visible: Number of devices that the process sees, at least 1.
+        local_rank: Index of the rank on its host.
+        local_world_size: Number of ranks on this host, where known.
+        shared: Whether several ranks may compute on one device.
+
+    Raises:
+        ValueError: More ranks than visible devices, with more than one visible, and ``shared`` is False.
+    """
+    if visible == 1:
+        return 0
+    needed = max(local_rank + 1, local_world_size or 1)
+    if needed > visible and not shared:
+        raise ValueError(
+            f"local_world_size must be at most the number of visible GPUs, got {needed} ranks on this host "
+            f"and {visible} GPUs. Start fewer ranks per host, give each rank its own GPU "
+            f"(srun --gpus-per-task=1), or set {_ALLOW_SHARED}=1 to let ranks share."
+        )
+    return local_rank % visible
+
+
+def is_sharing_allowed(environ: Mapping[str, str]) -> bool:
+    """Return whether ``DISTMAN_ALLOW_SHARED_GPU`` lets several ranks compute on one GPU."""
+    return read_flag(environ, _ALLOW_SHARED)
+
+
+def resolve_device(device: str | torch.device) -> torch.device:
+    """Return the device that a specification names, or the CPU where CUDA is asked for and there is none at all.
+
+    Local.
+
+    Args:
+        device: ``"cuda"``, ``"gpu"``, ``"cuda:1"``, ``"cpu"`` and the like, or a ``torch.device``.
+
+    Raises:
+        TypeError: ``device`` is neither a text nor a ``torch.device``.
+        ValueError: The text names no device, or a GPU beyond those that are visible.
+    """
+    if isinstance(device, str):
+        text = device.strip().lower()
+        text = "cuda" + text[3:] if text == "gpu" or text.startswith("gpu:") else text
+        try:
+            device = torch.device(text)
+        except RuntimeError as error:
+            raise ValueError(
+                f"device must be a text such as 'cuda', 'cuda:1' or 'cpu', got {device!r}. Correct it."
+            ) from error
+    if not isinstance(device, torch.device):
+        raise TypeError(f"device must be a text or a torch.device, got {type(device).__name__}. Pass 'cuda' or 'cpu'.")
+    visible = torch.cuda.device_count()
+    if device.type == "cuda" and not visible:
+        logger.warning("device %s is not there (0 visible): using the CPU instead", device)
+        return torch.device("cpu")
+    if device.type == "cuda" and (device.index or 0) >= visible:
+        here = ", ".join(f"cuda:{index}" for index in range(visible))
+        raise ValueError(
+            f"device must be one that is here, got {device}, here are {here}. Correct it, or leave it out: the rank's "
+            "place on its host picks one."
+        )
+    return device
+
+
+def backend_for(device: torch.device) -> str:
+    """Return the backend of a process group whose ranks compute on such a device.
+
+    Raises:
+        ValueError: No backend is known for the device's type.
+    """
+    backend = _BACKENDS.get(device.type)
+    if backend is None:
+        raise ValueError(
+            f"device must be one of {', '.join(_BACKENDS)}, got {device.type!r}. "
+            "Name a backend: initialize(backend=...)."
+        )
+    return backend
+
+
+def check_backend(backend: str) -> None:
+    """Refuse a backend that no process group could have here.
+
+    Args:
+        backend: One name, or one for each type of device, such as ``"cpu:gloo,cuda:nccl"``.
+
+    Raises:
+        ValueError: torch does not know the name, or was built without it.
+    """
+    try:
+        is_here = dist.is_backend_available(backend)
+    except ValueError:  # a type of device stands there twice, or without a backend
+        is_here = False
+    if not is_here:
+        names = [name for name in dist.Backend.backend_list if name != dist.Backend.UNDEFINED]
+        here = ", ".join(filter(dist.is_backend_available, names))
+        raise ValueError(
+            f"backend must be one that torch has here, got {backend!r}, here are {here}. Leave it out: the device "
+            "decides."
+        )
+
+
+def visible_devices(device_type: str | None = None) -> tuple[str, tuple[str, ...]]:
+    """Return the type of device this process computes on, and an identity for each device it sees.
+
+    Args:
+        device_type: Look at this type only; None takes the accelerator that is there, else the CPU.
+
+    Returns:
+        ``("cpu", ())``, or the type and the devices' UUIDs in the order of their indices. Two processes
+        that see the same UUID on one host see the same piece of hardware.
+    """
+    found, count = _accelerator()
+    if found == "cpu" or device_type not in (None, found):
+        return device_type or "cpu", ()
+    properties = torch.cuda.get_device_properties if found == "cuda" else torch.xpu.get_device_properties
+    return found, tuple(str(getattr(properties(index), "uuid", "")) for index in range(count))
+
+
+def _accelerator() -> tuple[str, int]:
+    for name, module in (("cuda", torch.cuda), ("xpu", torch.xpu)):
+        if module.is_available():
+            return name, module.device_count()
+    return "cpu", 0

@@ -1,0 +1,1 @@
+"""The named groups of a job."""

@@ -1,0 +1,450 @@
+"""The named groups of a job: planned as partitions, agreed by all ranks, made by their members."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import itertools
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.distributed_c10d import (
+    Backend,
+    GroupName,
+    _get_default_group,
+    _get_default_store,
+    _new_process_group_helper,
+    _world,
+)
+
+from distman._coordination.abortable_store import AbortableStore, GaveUpError
+from distman._coordination.consensus import Consensus
+from distman._coordination.sections import ExclusiveSections
+from distman._coordination.tracking import call_site
+from distman._job import Job, is_pure_gloo, set_default_backend
+from distman._log import logger
+from distman.errors import DistmanError, undefined_group
+from distman.topology import GridPartition, ListedPartition, Partition, Plan
+from distman.topology._plan import READY_MADE, check_new_names
+
+
+@dataclass(frozen=True)
+class Group:
+    """A group that this rank is a member of.
+
+    Attributes:
+        name: Its name; empty for a group that other code made.
+        ranks: Its members' ranks in the world, ascending.
+        rank: This rank's index among them.
+        reference: Weak, to the process group: torch owns it, and the connections close when torch lets go.
+        device_types: Types of devices whose tensors it carries; empty without a process group.
+        consensus: Its members over the store; None where there is nobody to talk to.
+        sections: What some of its members do while the others wait; None where there is nobody to wait.
+        calls: Numbers of the collectives to come, as far as they are compared.
+        store: The store under the process group where that is Python's: it must live as long.
+    """
+
+    name: str
+    ranks: tuple[int, ...]
+    rank: int
+    reference: Callable[[], dist.ProcessGroup | None]
+    device_types: tuple[str, ...] = ()
+    consensus: Consensus | None = None
+    sections: ExclusiveSections | None = None
+    calls: Iterator[int] = field(default_factory=itertools.count)
+    store: dist.Store | None = None
+
+    @property
+    def process_group(self) -> dist.ProcessGroup | None:
+        """What carries its collectives; None on one process without a process group."""
+        return self.reference()
+
+    @property
+    def size(self) -> int:
+        """Number of members."""
+        return len(self.ranks)
+
+
+class Groups:
+    """The groups of one job, by name.
+
+    ``"node"`` (the ranks of this host) and ``"leaders"`` (the first rank of each host) are there from the start, and
+    made by their members at their first use.
+
+    Args:
+        job: The job.
+
+    Attributes:
+        world: The group of all ranks.
+    """
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self._partitions: dict[str, Partition] = {}
+        self._made: dict[str, Group] = {}
+        self._seen: weakref.WeakKeyDictionary[dist.ProcessGroup, Group] = weakref.WeakKeyDictionary()
+        self._companions: dict[str, list[str]] = {}
+        self._numbers = itertools.count()
+        self._uses: dict[tuple[str, tuple[int, ...]], Iterator[int]] = {}
+        self._world_names = {"world"}
+        self.world = self._group("world", tuple(range(job.world_size)), dist.group.WORLD if job.backend else None)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of the groups that were created, in that order."""
+        return tuple(self._made)
+
+    def get(self, name: str) -> Group:
+        """Return a group by its name.
+
+        Local; a ready-made group is made by its members at its first use.
+
+        Raises:
+            UndefinedGroupError: There is no group of that name.
+            ValueError: This rank is no member of it.
+            BarrierTimeoutError: Not all of its members asked for a group that is made at its first use.
+        """
+        if name in self._made:
+            return self._made[name]
+        if name in self._world_names:
+            return self.world
+        ranks = self.ranks(name)
+        if self._job.peer.rank not in ranks:
+            raise ValueError(
+                f"group {name!r} must be asked for by its members, ranks {list(ranks)}, got rank "
+                f"{self._job.peer.rank}. Ask only there."
+            )
+        use = next(self._uses.setdefault((name, ranks), itertools.count()))
+        digest = hashlib.sha256(str(ranks).encode()).hexdigest()[:16]
+        key = f"{name} {digest} {use}"
+        step = f"the first use of group {key}"
+        consensus = self._consensus(ranks, self._job.limits.rendezvous)
+        if consensus is not None and len(ranks) > 1:
+            consensus.require_success(step, None)
+        self._made[name] = self._make(name, ranks, key, self._store(f"{step}/failure"))
+        return self._made[name]
+
+    def ranks(self, name: str) -> tuple[int, ...]:
+        """Return the ranks in the world of the group of that name that this rank belongs to.
+
+        ``"leaders"`` gives the same ranks everywhere.
+
+        Raises:
+            UndefinedGroupError: There is no group of that name.
+        """
+        if name == "leaders":
+            return tuple(block[0] for block in self.partition("node").blocks())
+        return self.partition(name).block_of(self._job.peer.rank)
+
+    def partition(self, name: str | None) -> Partition:
+        """Return the partition of the world behind a name; None is the world in one block.
+
+        Raises:
+            UndefinedGroupError: There is no group of that name.
+        """
+        if name is None or name in self._world_names:
+            return GridPartition.whole(self._job.world_size)
+        if name in READY_MADE:
+            return self._ready_made[name]
+        if name not in self._partitions:
+            known = {*self._partitions, *self._world_names, *READY_MADE}
+            raise undefined_group(name, known, "the name of a group")
+        return self._partitions[name]
+
+    def name_of(self, process_group: dist.ProcessGroup | None) -> str:
+        """Return the name of a process group; the world's own name is ``"world"``.
+
+        Raises:
+            UndefinedGroupError: It was not made here.
+        """
+        if process_group is None or process_group is dist.group.WORLD:
+            return "world"
+        for name, group in self._made.items():
+            if group.process_group is process_group:
+                return name
+        raise undefined_group(process_group.group_name, self._made, "a group that the manager made")
+
+    def of(self, process_group: dist.ProcessGroup) -> Group:
+        """Return what is known of a process group, whoever made it.
+
+        Raises:
+            ValueError: This rank is no member of it.
+        """
+        if process_group is self.world.process_group:
+            return self.world
+        for made in self._made.values():
+            if made.process_group is process_group:
+                return made
+        if not isinstance(process_group, dist.ProcessGroup):
+            raise ValueError(
+                f"group must be a process group of which rank {self._job.peer.rank} is a member, a name or None, got "
+                f"{process_group!r}. Call only on its members."
+            )
+        if process_group not in self._seen:
+            ranks = tuple(dist.get_process_group_ranks(process_group))
+            self._seen[process_group] = self._group("", ranks, process_group)
+        return self._seen[process_group]
+
+    @functools.cached_property
+    def node_sections(self) -> ExclusiveSections | None:
+        """What some ranks of this host do while its others wait; None where there is nobody to wait."""
+        ranks = self.ranks("node")
+        if self._job.rendezvous is None or len(ranks) == 1:
+            return None
+        store_group = self._job.store_group(ranks, dist.PrefixStore(f"node {ranks[0]}", self._job.rendezvous.store))
+        return ExclusiveSections(store_group, "turn") if store_group is not None else None
+
+    @functools.cached_property
+    def by_local_rank(self) -> dict[int, list[int]]:
+        """The ranks that have each local rank, one of each host that has it."""
+        ranks_of: dict[int, list[int]] = {}
+        for peer in self._job.roll_call:
+            ranks_of.setdefault(peer.local_rank, []).append(peer.rank)
+        return ranks_of
+
+    def plan_only(self, name: str, partition: Partition) -> None:
+        """Give a partition a name; its groups are made by their members when they are first used.
+
+        All ranks must do it alike.
+
+        Raises:
+            ValueError: The name is taken.
+        """
+        self._check_new([name])
+        self._partitions[name] = partition
+
+    def create(
+        self,
+        make_plan: Callable[[], Plan],
+        *,
+        world_name: str = "world",
+        verbose: bool = False,
+        place_matters: bool = True,
+    ) -> None:
+        """Make all groups of a plan, or none.
+
+        Collective over all ranks of the job.
+
+        Args:
+            make_plan: Returns the groups; what it raises is shown to the other ranks too.
+            world_name: Another name for the world.
+            verbose: Log the ranks of each group on rank 0, at level INFO.
+            place_matters: Warn where a group that would fit on a host crosses hosts.
+
+        Raises:
+            ValueError: A name is taken; or what the plan raised, on all ranks alike.
+            PlanMismatchError: On every rank: the ranks plan differently, or not all of them can.
+            RankFailedError: On every other rank: a rank could not make its groups.
+            BarrierTimeoutError: On every rank that came: some did not come in time; it names them.
+        """
+        consensus = self._consensus(range(self._job.world_size), self._job.limits.rendezvous)
+        number = next(self._numbers)
+        plan = self._agree(make_plan, world_name, consensus, f"groups {number}")
+        made, error = self._make_all(plan, number)
+        try:
+            if consensus is not None:
+                consensus.require_success(f"groups {number} made", error)
+            elif error is not None:
+                raise error
+        except BaseException:  # whatever ends it, Ctrl-C too: nothing stays half made
+            for group in made.values():
+                _destroy(group)
+            raise
+        self._partitions |= plan.partitions | plan.later
+        self._companions |= {name: list(plan.later) for name in plan.partitions if plan.later}
+        self._made |= made
+        self._world_names.add(world_name)
+        if place_matters:
+            self._warn_of_crossing(made)
+        if verbose and self._job.peer.rank == 0:
+            logger.info("process groups\n%s", plan)
+
+    def _agree(self, make_plan: Callable[[], Plan], world_name: str, consensus: Consensus | None, key: str) -> Plan:
+        """Return the plan that all ranks have; a rank that cannot make one tells the others why."""
+        plan = Plan({})
+        problem: Exception | None = None
+        try:
+            plan = make_plan()
+            self._check_new([*plan.partitions, *plan.later, *({world_name} - self._world_names)])
+        except Exception as error:  # noqa: BLE001 - it is shown to all ranks, and raised
+            problem = error
+        if consensus is not None:
+            digest, text = (plan.digest, str(plan)) if problem is None else (str(problem), f"an error: {problem}")
+            consensus.agree(key, digest, f"{text}\nat {call_site()}")
+        if problem is not None:
+            raise problem
+        return plan
+
+    def destroy(self, name: str) -> None:
+        """Destroy a group, with those orthogonal to it that were planned beside it, and forget its name.
+
+        Every member does it, when none of its collectives is under way.
+
+        Raises:
+            UndefinedGroupError: There is no group of that name.
+            ValueError: It is the world.
+        """
+        self.partition(name)
+        if name in self._world_names:
+            raise ValueError(f"the group to destroy must not be the world, got {name!r}. Call cleanup() for that.")
+        if name in self._made:
+            _destroy(self._made.pop(name))
+        self._partitions.pop(name, None)
+        for companion in self._companions.pop(name, []):
+            if companion in self._partitions:
+                self.destroy(companion)
+
+    def close(self) -> None:
+        """Destroy all groups."""
+        for group in self._made.values():
+            _destroy(group)
+        self._made.clear()
+
+    def device_mesh(self, shape: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
+        """Return torch's mesh over groups that were created, one per axis."""
+        ranks = torch.arange(self._job.world_size, dtype=torch.int).reshape(shape)
+        groups = [self._made[name].process_group for name in names]
+        members = [group for group in groups if group is not None]
+        device_type = self._job.device.type
+        if not members:
+            return DeviceMesh(device_type, ranks, mesh_dim_names=names, _init_backend=False, _rank=0)
+        return DeviceMesh.from_group(members, device_type, mesh=ranks, mesh_dim_names=names)
+
+    def over_axes(self, dims: Mapping[str, int], names: Sequence[str]) -> str:
+        """Return the name of the groups over several axes of a mesh; it is given at the first call.
+
+        Args:
+            dims: Length of each axis of the mesh by its name.
+            names: Names of the axes.
+        """
+        axes = sorted(list(dims).index(name) for name in names)
+        partition = GridPartition.of(list(dims.values()), axes)
+        name = "*".join(list(dims)[axis] for axis in axes)
+        if name not in self._partitions:
+            self.plan_only(name, partition)
+        return name
+
+    def _consensus(self, ranks: Sequence[int], timeout: float, store: dist.Store | None = None) -> Consensus | None:
+        store_group = self._job.store_group(ranks, store)
+        return Consensus(store_group, timeout) if store_group is not None else None
+
+    @functools.cached_property
+    def _ready_made(self) -> dict[str, Partition]:
+        if len(self._job.roll_call) < self._job.world_size:
+            raise DistmanError(
+                "the roll call must hold all ranks to say who is on which host. Start without a fake group."
+            )
+        ranks_of: dict[int, list[int]] = {}
+        for peer in self._job.roll_call:
+            ranks_of.setdefault(peer.node_rank, []).append(peer.rank)
+        nodes = sorted(tuple(ranks) for ranks in ranks_of.values())
+        others = [(rank,) for ranks in nodes for rank in ranks[1:]]
+        leaders = tuple(ranks[0] for ranks in nodes)
+        return {"node": ListedPartition(tuple(nodes)), "leaders": ListedPartition((leaders, *others))}
+
+    def _check_new(self, names: Iterable[str]) -> None:
+        check_new_names(names, {*self._partitions, *self._world_names, *READY_MADE})
+
+    def _make_all(self, plan: Plan, number: int) -> tuple[dict[str, Group], Exception | None]:
+        made: dict[str, Group] = {}
+        store = self._store(f"groups {number} made/failure")
+        try:
+            for name, partition in plan.partitions.items():
+                ranks = partition.block_of(self._job.peer.rank)
+                made[name] = self._make(name, ranks, f"{number} {name} {ranks[0]}", store)
+        except GaveUpError:
+            return made, None
+        except Exception as error:  # noqa: BLE001 - it is told to all ranks, and raised there
+            return made, error
+        return made, None
+
+    @property
+    def _is_pure_gloo(self) -> bool:
+        """Whether no backend uses the store from threads of its own, where a store of Python's would be in the way."""
+        return is_pure_gloo(self._job.backend or "")
+
+    def _store(self, failure_key: str) -> dist.Store | None:
+        """Return the store over which members of a new group find each other; None on one process.
+
+        Over gloo alone they wait there no longer than the rendezvous may take, or until the key is set.
+        """
+        if self._job.rendezvous is None:
+            return _get_default_store() if self._job.backend is not None else None
+        store = self._job.rendezvous.store
+        return AbortableStore(store, failure_key, self._job.limits.rendezvous) if self._is_pure_gloo else store
+
+    def _make(self, name: str, ranks: tuple[int, ...], key: str, store: dist.Store | None) -> Group:
+        """Make one group; only its members take part."""
+        if self._job.backend is None:
+            return self._group(name, ranks, None)
+        backend, _ = _world.pg_map[_get_default_group()]
+        with _without_bound_device():
+            process_group, _ = _new_process_group_helper(
+                len(ranks),
+                ranks.index(self._job.peer.rank),
+                list(ranks),
+                Backend(backend),
+                store,
+                GroupName(f"distman/{key}"),
+                timeout=timedelta(seconds=self._job.limits.collective),
+                group_desc=name,
+            )
+        set_default_backend(process_group, backend)
+        _world.pg_group_ranks[process_group] = dict(zip(ranks, itertools.count(), strict=False))
+        return replace(self._group(name, ranks, process_group), store=store)
+
+    def _group(self, name: str, ranks: tuple[int, ...], process_group: dist.ProcessGroup | None) -> Group:
+        consensus = None
+        if process_group is not None and len(ranks) > 1 and self._job.rendezvous is not None:
+            store = dist.PrefixStore(f"group {process_group.group_name}", self._job.rendezvous.store)
+            consensus = self._consensus(ranks, self._job.limits.collective, store)
+        types = {device.type for device in process_group._device_types} if process_group is not None else ()
+        reference = weakref.ref(process_group) if process_group is not None else lambda: None
+        sections = ExclusiveSections(consensus.store_group, "turn") if consensus is not None else None
+        return Group(
+            name, ranks, ranks.index(self._job.peer.rank), reference, tuple(sorted(types)), consensus, sections
+        )
+
+    def _warn_of_crossing(self, made: dict[str, Group]) -> None:
+        """Warn where a group crosses hosts though one has room for it, and no group as large stays on one."""
+        peers = self._job.roll_call
+        if self._job.peer.num_nodes < 2:
+            return
+        crossing = {name: group for name, group in made.items() if len({peers[r].node_rank for r in group.ranks}) > 1}
+        largest = max((group.size for name, group in made.items() if name not in crossing), default=1)
+        for name, group in crossing.items():
+            room = max(peers[rank].local_world_size for rank in group.ranks)
+            if largest < group.size <= room and group.rank == 0:
+                logger.warning(
+                    "group %r would fit on one host, but its ranks %s are on several. Make it the last axis of the "
+                    "mesh, and start a multiple of %d ranks on each host.",
+                    name,
+                    list(group.ranks),
+                    group.size,
+                )
+
+
+@contextlib.contextmanager
+def _without_bound_device() -> Iterator[None]:
+    """Keep NCCL from splitting the world's communicator, in which ranks outside the group would have to take part."""
+    world = _get_default_group()
+    device = world.bound_device_id
+    if device is None:
+        yield
+        return
+    world.bound_device_id = None
+    try:
+        yield
+    finally:
+        world.bound_device_id = device
+
+
+def _destroy(group: Group) -> None:
+    if group.process_group is not None:
+        dist.destroy_process_group(group.process_group)

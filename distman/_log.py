@@ -1,0 +1,32 @@
+"""The package's logger, whose messages say which rank speaks."""
+
+from __future__ import annotations
+
+import logging
+
+
+class _RankPrefix(logging.Filter):
+    """Puts ``[rank 3/8] `` before each message of a process that knows its rank."""
+
+    prefix = ""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        record.msg = f"{self.prefix}{record.msg}"
+        return True
+
+
+_rank_prefix = _RankPrefix()
+
+logger = logging.getLogger("distman")
+"""Logger of the package: silent below WARNING until the program configures :mod:`logging`."""
+logger.addFilter(_rank_prefix)
+
+
+def set_rank(rank: int | None, world_size: int = 1) -> None:
+    """Make later messages begin with the rank, or with nothing where ``rank`` is None.
+
+    Args:
+        rank: This process's rank.
+        world_size: Number of ranks.
+    """
+    _rank_prefix.prefix = "" if rank is None else f"[rank {rank}/{world_size}] "

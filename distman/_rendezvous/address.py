@@ -1,0 +1,174 @@
+"""Where the ranks meet: address and port, and where each came from."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+from distman._rendezvous import mpi
+from distman.environments import LaunchEnvironment
+from distman.errors import RendezvousError
+
+_FIRST_PORT = 23000
+_NUM_PORTS = 9000
+_NUM_CANDIDATES = 8
+_LOCALHOST = "127.0.0.1"
+_LOOPBACK_NAMES = ("localhost", "127.0.0.1", "::1")
+_MPI_LAUNCHERS = ("openmpi", "hydra", "mvapich", "pals")
+_HYDRA_PARENTS = ("hydra_pmi_proxy", "hydra_bstrap_pro", "mpiexec.hydra", "mpiexec", "mpirun")
+
+
+@dataclasses.dataclass(frozen=True)
+class MeetingPoint:
+    """Where the ranks of a job meet.
+
+    Attributes:
+        job_id: Name of the job, the same on all its ranks.
+        addresses: Hosts to try, in order; they are names of one host.
+        ports: Ports to try, in order; empty lets the host take any and tell it by other means.
+        source: Where address and port came from, for messages.
+        is_host: Whether this process opens the store.
+        host: Who opens the store, for messages, such as ``"rank 0"``.
+        has_agent: Whether a launcher's agent already serves a TCPStore there.
+    """
+
+    job_id: str
+    addresses: tuple[str, ...]
+    ports: tuple[int, ...]
+    source: str
+    is_host: bool
+    host: str = "rank 0"
+    has_agent: bool = False
+
+    @property
+    def url(self) -> str:
+        """The point in one word, such as ``tcp://n1:23145``."""
+        ports = f":{self.ports[0]}" if self.ports else ""
+        return f"tcp://{self.addresses[0]}{ports}"
+
+
+def find_meeting_point(environment: LaunchEnvironment, environ: Mapping[str, str]) -> MeetingPoint | None:
+    """Return where the ranks meet, or None where only a broadcast over MPI can tell.
+
+    Args:
+        environment: What the launcher says.
+        environ: Environment variables, usually ``os.environ``; never modified.
+
+    Raises:
+        RendezvousError: The address cannot be the one of all ranks, or nothing tells it.
+    """
+    job_id = environment.job_id or _anonymous_job(environment)
+    if environment.launcher == "torchrun" and environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        return _agent_point(environment, job_id)
+    address, address_source = _address(environment, environ)
+    if address is None:
+        if environment.launcher in _MPI_LAUNCHERS:
+            return None
+        raise RendezvousError(_no_address(environment))
+    is_given = bool(environ.get("MASTER_ADDR"))
+    ports, port_source = _ports(environ, job_id)
+    by_place = environment.launcher == "slurm" and not is_given
+    is_host = (environment.node_rank, environment.local_rank) == (0, 0) if by_place else environment.rank == 0
+    return MeetingPoint(
+        job_id=job_id,
+        addresses=(address,),
+        ports=ports,
+        source=f"address from {address_source}, port {port_source}",
+        is_host=is_host,
+        host="the first task of the first node" if by_place and not environment.is_on_one_node else "rank 0",
+    )
+
+
+def derive_ports(job_id: str) -> tuple[int, ...]:
+    """Return the ports at which a job of this name may meet, in the order in which they are tried.
+
+    They lie below the range from which Linux gives ports to outgoing connections.
+    """
+    digests = (hashlib.sha256(f"{job_id}/{i}".encode()).digest() for i in range(_NUM_CANDIDATES))
+    ports = (_FIRST_PORT + int.from_bytes(digest[:4], "big") % _NUM_PORTS for digest in digests)
+    return tuple(dict.fromkeys(ports))
+
+
+def _agent_point(environment: LaunchEnvironment, job_id: str) -> MeetingPoint:
+    if environment.main_address is None or environment.main_port is None:
+        raise RendezvousError(
+            "MASTER_ADDR and MASTER_PORT must be set under torchrun, got "
+            f"{environment.main_address!r} and {environment.main_port!r}. Do not unset what torchrun sets."
+        )
+    return MeetingPoint(
+        job_id=job_id,
+        addresses=(environment.main_address,),
+        ports=(environment.main_port,),
+        source="MASTER_ADDR and MASTER_PORT of torchrun",
+        is_host=False,
+        host="the torchrun agent",
+        has_agent=True,
+    )
+
+
+def _address(environment: LaunchEnvironment, environ: Mapping[str, str]) -> tuple[str | None, str]:
+    given = environ.get("MASTER_ADDR")
+    if given:
+        if given in _LOOPBACK_NAMES and _spans_nodes(environment):
+            raise RendezvousError(
+                f"MASTER_ADDR must be an address that all nodes reach, got {given!r} from the environment of "
+                "a job on several nodes. Unset it, or set it to the name of rank 0's node."
+            )
+        return given, "MASTER_ADDR"
+    if environment.launcher == "slurm" and environment.main_address is not None:
+        return environment.main_address, "the first node of SLURM_STEP_NODELIST"
+    if environment.is_on_one_node:
+        return _LOCALHOST, "the launcher, which says that all ranks run on one node"
+    if environment.launcher in _MPI_LAUNCHERS and (environment.main_address is None or mpi.is_installed()):
+        return None, ""
+    return environment.main_address, f"the variables of {environment.launcher}"
+
+
+def _spans_nodes(environment: LaunchEnvironment) -> bool:
+    if environment.num_nodes is not None:
+        return environment.num_nodes > 1
+    local = environment.local_world_size
+    return local is not None and local < environment.world_size
+
+
+def _ports(environ: Mapping[str, str], job_id: str) -> tuple[tuple[int, ...], str]:
+    text = environ.get("MASTER_PORT", "")
+    if not text:
+        return derive_ports(job_id), f"derived from job {job_id!r}"
+    if not (text.isascii() and text.isdigit() and 0 < int(text) < 65536):
+        raise RendezvousError(
+            f"MASTER_PORT must be a number between 1 and 65535, got {text!r} from the environment. Correct or unset it."
+        )
+    return (int(text),), "from MASTER_PORT"
+
+
+def _anonymous_job(environment: LaunchEnvironment) -> str:
+    """Name a job whose launcher does not: by the process that started its ranks, where it is on this host."""
+    if environment.launcher in _MPI_LAUNCHERS and environment.is_on_one_node:
+        return f"{environment.launcher}-{_launcher_pid()}"
+    return environment.launcher
+
+
+def _launcher_pid() -> int:
+    """Return the pid of the MPI launcher's process on this host, passing over shells in between."""
+    pid = os.getppid()
+    while pid > 1:
+        try:
+            stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8")
+        except OSError:
+            break
+        name, _, rest = stat.partition("(")[2].rpartition(")")
+        if name.startswith(_HYDRA_PARENTS):
+            return pid
+        pid = int(rest.split()[1])
+    return os.getppid()
+
+
+def _no_address(environment: LaunchEnvironment) -> str:
+    return (
+        f"MASTER_ADDR must be set when {environment.launcher} does not say where rank 0 runs, got nothing. "
+        "Set it to the name of rank 0's node on all ranks (localhost for one node)."
+    )

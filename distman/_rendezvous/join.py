@@ -1,0 +1,152 @@
+"""From what a launcher says to a job that is together: store, roll call, and every rank's place."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+import os
+import resource
+import socket
+from collections.abc import Mapping
+
+import torch
+import torch.distributed as dist
+
+from distman._device import is_sharing_allowed, visible_devices
+from distman._rendezvous.address import find_meeting_point
+from distman._rendezvous.membership import call_roll
+from distman._rendezvous.peers import JoinRecord, Peers
+from distman._rendezvous.store import JobStore, open_or_join, tell_over_mpi
+from distman._version import VERSION
+from distman.environments import LaunchEnvironment, expected_hosts
+
+_attempts = itertools.count()
+_FILES_PER_RANK = 4
+_FILES_BESIDE = 512
+
+
+@dataclasses.dataclass(frozen=True)
+class Rendezvous:
+    """A job that is together.
+
+    Attributes:
+        job_store: Where the ranks met.
+        store: The part of its store that belongs to this job.
+        peers: All ranks, in rank order.
+    """
+
+    job_store: JobStore
+    store: dist.Store
+    peers: Peers
+
+
+def join(
+    environment: LaunchEnvironment,
+    environ: Mapping[str, str],
+    *,
+    device: torch.device | None,
+    backend: str | None,
+    timeout: float,
+) -> Rendezvous:
+    """Meet the other ranks of the job and call the roll.
+
+    Collective.
+
+    Args:
+        environment: What the launcher says.
+        environ: Environment variables, usually ``os.environ``; never modified.
+        device: The device that the program asked for; None leaves the choice to the rank's place.
+        backend: The backend that the program asked for; None leaves the choice to the device.
+        timeout: Seconds to wait for the others.
+
+    Raises:
+        RendezvousError: Ranks are missing, double, unlike or share a GPU, or the address is not reachable.
+        RankFailedError: A rank raised on its way here.
+    """
+    allow_open_files(_FILES_PER_RANK * environment.world_size + _FILES_BESIDE)
+    point = find_meeting_point(environment, environ)
+    if point is None:
+        job_store = tell_over_mpi(environment, environment.job_id or environment.launcher, timeout)
+        source = "address and port from rank 0 over MPI"
+    else:
+        job_store = open_or_join(point, timeout)
+        source = point.source
+    try:
+        store = dist.PrefixStore(_prefix(environment, environ), job_store.store)
+        me = join_record_of(environment, environ, device=device, backend=backend)
+        peers = meet_at(job_store, store, me, timeout=timeout, source=source, environ=environ)
+    except BaseException:
+        job_store.close()
+        raise
+    return Rendezvous(job_store, store, peers)
+
+
+def allow_open_files(number: int) -> None:
+    """Let this process open so many files, as far as its hard limit goes: every rank keeps connections to the store."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY or soft >= number:
+        return
+    wanted = number if hard == resource.RLIM_INFINITY else min(number, hard)
+    with contextlib.suppress(OSError, ValueError):  # the kernel has a limit of its own
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+def meet_at(
+    job_store: JobStore,
+    store: dist.Store,
+    me: JoinRecord,
+    *,
+    timeout: float,
+    source: str,
+    environ: Mapping[str, str],
+) -> Peers:
+    """Call the roll at a store that every rank has already reached.
+
+    Collective.
+
+    Raises:
+        RendezvousError: See :func:`join`.
+    """
+    expected = dict(enumerate(expected_hosts(environ))) if me.launcher == "slurm" else {}
+    return call_roll(job_store, store, me, timeout=timeout, source=source, expected=expected)
+
+
+def join_record_of(
+    environment: LaunchEnvironment,
+    environ: Mapping[str, str],
+    *,
+    device: torch.device | None,
+    backend: str | None,
+) -> JoinRecord:
+    """Return what this process says of itself at the roll call."""
+    device_type, visible = visible_devices(device.type if device else None)
+    return JoinRecord(
+        rank=environment.rank,
+        world_size=environment.world_size,
+        local_rank=environment.local_rank,
+        local_world_size=environment.local_world_size,
+        node_rank=environment.node_rank,
+        num_nodes=environment.num_nodes,
+        host=socket.gethostname(),
+        pid=os.getpid(),
+        launcher=environment.launcher,
+        backend=backend or device_type,
+        device_type=device_type,
+        device=str(device) if device else None,
+        visible=visible,
+        is_sharing_allowed=is_sharing_allowed(environ),
+        torch=str(torch.__version__),
+        distman=VERSION,
+    )
+
+
+def _prefix(environment: LaunchEnvironment, environ: Mapping[str, str]) -> str:
+    """Return a prefix for the keys of this start of the job.
+
+    An agent's store outlives restarts, world sizes and repeated calls of ``initialize()``.
+    """
+    if environment.launcher != "torchrun":
+        return "distman"
+    restart = environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return f"distman/{restart}/{environment.world_size}/{next(_attempts)}"

@@ -1,0 +1,271 @@
+"""Who takes part in a job, as values: what a rank says of itself, and what follows from all of it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections import defaultdict
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from typing import TypeVar, overload
+
+from distman._device import pick_index
+
+_MAX_LISTED = 16
+K = TypeVar("K", bound=Hashable)
+V = TypeVar("V")
+
+
+@dataclasses.dataclass(frozen=True)
+class JoinRecord:
+    """What a rank says of itself when it arrives; ``None`` where its launcher is silent.
+
+    Attributes:
+        rank: Its rank.
+        world_size: The number of ranks it believes in.
+        local_rank: Its index on its host.
+        local_world_size: Number of ranks on its host.
+        node_rank: Index of its host.
+        num_nodes: Number of hosts.
+        host: Name of its host.
+        pid: Its process id there.
+        launcher: Who started it.
+        backend: Backend of the process group that it is about to make.
+        device_type: Type of device it computes on.
+        device: The device that the program asked for; None leaves the choice to the rank's place.
+        visible: UUIDs of the devices it sees, in the order of their indices; empty for the CPU.
+        is_sharing_allowed: Whether it accepts to share its GPU with other ranks.
+        torch: Version of torch.
+        distman: Version of distman.
+    """
+
+    rank: int
+    world_size: int
+    local_rank: int | None
+    local_world_size: int | None
+    node_rank: int | None
+    num_nodes: int | None
+    host: str
+    pid: int
+    launcher: str
+    backend: str
+    device_type: str
+    device: str | None
+    visible: tuple[str, ...]
+    is_sharing_allowed: bool
+    torch: str
+    distman: str
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} ({self.host}, pid {self.pid})"
+
+
+@dataclasses.dataclass(frozen=True)
+class Peer:
+    """One rank of the job, as the roll call found it.
+
+    Attributes:
+        rank: Its rank.
+        local_rank: Its index on its host.
+        local_world_size: Number of ranks on its host.
+        node_rank: Index of its host.
+        num_nodes: Number of hosts.
+        host: Name of its host.
+        pid: Its process id there.
+        device: The device it computes on, such as ``"cuda:0"``.
+        device_uuid: That device's UUID; empty for the CPU.
+        launcher: Who started it.
+        torch: Version of torch.
+        distman: Version of distman.
+    """
+
+    rank: int
+    local_rank: int
+    local_world_size: int
+    node_rank: int
+    num_nodes: int
+    host: str
+    pid: int
+    device: str
+    device_uuid: str
+    launcher: str
+    torch: str
+    distman: str
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} ({self.host}, pid {self.pid})"
+
+
+class Peers(Sequence[Peer]):
+    """All ranks of a job, in rank order; a rank becomes an object when somebody asks for it.
+
+    Args:
+        rows: The fields of each peer as JSON, in rank order: as they travelled, for a job may have many.
+    """
+
+    def __init__(self, rows: Sequence[bytes]) -> None:
+        self.rows = tuple(rows)
+
+    @classmethod
+    def of(cls, peers: Iterable[Peer]) -> Peers:
+        """Return these peers as one sequence."""
+        return cls([json.dumps(dataclasses.astuple(peer)).encode() for peer in peers])
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    @overload
+    def __getitem__(self, index: int) -> Peer: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> Peers: ...
+
+    def __getitem__(self, index: int | slice) -> Peer | Peers:
+        return Peers(self.rows[index]) if isinstance(index, slice) else Peer(*json.loads(self.rows[index]))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Peers) and self.rows == other.rows
+
+    def __hash__(self) -> int:
+        return hash(self.rows)
+
+    def __repr__(self) -> str:
+        return f"Peers({', '.join(map(str, self))})"
+
+
+def find_faults(arrived: Sequence[JoinRecord], world_size: int) -> list[str]:
+    """Return a sentence for each thing that keeps these ranks from being one job; absence is none.
+
+    Args:
+        arrived: All sign-ins so far, in the order of their arrival.
+        world_size: Number of ranks of the job.
+    """
+    by_rank = _grouped((join_record.rank, join_record) for join_record in arrived)
+    faults = [
+        f"rank {rank} must be one process, got {len(claims)}: "
+        f"{_listed(f'pid {claim.pid} on {claim.host}' for claim in claims)}. "
+        "Give each process its own rank, and each job its own address and port."
+        for rank, claims in sorted(by_rank.items())
+        if len(claims) > 1
+    ]
+    for name, remedy in (
+        ("world_size", "Start all ranks with one command."),
+        ("backend", "Let all ranks see the same kind of device, and ask for the same backend."),
+        ("distman", "Install one version of distman on all hosts."),
+    ):
+        faults += _unlike(name, [(getattr(join_record, name), join_record) for join_record in arrived], remedy)
+    minor_versions = [(".".join(join_record.torch.split(".")[:2]), join_record) for join_record in arrived]
+    faults += _unlike("torch", minor_versions, "Install one version of torch on all hosts.")
+    if not faults and len(by_rank) == world_size:
+        faults += _device_faults(arrived)
+    return faults
+
+
+def describe_missing(arrived: Iterable[JoinRecord], world_size: int, expected: Mapping[int, str]) -> str:
+    """Return who is missing, such as ``rank 2 (expected on n2)``; an empty text where nobody is.
+
+    Args:
+        arrived: All sign-ins so far.
+        world_size: Number of ranks of the job.
+        expected: Host of each rank, as far as the launcher tells.
+    """
+    missing = sorted(set(range(world_size)) - {join_record.rank for join_record in arrived})
+    places = (f"{rank} (expected on {expected[rank]})" if rank in expected else f"{rank}" for rank in missing)
+    return f"rank{'s' * (len(missing) > 1)} {_listed(places)}" if missing else ""
+
+
+def describe_present(arrived: Iterable[JoinRecord]) -> str:
+    """Return who is there, such as ``0 (n1, pid 812), 1 (n1, pid 813)``.
+
+    Args:
+        arrived: All sign-ins so far.
+    """
+    ranked = sorted(arrived, key=lambda join_record: join_record.rank)
+    return _listed(f"{join_record.rank} ({join_record.host}, pid {join_record.pid})" for join_record in ranked)
+
+
+def complete(arrived: Sequence[JoinRecord]) -> Peers:
+    """Return the ranks of a job without faults, in rank order, with what the launcher did not say derived.
+
+    Hosts are counted in the order of their first rank; so are ranks within a host.
+
+    Args:
+        arrived: One sign-in of each rank, in any order.
+    """
+    ranked = sorted(arrived, key=lambda join_record: join_record.rank)
+    by_host = _grouped((join_record.host, join_record.rank) for join_record in ranked)
+    node_ranks = {host: index for index, host in enumerate(by_host)}
+    peers = []
+    for join_record in ranked:
+        neighbours = by_host[join_record.host]
+        local_rank = _either(join_record.local_rank, neighbours.index(join_record.rank))
+        local_world_size = _either(join_record.local_world_size, max(len(neighbours), local_rank + 1))
+        device, device_uuid = _device_of(join_record, local_rank, local_world_size)
+        peers.append(
+            Peer(
+                rank=join_record.rank,
+                local_rank=local_rank,
+                local_world_size=local_world_size,
+                node_rank=_either(join_record.node_rank, node_ranks[join_record.host]),
+                num_nodes=_either(join_record.num_nodes, len(by_host)),
+                host=join_record.host,
+                pid=join_record.pid,
+                device=device,
+                device_uuid=device_uuid,
+                launcher=join_record.launcher,
+                torch=join_record.torch,
+                distman=join_record.distman,
+            )
+        )
+    return Peers.of(peers)
+
+
+def _device_of(join_record: JoinRecord, local_rank: int, local_world_size: int) -> tuple[str, str]:
+    if join_record.device is not None:
+        place = int(join_record.device.partition(":")[2] or 0)
+        return join_record.device, join_record.visible[place] if place < len(join_record.visible) else ""
+    if not join_record.visible:
+        return join_record.device_type, ""
+    shared = join_record.is_sharing_allowed
+    index = pick_index(len(join_record.visible), local_rank, local_world_size, shared=shared)
+    return f"{join_record.device_type}:{index}", join_record.visible[index]
+
+
+def _device_faults(arrived: Sequence[JoinRecord]) -> list[str]:
+    try:
+        peers = complete(arrived)
+    except ValueError as error:
+        return [str(error)]
+    strict = {join_record.rank for join_record in arrived if not join_record.is_sharing_allowed}
+    users = _grouped(((peer.host, peer.device_uuid), peer) for peer in peers if peer.device_uuid)
+    return [
+        f"a GPU must serve one rank, got {uuid} on {host} for "
+        f"{_listed(f'rank {peer.rank} (pid {peer.pid})' for peer in sharing)}. Give each rank its own GPU "
+        "(srun --gpus-per-task=1), or set DISTMAN_ALLOW_SHARED_GPU=1."
+        for (host, uuid), sharing in users.items()
+        if len(sharing) > 1 and any(peer.rank in strict for peer in sharing)
+    ]
+
+
+def _unlike(name: str, values: Iterable[tuple[Hashable, JoinRecord]], remedy: str) -> list[str]:
+    holders = _grouped(values)
+    if len(holders) <= 1:
+        return []
+    found = "; ".join(f"{value} on {_listed(map(str, ranks))}" for value, ranks in holders.items())
+    return [f"{name} must be the same on all ranks, got {found}. {remedy}"]
+
+
+def _grouped(pairs: Iterable[tuple[K, V]]) -> dict[K, list[V]]:
+    groups: defaultdict[K, list[V]] = defaultdict(list)
+    for key, value in pairs:
+        groups[key].append(value)
+    return dict(groups)
+
+
+def _listed(texts: Iterable[str]) -> str:
+    every = list(texts)
+    more = f" and {len(every) - _MAX_LISTED} more" if len(every) > _MAX_LISTED else ""
+    return ", ".join(every[:_MAX_LISTED]) + more
+
+
+def _either(given: int | None, derived: int) -> int:
+    return derived if given is None else given

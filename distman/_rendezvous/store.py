@@ -1,0 +1,238 @@
+"""The job's TCPStore: opened behind a door by one rank, found by the others.
+
+Under torchrun the agent's store is joined instead.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import errno
+import functools
+import os
+import socket
+from collections.abc import Callable
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from distman._coordination.monitor.peer_connection import own_addresses
+from distman._rendezvous import mpi
+from distman._rendezvous.address import MeetingPoint
+from distman._rendezvous.handshake import (
+    ForeignServiceError,
+    HandshakeServer,
+    Identity,
+    bind_listener,
+    explain,
+    find_server,
+    probe,
+)
+from distman.environments import LaunchEnvironment
+from distman.errors import RankFailedError, RendezvousError
+
+_ANY_PORT = 0
+
+_left: set[str] = set()
+"""Sessions of doors that this process has left; a new start must find a new one."""
+
+
+@dataclasses.dataclass
+class JobStore:
+    """This process's connection to the store of its job.
+
+    Attributes:
+        store: The connection.
+        url: Where the ranks met, such as ``tcp://n1:23145``.
+        server: The door of the job, in the process that opened the store; None elsewhere.
+        prober: Asks at the job's door whether its store is still served; None where there is no door, or it
+            is here.
+        session: Name of this opening of the door; None where there is no door, or it is here.
+        store_rank: The rank that serves the store, once the roll call has told; None where a launcher's agent does.
+    """
+
+    store: dist.Store
+    url: str
+    server: HandshakeServer | None = None
+    prober: Callable[[], object] | None = None
+    session: str | None = None
+    store_rank: int | None = None
+
+    @property
+    def is_host(self) -> bool:
+        """Whether this process serves the store to the others."""
+        return self.server is not None
+
+    @property
+    def is_served_by_rank(self) -> bool:
+        """Whether a rank of the job serves the store, this one or another, and not a launcher's agent."""
+        return self.server is not None or self.prober is not None
+
+    def is_there(self) -> bool:
+        """Return whether the process that serves the store is still there, as far as can be told quickly."""
+        try:
+            if self.prober is not None:
+                self.prober()
+        except (OSError, ForeignServiceError):
+            return False
+        return True
+
+    def close(self) -> None:
+        """Close the door, if it is here, or never go through it again; the store goes with its last user."""
+        if self.session is not None:
+            _left.add(self.session)
+        if self.server is not None:
+            self.server.close()
+            self.server = None
+
+
+def open_or_join(point: MeetingPoint, timeout: float) -> JobStore:
+    """Return the store of the job that meets at this point.
+
+    Collective.
+
+    Raises:
+        RendezvousError: No port could be opened, or the host of the store did not appear within ``timeout``
+            seconds.
+    """
+    if point.has_agent:
+        return join_agent(point, timeout)
+    return open_store(point, timeout) if point.is_host else join_store(point, timeout)
+
+
+def join_agent(point: MeetingPoint, timeout: float) -> JobStore:
+    """Connect to the store that a launcher's agent serves.
+
+    Raises:
+        RendezvousError: The store cannot be reached.
+    """
+    store = _connect(point.addresses[0], point.ports[0], timeout, point.source)
+    return JobStore(store, point.url)
+
+
+def open_store(point: MeetingPoint, timeout: float) -> JobStore:
+    """Open the store of the job behind a door at the first free port of the meeting point.
+
+    Where another process of the same job is already there, join it: the roll call will say that
+    this rank came twice.
+
+    Raises:
+        RendezvousError: The port that the user named is taken.
+    """
+    identity = Identity.of(point.job_id)
+    taken = []
+    for port in point.ports or (_ANY_PORT,):
+        try:
+            listener = bind_listener(point.addresses[0], port)
+        except socket.gaierror:
+            listener = bind_listener("0.0.0.0", port)  # noqa: S104 - the name is known to others only
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE:
+                raise RendezvousError(_cannot_listen(point, port, error)) from error
+            occupant = _who_is_there(point.addresses[0], port, identity)
+            if occupant is None:
+                return join_store(point, timeout)
+            taken.append(f"{port} ({occupant})")
+            continue
+        return _open_behind(listener, identity, point, timeout)
+    raise RendezvousError(
+        f"a port must be free for the ranks to meet, got all taken on this host: {', '.join(taken)} "
+        f"[{point.source}]. Set MASTER_PORT to a free port on all ranks, or unset it to have one derived."
+    )
+
+
+def join_store(point: MeetingPoint, timeout: float) -> JobStore:
+    """Find the door of the job and connect to the store behind it, as soon as its host opens it.
+
+    Collective.
+
+    Raises:
+        RendezvousError: The host of the store did not appear within ``timeout`` seconds.
+        RankFailedError: It failed on its way here.
+    """
+    address, port, answer = find_server(point, timeout, left=_left)
+    if answer.get("failure"):
+        raise RankFailedError(**answer["failure"])
+    store = _connect(address, answer["store_port"], timeout, point.source)
+    prober = functools.partial(probe, address, port, Identity.of(point.job_id))
+    return JobStore(store, f"tcp://{address}:{port}", prober=prober, session=answer["session"])
+
+
+def tell_over_mpi(environment: LaunchEnvironment, job_id: str, timeout: float) -> JobStore:
+    """Open the store on rank 0, at any free port, and tell the others over MPI where it is.
+
+    Collective.
+
+    Raises:
+        RendezvousError: MPI cannot be used, or the store cannot be reached.
+    """
+    opened: list[JobStore] = []
+
+    def open_here() -> tuple[tuple[str, ...], int, str]:
+        name = f"{job_id}/{os.urandom(8).hex()}"
+        point = MeetingPoint(name, ("0.0.0.0",), (), "MPI", is_host=True)  # noqa: S104 - for all nodes
+        opened.append(open_store(point, timeout))
+        server = opened[0].server
+        return tuple(own_addresses()), server.port if server else 0, name
+
+    addresses, port, name = mpi.broadcast_from_rank_zero(environment, open_here, timeout)
+    if opened:
+        return dataclasses.replace(opened[0], url=f"tcp://{addresses[0]}:{port}")
+    point = MeetingPoint(name, addresses, (port,), "address and port from rank 0 over MPI", is_host=False)
+    return join_store(point, timeout)
+
+
+def _open_behind(listener: socket.socket, identity: Identity, point: MeetingPoint, timeout: float) -> JobStore:
+    store_listener = bind_listener(listener.getsockname()[0], _ANY_PORT)
+    loopback = "::1" if store_listener.family == socket.AF_INET6 else "127.0.0.1"
+    host = listener.getsockname()[0]
+    store_port = store_listener.getsockname()[1]
+    store = dist.TCPStore(
+        loopback if host in ("0.0.0.0", "::") else host,  # noqa: S104 - compared, not listened to
+        store_port,
+        None,
+        is_master=True,
+        timeout=timedelta(seconds=timeout),
+        wait_for_workers=False,
+        master_listen_fd=store_listener.detach(),
+    )
+    server = HandshakeServer(listener, identity, store_port=store_port)
+    return JobStore(store, f"tcp://{point.addresses[0]}:{server.port}", server=server)
+
+
+def _connect(address: str, port: int, timeout: float, source: str) -> dist.TCPStore:
+    try:
+        return dist.TCPStore(
+            address,
+            port,
+            None,
+            is_master=False,
+            timeout=timedelta(seconds=timeout),
+            wait_for_workers=False,
+        )
+    except dist.DistError as error:
+        raise RendezvousError(
+            f"the store at tcp://{address}:{port} must be reachable from this host within {timeout:g} s, got "
+            f"{_first_line(error)} [{source}]. See that no firewall closes the port and the name is right."
+        ) from error
+
+
+def _who_is_there(address: str, port: int, identity: Identity) -> str | None:
+    """Return who holds a taken port, in words, or None where it is this very job."""
+    try:
+        probe(address, port, identity)
+    except ForeignServiceError as error:
+        return str(error)
+    except OSError as error:
+        return explain(error)
+    return None
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).splitlines()[0]
+
+
+def _cannot_listen(point: MeetingPoint, port: int, error: OSError) -> str:
+    return (
+        f"{point.host} must be able to listen at {point.addresses[0]}:{port}, got {explain(error)} "
+        f"[{point.source}]. Correct MASTER_ADDR or MASTER_PORT, or unset them to have them derived."
+    )

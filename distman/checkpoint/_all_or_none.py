@@ -1,0 +1,48 @@
+"""What all ranks do at once, and have all done or none."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import TypeVar, cast
+
+from distman.decorators import on_rank
+from distman.errors import RankFailedError
+from distman.manager import DistributedManager
+
+R = TypeVar("R")
+
+
+def on_all_ranks(func: Callable[[], R]) -> R:
+    """Run a function on every rank, and go on only if it succeeded on all.
+
+    Collective. Blocking.
+
+    Args:
+        func: What to run.
+
+    Returns:
+        What it returned on this rank.
+
+    Raises:
+        Exception: Its own error, on a rank where it failed.
+        RankFailedError: On the other ranks: that error.
+    """
+    own: list[Exception] = []
+
+    def run_with_timeout() -> R:
+        try:
+            return func()
+        except Exception as error:
+            own.append(error)
+            raise
+
+    named = func.func if isinstance(func, functools.partial) else func
+    run_with_timeout.__qualname__ = getattr(named, "__qualname__", run_with_timeout.__qualname__)
+    world_size = DistributedManager().world_size if DistributedManager.is_initialized() else 1
+    try:
+        return cast("R", on_rank(range(world_size))(run_with_timeout)())
+    except RankFailedError:
+        if own:
+            raise own[0] from own[0].__cause__
+        raise

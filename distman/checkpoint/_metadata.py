@@ -1,0 +1,86 @@
+"""The table of contents of a sharded checkpoint, read without running what it says."""
+
+from __future__ import annotations
+
+import io
+import pickle
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint import filesystem
+from torch.distributed.checkpoint import metadata as contents
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+
+from distman.errors import CheckpointError
+
+_NAME = ".metadata"
+_CLASSES: tuple[type, ...] = (
+    contents.BytesStorageMetadata,
+    contents.ChunkStorageMetadata,
+    contents.Metadata,
+    contents.MetadataIndex,
+    contents.StorageMeta,
+    contents.TensorProperties,
+    contents.TensorStorageMetadata,
+    contents._MEM_FORMAT_ENCODING,
+    filesystem._StorageInfo,
+    torch.Size,
+)
+_PATHS = {"pathlib", "pathlib._local"}  # the latter from Python 3.13 on
+_KNOWN: dict[tuple[str, str], Any] = {(one.__module__, one.__name__): one for one in _CLASSES} | {
+    ("torch.serialization", "_get_layout"): torch.serialization._get_layout,
+    **{(module, name): Path for module in _PATHS for name in ("Path", "PosixPath", "WindowsPath")},
+}
+
+
+class _Unpickler(pickle.Unpickler):
+    """Knows the few classes that describe tensors, and nothing that does anything."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) in _KNOWN:
+            return _KNOWN[module, name]
+        found = getattr(torch, name, None) if module == "torch" else None
+        if isinstance(found, torch.dtype):
+            return found
+        raise pickle.UnpicklingError(f"{module}.{name} describes no tensor")
+
+
+def read_metadata(folder: Path) -> Metadata:
+    """Return the table of contents of a sharded checkpoint; nothing in it is run.
+
+    Blocking.
+
+    Raises:
+        FileNotFoundError: There is none.
+        CheckpointError: It is damaged, none, or wants to run code, or to read files outside the folder.
+    """
+    path = folder / _NAME
+    try:
+        text = path.read_bytes()
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise FileNotFoundError(
+            f"{folder} must be a sharded checkpoint, got no file {_NAME} in it. Correct the path; on several hosts, "
+            "save where all of them can read."
+        ) from error
+    try:
+        found = _Unpickler(io.BytesIO(text)).load()
+    except Exception as error:  # a damaged pickle raises anything
+        raise CheckpointError(
+            f"{path} must describe tensors only, got something else, of which nothing was run: {error}. Load another "
+            "checkpoint, or none from where it came."
+        ) from error
+    if not isinstance(found, Metadata) or not _stays_inside(found.storage_data):
+        raise CheckpointError(
+            f"{path} must describe tensors in this folder, got {type(found).__name__} that does not. Load another "
+            "checkpoint."
+        )
+    found.storage_meta = found.storage_meta or StorageMeta()
+    return found
+
+
+def _stays_inside(storage_data: object) -> bool:
+    return isinstance(storage_data, dict) and all(
+        isinstance(one, filesystem._StorageInfo) and one.relative_path == Path(one.relative_path).name
+        for one in storage_data.values()
+    )

@@ -1,0 +1,116 @@
+"""The state of a model under the names of the bare model, whatever is wrapped around it."""
+
+from __future__ import annotations
+
+import sys
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+
+_COMPILED = "_orig_mod"
+_PARALLEL = "module"
+_PREFIXES = (f"{_PARALLEL}.", f"{_COMPILED}.")
+
+
+def model_state(module: torch.nn.Module) -> dict[str, Any]:
+    """Return the state of a model, with the names that it has without DistributedDataParallel and ``torch.compile``.
+
+    Local. Wrappers are left out of the names wherever they are, one in another, and around parts of the model.
+
+    Args:
+        module: The model.
+
+    Returns:
+        Its ``state_dict()``: the tensors are the model's own.
+    """
+    wrapped = module.state_dict()
+    state = OrderedDict((_bare(module, name), value) for name, value in wrapped.items())
+    versions = getattr(wrapped, "_metadata", {})
+    vars(state)["_metadata"] = OrderedDict((_bare(module, name), version) for name, version in versions.items())
+    return state
+
+
+def load_model_state(
+    module: torch.nn.Module, state: Mapping[str, Any], *, strict: bool = True
+) -> tuple[list[str], list[str]]:
+    """Load a state into a model, whatever is wrapped around it or was around the model that the state comes from.
+
+    Local.
+
+    Args:
+        module: The model.
+        state: From :func:`model_state`, or from the ``state_dict()`` of the model, bare or wrapped. A prefix is taken
+            off its names only if all have it, and more of them fit the model without it.
+        strict: Take no other names than the model's, and all of them.
+
+    Returns:
+        The names that the state lacks, and those that the model lacks; bare, and empty if strict.
+
+    Raises:
+        RuntimeError: The names do not fit and ``strict`` is True, or a shape does not.
+    """
+    wrapped_of = {_bare(module, name): name for name in module.state_dict()}
+    bare_of = max(_candidates(module, list(state)), key=lambda names: len(wrapped_of.keys() & names.values()))
+    fitting: OrderedDict[str, Any] = OrderedDict(
+        (wrapped_of.get(bare_of[name], bare_of[name]), value) for name, value in state.items()
+    )
+    _pass_versions_on(module, state, fitting)
+    result = module.load_state_dict(fitting, strict=strict)
+    return [_bare(module, name) for name in result.missing_keys], list(result.unexpected_keys)
+
+
+def _pass_versions_on(module: torch.nn.Module, state: Mapping[str, Any], fitting: OrderedDict[str, Any]) -> None:
+    """Tell the modules which versions of themselves a state was saved by."""
+    versions = getattr(state, "_metadata", None)
+    if not versions:
+        return
+    modules = [name for name, _ in module.named_modules(remove_duplicate=False)]
+    bare_of = max(
+        _candidates(module, list(filter(None, versions))),
+        key=lambda names: len({_bare(module, name) for name in modules} & set(names.values())),
+    )
+    bare_versions = {"": versions.get("", {}), **{bare: versions[name] for name, bare in bare_of.items()}}
+    vars(fitting)["_metadata"] = OrderedDict(
+        (name, bare_versions[_bare(module, name)]) for name in modules if _bare(module, name) in bare_versions
+    )
+
+
+def _bare(module: torch.nn.Module, name: str) -> str:
+    """Return the name of something in a model without the wrappers on the way to it."""
+    kept = []
+    current: torch.nn.Module | None = module
+    for part in name.split("."):
+        if not ((_is_compiled(current) and part == _COMPILED) or (_is_parallel(current) and part == _PARALLEL)):
+            kept.append(part)
+        current = current._modules.get(part) if current is not None else None
+    return ".".join(kept)
+
+
+def _is_parallel(module: torch.nn.Module | None) -> bool:
+    return isinstance(module, DistributedDataParallel | DataParallel)
+
+
+def _is_compiled(module: torch.nn.Module | None) -> bool:
+    compiler = sys.modules.get("torch._dynamo.eval_frame")  # its import takes a second, and compiling does it anyway
+    return compiler is not None and isinstance(module, compiler.OptimizedModule)
+
+
+def _candidates(module: torch.nn.Module, names: list[str]) -> Iterator[dict[str, str]]:
+    """Return what names may stand for, the most likely first: themselves, the model's own, without common prefixes."""
+    yield {name: name for name in names}
+    yield {name: _bare(module, name) for name in names}
+    shorter = names
+    while True:
+        yield dict(zip(names, map(_without_compiled, shorter), strict=True))
+        prefix = next((prefix for prefix in _PREFIXES if names and all(one.startswith(prefix) for one in shorter)), "")
+        if not prefix:
+            return
+        shorter = [one.removeprefix(prefix) for one in shorter]
+        yield dict(zip(names, shorter, strict=True))
+
+
+def _without_compiled(name: str) -> str:
+    return ".".join(part for part in name.split(".") if part != _COMPILED)

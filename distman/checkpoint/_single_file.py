@@ -1,0 +1,119 @@
+"""Saving and loading a state that fits into one process."""
+
+from __future__ import annotations
+
+import functools
+import os
+from pathlib import Path
+from typing import Any, Literal, overload
+
+import torch
+
+from distman.checkpoint import _background as in_background
+from distman.checkpoint._all_or_none import on_all_ranks
+from distman.checkpoint._background import BackgroundWrite
+from distman.checkpoint._files import real_path, replace_file
+from distman.checkpoint._state import check_state, copy_to_host, read_state, write_state
+from distman.decorators import on_rank
+from distman.manager import DistributedManager
+
+
+class PendingSave:
+    """A checkpoint that is being written while the program goes on.
+
+    Attributes:
+        path: Where it will be.
+    """
+
+    def __init__(self, path: Path, write: BackgroundWrite | None) -> None:
+        self.path = path
+        self._write = write
+
+    def wait(self) -> None:
+        """Return when the checkpoint is complete and on the disk.
+
+        Collective. Blocking.
+
+        Raises:
+            RankFailedError: On every rank: it could not be written. The cause, on rank 0, says why; the former
+                checkpoint is still there.
+        """
+        on_rank(0)(self._wait)()
+
+    def _wait(self) -> None:
+        if self._write is not None:
+            self._write.wait()
+
+
+@overload
+def save(state: object, path: str | os.PathLike[str], *, background: Literal[False] = False) -> None: ...
+
+
+@overload
+def save(state: object, path: str | os.PathLike[str], *, background: Literal[True]) -> PendingSave: ...
+
+
+@overload
+def save(state: object, path: str | os.PathLike[str], *, background: bool) -> PendingSave | None: ...
+
+
+def save(state: object, path: str | os.PathLike[str], *, background: bool = False) -> PendingSave | None:
+    """Write rank 0's state to a file, which takes the place of the one before once it is complete and on the disk.
+
+    Collective. Blocking, as long as it takes; in the background, as long as the copy to the host's memory takes. Killed
+    at any moment, it leaves the old file or the whole new one.
+
+    Args:
+        state: On rank 0 a dict, list or tuple of tensors, numbers, strings, bools and None, nested at will; elsewhere
+            it is ignored. Module and optimizer states are such.
+        path: The file, the same on all ranks. Folders above it are made.
+        background: Copy the tensors, and let a thread on rank 0 write. The end of the program waits for it. An error
+            that nobody waits for is raised by the next save to this path, or logged at the end of the program.
+
+    Returns:
+        In the background something to wait for; else None.
+
+    Raises:
+        RankFailedError: On every rank: rank 0 could not do it, and the old file is as it was. The cause, on rank 0, is
+            ValueError, if something in the state could not be loaded again, and says where; OSError, if the disk is
+            full, say; CheckpointError, if the write in the background before failed.
+    """
+    place = real_path(path)
+    if not background:
+        on_rank(0)(_save_now)(state, place)
+        return None
+    started: list[BackgroundWrite] = []
+    on_rank(0)(_save_later)(state, place, started)
+    return PendingSave(place, started[0] if started else None)
+
+
+def _save_now(state: object, place: Path) -> None:
+    in_background.refuse_after_failure(place)
+    check_state(state)
+    replace_file(place, functools.partial(write_state, state))
+
+
+def _save_later(state: object, place: Path, started: list[BackgroundWrite]) -> None:
+    in_background.refuse_after_failure(place)
+    check_state(state)
+    write = functools.partial(write_state, copy_to_host(state))
+    started.append(in_background.start(place, functools.partial(replace_file, place, write)))
+
+
+def load(path: str | os.PathLike[str], *, device: str | torch.device | None = None) -> Any:
+    """Return the state in a file, on every rank.
+
+    Collective. Blocking. Every rank reads the file. Nothing in it is run, whoever wrote it.
+
+    Args:
+        path: The file.
+        device: Where the tensors go; None is the manager's device, the CPU where it is not initialized.
+
+    Raises:
+        FileNotFoundError: On a rank that does not find the file.
+        CheckpointError: On a rank where the file is damaged, no checkpoint, or holds code to be run.
+        RankFailedError: On the ranks that could read it, if another could not.
+    """
+    if device is None:
+        device = DistributedManager().device if DistributedManager.is_initialized() else "cpu"
+    return on_all_ranks(functools.partial(read_state, real_path(path), torch.device(device)))

@@ -1,0 +1,179 @@
+"""What a checkpoint may hold: checked, copied, written and read."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+import sys
+from collections import OrderedDict
+from pathlib import Path
+from typing import IO, Any, cast
+
+import torch
+
+from distman.checkpoint._files import Stream
+from distman.errors import CheckpointError
+
+_MAX_BITS = 2_000  # of integers: the reader knows no longer ones
+_LEAVES = (str, float, bool, type(None))
+
+
+def check_state(state: object, name: str = "state", *, is_sharded: bool = False) -> None:
+    """Check that a state can be loaded again by a reader that runs no code.
+
+    Args:
+        state: The state.
+        name: Its name, for messages.
+        is_sharded: Let tensors through of which each rank has a part.
+
+    Raises:
+        ValueError: Something in it cannot; it says where.
+    """
+    _check(state, name, frozenset(), is_sharded=is_sharded)
+
+
+def _check(value: Any, where: str, outer: frozenset[int], *, is_sharded: bool) -> None:
+    kind = type(value)
+    if kind in _LEAVES or (kind is int and value.bit_length() <= _MAX_BITS) or _is_plain_tensor(value):
+        return
+    if _is_distributed(value):
+        if not is_sharded:
+            raise ValueError(
+                f"{where} must be whole on rank 0, got a {kind.__name__} of which each rank has a part. Save it with "
+                "save_sharded()."
+            )
+        return
+    if id(value) in outer:
+        raise ValueError(f"{where} must not be a part of itself, got the {kind.__name__} around it. Leave it out.")
+    outer |= {id(value)}
+    if kind in (dict, OrderedDict):
+        for key, item in value.items():
+            _check(key, f"the key {key!r} of {where}", outer, is_sharded=is_sharded)
+            _check(item, f"{where}[{key!r}]", outer, is_sharded=is_sharded)
+        for attribute, item in getattr(value, "__dict__", {}).items():
+            _check(item, f"{where}.{attribute}", outer, is_sharded=is_sharded)
+    elif kind in (list, tuple):
+        for index, item in enumerate(value):
+            _check(item, f"{where}[{index}]", outer, is_sharded=is_sharded)
+    else:
+        _try(value, where)
+
+
+def _try(value: object, where: str) -> None:
+    """Write and read something unusual, as it would be."""
+    file = io.BytesIO()
+    try:
+        torch.save(value, file)
+        file.seek(0)
+        torch.load(file, weights_only=True)
+    except Exception as error:
+        kind = type(value)
+        raise ValueError(
+            f"{where} must be a tensor, number, string, bool, None, or a dict, list or tuple of these, got "
+            f"{kind.__module__}.{kind.__qualname__}. Convert it, or leave it out."
+        ) from error
+
+
+def _is_plain_tensor(value: object) -> bool:
+    """Return whether it is a tensor with nothing attached to it."""
+    return type(value) in (torch.Tensor, torch.nn.Parameter) and not vars(value)
+
+
+def _is_distributed(value: object) -> bool:
+    kinds = (("torch.distributed.tensor", "DTensor"), ("torch.distributed._shard.sharded_tensor", "ShardedTensor"))
+    known = (getattr(sys.modules.get(module), name, None) for module, name in kinds)
+    return any(kind is not None and isinstance(value, kind) for kind in known)
+
+
+def copy_to_host(state: Any) -> Any:
+    """Return a copy of a state whose tensors are on the CPU and share no memory with it.
+
+    Blocking. Tensors that are one, such as tied weights, stay one.
+
+    Args:
+        state: A state that was checked.
+    """
+    return _copy(state, {})
+
+
+def _copy(value: Any, made: dict[tuple[object, ...], torch.Tensor]) -> Any:
+    kind = type(value)
+    if isinstance(value, torch.Tensor):
+        return _copy_tensor(value, made)
+    if kind in (dict, OrderedDict):
+        new = kind((key, _copy(item, made)) for key, item in value.items())
+        if kind is OrderedDict:
+            vars(new).update(_copy(vars(value), made))  # the versions of the modules are kept there
+        return new
+    if kind in (list, tuple):
+        return kind(_copy(item, made) for item in value)
+    return value if kind in _LEAVES else copy.deepcopy(value)
+
+
+def _copy_tensor(tensor: torch.Tensor, made: dict[tuple[object, ...], torch.Tensor]) -> torch.Tensor:
+    if not _is_plain_tensor(tensor) or tensor.layout != torch.strided or tensor.device.type == "meta":
+        return copy.deepcopy(tensor.detach().cpu())
+    memory = tensor.untyped_storage().data_ptr(), tensor.storage_offset(), tensor.shape, tensor.stride()
+    identity = (*memory, tensor.device, tensor.dtype, type(tensor), tensor.requires_grad)
+    if identity not in made:
+        new = tensor.detach().to("cpu", copy=True)
+        is_parameter = isinstance(tensor, torch.nn.Parameter)
+        made[identity] = (
+            torch.nn.Parameter(new, tensor.requires_grad) if is_parameter else new.requires_grad_(tensor.requires_grad)
+        )
+    return made[identity]
+
+
+def write_state(state: object, stream: Stream) -> None:
+    """Write a state that was checked.
+
+    Blocking.
+
+    Raises:
+        OSError: The disk is full, say.
+    """
+    try:
+        torch.save(state, cast("IO[bytes]", stream))
+    except BaseException:
+        if stream.error is not None:
+            raise stream.error from None  # torch says instead that the file has an unexpected length
+        raise
+
+
+def read_state(path: Path, device: torch.device) -> Any:
+    """Return the state in a file; nothing in it is run.
+
+    Blocking.
+
+    Args:
+        path: The file.
+        device: Where its tensors go.
+
+    Raises:
+        FileNotFoundError: There is no such file.
+        CheckpointError: It is damaged, no checkpoint, or wants to run code.
+    """
+    try:
+        return torch.load(path, map_location=device, weights_only=True)
+    except FileNotFoundError as error:
+        raise FileNotFoundError(
+            f"{path} must be there to be loaded, got no such file. Correct the path; on several hosts, save where all "
+            "of them can read."
+        ) from error
+    except (OSError, MemoryError, torch.OutOfMemoryError):
+        raise
+    except pickle.UnpicklingError as error:
+        raise CheckpointError(
+            f"{path} must hold tensors, numbers and strings only, got something else, of which nothing was run: "
+            f"{_first_line(error)} Load another one, or none from where it came."
+        ) from error
+    except Exception as error:  # torch raises whatever it stumbles over in a damaged file
+        raise CheckpointError(
+            f"{path} must be a whole checkpoint, got {path.stat().st_size} bytes that are none, or not all of one "
+            f"({type(error).__name__}: {_first_line(error)}). Load another one."
+        ) from error
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0]

@@ -1,0 +1,114 @@
+"""Every rank gets the shards of all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from distman._coordination.wait_scope import collective
+from distman._groups.registry import Group
+from distman.collectives._exchange import exchange, sum_pieces
+from distman.collectives._validation import (
+    GroupLike,
+    check_call,
+    resolve_group,
+    shard_sizes,
+)
+
+
+@collective
+def all_gather_v(
+    tensor: torch.Tensor,
+    sizes: Sequence[int] | None = None,
+    dim: int = 0,
+    use_fp32: bool = True,
+    group: GroupLike = None,
+) -> torch.Tensor:
+    """Concatenate the shards of all ranks along ``dim``, in rank order.
+
+    Collective. Blocking. Differentiable: the gradient of a shard is the sum, over ranks, of the matching slice of the
+    output gradients.
+
+    Args:
+        tensor: This rank's shard, shape ``(*, n, *)`` with n at ``dim``; n may differ between ranks and be 0.
+        sizes: The n of every rank, the same list on all ranks; None lets the ranks exchange them.
+        dim: Dim along which the shards follow each other.
+        use_fp32: Add gradients of 16-bit floats up in float32.
+        group: A process group, the name of one, or None for the world.
+
+    Returns:
+        The full tensor, shape ``(*, sum(sizes), *)``: a new tensor, equal on all ranks. Along dim 0 the shards are
+        received straight into it; along others they are rearranged once.
+
+    Raises:
+        ValueError: Sizes, dim, group or device do not fit; without ``sizes`` on every rank: the shards differ in
+            dtype or in another dim.
+        PlanMismatchError: In debug mode, on every rank: the ranks call differently.
+    """
+    members = resolve_group(group)
+    check_call(
+        "all_gather_v",
+        tensor,
+        members,
+        free_dim=dim,
+        unites_grad=sizes is None,
+        dim=dim,
+        sizes=sizes,
+        use_fp32=use_fp32,
+    )
+    tensor, lengths, dim = shard_sizes("all_gather_v", tensor, sizes, dim, members)
+    full: torch.Tensor = AllGather.apply(tensor, lengths, dim, use_fp32, members)
+    return full
+
+
+class AllGather(torch.autograd.Function):
+    """The primitive under :func:`all_gather_v`."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        tensor: torch.Tensor,
+        sizes: list[int],
+        dim: int,
+        use_fp32: bool,
+        group: Group,
+    ) -> torch.Tensor:
+        ctx.arguments = sizes, dim, use_fp32, group
+        shape = list(tensor.shape)
+        shape[dim] = sum(sizes)
+        full = tensor.new_empty(shape)
+        exchange([tensor] * group.size, full.split(sizes, dim), group)
+        return full
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+        return ReduceScatter.apply(grad, *ctx.arguments), None, None, None, None
+
+
+class ReduceScatter(torch.autograd.Function):
+    """The adjoint of :class:`AllGather`."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        tensor: torch.Tensor,
+        sizes: list[int],
+        dim: int,
+        use_fp32: bool,
+        group: Group,
+    ) -> torch.Tensor:
+        ctx.arguments = sizes, dim, use_fp32, group
+        parts = tensor.split(sizes, dim)
+        mine = parts[group.rank]
+        received = [
+            mine if rank == group.rank else torch.empty_like(mine, memory_format=torch.contiguous_format)
+            for rank in range(group.size)
+        ]
+        exchange(parts, received, group)
+        return sum_pieces(received, group.rank, use_fp32=use_fp32)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+        return AllGather.apply(grad, *ctx.arguments), None, None, None, None

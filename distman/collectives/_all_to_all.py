@@ -1,0 +1,188 @@
+"""Every rank sends a slice to every other rank."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from distman._coordination.wait_scope import collective
+from distman._groups.registry import Group
+from distman.collectives._exchange import exchange
+from distman.collectives._validation import (
+    GroupLike,
+    check_call,
+    check_matrix,
+    normalize_dim,
+    resolve_group,
+    shard_sizes,
+)
+from distman.topology import split_sizes
+
+_INDEX_DTYPES = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+
+
+@collective
+def all_to_all_v(
+    tensor: torch.Tensor, sizes: Sequence[Sequence[int]], dim: int = 0, group: GroupLike = None
+) -> torch.Tensor:
+    """Send consecutive slices of a tensor to the ranks, and concatenate what they send here, in rank order.
+
+    Collective. Blocking. Differentiable: the gradients of the slices travel back.
+
+    Args:
+        tensor: What this rank r sends: slices of lengths ``sizes[r]`` along ``dim``, one behind the other.
+        sizes: ``sizes[i][j]`` is the length of the slice from rank i to rank j, the same on all ranks.
+        dim: Dim along which the slices follow each other.
+        group: A process group, the name of one, or None for the world.
+
+    Returns:
+        The slices received, of length ``sum(sizes[i][r] for i)`` along ``dim``: a new tensor.
+
+    Raises:
+        ValueError: Sizes, dim, group or device do not fit.
+        PlanMismatchError: In debug mode, on every rank: the ranks call differently.
+    """
+    members = resolve_group(group)
+    check_call("all_to_all_v", tensor, members, free_dim=dim, dim=dim, sizes=sizes)
+    dim = normalize_dim(dim, tensor.ndim)
+    return _send_slices(tensor, check_matrix(sizes, members), dim, members)
+
+
+@collective
+def indexed_all_to_all_v(
+    tensor: torch.Tensor,
+    indices: Sequence[torch.Tensor],
+    sizes: Sequence[Sequence[int]],
+    use_fp32: bool = True,
+    dim: int = 0,
+    group: GroupLike = None,
+) -> torch.Tensor:
+    """Send chosen slices of a tensor to the ranks, and concatenate what they send here, in rank order.
+
+    Collective. Blocking. Differentiable: the gradients travel back and are added up where a slice was sent more than
+    once.
+
+    Args:
+        tensor: This rank's shard.
+        indices: For each rank of the group, the indices along ``dim`` of the slices to send there; one-dimensional
+            integer tensors, which may repeat an index and may be empty.
+        sizes: ``sizes[i][j]`` is the number of slices from rank i to rank j, the same on all ranks.
+        use_fp32: Add gradients of 16-bit floats up in float32.
+        dim: Dim along which slices are taken.
+        group: A process group, the name of one, or None for the world.
+
+    Returns:
+        The slices received, of length ``sum(sizes[i][r] for i)`` along ``dim`` on rank r: a new tensor.
+
+    Raises:
+        ValueError: Indices, sizes, dim, group or device do not fit.
+        PlanMismatchError: In debug mode, on every rank: the ranks call differently.
+    """
+    members = resolve_group(group)
+    check_call("indexed_all_to_all_v", tensor, members, free_dim=dim, dim=dim, sizes=sizes, use_fp32=use_fp32)
+    dim = normalize_dim(dim, tensor.ndim)
+    matrix = check_matrix(sizes, members)
+    if any(index.ndim != 1 or index.dtype not in _INDEX_DTYPES for index in indices):
+        raise ValueError(
+            "indices must be one-dimensional tensors of integers, got "
+            f"{', '.join(f'{index.dtype} of {index.ndim} dims' for index in indices)}. Convert them with .long()."
+        )
+    lengths = [index.numel() for index in indices]
+    if lengths != matrix[members.rank]:
+        raise ValueError(
+            f"indices must hold as many entries for each rank as sizes[{members.rank}] = {matrix[members.rank]}, got "
+            f"{lengths}. Correct one of them."
+        )
+    index = torch.cat([one.to(tensor.device) for one in indices])
+    if index.numel() and not 0 <= int(index.min()) <= int(index.max()) < tensor.shape[dim]:
+        raise ValueError(
+            f"indices must be between 0 and {tensor.shape[dim] - 1} along dim {dim}, got {int(index.min())} to "
+            f"{int(index.max())}. Correct them."
+        )
+    adds_in_fp32 = use_fp32 and tensor.requires_grad and tensor.dtype in (torch.float16, torch.bfloat16)
+    source = tensor.to(torch.float32) if adds_in_fp32 else tensor
+    chosen = source.index_select(dim, index.long()).to(tensor.dtype)
+    return _send_slices(chosen, matrix, dim, members)
+
+
+@collective
+def distributed_transpose(
+    tensor: torch.Tensor, dim0: int, dim1: int, group: GroupLike = None, *, sizes: Sequence[int] | None = None
+) -> torch.Tensor:
+    """Turn a tensor that is sharded along ``dim1`` into one that is sharded along ``dim0``.
+
+    Collective. Blocking. Differentiable: the gradient is transposed back.
+
+    Args:
+        tensor: This rank's shard: whole along ``dim0``, a shard along ``dim1``.
+        dim0: Dim to be split over the ranks, by :func:`distman.split_sizes`.
+        dim1: Dim along which the shards are put together.
+        group: A process group, the name of one, or None for the world.
+        sizes: Lengths of all shards along ``dim1``, the same list on all ranks; None lets the ranks exchange them.
+
+    Returns:
+        The shard along ``dim0``, whole along ``dim1``: a new tensor.
+
+    Raises:
+        ValueError: Dims, sizes, group or device do not fit; without ``sizes`` on every rank: the shards differ in
+            dtype or in another dim.
+        PlanMismatchError: In debug mode, on every rank: the ranks call differently.
+    """
+    members = resolve_group(group)
+    check_call(
+        "distributed_transpose",
+        tensor,
+        members,
+        free_dim=dim1,
+        unites_grad=sizes is None,
+        dim0=dim0,
+        dim1=dim1,
+        sizes=sizes,
+    )
+    dim0 = normalize_dim(dim0, tensor.ndim)
+    if dim0 == dim1 % tensor.ndim:
+        raise ValueError(f"dim0 and dim1 must be two dims, got {dim0} twice. Choose where the shards shall be.")
+    tensor, lengths, dim1 = shard_sizes("distributed_transpose", tensor, sizes, dim1, members)
+    parts = split_sizes(tensor.shape[dim0], members.size)
+    result: torch.Tensor = AllToAll.apply(tensor, dim0, parts, dim1, lengths, members)
+    return result
+
+
+def _send_slices(tensor: torch.Tensor, sizes: list[list[int]], dim: int, group: Group) -> torch.Tensor:
+    outgoing = sizes[group.rank]
+    if tensor.shape[dim] != sum(outgoing):
+        raise ValueError(
+            f"sizes[{group.rank}] must add up to the tensor's length {tensor.shape[dim]} along dim {dim}, got "
+            f"{outgoing}. Correct one of them."
+        )
+    incoming = [row[group.rank] for row in sizes]
+    result: torch.Tensor = AllToAll.apply(tensor, dim, outgoing, dim, incoming, group)
+    return result
+
+
+class AllToAll(torch.autograd.Function):
+    """Splits a tensor along one dim over the ranks and joins what comes along another; its adjoint does the reverse."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        tensor: torch.Tensor,
+        split_dim: int,
+        outgoing: list[int],
+        join_dim: int,
+        incoming: list[int],
+        group: Group,
+    ) -> torch.Tensor:
+        ctx.arguments = join_dim, incoming, split_dim, outgoing, group
+        shape = list(tensor.shape)
+        shape[split_dim] = outgoing[group.rank]
+        shape[join_dim] = sum(incoming)
+        joined = tensor.new_empty(shape)
+        exchange(tensor.split(outgoing, split_dim), joined.split(incoming, join_dim), group)
+        return joined
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+        return AllToAll.apply(grad, *ctx.arguments), None, None, None, None, None

@@ -1,0 +1,45 @@
+"""``DISTMAN_DEBUG=1``: before each collective the ranks compare what they are about to do."""
+
+from __future__ import annotations
+
+import os
+
+from distman._coordination.tracking import call_site
+from distman._groups.registry import Group
+from distman.environments._base import read_flag
+
+_VARIABLE = "DISTMAN_DEBUG"
+
+
+def is_on() -> bool:
+    """Return whether the ranks compare their calls."""
+    return read_flag(os.environ, _VARIABLE)
+
+
+def compare(operation: str, group: Group, **details: object) -> None:
+    """In debug mode, go on only if all ranks of the group call the same collective in the same way.
+
+    Local; in debug mode collective over the group. It goes over the store, so that ranks which differ cannot hang
+    each other.
+
+    Args:
+        operation: Name of the collective.
+        group: The group.
+        details: What must be equal on all ranks, by name.
+
+    Raises:
+        PlanMismatchError: On every rank of the group: the calls differ; a table shows each rank's.
+        BarrierTimeoutError: On every rank that came: some did not come in time; it names them.
+    """
+    if group.consensus is None or not is_on():
+        return
+    call = {"operation": operation, **{name: str(_plain(value)) for name, value in details.items()}}
+    key = f"collective {next(group.calls)} of group {group.name or group.ranks}"
+    group.consensus.compare(key, call, place=call_site())
+
+
+def _plain(value: object) -> object:
+    """Return sequences and numbers of any kind as lists and numbers of Python's own."""
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    return [_plain(one) for one in value] if isinstance(value, list | tuple) else value

@@ -1,0 +1,95 @@
+"""One rank gets the shards of all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from distman._coordination.wait_scope import collective
+from distman._groups.registry import Group
+from distman.collectives._exchange import exchange
+from distman.collectives._validation import (
+    GroupLike,
+    check_call,
+    check_member,
+    resolve_group,
+    shard_sizes,
+)
+
+
+@collective
+def gather_v(
+    tensor: torch.Tensor,
+    sizes: Sequence[int] | None = None,
+    dim: int = 0,
+    dst: int = 0,
+    group: GroupLike = None,
+) -> torch.Tensor:
+    """Concatenate the shards of all ranks along ``dim`` on one rank, in rank order.
+
+    Collective. Blocking. Differentiable: every rank gets its slice of the gradient on ``dst``. The backward pass is
+    collective too: the other ranks run it through their empty results, for example ``result.sum().backward()``.
+
+    Args:
+        tensor: This rank's shard, shape ``(*, n, *)`` with n at ``dim``; n may differ between ranks and be 0.
+        sizes: The n of every rank, the same list on all ranks; None lets the ranks exchange them.
+        dim: Dim along which the shards follow each other.
+        dst: The rank in the group that gets the full tensor.
+        group: A process group, the name of one, or None for the world.
+
+    Returns:
+        On ``dst`` the full tensor, shape ``(*, sum(sizes), *)``; elsewhere an empty tensor, shape ``(*, 0, *)``.
+
+    Raises:
+        ValueError: Sizes, dim, dst, group or device do not fit; without ``sizes`` on every rank: the shards differ
+            in dtype or in another dim.
+        PlanMismatchError: In debug mode, on every rank: the ranks call differently.
+    """
+    members = resolve_group(group)
+    check_call("gather_v", tensor, members, free_dim=dim, unites_grad=sizes is None, dim=dim, sizes=sizes, dst=dst)
+    check_member("dst", dst, members)
+    tensor, lengths, dim = shard_sizes("gather_v", tensor, sizes, dim, members)
+    full: torch.Tensor = Gather.apply(tensor, lengths, dim, dst, members)
+    return full
+
+
+class Gather(torch.autograd.Function):
+    """The primitive under :func:`gather_v`."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, sizes: list[int], dim: int, dst: int, group: Group) -> torch.Tensor:
+        ctx.arguments = sizes, dim, dst, group
+        shape = list(tensor.shape)
+        shape[dim] = sum(sizes) if group.rank == dst else 0
+        full = tensor.new_empty(shape)
+        nothing = tensor.narrow(dim, 0, 0)
+        sends = [tensor if rank == dst else nothing for rank in range(group.size)]
+        receives = full.split(sizes, dim) if group.rank == dst else [full] * group.size
+        exchange(sends, receives, group)
+        return full
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+        return Scatter.apply(grad, *ctx.arguments), None, None, None, None
+
+
+class Scatter(torch.autograd.Function):
+    """The adjoint of :class:`Gather`: the full tensor on ``src``; empty ones elsewhere say shape and dtype."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, sizes: list[int], dim: int, src: int, group: Group) -> torch.Tensor:
+        ctx.arguments = sizes, dim, src, group
+        shape = list(tensor.shape)
+        shape[dim] = sizes[group.rank]
+        part = tensor.new_empty(shape)
+        nothing = tensor.narrow(dim, 0, 0)
+        sends = tensor.split(sizes, dim) if group.rank == src else [nothing] * group.size
+        receives = [part if rank == src else part.narrow(dim, 0, 0) for rank in range(group.size)]
+        exchange(sends, receives, group)
+        return part
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+        return Gather.apply(grad, *ctx.arguments), None, None, None, None

@@ -1,0 +1,78 @@
+"""A first message that carries a signature: ranks that want different things find out, and none waits for ever."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+from distman._groups.registry import Group
+
+MESSAGE_WORDS = 512
+"""The message has a fixed length, so that ranks can disagree on what is in it."""
+_SIGNATURE_WORDS = 4
+HEADER_WORDS = 1 + 2 * _SIGNATURE_WORDS
+"""One word of ones, the words of a signature, their squares; the rest is room for data to be summed."""
+
+
+@functools.lru_cache(maxsize=64)
+def signed_message(text: str, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Return the message without data; clone it before the ranks' messages are summed.
+
+    Args:
+        text: What must be equal on all ranks.
+        dtype: float64 or int64.
+        device: Where the message is.
+    """
+    digest = hashlib.sha256(text.encode()).digest()
+    words = [int.from_bytes(digest[2 * word : 2 * word + 2], "big") for word in range(_SIGNATURE_WORDS)]
+    message = torch.zeros(MESSAGE_WORDS, dtype=dtype)
+    message[:HEADER_WORDS] = torch.tensor([1, *words, *(word * word for word in words)])
+    return message.to(device)
+
+
+def is_signed_by_all(header: Sequence[float], num_ranks: int) -> bool:
+    """Return whether the ranks' signatures were equal: then the square of a sum is that of equal terms.
+
+    Args:
+        header: The first words of the sum of the messages.
+        num_ranks: The number of ranks.
+    """
+    ones, *words = header
+    sums, squares = words[:_SIGNATURE_WORDS], words[_SIGNATURE_WORDS:]
+    return ones == num_ranks and all(
+        total * total == num_ranks * square for total, square in zip(sums, squares, strict=True)
+    )
+
+
+def sum_numbers(numbers: Sequence[float], text: str, group: Group, device: torch.device) -> list[float] | None:
+    """Return the sums of numbers over a group, in double precision; None on all ranks if their texts differ.
+
+    Collective. Blocking.
+
+    Args:
+        numbers: This rank's numbers, as many as on the other ranks.
+        text: What must be equal on all ranks.
+        group: The group.
+        device: The device over which the group talks.
+    """
+    if group.size == 1:
+        return list(numbers)
+    data = torch.tensor(numbers, dtype=torch.float64, device=device)
+    message = signed_message(text, torch.float64, device).clone()
+    fits = len(numbers) <= MESSAGE_WORDS - HEADER_WORDS
+    end = HEADER_WORDS + len(numbers) if fits else HEADER_WORDS
+    if fits:
+        message[HEADER_WORDS:end] = data
+    dist.all_reduce(message, group=group.process_group)
+    header_and_sums: list[float] = message[:end].tolist()
+    if not is_signed_by_all(header_and_sums[:HEADER_WORDS], group.size):
+        return None
+    if fits:
+        return header_and_sums[HEADER_WORDS:]
+    dist.all_reduce(data, group=group.process_group)
+    sums: list[float] = data.tolist()
+    return sums

@@ -1,0 +1,50 @@
+"""Every rank gets its slice of the sum over ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from distman._coordination.wait_scope import collective
+from distman.collectives._all_gather import ReduceScatter
+from distman.collectives._validation import GroupLike, check_call, check_sizes, normalize_dim, resolve_group
+
+
+@collective
+def reduce_scatter_v(
+    tensor: torch.Tensor,
+    sizes: Sequence[int],
+    dim: int = 0,
+    use_fp32: bool = True,
+    group: GroupLike = None,
+) -> torch.Tensor:
+    """Add up the full tensors of all ranks, and return this rank's slice of the sum.
+
+    Collective. Blocking. Differentiable: the gradient of a full tensor is the slices' gradients of all ranks, one
+    behind the other.
+
+    Args:
+        tensor: A full tensor, shape ``(*, sum(sizes), *)``, of the same shape on all ranks.
+        sizes: Length of every rank's slice along ``dim``, the same list on all ranks.
+        dim: Dim along which the slices follow each other.
+        use_fp32: Add 16-bit floats up in float32.
+        group: A process group, the name of one, or None for the world.
+
+    Returns:
+        The slice, shape ``(*, sizes[group rank], *)``: a new tensor. The terms are added in rank order.
+
+    Raises:
+        ValueError: Sizes, dim, group or device do not fit.
+        PlanMismatchError: In debug mode, on every rank: the ranks call differently.
+    """
+    members = resolve_group(group)
+    check_call("reduce_scatter_v", tensor, members, dim=dim, sizes=sizes, use_fp32=use_fp32)
+    dim = normalize_dim(dim, tensor.ndim)
+    sizes = check_sizes(sizes, members)
+    if tensor.shape[dim] != sum(sizes):
+        raise ValueError(
+            f"sizes must add up to the tensor's length {tensor.shape[dim]} along dim {dim}, got {sizes}. Correct them."
+        )
+    part: torch.Tensor = ReduceScatter.apply(tensor, sizes, dim, use_fp32, members)
+    return part

@@ -1,0 +1,106 @@
+"""One rank hands out the slices of a full tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from distman._coordination.wait_scope import collective
+from distman._groups.registry import Group
+from distman.collectives import _debug
+from distman.collectives._exchange import broadcast_numbers, control_device
+from distman.collectives._gather import Scatter
+from distman.collectives._validation import (
+    DTYPES,
+    MAX_NDIM,
+    GroupLike,
+    check_member,
+    check_sizes,
+    check_tensor,
+    normalize_dim,
+    resolve_group,
+)
+from distman.manager import DistributedManager
+
+_NO_HEADER = [-1] * (4 + MAX_NDIM)
+
+
+@collective
+def scatter_v(
+    tensor: torch.Tensor | None,
+    sizes: Sequence[int],
+    dim: int = 0,
+    src: int = 0,
+    group: GroupLike = None,
+) -> torch.Tensor:
+    """Hand out the slices of one rank's full tensor along ``dim``, in rank order.
+
+    Collective. Blocking. Differentiable, once: the gradient on ``src`` is the slices' gradients, one behind the
+    other.
+
+    Args:
+        tensor: On ``src`` the full tensor, shape ``(*, sum(sizes), *)``; elsewhere anything, such as None.
+        sizes: Length of every rank's slice, the same list on all ranks.
+        dim: Dim along which the slices follow each other.
+        src: The rank in the group that holds the full tensor.
+        group: A process group, the name of one, or None for the world.
+
+    Returns:
+        This rank's slice, shape ``(*, sizes[group rank], *)``: a new tensor, on the manager's device or, where a
+        tensor was given, on that one's. It requires a gradient if the tensor on ``src`` does.
+
+    Raises:
+        ValueError: On every rank: sizes, dim or the tensor on ``src`` do not fit. On this rank: the group does not.
+        PlanMismatchError: In debug mode, on every rank: the ranks call differently.
+    """
+    members = resolve_group(group)
+    _debug.compare("scatter_v", members, dim=dim, sizes=sizes, src=src)
+    check_member("src", src, members)
+    sizes = check_sizes(sizes, members)
+    device = tensor.device if isinstance(tensor, torch.Tensor) else DistributedManager().device
+    header, problem = _NO_HEADER, None
+    if members.rank == src:
+        try:
+            header = _describe(tensor, sizes, dim, members)
+        except (TypeError, ValueError) as error:
+            problem = error  # raised below, when the others know that there is one
+    dtype, needs_grad, axis, ndim, *shape = broadcast_numbers(header, src, members, control_device(members, device))
+    if problem is not None:
+        raise problem
+    if dtype < 0:
+        raise ValueError(
+            f"the tensor on rank {members.ranks[src]} must fit sizes {sizes} and dim {dim}, got one that does not. "
+            "See that rank's error."
+        )
+    if members.rank == src and tensor is not None:
+        full = tensor
+    else:
+        shape[axis] = 0
+        full = torch.empty(shape[:ndim], dtype=DTYPES[dtype], device=device)
+        if needs_grad:
+            full = _onto_graph(full, tensor)
+    part: torch.Tensor = Scatter.apply(full, sizes, axis, src, members)
+    return part
+
+
+def _onto_graph(empty: torch.Tensor, given: torch.Tensor | None) -> torch.Tensor:
+    """Return the empty tensor as one that requires a gradient, and gives what was passed here one of zeros."""
+    if given is None or not given.requires_grad:
+        return empty.requires_grad_()
+    return empty + given.reshape(-1)[:0].abs().sum().to(empty.dtype)
+
+
+def _describe(tensor: torch.Tensor | None, sizes: list[int], dim: int, group: Group) -> list[int]:
+    """Return what the receivers must know of the full tensor."""
+    if tensor is None:
+        raise ValueError("tensor must be a tensor on rank src, got None. Pass the full tensor there.")
+    check_tensor(tensor, group)
+    axis = normalize_dim(dim, tensor.ndim)
+    if tensor.shape[axis] != sum(sizes):
+        raise ValueError(
+            f"sizes must add up to the tensor's length {tensor.shape[axis]} along dim {dim}, got {sizes}. Correct them."
+        )
+    needs_grad = torch.is_grad_enabled() and tensor.requires_grad
+    shape = [*tensor.shape, *[0] * (MAX_NDIM - tensor.ndim)]
+    return [DTYPES.index(tensor.dtype), int(needs_grad), axis, tensor.ndim, *shape]

@@ -1,0 +1,219 @@
+"""What every collective checks before ranks talk to each other."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+from distman._coordination.tracking import check_all_run_here
+from distman._groups.registry import Group
+from distman.collectives import _debug
+from distman.collectives._exchange import all_gather_numbers, control_device
+from distman.manager import DistributedManager
+from distman.topology._partition import is_whole_number
+
+GroupLike = dist.ProcessGroup | str | None
+
+DTYPES = (
+    *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex128, torch.complex64),
+    *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
+)
+MAX_NDIM = 16
+
+
+def resolve_group(group: GroupLike) -> Group:
+    """Return the group that a ``group`` argument stands for.
+
+    Raises:
+        NotInitializedError: The manager is not initialized.
+        UndefinedGroupError: There is no group of that name.
+        ValueError: This rank is no member of it.
+        DistmanError: Only some of its ranks run here.
+    """
+    members = DistributedManager().resolve_group(group)
+    if not torch.compiler.is_compiling():
+        check_all_run_here(members.ranks)
+    return members
+
+
+def check_call(
+    operation: str,
+    tensor: torch.Tensor,
+    group: Group,
+    *,
+    free_dim: int | None = None,
+    unites_grad: bool = False,
+    **details: object,
+) -> None:
+    """Check that a tensor can travel in the group; in debug mode, that all ranks call alike.
+
+    Local; in debug mode collective.
+
+    Args:
+        operation: Name of the collective.
+        tensor: The tensor.
+        group: The group.
+        free_dim: The dim in which the ranks' tensors may differ in length.
+        unites_grad: The ranks' tensors need not agree on whether they require a gradient.
+        details: What else must be equal on all ranks; dims among them count from either end.
+
+    Raises:
+        TypeError: It is no tensor.
+        ValueError: The group has no backend for the tensor's device.
+        PlanMismatchError: In debug mode, on every rank: the ranks call differently.
+    """
+    if _debug.is_on() and isinstance(tensor, torch.Tensor):
+        free = _from_front(free_dim, tensor.ndim)
+        shape = ["*" if dim == free else str(length) for dim, length in enumerate(tensor.shape)]
+        details = {
+            name: _from_front(value, tensor.ndim) if name.startswith("dim") else value
+            for name, value in details.items()
+        }
+        details |= {"dtype": tensor.dtype, "shape": f"({', '.join(shape)})"}
+        if not unites_grad:
+            details["grad"] = _needs_grad(tensor)
+    _debug.compare(operation, group, **details)
+    check_tensor(tensor, group)
+
+
+def _from_front(dim: object, ndim: int) -> object:
+    return dim % ndim if isinstance(dim, int) and -ndim <= dim < ndim else dim
+
+
+def check_tensor(tensor: torch.Tensor, group: Group) -> None:
+    """Check that a tensor can travel in the group.
+
+    Raises:
+        TypeError: It is no tensor.
+        ValueError: The group has no backend for the tensor's device.
+    """
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(f"tensor must be a torch.Tensor, got {type(tensor).__name__}. Pass a tensor.")
+    if tensor.dtype not in DTYPES:
+        raise ValueError(f"tensor must have a dtype that the backends carry, got {tensor.dtype}. Convert it.")
+    if tensor.layout != torch.strided or tensor.ndim > MAX_NDIM:
+        raise ValueError(
+            f"tensor must be dense and of at most {MAX_NDIM} dims, got {tensor.layout} of {tensor.ndim} dims. "
+            "Convert or reshape it."
+        )
+    if group.device_types and tensor.device.type not in group.device_types:
+        raise ValueError(
+            f"tensor must be on a device that group {group.name!r} can reach ({', '.join(group.device_types)}), got "
+            f"{tensor.device}. Move it with .to(manager.device)."
+        )
+
+
+def normalize_dim(dim: int, ndim: int, name: str = "dim") -> int:
+    """Return a dim counted from the front.
+
+    Raises:
+        ValueError: The tensor has no such dim.
+    """
+    if ndim == 0:
+        raise ValueError("tensor must have at least one dim, got a scalar. Give it one with tensor.reshape(1).")
+    if not is_whole_number(dim) or not -ndim <= dim < ndim:
+        raise ValueError(
+            f"{name} must be between {-ndim} and {ndim - 1} for a tensor of {ndim} dims, got {dim!r}. "
+            "Choose one of them."
+        )
+    return dim % ndim
+
+
+def check_sizes(sizes: Sequence[int], group: Group, name: str = "sizes") -> list[int]:
+    """Return the sizes of the shards as a list.
+
+    Raises:
+        ValueError: There is not one size for each rank of the group, or one is negative.
+    """
+    try:
+        numbers = [operator.index(size) for size in sizes]
+    except TypeError:
+        numbers = []
+    if len(numbers) != group.size or min(numbers) < 0:
+        raise ValueError(
+            f"{name} must hold one number, 0 or more, for each of the {group.size} ranks of group {group.name!r}, got "
+            f"{sizes}. Pass the same list on all ranks."
+        )
+    return numbers
+
+
+def check_matrix(sizes: Sequence[Sequence[int]], group: Group) -> list[list[int]]:
+    """Return the sizes of an exchange, a row for each sender, as lists.
+
+    Raises:
+        ValueError: It is not a square of one row and one column for each rank of the group.
+    """
+    if len(sizes) != group.size:
+        raise ValueError(
+            f"sizes must have one row for each of the {group.size} ranks of group {group.name!r}, got {len(sizes)}. "
+            "Row i, column j is what rank i sends to rank j."
+        )
+    return [check_sizes(row, group) for row in sizes]
+
+
+def check_member(name: str, rank: int, group: Group) -> None:
+    """Check that a ``src`` or ``dst`` is a rank in the group.
+
+    Raises:
+        ValueError: It is none.
+    """
+    if not is_whole_number(rank) or not 0 <= rank < group.size:
+        raise ValueError(
+            f"{name} must be a rank in group {group.name!r}, 0 to {group.size - 1}, got {rank}. "
+            "It counts within the group, not in the world."
+        )
+
+
+def shard_sizes(
+    operation: str, tensor: torch.Tensor, sizes: Sequence[int] | None, dim: int, group: Group
+) -> tuple[torch.Tensor, list[int], int]:
+    """Return this rank's shard, ready to be gathered, the lengths of all shards along ``dim``, and that dim.
+
+    Local where ``sizes`` are given; else collective, and a shard requires a gradient if any rank's does.
+
+    Raises:
+        ValueError: The dim or the sizes do not fit the shard; without sizes on every rank: a rank's dim does not, or
+            the shards differ in dim, in dtype or in the length of another dim.
+    """
+    if sizes is None:
+        lengths, needs_grad = _exchange_shapes(operation, tensor, dim, group)
+        is_lifted = needs_grad and not tensor.requires_grad
+        return tensor.detach().requires_grad_() if is_lifted else tensor, lengths, dim % tensor.ndim
+    dim, lengths = normalize_dim(dim, tensor.ndim), check_sizes(sizes, group)
+    if tensor.shape[dim] != lengths[group.rank]:
+        raise ValueError(
+            f"the shard of group rank {group.rank} must have length sizes[{group.rank}] = {lengths[group.rank]} along "
+            f"dim {dim}, got {tensor.shape[dim]}. Pass the sizes that the shards have."
+        )
+    return tensor, lengths, dim
+
+
+def _needs_grad(tensor: torch.Tensor) -> bool:
+    return torch.is_grad_enabled() and tensor.requires_grad
+
+
+def _exchange_shapes(operation: str, tensor: torch.Tensor, dim: int, group: Group) -> tuple[list[int], bool]:
+    problem = None
+    try:
+        dim = normalize_dim(dim, tensor.ndim)
+    except ValueError as error:
+        dim, problem = -1, error
+    shape = [*tensor.shape, *[-1] * (MAX_NDIM - tensor.ndim)]
+    mine = [dim, DTYPES.index(tensor.dtype), tensor.ndim, int(_needs_grad(tensor)), *shape]
+    rows = all_gather_numbers(mine, group, control_device(group, tensor.device))
+    if problem is not None:
+        raise problem
+    fixed = [[*row[:3], *(length for axis, length in enumerate(row[4:]) if axis != dim)] for row in rows]
+    if any(other != fixed[0] for other in fixed):
+        lines = [
+            f"  rank {rank}: dim {row[0] if row[0] >= 0 else 'out of range'} of {DTYPES[row[1]]} {row[4 : 4 + row[2]]}"
+            for rank, row in zip(group.ranks, rows, strict=True)
+        ]
+        raise ValueError(
+            f"the shards of {operation} must be equal in dim, in dtype and in all dims but {dim}. Correct those that "
+            "differ:\n" + "\n".join(lines)
+        )
+    return [row[4 + dim] for row in rows], any(row[3] for row in rows)

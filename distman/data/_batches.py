@@ -1,0 +1,306 @@
+"""Which samples each rank takes at each step, the same plan on all ranks: arithmetic, without communication."""
+
+from __future__ import annotations
+
+import abc
+import operator
+from collections import Counter
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch.utils.data import Sampler
+
+from distman._seeds import seed_of
+from distman.collectives._validation import GroupLike, resolve_group
+from distman.data._streams import Batch
+from distman.topology import split_sizes
+
+Weights = Sequence[float] | torch.Tensor
+
+
+class _EpochBatches(Sampler[list[int]], abc.ABC):
+    """Batches of one epoch after another, from any position within one: what was drawn of it before, in samples."""
+
+    def __init__(self, batch_size: int, seed: int, group: GroupLike) -> None:
+        members = resolve_group(group)
+        self.batch_size, self.seed = _at_least_one("batch_size", batch_size), operator.index(seed)
+        self._rank, self.num_ranks = members.rank, members.size
+        self._epoch, self._position = 0, 0
+
+    def __len__(self) -> int:
+        """Return the number of steps of a whole epoch, the same on all ranks."""
+        return -(-self.num_drawn // self.stride)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        """Yield the indices of this rank's samples, a list for each step that is left of the epoch."""
+        epoch, position = self._epoch, self._position
+        self.start_at(epoch + 1)  # when the first batch is asked for: a DataLoader may make iterators that it drops
+        for step, part in enumerate(self.parts(epoch, position)):
+            yield Batch(part.tolist(), seed_of(self.seed, epoch, position + step * self.stride, self._rank))
+
+    def start_at(self, epoch: int, position: int = 0) -> None:
+        """Let the next iteration go through this epoch, from this position on; others follow it.
+
+        Local.
+
+        Args:
+            epoch: Index of the epoch; iterations begin with 0.
+            position: What was drawn of it before, a multiple of :attr:`stride` or :attr:`num_drawn`.
+        """
+        self._epoch, self._position = epoch, position
+
+    @property
+    @abc.abstractmethod
+    def layout(self) -> list[int]:
+        """What a position refers to: positions of another layout mean nothing here."""
+
+    @property
+    @abc.abstractmethod
+    def num_drawn(self) -> int:
+        """Position at the end of an epoch."""
+
+    @property
+    @abc.abstractmethod
+    def stride(self) -> int:
+        """By how much a step moves the position."""
+
+    @abc.abstractmethod
+    def num_own(self, position: int) -> int:
+        """Return how many samples of the step at this position are this rank's."""
+
+    @abc.abstractmethod
+    def num_total(self, position: int) -> int:
+        """Return how many samples the step at this position has on all ranks."""
+
+    @abc.abstractmethod
+    def _order(self, generator: torch.Generator) -> torch.Tensor:
+        """Return the indices of an epoch in their order."""
+
+    @abc.abstractmethod
+    def _part(self, order: torch.Tensor, position: int) -> torch.Tensor:
+        """Return this rank's samples of a step; at least one."""
+
+    def parts(self, epoch: int, position: int = 0) -> Iterator[torch.Tensor]:
+        """Yield the indices of this rank's samples as tensors, for each step of an epoch from a position on.
+
+        Local. It moves nothing.
+        """
+        order = self._order(torch.Generator().manual_seed(seed_of(self.seed, epoch, *self._order_seeds())))
+        for start in range(position, self.num_drawn, self.stride):
+            yield self._part(order, start)
+
+    def _order_seeds(self) -> tuple[int, ...]:
+        return ()
+
+
+class TrainingBatches(_EpochBatches):
+    """Draws the batches of the whole job anew each epoch, and gives this rank its part of each; a batch sampler.
+
+    The batches depend on seed and epoch alone, so a run on any number of ranks sees the same ones, as long as ranks
+    times ``batch_size`` is the same. All ranks make the same number of steps, and every sample is drawn once in an
+    epoch. The parts of a batch differ by one sample at most. Where the last batch has fewer samples than there are
+    ranks, a rank without a part takes one of the others' samples along, and :meth:`num_own` says 0.
+
+    Args:
+        num_samples: Number of samples of the dataset.
+        batch_size: Samples per rank and step.
+        shuffle: Draw in a new order each epoch.
+        drop_last: Leave out the last batch if it is not full.
+        weights: How often each sample is drawn, relative to the others: then an epoch is ``num_samples`` draws with
+            replacement.
+        seed: The same on all ranks.
+        group: The ranks that share the batches: a process group, the name of one, or None for the world.
+
+    Raises:
+        ValueError: There are no samples, the batch size is less than 1, or the weights do not fit.
+    """
+
+    def __init__(
+        self,
+        num_samples: int,
+        batch_size: int,
+        *,
+        shuffle: bool = True,
+        drop_last: bool = False,
+        weights: Weights | None = None,
+        seed: int = 0,
+        group: GroupLike = None,
+    ) -> None:
+        super().__init__(batch_size, seed, group)
+        self._num_samples = _at_least_one("the number of samples", num_samples)
+        self._shuffle, self._drop_last = shuffle, drop_last
+        self._cumulated = None if weights is None else _cumulate(weights, num_samples)
+
+    @property
+    def layout(self) -> list[int]:
+        """The number of samples: a position fits any number of ranks."""
+        return [self._num_samples]
+
+    @property
+    def num_drawn(self) -> int:
+        """Position at the end of an epoch: the samples that all ranks draw."""
+        return self._num_samples - (self._num_samples % self.stride if self._drop_last else 0)
+
+    @property
+    def stride(self) -> int:
+        """Samples of a full step on all ranks."""
+        return self.batch_size * self.num_ranks
+
+    def num_own(self, position: int) -> int:
+        """Return how many samples of the step at this position are this rank's; 0 where it only keeps company.
+
+        Local.
+        """
+        whole, rest = divmod(self.num_total(position), self.num_ranks)
+        return whole + (self._rank < rest)
+
+    def num_total(self, position: int) -> int:
+        """Return how many samples the step at this position has on all ranks.
+
+        Local.
+        """
+        return min(self.stride, self.num_drawn - position)
+
+    def _order(self, generator: torch.Generator) -> torch.Tensor:
+        if self._cumulated is not None:
+            drawn = torch.rand(self._num_samples, generator=generator, dtype=torch.float64) * self._cumulated[-1]
+            return torch.searchsorted(self._cumulated, drawn, right=True).clamp_(max=self._num_samples - 1)
+        if self._shuffle:
+            return torch.randperm(self._num_samples, generator=generator)
+        return torch.arange(self._num_samples)
+
+    def _part(self, order: torch.Tensor, position: int) -> torch.Tensor:
+        whole, rest = divmod(self.num_total(position), self.num_ranks)
+        start = position + self._rank * whole + min(self._rank, rest)
+        num_own = whole + (self._rank < rest)
+        return order[start : start + num_own] if num_own else order[position : position + 1]
+
+
+class ShardBatches(_EpochBatches):
+    """Draws this rank's batches from its own shard of the dataset, anew each epoch; a batch sampler.
+
+    For samples that stay where they are. All ranks make the same number of steps, and every sample is drawn once in an
+    epoch; a rank whose shard is at its end takes one of its samples along again, and :meth:`num_own` says 0.
+
+    Args:
+        sizes: Number of samples of each rank's shard, in rank order. Indices count within the shard.
+        batch_size: Samples per rank and step.
+        shuffle: Draw in a new order each epoch.
+        drop_last: Leave out the steps at which a rank has no full batch.
+        seed: The same on all ranks; each draws differently.
+        group: The ranks that share the dataset: a process group, the name of one, or None for the world.
+
+    Raises:
+        ValueError: There are no samples, the batch size is less than 1, or there is not one size for each rank.
+    """
+
+    def __init__(
+        self,
+        sizes: Sequence[int],
+        batch_size: int,
+        *,
+        shuffle: bool = True,
+        drop_last: bool = False,
+        seed: int = 0,
+        group: GroupLike = None,
+    ) -> None:
+        super().__init__(batch_size, seed, group)
+        if len(sizes) != self.num_ranks:
+            raise ValueError(
+                f"sizes must be one for each of {self.num_ranks} ranks, got {list(sizes)}. Pass all shards'."
+            )
+        _at_least_one("the number of samples", sum(sizes))
+        self._sizes: list[int] = list(sizes)
+        self._counts = Counter(self._sizes)  # few different ones, however many ranks
+        self._shuffle, self._drop_last = shuffle, drop_last
+
+    @property
+    def layout(self) -> list[int]:
+        """The sizes of all shards."""
+        return list(self._sizes)
+
+    @property
+    def num_drawn(self) -> int:
+        """Position at the end of an epoch: the samples that the rank with the most of them draws."""
+        return min(self._sizes) // self.batch_size * self.batch_size if self._drop_last else max(self._sizes)
+
+    @property
+    def stride(self) -> int:
+        """Samples of a full step on one rank."""
+        return self.batch_size
+
+    def num_own(self, position: int) -> int:
+        """Return how many samples of the step at this position are this rank's; 0 where it only keeps company.
+
+        Local.
+        """
+        return self._num_of(self._sizes[self._rank], position)
+
+    def num_total(self, position: int) -> int:
+        """Return how many samples the step at this position has on all ranks.
+
+        Local.
+        """
+        return sum(count * self._num_of(size, position) for size, count in self._counts.items())
+
+    def _num_of(self, size: int, position: int) -> int:
+        return min(self.batch_size, max(0, size - position))
+
+    def _order(self, generator: torch.Generator) -> torch.Tensor:
+        size = max(1, self._sizes[self._rank])
+        return torch.randperm(size, generator=generator) if self._shuffle else torch.arange(size)
+
+    def _part(self, order: torch.Tensor, position: int) -> torch.Tensor:
+        return order[position : position + self.num_own(position)] if self.num_own(position) else order[:1]
+
+    def _order_seeds(self) -> tuple[int, ...]:
+        return (self._rank,)
+
+
+class EvaluationBatches(Sampler[list[int]]):
+    """Gives each rank its part of the samples in order, each of them once; a batch sampler.
+
+    The ranks may make different numbers of steps, and none at all. Their samples, in rank order, are the dataset.
+
+    Args:
+        num_samples: Number of samples of the dataset.
+        batch_size: Samples per rank and step.
+        group: The ranks that share the samples: a process group, the name of one, or None for the world.
+
+    Raises:
+        ValueError: The batch size is less than 1.
+    """
+
+    def __init__(self, num_samples: int, batch_size: int, *, group: GroupLike = None) -> None:
+        members = resolve_group(group)
+        sizes = split_sizes(num_samples, members.size)
+        start = sum(sizes[: members.rank])
+        self.own = range(start, start + sizes[members.rank])
+        self.batch_size = _at_least_one("batch_size", batch_size)
+
+    def __len__(self) -> int:
+        """Return this rank's number of steps."""
+        return -(-len(self.own) // self.batch_size)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        """Yield the indices of this rank's samples, a list for each step."""
+        for first in range(0, len(self.own), self.batch_size):
+            own = self.own[first : first + self.batch_size]
+            yield Batch(own, seed_of(own[0]))
+
+
+def _at_least_one(name: str, value: int) -> int:
+    if operator.index(value) < 1:
+        raise ValueError(f"{name} must be at least 1, got {value}. Correct it.")
+    return value
+
+
+def _cumulate(weights: Weights, num_samples: int) -> torch.Tensor:
+    """Return the sums of the weights up to each sample, after a check."""
+    given = torch.as_tensor(weights, dtype=torch.float64)
+    if given.shape != (num_samples,):
+        raise ValueError(f"weights must be one for each of {num_samples} samples, got shape {tuple(given.shape)}.")
+    total = given.cumsum(0)
+    if not (given.isfinite().all() and (given >= 0).all() and total[-1] > 0):
+        raise ValueError("weights must be finite, 0 or more and not all 0, got others. Correct them.")
+    return total

@@ -1,0 +1,365 @@
+"""What will go wrong later in a job, as far as its variables and this host tell it beforehand."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+from distman.environments import _slurm
+from distman.environments._base import LaunchEnvironment, read_flag, read_text
+from distman.environments._detect import METHOD, spoken
+
+VARIABLES = (
+    "DISTMAN_ALLOW_SHARED_GPU",
+    "DISTMAN_DEBUG",
+    "DISTMAN_FORBID_SKIP",
+    "DISTMAN_HANG_TIMEOUT",
+    "DISTMAN_INITIALIZATION_METHOD",
+    "DISTMAN_JOB_ID",
+    "DISTMAN_RENDEZVOUS_TIMEOUT",
+    "DISTMAN_REQUEUE",
+    "DISTMAN_SILENCE_TIMEOUT",
+    "DISTMAN_TIMEOUT",
+    "DISTMAN_WATCH",
+)
+"""All variables that begin like this."""
+
+_PREFIX = "DISTMAN_"
+_LOOPBACK_NAMES = ("localhost", "ip6-localhost")
+_NO_DEVICES = ("NoDevFiles", "none", "void")
+_FILES_BESIDES = 100
+"""Files that a rank has open beside its connections: libraries, data, logs."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Host:
+    """What this host answers, asked only where a check needs it.
+
+    Attributes:
+        name: The name of this host.
+        interfaces: Names of its network interfaces.
+        num_cores: Number of its cores.
+        num_usable_cores: Number of the cores that this process may use.
+        num_gpus: Number of its GPUs, visible or not.
+        first_open_port: Number of the first port that this user may open.
+        max_open_files: Number of files and connections that this process may have open; None without a limit.
+        resolve: Returns the addresses of a name: none where there is no such name, None without an answer in time.
+        is_own: Returns whether an address is this host's.
+        is_reachable: Returns whether an address and a port answer, be it by refusing.
+    """
+
+    name: str
+    interfaces: Sequence[str]
+    num_cores: int
+    num_usable_cores: int
+    num_gpus: int
+    first_open_port: int
+    max_open_files: int | None
+    resolve: Callable[[str], Sequence[str] | None]
+    is_own: Callable[[str], bool]
+    is_reachable: Callable[[str, int], bool]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Job:
+    """What the checks look at.
+
+    Attributes:
+        environ: Environment variables; never modified.
+        environment: What the chosen launcher says.
+        host: What this host answers.
+    """
+
+    environ: Mapping[str, str]
+    environment: LaunchEnvironment
+    host: Host
+
+    @property
+    def main_address(self) -> tuple[str, str] | None:
+        """Name of the host on which the ranks meet, and who says it; None where MPI will tell."""
+        given = read_text(self.environ, "MASTER_ADDR")
+        if given is not None:
+            return given, "MASTER_ADDR"
+        launcher, address = self.environment.launcher, self.environment.main_address
+        return (address, launcher) if launcher == "slurm" and address is not None else None
+
+    @property
+    def is_main_host(self) -> bool:
+        """Whether this process is the one that the others look for at the main address."""
+        if self.environment.launcher == "slurm" and not read_text(self.environ, "MASTER_ADDR"):
+            return (self.environment.node_rank, self.environment.local_rank) == (0, 0)
+        return self.environment.rank == 0
+
+    @property
+    def is_on_several_nodes(self) -> bool:
+        """Whether the launcher says that the job runs on several nodes."""
+        if self.environment.num_nodes is not None:
+            return self.environment.num_nodes > 1
+        local = self.environment.local_world_size
+        return local is not None and local < self.environment.world_size
+
+    @property
+    def local_world_size(self) -> int:
+        """Number of ranks on this host, 1 where it is not known."""
+        if self.environment.local_world_size is not None:
+            return self.environment.local_world_size
+        return self.environment.world_size if self.environment.is_on_one_node else 1
+
+
+def diagnose(environ: Mapping[str, str], environment: LaunchEnvironment, host: Host) -> tuple[str, ...]:
+    """Return what will go wrong, a sentence with its remedy each.
+
+    Local. Nothing is read but the arguments.
+
+    Args:
+        environ: Environment variables, usually ``os.environ``; never modified.
+        environment: What the chosen launcher says.
+        host: What this host answers.
+    """
+    job = _Job(environ, environment, host)
+    return tuple(itertools.chain.from_iterable(check(job) for check in _CHECKS))
+
+
+def misspelt_variables(environ: Mapping[str, str]) -> tuple[str, ...]:
+    """Return a sentence for each variable that begins like distman's, and is none.
+
+    Local.
+
+    Args:
+        environ: Environment variables, usually ``os.environ``; never modified.
+    """
+    unknown = (name for name in sorted(environ) if name.startswith(_PREFIX) and name not in VARIABLES)
+    return tuple(
+        f"{name} is no variable that distman reads, so it has no effect: {_meant_instead(name)}" for name in unknown
+    )
+
+
+def _meant_instead(name: str) -> str:
+    ends = [known.removeprefix(_PREFIX) for known in VARIABLES]
+    close = difflib.get_close_matches(name.removeprefix(_PREFIX), ends, n=1)
+    return f"did you mean {_PREFIX}{close[0]}?" if close else f"there are {', '.join(VARIABLES)}."
+
+
+def _other_launchers(job: _Job) -> Iterator[str]:
+    """Another launcher says another place, and is not the one that started one task on each node."""
+    chosen = job.environment
+    if chosen.launcher in ("env", "single") or read_text(job.environ, METHOD):  # those were told, or asked for
+        return
+    num_nodes = chosen.num_nodes or -(-chosen.world_size // job.local_world_size)
+    for other in spoken(job.environ):
+        is_same = (other.rank, other.world_size) == (chosen.rank, chosen.world_size)
+        is_around = other.world_size in (1, num_nodes) or _is_step_of_daemons(job, other)
+        if other.launcher != chosen.launcher and not is_same and not is_around:
+            yield (
+                f"{other.launcher} says rank {other.rank} of {other.world_size}, but {chosen.launcher} says rank "
+                f"{chosen.rank} of {chosen.world_size} and is believed: if one launcher started the other, there are "
+                f"several jobs of {chosen.world_size} instead of one. Start with one launcher only, or choose: "
+                f"DISTMAN_INITIALIZATION_METHOD={other.launcher}."
+            )
+
+
+def _is_step_of_daemons(job: _Job, other: LaunchEnvironment) -> bool:
+    """Return whether Slurm speaks of mpirun's daemons: one on each node but that of mpirun itself."""
+    num_nodes = _number(read_text(job.environ, *_slurm.ALLOCATION_FIELDS["num_nodes"]) or "")
+    return other.launcher == "slurm" and num_nodes is not None and other.world_size == other.num_nodes == num_nodes - 1
+
+
+def _idle_nodes(job: _Job) -> Iterator[str]:
+    """A launcher in a batch script, without srun, uses one node of several."""
+    if job.environment.launcher in ("slurm", "single") or any(one.launcher == "slurm" for one in spoken(job.environ)):
+        return
+    num_nodes = _number(read_text(job.environ, *_slurm.ALLOCATION_FIELDS["num_nodes"]) or "")
+    if num_nodes is not None and num_nodes > 1 and job.environment.is_on_one_node:
+        yield (
+            f"The Slurm allocation has {num_nodes} nodes, but {job.environment.launcher} runs all "
+            f"{job.environment.world_size} ranks on one: no step of srun was started. Start it with srun, one "
+            f"{job.environment.launcher} on each node, or start the ranks by srun itself."
+        )
+
+
+def _gpus(job: _Job) -> Iterator[str]:
+    """CUDA_VISIBLE_DEVICES does not give every local rank a GPU of its own."""
+    text = job.environ.get("CUDA_VISIBLE_DEVICES")
+    if text is None:
+        return
+    devices = [device.strip() for device in text.split(",")]
+    visible = list(itertools.takewhile(lambda device: device not in ("", "-1", *_NO_DEVICES), devices))
+    ranks = job.local_world_size
+    one_for_each_task = len(visible) == 1 and job.environment.launcher != "torchrun"
+    if not visible and job.host.num_gpus:
+        yield (
+            f"CUDA_VISIBLE_DEVICES={text!r} hides all GPUs of this host: the job computes on the CPU. Unset it, or ask "
+            "the scheduler for GPUs."
+        )
+    elif len(set(visible)) < len(visible):
+        yield f"CUDA_VISIBLE_DEVICES={text!r} names a GPU twice, which CUDA refuses. Name each once."
+    elif 0 < len(visible) < ranks and not one_for_each_task and not read_flag(job.environ, "DISTMAN_ALLOW_SHARED_GPU"):
+        gpus = "1 GPU" if len(visible) == 1 else f"{len(visible)} GPUs"
+        yield (
+            f"CUDA_VISIBLE_DEVICES={text!r} shows {gpus} to {ranks} ranks on this host: some would share one, which "
+            f"NCCL refuses. Start {len(visible)} ranks on each node, or show more GPUs."
+        )
+
+
+def _main_address(job: _Job) -> Iterator[str]:
+    """The address on which the ranks meet means nothing, or the wrong host."""
+    if job.main_address is None or job.environment.launcher == "single":
+        return
+    name, source = job.main_address
+    addresses = job.host.resolve(name)
+    what = f"the main address {name!r} (from {source})"
+    if addresses is None:
+        yield f"No answer came in time to what {what} is: each rank will wait for it. Repair DNS, or use an IP address."
+    elif not addresses:
+        yield f"On this host {what} means nothing: no rank can meet there. Correct it, or use an IP address."
+    elif job.is_on_several_nodes:
+        yield from _wrong_host(job, name, what, addresses)
+
+
+def _wrong_host(job: _Job, name: str, what: str, addresses: Sequence[str]) -> Iterator[str]:
+    """The main address of a job of several nodes is not where the others look for it, or does not answer."""
+    is_own = any(map(job.host.is_own, addresses))
+    is_at_home = job.is_main_host or job.environment.node_rank == 0 or name == job.host.name
+    port = _number(job.environ.get("MASTER_PORT", ""))
+    if all(map(_is_loopback, addresses)) and (not is_at_home or name in (*_LOOPBACK_NAMES, *addresses)):
+        yield (
+            f"On a job of several nodes {what} must not be this host itself, but it is {addresses[0]}: the other "
+            "nodes would look for rank 0 at home. Set MASTER_ADDR to the name of rank 0's node, or unset it."
+        )
+    elif job.is_main_host and not is_own:
+        yield (
+            f"This is rank {job.environment.rank}, for which the others look at the main address, but {what} is "
+            f"{addresses[0]}, which is not this host ({job.host.name}). Set MASTER_ADDR to the name of the host on "
+            "which rank 0 runs, or unset it."
+        )
+    elif not is_own and port is not None and not any(job.host.is_reachable(address, port) for address in addresses):
+        yield (
+            f"From this host {what}, {addresses[0]}, does not answer on port {port}: a firewall or another network "
+            "is between. Set MASTER_ADDR to an address that all nodes reach, or MASTER_PORT to an open port."
+        )
+
+
+def _own_name(job: _Job) -> Iterator[str]:
+    """The name of this host means the loopback interface, which gloo would tell the other nodes."""
+    if not job.is_on_several_nodes or read_text(job.environ, "GLOO_SOCKET_IFNAME"):
+        return
+    addresses = job.host.resolve(job.host.name)
+    if addresses and all(map(_is_loopback, addresses)):
+        yield (
+            f"The name of this host, {job.host.name!r}, means {addresses[0]} here: gloo tells the other nodes that "
+            "address, and they connect to themselves. Correct /etc/hosts, or set GLOO_SOCKET_IFNAME to the interface "
+            "of the network."
+        )
+
+
+def _threads(job: _Job) -> Iterator[str]:
+    """Each of several ranks would start a thread for every core."""
+    cores, ranks = job.host.num_usable_cores, job.local_world_size
+    if (
+        read_text(job.environ, "OMP_NUM_THREADS") is None
+        and ranks > 1
+        and 1 < cores <= job.host.num_cores < cores * ranks
+    ):
+        yield (
+            f"OMP_NUM_THREADS is not set: each of the {ranks} ranks on this host would use all of {cores} cores, and "
+            f"they slow each other down. Set OMP_NUM_THREADS={max(1, job.host.num_cores // ranks)}, or let the "
+            "launcher bind each rank to its own cores."
+        )
+
+
+def _interfaces(job: _Job) -> Iterator[str]:
+    """A variable names a network interface that this host does not have."""
+    there = f"It has {', '.join(job.host.interfaces)}: choose of these, or unset the variable."
+    nccl = read_text(job.environ, "NCCL_SOCKET_IFNAME")
+    if nccl is not None and not _matches_for_nccl(nccl, job.host.interfaces):
+        yield f"NCCL_SOCKET_IFNAME={nccl!r} names no network interface of this host: NCCL cannot start. {there}"
+    gloo = read_text(job.environ, "GLOO_SOCKET_IFNAME")
+    missing = [name for name in (gloo or "").split(",") if name and name not in job.host.interfaces]
+    if missing:
+        yield (
+            f"GLOO_SOCKET_IFNAME={gloo!r} names {missing[0]!r}, which is no network interface of this host: gloo "
+            f"cannot start. {there}"
+        )
+
+
+def _matches_for_nccl(text: str, interfaces: Sequence[str]) -> bool:
+    """Return whether interfaces are left: NCCL takes beginnings of names, ``=`` for whole ones, ``^`` for others."""
+    is_excluded = text.startswith("^")
+    text = text.removeprefix("^")
+    is_exact = text.startswith("=")
+    names = [name for name in text.removeprefix("=").split(",") if name]
+
+    def is_named(interface: str) -> bool:
+        return any(interface == name if is_exact else interface.startswith(name) for name in names)
+
+    return any(is_named(interface) is not is_excluded for interface in interfaces)
+
+
+def _port(job: _Job) -> Iterator[str]:
+    """MASTER_PORT is no port that a user may open."""
+    text = read_text(job.environ, "MASTER_PORT")
+    if text is None or job.environment.launcher == "single":
+        return
+    port = _number(text)
+    if port is None or not 0 < port < 65536:
+        yield f"MASTER_PORT must be a number between 1 and 65535, got {text!r}. Correct or unset it."
+    elif port < job.host.first_open_port:
+        yield (
+            f"MASTER_PORT={port} is a port that only the administrator may open: rank 0 would fail. Choose one between "
+            f"{job.host.first_open_port} and 32767, or unset it."
+        )
+
+
+def _nccl_errors(job: _Job) -> Iterator[str]:
+    """Errors of NCCL would not end a process that waits."""
+    names = ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "NCCL_ASYNC_ERROR_HANDLING")
+    waits = ("TORCH_NCCL_BLOCKING_WAIT", "NCCL_BLOCKING_WAIT")
+    name = next((name for name in names if read_text(job.environ, name) is not None), None)
+    if name is not None and read_text(job.environ, name) == "0" and read_text(job.environ, *waits) in (None, "0"):
+        yield (
+            f"{name}=0 switches off that errors of NCCL end a process, and TORCH_NCCL_BLOCKING_WAIT is not on: a rank "
+            "whose peer is gone would wait for ever. Unset it."
+        )
+
+
+def _open_files(job: _Job) -> Iterator[str]:
+    """The limit of open files is below what connections to all other ranks take."""
+    size, limit = job.environment.world_size, job.host.max_open_files
+    is_first = job.environment.rank == 0
+    needed = (4 if is_first else 2) * size + _FILES_BESIDES
+    if limit is not None and size > 1 and limit < needed:
+        yield (
+            f"The limit of open files is {limit}, but rank {job.environment.rank} of {size} needs about {needed}, most "
+            f"of them connections to other ranks. Run ulimit -n {needed} before the program, in the job script."
+        )
+
+
+def _misspelt(job: _Job) -> Iterator[str]:
+    """A variable begins like distman's, and is none."""
+    yield from misspelt_variables(job.environ)
+
+
+def _is_loopback(address: str) -> bool:
+    return address.startswith("127.") or address == "::1"
+
+
+def _number(text: str) -> int | None:
+    text = text.strip()
+    return int(text) if text.isascii() and text.isdigit() and len(text) < 10 else None
+
+
+_CHECKS: tuple[Callable[[_Job], Iterator[str]], ...] = (
+    _misspelt,
+    _other_launchers,
+    _idle_nodes,
+    _main_address,
+    _own_name,
+    _port,
+    _gpus,
+    _threads,
+    _interfaces,
+    _nccl_errors,
+    _open_files,
+)

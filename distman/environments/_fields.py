@@ -1,0 +1,100 @@
+"""From a launcher's table of variables to a checked LaunchEnvironment.
+
+Every launcher keeps a table, ``FIELDS``, of the variables it sets: the name of the field, then the spellings of the
+variable, the preferred one first. The tables serve twice: to read the values, and to say afterwards where each value
+came from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from distman.environments._base import LaunchEnvironment, read_count, read_index, read_text
+from distman.errors import LaunchEnvironmentError
+
+Fields = Mapping[str, tuple[str, ...]]
+"""Field of LaunchEnvironment -> spellings of the variable that holds it."""
+
+JOB_ID = "DISTMAN_JOB_ID"
+"""The user's own job id; it stands above every launcher's."""
+
+_READERS: Mapping[str, Callable[..., int | str | None]] = {
+    "rank": read_index,
+    "world_size": read_count,
+    "local_rank": read_index,
+    "local_world_size": read_count,
+    "node_rank": read_index,
+    "num_nodes": read_count,
+    "main_address": read_text,
+    "main_port": read_count,
+    "job_id": read_text,
+}
+
+_BELOW = (("rank", "world_size"), ("local_rank", "local_world_size"), ("node_rank", "num_nodes"))
+
+
+def environment_from(
+    launcher: str, fields: Fields, environ: Mapping[str, str], **derived: int | str | None
+) -> LaunchEnvironment | None:
+    """Return the launcher's values as a LaunchEnvironment, or None where it gives no rank or no world size.
+
+    Args:
+        launcher: Name of the launcher.
+        fields: Its table of variables.
+        environ: Environment variables; never modified.
+        derived: Values of fields whose variable is not simply the value; they replace the plain reading.
+
+    Raises:
+        LaunchEnvironmentError: A variable is not a number, or two contradict each other.
+    """
+    values: dict[str, Any] = {
+        field: derived[field] if field in derived else _READERS[field](environ, *names)
+        for field, names in fields.items()
+    }
+    if values["rank"] is None or values["world_size"] is None:
+        return None
+    _check(fields, environ, values)
+    values["job_id"] = read_text(environ, JOB_ID) or values.get("job_id")
+    return LaunchEnvironment(launcher, **values)
+
+
+def source_of(field: str, fields: Fields, environ: Mapping[str, str]) -> str | None:
+    """Return ``NAME=value`` of the variable that holds ``field``, or None where none is set.
+
+    Args:
+        field: Field of LaunchEnvironment.
+        fields: The launcher's table of variables.
+        environ: Environment variables; never modified.
+    """
+    names = (JOB_ID, *fields.get(field, ())) if field == "job_id" else fields.get(field, ())
+    name = next((name for name in names if read_text(environ, name)), None)
+    return None if name is None else f"{name}={read_text(environ, name)}"
+
+
+def _check(fields: Fields, environ: Mapping[str, str], values: Mapping[str, Any]) -> None:
+    for index, count in _BELOW:
+        if _both(values, index, count) and values[index] >= values[count]:
+            raise _contradiction(fields, environ, index, "below", count)
+    if _both(values, "local_world_size", "world_size") and values["local_world_size"] > values["world_size"]:
+        raise _contradiction(fields, environ, "local_world_size", "at most", "world_size")
+    if (values.get("main_port") or 1) > 65535:
+        raise LaunchEnvironmentError(
+            f"{fields['main_port'][0]} must be between 1 and 65535, got "
+            f"{source_of('main_port', fields, environ)} from the environment. Set it to a free port, or unset it."
+        )
+
+
+def _both(values: Mapping[str, Any], first: str, second: str) -> bool:
+    return values.get(first) is not None and values.get(second) is not None
+
+
+def _contradiction(
+    fields: Fields, environ: Mapping[str, str], first: str, relation: str, second: str
+) -> LaunchEnvironmentError:
+    sources = [str(source_of(field, fields, environ)) for field in (first, second)]
+    names = [source.partition("=")[0] for source in sources]
+    return LaunchEnvironmentError(
+        f"{names[0]} must be {relation} {names[1]}, got {sources[0]} and {sources[1]} from the environment. "
+        "Correct or unset them; one launcher sets both."
+    )

@@ -1,0 +1,72 @@
+"""The decorator that makes a call run on every device."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from distman.executor._parallel import ParallelExecutor
+
+T = TypeVar("T")
+
+
+def parallelize_on_gpus(
+    num_gpus: int | None = None,
+    pass_device: bool = True,  # noqa: FBT001, FBT002 - a settled interface
+) -> Callable[[Callable[..., T]], Callable[..., list[T]]]:
+    """Return a decorator: a call of the function runs it on every GPU and returns the list of results.
+
+    Local. The workers are started by the first call, and stay until the program ends or ``shutdown()`` of the
+    decorated function is called; the call after that starts new ones.
+
+    Args:
+        num_gpus: As for ``ParallelExecutor``; looked at by the first call.
+        pass_device: Whether the function takes the device.
+
+    Raises:
+        WorkerError: When called: as ``ParallelExecutor.run``.
+
+    Example:
+        >>> @parallelize_on_gpus(pass_device=False)
+        ... def add(x, y):
+        ...     return x + y
+        >>> set(add(1, 2))
+        {3}
+        >>> add.shutdown()
+    """
+
+    def decorate(function: Callable[..., T]) -> Callable[..., list[T]]:
+        resident = _Resident(num_gpus, pass_device=pass_device)
+
+        @functools.wraps(function)
+        def run_on_all(*args: Any, **kwargs: Any) -> list[T]:
+            return resident.open().run(function, *args, **kwargs)
+
+        run_on_all.shutdown = resident.shutdown  # type: ignore[attr-defined]
+        return run_on_all
+
+    return decorate
+
+
+class _Resident:
+    """The executor of a decorated function, made by its first call."""
+
+    def __init__(self, num_gpus: int | None, *, pass_device: bool) -> None:
+        self._num_gpus = num_gpus
+        self._pass_device = pass_device
+        self._executor: ParallelExecutor | None = None
+
+    def open(self) -> ParallelExecutor:
+        if self._executor is None:
+            self._executor = ParallelExecutor(self._num_gpus, self._pass_device)
+        return self._executor
+
+    def shutdown(self) -> None:
+        """End the workers.
+
+        Blocks until they are gone.
+        """
+        executor, self._executor = self._executor, None
+        if executor is not None:
+            executor.shutdown()

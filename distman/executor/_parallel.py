@@ -1,0 +1,260 @@
+"""The executor: a function on every device at once, or many calls shared out among the devices."""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+import os
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from types import FunctionType, TracebackType
+from typing import Any, Literal, ParamSpec, TypeVar
+
+import torch
+
+from distman._device import resolve_device
+from distman.executor._pool import Pool
+from distman.executor._worker import Task
+
+P = ParamSpec("P")
+T = TypeVar("T")
+_MOST_SECONDS = 2_000_000  # poll counts milliseconds in 31 bits
+_known_places: weakref.WeakKeyDictionary[FunctionType, str] = weakref.WeakKeyDictionary()
+
+
+class ParallelExecutor(Executor):
+    """One resident process for each device, started by the first call.
+
+    It is a context manager and a ``concurrent.futures.Executor``. With ``pass_device`` every function is given its
+    device: as the first argument, or by keyword if it has a parameter ``device`` that is not its first.
+
+    Args:
+        num_gpus: How many GPUs to use, from the first one on; None takes all, or one CPU worker where there is no GPU.
+        pass_device: Whether functions take the device.
+        devices: The devices instead, such as ``["cpu", "cpu"]``; one may come several times.
+        timeout: Seconds that a call may take on a worker, None for no limit.
+
+    Raises:
+        TypeError: A device is neither a text nor a ``torch.device``.
+        ValueError: There are not as many GPUs, ``devices`` is empty, both are given, or ``timeout`` is not a positive
+            number below two million.
+    """
+
+    def __init__(
+        self,
+        num_gpus: int | None = None,
+        pass_device: bool = True,  # noqa: FBT001, FBT002 - a settled interface
+        *,
+        devices: Sequence[str | torch.device] | None = None,
+        timeout: float | None = None,
+    ) -> None:
+        if timeout is not None and not 0 < timeout < _MOST_SECONDS:
+            raise ValueError(
+                f"timeout must be a positive number of seconds below {_MOST_SECONDS:,}, got {timeout!r}. "
+                "Pass None for no limit."
+            )
+        self.devices: tuple[torch.device, ...] = _choose_devices(num_gpus, devices)
+        self._pass_device = pass_device
+        self._timeout = timeout
+        self._is_shut = False
+        self._renew()
+
+    def __reduce__(self) -> tuple[object, ...]:
+        """Travel as an executor of the same devices, with workers of its own."""
+        return _make, ([str(device) for device in self.devices], self._pass_device, self._timeout)
+
+    def _renew(self) -> None:
+        """Begin with no workers: at first, and in a copy of the program made by a fork."""
+        self._pool = Pool(self.devices, self._timeout)
+        self._threads: ThreadPoolExecutor | None = None
+        self._changed = threading.Condition()
+        self._num_calls = 0
+        weakref.finalize(self, self._pool.close)
+
+    def run(self, func: Callable[..., T], /, *args: Any, **kwargs: Any) -> list[T]:
+        """Call the function on every device at once, and return the results in the order of the devices.
+
+        Local. Blocks. Tensors come back on the CPU, detached.
+
+        Args:
+            func: The function; lambdas, closures and functions of a notebook will do.
+            args: Its arguments after the device, the same on every device.
+            kwargs: Its keyword arguments.
+
+        Raises:
+            RuntimeError: The executor was shut down.
+            TypeError: Function or arguments cannot be pickled.
+            WorkerError: A worker died, raised, was too late, or returned what cannot be pickled. What the others
+                do is ended, and the next call works again.
+        """
+        self._begin()
+        try:
+            results: list[Any] = self._pool.call(self._task(func, args, kwargs), range(len(self.devices)))
+        finally:
+            self._end()
+        return results
+
+    def submit(self, fn: Callable[P, T], /, *args: Any, **kwargs: Any) -> Future[T]:
+        """Call the function on one device, whichever is free first.
+
+        Local. ``map`` does the same for every element of its iterables.
+
+        Args:
+            fn: The function.
+            args: Its arguments after the device. They are pickled when a device is free.
+            kwargs: Its keyword arguments.
+
+        Returns:
+            The future; its exceptions are those of ``run``.
+
+        Raises:
+            RuntimeError: The executor was shut down.
+        """
+        self._begin()
+        try:
+            future: Future[Any] = self._open_threads().submit(self._call_here, fn, args, kwargs)
+        except BaseException:
+            self._end()
+            raise
+        future.add_done_callback(lambda _: self._end())
+        return future
+
+    def _task(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Task:
+        return Task(function, args, kwargs, _device_place(function) if self._pass_device else "")
+
+    def _call_here(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return self._pool.call(self._task(function, args, kwargs), [self._place.index])[0]
+
+    def _open_threads(self) -> ThreadPoolExecutor:
+        """Return a thread for each worker; each knows the place of its own."""
+        with self._changed:
+            if self._threads is None:
+                self._pool.open()
+                self._place = threading.local()
+                places = itertools.count()
+                self._threads = ThreadPoolExecutor(
+                    len(self.devices), "ParallelExecutor", lambda: setattr(self._place, "index", next(places))
+                )
+            return self._threads
+
+    def _begin(self) -> None:
+        if self._pool.pid != os.getpid():
+            self._renew()
+        with self._changed:
+            if self._is_shut:
+                raise RuntimeError("the executor must be open, got a call after shutdown(). Make a new one.")
+            self._num_calls += 1
+
+    def _end(self) -> None:
+        with self._changed:
+            self._num_calls -= 1
+            is_last = self._is_shut and not self._num_calls
+            self._changed.notify_all()
+        if is_last:
+            self._pool.close()
+
+    def shutdown(
+        self,
+        wait: bool = True,  # noqa: FBT001, FBT002 - the interface of concurrent.futures
+        *,
+        cancel_futures: bool = False,
+    ) -> None:
+        """End the workers when what was submitted is done, and free what they hold.
+
+        Local. Blocks if ``wait``.
+
+        Args:
+            wait: Whether to return only when nothing of the executor is left.
+            cancel_futures: Whether to drop what has not begun.
+        """
+        if self._pool.pid != os.getpid():
+            self._renew()
+        with self._changed:
+            self._is_shut = True
+        if self._threads is not None:
+            self._threads.shutdown(wait=False, cancel_futures=cancel_futures)
+        if wait:
+            self._wait()
+        if not self._num_calls:
+            self._pool.close()
+        if wait and self._threads is not None:
+            self._threads.shutdown(wait=True)
+
+    def _wait(self) -> None:
+        try:
+            with self._changed:
+                self._changed.wait_for(lambda: not self._num_calls)
+        except BaseException:
+            self._pool.terminate()
+            raise
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc_val: BaseException | None,
+        exc_tb: TracebackType | None,
+    ) -> Literal[False]:
+        """Shut down. After Ctrl-C or ``sys.exit`` nothing is waited for: what runs is ended."""
+        is_leaving = exc_val is not None and not isinstance(exc_val, Exception)
+        if is_leaving:
+            self.shutdown(wait=False, cancel_futures=True)
+            self._pool.terminate()
+        self.shutdown(cancel_futures=exc_val is not None)
+        return False
+
+
+def _make(
+    devices: list[str],
+    pass_device: bool,  # noqa: FBT001 - unpickling calls it
+    timeout: float | None,
+) -> ParallelExecutor:
+    return ParallelExecutor(pass_device=pass_device, devices=devices, timeout=timeout)
+
+
+def _choose_devices(num_gpus: int | None, devices: Sequence[str | torch.device] | None) -> tuple[torch.device, ...]:
+    if devices is None:
+        return _choose_gpus(num_gpus)
+    if num_gpus is not None:
+        raise ValueError(f"devices must stand alone, got num_gpus={num_gpus!r} as well. Leave one of them out.")
+    if isinstance(devices, str) or not devices:
+        raise ValueError(f"devices must be a list with at least one device, got {devices!r}. Pass ['cpu', 'cpu'].")
+    chosen = [resolve_device(device) for device in devices]
+    return tuple(
+        torch.device(device.type, 0) if device.type != "cpu" and device.index is None else device for device in chosen
+    )
+
+
+def _choose_gpus(num_gpus: int | None) -> tuple[torch.device, ...]:
+    kind, count = "cuda", torch.cuda.device_count()
+    if not count:
+        kind, count = "xpu", torch.xpu.device_count()
+    if num_gpus is None:
+        return tuple(torch.device(kind, index) for index in range(count)) or (torch.device("cpu"),)
+    if isinstance(num_gpus, bool) or not isinstance(num_gpus, int) or not 1 <= num_gpus <= count:
+        raise ValueError(
+            f"num_gpus must be a number from 1 to the {count} GPUs that are visible, got {num_gpus!r}. "
+            "Pass devices=['cpu', 'cpu'] for workers on the CPU."
+        )
+    return tuple(torch.device(kind, index) for index in range(num_gpus))
+
+
+def _device_place(function: Callable[..., Any]) -> str:
+    """Return how the function takes its device: ``"first"``, or ``"keyword"``."""
+    if not isinstance(function, FunctionType):
+        return _find_device_place(function)
+    if function not in _known_places:
+        _known_places[function] = _find_device_place(function)
+    return _known_places[function]
+
+
+def _find_device_place(function: Callable[..., Any]) -> str:
+    try:
+        parameters = list(inspect.signature(function).parameters.values())
+    except (TypeError, ValueError):  # a builtin without a signature
+        return "first"
+    for place, parameter in enumerate(parameters):
+        if parameter.name == "device" and parameter.kind is not parameter.POSITIONAL_ONLY:
+            return "first" if place == 0 and parameter.kind is parameter.POSITIONAL_OR_KEYWORD else "keyword"
+    return "first"

@@ -1,0 +1,41 @@
+"""Shared memory without a name: nothing of it is left in the file system, whoever dies when."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+
+def create_region(num_bytes: int) -> int:
+    """Return the file descriptor of new shared memory; ``/dev/shm`` and its size do not matter.
+
+    Args:
+        num_bytes: Its size, at least 1.
+    """
+    descriptor = os.memfd_create("distman-executor")
+    try:
+        os.ftruncate(descriptor, num_bytes)
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def map_region(descriptor: int, num_bytes: int, *, is_private: bool = False) -> npt.NDArray[np.uint8]:
+    """Return the memory behind a file descriptor, which may be closed afterwards.
+
+    The mapping lasts as long as the array and its views.
+
+    Args:
+        descriptor: From ``create_region`` here or in another process.
+        num_bytes: Its size.
+        is_private: Whether what is written here stays unseen by the other processes.
+    """
+    # torch maps without keeping a descriptor open; Python's mmap keeps one for each mapping.
+    storage: Any = torch.UntypedStorage.from_file(f"/proc/self/fd/{descriptor}", not is_private, num_bytes)
+    array: npt.NDArray[np.uint8] = torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage).numpy()
+    return array

@@ -1,0 +1,149 @@
+"""Transforms of dims that are whole on this rank, done in blocks that fit a processor's cache.
+
+A transform along a dim with a large stride, all at once, takes many times as long as its arithmetic: every number lies
+on another page. So a block is copied in the order in which it lies, turned in the cache, and transformed there.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Literal
+
+import torch
+
+Index = tuple[slice, ...]
+Run = tuple[int, int]  # start and length
+Kind = Literal["fft", "ifft", "rfft", "irfft"]
+
+_BLOCK_BYTES = 2**19  # for each thread
+_FEWEST = 16  # numbers that lie side by side: fewer would leave most of a cache line unread
+
+_TRANSFORMS = {"fft": torch.fft.fftn, "ifft": torch.fft.ifftn, "rfft": torch.fft.rfftn, "irfft": torch.fft.irfftn}
+_COMPLEX = {torch.float32: torch.complex64, torch.float64: torch.complex128}
+_REAL = {value: key for key, value in _COMPLEX.items()}
+
+
+@dataclasses.dataclass(frozen=True)
+class LocalTransform:
+    """A transform of dims that are whole on this rank.
+
+    Attributes:
+        kind: ``rfft`` gives half of a spectrum, ``irfft`` takes one, along the last of the dims.
+        dims: The dims.
+        length: Length of the signal along the last of them.
+        norm: As in ``torch.fft``.
+        is_weighted: Frequencies that stand for two are doubled after ``rfft``, halved before ``irfft``.
+    """
+
+    kind: Kind
+    dims: tuple[int, ...]
+    length: int
+    norm: str
+    is_weighted: bool = False
+
+    def __call__(self, block: torch.Tensor) -> torch.Tensor:
+        """Return the transform of a block whose last dims are these."""
+        axes = tuple(range(-len(self.dims), 0))
+        lengths = [*(block.shape[axis] for axis in axes[:-1]), self.length]
+        if self.kind == "irfft" and self.is_weighted:
+            block = scale_pairs(block.clone(), -1, self.length, 0.5)
+        transformed: torch.Tensor = _TRANSFORMS[self.kind](block, lengths, axes, self.norm)
+        if self.kind == "rfft" and self.is_weighted:
+            scale_pairs(transformed, -1, self.length, 2.0)
+        return transformed
+
+    def shape(self, shape: Sequence[int]) -> list[int]:
+        """Return the shape of the transform of data of this one."""
+        lengths = list(shape)
+        lengths[self.dims[-1]] = self.length // 2 + 1 if self.kind == "rfft" else self.length
+        return lengths
+
+    def dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """Return the dtype of the transform of data of this one."""
+        return {"rfft": _COMPLEX, "irfft": _REAL}.get(self.kind, {}).get(dtype, dtype)
+
+
+def scale_pairs(half: torch.Tensor, dim: int, length: int, factor: float) -> torch.Tensor:
+    """Scale, in place, the frequencies of half of a spectrum that stand for two."""
+    half.narrow(dim, 1, (length - 1) // 2).mul_(factor)
+    return half
+
+
+def empty_with_last(
+    tensor: torch.Tensor, shape: Sequence[int], last: Sequence[int], dtype: torch.dtype | None = None
+) -> torch.Tensor:
+    """Return an empty tensor whose last dims in memory are these."""
+    order = _order(len(shape), last)
+    return tensor.new_empty([shape[dim] for dim in order], dtype=dtype).permute(_inverse(order))
+
+
+def indices_of_blocks(tensor: torch.Tensor, whole: Iterable[int]) -> Iterator[Index]:
+    """Cut a tensor into blocks that are whole along some dims; on an accelerator it is one block."""
+    if tensor.numel() == 0:
+        return
+    num_blocks = tensor.numel() * tensor.element_size() / (_BLOCK_BYTES * torch.get_num_threads())
+    lengths = list(tensor.shape)
+    free = sorted(set(range(tensor.ndim)) - set(whole), key=tensor.stride, reverse=True)
+    for dim in free if tensor.device.type == "cpu" else ():
+        if num_blocks > 1:
+            fewest = _FEWEST if tensor.stride(dim) == 1 else 1
+            lengths[dim] = min(max(math.floor(tensor.shape[dim] / num_blocks), fewest), tensor.shape[dim])
+            num_blocks /= tensor.shape[dim] / lengths[dim]
+    cuts = [
+        [slice(start, start + lengths[dim]) for start in range(0, tensor.shape[dim], lengths[dim])]
+        if dim in free
+        else [slice(None)]
+        for dim in range(tensor.ndim)
+    ]
+    yield from itertools.product(*cuts)
+
+
+def blocks_of(
+    tensor: torch.Tensor, local: LocalTransform | None, whole: Iterable[int] = (), runs: Sequence[Run] = ()
+) -> Iterator[tuple[Index, torch.Tensor]]:
+    """Yield the transform of a tensor block by block, each with its place.
+
+    Args:
+        tensor: The tensor.
+        local: The transform; None leaves the tensor as it is.
+        whole: Further dims along which a block is whole.
+        runs: The order in which to take what lies along the last of its dims, where it is not in order.
+    """
+    dims = local.dims if local is not None else ()
+    turned = _order(tensor.ndim, dims)
+    back = _inverse(turned)
+    for index in indices_of_blocks(tensor, {*dims, *whole}):
+        block = tensor[index]
+        if local is not None:
+            lying = block.permute(turned)
+            if not lying.is_contiguous() and block.device.type == "cpu":
+                lying = block.clone().permute(turned)
+            lying = lying.contiguous()
+            if runs:
+                lying = torch.cat([lying.narrow(-1, *run) for run in runs], -1)
+            block = local(lying).permute(back)
+        yield index, block
+
+
+def transform(tensor: torch.Tensor, local: LocalTransform, runs: Sequence[Run] = ()) -> torch.Tensor:
+    """Return the transform of a tensor, in its place if it has the same shape and dtype."""
+    shape = local.shape(tensor.shape)
+    result = tensor if local.kind in ("fft", "ifft") else None
+    for index, block in blocks_of(tensor, local, runs=runs):
+        if list(block.shape) == shape:
+            return block  # the only one
+        if result is None:
+            result = empty_with_last(tensor, shape, local.dims, local.dtype(tensor.dtype))
+        result[index] = block
+    return result if result is not None else tensor.new_empty(shape, dtype=local.dtype(tensor.dtype))
+
+
+def _order(ndim: int, last: Sequence[int]) -> list[int]:
+    return [*(dim for dim in range(ndim) if dim not in last), *last]
+
+
+def _inverse(order: Sequence[int]) -> list[int]:
+    return sorted(range(len(order)), key=order.__getitem__)

@@ -1,0 +1,350 @@
+"""One transform of a sharded tensor: in which order its dims are transformed, and what travels between the ranks."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from distman._groups.registry import Group
+from distman.collectives._exchange import exchange
+from distman.fft._blocks import (
+    Index,
+    Kind,
+    LocalTransform,
+    Run,
+    blocks_of,
+    empty_with_last,
+    indices_of_blocks,
+    scale_pairs,
+    transform,
+)
+from distman.fft._hermitian import HermitianRows, negated
+from distman.topology import split_sizes
+
+_ADJOINT: dict[Kind, Kind] = {"fft": "ifft", "ifft": "fft", "rfft": "irfft", "irfft": "rfft"}
+_DUAL = {"backward": "forward", "forward": "backward", "ortho": "ortho"}
+
+
+class _Transform(torch.autograd.Function):
+    """Runs a plan; its backward runs the adjoint plan, and so on."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, plan: Plan) -> torch.Tensor:
+        ctx.plan = plan
+        return plan.run(tensor).detach()  # no view, so that it may be changed in place
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+        return execute(grad, ctx.plan.adjoint()), None
+
+
+def execute(tensor: torch.Tensor, plan: Plan) -> torch.Tensor:
+    """Transform a shard by a plan.
+
+    Collective. Blocking. Differentiable.
+    """
+    result: torch.Tensor = _Transform.apply(tensor, plan)
+    return result
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """One transform over a group.
+
+    Every dim but that of the shards has its full length in the input. A spectrum of real data is halved along
+    ``dims[-1]``. The whole dims are transformed first; then the ranks exchange their parts, so that the dim of the
+    shards is whole and another one is split; then that dim is transformed. In the code, ``way`` is the dim that is
+    split on the way.
+
+    The adjoint of a plan is a plan. Of half a spectrum all frequencies but the first, and of an even length the last,
+    stand for two: an inverse counts them twice, so the adjoint of an ``rfft`` is an ``irfft`` that halves them first,
+    and the other way round. Such a plan is weighted.
+
+    Attributes:
+        kind: ``rfft`` gives half of a spectrum, ``irfft`` takes one.
+        dims: The transformed dims, counted from the front.
+        lengths: Length of the full signal along each of them.
+        shard: Along which of them the input is sharded.
+        sizes: Lengths of the input's shards; what they lack of the full length is zero.
+        out: Along which of them the result is sharded.
+        out_sizes: Lengths of the result's shards; what they lack of the full length is dropped.
+        norm: As in ``torch.fft``.
+        group: The group.
+        is_weighted: Frequencies that stand for two are halved before an ``irfft``, doubled after an ``rfft``.
+    """
+
+    kind: Kind
+    dims: tuple[int, ...]
+    lengths: dict[int, int]
+    shard: int
+    sizes: tuple[int, ...]
+    out: int
+    out_sizes: tuple[int, ...]
+    norm: str
+    group: Group
+    is_weighted: bool = False
+
+    def adjoint(self) -> Plan:
+        """Return the plan of the adjoint: the exponent's sign, the layouts and the padding are swapped."""
+        return dataclasses.replace(
+            self,
+            kind=_ADJOINT[self.kind],
+            shard=self.out,
+            sizes=self.out_sizes,
+            out=self.shard,
+            out_sizes=self.sizes,
+            norm=_DUAL[self.norm],
+            is_weighted=self.kind in ("rfft", "irfft") and not self.is_weighted,
+        )
+
+    def run(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Transform a shard.
+
+        Collective. Blocking.
+        """
+        last = self.dims[-1]
+        if self.kind == "rfft":
+            is_mirrored = self.shard == last and self.out != last
+            return self._to_half_mirrored(tensor) if is_mirrored else self._to_half(tensor)
+        if self.kind == "irfft":
+            is_mirrored = self.shard != last and self.out == last
+            return self._to_real_mirrored(tensor) if is_mirrored else self._to_real(tensor)
+        return self._complex(tensor)
+
+    @property
+    def _half(self) -> int:
+        """Length of half of a spectrum."""
+        return self.lengths[self.dims[-1]] // 2 + 1
+
+    def _others(self, *taken: int) -> tuple[int, ...]:
+        return tuple(dim for dim in self.dims if dim not in taken)
+
+    def _local(self, kind: Kind, *dims: int) -> LocalTransform:
+        is_weighted = self.is_weighted and dims[-1] == self.dims[-1]
+        return LocalTransform(kind, dims, self.lengths[dims[-1]], self.norm, is_weighted)
+
+    def _parts(self, dim: int, length: int) -> tuple[int, ...]:
+        """Return the lengths of the shards along a dim, on the way or at its end."""
+        return self.out_sizes if dim == self.out else tuple(split_sizes(length, self.group.size))
+
+    def _complex(self, tensor: torch.Tensor) -> torch.Tensor:
+        shard = self.shard
+        way = self.out if self.out != shard else self._others(shard)[-1]
+        first = self._local(self.kind, *self._others(shard))
+        second = self._local(self.kind, shard)
+        return self._pass(tensor, first, second, way, self.lengths[way], self.lengths[shard])
+
+    def _to_half(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Transform real data to half of its spectrum."""
+        shard, last = self.shard, self.dims[-1]
+        if shard != last:
+            way = self.out if self.out != shard else last
+            length = self._half if way == last else self.lengths[way]
+            first = self._local("rfft", *self._others(shard, last), last)
+            return self._pass(tensor, first, self._local("fft", shard), way, length, self.lengths[shard])
+        way, *others = self._others(last)
+        length = self.lengths[way]
+        parts = self._parts(way, length)
+        tensor = self._move(tensor, None, way, parts, last, self.sizes, self.lengths[last])
+        tensor = self._move(tensor, self._local("rfft", *others, last), last, self.out_sizes, way, parts, length)
+        return transform(tensor, self._local("fft", way))
+
+    def _to_real(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Transform half of a spectrum to real data."""
+        shard, out, last = self.shard, self.out, self.dims[-1]
+        others = self._others(shard, last)
+        first = self._local("ifft", *others) if others else None
+        if shard == last:
+            way = out if out != last else others[0]
+            return self._pass(tensor, first, self._local("irfft", last), way, self.lengths[way], self._half)
+        if out != shard:
+            return self._pass(
+                tensor, first, self._local("irfft", shard, last), out, self.lengths[out], self.lengths[shard]
+            )
+        parts = self._parts(last, self._half)
+        tensor = self._move(tensor, first, last, parts, shard, self.sizes, self.lengths[shard])
+        tensor = self._move(tensor, self._local("ifft", shard), shard, self.out_sizes, last, parts, self._half)
+        return transform(tensor, self._local("irfft", last))
+
+    def _pass(
+        self,
+        tensor: torch.Tensor,
+        first: LocalTransform | None,
+        second: LocalTransform,
+        way: int,
+        length: int,
+        joined: int,
+    ) -> torch.Tensor:
+        """Transform the whole dims, exchange, transform the dim of the shards, and go back if that is asked for.
+
+        Args:
+            tensor: The shard.
+            first: The transform before the exchange; None for none.
+            second: The transform after it.
+            way: The dim that is split meanwhile.
+            length: Its length then.
+            joined: Length of the dim of the shards then.
+        """
+        parts = self._parts(way, length)
+        tensor = self._move(tensor, first, way, parts, self.shard, self.sizes, joined)
+        tensor = transform(tensor, second)
+        return tensor if self.out == way else self._move(tensor, None, self.shard, self.out_sizes, way, parts, length)
+
+    def _to_half_mirrored(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Transform real data that is sharded along the last dim to half of its spectrum, sharded along another."""
+        last, way, rank = self.dims[-1], self.out, self.group.rank
+        others = self._others(last, way)
+        rows = HermitianRows.of(self.lengths[way], self.out_sizes, rank, tensor.device)
+        first = self._local("rfft", *others, way)
+        like = tensor.new_empty(0, dtype=first.dtype(tensor.dtype))
+        tensor = self._exchange(
+            blocks_of(tensor, first),
+            like,
+            first.shape(tensor.shape),
+            way,
+            rows.runs,
+            last,
+            self.sizes,
+            self.lengths[last],
+        )
+        shape = [*tensor.shape[:way], *tensor.shape[way + 1 :]]
+        shape[last - (way < last)] = self._half
+        held = like.new_empty([rows.num_held, *shape])
+        for index, block in blocks_of(tensor, self._along_last("fft"), whole=others):
+            images = negated(block, [*others, last], self._half).conj_physical_()
+            direct = block.narrow(last, 0, self._half)
+            if self.is_weighted:
+                scale_pairs(direct, last, self.lengths[last], 2.0)
+                scale_pairs(images, last, self.lengths[last], 2.0)
+            target = held[(slice(None), *index[:way], *index[way + 1 :])]
+            target[rows.mirror_places[index[way]]] = images.movedim(way, 0)
+            target[rows.places[index[way]]] = direct.movedim(way, 0)
+        return rows.to_owners(held, self.group).movedim(0, way)
+
+    def _to_real_mirrored(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Transform half of a spectrum that is sharded along another dim to real data sharded along the last."""
+        last, way, rank = self.dims[-1], self.shard, self.group.rank
+        rows = HermitianRows.of(self.lengths[way], self.sizes, rank, tensor.device)
+        held = rows.to_computers(tensor.movedim(way, 0), self.group)
+        shape = list(tensor.shape)
+        shape[way], shape[last] = rows.num_computed[rank], self.lengths[last]
+        tensor = self._exchange(
+            self._full_rows(held, rows),
+            tensor,
+            shape,
+            last,
+            _runs(self.out_sizes),
+            way,
+            rows.num_computed,
+            self.lengths[way] // 2 + 1,
+        )
+        local = self._local("irfft", *self._others(last, way), way)
+        return transform(tensor, local, runs=rows.runs_in_order)
+
+    def _full_rows(self, held: torch.Tensor, rows: HermitianRows) -> Iterator[tuple[Index, torch.Tensor]]:
+        """Yield the rows that this rank computes, made whole and transformed along the last dim, block by block."""
+        last, way = self.dims[-1], self.shard
+        others = self._others(last, way)
+        length, middle = self.lengths[last], (self.lengths[last] - 1) // 2
+        local = self._along_last("ifft")
+        for index in indices_of_blocks(held[: len(rows.places)].movedim(0, way), [last, *others]):
+            source = held[(slice(None), *index[:way], *index[way + 1 :])]
+            direct = source[rows.places[index[way]]].movedim(0, way)
+            images = source[rows.mirror_places[index[way]]].movedim(0, way)
+            images = negated(images, others).conj_physical_()
+            if self.is_weighted:
+                scale_pairs(direct, last, length, 0.5)
+                scale_pairs(images, last, length, 0.5)
+            alone = [0, length // 2] if length % 2 == 0 else [0]  # frequencies that are their own negatives
+            means = [(direct.narrow(last, one, 1) + images.narrow(last, one, 1)) / 2 for one in alone]
+            rising, falling = direct.narrow(last, 1, middle), images.narrow(last, 1, middle).flip(last)
+            parts = [means[0], rising, *means[1:], falling]
+            full = torch.cat([part.movedim(last, -1) for part in parts], -1)
+            yield index, local(full).movedim(-1, last)
+
+    def _along_last(self, kind: Kind) -> LocalTransform:
+        """Return a transform from complex to complex data along the last dim; weights are no part of it."""
+        return LocalTransform(kind, self.dims[-1:], self.lengths[self.dims[-1]], self.norm)
+
+    def _move(
+        self,
+        tensor: torch.Tensor,
+        local: LocalTransform | None,
+        split: int,
+        parts: Sequence[int],
+        join: int,
+        sizes: Sequence[int],
+        length: int,
+    ) -> torch.Tensor:
+        """Transform a tensor that is sharded along ``join``, and return it sharded along ``split``.
+
+        Args:
+            tensor: The shard.
+            local: A transform of dims that are whole here; None for none.
+            split: Dim that is split over the ranks.
+            parts: The lengths of the parts; what they leave is dropped.
+            join: Dim along which the shards are put together.
+            sizes: Their lengths along it.
+            length: Length of the result along it; what the shards lack is zero.
+        """
+        blocks = blocks_of(tensor, local, whole=[split])
+        shape, dtype = list(tensor.shape), tensor.dtype
+        if local is not None:
+            shape, dtype = local.shape(shape), local.dtype(dtype)
+        like = tensor.new_empty(0, dtype=dtype)
+        return self._exchange(blocks, like, shape, split, _runs(parts), join, sizes, length)
+
+    def _exchange(
+        self,
+        blocks: Iterable[tuple[Index, torch.Tensor]],
+        like: torch.Tensor,
+        shape: list[int],
+        split: int,
+        parts: Sequence[Sequence[Run]],
+        join: int,
+        sizes: Sequence[int],
+        length: int,
+    ) -> torch.Tensor:
+        """Do what :meth:`_move` does with a tensor that comes in blocks; a part may consist of several runs.
+
+        In memory ``join`` comes last, for what is to be transformed along it.
+
+        Args:
+            blocks: The blocks, each with its place.
+            like: A tensor of their dtype and device.
+            shape: Shape of all of them together.
+            split: Dim that is split over the ranks.
+            parts: For each rank, the start and length of the runs that it gets.
+            join: Dim along which the shards are put together.
+            sizes: Their lengths along it.
+            length: Length of the result along it; what the shards lack is zero.
+        """
+        rank, shape = self.group.rank, list(shape)
+        lengths = [sum(number for _, number in runs) for runs in parts]
+        shape[split], shape[join] = lengths[rank], length
+        joined = empty_with_last(like, shape, [join])
+        joined.narrow(join, sum(sizes), length - sum(sizes)).zero_()
+        receives = list(joined.narrow(join, 0, sum(sizes)).split_with_sizes(list(sizes), join))
+        sends: list[torch.Tensor] = []
+        targets: list[tuple[torch.Tensor, Run]] = []
+        for other, runs in enumerate(parts):
+            shape[split], shape[join] = lengths[other], sizes[rank]
+            sends.append(receives[rank] if other == rank else empty_with_last(like, shape, [join]))
+            places = sends[other].split_with_sizes([number for _, number in runs], split)
+            targets += zip(places, runs, strict=True)
+        for index, block in blocks:
+            for target, run in targets:
+                target[index] = block.narrow(split, *run)
+        flat_sends, flat_receives = ([one.movedim(join, -1) for one in pieces] for pieces in (sends, receives))
+        flat_receives[rank] = flat_sends[rank]
+        exchange(flat_sends, flat_receives, self.group)
+        return joined
+
+
+def _runs(sizes: Sequence[int]) -> list[list[Run]]:
+    """Return parts of these lengths, one behind the other, as a run each."""
+    return [[(end - size, size)] for size, end in zip(sizes, itertools.accumulate(sizes), strict=True)]

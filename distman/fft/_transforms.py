@@ -1,0 +1,439 @@
+"""Fourier transforms of a tensor whose shards lie along one of the transformed dims."""
+
+from __future__ import annotations
+
+import itertools
+import operator
+from collections.abc import Callable, Sequence
+from typing import ParamSpec, TypeVar
+
+import torch
+
+from distman._coordination.wait_scope import collective
+from distman.collectives._validation import (
+    GroupLike,
+    check_call,
+    check_sizes,
+    check_tensor,
+    normalize_dim,
+    resolve_group,
+    shard_sizes,
+)
+from distman.fft._blocks import Kind
+from distman.fft._plan import Plan, execute
+from distman.topology import split_sizes
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+_NORMS = ("backward", "ortho", "forward")
+_SPATIAL = "spatial_parallel"
+
+
+@collective
+def fftn(
+    tensor: torch.Tensor,
+    s: Sequence[int] | None = None,
+    dim: Sequence[int] | None = None,
+    norm: str | None = None,
+    *,
+    shard_dim: int | None = None,
+    out_dim: int | None = None,
+    sizes: Sequence[int] | None = None,
+    out_sizes: Sequence[int] | None = None,
+    group: GroupLike = None,
+) -> torch.Tensor:
+    """Transform a tensor that is sharded along one of the transformed dims, as ``torch.fft.fftn`` does a full one.
+
+    Collective. Blocking. Differentiable, twice too; the backward is the exact adjoint, with as much work and traffic.
+
+    The whole dims are transformed first, then the shards change hands once, so that the sharded dim is whole and
+    another one is sharded, and the former is transformed. That other dim is where the result is cheapest:
+
+    ====================== ============================
+    layout of the result    travels
+    ====================== ============================
+    ``out_dim`` another     the spectrum, once
+    ``out_dim=shard_dim``   the spectrum, twice
+    ====================== ============================
+
+    Of what travels, each of n ranks keeps one part in n; dims that ``s`` makes longer travel filled up. The result need
+    not be contiguous: reshape it rather than view it.
+
+    Args:
+        tensor: This rank's shard, real or complex, shape ``(*, n, *)`` with n at ``shard_dim``; n may differ between
+            ranks and be 0. Dims that are not transformed stay as they are.
+        s: Lengths of the full signal along ``dim``, cut or filled up with zeros at the end; None or -1 keeps a length.
+        dim: The transformed dims, two or more; None: the last ``len(s)`` ones, or all.
+        norm: ``"backward"`` (None) scales the inverse by one over the number of points, ``"forward"`` this one,
+            ``"ortho"`` both by the root.
+        shard_dim: The one along which the input is sharded; None: the first one.
+        out_dim: The one along which the result shall be sharded; None: the last one that is not ``shard_dim``.
+        sizes: Lengths of all input shards along ``shard_dim``, the same list on all ranks; None lets the ranks
+            exchange them.
+        out_sizes: Lengths of the result's shards along ``out_dim``; None: :func:`distman.split_sizes`.
+        group: A process group, the name of one, or None for the world.
+
+    Returns:
+        This rank's shard of the full spectrum: complex64 for 32-bit input, complex128 for 64-bit input. Half-precision
+        input is computed in float32 under autocast.
+
+    Raises:
+        ValueError: Dims, lengths, norm, sizes, dtype or group do not fit; without ``sizes`` on every rank: the shards
+            differ in dtype or in another dim.
+        PlanMismatchError: In debug mode, on every rank: the ranks call differently.
+    """
+    return _transform("fft", "fftn", tensor, s, dim, norm, shard_dim, out_dim, sizes, out_sizes, group)
+
+
+@collective
+def ifftn(
+    tensor: torch.Tensor,
+    s: Sequence[int] | None = None,
+    dim: Sequence[int] | None = None,
+    norm: str | None = None,
+    *,
+    shard_dim: int | None = None,
+    out_dim: int | None = None,
+    sizes: Sequence[int] | None = None,
+    out_sizes: Sequence[int] | None = None,
+    group: GroupLike = None,
+) -> torch.Tensor:
+    """Undo :func:`fftn`, as ``torch.fft.ifftn`` does.
+
+    Collective. Blocking. Differentiable, twice too. Arguments, cost and errors are those of :func:`fftn`, but that by
+    default the shards lie along the last of the dims and go to the first that is not ``shard_dim``: as :func:`fftn`
+    leaves them, and takes them.
+    """
+    return _transform("ifft", "ifftn", tensor, s, dim, norm, shard_dim, out_dim, sizes, out_sizes, group)
+
+
+@collective
+def rfftn(
+    tensor: torch.Tensor,
+    s: Sequence[int] | None = None,
+    dim: Sequence[int] | None = None,
+    norm: str | None = None,
+    *,
+    shard_dim: int | None = None,
+    out_dim: int | None = None,
+    sizes: Sequence[int] | None = None,
+    out_sizes: Sequence[int] | None = None,
+    group: GroupLike = None,
+) -> torch.Tensor:
+    """Transform real data to half of its spectrum, as ``torch.fft.rfftn`` does: the last of the dims is halved.
+
+    Collective. Blocking. Differentiable, twice too.
+
+    Only half of the spectrum is computed. Where the last dim is sharded, the other half follows from symmetry: of each
+    pair of rows ``k`` and ``n - k`` one is computed, by a rank that owns one of them. What travels, in half spectra
+    (each has as many bytes as the real data), of which each of n ranks keeps one part in n:
+
+    ============================ ==================== =============================================
+    ``shard_dim``                ``out_dim``          travels
+    ============================ ==================== =============================================
+    not the last                 another              1
+    not the last                 the same             2
+    the last                     another              1, and a half of which hardly anything is kept
+    the last                     the last             2
+    ============================ ==================== =============================================
+
+    Arguments, errors and defaults are those of :func:`fftn`; the tensor must be real. The result has length
+    ``n // 2 + 1`` along the last of the dims, for a signal of length n.
+    """
+    return _transform("rfft", "rfftn", tensor, s, dim, norm, shard_dim, out_dim, sizes, out_sizes, group)
+
+
+@collective
+def irfftn(
+    tensor: torch.Tensor,
+    s: Sequence[int] | None = None,
+    dim: Sequence[int] | None = None,
+    norm: str | None = None,
+    *,
+    shard_dim: int | None = None,
+    out_dim: int | None = None,
+    sizes: Sequence[int] | None = None,
+    out_sizes: Sequence[int] | None = None,
+    group: GroupLike = None,
+) -> torch.Tensor:
+    """Transform half of a spectrum to real data, as ``torch.fft.irfftn`` does: the inverse of :func:`rfftn`.
+
+    Collective. Blocking. Differentiable, twice too. What travels is what :func:`rfftn` sends on the way from the
+    result's layout to the input's. Arguments, errors and defaults are those of :func:`ifftn`; ``s`` counts the points
+    of the real signal, by default an even number, ``2 * (n - 1)`` along the last dim for n frequencies: pass an odd
+    one.
+    """
+    return _transform("irfft", "irfftn", tensor, s, dim, norm, shard_dim, out_dim, sizes, out_sizes, group)
+
+
+@collective
+def fft2(
+    tensor: torch.Tensor,
+    s: Sequence[int] | None = None,
+    dim: Sequence[int] = (-2, -1),
+    norm: str | None = None,
+    *,
+    shard_dim: int | None = None,
+    out_dim: int | None = None,
+    sizes: Sequence[int] | None = None,
+    out_sizes: Sequence[int] | None = None,
+    group: GroupLike = None,
+) -> torch.Tensor:
+    """Transform two dims: :func:`fftn` with another default of ``dim``.
+
+    Collective. Blocking. Differentiable, twice too.
+    """
+    return _transform("fft", "fft2", tensor, s, dim, norm, shard_dim, out_dim, sizes, out_sizes, group)
+
+
+@collective
+def ifft2(
+    tensor: torch.Tensor,
+    s: Sequence[int] | None = None,
+    dim: Sequence[int] = (-2, -1),
+    norm: str | None = None,
+    *,
+    shard_dim: int | None = None,
+    out_dim: int | None = None,
+    sizes: Sequence[int] | None = None,
+    out_sizes: Sequence[int] | None = None,
+    group: GroupLike = None,
+) -> torch.Tensor:
+    """Undo :func:`fft2`: :func:`ifftn` with another default of ``dim``.
+
+    Collective. Blocking. Differentiable, twice too.
+    """
+    return _transform("ifft", "ifft2", tensor, s, dim, norm, shard_dim, out_dim, sizes, out_sizes, group)
+
+
+@collective
+def rfft2(
+    tensor: torch.Tensor,
+    s: Sequence[int] | None = None,
+    dim: Sequence[int] = (-2, -1),
+    norm: str | None = None,
+    *,
+    shard_dim: int | None = None,
+    out_dim: int | None = None,
+    sizes: Sequence[int] | None = None,
+    out_sizes: Sequence[int] | None = None,
+    group: GroupLike = None,
+) -> torch.Tensor:
+    """Transform two dims of real data to half of their spectrum: :func:`rfftn` with another default of ``dim``.
+
+    Collective. Blocking. Differentiable, twice too.
+    """
+    return _transform("rfft", "rfft2", tensor, s, dim, norm, shard_dim, out_dim, sizes, out_sizes, group)
+
+
+@collective
+def irfft2(
+    tensor: torch.Tensor,
+    s: Sequence[int] | None = None,
+    dim: Sequence[int] = (-2, -1),
+    norm: str | None = None,
+    *,
+    shard_dim: int | None = None,
+    out_dim: int | None = None,
+    sizes: Sequence[int] | None = None,
+    out_sizes: Sequence[int] | None = None,
+    group: GroupLike = None,
+) -> torch.Tensor:
+    """Undo :func:`rfft2`: :func:`irfftn` with another default of ``dim``.
+
+    Collective. Blocking. Differentiable, twice too.
+    """
+    return _transform("irfft", "irfft2", tensor, s, dim, norm, shard_dim, out_dim, sizes, out_sizes, group)
+
+
+class DistributedRFFT2:
+    """Half of the spectrum of real data in the layout of model-parallel networks, over the group "spatial_parallel"."""
+
+    @staticmethod
+    def apply(
+        x: torch.Tensor, s: Sequence[int] | None = None, dim: Sequence[int] = (-2, -1), norm: str | None = "ortho"
+    ) -> torch.Tensor:
+        """Transform data that is sharded along ``dim[1]``, and return the spectrum sharded along ``dim[0]``.
+
+        Collective. Blocking. Differentiable, twice too. See :func:`rfft2` for arguments, cost and errors.
+
+        Raises:
+            UndefinedGroupError: There is no group of that name.
+        """
+        return rfft2(x, s, dim, norm, shard_dim=dim[-1], out_dim=dim[0], group=_SPATIAL)
+
+
+class DistributedIRFFT2:
+    """The inverse of :class:`DistributedRFFT2`."""
+
+    @staticmethod
+    def apply(
+        x: torch.Tensor, s: Sequence[int] | None = None, dim: Sequence[int] = (-2, -1), norm: str | None = "ortho"
+    ) -> torch.Tensor:
+        """Transform a half spectrum that is sharded along ``dim[0]``, and return data sharded along ``dim[1]``.
+
+        Collective. Blocking. Differentiable, twice too. See :func:`irfft2` for arguments, cost and errors.
+
+        Raises:
+            UndefinedGroupError: There is no group of that name.
+        """
+        return irfft2(x, s, dim, norm, shard_dim=dim[0], out_dim=dim[-1], group=_SPATIAL)
+
+
+def _outside_graphs(func: Callable[P, R]) -> Callable[P, R]:
+    """Keep a function of arithmetic in NumPy and of messages out of the graphs of ``torch.compile``."""
+
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        if torch.compiler.is_compiling():  # not before, as it loads the compiler
+            result: R = torch.compiler.disable(func)(*args, **kwargs)
+            return result
+        return func(*args, **kwargs)
+
+    return call
+
+
+@_outside_graphs
+def _transform(
+    kind: Kind,
+    name: str,
+    tensor: torch.Tensor,
+    s: Sequence[int] | None,
+    dim: Sequence[int] | None,
+    norm: str | None,
+    shard_dim: int | None,
+    out_dim: int | None,
+    sizes: Sequence[int] | None,
+    out_sizes: Sequence[int] | None,
+    group: GroupLike,
+) -> torch.Tensor:
+    members = resolve_group(group)
+    check_tensor(tensor, members)
+    tensor = _computable(name, kind, tensor)
+    wanted = None if s is None else _as_integers("s", s)
+    dims = _check_dims(dim, wanted, tensor.ndim)
+    there = dims if kind in ("fft", "rfft") else dims[::-1]
+    shard = there[0] if shard_dim is None else _check_among("shard_dim", shard_dim, dims, tensor.ndim)
+    away = next(one for one in there[::-1] if one != shard)
+    out = away if out_dim is None else _check_among("out_dim", out_dim, dims, tensor.ndim)
+    norm = "backward" if norm is None else norm
+    if norm not in _NORMS:
+        raise ValueError(f"norm must be one of {', '.join(_NORMS)}, or None, got {norm!r}. Choose one of them.")
+    check_call(
+        name,
+        tensor,
+        members,
+        free_dim=shard,
+        unites_grad=sizes is None,
+        dims=dims,
+        s=wanted,
+        norm=norm,
+        shard_dim=shard,
+        out_dim=out,
+        sizes=sizes,
+        out_sizes=out_sizes,
+    )
+    tensor, shards, shard = shard_sizes(name, tensor, sizes, shard, members)
+    full = {one: tensor.shape[one] for one in dims} | {shard: sum(shards)}
+    lengths = _signal_lengths(kind, name, full, wanted)
+    half = lengths | {dims[-1]: lengths[dims[-1]] // 2 + 1}
+    taken, given = half if kind == "irfft" else lengths, half if kind == "rfft" else lengths
+    results = (
+        split_sizes(given[out], members.size) if out_sizes is None else check_sizes(out_sizes, members, "out_sizes")
+    )
+    if sum(results) != given[out]:
+        raise ValueError(
+            f"out_sizes must add up to the length {given[out]} of the result along dim {out}, got {results}. "
+            "Correct them."
+        )
+    if members.size == 1 and tensor.numel():  # torch fails on a batch of nothing
+        whole: torch.Tensor = getattr(torch.fft, name)(tensor, list(lengths.values()), dims, norm)
+        return whole
+    tensor, shards = _cut_shards(tensor, shard, shards, taken[shard], members.rank)
+    for one in dims:
+        if one != shard:
+            tensor = _fit(tensor, one, taken[one])
+    return execute(tensor, Plan(kind, dims, lengths, shard, tuple(shards), out, tuple(results), norm, members))
+
+
+def _computable(name: str, kind: Kind, tensor: torch.Tensor) -> torch.Tensor:
+    """Return the tensor in a dtype that the transform is computed in."""
+    if kind == "rfft" and tensor.is_complex():
+        raise ValueError(f"the tensor of {name} must be real, got {tensor.dtype}. Use {name.replace('r', '', 1)}.")
+    if not (tensor.is_floating_point() or tensor.is_complex()):
+        tensor = tensor.to(torch.promote_types(torch.get_default_dtype(), torch.float32))
+    if tensor.dtype in (torch.float16, torch.bfloat16):
+        if not torch.is_autocast_enabled(tensor.device.type):
+            raise ValueError(
+                f"the tensor of {name} must be of 32 or 64 bits, got {tensor.dtype}. Convert it with .float()."
+            )
+        tensor = tensor.float()
+    return tensor if kind == "rfft" or tensor.is_complex() else tensor.to(tensor.dtype.to_complex())
+
+
+def _as_integers(name: str, values: Sequence[int]) -> tuple[int, ...]:
+    try:
+        return tuple(operator.index(value) for value in values)
+    except TypeError:
+        raise ValueError(f"{name} must be a sequence of integers, got {values!r}. Pass one for each dim.") from None
+
+
+def _check_dims(dim: Sequence[int] | None, s: tuple[int, ...] | None, ndim: int) -> tuple[int, ...]:
+    if dim is None:
+        dim = range(ndim) if s is None else range(-len(s), 0)
+    chosen = _as_integers("dim", dim)
+    dims = tuple(normalize_dim(one, ndim) for one in chosen)
+    if len(set(dims)) != len(dims) or len(dims) < 2:
+        raise ValueError(
+            f"dim must hold two dims or more, none of them twice, got {chosen} for a tensor of {ndim} dims. One dim "
+            "alone is transformed with torch.fft, after distributed_transpose if it is sharded."
+        )
+    if s is not None and len(s) != len(dims):
+        raise ValueError(f"s must hold one length for each of {len(dims)} dims, got {s}. Correct one of them.")
+    return dims
+
+
+def _check_among(name: str, dim: int, dims: tuple[int, ...], ndim: int) -> int:
+    chosen = normalize_dim(dim, ndim, name)
+    if chosen not in dims:
+        raise ValueError(
+            f"{name} must be one of the transformed dims {dims}, got {dim}. Where no transformed dim is sharded, each "
+            "rank can use torch.fft."
+        )
+    return chosen
+
+
+def _signal_lengths(kind: Kind, name: str, full: dict[int, int], s: tuple[int, ...] | None) -> dict[int, int]:
+    """Return the length of the signal along each transformed dim, from the tensor's lengths and those asked for."""
+    *_, last = full_dims = tuple(full)
+    lengths = dict(full)
+    if kind == "irfft":
+        lengths[last] = 2 * (lengths[last] - 1)
+    if s is not None:
+        lengths |= {one: length for one, length in zip(full_dims, s, strict=True) if length != -1}
+    if min(lengths.values()) < 1:
+        raise ValueError(
+            f"the signal of {name} must have at least one point along each of its dims, got {list(lengths.values())}. "
+            "Pass s with lengths of 1 or more, or -1 for the length that is there."
+        )
+    return lengths
+
+
+def _cut_shards(
+    tensor: torch.Tensor, dim: int, sizes: list[int], length: int, rank: int
+) -> tuple[torch.Tensor, list[int]]:
+    """Cut the shards off behind a full length; what they lack of it is filled up on the way."""
+    ends = [min(end, length) for end in itertools.accumulate(sizes)]
+    kept = [end - start for start, end in itertools.pairwise([0, *ends])]
+    return tensor if kept[rank] == sizes[rank] else tensor.narrow(dim, 0, kept[rank]), kept
+
+
+def _fit(tensor: torch.Tensor, dim: int, length: int) -> torch.Tensor:
+    """Cut a tensor to a length along a dim, or fill it up with zeros."""
+    missing = length - tensor.shape[dim]
+    if missing == 0:
+        return tensor
+    if missing < 0:
+        return tensor.narrow(dim, 0, length)
+    filling = tensor.new_zeros([missing if one == dim else size for one, size in enumerate(tensor.shape)])
+    return torch.cat([tensor, filling], dim)

@@ -1,0 +1,159 @@
+"""Sums of losses and metrics over batches, which become means over the samples of all ranks."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch.utils._pytree import tree_map
+
+from distman.collectives._fused import fused_all_reduce
+from distman.collectives._objects import gather_objects
+from distman.decorators import on_rank
+from distman.handler._nested import concatenate, on_host
+from distman.handler._objective import Outcome
+from distman.manager import DistributedManager
+
+MetricFunction = Callable[[Any, Any], float | torch.Tensor]
+
+
+@runtime_checkable
+class StatefulMetric(Protocol):
+    """A metric that takes in batch after batch, and brings the ranks' parts together itself, as torchmetrics' do."""
+
+    def reset(self) -> None:
+        """Forget what was taken in."""
+
+    def update(self, *args: Any) -> None:
+        """Take in outputs and targets."""
+
+    def compute(self) -> Any:
+        """Return the metric over all that any rank took in.
+
+        Collective.
+        """
+
+
+@dataclasses.dataclass(frozen=True)
+class Metric:
+    """What is measured besides the loss.
+
+    Attributes:
+        measure: A function of outputs and targets that returns the mean over their samples; or a
+            :class:`StatefulMetric`.
+        needs_all: Call the function once with all outputs and targets of an evaluation, in order, instead of batch by
+            batch: for what is no mean over samples.
+    """
+
+    measure: MetricFunction | StatefulMetric
+    needs_all: bool = False
+
+
+class Accumulators:
+    """Adds up the loss and the metrics of this rank's batches.
+
+    A metric that is NaN for a batch does not count there. A loss that is NaN makes the mean NaN.
+
+    Args:
+        metrics: The metrics, by name.
+        keeps_all: Whether outputs and targets are kept for the metrics that need all of them; else these are left out.
+    """
+
+    def __init__(self, metrics: Mapping[str, Metric], *, keeps_all: bool = False) -> None:
+        self._by_batch: dict[str, MetricFunction] = {}
+        self._stateful: dict[str, StatefulMetric] = {}
+        self._over_all: dict[str, MetricFunction] = {}
+        for name, metric in metrics.items():
+            if isinstance(metric.measure, StatefulMetric):
+                self._stateful[name] = copy.deepcopy(metric.measure)
+                self._stateful[name].reset()
+            elif not metric.needs_all:
+                self._by_batch[name] = metric.measure
+            elif keeps_all:
+                self._over_all[name] = metric.measure
+        self._kept: list[tuple[Any, Any]] = []
+        device = DistributedManager().device
+        self._sums = torch.zeros(2, 1 + len(self._by_batch), dtype=torch.float64, device=device)
+        self._loss, self._num_samples = torch.zeros(1, dtype=torch.float64, device=device), 0
+
+    @property
+    def sums(self) -> torch.Tensor:
+        """Sums over the samples of loss and metrics, and over how many samples; shape ``(2, 1 + metrics)``."""
+        sums = self._sums.clone()
+        sums[0, 0], sums[1, 0] = self._loss[0], self._num_samples
+        return sums
+
+    @sums.setter
+    def sums(self, sums: torch.Tensor) -> None:
+        self._sums.copy_(sums)
+        self._loss.copy_(sums[0, :1])
+        self._num_samples = int(sums[1, 0])
+
+    def measure(self, outcome: Outcome, num_samples: int) -> torch.Tensor:
+        """Return loss and metrics of a batch, shape ``(1 + metrics,)``; of one without own samples the loss alone."""
+        loss = outcome.loss.detach().reshape(1)
+        if not num_samples or not (self._by_batch or self._stateful or self._over_all):
+            return loss
+        return self._measure_all(loss, outcome)
+
+    @torch.no_grad()
+    def _measure_all(self, loss: torch.Tensor, outcome: Outcome) -> torch.Tensor:
+        outputs, targets = tree_map(_detached, (outcome.outputs, outcome.targets))
+        for stateful in self._stateful.values():
+            stateful.update(outputs, targets)
+        if self._over_all:
+            self._kept.append(on_host((outputs, targets)))
+        values = [_as_number(name, measure(outputs, targets)) for name, measure in self._by_batch.items()]
+        return torch.cat([loss.double(), torch.stack(values).to(loss.device)]) if values else loss
+
+    def add(self, values: torch.Tensor, num_samples: int) -> None:
+        """Add what was measured over so many samples."""
+        if not num_samples:
+            return
+        self._num_samples += num_samples
+        if not self._by_batch:
+            self._loss.add_(values, alpha=num_samples)
+        else:
+            self._loss.add_(values[:1], alpha=num_samples)
+            counts = ~values.isnan()
+            self._sums += torch.stack([torch.where(counts, values, 0.0), counts]) * num_samples
+
+    def compute(self) -> dict[str, float]:
+        """Return the means over the samples of all ranks, ``"loss"`` first; NaN where there were none.
+
+        Collective.
+        """
+        total, num = fused_all_reduce(self.sums)
+        means = dict(zip(["loss", *self._by_batch], (total / num).tolist(), strict=True))
+        means |= {name: float(stateful.compute()) for name, stateful in self._stateful.items()}
+        return means | self._compute_over_all()
+
+    def _compute_over_all(self) -> dict[str, float]:
+        if not self._over_all:
+            return {}
+        everyone = gather_objects(self._kept)
+
+        @on_rank(0, broadcast=True)
+        def measure_all() -> dict[str, float]:
+            pairs = [pair for kept in everyone or [] for pair in kept]
+            if not pairs:
+                return dict.fromkeys(self._over_all, math.nan)
+            outputs, targets = concatenate(pairs)
+            return {name: float(measure(outputs, targets)) for name, measure in self._over_all.items()}
+
+        return measure_all() or {}
+
+
+def _as_number(name: str, value: float | torch.Tensor) -> torch.Tensor:
+    number = torch.as_tensor(value, dtype=torch.float64)
+    if number.numel() != 1:
+        raise ValueError(f"metric {name} must be one number, got shape {tuple(number.shape)}. Take its mean.")
+    return number.reshape(())
+
+
+def _detached(leaf: Any) -> Any:
+    return leaf.detach() if isinstance(leaf, torch.Tensor) else leaf

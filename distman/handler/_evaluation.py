@@ -1,0 +1,109 @@
+"""What a model makes of a dataset that the ranks share: each sample once, in order, without padding."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from distman._coordination.wait_scope import collective
+from distman.collectives._objects import gather_objects
+from distman.data import EvaluationLoader
+from distman.decorators import on_rank
+from distman.handler._accumulators import Accumulators, Metric
+from distman.handler._nested import concatenate, on_host
+from distman.handler._objective import Objective, to_device
+from distman.handler._sources import count_samples
+from distman.manager import DistributedManager
+
+
+@contextmanager
+def evaluating(model: torch.nn.Module, dtype: torch.dtype | None = None) -> Iterator[None]:
+    """For the length of a ``with`` block, put a model into evaluation mode, with mixed precision or without."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        with torch.autocast(DistributedManager().device.type, dtype=dtype, enabled=dtype is not None):
+            yield
+    finally:
+        for module, mode in modes:
+            module.training = mode
+
+
+@collective
+@torch.no_grad()
+def evaluate(
+    model: torch.nn.Module,
+    objective: Objective,
+    batches: Iterable[Any],
+    metrics: Mapping[str, Metric],
+    *,
+    dtype: torch.dtype | None = None,
+) -> dict[str, float]:
+    """Return the loss and the metrics over all samples, the same on all ranks.
+
+    Collective. Blocking. The model is put into evaluation mode, and back.
+
+    Args:
+        model: The bare module: within the loop no rank waits for another.
+        objective: Makes loss, outputs and targets of a batch.
+        batches: This rank's batches; the ranks may have different numbers of them.
+        metrics: What to measure, by name.
+        dtype: What automatic mixed precision computes in; None without it.
+
+    Returns:
+        The mean loss, named ``loss``, and the metrics.
+    """
+    accumulators = Accumulators(metrics, keeps_all=True)
+    with evaluating(model, dtype):
+        for batch, num_samples in _counted(batches):
+            outcome = objective(model, to_device(batch, DistributedManager().device))
+            accumulators.add(accumulators.measure(outcome, num_samples), num_samples)
+    return accumulators.compute()
+
+
+@collective
+@torch.no_grad()
+def predict(
+    model: torch.nn.Module,
+    forward: Callable[[torch.nn.Module, Any], Any],
+    batches: EvaluationLoader,
+    *,
+    all_ranks: bool = False,
+    dtype: torch.dtype | None = None,
+) -> Any:
+    """Return what the model makes of each sample, in the order of the dataset.
+
+    Collective. Blocking. The model is put into evaluation mode, and back.
+
+    Args:
+        model: The bare module.
+        forward: Takes the model and a batch, and returns outputs: tensors of shape ``(n, *)``, or tuples, lists or
+            mappings of such.
+        batches: This rank's batches.
+        all_ranks: Return the outputs on all ranks.
+        dtype: What automatic mixed precision computes in; None without it.
+
+    Returns:
+        The outputs of all samples, in host memory, on rank 0 and None elsewhere; None where there are no samples.
+
+    Raises:
+        RankFailedError: On every rank: the outputs of two batches differ in structure.
+    """
+    with evaluating(model, dtype):
+        own = [on_host(forward(model, to_device(batch, DistributedManager().device))) for batch in batches]
+    everyone = gather_objects(concatenate(own))
+    parts = [part for part in everyone or [] if part is not None]
+    return on_rank(0, broadcast=all_ranks)(concatenate)(parts)
+
+
+def _counted(batches: Iterable[Any]) -> Iterator[tuple[Any, int]]:
+    """Yield batches with their numbers of samples: as planned, if there is a plan."""
+    if not isinstance(batches, EvaluationLoader):
+        yield from ((batch, count_samples(batch)) for batch in batches)
+        return
+    plan = batches.batches
+    for step, batch in enumerate(batches):
+        yield batch, min(plan.batch_size, len(plan.own) - step * plan.batch_size)

@@ -1,0 +1,79 @@
+"""What became of each epoch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+Record = dict[str, float]
+
+
+class History:
+    """A record for each epoch, the same on all ranks.
+
+    Its names are ``epoch``, ``loss`` and the metrics, ``val_loss`` and the metrics of the validation, ``lr``,
+    ``seconds`` and ``skipped`` steps.
+
+    Example:
+        >>> history = History([{"epoch": 0, "loss": 2.0}, {"epoch": 1, "loss": 1.0, "val_loss": 1.5}])
+        >>> history["loss"], history["val_loss"]
+        ([2.0, 1.0], [nan, 1.5])
+        >>> history.best("val_loss")
+        1
+    """
+
+    def __init__(self, records: Sequence[Record] = ()) -> None:
+        self._records = [dict(record) for record in records]
+
+    def __len__(self) -> int:
+        """Return the number of epochs."""
+        return len(self._records)
+
+    def __iter__(self) -> Iterator[Record]:
+        return iter(self._records)
+
+    def __getitem__(self, name: str) -> list[float]:
+        """Return a value of each epoch; NaN where it was not found."""
+        return [record.get(name, math.nan) for record in self._records]
+
+    @property
+    def names(self) -> list[str]:
+        """Names of all values, in the order in which they came."""
+        return list(dict.fromkeys(name for record in self._records for name in record))
+
+    def add(self, record: Record) -> None:
+        """Add the record of an epoch; what is put into it later is part of the history too.
+
+        Local.
+        """
+        self._records.append(record)
+
+    def best(self, name: str, *, mode: str = "min") -> int | None:
+        """Return the index of the epoch with the smallest value, or the largest for ``mode="max"``; None without one.
+
+        Local.
+
+        Raises:
+            ValueError: There is no such mode.
+        """
+        if mode not in ("min", "max"):
+            raise ValueError(f"mode must be 'min' or 'max', got {mode!r}. Correct it.")
+        values = [(value, index) for index, value in enumerate(self[name]) if not math.isnan(value)]
+        if not values:
+            return None
+        return min(values)[1] if mode == "min" else max(values, key=lambda pair: (pair[0], -pair[1]))[1]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the records.
+
+        Local.
+        """
+        return {"records": [dict(record) for record in self._records]}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take these records.
+
+        Local.
+        """
+        self._records = [dict(record) for record in state["records"]]

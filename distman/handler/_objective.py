@@ -1,0 +1,63 @@
+"""From a batch to its loss."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_map
+
+Forward = Callable[[torch.nn.Module, Any], tuple[Any, Any]]
+LossFunction = Callable[..., torch.Tensor]
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """What became of a batch.
+
+    Attributes:
+        loss: Mean over its samples, shape ``()``.
+        outputs: What the model made of it; None if there are no metrics of it.
+        targets: What it should have made.
+    """
+
+    loss: torch.Tensor
+    outputs: Any = None
+    targets: Any = None
+
+
+Objective = Callable[[torch.nn.Module, Any], Outcome]
+
+
+@dataclasses.dataclass(frozen=True)
+class Supervised:
+    """The loss of outputs against targets.
+
+    Attributes:
+        forward: Takes the model and a batch, and returns outputs and targets.
+        loss_fn: Takes outputs and targets, and returns the mean loss over the samples.
+    """
+
+    forward: Forward
+    loss_fn: LossFunction
+
+    def __call__(self, model: torch.nn.Module, batch: Any) -> Outcome:
+        """Return what becomes of a batch."""
+        outputs, targets = self.forward(model, batch)
+        return Outcome(self.loss_fn(outputs, targets), outputs, targets)
+
+
+def default_forward(model: torch.nn.Module, batch: Any) -> tuple[Any, Any]:
+    """Return the outputs for the first part of a batch, and its last part, the targets; None where it has one part."""
+    if isinstance(batch, list | tuple):
+        return model(batch[0]), batch[-1] if len(batch) > 1 else None
+    return model(batch), None
+
+
+def to_device(batch: Any, device: torch.device) -> Any:
+    """Return the batch with its tensors on the device."""
+    if device.type == "cpu":
+        return batch
+    return tree_map(lambda leaf: leaf.to(device, non_blocking=True) if isinstance(leaf, torch.Tensor) else leaf, batch)

@@ -1,0 +1,222 @@
+"""One step of the optimizer, from some batches of every rank."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from typing import Any, Literal
+
+import torch
+
+from distman._coordination.wait_scope import WaitScope
+from distman.collectives._objects import all_gather_objects
+from distman.errors import NonFiniteLossError
+from distman.handler._accumulators import Accumulators
+from distman.handler._model import TrainedModel
+from distman.handler._objective import Objective, Outcome, to_device
+from distman.handler._randomness import generators_preserved
+from distman.handler._sources import Step
+from distman.manager import DistributedManager
+
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclasses.dataclass(frozen=True)
+class StepOptions:
+    """How the optimizer steps.
+
+    Attributes:
+        accumulate: Number of batches whose gradients make a step; an epoch's last step may have fewer.
+        amp: ``"bf16"`` or ``"fp16"`` for automatic mixed precision, the latter with a scaled loss; None for none.
+        clip_norm: Greatest 2-norm of the gradient; None does not clip.
+        ema_decay: Decay of the moving average of the weights, between 0 and 1; None keeps none.
+        non_finite: What to do when a rank's loss, or the gradient, is NaN or infinite: ``"raise"`` on all ranks, or
+            ``"skip"`` the step on all.
+
+    Raises:
+        ValueError: An option has no meaning.
+    """
+
+    accumulate: int = 1
+    amp: Literal["bf16", "fp16"] | None = None
+    clip_norm: float | None = None
+    ema_decay: float | None = None
+    non_finite: Literal["raise", "skip"] = "raise"
+
+    def __post_init__(self) -> None:
+        if self.accumulate < 1:
+            raise ValueError(f"accumulate must be at least 1, got {self.accumulate}. Pass a number of batches.")
+        if self.amp not in (None, *_DTYPES):
+            raise ValueError(f"amp must be 'bf16', 'fp16' or None, got {self.amp!r}. Correct it.")
+        if self.clip_norm is not None and not self.clip_norm > 0:
+            raise ValueError(f"clip_norm must be greater than 0, got {self.clip_norm}. Pass None not to clip.")
+        if self.ema_decay is not None and not 0 < self.ema_decay < 1:
+            raise ValueError(f"ema_decay must lie between 0 and 1, got {self.ema_decay}. Pass None for no average.")
+        if self.non_finite not in ("raise", "skip"):
+            raise ValueError(f"non_finite must be 'raise' or 'skip', got {self.non_finite!r}. Correct it.")
+
+    @property
+    def dtype(self) -> torch.dtype | None:
+        """What automatic mixed precision computes in; None without it."""
+        return _DTYPES[self.amp] if self.amp else None
+
+
+class Optimization:
+    """Steps an optimizer so that all ranks do the same, whatever one of them meets.
+
+    What a step minimizes is the mean loss over the samples of all its batches on all ranks.
+
+    Args:
+        model: The model.
+        optimizer: An optimizer of its parameters.
+        options: How to step.
+
+    Attributes:
+        num_steps: Number of steps taken.
+        num_skipped: Number of steps left out, because a loss or a gradient was not finite.
+    """
+
+    def __init__(self, model: TrainedModel, optimizer: torch.optim.Optimizer, options: StepOptions) -> None:
+        self._model, self._optimizer, self._options = model, optimizer, options
+        self._device, self._world_size = DistributedManager().device, DistributedManager().world_size
+        self._parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        outside = {id(one) for one in self._parameters} - {id(one) for one in model.module.parameters()}
+        if outside and self._world_size > 1:
+            raise ValueError(
+                f"parameters of the optimizer must be the model's, got {len(outside)} others, whose gradients the "
+                "ranks would not share. Make them parts of the model."
+            )
+        model.wrap()
+        self._scaler = torch.amp.GradScaler(self._device.type, enabled=options.amp == "fp16")
+        model.keep_average(options.ema_decay)
+        model.module.zero_grad()  # of a step that raised, or of parameters that another optimizer left alone
+        self.num_steps = self.num_skipped = 0
+
+    def run(self, objective: Objective, steps: Sequence[Step], accumulators: Accumulators) -> bool:
+        """Step with the gradient of some batches; return whether the step was taken.
+
+        Collective.
+
+        Args:
+            objective: What is minimized.
+            steps: This rank's batches.
+            accumulators: What losses and metrics are added to, if the step is taken.
+
+        Raises:
+            NonFiniteLossError: On every rank: a loss or the gradient is NaN or infinite.
+        """
+        buffers = self._copy_buffers() if self._options.non_finite == "skip" else None
+        losses, measured = self._accumulate(objective, steps, accumulators)
+        is_taken = math.isfinite(self._gradient_size())
+        if not is_taken:
+            self._check_left_out(losses)
+            self._restore_buffers(buffers)
+        else:
+            self._scaler.step(self._optimizer)
+            self._model.after_step()
+            for values, step in zip(measured, steps, strict=True):
+                accumulators.add(values, step.num_own)
+        self._scaler.update()
+        self._optimizer.zero_grad()
+        self.num_steps += is_taken
+        self.num_skipped += not is_taken
+        return is_taken
+
+    def rehearse(self, objective: Objective, steps: Sequence[Step]) -> None:
+        """Compute gradients and forget them; buffers and generators are left as they were.
+
+        Collective. DistributedDataParallel lays out its messages anew after its first backward, and sums depend on the
+        layout in their last bits: a resumed run must have that behind it, as the one before had.
+        """
+        if self._model.wrapped is self._model.module:
+            return
+        buffers = self._copy_buffers()
+        with generators_preserved():
+            self._accumulate(objective, steps, Accumulators({}))
+        self._model.module.zero_grad()
+        self._restore_buffers(buffers)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return all that the next step depends on, but for the model."""
+        return {
+            "optimizer": self._optimizer.state_dict(),
+            "scaler": self._scaler.state_dict(),
+            "num_steps": self.num_steps,
+            "num_skipped": self.num_skipped,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any], *, keeps_optimizer: bool = False) -> None:
+        """Go on from such a state.
+
+        Args:
+            state: The state.
+            keeps_optimizer: Leave the optimizer as it is.
+        """
+        if not keeps_optimizer:
+            self._optimizer.load_state_dict(state["optimizer"])
+        if state["scaler"] and self._scaler.is_enabled():
+            self._scaler.load_state_dict(state["scaler"])
+        self.num_steps, self.num_skipped = state["num_steps"], state["num_skipped"]
+
+    def _copy_buffers(self) -> list[torch.Tensor]:
+        return [buffer.clone() for buffer in self._model.module.buffers()]
+
+    @torch.no_grad()
+    def _restore_buffers(self, buffers: Sequence[torch.Tensor] | None) -> None:
+        for buffer, saved in zip(self._model.module.buffers(), buffers or (), strict=buffers is not None):
+            buffer.copy_(saved)
+
+    def _accumulate(
+        self, objective: Objective, steps: Sequence[Step], accumulators: Accumulators
+    ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Add up the gradient, over the ranks with the last batch; return each batch's loss, and what was measured."""
+        num_total = sum(step.num_total for step in steps)
+        losses, measured = [], []
+        for index, step in enumerate(steps, start=1):
+            with nullcontext() if index == len(steps) else self._model.without_synchronization():
+                outcome = self._backward(objective, step, step.num_own * self._world_size / num_total)
+            losses.append(outcome.loss.detach())
+            measured.append(accumulators.measure(outcome, step.num_own))
+        return losses, measured
+
+    def _backward(self, objective: Objective, step: Step, factor: float) -> Outcome:
+        batch = to_device(step.batch, self._device)
+        with self._model.training() as model:
+            with torch.autocast(self._device.type, self._options.dtype) if self._options.amp else nullcontext():
+                outcome = objective(model, batch)
+            if outcome.loss.numel() != 1:
+                raise ValueError(
+                    f"the loss must be one number, got shape {tuple(outcome.loss.shape)}. Take its mean over the batch."
+                )
+            loss = outcome.loss.detach()
+            root = (loss - loss) + factor  # NaN where the loss is not finite: so is the gradient then, on all ranks
+            with WaitScope("backward of the model"):
+                self._scaler.scale(outcome.loss).backward(gradient=root)
+        return outcome
+
+    def _gradient_size(self) -> float:
+        """Return a norm of the gradient, the same on all ranks, after it was clipped."""
+        self._scaler.unscale_(self._optimizer)
+        if self._options.clip_norm is not None:
+            return torch.nn.utils.clip_grad_norm_(self._parameters, self._options.clip_norm).item()
+        gradients = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
+        return torch.stack(torch._foreach_norm(gradients)).sum().item() if gradients else 0.0
+
+    def _check_left_out(self, losses: Sequence[torch.Tensor]) -> None:
+        """Raise unless the step may be left out: the scale of the loss was too large, or the options say so."""
+        everyone = all_gather_objects([loss.item() for loss in losses])
+        bad = {rank: loss for rank, own in enumerate(everyone) for loss in own if not math.isfinite(loss)}
+        is_overflow = not bad and self._scaler.is_enabled() and self._scaler.get_scale() >= 1
+        if is_overflow or self._options.non_finite == "skip":
+            return
+        roll = DistributedManager().roll_call
+        got = ", ".join(
+            f"{loss} on rank {rank} ({roll[rank].host}, pid {roll[rank].pid})" for rank, loss in bad.items()
+        )
+        raise NonFiniteLossError(
+            f"the loss must be finite in step {self.num_steps + self.num_skipped}, got "
+            f"{got or 'a gradient that is not, with finite losses on all ranks'}. Lower the learning rate, pass "
+            "clip_norm, or leave such steps out with non_finite='skip'."
+        )

@@ -1,0 +1,70 @@
+"""A model that estimates the gradient of a density's logarithm, as a part of a training."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import torch
+
+from distman import score
+from distman.handler._evaluation import evaluating
+from distman.handler._objective import Outcome
+from distman.score import SDE, VarianceExploding, VariancePreserving
+
+
+def make_sde(sde: SDE | Literal["vp", "ve"], **kwargs: Any) -> SDE:
+    """Return an equation by its name, or as it is.
+
+    Args:
+        sde: ``"vp"`` for :class:`distman.score.VariancePreserving`, ``"ve"`` for
+            :class:`distman.score.VarianceExploding`, or an equation.
+        kwargs: Arguments of these.
+
+    Raises:
+        ValueError: There is no such name.
+    """
+    if sde == "vp":
+        return VariancePreserving(**kwargs)
+    if sde == "ve":
+        return VarianceExploding(**kwargs)
+    if isinstance(sde, str) or kwargs:
+        raise ValueError(f"sde must be 'vp', 've', or an equation without options, got {sde!r}. Correct it.")
+    return sde
+
+
+class ScoreBased:
+    """What a score-based model is trained with and asked for.
+
+    Args:
+        sde: The equation that turns samples into noise.
+    """
+
+    def __init__(self, sde: SDE) -> None:
+        self.sde = sde
+
+    def __call__(self, model: torch.nn.Module, batch: Any) -> Outcome:
+        """Return the denoising loss of a batch of samples; targets that come with them are not needed."""
+        samples = batch[0] if isinstance(batch, list | tuple) else batch
+        return Outcome(score.denoising_loss(model, self.sde, samples))
+
+    def score(self, model: torch.nn.Module, t: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        """Return the score at times ``(batch,)`` and points ``(batch, *)``."""
+        with evaluating(model):
+            return score.score(model, self.sde, t, x)
+
+    def sample(self, model: torch.nn.Module, shape: Sequence[int], **kwargs: Any) -> torch.Tensor:
+        """Draw samples of this shape, ``(n, *)``; see :func:`distman.score.sample`.
+
+        Collective. Blocking.
+        """
+        with evaluating(model):
+            return score.sample(lambda t, x: score.score(model, self.sde, t, x), self.sde, shape, **kwargs)
+
+    def log_likelihood(self, model: torch.nn.Module, x: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        """Return the log-density of samples ``(n, *)`` in nats; see :func:`distman.score.log_likelihood`.
+
+        Collective. Blocking.
+        """
+        with evaluating(model):
+            return score.log_likelihood(lambda t, x: score.score(model, self.sde, t, x), self.sde, x, **kwargs)

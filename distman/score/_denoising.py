@@ -1,0 +1,56 @@
+"""How a network learns the score."""
+
+from __future__ import annotations
+
+import torch
+
+from distman.score._network import Network, evaluate
+from distman.score._sde import SDE, per_sample
+
+
+def denoising_loss(
+    model: Network, sde: SDE, x: torch.Tensor, *, generator: torch.Generator | None = None
+) -> torch.Tensor:
+    """Return the loss of denoising score matching, weighted by the variance of the noise.
+
+    Local; with a model in DistributedDataParallel its backward pass is collective. Differentiable. Each sample gets a
+    time and noise z; its loss is ``|model(t, scale x + std z) + z|^2``, that is ``std^2 |score - kernel's score|^2``. A
+    time is evenly distributed from epsilon to the horizon. Those of a batch have equal distances, so that its loss
+    varies less.
+
+    Args:
+        model: The network, a function of times and noisy samples; see :func:`score` for what it estimates.
+        sde: The equation.
+        x: Samples of the data, shape ``(batch, *)``.
+        generator: Where times and noise come from, on the device of ``x``, one of its own on each rank; None is torch's
+            default one.
+
+    Returns:
+        The mean over the batch of the samples' losses, each a sum over all dims: a tensor without dims.
+
+    Raises:
+        ValueError: There is no sample, or the network returns another shape.
+
+    Source:
+        Vincent, "A Connection Between Score Matching and Denoising Autoencoders", Neural Computation 2011; the weights
+        are those of Song et al., ICLR 2021, the times those of Kingma et al., "Variational Diffusion Models", NeurIPS
+        2021.
+    """
+    if x.ndim == 0 or not len(x) or not x.is_floating_point():
+        raise ValueError(
+            f"x must hold samples of floating point numbers, got {x.dtype} of shape {tuple(x.shape)}. Pass at least "
+            "one sample, shape (batch, *)."
+        )
+    t = _spread_times(sde, x, generator)
+    noise = torch.randn(x.shape, generator=generator, device=x.device, dtype=x.dtype)
+    scale, std = sde.marginal(t)
+    noisy = per_sample(scale, x) * x + per_sample(std, x) * noise
+    errors = evaluate(model, t, noisy, name="model") + noise
+    return errors.square().sum() / len(x)
+
+
+def _spread_times(sde: SDE, x: torch.Tensor, generator: torch.Generator | None) -> torch.Tensor:
+    """Return a time for each sample: equal distances around the whole span, from a random start."""
+    start = torch.rand((), generator=generator, device=x.device, dtype=x.dtype)
+    places = (start + torch.arange(len(x), device=x.device, dtype=x.dtype) / len(x)) % 1
+    return sde.epsilon + (sde.horizon - sde.epsilon) * places

@@ -1,0 +1,235 @@
+"""The likelihood of samples: the flow with the same densities as the equation, forwards in time."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+
+from distman._groups.registry import Group
+from distman.collectives._all_gather import all_gather_v
+from distman.collectives._validation import GroupLike, check_tensor, resolve_group
+from distman.score._network import Network, evaluate
+from distman.score._sde import SDE, per_sample
+from distman.score._sharing import agree, check_count, check_finite, run_jointly
+from distman.score._streams import random_stream
+from distman.topology import split_sizes
+
+Probes = Literal["rademacher", "gaussian"]
+_PROBES = ("rademacher", "gaussian")
+
+
+def log_likelihood(
+    score_fn: Network,
+    sde: SDE,
+    x: torch.Tensor,
+    *,
+    num_probes: int | None = 1,
+    probes: Probes = "rademacher",
+    seed: int | None = None,
+    batch_size: int = 64,
+    rtol: float = 1e-5,
+    atol: float = 1e-5,
+    group: GroupLike = None,
+) -> torch.Tensor:
+    """Return the log-density of samples under a model, shared out over the ranks.
+
+    Collective. Blocking. Not differentiable. The probability flow leads each sample to the prior; the change of its
+    log-density on the way is the integral of the flow's divergence. Samples are solved in batches, each with steps and
+    random numbers of its own, and the ranks share the batches: so with a seed the result is the same on any number of
+    ranks. Wait and errors are those of :func:`~distman.on_rank`.
+
+    Args:
+        score_fn: The score, a function of times ``(batch,)`` and samples ``(batch, *)``, differentiable in the samples
+            and the same on all ranks. It is called in the mode in which the network is.
+        sde: The equation.
+        x: The samples, shape ``(batch, *)``, the same on all ranks.
+        num_probes: Random vectors by which Hutchinson's estimator finds the divergence, drawn once for each sample;
+            each costs a backward pass at each time. None takes the exact divergence: a backward pass for each number in
+            a sample.
+        probes: Distribution of these vectors: ``"rademacher"``, signs, or ``"gaussian"``.
+        seed: Seed of the vectors; None takes one from torch's default generator on rank 0.
+        batch_size: Samples that are solved together. Smaller batches are shared out better, larger ones cost less.
+        rtol: Relative error of each step, for the sample with the largest one.
+        atol: Absolute error of each step, in units of the samples and in nats.
+        group: A process group, the name of one, or None for the world.
+
+    Returns:
+        Nats, shape ``(batch,)``: a new tensor with the data type of ``x``, equal on all ranks.
+
+    Raises:
+        ImportError: torchdiffeq is not installed.
+        ValueError: Samples, a number, the kind of probes, group or device do not fit.
+        PlanMismatchError: On every rank: the ranks call differently, or with different samples.
+        RankFailedError: On every rank: the score failed on one, has another shape, is not differentiable, or led to
+            numbers that are infinite or NaN (FloatingPointError).
+
+    Source:
+        Song et al., "Score-Based Generative Modeling through Stochastic Differential Equations", ICLR 2021, section 4.3
+        and appendix D.2. Hutchinson, Communications in Statistics 1990. Dormand and Prince's method by torchdiffeq.
+    """
+    odeint = _import_odeint()
+    members = resolve_group(group)
+    _check_samples(x)
+    check_tensor(x, members)
+    _check_options(num_probes, probes, batch_size, rtol, atol)
+    call: dict[str, object] = {
+        "num_probes": num_probes,
+        "probes": probes,
+        "batch_size": batch_size,
+        "rtol": rtol,
+        "atol": atol,
+    }
+    call |= {"sde": sde, "x": f"{x.dtype} of shape {tuple(x.shape)} with the digest {_digest(x)}"}
+    seed = agree("log_likelihood", call, seed, group)
+
+    batches = torch.split(x.detach(), batch_size)
+    counts = split_sizes(len(batches), members.size)
+    first = sum(counts[: members.rank])
+    mine = range(first, first + counts[members.rank])
+    solver = _Solver(odeint, score_fn, sde, num_probes, probes, rtol, atol, members)
+
+    def solve_all() -> torch.Tensor:
+        found = (solver.solve(batches[index], random_stream("probes", seed, index, x.device)) for index in mine)
+        return torch.cat([x.new_empty(0), *found])
+
+    lengths = iter(len(batch) for batch in batches)
+    sizes = [sum(next(lengths) for _ in range(count)) for count in counts]
+    return all_gather_v(run_jointly(solve_all, "log_likelihood", members), sizes, group=group)
+
+
+@dataclass(frozen=True)
+class _Solver:
+    """The probability flow with the log-density that it gathers on its way.
+
+    Attributes:
+        odeint: The solver of torchdiffeq.
+        score_fn: The score.
+        sde: The equation.
+        num_probes: Number of random vectors; None for the exact divergence.
+        probes: Their distribution.
+        rtol: Relative error of a step.
+        atol: Absolute error of a step.
+        group: The ranks that solve.
+    """
+
+    odeint: Callable[..., Any]
+    score_fn: Network
+    sde: SDE
+    num_probes: int | None
+    probes: Probes
+    rtol: float
+    atol: float
+    group: Group
+
+    def solve(self, x: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+        """Return the log-density of some samples."""
+        vectors = self._draw(x, generator)
+
+        def rates(time: torch.Tensor, state: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+            return self._rates(time, state[0], vectors)
+
+        times = torch.tensor([self.sde.epsilon, self.sde.horizon], dtype=torch.float64, device=x.device)
+        options = {"norm": _largest_error}
+        try:
+            with torch.no_grad():
+                ends, changes = self.odeint(
+                    rates, (x, x.new_zeros(len(x))), times, rtol=self.rtol, atol=self.atol, options=options
+                )
+        except AssertionError as error:  # torchdiffeq finds no step that is small enough, or a state that is no number
+            raise FloatingPointError(
+                f"the flow must have finite steps, got {error} on rank {self.group.ranks[self.group.rank]}. Look at "
+                "the scores there, or raise rtol and atol."
+            ) from error
+        found: torch.Tensor = self.sde.prior_log_density(ends[-1]) + changes[-1]
+        check_finite("log-densities", found, self.group)
+        return found
+
+    def _draw(self, x: torch.Tensor, generator: torch.Generator) -> torch.Tensor | None:
+        if self.num_probes is None:
+            return None
+        shape = (self.num_probes, *x.shape)
+        if self.probes == "gaussian":
+            return torch.randn(shape, generator=generator, device=x.device, dtype=x.dtype)
+        signs = torch.randint(2, shape, generator=generator, device=x.device, dtype=torch.int8)
+        return 2 * signs.to(x.dtype) - 1
+
+    def _rates(
+        self, time: torch.Tensor, x: torch.Tensor, vectors: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the velocity of the flow and its divergence."""
+        with torch.enable_grad():
+            x = x.detach().requires_grad_()
+            t = time.to(x.dtype).expand(len(x))
+            found = evaluate(self.score_fn, t, x, name="score_fn")
+            if not found.requires_grad:
+                raise ValueError(
+                    "score_fn must be differentiable in x, got a score without a gradient. Do not compute it within "
+                    "torch.no_grad()."
+                )
+            velocity = self.sde.drift(t, x) - 0.5 * per_sample(self.sde.diffusion(t).square(), x) * found
+            divergence = _exact_divergence(velocity, x) if vectors is None else _divergence(velocity, x, vectors)
+        return velocity.detach(), divergence
+
+
+def _divergence(velocity: torch.Tensor, x: torch.Tensor, vectors: torch.Tensor) -> torch.Tensor:
+    """Return Hutchinson's estimate of each sample's divergence."""
+    total = x.new_zeros(len(x))
+    for vector in vectors:
+        (product,) = torch.autograd.grad(velocity, x, vector, retain_graph=True)
+        total += (product * vector).flatten(1).sum(dim=1)
+    return total / len(vectors)
+
+
+def _exact_divergence(velocity: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    total = x.new_zeros(len(x))
+    for column in range(velocity[0].numel()):
+        summed = velocity.flatten(1)[:, column].sum()  # a sample's velocity depends on that sample alone
+        (gradient,) = torch.autograd.grad(summed, x, retain_graph=True)
+        total += gradient.flatten(1)[:, column]
+    return total
+
+
+def _largest_error(state: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    """Return the error of the worst sample, so that it does not hide among the others."""
+    x, change = state
+    return torch.maximum(x.flatten(1).square().mean(dim=1).sqrt(), change.abs()).max()
+
+
+def _check_samples(x: torch.Tensor) -> None:
+    if x.ndim < 2 or not x.numel() or not x.is_floating_point():
+        raise ValueError(
+            f"x must hold samples of floating point numbers, got {x.dtype} of shape {tuple(x.shape)}. Pass at least "
+            "one sample, shape (batch, *) with two dims or more."
+        )
+
+
+def _check_options(num_probes: int | None, probes: str, batch_size: int, rtol: float, atol: float) -> None:
+    if num_probes is not None:
+        check_count("num_probes", num_probes)
+    check_count("batch_size", batch_size)
+    if probes not in _PROBES:
+        raise ValueError(f"probes must be one of {', '.join(_PROBES)}, got {probes!r}. Choose one of them.")
+    for name, value in (("rtol", rtol), ("atol", atol)):
+        if not 0 < value < math.inf:
+            raise ValueError(f"{name} must be above 0 and finite, got {value}. Correct it.")
+
+
+def _digest(x: torch.Tensor) -> str:
+    content = x.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
+    return hashlib.blake2b(content, digest_size=8).hexdigest()
+
+
+def _import_odeint() -> Callable[..., Any]:
+    try:
+        from torchdiffeq import odeint
+    except ImportError as error:
+        raise ImportError(
+            "torchdiffeq must be installed for log_likelihood, got none. Install it with `pip install torchdiffeq`."
+        ) from error
+    solver: Callable[..., Any] = odeint
+    return solver

@@ -1,0 +1,132 @@
+"""From a pytest item to the tasks of its ranks."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING
+
+import pytest
+
+from distman.testing._messages import Fate, Task
+from distman.testing._serialization import pack
+
+if TYPE_CHECKING:
+    from distman.testing._marks import RanksSpec
+    from distman.testing._pool import Pool
+
+
+# A collective gives up only after the test's own limit, so that the report shows where it was stuck.
+_GROUP_MARGIN_SECONDS = 60.0
+
+# Whoever started pytest (srun, mpirun, torchrun, ...) has not started the workers.
+_LAUNCHER_PREFIXES = (
+    *(
+        "FLUX_",
+        "HYDRA_",
+        "I_MPI_",
+        "JSM_",
+        "MPIR_",
+        "MPI_",
+        "MV2_",
+        "OMPI_",
+        "PALS_",
+        "PMIX_",
+        "PMI_",
+        "PRTE_",
+    ),
+    *("SLURM_", "TORCHELASTIC_"),
+)
+_LAUNCHER_NAMES = frozenset(
+    {
+        *(
+            "RANK",
+            "WORLD_SIZE",
+            "LOCAL_RANK",
+            "LOCAL_WORLD_SIZE",
+            "NODE_RANK",
+            "GROUP_RANK",
+            "GROUP_WORLD_SIZE",
+        ),
+        *("ROLE_RANK", "ROLE_WORLD_SIZE", "ROLE_NAME", "MASTER_ADDR", "MASTER_PORT"),
+        "DISTMAN_INITIALIZATION_METHOD",
+    }
+)
+
+
+def run_on_workers(pool: Pool, item: pytest.Function, spec: RanksSpec, world_size: int) -> list[Fate]:
+    """Run a test on that many workers.
+
+    Blocks until every rank has ended or was ended.
+
+    Args:
+        pool: The workers.
+        item: The test, with its fixtures made.
+        spec: What ``@ranks`` was told.
+        world_size: Number of ranks.
+    """
+    __tracebackhide__ = True
+    names = inspect.signature(item.obj).parameters
+    arguments = {name: item.funcargs[name] for name in names}
+    call = pack(item.obj, arguments, spec.parameters, _own_modules(item))
+    environ = _worker_environ()
+
+    def make_task(rank: int, store_file: str) -> Task:
+        return Task(
+            test=item.nodeid,
+            rank=rank,
+            world_size=world_size,
+            store_file=store_file,
+            group_timeout=spec.timeout + _GROUP_MARGIN_SECONDS,
+            uses_manager=spec.uses_manager,
+            environ={**environ, **_place(rank, world_size)},
+            directory=str(Path.cwd()),
+            search_path=list(sys.path),
+            report_directory=str(item.config.invocation_params.dir),
+            traceback_style=item.config.getoption("tbstyle"),
+            shows_locals=item.config.getoption("showlocals"),
+            call=call,
+        )
+
+    return pool.run(make_task, world_size, spec.timeout, spec.dies)
+
+
+def server_environ() -> dict[str, str]:
+    """Return the environment of the fork server: one thread per library."""
+    threads = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
+    return {**_worker_environ(), **threads}
+
+
+def _worker_environ() -> dict[str, str]:
+    """Return this process's environment without its launcher, without GPUs, and on the loopback interface."""
+    kept = {name: value for name, value in os.environ.items() if not _says_launcher(name)}
+    kept.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    kept.setdefault("DISTMAN_WATCH", "0")  # a worker outlives its tests, and is watched by the pytest process
+    return {**kept, "CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": ""}
+
+
+def _says_launcher(name: str) -> bool:
+    return name in _LAUNCHER_NAMES or name.startswith(_LAUNCHER_PREFIXES)
+
+
+def _place(rank: int, world_size: int) -> dict[str, str]:
+    return {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_RANK": str(rank),
+        "LOCAL_WORLD_SIZE": str(world_size),
+    }
+
+
+def _own_modules(item: pytest.Function) -> list[ModuleType]:
+    """Return the test's module and the conftests, which a worker may not be able to import."""
+    plugins = (plugin for _, plugin in item.config.pluginmanager.list_name_plugin())
+    conftests = [
+        plugin
+        for plugin in plugins
+        if isinstance(plugin, ModuleType) and Path(plugin.__file__ or "").name == "conftest.py"
+    ]
+    return [item.module, *conftests]

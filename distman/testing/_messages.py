@@ -1,0 +1,121 @@
+"""What the pytest process and its workers say to each other.
+
+A new worker says ``Ready``. Then one test is three exchanges per worker: ``Task`` there, ``Joined`` back;
+once every rank has joined the process group, ``Begin`` there, ``Outcome`` back; once every rank has ended,
+``Release`` there, ``Released`` back. So no rank can fail while another is still connecting to it, and none
+leaves the group while another still uses it.
+"""
+
+from __future__ import annotations
+
+import signal
+from dataclasses import dataclass
+from enum import Enum
+
+# A real-time signal: tests may use SIGUSR1 and SIGUSR2 for themselves.
+STACK_SIGNAL = int(signal.SIGRTMAX) - 1
+
+
+class Ending(Enum):
+    """How a rank can end a test; what says most about a failure comes first."""
+
+    RAISED = "raised"
+    DIED = "died"
+    STUCK = "stuck"
+    SKIPPED = "skipped"
+    XFAILED = "xfailed"
+    STOPPED = "stopped"
+    PASSED = "passed"
+
+
+@dataclass(frozen=True)
+class SeenWarning:
+    """A warning that a rank showed, to be shown again by pytest."""
+
+    text: str
+    category_module: str
+    category_name: str
+    file: str
+    line: int
+
+
+@dataclass(frozen=True)
+class Task:
+    """One rank's part of one test."""
+
+    test: str
+    rank: int
+    world_size: int
+    store_file: str
+    group_timeout: float
+    uses_manager: bool
+    environ: dict[str, str]
+    directory: str
+    search_path: list[str]
+    report_directory: str
+    traceback_style: str
+    shows_locals: bool
+    call: bytes
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How the test ended on one rank that is still there to say so."""
+
+    ending: Ending
+    headline: str
+    detail: str
+    ended_at: float
+    warnings: list[SeenWarning]
+
+
+@dataclass(frozen=True)
+class Ready:
+    """A new worker waits for its first task."""
+
+
+@dataclass(frozen=True)
+class Joined:
+    """The rank is in the process group, and waits for the others."""
+
+
+@dataclass(frozen=True)
+class Begin:
+    """Every rank is in the process group, or cannot get there: call the test."""
+
+
+@dataclass(frozen=True)
+class Release:
+    """Every rank has ended: leave the process group and put the state back."""
+
+
+@dataclass(frozen=True)
+class Released:
+    """The worker waits for the next task; ``problem`` is an ``Outcome`` if putting things back raised."""
+
+    problem: Outcome | None
+
+
+@dataclass(frozen=True)
+class Fate:
+    """What became of one rank, as the pytest process sees it.
+
+    Attributes:
+        rank: The rank.
+        ending: How it ended.
+        headline: One line: the error, the signal, the exit code, the reason of a skip.
+        detail: The traceback or the stacks; empty if there are none.
+        ended_at: ``time.monotonic()`` of the end, comparable between the processes of one machine.
+        stdout: What it wrote to standard output during the test.
+        stderr: The same for standard error.
+        warnings: The warnings it showed.
+    """
+
+    rank: int
+    ending: Ending
+    headline: str
+    detail: str
+    ended_at: float
+    stdout: str
+    stderr: str
+    warnings: tuple[SeenWarning, ...] = ()

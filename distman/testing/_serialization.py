@@ -1,0 +1,170 @@
+"""A test function and its arguments as bytes that a worker can read.
+
+Test modules and conftests travel by value: a worker could not import them under ``--import-mode=importlib``.
+Of their globals only those travel which the function uses, directly or through what it calls.
+"""
+
+from __future__ import annotations
+
+import importlib
+import io
+import pickle
+import re
+import sys
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import ModuleType
+
+import cloudpickle
+import pytest
+
+_OF_THE_MAIN_PROCESS = frozenset(
+    {
+        *("capfd", "capfdbinary", "caplog", "capsys", "capsysbinary", "capteesys"),
+        *(
+            "cache",
+            "doctest_namespace",
+            "pytestconfig",
+            "pytester",
+            "recwarn",
+            "request",
+            "subtests",
+            "testdir",
+        ),
+        *("record_property", "record_testsuite_property", "record_xml_attribute"),
+        *("tmp_path_factory", "tmpdir_factory"),
+    }
+)
+
+
+@dataclass(frozen=True)
+class WarningFilter:
+    """One entry of ``warnings.filters`` as the arguments of ``warnings.filterwarnings``."""
+
+    action: str
+    message: str
+    category: type[Warning] | tuple[type[Warning], ...]
+    module: str
+    line: int
+
+
+@dataclass(frozen=True)
+class Call:
+    """What a worker calls.
+
+    Attributes:
+        function: The test function or bound method.
+        arguments: Its arguments by name, without ``rank`` and ``world_size``.
+        parameters: Those of ``rank`` and ``world_size`` that it takes.
+        filters: The warnings filters of the pytest process, first one first.
+    """
+
+    function: Callable[..., object]
+    arguments: dict[str, object]
+    parameters: tuple[str, ...]
+    filters: tuple[WarningFilter, ...]
+
+
+class CannotTravelError(TypeError):
+    """The test, or an argument of it, cannot be pickled."""
+
+
+def pack(
+    function: Callable[..., object],
+    arguments: Mapping[str, object],
+    parameters: Sequence[str],
+    modules: Iterable[ModuleType],
+) -> bytes:
+    """Return a ``Call`` as one pickle, so that what function and arguments share stays shared.
+
+    Args:
+        function: The test function or bound method.
+        arguments: Its arguments by name, without ``rank`` and ``world_size``.
+        parameters: Those of ``rank`` and ``world_size`` that it takes.
+        modules: The modules whose functions and classes travel by value.
+
+    Raises:
+        CannotTravelError: Something cannot be pickled; the message names it.
+    """
+    for name in sorted(_OF_THE_MAIN_PROCESS.intersection(arguments)):
+        raise CannotTravelError(
+            f"The fixture {name!r} must stay in the pytest process, got it as an argument of @ranks. "
+            "Use it in another fixture, or replace it by values."
+        )
+    with _by_value(modules):
+        try:
+            return _dump(Call(function, dict(arguments), tuple(parameters), _current_filters()))
+        except (pickle.PicklingError, TypeError, ValueError, AttributeError, RecursionError) as error:
+            raise CannotTravelError(_name_culprit(function, arguments, error)) from error
+
+
+class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
+    """Leaves behind what means nothing in a worker: marks, and patches made in the pytest process."""
+
+    def reducer_override(self, obj: object) -> object:
+        if isinstance(obj, pytest.Mark):
+            return type(None), ()
+        if isinstance(obj, pytest.MonkeyPatch):
+            return pytest.MonkeyPatch, ()
+        if isinstance(obj, ModuleType) and type(obj) is not ModuleType and obj is sys.modules.get(obj.__name__):
+            # torch.backends.cudnn and its like: cloudpickle takes them for mere objects.
+            return importlib.import_module, (obj.__name__,)
+        return super().reducer_override(obj)
+
+
+def _current_filters() -> tuple[WarningFilter, ...]:
+    return tuple(
+        WarningFilter(action, _as_pattern(message), category, _as_pattern(module), line)
+        for action, message, category, module, line in warnings.filters
+    )
+
+
+def _as_pattern(part: str | re.Pattern[str] | None) -> str:
+    """Return the regular expression of a filter's part: compiled, an exact text, or None for anything."""
+    if part is None:
+        return ""
+    return rf"{re.escape(part)}\Z" if isinstance(part, str) else part.pattern
+
+
+def _dump(value: object) -> bytes:
+    buffer = io.BytesIO()
+    _Pickler(buffer).dump(value)
+    return buffer.getvalue()
+
+
+def _name_culprit(function: object, arguments: Mapping[str, object], error: Exception) -> str:
+    for name, value in arguments.items():
+        problem = _problem_of(value)
+        if problem is not None:
+            return (
+                f"The argument {name!r} must be picklable to reach the workers of @ranks, "
+                f"got {type(value).__name__} ({problem}). Make it in the test itself, or pass plain values."
+            )
+    problem = _problem_of(function) or error
+    return (
+        f"The test must be picklable with the globals it uses, got {type(problem).__name__}: {problem}. "
+        "Make what cannot be pickled inside the test."
+    )
+
+
+def _problem_of(value: object) -> Exception | None:
+    try:
+        _dump(value)
+    except (pickle.PicklingError, TypeError, ValueError, AttributeError, RecursionError) as error:
+        return error
+    return None
+
+
+@contextmanager
+def _by_value(modules: Iterable[ModuleType]) -> Iterator[None]:
+    known = cloudpickle.list_registry_pickle_by_value()
+    added = {module.__name__: module for module in modules if module.__name__ not in known}
+    for module in added.values():
+        cloudpickle.register_pickle_by_value(module)
+    try:
+        yield
+    finally:
+        for module in added.values():
+            cloudpickle.unregister_pickle_by_value(module)

@@ -1,0 +1,54 @@
+"""What ``faulthandler`` writes about a process, in the form of a traceback with source lines."""
+
+from __future__ import annotations
+
+import linecache
+import re
+
+_FRAME = re.compile(r'  File "(?P<file>.*)", line (?P<line>\d+) in (?P<function>.*)')
+_THREAD = re.compile(r"(Current thread|Thread) (?P<id>0x[0-9a-f]+)")
+_BORDER = "distman/testing/_worker.py"
+
+
+def readable_stacks(dump: str) -> str:
+    """Return the threads of a dump, the one that runs the test first, innermost frame last.
+
+    Args:
+        dump: The text of ``faulthandler``, innermost frame first, without source lines.
+    """
+    if not dump.strip():
+        return "Its stacks cannot be shown: the process did not react to the signal that asks for them."
+    test: list[str] = []
+    others: list[str] = []
+    for block in re.split(r"\n\s*\n", dump.strip()):
+        title, *frames = block.splitlines()
+        inner = _inside_border(frames)
+        if len(inner) < len(frames):
+            test += ["The thread of the test (innermost call last):", *_with_sources(inner)]
+        else:
+            others += ["", f"{_title(title)} (innermost call last):", *_with_sources(frames)]
+    return "\n".join([*test, *others]).strip()
+
+
+def _title(line: str) -> str:
+    match = _THREAD.match(line)
+    return f"Thread {match['id']}" if match else line
+
+
+def _inside_border(frames: list[str]) -> list[str]:
+    """Return the frames of the test, without those of the worker around it."""
+    for index, frame in enumerate(frames):
+        if _BORDER in frame:
+            return frames[:index]
+    return frames
+
+
+def _with_sources(frames: list[str]) -> list[str]:
+    lines = []
+    for frame in reversed(frames):
+        lines.append(frame)
+        match = _FRAME.match(frame)
+        source = linecache.getline(match["file"], int(match["line"])).strip() if match else ""
+        if source:
+            lines.append(f"    {source}")
+    return lines

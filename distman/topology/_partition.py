@@ -1,0 +1,337 @@
+"""The ranks of a job in blocks, where every rank is in exactly one block."""
+
+from __future__ import annotations
+
+import abc
+import functools
+import itertools
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from numbers import Integral
+
+_SHOWN_BLOCKS = 4
+_SHOWN_RANKS = 8
+
+
+def is_whole_number(value: object) -> bool:
+    """Return whether a value is an integer of Python's or NumPy's."""
+    return isinstance(value, Integral)
+
+
+def split_sizes(length: int, parts: int) -> list[int]:
+    """Return the sizes of ``parts`` balanced parts of ``length``, larger parts first.
+
+    Local.
+
+    Raises:
+        ValueError: There is no such split.
+    """
+    if parts < 1 or length < 0:
+        raise ValueError(
+            f"length must be at least 0 and parts at least 1, got length {length} and parts {parts}. Correct them."
+        )
+    size, num_larger = divmod(length, parts)
+    return [size + 1] * num_larger + [size] * (parts - num_larger)
+
+
+class Partition(abc.ABC):
+    """The ranks of a job in blocks of ascending ranks."""
+
+    @property
+    @abc.abstractmethod
+    def world_size(self) -> int:
+        """Number of ranks."""
+
+    @property
+    @abc.abstractmethod
+    def num_blocks(self) -> int:
+        """Number of blocks."""
+
+    @abc.abstractmethod
+    def block_of(self, rank: int) -> tuple[int, ...]:
+        """Return the ranks of the block that holds ``rank``, ascending.
+
+        Local. It takes time in proportion to that block, not to the world.
+        """
+
+    @abc.abstractmethod
+    def blocks(self) -> Iterator[tuple[int, ...]]:
+        """Return all blocks, ordered by their first ranks.
+
+        Local.
+        """
+
+    @abc.abstractmethod
+    def split(self, size: int) -> Partition:
+        """Return the partition into consecutive pieces of ``size`` ranks of each block.
+
+        Local.
+
+        Raises:
+            ValueError: A block does not divide into pieces of that size.
+        """
+
+    @abc.abstractmethod
+    def orthogonal(self, within: Partition | None = None) -> Partition:
+        """Return the partition whose i-th block holds the i-th ranks of all blocks.
+
+        Local.
+
+        Args:
+            within: A coarser partition, inside each block of which this is done; None is the world in one block.
+
+        Raises:
+            ValueError: The blocks differ in size.
+        """
+
+    @property
+    @abc.abstractmethod
+    def key(self) -> str:
+        """Text that is equal for partitions that are equal as objects, and different for different blocks."""
+
+    def __str__(self) -> str:
+        shown = [_shorten(block) for block in itertools.islice(self.blocks(), _SHOWN_BLOCKS)]
+        more = [f"... ({self.num_blocks} groups)"] if self.num_blocks > _SHOWN_BLOCKS else []
+        return " ".join(shown + more)
+
+
+def _shorten(block: Sequence[int]) -> str:
+    if len(block) <= _SHOWN_RANKS:
+        return str(list(block))
+    first, second, last = block[0], block[1], block[-1]
+    return f"[{first}, {second}, ..., {last}; {len(block)} ranks]"
+
+
+@dataclass(frozen=True)
+class GridPartition(Partition):
+    """Ranks laid out row by row on a grid, with blocks that extend along some of its axes.
+
+    Axes of length 1 are dropped and neighbours of one kind are merged, so that equal partitions are equal objects.
+
+    Attributes:
+        grid: Lengths of the axes; the last one varies fastest with the rank.
+        along: Whether blocks extend along an axis, for each axis.
+    """
+
+    grid: tuple[int, ...]
+    along: tuple[bool, ...]
+
+    @classmethod
+    def of(cls, grid: Sequence[int], along: Iterable[int]) -> GridPartition:
+        """Return the partition of a grid into blocks along the axes of these indices.
+
+        Local.
+        """
+        chosen = set(along)
+        kinds = ((length, axis in chosen) for axis, length in enumerate(grid) if length != 1)
+        merged = [
+            (math.prod(length for length, _ in run), is_along)
+            for is_along, run in itertools.groupby(kinds, key=lambda kind: kind[1])
+        ]
+        return cls(tuple(length for length, _ in merged), tuple(is_along for _, is_along in merged))
+
+    @classmethod
+    def whole(cls, world_size: int) -> GridPartition:
+        """Return the partition that has all ranks in one block.
+
+        Local.
+        """
+        return cls.of([world_size], [0])
+
+    @functools.cached_property
+    def _strides(self) -> tuple[int, ...]:
+        return tuple(math.prod(self.grid[axis + 1 :]) for axis in range(len(self.grid)))
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return math.prod(self.grid)
+
+    @property
+    def num_blocks(self) -> int:
+        """Number of blocks."""
+        return math.prod(length for length, is_along in zip(self.grid, self.along, strict=True) if not is_along)
+
+    @property
+    def key(self) -> str:
+        """The lengths of the axes, with a star at those along which blocks extend."""
+        return "x".join(
+            f"{length}{'*' if is_along else ''}" for length, is_along in zip(self.grid, self.along, strict=True)
+        )
+
+    def block_of(self, rank: int) -> tuple[int, ...]:
+        """Return the ranks of the block that holds ``rank``, ascending.
+
+        Local. It takes time in proportion to that block, not to the world.
+        """
+        offsets = [0]
+        for stride, length, is_along in self._axes():
+            if is_along:
+                offsets = [base + step for base in offsets for step in range(0, stride * length, stride)]
+        start = sum(rank // stride % length * stride for stride, length, is_along in self._axes() if not is_along)
+        return tuple(start + offset for offset in offsets)
+
+    def blocks(self) -> Iterator[tuple[int, ...]]:
+        """Return all blocks, ordered by their first ranks.
+
+        Local.
+        """
+        return map(self.block_of, self._starts())
+
+    def _starts(self) -> Iterator[int]:
+        """Yield the first ranks of the blocks, ascending, one at a time: they may be many."""
+        axes = [(stride, length) for stride, length, kind in self._axes() if not kind]
+        for index in range(self.num_blocks):
+            start, left = 0, index
+            for stride, length in reversed(axes):
+                left, place = divmod(left, length)
+                start += place * stride
+            yield start
+
+    def _axes(self) -> Iterator[tuple[int, int, bool]]:
+        return zip(self._strides, self.grid, self.along, strict=True)
+
+    def split(self, size: int) -> Partition:
+        """Return the partition into consecutive pieces of ``size`` ranks of each block.
+
+        Local.
+
+        Raises:
+            ValueError: A block does not divide into pieces of that size.
+        """
+        _check_split(self.world_size // self.num_blocks, size)
+        axes: list[tuple[int, bool]] = []
+        left = size
+        for length, is_along in reversed(tuple(zip(self.grid, self.along, strict=True))):
+            inner = math.gcd(left, length) if is_along else 1
+            if is_along and inner not in (left, length):
+                return ListedPartition(tuple(self.blocks())).split(size)
+            axes += [(inner, True), (length // inner, False)]
+            left //= inner
+        axes.reverse()
+        return GridPartition.of([length for length, _ in axes], [i for i, axis in enumerate(axes) if axis[1]])
+
+    def orthogonal(self, within: Partition | None = None) -> Partition:
+        """Return the partition whose i-th block holds the i-th ranks of all blocks.
+
+        Local.
+
+        Args:
+            within: A coarser partition, inside each block of which this is done; None is the world in one block.
+        """
+        if within is None:
+            return GridPartition(self.grid, tuple(not is_along for is_along in self.along))
+        ends = sorted(
+            {1, self.world_size, *self._strides, *(within._strides if isinstance(within, GridPartition) else ())}
+        )
+        if not isinstance(within, GridPartition) or any(end % start for start, end in itertools.pairwise(ends)):
+            return ListedPartition(tuple(self.blocks())).orthogonal(within)
+        axes = [
+            (end // start, within._is_along(start) and not self._is_along(start))
+            for start, end in itertools.pairwise(ends)
+        ]
+        axes.reverse()
+        return GridPartition.of([length for length, _ in axes], [i for i, axis in enumerate(axes) if axis[1]])
+
+    def _is_along(self, stride: int) -> bool:
+        """Return whether blocks extend along the axis on which a step of this many ranks lies."""
+        return any(is_along and start <= stride < start * length for start, length, is_along in self._axes())
+
+
+@dataclass(frozen=True)
+class ListedPartition(Partition):
+    """Blocks of any sizes, given one by one.
+
+    Attributes:
+        listed: The blocks.
+    """
+
+    listed: tuple[tuple[int, ...], ...]
+
+    def __post_init__(self) -> None:
+        ordered = tuple(sorted(tuple(sorted(block)) for block in self.listed if block))
+        object.__setattr__(self, "listed", ordered)
+        if sorted(itertools.chain(*ordered)) != list(range(self.world_size)):
+            raise ValueError(
+                f"blocks must hold every rank from 0 to {self.world_size - 1} once, got {ordered}. Correct them."
+            )
+
+    @functools.cached_property
+    def _block_by_rank(self) -> dict[int, tuple[int, ...]]:
+        return {rank: block for block in self.listed for rank in block}
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return sum(map(len, self.listed))
+
+    @property
+    def num_blocks(self) -> int:
+        """Number of blocks."""
+        return len(self.listed)
+
+    @property
+    def key(self) -> str:
+        """The blocks themselves."""
+        return " ".join(str(list(block)) for block in self.listed)
+
+    def block_of(self, rank: int) -> tuple[int, ...]:
+        """Return the ranks of the block that holds ``rank``, ascending.
+
+        Local.
+        """
+        return self._block_by_rank[rank]
+
+    def blocks(self) -> Iterator[tuple[int, ...]]:
+        """Return all blocks, ordered by their first ranks.
+
+        Local.
+        """
+        return iter(self.listed)
+
+    def split(self, size: int) -> ListedPartition:
+        """Return the partition into consecutive pieces of ``size`` ranks of each block.
+
+        Local.
+
+        Raises:
+            ValueError: A block does not divide into pieces of that size.
+        """
+        for block in self.listed:
+            _check_split(len(block), size)
+        starts = [(block, start) for block in self.listed for start in range(0, len(block), size)]
+        return ListedPartition(tuple(block[start : start + size] for block, start in starts))
+
+    def orthogonal(self, within: Partition | None = None) -> ListedPartition:
+        """Return the partition whose i-th block holds the i-th ranks of all blocks.
+
+        Local.
+
+        Args:
+            within: A coarser partition, inside each block of which this is done; None is the world in one block.
+
+        Raises:
+            ValueError: The blocks differ in size.
+        """
+        if within is not None:
+            parts = [[block for block in self.listed if block[0] in set(outer)] for outer in within.blocks()]
+            return ListedPartition(tuple(itertools.chain(*(_across(part) for part in parts))))
+        return ListedPartition(_across(self.listed))
+
+
+def _across(blocks: Sequence[tuple[int, ...]]) -> tuple[tuple[int, ...], ...]:
+    """Return the i-th ranks of all blocks, for each i."""
+    sizes = sorted({len(block) for block in blocks})
+    if len(sizes) > 1:
+        raise ValueError(
+            f"groups must be equal in size to have orthogonal ones, got sizes {sizes}. Use groups of one size."
+        )
+    return tuple(zip(*blocks, strict=True))
+
+
+def _check_split(block_size: int, size: int) -> None:
+    if not is_whole_number(size) or size < 1 or block_size % size:
+        raise ValueError(
+            f"size must be a divisor of the parent group's size {block_size}, got {size}. Choose another size."
+        )

@@ -1,0 +1,55 @@
+"""The report of a hang: what it says, and where it is."""
+
+import logging
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from distman._coordination.monitor.hang_report import write_report
+from distman._coordination.monitor.stack_query import Answer
+
+NAMES = [f"rank {rank} (n{rank // 8}, pid {rank})" for rank in range(16)]
+MAIN = 'thread MainThread\n  File "/train.py", line {line}, in {function}\n    step()\n\nthread other\n  File "x"'
+
+
+def answers(elsewhere):
+    waiting = Answer("in all_gather_v at /train.py:7 for 61 s", MAIN.format(line=7, function="main"))
+    computing = Answer("after all_gather_v at /train.py:7", MAIN.format(line=99, function="load"))
+    return {rank: computing if rank in elsewhere else waiting for rank in range(16) if rank != 5}
+
+
+def test_ranks_with_equal_stacks_are_shown_together(tmp_path, caplog):
+    with caplog.at_level(logging.WARNING):
+        write_report("rank 0 waits", 0, answers({3}), NAMES, tmp_path)
+    (path,) = tmp_path.iterdir()
+    text = path.read_text()
+    assert text.startswith("rank 0 waits\n\nrank 5 (n0, pid 5) does not answer")
+    assert text.count("thread MainThread") == 2
+    assert text.index("rank 3 (n0, pid 3)\nat /train.py:99 in load") < text.index("and 13 more (1, 2, 4, 6")
+    (logged,) = (record.getMessage() for record in caplog.records)
+    assert "rank 3 (n0, pid 3) at /train.py:99 in load, after all_gather_v at /train.py:7" in logged
+    assert "rank 5 (n0, pid 5) without an answer" in logged
+    assert str(path) in logged
+
+
+def test_a_folder_that_cannot_be_written_is_passed_over(tmp_path, caplog):
+    with caplog.at_level(logging.WARNING):
+        write_report("rank 0 waits", 0, {0: answers(())[0]}, NAMES[:1], tmp_path / "missing")
+    logged = caplog.records[0].getMessage()
+    path = Path(logged.rpartition(" in ")[2])
+    assert path.parent == Path(tempfile.gettempdir())
+    path.unlink()
+    assert "; all do." in logged
+
+
+@pytest.mark.parametrize(
+    ("answer", "place"),
+    [
+        (Answer("in barrier at a.py:1 for 3 s", ""), "in barrier at a.py:1 for 3 s"),
+        (Answer("", MAIN.format(line=3, function="main")), "at /train.py:3 in main"),
+        (Answer("after barrier at a.py:1", ""), "after barrier at a.py:1"),
+    ],
+)
+def test_the_place_of_a_rank(answer, place):
+    assert answer.place == place

@@ -1,0 +1,83 @@
+"""The connection between neighbours: it breaks when one dies, and nothing else breaks it."""
+
+import contextlib
+import socket
+from collections import namedtuple
+
+from torch.distributed import HashStore
+
+from distman._coordination.monitor.peer_connection import PeerConnection
+
+Place = namedtuple("Place", "rank host pid")
+PEERS = [Place(rank, "n1", 100 + rank) for rank in range(3)]
+
+
+@contextlib.contextmanager
+def connections(num_ranks):
+    store = HashStore()
+    made = [PeerConnection(store, rank, PEERS[:num_ranks], is_one_host=True) for rank in range(num_ranks)]
+    try:
+        yield store, made
+    finally:
+        for connection in made:
+            connection.close()
+
+
+def turn(made, times=3):
+    """Let every rank look around; return who found whom dead."""
+    found = [(rank, connection.wait(0.01)) for _ in range(times) for rank, connection in enumerate(made) if connection]
+    return {(rank, died.rank) for rank, died in found if died is not None}
+
+
+def test_a_rank_that_dies_is_found_by_the_one_before():
+    with connections(3) as (_, made):
+        assert turn(made) == set()
+        made[1].close()
+        assert turn([made[0], None, made[2]]) == {(0, 1)}
+
+
+def test_a_rank_that_leaves_is_passed_over():
+    with connections(3) as (store, made):
+        turn(made)
+        store.set("left/1", "yes")
+        made[1].close()
+        assert turn([made[0], None, made[2]]) == set()
+        assert made[0].watched == 2
+        made[2].close()
+        assert turn([made[0], None, None]) == {(0, 2)}
+
+
+def test_the_last_rank_watches_nobody():
+    with connections(2) as (store, made):
+        turn(made)
+        store.set("left/1", "yes")
+        made[1].close()
+        assert turn([made[0], None]) == set()
+        assert made[0].watched is None
+        assert turn([made[0], None]) == set()
+
+
+def test_a_rank_that_died_before_it_was_connected_to_is_found():
+    with connections(2) as (_, made):
+        made[1].close()
+        assert turn([made[0], None]) == {(0, 1)}
+
+
+def test_strangers_do_not_push_out_the_rank_that_watches():
+    with connections(2) as (_, made):
+        turn(made)
+        port = made[1]._listener.getsockname()[1]
+        with contextlib.ExitStack() as stack:
+            for _ in range(200):
+                stranger = stack.enter_context(socket.create_connection(("127.0.0.1", port)))
+                stranger.sendall(b"GET / HTTP/1.0\r\n\r\n")
+                made[1].wait(0)
+            assert turn(made) == set()
+        made[1].close()
+        assert turn([made[0], None]) == {(0, 1)}
+
+
+def test_waking_ends_the_wait():
+    with connections(2) as (_, made):
+        made[0].wake()
+        assert made[0].wait(60) is None

@@ -1,0 +1,99 @@
+"""The agreed stop, with ranks that come in any order."""
+
+import logging
+import random
+
+import pytest
+from torch.distributed import HashStore
+
+from distman._coordination.preemption import StopAgreement
+from distman._coordination.store_group import StoreGroup
+from distman.errors import PlanMismatchError
+
+
+def agreements(num_ranks):
+    store = HashStore()
+    names = [f"rank {rank} (n1, pid {rank})" for rank in range(num_ranks)]
+    return store, [StopAgreement(StoreGroup(store, store, rank, range(num_ranks), names)) for rank in range(num_ranks)]
+
+
+@pytest.mark.parametrize("seed", range(50))
+def test_all_stop_at_the_same_step_whoever_asks_and_whoever_is_ahead(seed):
+    rng = random.Random(seed)  # noqa: S311 - it draws no secrets
+    num_ranks, stride = rng.randint(1, 5), rng.choice([1, 1, 10])
+    _, ranks = agreements(num_ranks)
+    steps, stopped = [0] * num_ranks, [None] * num_ranks
+    asks_at = rng.randint(0, 300)
+    for turn in range(100_000):
+        if turn == asks_at:
+            ranks[rng.randrange(num_ranks)].request()
+        running = [rank for rank in range(num_ranks) if stopped[rank] is None]
+        if not running:
+            break
+        rank = rng.choice(running)
+        if steps[rank] > min(steps[other] for other in running) + 3 * stride:
+            continue  # collectives keep the ranks of a real job together
+        if ranks[rank].decide(steps[rank]):
+            stopped[rank] = steps[rank]
+        steps[rank] += stride
+    assert None not in stopped
+    assert len(set(stopped)) == 1
+
+
+def test_after_the_stop_the_answer_stays(caplog):
+    _, (rank,) = agreements(1)
+    rank.request()
+    with caplog.at_level(logging.INFO):
+        assert [rank.decide(step) for step in range(3)] == [True, True, True]
+    assert [record.getMessage() for record in caplog.records] == ["all ranks stop at step 0: request_stop()"]
+
+
+def test_a_program_alone_stops_at_once():
+    alone = StopAgreement(None)
+    assert not alone.decide(0)
+    alone.request()
+    assert alone.decide(1)
+
+
+def test_steps_that_begin_anew_are_refused():
+    _, (rank,) = agreements(1)
+    rank.decide(7)
+    rank.decide(7)
+    with pytest.raises(ValueError, match="step must not be smaller than the one before, 7, got 0"):
+        rank.decide(0)
+
+
+def test_steps_without_a_number_are_counted():
+    agreement = StopAgreement(None)
+    assert not agreement.decide(4)
+    assert not agreement.decide()
+    with pytest.raises(ValueError, match="step must not be smaller than the one before, 5, got 4"):
+        agreement.decide(4)
+
+
+def test_ranks_that_ask_at_different_steps_are_told():
+    _, (first, second) = agreements(2)
+    first.decide(5)
+    with pytest.raises(PlanMismatchError, match=r"got 6 on rank 1 \(n1, pid 1\) and 5 on another"):
+        second.decide(6)
+
+
+def test_a_week_of_steps_does_not_grow_the_store():
+    store, ranks = agreements(2)
+    for step in range(20_000):
+        for rank in ranks:
+            rank.decide(step)
+        if step == 5_000:
+            before = store.num_keys()
+    assert store.num_keys() < before + 200
+
+
+def test_most_steps_ask_nobody():
+    store, (rank,) = agreements(1)
+    asked = 0
+    for step in range(10_000):
+        before = rank._next_step
+        rank.decide(step)
+        asked += rank._next_step != before
+    assert asked < 200
+    assert store.num_keys() < 200

@@ -1,0 +1,128 @@
+"""The roll call over a real store, with a thread for each rank."""
+
+import concurrent.futures
+import time
+
+import pytest
+import torch.distributed as dist
+
+from distman._rendezvous import membership
+from distman._rendezvous.address import MeetingPoint
+from distman._rendezvous.handshake import Identity, bind_listener, probe
+from distman._rendezvous.membership import call_roll
+from distman._rendezvous.store import join_store, open_store
+from distman.errors import RankFailedError, RendezvousError
+
+from .join_records import join_record
+
+
+@pytest.fixture
+def point():
+    with bind_listener("127.0.0.1", 0) as listener:
+        port = listener.getsockname()[1]
+    return MeetingPoint(f"test-{port}", ("127.0.0.1",), (port,), "the test", is_host=True)
+
+
+def attend(point, me, timeout=10.0, expected=None):
+    job_store = open_store(point, timeout) if me.rank == 0 else join_store(point, timeout)
+    try:
+        store = dist.PrefixStore("roll", job_store.store)
+        return call_roll(job_store, store, me, timeout=timeout, source="the test", expected=expected or {})
+    finally:
+        job_store.close()
+
+
+def gather(point, *join_records, **options):
+    """Let all ranks attend at once; return what each got or raised, in the order given."""
+    with concurrent.futures.ThreadPoolExecutor(len(join_records)) as pool:
+        futures = [pool.submit(attend, point, me, **options) for me in join_records]
+        return [future.exception() or future.result() for future in futures]
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 5])
+def test_all_learn_the_same_ranks(point, world_size):
+    results = gather(point, *(join_record(rank, world_size) for rank in range(world_size)))
+    assert all(result == results[0] for result in results)
+    assert [peer.rank for peer in results[0]] == list(range(world_size))
+
+
+def test_the_missing_are_named_on_every_rank_that_came(point):
+    started = time.monotonic()
+    results = gather(point, join_record(0, 3), join_record(1, 3), timeout=1.0, expected={2: "n2"})
+    assert time.monotonic() - started < 4
+    for error in results:
+        assert isinstance(error, RendezvousError)
+        text = str(error)
+        assert f"2 of 3 ranks joined tcp://127.0.0.1:{point.ports[0]} within 1 s" in text
+        assert "missing: rank 2 (expected on n2)" in text
+        assert "Present: 0 (n1, pid 100), 1 (n1, pid 101) [the test]" in text
+
+
+def test_a_missing_rank_zero_is_named(point):
+    (error,) = gather(point, join_record(1, 2), timeout=0.3)
+    assert isinstance(error, RendezvousError)
+    assert "rank 0 must open the job's store" in str(error)
+
+
+def test_double_ranks_are_named_on_all(point):
+    results = gather(point, join_record(0, 3), join_record(1, 3, pid=7), join_record(1, 3, pid=8, host="n2"))
+    for error in results:
+        assert isinstance(error, RendezvousError)
+        assert "pid 7 on n1" in str(error)
+        assert "pid 8 on n2" in str(error)
+        assert "missing: rank 2" in str(error)
+
+
+def test_a_second_rank_zero_is_named_on_all(point):
+    results = gather(point, join_record(0, 2, pid=7), join_record(0, 2, pid=8))
+    assert all("rank 0 must be one process, got 2" in str(error) for error in results), results
+
+
+def test_unlike_world_sizes_are_an_error_on_all(point):
+    results = gather(point, join_record(0, 3), join_record(1, 2))
+    assert all("world_size must be the same on all ranks" in str(error) for error in results), results
+
+
+def test_a_rank_that_comes_after_the_roll_call_is_told_who_holds_its_place(point):
+    host = open_store(point, 10)
+    store = dist.PrefixStore("roll", host.store)
+
+    def call(me):
+        return call_roll(host, store, me, timeout=10, source="the test", expected={})
+
+    try:
+        with concurrent.futures.ThreadPoolExecutor(2) as pool:
+            list(pool.map(call, [join_record(0), join_record(1)]))
+        with pytest.raises(RendezvousError, match=r"got pid 9 on n1 after .* and pid 101 on n1"):
+            call(join_record(1, pid=9))
+    finally:
+        host.close()
+
+
+def test_a_rank_that_failed_before_is_told_to_all_at_once(point):
+    notice = {
+        "rank": 2,
+        "host": "n2",
+        "pid": 5,
+        "error_type": "ValueError",
+        "error_text": "boom",
+        "traceback_text": "Traceback ...\nValueError: boom",
+    }
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        futures = [pool.submit(attend, point, join_record(rank, 3), timeout=60.0) for rank in (0, 1)]
+        while True:
+            try:
+                probe("127.0.0.1", point.ports[0], Identity.of(point.job_id), failure=notice)
+                break
+            except OSError:
+                time.sleep(0.01)
+        for future in futures:
+            with pytest.raises(RankFailedError, match=r"rank 2 \(n2, pid 5\) raised ValueError: boom"):
+                future.result(timeout=10)
+
+
+def test_rank_zero_says_who_is_missing_while_it_waits(point, monkeypatch, caplog):
+    monkeypatch.setattr(membership, "_PROGRESS_EVERY", 0.1)
+    gather(point, join_record(0, 2), timeout=0.5)
+    assert "1 of 2 ranks joined" in caplog.text
+    assert "missing: rank 1" in caplog.text
