@@ -9,7 +9,8 @@ import torch
 
 from distman._coordination.wait_scope import collective
 from distman._groups.registry import Group
-from distman.collectives._exchange import exchange, sum_pieces
+from distman.collectives import _reduce_scatter  # the module, since each of the two needs the other
+from distman.collectives._exchange import exchange
 from distman.collectives._validation import (
     GroupLike,
     check_call,
@@ -84,31 +85,4 @@ class AllGather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
-        return ReduceScatter.apply(grad, *ctx.arguments), None, None, None, None
-
-
-class ReduceScatter(torch.autograd.Function):
-    """The adjoint of :class:`AllGather`."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        tensor: torch.Tensor,
-        sizes: list[int],
-        dim: int,
-        use_fp32: bool,
-        group: Group,
-    ) -> torch.Tensor:
-        ctx.arguments = sizes, dim, use_fp32, group
-        parts = tensor.split(sizes, dim)
-        mine = parts[group.rank]
-        received = [
-            mine if rank == group.rank else torch.empty_like(mine, memory_format=torch.contiguous_format)
-            for rank in range(group.size)
-        ]
-        exchange(parts, received, group)
-        return sum_pieces(received, group.rank, use_fp32=use_fp32)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
-        return AllGather.apply(grad, *ctx.arguments), None, None, None, None
+        return _reduce_scatter.ReduceScatter.apply(grad, *ctx.arguments), None, None, None, None

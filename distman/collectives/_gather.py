@@ -9,6 +9,7 @@ import torch
 
 from distman._coordination.wait_scope import collective
 from distman._groups.registry import Group
+from distman.collectives import _scatter  # the module, since each of the two needs the other
 from distman.collectives._exchange import exchange
 from distman.collectives._validation import (
     GroupLike,
@@ -72,24 +73,4 @@ class Gather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
-        return Scatter.apply(grad, *ctx.arguments), None, None, None, None
-
-
-class Scatter(torch.autograd.Function):
-    """The adjoint of :class:`Gather`: the full tensor on ``src``; empty ones elsewhere say shape and dtype."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, sizes: list[int], dim: int, src: int, group: Group) -> torch.Tensor:
-        ctx.arguments = sizes, dim, src, group
-        shape = list(tensor.shape)
-        shape[dim] = sizes[group.rank]
-        part = tensor.new_empty(shape)
-        nothing = tensor.narrow(dim, 0, 0)
-        sends = tensor.split(sizes, dim) if group.rank == src else [nothing] * group.size
-        receives = [part if rank == src else part.narrow(dim, 0, 0) for rank in range(group.size)]
-        exchange(sends, receives, group)
-        return part
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
-        return Gather.apply(grad, *ctx.arguments), None, None, None, None
+        return _scatter.Scatter.apply(grad, *ctx.arguments), None, None, None, None

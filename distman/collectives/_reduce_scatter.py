@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
 from distman._coordination.wait_scope import collective
-from distman.collectives._all_gather import ReduceScatter
+from distman._groups.registry import Group
+from distman.collectives import _all_gather  # the module, since each of the two needs the other
+from distman.collectives._exchange import exchange, sum_pieces
 from distman.collectives._validation import GroupLike, check_call, check_sizes, normalize_dim, resolve_group
 
 
@@ -44,7 +47,35 @@ def reduce_scatter_v(
     sizes = check_sizes(sizes, members)
     if tensor.shape[dim] != sum(sizes):
         raise ValueError(
-            f"sizes must add up to the tensor's length {tensor.shape[dim]} along dim {dim}, got {sizes}. Correct them."
+            f"sizes must add up to the tensor's length {tensor.shape[dim]} along dim {dim}, got {sizes}. Pass the "
+            "lengths of the slices."
         )
     part: torch.Tensor = ReduceScatter.apply(tensor, sizes, dim, use_fp32, members)
     return part
+
+
+class ReduceScatter(torch.autograd.Function):
+    """The primitive under :func:`reduce_scatter_v`, and the adjoint of ``AllGather``."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        tensor: torch.Tensor,
+        sizes: list[int],
+        dim: int,
+        use_fp32: bool,
+        group: Group,
+    ) -> torch.Tensor:
+        ctx.arguments = sizes, dim, use_fp32, group
+        parts = tensor.split(sizes, dim)
+        mine = parts[group.rank]
+        received = [
+            mine if rank == group.rank else torch.empty_like(mine, memory_format=torch.contiguous_format)
+            for rank in range(group.size)
+        ]
+        exchange(parts, received, group)
+        return sum_pieces(received, group.rank, use_fp32=use_fp32)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+        return _all_gather.AllGather.apply(grad, *ctx.arguments), None, None, None, None

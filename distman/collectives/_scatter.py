@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
 from distman._coordination.wait_scope import collective
 from distman._groups.registry import Group
-from distman.collectives import _debug
-from distman.collectives._exchange import broadcast_numbers, control_device
-from distman.collectives._gather import Scatter
+from distman.collectives import _debug, _gather  # the module, since each of the two needs the other
+from distman.collectives._exchange import broadcast_numbers, control_device, exchange
 from distman.collectives._validation import (
     DTYPES,
     MAX_NDIM,
@@ -84,6 +84,26 @@ def scatter_v(
     return part
 
 
+class Scatter(torch.autograd.Function):
+    """The primitive under :func:`scatter_v`: the full tensor on ``src``; empty ones elsewhere say shape and dtype."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, sizes: list[int], dim: int, src: int, group: Group) -> torch.Tensor:
+        ctx.arguments = sizes, dim, src, group
+        shape = list(tensor.shape)
+        shape[dim] = sizes[group.rank]
+        part = tensor.new_empty(shape)
+        nothing = tensor.narrow(dim, 0, 0)
+        sends = tensor.split(sizes, dim) if group.rank == src else [nothing] * group.size
+        receives = [part if rank == src else part.narrow(dim, 0, 0) for rank in range(group.size)]
+        exchange(sends, receives, group)
+        return part
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+        return _gather.Gather.apply(grad, *ctx.arguments), None, None, None, None
+
+
 def _onto_graph(empty: torch.Tensor, given: torch.Tensor | None) -> torch.Tensor:
     """Return the empty tensor as one that requires a gradient, and gives what was passed here one of zeros."""
     if given is None or not given.requires_grad:
@@ -99,7 +119,8 @@ def _describe(tensor: torch.Tensor | None, sizes: list[int], dim: int, group: Gr
     axis = normalize_dim(dim, tensor.ndim)
     if tensor.shape[axis] != sum(sizes):
         raise ValueError(
-            f"sizes must add up to the tensor's length {tensor.shape[axis]} along dim {dim}, got {sizes}. Correct them."
+            f"sizes must add up to the tensor's length {tensor.shape[axis]} along dim {dim}, got {sizes}. Pass the "
+            "lengths of the slices."
         )
     needs_grad = torch.is_grad_enabled() and tensor.requires_grad
     shape = [*tensor.shape, *[0] * (MAX_NDIM - tensor.ndim)]
