@@ -38,7 +38,7 @@ __all__ = [
 
 P = ParamSpec("P")
 R = TypeVar("R")
-_MAX_SHOWN = 8
+_MAX_SHOWN = 8  # ranks listed in a message; more of them would hide the rest of the sentence
 
 
 def on_rank(
@@ -81,7 +81,9 @@ def on_rank(
             members = _members(group)
             size = members.size if members is not None else 1
             if ranks[-1] >= size:
-                raise ValueError(f"rank must be below {size}, got {ranks[-1]} for {name}. Name ranks that there are.")
+                raise ValueError(
+                    f"rank must be below {size}, got {ranks[-1]} for {name}. Valid ranks are 0 to {size - 1}."
+                )
             run = functools.partial(func, *args, **kwargs)
             return _run_on(ranks, run, what, members, barrier=barrier, broadcast=broadcast)
 
@@ -135,7 +137,7 @@ def on_local_rank(
             if len(ranks) < (num_nodes if broadcast else 1):
                 raise ValueError(
                     f"local rank must be one that {'each host' if broadcast else 'a host'} has, got {local_rank} for "
-                    f"{name}. Name one that there is, or start more ranks on each host."
+                    f"{name}. Choose one that exists, or start more ranks on each host."
                 )
             result = _run_on(ranks, run, what, members, barrier=barrier)
             if not broadcast or members is None:
@@ -259,11 +261,11 @@ def _run_alone(run: Callable[[], R], what: str, rank: int) -> R:
 
 
 class _First(AbstractContextManager[None]):
-    """One rank of a circle runs through a block before the others.
+    """One rank of a store group runs through a block before the others.
 
     Args:
-        sections: The turns that these ranks take.
-        first: Who runs first, by index in the circle.
+        sections: The exclusive sections of these ranks.
+        first: Who runs first, by index in the group.
         what: The block, for messages.
     """
 
@@ -306,10 +308,10 @@ def _members(group: GroupLike) -> Group | None:
 def _whole_ranks(rank: int | Iterable[int]) -> tuple[int, ...]:
     given = [rank] if isinstance(rank, int) or not isinstance(rank, Iterable) else list(rank)
     if any(isinstance(one, bool) for one in given):
-        raise TypeError(f"rank must be an integer or a list of integers, got {rank!r}. Name ranks.")
+        raise TypeError(f"rank must be an integer or a list of integers, got {rank!r}. Pass ranks.")
     ranks = sorted({operator.index(one) for one in given})
     if not ranks or ranks[0] < 0:
-        raise ValueError(f"rank must be at least 0, and there must be one, got {rank!r}. Name the ranks to run on.")
+        raise ValueError(f"rank must name at least one rank, none below 0, got {rank!r}. Pass the ranks to run on.")
     return tuple(ranks)
 
 
@@ -322,7 +324,7 @@ def _shown(ranks: Sequence[int]) -> str:
 def _name_of(func: Callable[..., object]) -> str:
     if inspect.isgeneratorfunction(func) or inspect.iscoroutinefunction(func) or inspect.isasyncgenfunction(func):
         raise TypeError(
-            f"the function must run when it is called, got the generator or coroutine {func!r}. Restrict a function "
-            "that runs through it."
+            f"the function must run when it is called, got the generator or coroutine {func!r}. Decorate the "
+            "function that iterates over it or awaits it."
         )
     return f"{getattr(func, '__qualname__', type(func).__name__)}()"

@@ -164,7 +164,7 @@ def mark_module_as_shared(
     parameters = dict(module.named_parameters(recurse=recurse))
     marked = [name for name, parameter in parameters.items() if parameter in _handles]
     if marked:
-        raise ValueError(f"parameters must be marked as shared once, got {marked} again. Unmark the module first.")
+        raise ValueError(f"parameters must not be marked as shared already, got {marked}. Unmark the module first.")
     for parameter in parameters.values():
         if parameter.requires_grad:
             hook = parameter.register_hook(lambda grad: all_reduce_sum(grad, members, use_fp32=use_fp32))
@@ -190,7 +190,9 @@ def unmark_module_as_shared(module: torch.nn.Module, recurse: bool = True) -> to
     parameters = dict(module.named_parameters(recurse=recurse))
     unmarked = [name for name, one in parameters.items() if one.requires_grad and one not in _handles]
     if unmarked:
-        raise ValueError(f"parameters must be marked as shared to be unmarked, got {unmarked}. Mark the module first.")
+        raise ValueError(
+            f"parameters must be marked as shared to be unmarked, got unmarked {unmarked}. Mark the module first."
+        )
     for parameter in parameters.values():
         if parameter in _handles:
             _handles.pop(parameter).remove()

@@ -50,11 +50,11 @@ def aggregate_metrics(
 
     Args:
         metrics: This rank's metrics by name, numbers or tensors with one element; the same names on all ranks, in any
-            order. What is NaN on a rank does not count there; a metric that counts nowhere is NaN. Objects of
+            order. A NaN is left out on its rank; a metric that is NaN on all of them stays NaN. Objects of
             torchmetrics are computed over all ranks by themselves.
-        ignored: Ranks and device, which older programs pass; found out by itself now.
-        weight: What this rank's metrics count, the number of its samples, say; 0 for a rank that had none. None lets
-            all ranks count the same.
+        ignored: Number of ranks and device, which other libraries ask for; they are known here.
+        weight: Weight of this rank's metrics, such as its number of samples; 0 for a rank without any. None gives
+            all ranks the same weight.
         group: A process group, the name of one, or None for the world.
 
     Returns:
@@ -119,10 +119,7 @@ def _describe_names(names: list[str], group: Group) -> str:
     everyone = [{name for name, *_ in json.loads(text)[2]} for text in texts]
     common = set.intersection(*everyone)
     lines = [f"  rank {rank}: {sorted(own - common)} besides" for rank, own in zip(group.ranks, everyone, strict=True)]
-    return (
-        f"all ranks must bring the same metrics, got {len(common)} in common. Correct those that differ:\n"
-        + "\n".join(lines)
-    )
+    return f"all ranks must bring the same metrics, got {len(common)} in common. They bring:\n" + "\n".join(lines)
 
 
 def _as_floats(numbers: Mapping[str, _Number]) -> list[float]:
@@ -148,7 +145,7 @@ def _checked_weight(weight: float | None) -> float:
 def _warn_of(ignored: tuple[object, ...], name: str) -> None:
     if ignored:
         warnings.warn(
-            f"{name} finds out the number of ranks and the device by itself: pass neither",
+            f"{name} knows the number of ranks and the device: pass neither",
             DeprecationWarning,
             stacklevel=4,
         )

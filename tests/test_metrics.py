@@ -86,7 +86,7 @@ def test_many_metrics_and_none(rank):
 
 @ranks(2)
 def test_arguments_of_older_programs_are_ignored():
-    with pytest.warns(DeprecationWarning, match="aggregate_metrics finds out") as caught:
+    with pytest.warns(DeprecationWarning, match="aggregate_metrics knows") as caught:
         assert aggregate_metrics({"loss": 1.0}, 2, torch.device("cpu")) == {"loss": 1.0}
     assert caught[0].filename == __file__
 

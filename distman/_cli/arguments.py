@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 
-_MAX_DIGITS = 18
+_MAX_DIGITS = 18  # longer numbers are typing errors, and do not fit into 64 bits
 
 
 def at_least(smallest: int) -> Callable[[str], int]:

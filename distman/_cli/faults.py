@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 _KEY = "who stands still"
-_MAX_NAMED = 8
+_MAX_NAMED = 8  # ranks named in a sentence
 
 
 def explain(error: Exception, step: str, manager: DistributedManager) -> str | None:

@@ -25,13 +25,17 @@ def check_output(path: Path, suffixes: Sequence[str]) -> None:
         ImportError: It is a picture, and matplotlib is not installed.
     """
     if path.suffix not in suffixes:
-        raise ValueError(f"an output must end in {', '.join(suffixes)}, got {str(path)!r}. Correct the name.")
+        raise ValueError(
+            f"the output must end in {', '.join(suffixes)}, got {str(path)!r}. Choose one of these formats."
+        )
     if not path.absolute().parent.is_dir():
-        raise ValueError(f"an output must lie in a folder that there is, got {path}. Make the folder first.")
+        raise ValueError(
+            f"the output must be in a directory that exists, got {path}. Create {path.absolute().parent} first."
+        )
     if path.is_dir():
-        raise ValueError(f"an output must be a file, got the folder {path}. Correct the name.")
+        raise ValueError(f"the output must be a file, got the directory {path}. Name a file in it.")
     if not os.access(path if path.exists() else path.absolute().parent, os.W_OK):
-        raise ValueError(f"an output must be a file that can be written, got {path}. Choose another place.")
+        raise ValueError(f"the output must be writable, got {path}. Choose another place.")
     if path.suffix in PICTURES:
         try:
             import matplotlib  # noqa: F401 - to see whether it can be

@@ -15,8 +15,8 @@ from distman._coordination.wait_scope import collective
 from distman.collectives._exchange import control_device
 from distman.manager import DistributedManager
 
-_ITEM_BYTES = 4
-_FEWEST, _MOST = 5, 100
+_ITEM_BYTES = 4  # of a float32
+_FEWEST, _MOST = 5, 100  # rounds: enough for a median, and no more than small messages need
 _MATRIX_SIZE = {"cpu": 512, "cuda": 4096}
 
 

@@ -21,7 +21,7 @@ def parse_size(text: str) -> int:
     """
     match = _SIZE.fullmatch(text.strip())
     if match is None or int(match[1]) == 0:
-        raise ValueError(f"a size must be a whole number of bytes, k, M or G, got {text!r}. Write 64k or 4M, say.")
+        raise ValueError(f"a size must be a whole number of bytes, k, M or G, got {text!r}. Write it like 64k or 4M.")
     power: int = " kmg".index(match[2].lower() or " ")
     return int(match[1]) * int(1024**power)
 

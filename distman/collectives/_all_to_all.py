@@ -93,13 +93,13 @@ def indexed_all_to_all_v(
     if lengths != matrix[members.rank]:
         raise ValueError(
             f"indices must hold as many entries for each rank as sizes[{members.rank}] = {matrix[members.rank]}, got "
-            f"{lengths}. Correct one of them."
+            f"{lengths}. Make them agree."
         )
     index = torch.cat([one.to(tensor.device) for one in indices])
     if index.numel() and not 0 <= int(index.min()) <= int(index.max()) < tensor.shape[dim]:
         raise ValueError(
             f"indices must be between 0 and {tensor.shape[dim] - 1} along dim {dim}, got {int(index.min())} to "
-            f"{int(index.max())}. Correct them."
+            f"{int(index.max())}. Index into this rank's own tensor."
         )
     adds_in_fp32 = use_fp32 and tensor.requires_grad and tensor.dtype in (torch.float16, torch.bfloat16)
     source = tensor.to(torch.float32) if adds_in_fp32 else tensor
@@ -143,7 +143,7 @@ def distributed_transpose(
     )
     dim0 = normalize_dim(dim0, tensor.ndim)
     if dim0 == dim1 % tensor.ndim:
-        raise ValueError(f"dim0 and dim1 must be two dims, got {dim0} twice. Choose where the shards shall be.")
+        raise ValueError(f"dim0 and dim1 must be two dims, got {dim0} twice. Choose two different dims.")
     tensor, lengths, dim1 = shard_sizes("distributed_transpose", tensor, sizes, dim1, members)
     parts = split_sizes(tensor.shape[dim0], members.size)
     result: torch.Tensor = AllToAll.apply(tensor, dim0, parts, dim1, lengths, members)
@@ -155,7 +155,7 @@ def _send_slices(tensor: torch.Tensor, sizes: list[list[int]], dim: int, group: 
     if tensor.shape[dim] != sum(outgoing):
         raise ValueError(
             f"sizes[{group.rank}] must add up to the tensor's length {tensor.shape[dim]} along dim {dim}, got "
-            f"{outgoing}. Correct one of them."
+            f"{outgoing}. Make them agree."
         )
     incoming = [row[group.rank] for row in sizes]
     result: torch.Tensor = AllToAll.apply(tensor, dim, outgoing, dim, incoming, group)

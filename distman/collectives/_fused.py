@@ -265,8 +265,8 @@ def _check(message: torch.Tensor, layout: _Layout, group: Group) -> None:
     texts = all_gather_objects(layout.text, group.process_group)
     rows = [f"  rank {rank}: {_describe(text, texts)}" for rank, text in zip(group.ranks, texts, strict=True)]
     raise PlanMismatchError(
-        "all ranks must bring the same keys, shapes, dtypes and operation to fused_all_reduce. Correct those that "
-        "differ:\n" + "\n".join(rows)
+        "all ranks must bring the same keys, shapes, dtypes and operation to fused_all_reduce. They bring:\n"
+        + "\n".join(rows)
     )
 
 
@@ -336,15 +336,20 @@ def _as_real(tensor: torch.Tensor) -> torch.Tensor:
 def _buffer_dtype(dtypes: Sequence[torch.dtype], operation: str, wish: torch.dtype | None) -> torch.dtype:
     floats = [dtype for dtype in dtypes if dtype.is_floating_point or dtype.is_complex]
     if any(dtype.is_complex for dtype in dtypes) and operation not in ("sum", "avg"):
-        raise ValueError(f"complex tensors must be summed or averaged, got op {operation}. Reduce their parts.")
+        raise ValueError(
+            f"complex tensors must be summed or averaged, got op {operation}. Reduce their real and imaginary parts."
+        )
     if wish is not None:
         if wish.is_complex or wish == torch.bool:
-            raise ValueError(f"buffer_dtype must be a float or integer dtype, got {wish}. Choose torch.float64, say.")
+            raise ValueError(
+                f"buffer_dtype must be a float or integer dtype, got {wish}. Choose one such as torch.float64."
+            )
         return wish
     if floats and len(floats) < len(dtypes):
         raise ValueError(
-            "tensors must be all integers or all floats unless buffer_dtype says to what they are converted, got "
-            f"{', '.join(sorted({str(dtype) for dtype in dtypes}))}. Reduce the integers by themselves, or set it."
+            "tensors must be all integers or all floats unless buffer_dtype says what to convert them to, got "
+            f"{', '.join(sorted({str(dtype) for dtype in dtypes}))}. Reduce the integers separately, or set "
+            "buffer_dtype."
         )
     if not floats and operation == "avg":
         raise ValueError("integers must not be averaged, got op avg. Sum them, or set buffer_dtype to a float.")

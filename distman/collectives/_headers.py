@@ -12,8 +12,9 @@ import torch.distributed as dist
 from distman._groups.registry import Group
 
 MESSAGE_WORDS = 512
-"""The message has a fixed length, so that ranks can disagree on what is in it."""
-_SIGNATURE_WORDS = 4
+"""Words of 8 bytes in the first message. Its length is fixed, so that ranks which disagree still send equal messages;
+with 4 KiB it is still bound by latency."""
+_SIGNATURE_WORDS = 4  # of 16 bits: 64 bits of a digest, of which even the sum over 65,536 ranks is exact in a float64
 HEADER_WORDS = 1 + 2 * _SIGNATURE_WORDS
 """One word of ones, the words of a signature, their squares; the rest is room for data to be summed."""
 

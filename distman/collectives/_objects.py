@@ -23,7 +23,7 @@ from distman.errors import RankFailedError
 from distman.manager import DistributedManager
 
 T = TypeVar("T")
-_LARGE_BYTES = 65_536
+_LARGE_BYTES = 65_536  # from here on a tensor travels by itself: copying it into the message would cost more
 
 
 @collective
@@ -54,19 +54,19 @@ def broadcast_data(data: T, src: int = 0, group: GroupLike = None) -> T:
         return data
     device = control_device(members, DistributedManager().device)
     is_source = members.rank == src
-    parcel, error = _pack(data) if is_source else (_Parcel(), None)
-    specs_length, pickle_length = broadcast_numbers([len(parcel.specs), len(parcel.pickle)], src, members, device)
+    payload, error = _pack(data) if is_source else (_Payload(), None)
+    specs_length, pickle_length = broadcast_numbers([len(payload.specs), len(payload.pickle)], src, members, device)
     message = (
-        _to_bytes(parcel.specs + parcel.pickle, device) if is_source else _room(specs_length + pickle_length, device)
+        _to_bytes(payload.specs + payload.pickle, device) if is_source else _room(specs_length + pickle_length, device)
     )
     dist.broadcast(message, group=members.process_group, group_src=src)
     if not is_source and pickle_length:
-        parcel, error = _open(message, specs_length)
+        payload, error = _open(message, specs_length)
     _raise_everywhere(error, members, device)
-    for tensor in parcel.tensors:
+    for tensor in payload.tensors:
         _broadcast_memory(tensor, src, members, device)
     if not is_source:
-        data, error = _unpickle(parcel.pickle, parcel.tensors)
+        data, error = _unpickle(payload.pickle, payload.tensors)
     _raise_everywhere(error, members, device)
     return data
 
@@ -132,9 +132,9 @@ def _collect(data: T, group: Group, receivers: Sequence[int]) -> list[T] | None:
     if group.size == 1:
         return [data]
     device = control_device(group, DistributedManager().device)
-    parcel, error = _pack(data, is_whole=True)
-    lengths = [length for (length,) in all_gather_numbers([len(parcel.pickle)], group, device)]
-    mine = _to_bytes(parcel.pickle, device)
+    payload, error = _pack(data, is_whole=True)
+    lengths = [length for (length,) in all_gather_numbers([len(payload.pickle)], group, device)]
+    mine = _to_bytes(payload.pickle, device)
     receives = group.rank in receivers
     buffers = [_room(length if receives else 0, device) for length in lengths]
     exchange([mine if rank in receivers else mine[:0] for rank in range(group.size)], buffers, group)
@@ -149,7 +149,7 @@ def _collect(data: T, group: Group, receivers: Sequence[int]) -> list[T] | None:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Parcel:
+class _Payload:
     """An object on its way.
 
     Attributes:
@@ -215,20 +215,20 @@ class _Unpickler(pickle.Unpickler):
         return self._made[number]
 
 
-def _pack(data: object, *, is_whole: bool = False) -> tuple[_Parcel, Exception | None]:
-    """Return the parcel, empty where pickling failed, and why it did."""
+def _pack(data: object, *, is_whole: bool = False) -> tuple[_Payload, Exception | None]:
+    """Return the payload, empty where pickling failed, and why it did."""
     file = io.BytesIO()
     pickler = _Pickler(file, is_whole=is_whole)
     try:
         pickler.dump(data)
     except Exception as error:  # noqa: BLE001 - whatever a program's object raises is raised on all ranks
-        return _Parcel(), error
+        return _Payload(), error
     specs = [[str(one.dtype), list(one.shape), one.device.type == "cpu"] for one in pickler.tensors]
-    return _Parcel(file.getvalue(), pickler.tensors, json.dumps(specs).encode()), None
+    return _Payload(file.getvalue(), pickler.tensors, json.dumps(specs).encode()), None
 
 
-def _open(message: torch.Tensor, specs_length: int) -> tuple[_Parcel, Exception | None]:
-    """Return the parcel with room for its tensors, or why there is none."""
+def _open(message: torch.Tensor, specs_length: int) -> tuple[_Payload, Exception | None]:
+    """Return the payload with room for its tensors, or why there is none."""
     text = _to_text(message)
     try:
         tensors = [
@@ -240,8 +240,8 @@ def _open(message: torch.Tensor, specs_length: int) -> tuple[_Parcel, Exception 
             for dtype, shape, is_on_cpu in json.loads(text[:specs_length])
         ]
     except (RuntimeError, MemoryError) as error:
-        return _Parcel(), error
-    return _Parcel(text[specs_length:], tensors), None
+        return _Payload(), error
+    return _Payload(text[specs_length:], tensors), None
 
 
 def _unpickle(text: bytes, tensors: Sequence[torch.Tensor]) -> tuple[Any, Exception | None]:
@@ -267,8 +267,8 @@ def _raise_everywhere(error: Exception | None, group: Group, device: torch.devic
     failed = [rank for rank, (flag,) in enumerate(all_gather_numbers([error is not None], group, device)) if flag]
     if not failed:
         return
-    notice = FailureRecord.of(error, group.ranks[group.rank]) if error is not None else None
-    text = notice.to_json().encode() if notice is not None else b""
+    record = FailureRecord.of(error, group.ranks[group.rank]) if error is not None else None
+    text = record.to_json().encode() if record is not None else b""
     (length,) = broadcast_numbers([len(text)], failed[0], group, device)
     message = _to_bytes(text, device) if group.rank == failed[0] else _room(length, device)
     dist.broadcast(message, group=group.process_group, group_src=failed[0])

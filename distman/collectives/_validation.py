@@ -21,7 +21,7 @@ DTYPES = (
     *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex128, torch.complex64),
     *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
 )
-MAX_NDIM = 16
+MAX_NDIM = 16  # dims that the header of a message has room for; more than any model uses
 
 
 def resolve_group(group: GroupLike) -> Group:
@@ -117,7 +117,7 @@ def normalize_dim(dim: int, ndim: int, name: str = "dim") -> int:
     if not is_whole_number(dim) or not -ndim <= dim < ndim:
         raise ValueError(
             f"{name} must be between {-ndim} and {ndim - 1} for a tensor of {ndim} dims, got {dim!r}. "
-            "Choose one of them."
+            "Choose one of these dims."
         )
     return dim % ndim
 
@@ -158,7 +158,7 @@ def check_member(name: str, rank: int, group: Group) -> None:
     """Check that a ``src`` or ``dst`` is a rank in the group.
 
     Raises:
-        ValueError: It is none.
+        ValueError: It is not.
     """
     if not is_whole_number(rank) or not 0 <= rank < group.size:
         raise ValueError(
@@ -213,7 +213,7 @@ def _exchange_shapes(operation: str, tensor: torch.Tensor, dim: int, group: Grou
             for rank, row in zip(group.ranks, rows, strict=True)
         ]
         raise ValueError(
-            f"the shards of {operation} must be equal in dim, in dtype and in all dims but {dim}. Correct those that "
-            "differ:\n" + "\n".join(lines)
+            f"the shards of {operation} must be equal in dim, in dtype and in all dims but {dim}. They "
+            "are:\n" + "\n".join(lines)
         )
     return [row[4 + dim] for row in rows], any(row[3] for row in rows)

@@ -18,7 +18,7 @@ Index = tuple[slice, ...]
 Run = tuple[int, int]  # start and length
 Kind = Literal["fft", "ifft", "rfft", "irfft"]
 
-_BLOCK_BYTES = 2**19  # for each thread
+_BLOCK_BYTES = 2**19  # bytes per thread: a block and its transform fit into a second-level cache of 1 MiB
 _FEWEST = 16  # numbers that lie side by side: fewer would leave most of a cache line unread
 
 _TRANSFORMS = {"fft": torch.fft.fftn, "ifft": torch.fft.ifftn, "rfft": torch.fft.rfftn, "irfft": torch.fft.irfftn}

@@ -318,7 +318,7 @@ def _transform(
     out = away if out_dim is None else _check_among("out_dim", out_dim, dims, tensor.ndim)
     norm = "backward" if norm is None else norm
     if norm not in _NORMS:
-        raise ValueError(f"norm must be one of {', '.join(_NORMS)}, or None, got {norm!r}. Choose one of them.")
+        raise ValueError(f"norm must be one of {', '.join(_NORMS)}, or None, got {norm!r}. Choose one of these.")
     check_call(
         name,
         tensor,
@@ -344,7 +344,7 @@ def _transform(
     if sum(results) != given[out]:
         raise ValueError(
             f"out_sizes must add up to the length {given[out]} of the result along dim {out}, got {results}. "
-            "Correct them."
+            "Pass the lengths of the shards of the result."
         )
     if members.size == 1 and tensor.numel():  # torch fails on a batch of nothing
         whole: torch.Tensor = getattr(torch.fft, name)(tensor, list(lengths.values()), dims, norm)
@@ -385,11 +385,11 @@ def _check_dims(dim: Sequence[int] | None, s: tuple[int, ...] | None, ndim: int)
     dims = tuple(normalize_dim(one, ndim) for one in chosen)
     if len(set(dims)) != len(dims) or len(dims) < 2:
         raise ValueError(
-            f"dim must hold two dims or more, none of them twice, got {chosen} for a tensor of {ndim} dims. One dim "
-            "alone is transformed with torch.fft, after distributed_transpose if it is sharded."
+            f"dim must hold at least two different dims, got {chosen} for a tensor of {ndim} dims. A single dim "
+            "is transformed with torch.fft, after distributed_transpose if it is sharded."
         )
     if s is not None and len(s) != len(dims):
-        raise ValueError(f"s must hold one length for each of {len(dims)} dims, got {s}. Correct one of them.")
+        raise ValueError(f"s must hold one length for each of {len(dims)} dims, got {s}. Pass as many lengths as dims.")
     return dims
 
 

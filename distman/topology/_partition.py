@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from numbers import Integral
 
+# How many blocks, and ranks of a block, a text shows: a plan of 65,536 ranks must fit into an error message.
 _SHOWN_BLOCKS = 4
 _SHOWN_RANKS = 8
 
@@ -29,7 +30,8 @@ def split_sizes(length: int, parts: int) -> list[int]:
     """
     if parts < 1 or length < 0:
         raise ValueError(
-            f"length must be at least 0 and parts at least 1, got length {length} and parts {parts}. Correct them."
+            f"length must be at least 0 and parts at least 1, got length {length} and parts {parts}. Pass the length "
+            "of a dim and a number of ranks."
         )
     size, num_larger = divmod(length, parts)
     return [size + 1] * num_larger + [size] * (parts - num_larger)
@@ -254,7 +256,8 @@ class ListedPartition(Partition):
         object.__setattr__(self, "listed", ordered)
         if sorted(itertools.chain(*ordered)) != list(range(self.world_size)):
             raise ValueError(
-                f"blocks must hold every rank from 0 to {self.world_size - 1} once, got {ordered}. Correct them."
+                f"blocks must hold every rank from 0 to {self.world_size - 1} once, got {ordered}. List each rank in "
+                "one block."
             )
 
     @functools.cached_property
@@ -325,7 +328,7 @@ def _across(blocks: Sequence[tuple[int, ...]]) -> tuple[tuple[int, ...], ...]:
     sizes = sorted({len(block) for block in blocks})
     if len(sizes) > 1:
         raise ValueError(
-            f"groups must be equal in size to have orthogonal ones, got sizes {sizes}. Use groups of one size."
+            f"groups must be equal in size to have orthogonal groups, got sizes {sizes}. Use groups of one size."
         )
     return tuple(zip(*blocks, strict=True))
 

@@ -26,7 +26,7 @@ def check_new_names(names: Iterable[str], taken: Container[str]) -> None:
     """
     for name in names:
         if name in taken:
-            raise ValueError(f"the name of a group must be new, got {name!r} again. Choose another name.")
+            raise ValueError(f"the name of a group must not be taken, got {name!r}. Choose another name.")
 
 
 @dataclass(frozen=True)
@@ -82,10 +82,10 @@ def resolve_mesh_shape(mesh_shape: Sequence[int], mesh_dim_names: Sequence[str],
     if not shape or len(shape) != len(mesh_dim_names) or len(set(mesh_dim_names)) != len(shape):
         raise ValueError(
             f"mesh_dim_names must name each of the {len(shape)} axes of mesh_shape once, got {tuple(mesh_dim_names)}. "
-            "Correct one of them."
+            "Pass one name per axis."
         )
     if not all(map(is_whole_number, shape)):
-        raise ValueError(f"mesh_shape must hold whole numbers, got {shape}. Correct it.")
+        raise ValueError(f"mesh_shape must hold whole numbers, got {shape}. Pass the length of each axis.")
     known = math.prod(length for length in shape if length != -1)
     if shape.count(-1) == 1 and known > 0 and world_size % known == 0:
         shape = tuple(world_size // known if length == -1 else length for length in shape)
@@ -111,13 +111,16 @@ def tree_plan(config: ProcessGroupConfig, world_size: int) -> Plan:
     if leaves == [config.root.name]:
         if config.root.size not in (None, world_size):
             raise ValueError(
-                f"the root of the tree must have the world size {world_size}, got {config.root.size}. Correct it."
+                f"the root of the tree must have the world size {world_size}, got {config.root.size}. Set it, or "
+                "leave it out."
             )
         return Plan({})
     sizes = {name: config.get_node(name).size for name in leaves}
     missing = [name for name, size in sizes.items() if size is None]
     if missing:
-        raise ValueError(f"every leaf of the tree must have a size, got none for {missing}. Set it.")
+        raise ValueError(
+            f"every leaf of the tree must have a size, got none for {missing}. Call set_leaf_group_sizes()."
+        )
     shape = [size for size in sizes.values() if size is not None]
     if min(shape) < 1 or math.prod(shape) != world_size:
         raise ValueError(

@@ -43,6 +43,8 @@ def spread_over_nodes(partition: Partition, ranks_per_node: int) -> Spread:
         ValueError: There would be no rank on a node.
     """
     if ranks_per_node < 1:
-        raise ValueError(f"ranks_per_node must be at least 1, got {ranks_per_node}. Correct it.")
+        raise ValueError(
+            f"ranks_per_node must be at least 1, got {ranks_per_node}. Pass the number of ranks on each host."
+        )
     counts = Counter(len({rank // ranks_per_node for rank in block}) for block in partition.blocks())
     return Spread(partition.num_blocks, counts[1], min(counts), max(counts))

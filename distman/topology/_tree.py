@@ -47,7 +47,7 @@ class ProcessGroupConfig:
             UndefinedGroupError: There is no such parent.
         """
         if node.name in self._nodes:
-            raise ValueError(f"a node's name must be new in its tree, got {node.name!r} again. Choose another name.")
+            raise ValueError(f"a node's name must not be taken in its tree, got {node.name!r}. Choose another name.")
         above = self.get_node(parent if isinstance(parent, str) else parent.name)
         self._nodes[node.name] = node
         self._children[node.name] = []
@@ -120,7 +120,9 @@ class ProcessGroupConfig:
         """
         for name, size in group_sizes.items():
             if self.children(name):
-                raise ValueError(f"sizes must be given for leaves only, got one for {name!r}. Its leaves say its size.")
+                raise ValueError(
+                    f"sizes must be given for leaves only, got one for {name!r}. Its size is the product of its leaves."
+                )
             _check_size(name, size)
         for name, size in group_sizes.items():
             self._nodes[name].size = size

@@ -103,10 +103,10 @@ def test_outputs_that_cannot_be_written_are_refused(monkeypatch, tmp_path):
     check_outputs([tmp_path / "a.csv", tmp_path / "a.png"])
     with pytest.raises(ValueError, match=r"must end in .csv, .json, .pdf, .png, .svg, got "):
         check_outputs([tmp_path / "a.txt"])
-    with pytest.raises(ValueError, match="must lie in a folder that there is, got "):
+    with pytest.raises(ValueError, match="must be in a directory that exists, got "):
         check_outputs([tmp_path / "missing" / "a.csv"])
     (tmp_path / "folder.csv").mkdir()
-    with pytest.raises(ValueError, match=r"must be a file, got the folder .*folder\.csv"):
+    with pytest.raises(ValueError, match=r"must be a file, got the directory .*folder\.csv"):
         check_outputs([tmp_path / "folder.csv"])
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     check_outputs([tmp_path / "a.csv"])
@@ -121,7 +121,7 @@ def test_outputs_that_cannot_be_written_are_refused(monkeypatch, tmp_path):
     ("arguments", "said"),
     [
         ([], "distman bench: one rank has nobody to talk to. "),
-        (["--output", "a.txt"], "distman bench: an output must end in "),
+        (["--output", "a.txt"], "distman bench: the output must end in "),
         (
             ["--min-size", "8", "--max-size", "4"],
             "distman bench: --max-size must be at least --min-size, got 4 and 8 bytes. ",

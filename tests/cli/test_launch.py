@@ -193,7 +193,9 @@ def test_a_file_that_is_there_stays(capsys, tmp_path):
     file.write_text("mine")
     code, printed, complaint = launch(capsys, "--backend=slurm", f"--output={file}")
     assert (code, printed, file.read_text()) == (1, "", "mine")
-    assert complaint == f"distman launch: {file} must not be there yet, got a file. Name another, or pass --force.\n"
+    assert (
+        complaint == f"distman launch: {file} must not exist yet, but it does. Choose another name, or pass --force.\n"
+    )
     assert launch(capsys, "--backend=slurm", f"--output={file}", "--force")[0] == 0
     assert file.read_text() == render(JobRequest(backend="slurm"), "job.sh")
 
@@ -210,15 +212,27 @@ def test_a_folder_that_is_missing_is_one_line(capsys, tmp_path):
         (["--gpus-per-node=-1"], "--gpus-per-node must be at least 0, got -1. "),
         (["--cpus-per-task=0"], "--cpus-per-task must be at least 1, got 0. "),
         (["--tasks-per-node=2"], "--tasks-per-node must be left out where there are GPUs, got 2 with 1 GPUs. "),
-        (["--time=90"], "--time must be of the form HH:MM:SS, and more than 0, got '90'. "),
-        (["--time=00:00:00"], "--time must be of the form HH:MM:SS, and more than 0, got '00:00:00'. "),
-        (["--account=a\n#SBATCH -x"], "--account must be made of letters, digits and . _ + @ -, got 'a\\n"),
-        (["--job-name=a/b"], "--job-name must be made of letters, digits and . _ + @ -, got 'a/b'. "),
-        (["--gpu-type=a100", "--gpus-per-node=0"], "--gpu-type must go with slurm and at least one GPU, got 'a100' "),
-        (["--gpu-type=a100", "--backend=flux"], "--gpu-type must go with slurm and at least one GPU, got 'a100' "),
-        (["--with-torchrun", "--backend=pbs"], "--with-torchrun must go with slurm, got pbs. "),
-        (["--backend=torchrun", "--nodes=2", "--submit"], "--submit must go with one node for torchrun, got 2 nodes. "),
-        (["--backend=openmpi", "--submit", "--json"], "--json must go without --submit for openmpi, got both. "),
+        (["--time=90"], "--time must have the form HH:MM:SS and be more than 0, got '90'. "),
+        (["--time=00:00:00"], "--time must have the form HH:MM:SS and be more than 0, got '00:00:00'. "),
+        (["--account=a\n#SBATCH -x"], "--account must consist of letters, digits and . _ + @ -, got 'a\\n"),
+        (["--job-name=a/b"], "--job-name must consist of letters, digits and . _ + @ -, got 'a/b'. "),
+        (
+            ["--gpu-type=a100", "--gpus-per-node=0"],
+            "--gpu-type must be used with --backend slurm and at least one GPU, got 'a100' ",
+        ),
+        (
+            ["--gpu-type=a100", "--backend=flux"],
+            "--gpu-type must be used with --backend slurm and at least one GPU, got 'a100' ",
+        ),
+        (["--with-torchrun", "--backend=pbs"], "--with-torchrun must be used with --backend slurm, got pbs. "),
+        (
+            ["--backend=torchrun", "--nodes=2", "--submit"],
+            "--submit must be used with one node for torchrun, got 2 nodes. ",
+        ),
+        (
+            ["--backend=openmpi", "--submit", "--json"],
+            "--json must not be combined with --submit for openmpi, got both. ",
+        ),
         (["--", "python", "a.py"], "the program must begin with a script, or with -m and a module, got 'python'. "),
         (["--", "/usr/bin/python3.11", "a.py"], "the program must begin with a script, or with -m and a module, "),
         (["--", "-u", "a.py"], "the program must begin with a script, or with -m and a module, got '-u'. "),

@@ -181,9 +181,9 @@ def test_large_worlds_stay_readable():
     [
         (["--tree", "world(data=8, model(a=8, b=8))"], 1, "Set data=16 or a=16 or b=16, or start 512 ranks."),
         (["--tree", "world(data, model=2)"], 1, "every leaf of the tree must have a size, got none for ['data']"),
-        (["--tree", "world(data=512, node=2)"], 1, "must be new, got 'node' again"),
-        (["--tree", "node(data=512, model=2)"], 1, "must be new, got 'node' again"),
-        (["--mesh", "world=512,model=2"], 1, "must be new, got 'world' again"),
+        (["--tree", "world(data=512, node=2)"], 1, "must not be taken, got 'node'"),
+        (["--tree", "node(data=512, model=2)"], 1, "must not be taken, got 'node'"),
+        (["--mesh", "world=512,model=2"], 1, "must not be taken, got 'world'"),
         (["--mesh", "data=-1,model=3"], 1, "Start a multiple of 3 ranks"),
         (
             ["--mesh", "data=-1", "--world-size", "1000000000"],
@@ -197,13 +197,13 @@ def test_large_worlds_stay_readable():
         (
             ["--mesh", "data=1024", "--plot", "/nowhere/x.png"],
             1,
-            "an output must lie in a folder that there is, got /nowhere/x.png. ",
+            "the output must be in a directory that exists, got /nowhere/x.png. ",
         ),
-        (["--mesh", "data=1024", "--plot", ""], 1, "an output must end in .pdf, .png, .svg, got '.'. "),
+        (["--mesh", "data=1024", "--plot", ""], 1, "the output must end in .pdf, .png, .svg, got '.'. "),
         (
             ["--mesh", "data=1024", "--plot", "x.unknown"],
             1,
-            "an output must end in .pdf, .png, .svg, got 'x.unknown'. ",
+            "the output must end in .pdf, .png, .svg, got 'x.unknown'. ",
         ),
     ],
 )

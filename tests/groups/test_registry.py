@@ -440,7 +440,7 @@ def test_names_that_are_taken_are_refused():
     DistributedManager.create_process_subgroup("model", 2)
     orthogonal = DistributedManager.create_group_from_node(ProcessGroupNode("spatial", 2))
     for name in ("model", "spatial", orthogonal, "world", "node", "leaders"):
-        with pytest.raises(ValueError, match=f"the name of a group must be new, got '{name}' again"):
+        with pytest.raises(ValueError, match=f"the name of a group must not be taken, got '{name}'"):
             DistributedManager.create_process_subgroup(name, 1)
         with pytest.raises(ValueError, match=f"'{name}' again"):
             DistributedManager().initialize_mesh((2, 1), ("fresh", name))
@@ -455,7 +455,7 @@ def test_the_root_of_a_tree_takes_no_other_groups_name(name):
     DistributedManager.create_process_subgroup("model", 1)
     config = ProcessGroupConfig(ProcessGroupNode(name))
     config.add_node(ProcessGroupNode("data", 2), name)
-    with pytest.raises(ValueError, match=f"the name of a group must be new, got '{name}' again"):
+    with pytest.raises(ValueError, match=f"the name of a group must not be taken, got '{name}'"):
         DistributedManager.create_groups_from_config(config)
     assert DistributedManager().group_names == ("model",)
 

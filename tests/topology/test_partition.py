@@ -131,7 +131,7 @@ def test_a_listed_partition_may_be_uneven():
     assert (partition.num_blocks, partition.world_size) == (3, 6)
     assert [partition.block_of(rank) for rank in (0, 2, 4, 5)] == [(0, 1, 5), (2,), (3, 4), (0, 1, 5)]
     assert list(partition.split(1).blocks()) == [(rank,) for rank in range(6)]
-    with pytest.raises(ValueError, match=r"equal in size to have orthogonal ones, got sizes \[1, 2, 3\]"):
+    with pytest.raises(ValueError, match=r"equal in size to have orthogonal groups, got sizes \[1, 2, 3\]"):
         partition.orthogonal()
     with pytest.raises(ValueError, match="divisor of the parent group's size 3, got 2"):
         partition.split(2)

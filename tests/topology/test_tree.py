@@ -44,7 +44,7 @@ def test_a_root_alone_is_a_leaf():
 
 @pytest.mark.parametrize("name", ["world", "model", "channel"])
 def test_a_name_is_used_once(nested, name):
-    with pytest.raises(ValueError, match=f"must be new in its tree, got '{name}' again"):
+    with pytest.raises(ValueError, match=f"must not be taken in its tree, got '{name}'"):
         nested.add_node(ProcessGroupNode(name), "data")
     assert nested.leaf_groups() == ["data", "spatial", "channel"]
 

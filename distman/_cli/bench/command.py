@@ -136,9 +136,7 @@ def sizes_between(smallest: int, largest: int, factor: int) -> list[int]:
     [8, 16, 32, 64]
     """
     if largest < smallest:
-        raise ValueError(
-            f"--max-size must be at least --min-size, got {largest} and {smallest} bytes. Correct one of them."
-        )
+        raise ValueError(f"--max-size must be at least --min-size, got {largest} and {smallest} bytes. Swap them.")
     sizes = [smallest]
     while sizes[-1] * factor <= largest:
         sizes.append(sizes[-1] * factor)

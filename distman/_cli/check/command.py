@@ -23,9 +23,9 @@ if TYPE_CHECKING:
 
 
 _COLUMNS = ("rank", "host", "pid", "node", "local rank", "device", "launcher", "torch", "distman")
-_SIZES = (8, 64 << 10, 4 << 20)
+_SIZES = (8, 64 << 10, 4 << 20)  # bytes: bound by latency, in between, bound by bandwidth
 _LONGEST_SPEED = 0.1  # seconds of one operation after which larger sizes are left out
-_COLLECTIVE_TIMEOUT = 60.0
+_COLLECTIVE_TIMEOUT = 60.0  # seconds; a check that takes longer has found its answer
 _ALONE = "One process: no other rank to talk to. Start it with torchrun, mpirun or srun to check a job."
 
 

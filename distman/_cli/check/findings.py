@@ -17,11 +17,12 @@ if TYPE_CHECKING:
     from distman._rendezvous.peers import Peer
 
 
-CLOCK_LIMIT = 1.0
+CLOCK_LIMIT = 1.0  # seconds, by which lines of two logs begin to seem out of order
+# Seconds above the median below which a difference is the noise of a busy host, and nobody is called slow.
 _LATENCY_MARGIN = 1e-3
 _LARGE_MARGIN = 2e-3
 _COMPUTE_MARGIN = 2e-3
-_MAX_NAMED = 3
+_MAX_NAMED = 3  # slow ranks or links; where there are more, the median is the finding
 
 
 @dataclasses.dataclass

@@ -17,7 +17,7 @@ from distman.collectives._exchange import control_device
 from distman.manager import DistributedManager
 
 LARGE_BYTES = 1 << 20
-_SMALL_TRIPS, _LARGE_TRIPS, _CLOCK_TRIPS = 20, 8, 10
+_SMALL_TRIPS, _LARGE_TRIPS, _CLOCK_TRIPS = 20, 8, 10  # of which the fastest counts: a few find a quiet moment
 _SMALL_BYTES = 8
 _TAG = 0x636B  # keeps our messages from meeting those of the program
 

@@ -8,8 +8,8 @@ from typing import TypeVar
 
 K = TypeVar("K", bound=Hashable)
 Pair = tuple[int, int]
-_MAX_ALL_PAIRS = 16
-_MAX_ROUNDS = 31
+_MAX_ALL_PAIRS = 16  # ranks up to which every pair is measured
+_MAX_ROUNDS = 31  # as many as all pairs of 32 ranks would take: a few seconds, however large the job
 
 
 def tournament(players: Sequence[int]) -> list[list[Pair]]:
@@ -30,8 +30,8 @@ def tournament(players: Sequence[int]) -> list[list[Pair]]:
     seats = list(range(size))
     rounds = []
     for _ in range(size - 1):
-        meetings = [sorted((seats[i], seats[-1 - i])) for i in range(size // 2)]
-        rounds.append([(players[a], players[b]) for a, b in sorted(meetings) if b < len(players)])
+        matches = [sorted((seats[i], seats[-1 - i])) for i in range(size // 2)]
+        rounds.append([(players[a], players[b]) for a, b in sorted(matches) if b < len(players)])
         seats = [seats[0], seats[-1], *seats[1:-1]]
     return rounds
 
@@ -51,8 +51,8 @@ def plan_rounds(nodes: Sequence[int]) -> list[list[Pair]]:
     leaders = [nodes.index(node) for node in sorted(set(nodes))]
     ring = [*([(rank, rank + 1) for rank in range(first, size - 1, 2)] for first in (0, 1)), [(0, size - 1)]]
     known = {pair for pairs in ring for pair in pairs}
-    meetings = [[pair for pair in pairs if pair not in known] for pairs in tournament(leaders)[:_MAX_ROUNDS]]
-    return [*ring, *filter(None, meetings)]
+    matches = [[pair for pair in pairs if pair not in known] for pairs in tournament(leaders)[:_MAX_ROUNDS]]
+    return [*ring, *filter(None, matches)]
 
 
 def find_slow(seconds: Mapping[K, float], *, margin: float, factor: float = 3.0) -> list[K]:

@@ -21,7 +21,7 @@ from distman.manager import DistributedManager
 from distman.topology import split_sizes
 
 Proof = Callable[[DistributedManager], bool]
-_WIDTH = 1000
+_WIDTH = 1000  # elements of a row: not a power of two, which could hide a wrong stride
 _FEW, _MANY = torch.arange(1000), torch.arange((4 << 20) // 8)
 _LATE = 0.1  # seconds that a rank comes late to the barrier
 
@@ -51,8 +51,7 @@ def prove(name: str, proof: Proof, manager: DistributedManager) -> bool:
         raise
     except Exception as error:  # a backend may raise anything: it is raised on, with the collective's name
         raise DistmanError(
-            f"{name} must run on all ranks, got {type(error).__name__} on rank {manager.rank}: {error}. "
-            "See the traceback there."
+            f"{name} failed on rank {manager.rank}: {type(error).__name__}: {error}. See the traceback there."
         ) from error
 
 

@@ -13,8 +13,8 @@ from distman._cli.check.reports import gather_reports, hand_out
 from distman._coordination.wait_scope import collective
 from distman.manager import DistributedManager
 
-_PATIENCE = 2.0
-_PAUSE = 0.05
+_PATIENCE = 2.0  # seconds, for a network file system that shows a new file late
+_PAUSE = 0.05  # seconds between looks, few enough for a metadata server
 
 
 @dataclass(frozen=True)

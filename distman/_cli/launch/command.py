@@ -88,11 +88,13 @@ def _check_submission(arguments: argparse.Namespace, request: JobRequest) -> Non
         return
     if arguments.json:
         raise ValueError(
-            f"--json must go without --submit for {request.backend}, got both. What runs here prints itself."
+            f"--json must not be combined with --submit for {request.backend}, got both. The job runs here and prints "
+            "its own output."
         )
     if request.backend == "torchrun" and request.nodes > 1:
         raise ValueError(
-            f"--submit must go with one node for torchrun, got {request.nodes} nodes. Run the script on each of them."
+            f"--submit must be used with one node for torchrun, got {request.nodes} nodes. Run the script on each of "
+            "them."
         )
 
 
@@ -102,7 +104,9 @@ def _write(path: Path, script: str, *, force: bool) -> None:
         with path.open("w" if force else "x", encoding="utf-8") as file:
             file.write(script)
     except FileExistsError as error:
-        raise FileExistsError(f"{path} must not be there yet, got a file. Name another, or pass --force.") from error
+        raise FileExistsError(
+            f"{path} must not exist yet, but it does. Choose another name, or pass --force."
+        ) from error
     path.chmod(path.stat().st_mode | 0o111)
 
 

@@ -77,12 +77,15 @@ class JobRequest:
 
     def _check_backend(self) -> None:
         if self.backend not in BACKENDS:
-            raise ValueError(f"--backend must be one of {', '.join(BACKENDS)}, got {self.backend!r}. Correct it.")
+            raise ValueError(
+                f"--backend must be one of {', '.join(BACKENDS)}, got {self.backend!r}. Choose one of these."
+            )
         if self.with_torchrun and self.backend != "slurm":
-            raise ValueError(f"--with-torchrun must go with slurm, got {self.backend}. Name slurm, or leave it out.")
+            raise ValueError(f"--with-torchrun must be used with --backend slurm, got {self.backend}. Leave it out.")
         if self.gpu_type is not None and (self.backend != "slurm" or not self.gpus_per_node):
             raise ValueError(
-                f"--gpu-type must go with slurm and at least one GPU, got {self.gpu_type!r} with {self.backend} and "
+                f"--gpu-type must be used with --backend slurm and at least one GPU, got {self.gpu_type!r} with "
+                f"{self.backend} and "
                 f"{self.gpus_per_node} GPUs. Leave it out."
             )
 
@@ -90,11 +93,11 @@ class JobRequest:
         for name, least in (("nodes", 1), ("gpus_per_node", 0), ("cpus_per_task", 1), ("tasks_per_node", 1)):
             value = getattr(self, name)
             if value is not None and value < least:
-                raise ValueError(f"{_option(name)} must be at least {least}, got {value}. Correct it.")
+                raise ValueError(f"{_option(name)} must be at least {least}, got {value}. Raise it.")
         if self.tasks_per_node is not None and self.gpus_per_node:
             raise ValueError(
                 f"--tasks-per-node must be left out where there are GPUs, got {self.tasks_per_node} with "
-                f"{self.gpus_per_node} GPUs. Each has one process; pass --gpus-per-node=0 for a job on CPUs."
+                f"{self.gpus_per_node} GPUs. Each GPU has one process; pass --gpus-per-node=0 for a job on CPUs."
             )
 
     def _check_words(self) -> None:
@@ -102,10 +105,13 @@ class JobRequest:
             value = getattr(self, name)
             if value is not None and not _WORD.fullmatch(value):
                 raise ValueError(
-                    f"{_option(name)} must be made of letters, digits and . _ + @ -, got {value!r}. Correct it."
+                    f"{_option(name)} must consist of letters, digits and . _ + @ -, got {value!r}. Choose another "
+                    "name."
                 )
         if not _TIME.fullmatch(self.time) or not self.time.strip("0:"):
-            raise ValueError(f"--time must be of the form HH:MM:SS, and more than 0, got {self.time!r}. Correct it.")
+            raise ValueError(
+                f"--time must have the form HH:MM:SS and be more than 0, got {self.time!r}. Write one hour as 01:00:00."
+            )
 
     def _check_program(self) -> None:
         first = self.program[0] if self.program else ""

@@ -175,11 +175,11 @@ class _UsageError(ValueError):
 
 def _read(arguments: argparse.Namespace) -> Layout:
     if arguments.world_size > _MAX_WORLD_SIZE:
-        raise _UsageError(f"--world-size must be at most {_MAX_WORLD_SIZE}, got {arguments.world_size}. Correct it.")
+        raise _UsageError(f"--world-size must be at most {_MAX_WORLD_SIZE}, got {arguments.world_size}. Lower it.")
     if not 0 <= arguments.rank < arguments.world_size:
         raise _UsageError(
             f"--rank must be at least 0 and below the world size {arguments.world_size}, got {arguments.rank}. "
-            "Correct it."
+            "Choose a rank of this world."
         )
     if arguments.tree is not None:
         return lay_out_tree(parse_tree(arguments.tree), arguments.world_size, arguments.ranks_per_node)

@@ -8,7 +8,8 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from distman.topology import Partition, ProcessGroupConfig, Spread
 
-_SHOWN_RUNS = 4
+_SHOWN_RUNS = 4  # runs of ranks in a line; a line of a terminal holds no more
+# Ranks and columns up to which a grid of all ranks is drawn: it has to fit on a screen of 80 columns.
 _MAX_GRID_RANKS = 64
 _MAX_GRID_COLUMNS = 16
 

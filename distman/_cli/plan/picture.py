@@ -29,10 +29,14 @@ _WIDTH = 13.0
 """Inches that a row of panels may take."""
 _BESIDE, _ABOVE = 1.9, 1.35
 """Inches beside and above the cells of a panel."""
+# Cells that can still be told apart in that width; beyond these the picture leaves some out, and says so.
 _MAX_COLUMNS, _MAX_ROWS = 128, 32
 _MAX_NUMBERED = 128
+"""Cells up to which each shows its rank."""
 _MAX_RUN = 16
+"""Ranks in a column where hosts are not given."""
 _GOLDEN_RATIO = (5**0.5 - 1) / 2
+"""A step of hue that never comes back to the same colour."""
 
 
 @dataclass(frozen=True)
@@ -103,7 +107,7 @@ def draw_picture(layout: Layout, path: str | os.PathLike[str], *, rank: int = 0)
 
     names = list(layout.plan.partitions)
     if not names:
-        raise ValueError("the plan must have groups to be drawn, got the world alone. Add a child to the tree.")
+        raise ValueError("the plan must have groups to be drawn, got only the world. Add a child to the tree.")
     grid = _Grid.of(layout.world_size, layout.ranks_per_node or _run_length(layout), rank)
     cell = min(0.5, max(0.085, (_WIDTH - _BESIDE) / len(grid.columns)))
     width = max(cell * len(grid.columns) + _BESIDE, 3.8)
