@@ -10,12 +10,13 @@
      ├── PlanMismatchError        ranks ask for different groups, collectives, keys or shapes
      ├── RankFailedError          another rank raised, died or left; carries rank, host, type, text, traceback
      ├── BarrierTimeoutError      names the ranks that did not come to a barrier
- ├── CheckpointError          a checkpoint is damaged, none, or holds code; or one in the background was not written
+     ├── CheckpointError          a checkpoint is damaged, is none at all, or holds code; or a save failed
      ├── NonFiniteLossError       the loss of a training is NaN or infinite on some rank
      └── WorkerError              a worker of a ParallelExecutor died, raised or was too late
 
-Wrong arguments are ``ValueError`` or ``TypeError``. Messages read
-``<name> must <condition>, got <value> [from <where>]. <What to do>.``
+Wrong arguments are ``ValueError`` or ``TypeError``; their messages read
+``<name> must <condition>, got <value> [from <where>]. <What to do>.`` Messages of events read
+``<What> failed: <reason>. <What to do>.``
 """
 
 from __future__ import annotations
@@ -105,7 +106,7 @@ class BarrierTimeoutError(DistmanError):
 
 
 class CheckpointError(DistmanError):
-    """A checkpoint is damaged, none at all, or wants to run code; or one in the background could not be written."""
+    """A checkpoint is damaged, is none at all, or holds code; or a save in the background failed."""
 
 
 class NonFiniteLossError(DistmanError):
@@ -113,7 +114,7 @@ class NonFiniteLossError(DistmanError):
 
 
 class WorkerError(DistmanError):
-    """A worker of a ``ParallelExecutor`` died, raised, exceeded its time or returned what cannot travel.
+    """A worker of a ``ParallelExecutor`` died, raised, ran out of time, or returned what cannot be sent.
 
     The exception that the function raised is the ``__cause__``, where it can be pickled.
 
