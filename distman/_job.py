@@ -135,7 +135,7 @@ def start(environment: LaunchEnvironment, backend: str | None, wish: DeviceWish,
         RendezvousError: See :func:`distman._rendezvous.join.join`.
         RankFailedError: The same.
     """
-    if environment.launcher == "single":
+    if not environment.is_launched:
         return _lone_job(environment, wish, limits)
     _keep_garbage_from_children()
     try:
@@ -175,8 +175,8 @@ def adopt(environment: LaunchEnvironment, wish: DeviceWish, limits: Limits) -> J
     """
     _keep_garbage_from_children()
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    if environment.launcher == "single" or (environment.rank, environment.world_size) != (rank, world_size):
-        environment = LaunchEnvironment("env", rank, world_size)
+    if not environment.is_launched or (environment.rank, environment.world_size) != (rank, world_size):
+        environment = LaunchEnvironment.bare(rank, world_size)
     hook.set_reporter(functools.partial(_abort_job, environment))  # nobody waits at a door: the ranks have met
     backend = dist.get_backend_config()
     device = wish.device or (None if "nccl" in backend else torch.device("cpu"))

@@ -40,7 +40,6 @@ _SILENCE_TIMEOUT = ("DISTMAN_SILENCE_TIMEOUT", 300.0)
 _HANG_TIMEOUT = "DISTMAN_HANG_TIMEOUT"
 _WATCH = "DISTMAN_WATCH"
 _FIND_UNUSED = "DDP_FIND_UNUSED_PARAMETERS"
-_SINGLE = LaunchEnvironment("single", rank=0, world_size=1)
 
 
 class DistributedManager(GroupQueries):
@@ -418,7 +417,7 @@ def initialize_ddp(
 
 def _environment(method: str | None, *, use_distributed: bool | None) -> LaunchEnvironment:
     if use_distributed is False:
-        return _SINGLE
+        return LaunchEnvironment.lone()
     detection = detect(os.environ, method)
     for sentence in detection.warnings:
         _log.logger.warning(sentence)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from distman._cli.output import print_table
 from distman._cli.units import show_bandwidth, show_seconds, show_size
+from distman.environments import LAUNCHERS
 
 if TYPE_CHECKING:
     from distman._cli.timing import Measurement
@@ -35,11 +36,9 @@ def print_speeds(measurements: Sequence[Measurement], *, is_plain: bool = False)
 
 
 def is_plain_under(launcher: str) -> bool:
-    """Return whether a rank cannot know that it prints to a terminal.
-
-    Open MPI gives each rank a terminal of its own for standard output, also where that of ``mpirun`` is a file.
+    """Return whether a rank cannot know that it prints to a terminal, since its launcher gives it one in any case.
 
     Args:
         launcher: Name of the launcher.
     """
-    return launcher == "openmpi"
+    return LAUNCHERS[launcher].gives_terminals

@@ -1,4 +1,4 @@
-"""Where the ranks meet: address and port, and where each came from."""
+"""Where the ranks meet: address and port, and where each comes from."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from distman._rendezvous import mpi
-from distman.environments import LaunchEnvironment
+from distman.environments import LAUNCHERS, Family, LaunchEnvironment
 from distman.errors import RendezvousError
 
 _FIRST_PORT = 23000
@@ -17,8 +17,6 @@ _NUM_PORTS = 9000
 _NUM_CANDIDATES = 8
 _LOCALHOST = "127.0.0.1"
 _LOOPBACK_NAMES = ("localhost", "127.0.0.1", "::1")
-_MPI_LAUNCHERS = ("openmpi", "hydra", "mvapich", "pals")
-_HYDRA_PARENTS = ("hydra_pmi_proxy", "hydra_bstrap_pro", "mpiexec.hydra", "mpiexec", "mpirun")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,17 +58,18 @@ def find_meeting_point(environment: LaunchEnvironment, environ: Mapping[str, str
     Raises:
         RendezvousError: The address cannot be the one of all ranks, or nothing tells it.
     """
+    launcher = LAUNCHERS[environment.launcher]
     job_id = environment.job_id or _anonymous_job(environment)
-    if environment.launcher == "torchrun" and environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+    if launcher.agent is not None and launcher.agent.is_serving(environ):
         return _agent_point(environment, job_id)
     address, address_source = _address(environment, environ)
     if address is None:
-        if environment.launcher in _MPI_LAUNCHERS:
+        if launcher.family is Family.MPI:
             return None
         raise RendezvousError(_no_address(environment))
     is_given = bool(environ.get("MASTER_ADDR"))
     ports, port_source = _ports(environ, job_id)
-    by_place = environment.launcher == "slurm" and not is_given
+    by_place = launcher.meets_on_first_node and not is_given
     is_host = (environment.node_rank, environment.local_rank) == (0, 0) if by_place else environment.rank == 0
     return MeetingPoint(
         job_id=job_id,
@@ -95,18 +94,23 @@ def derive_ports(job_id: str) -> tuple[int, ...]:
 def _agent_point(environment: LaunchEnvironment, job_id: str) -> MeetingPoint:
     if environment.main_address is None or environment.main_port is None:
         raise RendezvousError(
-            "MASTER_ADDR and MASTER_PORT must be set under torchrun, got "
-            f"{environment.main_address!r} and {environment.main_port!r}. Do not unset what torchrun sets."
+            f"{_main_variables(environment)} must be set under {environment.launcher}, got "
+            f"{environment.main_address!r} and {environment.main_port!r}. Keep what {environment.launcher} sets."
         )
     return MeetingPoint(
         job_id=job_id,
         addresses=(environment.main_address,),
         ports=(environment.main_port,),
-        source="MASTER_ADDR and MASTER_PORT of torchrun",
+        source=f"{_main_variables(environment)} of {environment.launcher}",
         is_host=False,
-        host="the torchrun agent",
+        host=f"the {environment.launcher} agent",
         has_agent=True,
     )
+
+
+def _main_variables(environment: LaunchEnvironment) -> str:
+    fields = LAUNCHERS[environment.launcher].fields
+    return " and ".join(fields[field][0] for field in ("main_address", "main_port"))
 
 
 def _address(environment: LaunchEnvironment, environ: Mapping[str, str]) -> tuple[str | None, str]:
@@ -118,11 +122,12 @@ def _address(environment: LaunchEnvironment, environ: Mapping[str, str]) -> tupl
                 "a job on several nodes. Unset it, or set it to the name of rank 0's node."
             )
         return given, "MASTER_ADDR"
-    if environment.launcher == "slurm" and environment.main_address is not None:
-        return environment.main_address, "the first node of SLURM_STEP_NODELIST"
+    launcher = LAUNCHERS[environment.launcher]
+    if launcher.meets_on_first_node and environment.main_address is not None:
+        return environment.main_address, f"the first node of {launcher.fields['main_address'][0]}"
     if environment.is_on_one_node:
         return _LOCALHOST, "the launcher, which says that all ranks run on one node"
-    if environment.launcher in _MPI_LAUNCHERS and (environment.main_address is None or mpi.is_installed()):
+    if launcher.family is Family.MPI and (environment.main_address is None or mpi.is_installed()):
         return None, ""
     return environment.main_address, f"the variables of {environment.launcher}"
 
@@ -147,13 +152,14 @@ def _ports(environ: Mapping[str, str], job_id: str) -> tuple[tuple[int, ...], st
 
 def _anonymous_job(environment: LaunchEnvironment) -> str:
     """Name a job whose launcher does not: by the process that started its ranks, where it is on this host."""
-    if environment.launcher in _MPI_LAUNCHERS and environment.is_on_one_node:
-        return f"{environment.launcher}-{_launcher_pid()}"
+    process_names = LAUNCHERS[environment.launcher].process_names
+    if process_names and environment.is_on_one_node:
+        return f"{environment.launcher}-{_launcher_pid(process_names)}"
     return environment.launcher
 
 
-def _launcher_pid() -> int:
-    """Return the pid of the MPI launcher's process on this host, passing over shells in between."""
+def _launcher_pid(process_names: tuple[str, ...]) -> int:
+    """Return the pid of the launcher's process on this host, passing over shells in between."""
     pid = os.getppid()
     while pid > 1:
         try:
@@ -161,7 +167,7 @@ def _launcher_pid() -> int:
         except OSError:
             break
         name, _, rest = stat.partition("(")[2].rpartition(")")
-        if name.startswith(_HYDRA_PARENTS):
+        if name.startswith(process_names):
             return pid
         pid = int(rest.split()[1])
     return os.getppid()

@@ -8,19 +8,21 @@ from typing import Any
 
 from distman._rendezvous.address import MeetingPoint, find_meeting_point
 from distman._rendezvous.handshake import HandshakeServer, Identity, bind_listener, find_server
-from distman.environments import detect
+from distman.environments import LAUNCHERS, OnFailure, detect
 from distman.errors import DistmanError
 
 _PATIENCE = 10.0
+"""Seconds: longer than ranks that start at the same time are apart, and short enough to keep a scheduler waiting."""
+
 _PAUSE = 0.02
-_ENDED_BY_LAUNCHER = ("torchrun", "openmpi", "hydra", "mvapich", "single")
+"""Seconds between two looks at how many ranks have heard."""
 
 
 def tell_waiting_ranks(failure: dict[str, Any], environ: Mapping[str, str]) -> None:
-    """Leave a notice at the door of the job, or hold the door open for those who come, for some seconds.
+    """Leave the failure with the handshake server of the job, or run such a server for some seconds.
 
-    Nothing is done where the launcher ends the whole job after a failure, nor where no meeting point
-    is known. It needs no torch, so it also serves a rank that failed to import it.
+    Nothing is done where the other ranks end with this one, nor where no meeting point is known. It needs no torch, so
+    it also serves a rank that failed to import it.
 
     Args:
         failure: The fields of a ``RankFailedError``.
@@ -28,7 +30,8 @@ def tell_waiting_ranks(failure: dict[str, Any], environ: Mapping[str, str]) -> N
     """
     try:
         environment = detect(environ).environment
-        if environment.launcher in _ENDED_BY_LAUNCHER or environment.world_size == 1:
+        others_stay = LAUNCHERS[environment.launcher].on_failure is OnFailure.WAITS
+        if not others_stay or environment.world_size == 1:
             return
         point = find_meeting_point(environment, environ)
         if point is None:
@@ -39,7 +42,7 @@ def tell_waiting_ranks(failure: dict[str, Any], environ: Mapping[str, str]) -> N
         else:
             find_server(point, _PATIENCE, failure=failure)
     except (DistmanError, OSError):
-        return  # nobody is waiting, or nobody can be reached: the traceback is already printed
+        return  # nobody waits, or nobody can be reached, and the traceback is printed already
 
 
 def _hold_server(point: MeetingPoint, failure: dict[str, Any], num_others: int) -> None:

@@ -19,7 +19,7 @@ from distman._rendezvous.membership import call_roll
 from distman._rendezvous.peers import JoinRecord, Peers
 from distman._rendezvous.store import JobStore, open_or_join, tell_over_mpi
 from distman._version import VERSION
-from distman.environments import LaunchEnvironment, expected_hosts
+from distman.environments import LAUNCHERS, LaunchEnvironment
 
 _attempts = itertools.count()
 _FILES_PER_RANK = 4
@@ -108,7 +108,8 @@ def meet_at(
     Raises:
         RendezvousError: See :func:`join`.
     """
-    expected = dict(enumerate(expected_hosts(environ))) if me.launcher == "slurm" else {}
+    expected_hosts = LAUNCHERS[me.launcher].expected_hosts
+    expected = {} if expected_hosts is None else dict(enumerate(expected_hosts(environ)))
     return call_roll(job_store, store, me, timeout=timeout, source=source, expected=expected)
 
 
@@ -146,7 +147,8 @@ def _prefix(environment: LaunchEnvironment, environ: Mapping[str, str]) -> str:
 
     An agent's store outlives restarts, world sizes and repeated calls of ``initialize()``.
     """
-    if environment.launcher != "torchrun":
+    agent = LAUNCHERS[environment.launcher].agent
+    if agent is None:
         return "distman"
-    restart = environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    restart = environ.get(agent.restart_count, "0")
     return f"distman/{restart}/{environment.world_size}/{next(_attempts)}"

@@ -1,6 +1,6 @@
 """What a launcher says about this process, as plain values: no torch, no communication."""
 
-from distman.environments._base import LAUNCHERS, LaunchEnvironment
+from distman.environments._base import LaunchEnvironment
 from distman.environments._detect import (
     Detection,
     detect,
@@ -9,18 +9,25 @@ from distman.environments._detect import (
     should_use_distributed,
 )
 from distman.environments._diagnostics import Host, diagnose, misspelt_variables
-from distman.environments._slurm import expected_hosts
+from distman.environments._launcher import Agent, Allocation, Family, Launcher, OnFailure, Place
+from distman.environments._registry import LAUNCHERS, register_launcher
 
 __all__ = [
     "LAUNCHERS",
+    "Agent",
+    "Allocation",
     "Detection",
+    "Family",
     "Host",
     "LaunchEnvironment",
+    "Launcher",
+    "OnFailure",
+    "Place",
     "detect",
     "diagnose",
-    "expected_hosts",
     "explain",
     "is_env_distributed",
     "misspelt_variables",
+    "register_launcher",
     "should_use_distributed",
 ]

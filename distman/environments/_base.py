@@ -5,13 +5,13 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 
+from distman.environments._registry import LAUNCHERS
 from distman.errors import LaunchEnvironmentError
 
-LAUNCHERS = ("torchrun", "env", "openmpi", "hydra", "mvapich", "pals", "jsrun", "flux", "slurm", "single")
-"""Names of the launchers, as ``LaunchEnvironment.launcher`` and ``initialization_method`` spell them."""
+_BARE, _NONE = "env", "single"
 
 MAX_DIGITS = 18
-"""Longer numbers are typing errors; every launcher's own numbers fit into 64 bits."""
+"""Longer numbers are typing errors: every launcher's own numbers fit into 64 bits."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -19,7 +19,7 @@ class LaunchEnvironment:
     """What one launcher says about this process; ``None`` where it is silent.
 
     Attributes:
-        launcher: One of :data:`LAUNCHERS`.
+        launcher: Name of one of :data:`LAUNCHERS`.
         rank: Index of this process in the job, ``0 <= rank < world_size``.
         world_size: Number of processes in the job.
         local_rank: Index of this process on its host.
@@ -69,6 +69,31 @@ class LaunchEnvironment:
                 f"{name} must be at least 0 and below {count_name}, got {name} {index} of "
                 f"{count_name} {count} from {self.launcher}. Check how the job was started."
             )
+
+    @classmethod
+    def lone(cls) -> LaunchEnvironment:
+        """Return what is known of one process that no launcher started.
+
+        Local.
+        """
+        return cls(_NONE, rank=0, world_size=1)
+
+    @classmethod
+    def bare(cls, rank: int, world_size: int) -> LaunchEnvironment:
+        """Return what is known of a rank whose launcher is not, such as that of a process group of other code.
+
+        Local.
+
+        Args:
+            rank: Index of this process in the job.
+            world_size: Number of processes in the job.
+        """
+        return cls(_BARE, rank, world_size)
+
+    @property
+    def is_launched(self) -> bool:
+        """Whether a launcher started this process as a rank of a job, be it the only one."""
+        return self.launcher != _NONE
 
     @property
     def is_on_one_node(self) -> bool:

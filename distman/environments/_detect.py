@@ -6,51 +6,32 @@ import contextlib
 import dataclasses
 import functools
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
-from distman.environments import _bare, _flux, _hydra, _jsrun, _mvapich, _openmpi, _pals, _slurm, _torchrun
-from distman.environments._base import LAUNCHERS, LaunchEnvironment, read_count, read_text
-from distman.environments._fields import Fields, source_of
+from distman.environments._bare import BARE, is_complete
+from distman.environments._base import LaunchEnvironment, read_count, read_text
+from distman.environments._fields import FIELD_NAMES, source_of
+from distman.environments._flux import FLUX
+from distman.environments._hydra import HYDRA
+from distman.environments._jsrun import JSRUN
+from distman.environments._launcher import Allocation, Family, Launcher
+from distman.environments._mvapich import MVAPICH
+from distman.environments._openmpi import OPENMPI
+from distman.environments._pals import PALS
+from distman.environments._registry import LAUNCHERS
+from distman.environments._single import SINGLE
+from distman.environments._slurm import SLURM
+from distman.environments._torchrun import TORCHRUN
 from distman.errors import LaunchEnvironmentError
 
 METHOD = "DISTMAN_INITIALIZATION_METHOD"
 """The variable that names the launcher to believe."""
 
-_MPI = ("openmpi", "hydra", "mvapich", "pals")
-_SINGLE = LaunchEnvironment("single", rank=0, world_size=1)
+_FAMILIES = (Family.ENV, Family.MPI)
+"""Families whose name is a method too."""
 
-
-@dataclasses.dataclass(frozen=True)
-class _Launcher:
-    name: str
-    fields: Fields
-    read: Callable[[Mapping[str, str]], LaunchEnvironment | None]
-
-
-_ORDER = (
-    _Launcher("torchrun", _torchrun.FIELDS, _torchrun.from_torchrun),
-    _Launcher("openmpi", _openmpi.FIELDS, _openmpi.from_openmpi),
-    _Launcher("hydra", _hydra.FIELDS, _hydra.from_hydra),
-    _Launcher("mvapich", _mvapich.FIELDS, _mvapich.from_mvapich),
-    _Launcher("pals", _pals.FIELDS, _pals.from_pals),
-    _Launcher("jsrun", _jsrun.FIELDS, _jsrun.from_jsrun),
-    _Launcher("flux", _flux.FIELDS, _flux.from_flux),
-    _Launcher("slurm", _slurm.FIELDS, _slurm.from_slurm),
-    _Launcher("env", _bare.FIELDS, _bare.from_bare),
-)
-"""Innermost first: mpirun inside a Slurm job hands its ranks Slurm's variables too."""
-
-_ALLOCATION = _Launcher("slurm", _slurm.ALLOCATION_FIELDS, _slurm.from_slurm_allocation)
-_BARE = _ORDER[-1]
-_BY_NAME = {launcher.name: launcher for launcher in _ORDER}
-
-_METHODS: Mapping[str, tuple[_Launcher, ...]] = {
-    **{launcher.name: (launcher,) for launcher in _ORDER},
-    "env": (_BY_NAME["torchrun"], _BARE),
-    "mpi": tuple(_BY_NAME[name] for name in _MPI),
-    "slurm": (_BY_NAME["slurm"], _ALLOCATION),
-    "single": (),
-}
+# Innermost first: mpirun inside a Slurm job hands its ranks Slurm's variables too.
+LAUNCHERS.define(TORCHRUN, OPENMPI, HYDRA, MVAPICH, PALS, JSRUN, FLUX, SLURM, BARE, SINGLE)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,7 +61,7 @@ class Detection:
         Raises:
             LaunchEnvironmentError: No launcher speaks; the message holds the explanation.
         """
-        if self.environment.launcher == "single":
+        if not self.environment.is_launched:
             raise LaunchEnvironmentError(
                 "use_distributed must be None or False where no launcher started this process, got True. "
                 "Start the script with torchrun, mpirun or srun.\n" + "\n".join(self.explanation)
@@ -90,7 +71,7 @@ class Detection:
 def detect(environ: Mapping[str, str], method: str | None = None) -> Detection:
     """Find out which launcher started this process, and what it says.
 
-    Local. Pure: nothing is read but ``environ``.
+    Local. Pure: nothing is read but ``environ``. The first call also loads the entry points ``distman.launchers``.
 
     Args:
         environ: Environment variables, usually ``os.environ``; never modified.
@@ -99,7 +80,7 @@ def detect(environ: Mapping[str, str], method: str | None = None) -> Detection:
 
     Raises:
         LaunchEnvironmentError: Variables are missing, not numbers, or contradict each other; the method finds
-            nothing.
+            nothing; an entry point cannot be loaded.
         ValueError: There is no such method.
     """
     source = "the call" if method is not None else METHOD
@@ -132,8 +113,8 @@ def spoken(environ: Mapping[str, str]) -> list[LaunchEnvironment]:
         environ: Environment variables, usually ``os.environ``; never modified.
     """
     found = []
-    for launcher in _ORDER:
-        if launcher is not _BARE or _bare.is_complete(environ):
+    for launcher in _asked():
+        if launcher is not BARE or is_complete(environ):
             with contextlib.suppress(LaunchEnvironmentError):
                 found.append(launcher.read(environ))
     return [environment for environment in found if environment is not None]
@@ -150,7 +131,7 @@ def is_env_distributed(environ: Mapping[str, str] | None = None) -> bool:
     Raises:
         LaunchEnvironmentError: See :func:`detect`.
     """
-    return detect(os.environ if environ is None else environ).environment.launcher != "single"
+    return detect(os.environ if environ is None else environ).environment.is_launched
 
 
 def should_use_distributed(use_distributed: bool | None, environ: Mapping[str, str] | None = None) -> bool:  # noqa: FBT001 - the one argument is the question
@@ -173,32 +154,36 @@ def should_use_distributed(use_distributed: bool | None, environ: Mapping[str, s
     return use_distributed or detection.environment.world_size > 1
 
 
+def _asked() -> list[Launcher]:
+    """Return the launchers that may have started a process, the innermost first."""
+    return [launcher for launcher in LAUNCHERS.values() if launcher is not SINGLE]
+
+
 def _search(environ: Mapping[str, str]) -> Detection:
     environ = dict(environ)
-    for launcher in _ORDER:
+    for launcher in _asked():
         environment = launcher.read(environ)
         if environment is not None:
-            if launcher.name == "pals":
-                launcher, environment = _behind_pals(launcher, environment, environ)
+            launcher, environment = _behind_imitated(launcher, environment, environ)
             chosen, warnings = _settle_contradiction(launcher, environment, environ)
-            if chosen is _BARE:
-                environment = _bare.from_bare(environ) or environment
+            if chosen is BARE:
+                environment = BARE.read(environ) or environment
             explain_choice = functools.partial(_explain_search, launcher, chosen, environment, environ, warnings)
             return Detection(environment, warnings, explain_choice)
-    _check_whole(environ)
-    warnings = _allocation_warnings(environ)
-    return Detection(_SINGLE, warnings, functools.partial(_explain_single, environ, warnings))
+    _check_complete(environ)
+    warnings = tuple(_allocation_warnings(environ))
+    return Detection(LaunchEnvironment.lone(), warnings, functools.partial(_explain_single, environ, warnings))
 
 
 def _explain_search(
-    first: _Launcher,
-    chosen: _Launcher,
+    first: Launcher,
+    chosen: Launcher,
     environment: LaunchEnvironment,
     environ: Mapping[str, str],
     warnings: tuple[str, ...],
 ) -> tuple[str, ...]:
     """Explain the choice; ``first`` is the first launcher that spoke, which bare variables may overrule."""
-    others = [launcher for launcher in _ORDER if launcher not in (first, chosen)]
+    others = [launcher for launcher in _asked() if launcher not in (first, chosen)]
     overruled = [f"{first.name} was passed over: {warnings[0]}"] if first is not chosen else []
     return (
         _chosen(chosen, environment, environ),
@@ -208,98 +193,110 @@ def _explain_search(
 
 
 def _explain_single(environ: Mapping[str, str], warnings: tuple[str, ...]) -> tuple[str, ...]:
-    passed_over = (_passed_over(launcher, environ, None) for launcher in _ORDER)
-    return ("single was chosen: no launcher speaks.", *warnings, *passed_over)
+    passed_over = (_passed_over(launcher, environ, None) for launcher in _asked())
+    return (f"{SINGLE.name} was chosen: no launcher speaks.", *warnings, *passed_over)
 
 
 def _believe(method: str, source: str, environ: Mapping[str, str]) -> Detection:
-    launchers = _METHODS.get(method.strip().lower())
-    if launchers is None:
-        valid = ", ".join(sorted({*LAUNCHERS, "mpi"}))
-        raise ValueError(f"method must be one of {valid} (any case), got {method!r} from {source}. Correct it.")
+    name = method.strip().lower()
     asked = f"{method} was asked for by {source}."
-    if not launchers:
-        return Detection(_SINGLE, (), lambda: ("single was chosen: one process.", asked))
-    for launcher in launchers:
-        environment = launcher.read(environ)
+    if name == SINGLE.name:
+        return Detection(LaunchEnvironment.lone(), (), lambda: (f"{name} was chosen: one process.", asked))
+    candidates = _named(name)
+    if not candidates:
+        valid = ", ".join(sorted({*LAUNCHERS, *(family.value for family in _FAMILIES)}))
+        raise ValueError(f"method must be one of {valid} (any case), got {method!r} from {source}. Correct the name.")
+    for candidate in candidates:
+        environment = candidate.read(environ)
         if environment is not None:
-            sentences = (_chosen(launcher, environment, environ), asked)
+            sentences = (_chosen(candidate, environment, environ), asked)
             return Detection(environment, (), functools.partial(tuple, sentences))
-    reasons = "; ".join(f"{launcher.name}: {_are_not_set(_missing(launcher, environ))}" for launcher in launchers)
+    reasons = "; ".join(f"{candidate.name}: {_why_silent(candidate, environ)}" for candidate in candidates)
     raise LaunchEnvironmentError(
         f"method must name the launcher that started this process, got {method!r} from {source} ({reasons}). "
-        "Start the script with that launcher, or let the launcher be found out: unset the method."
+        "Start the script with that launcher, or unset the method to let distman find the launcher."
     )
 
 
-def _behind_pals(
-    pals_itself: _Launcher, environment: LaunchEnvironment, environ: Mapping[str, str]
-) -> tuple[_Launcher, LaunchEnvironment]:
-    """Return who set the variables of PALS: Slurm and Flux do, for Cray's MPI to find, and say more themselves."""
-    for launcher in (_BY_NAME["flux"], _BY_NAME["slurm"]):
+def _named(method: str) -> list[Launcher | Allocation]:
+    """Return what may be believed where the user asks for a launcher or a family by name, the first choice first."""
+    launchers = [
+        launcher
+        for launcher in _asked()
+        if launcher.name == method or (launcher.family in _FAMILIES and launcher.family.value == method)
+    ]
+    allocations = [launcher.allocation for launcher in launchers if launcher.allocation is not None]
+    return [*launchers, *allocations]
+
+
+def _behind_imitated(
+    imitated: Launcher, environment: LaunchEnvironment, environ: Mapping[str, str]
+) -> tuple[Launcher, LaunchEnvironment]:
+    """Return who set the variables of a launcher that others imitate: those others say more themselves."""
+    for launcher in (LAUNCHERS[name] for name in imitated.imitated_by):
         other = launcher.read(environ)
         if other is not None and (other.rank, other.world_size) == (environment.rank, environment.world_size):
             return launcher, other
-    return pals_itself, environment
+    return imitated, environment
 
 
 def _settle_contradiction(
-    launcher: _Launcher, environment: LaunchEnvironment, environ: Mapping[str, str]
-) -> tuple[_Launcher, tuple[str, ...]]:
+    launcher: Launcher, environment: LaunchEnvironment, environ: Mapping[str, str]
+) -> tuple[Launcher, tuple[str, ...]]:
     """Return who is right where complete bare variables stand beside a launcher's own."""
-    if launcher.name in ("torchrun", "env") or not _bare.is_complete(environ):
+    if launcher.family is Family.ENV or not is_complete(environ):
         return launcher, ()
-    other = _bare.from_bare(environ)
+    other = BARE.read(environ)
     if other is None or (other.rank, other.world_size) == (environment.rank, environment.world_size):
         return launcher, ()
-    both = f"{_place(_BARE, environ)}, but {launcher.name} says {_place(launcher, environ)}"
-    if launcher.name in _MPI:
+    both = f"{_place(BARE, environ)}, but {launcher.name} says {_place(launcher, environ)}"
+    if launcher.family is Family.MPI:
         raise LaunchEnvironmentError(
             f"RANK and WORLD_SIZE must agree with the MPI that started this process, got {both}. Unset RANK, "
-            f"LOCAL_RANK and WORLD_SIZE, or choose: {METHOD}=env or {METHOD}={launcher.name}."
+            f"LOCAL_RANK and WORLD_SIZE, or choose: {METHOD}={BARE.name} or {METHOD}={launcher.name}."
         )
-    return _BARE, (
+    return BARE, (
         f"RANK, LOCAL_RANK and WORLD_SIZE are believed: {both}; a launcher inside the {launcher.name} step must "
         f"have set them. To believe {launcher.name}, set {METHOD}={launcher.name}.",
     )
 
 
-def _allocation_warnings(environ: Mapping[str, str]) -> tuple[str, ...]:
-    if not _slurm.is_allocation(environ):
-        return ()
-    num_tasks = read_count(environ, *_slurm.ALLOCATION_FIELDS["world_size"])
-    num_nodes = read_count(environ, *_slurm.ALLOCATION_FIELDS["num_nodes"])
-    if max(num_tasks or 1, num_nodes or 1) == 1:
-        return ()
-    size = [_counted(count, noun) for count, noun in ((num_tasks, "task"), (num_nodes, "node")) if count]
-    return (
-        f"This is one process: it runs in Slurm allocation {read_text(environ, 'SLURM_JOB_ID', 'SLURM_JOBID')} "
-        f"({' on '.join(size)}), but srun did not start it. To use the whole allocation, "
-        "start it with: srun python ...",
-    )
+def _allocation_warnings(environ: Mapping[str, str]) -> Iterator[str]:
+    """Tell a process of an allocation of several tasks or nodes that it is alone in it."""
+    for allocation in (launcher.allocation for launcher in _asked()):
+        if allocation is None or read_text(environ, *allocation.fields["job_id"]) is None:
+            continue
+        num_tasks = read_count(environ, *allocation.fields["world_size"])
+        num_nodes = read_count(environ, *allocation.fields["num_nodes"])
+        if max(num_tasks or 1, num_nodes or 1) > 1:
+            size = [_counted(count, noun) for count, noun in ((num_tasks, "task"), (num_nodes, "node")) if count]
+            yield (
+                f"This is one process: it runs in {allocation.title} allocation "
+                f"{read_text(environ, *allocation.fields['job_id'])} ({' on '.join(size)}), but {allocation.command} "
+                f"did not start it. To use the whole allocation, start it with: {allocation.command} python ..."
+            )
 
 
 def _counted(count: int, noun: str) -> str:
     return f"{count} {noun}{'s' * (count > 1)}"
 
 
-def _chosen(launcher: _Launcher, environment: LaunchEnvironment, environ: Mapping[str, str]) -> str:
-    values = {**dataclasses.asdict(environment)}
+def _chosen(candidate: Launcher | Allocation, environment: LaunchEnvironment, environ: Mapping[str, str]) -> str:
+    values = {name: getattr(environment, name) for name in FIELD_NAMES}
     known = [
-        f"{field} {values[field]} ({source_of(field, launcher.fields, environ)})"
-        for field in launcher.fields
-        if values[field] is not None
+        f"{name} {value} ({source_of(name, candidate.fields, environ)})"
+        for name, value in values.items()
+        if value is not None
     ]
-    return f"{launcher.name} was chosen: {', '.join(known)}."
+    return f"{candidate.name} was chosen: {', '.join(known)}."
 
 
-def _check_whole(environ: Mapping[str, str]) -> None:
+def _check_complete(environ: Mapping[str, str]) -> None:
     """Refuse a rank without a world size: half an environment is not one process by another name."""
-    for launcher in _ORDER:
-        *_, rank, world_size = _key_variables(launcher)
-        if launcher.name == "slurm" and not _slurm.is_step(environ):
-            continue
-        if _missing(launcher, environ) == [world_size]:
+    for launcher in _asked():
+        rank, world_size = (_spelled(launcher.fields[field]) for field in ("rank", "world_size"))
+        is_half = launcher.missing(environ) == [launcher.fields["world_size"]]
+        if is_half and launcher.denial(environ) is None:
             raise LaunchEnvironmentError(
                 f"{world_size} must be set where {rank} is, got {source_of('rank', launcher.fields, environ)} and no "
                 f"{world_size} from the environment. Set it to the number of processes, or unset {rank} to run one "
@@ -307,34 +304,22 @@ def _check_whole(environ: Mapping[str, str]) -> None:
             )
 
 
-def _passed_over(launcher: _Launcher, environ: Mapping[str, str], chosen: str | None) -> str:
-    missing = _missing(launcher, environ)
+def _passed_over(launcher: Launcher, environ: Mapping[str, str], chosen: str | None) -> str:
+    reason = _why_silent(launcher, environ) or f"{chosen} comes first ({_place(launcher, environ)})"
+    return f"{launcher.name} was passed over: {reason}."
+
+
+def _why_silent(candidate: Launcher | Allocation, environ: Mapping[str, str]) -> str | None:
+    """Return why this launcher did not start this process, or None where its variables say that it did."""
+    missing = [_spelled(names) for names in candidate.missing(environ)]
     if missing:
-        return f"{launcher.name} was passed over: {_are_not_set(missing)}."
-    if launcher.name == "slurm" and not _slurm.is_step(environ):
-        return "slurm was passed over: the step is Slurm's own (the shell of salloc, a batch script), not srun's."
-    return f"{launcher.name} was passed over: {chosen} comes first ({_place(launcher, environ)})."
+        return f"{', '.join(missing)} {'is' if len(missing) == 1 else 'are'} not set"
+    return candidate.denial(environ)
 
 
-def _missing(launcher: _Launcher, environ: Mapping[str, str]) -> list[str]:
-    return [name for name in _key_variables(launcher) if read_text(environ, *name.split(" or ")) is None]
+def _spelled(names: Iterable[str]) -> str:
+    return " or ".join(names)
 
 
-def _key_variables(launcher: _Launcher) -> list[str]:
-    """Return the variables without which the launcher did not start this process, rank and world size last."""
-    keys = [" or ".join(launcher.fields[field]) for field in ("rank", "world_size")]
-    extra = {
-        "torchrun": [_torchrun.MARK],
-        "hydra": [*launcher.fields["local_rank"]],
-        "slurm": ["SLURM_STEP_ID or SLURM_STEPID"],
-    }
-    return (extra.get(launcher.name, []) if launcher is not _ALLOCATION else []) + keys
-
-
-def _place(launcher: _Launcher, environ: Mapping[str, str]) -> str:
+def _place(launcher: Launcher, environ: Mapping[str, str]) -> str:
     return " and ".join(str(source_of(field, launcher.fields, environ)) for field in ("rank", "world_size"))
-
-
-def _are_not_set(names: Iterable[str]) -> str:
-    listed = list(names)
-    return f"{', '.join(listed)} {'is' if len(listed) == 1 else 'are'} not set"

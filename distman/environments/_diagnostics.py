@@ -7,9 +7,11 @@ import difflib
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
-from distman.environments import _slurm
+from distman.environments._bare import BARE
 from distman.environments._base import LaunchEnvironment, read_flag, read_text
 from distman.environments._detect import METHOD, spoken
+from distman.environments._launcher import Allocation, Launcher
+from distman.environments._registry import LAUNCHERS
 
 VARIABLES = (
     "DISTMAN_ALLOW_SHARED_GPU",
@@ -77,18 +79,23 @@ class _Job:
     host: Host
 
     @property
+    def launcher(self) -> Launcher:
+        """The record of the chosen launcher."""
+        return LAUNCHERS[self.environment.launcher]
+
+    @property
     def main_address(self) -> tuple[str, str] | None:
         """Name of the host on which the ranks meet, and who says it; None where MPI will tell."""
         given = read_text(self.environ, "MASTER_ADDR")
         if given is not None:
             return given, "MASTER_ADDR"
-        launcher, address = self.environment.launcher, self.environment.main_address
-        return (address, launcher) if launcher == "slurm" and address is not None else None
+        address = self.environment.main_address
+        return (address, self.launcher.name) if self.launcher.meets_on_first_node and address is not None else None
 
     @property
     def is_main_host(self) -> bool:
         """Whether this process is the one that the others look for at the main address."""
-        if self.environment.launcher == "slurm" and not read_text(self.environ, "MASTER_ADDR"):
+        if self.launcher.meets_on_first_node and not read_text(self.environ, "MASTER_ADDR"):
             return (self.environment.node_rank, self.environment.local_rank) == (0, 0)
         return self.environment.rank == 0
 
@@ -145,7 +152,8 @@ def _meant_instead(name: str) -> str:
 def _other_launchers(job: _Job) -> Iterator[str]:
     """Another launcher says another place, and is not the one that started one task on each node."""
     chosen = job.environment
-    if chosen.launcher in ("env", "single") or read_text(job.environ, METHOD):  # those were told, or asked for
+    was_told = chosen.launcher == BARE.name or read_text(job.environ, METHOD)  # by a user, or by another launcher
+    if was_told or not chosen.is_launched:
         return
     num_nodes = chosen.num_nodes or -(-chosen.world_size // job.local_world_size)
     for other in spoken(job.environ):
@@ -161,22 +169,31 @@ def _other_launchers(job: _Job) -> Iterator[str]:
 
 
 def _is_step_of_daemons(job: _Job, other: LaunchEnvironment) -> bool:
-    """Return whether Slurm speaks of mpirun's daemons: one on each node but that of mpirun itself."""
-    num_nodes = _number(read_text(job.environ, *_slurm.ALLOCATION_FIELDS["num_nodes"]) or "")
-    return other.launcher == "slurm" and num_nodes is not None and other.world_size == other.num_nodes == num_nodes - 1
+    """Return whether a scheduler speaks of mpirun's daemons: one on each node but that of mpirun itself."""
+    allocation = LAUNCHERS[other.launcher].allocation
+    num_nodes = None if allocation is None else _num_nodes(job, allocation)
+    return num_nodes is not None and other.world_size == other.num_nodes == num_nodes - 1
 
 
 def _idle_nodes(job: _Job) -> Iterator[str]:
-    """A launcher in a batch script, without srun, uses one node of several."""
-    if job.environment.launcher in ("slurm", "single") or any(one.launcher == "slurm" for one in spoken(job.environ)):
+    """A launcher in a batch script, without the scheduler's own, uses one node of several."""
+    if not job.environment.is_launched or not job.environment.is_on_one_node:
         return
-    num_nodes = _number(read_text(job.environ, *_slurm.ALLOCATION_FIELDS["num_nodes"]) or "")
-    if num_nodes is not None and num_nodes > 1 and job.environment.is_on_one_node:
-        yield (
-            f"The Slurm allocation has {num_nodes} nodes, but {job.environment.launcher} runs all "
-            f"{job.environment.world_size} ranks on one: no step of srun was started. Start it with srun, one "
-            f"{job.environment.launcher} on each node, or start the ranks by srun itself."
-        )
+    speaking = {job.environment.launcher, *(one.launcher for one in spoken(job.environ))}
+    for launcher in LAUNCHERS.values():
+        if launcher.name in speaking or launcher.allocation is None:
+            continue
+        num_nodes, command = _num_nodes(job, launcher.allocation), launcher.allocation.command
+        if num_nodes is not None and num_nodes > 1:
+            yield (
+                f"The {launcher.allocation.title} allocation has {num_nodes} nodes, but {job.environment.launcher} "
+                f"runs all {job.environment.world_size} ranks on one: no step of {command} was started. Start it with "
+                f"{command}, one {job.environment.launcher} on each node, or start the ranks by {command} itself."
+            )
+
+
+def _num_nodes(job: _Job, allocation: Allocation) -> int | None:
+    return _number(read_text(job.environ, *allocation.fields["num_nodes"]) or "")
 
 
 def _gpus(job: _Job) -> Iterator[str]:
@@ -187,7 +204,7 @@ def _gpus(job: _Job) -> Iterator[str]:
     devices = [device.strip() for device in text.split(",")]
     visible = list(itertools.takewhile(lambda device: device not in ("", "-1", *_NO_DEVICES), devices))
     ranks = job.local_world_size
-    one_for_each_task = len(visible) == 1 and job.environment.launcher != "torchrun"
+    one_for_each_task = len(visible) == 1 and job.launcher.may_bind_gpus
     if not visible and job.host.num_gpus:
         yield (
             f"CUDA_VISIBLE_DEVICES={text!r} hides all GPUs of this host: the job computes on the CPU. Unset it, or ask "
@@ -205,7 +222,7 @@ def _gpus(job: _Job) -> Iterator[str]:
 
 def _main_address(job: _Job) -> Iterator[str]:
     """The address on which the ranks meet means nothing, or the wrong host."""
-    if job.main_address is None or job.environment.launcher == "single":
+    if job.main_address is None or not job.environment.is_launched:
         return
     name, source = job.main_address
     addresses = job.host.resolve(name)
@@ -300,7 +317,7 @@ def _matches_for_nccl(text: str, interfaces: Sequence[str]) -> bool:
 def _port(job: _Job) -> Iterator[str]:
     """MASTER_PORT is no port that a user may open."""
     text = read_text(job.environ, "MASTER_PORT")
-    if text is None or job.environment.launcher == "single":
+    if text is None or not job.environment.is_launched:
         return
     port = _number(text)
     if port is None or not 0 < port < 65536:

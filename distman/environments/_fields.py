@@ -1,8 +1,6 @@
 """From a launcher's table of variables to a checked LaunchEnvironment.
 
-Every launcher keeps a table, ``FIELDS``, of the variables it sets: the name of the field, then the spellings of the
-variable, the preferred one first. The tables serve twice: to read the values, and to say afterwards where each value
-came from.
+The table serves twice: to read the values, and to say afterwards where each value came from.
 """
 
 from __future__ import annotations
@@ -14,7 +12,7 @@ from distman.environments._base import LaunchEnvironment, read_count, read_index
 from distman.errors import LaunchEnvironmentError
 
 Fields = Mapping[str, tuple[str, ...]]
-"""Field of LaunchEnvironment -> spellings of the variable that holds it."""
+"""Field of LaunchEnvironment -> spellings of the variable that holds it, the preferred one first."""
 
 JOB_ID = "DISTMAN_JOB_ID"
 """The user's own job id; it stands above every launcher's."""
@@ -31,28 +29,33 @@ _READERS: Mapping[str, Callable[..., int | str | None]] = {
     "job_id": read_text,
 }
 
+FIELD_NAMES = tuple(_READERS)
+
 _BELOW = (("rank", "world_size"), ("local_rank", "local_world_size"), ("node_rank", "num_nodes"))
 
 
-def environment_from(
-    launcher: str, fields: Fields, environ: Mapping[str, str], **derived: int | str | None
+def read_fields(
+    launcher: str,
+    fields: Fields,
+    derived: Mapping[str, Callable[[Mapping[str, str]], int | str | None]],
+    environ: Mapping[str, str],
 ) -> LaunchEnvironment | None:
-    """Return the launcher's values as a LaunchEnvironment, or None where it gives no rank or no world size.
+    """Return the launcher's values, or None where it gives no rank or no world size.
 
     Args:
         launcher: Name of the launcher.
         fields: Its table of variables.
+        derived: Functions of the environment that replace the plain reading of a field.
         environ: Environment variables; never modified.
-        derived: Values of fields whose variable is not simply the value; they replace the plain reading.
 
     Raises:
         LaunchEnvironmentError: A variable is not a number, or two contradict each other.
     """
     values: dict[str, Any] = {
-        field: derived[field] if field in derived else _READERS[field](environ, *names)
+        field: derived[field](environ) if field in derived else _READERS[field](environ, *names)
         for field, names in fields.items()
     }
-    if values["rank"] is None or values["world_size"] is None:
+    if values.get("rank") is None or values.get("world_size") is None:
         return None
     _check(fields, environ, values)
     values["job_id"] = read_text(environ, JOB_ID) or values.get("job_id")

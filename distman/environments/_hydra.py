@@ -1,34 +1,50 @@
-"""Hydra: mpiexec of MPICH and of Intel MPI."""
+"""Hydra: mpiexec of MPICH and of Intel MPI.
+
+``PMI_RANK`` alone proves nothing: ``srun --mpi=pmi2`` and PALS set it too.
+
+Source:
+    MPICH wiki, Using the Hydra Process Manager; recorded from MPICH 4 and 5 and Intel MPI 2021.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
-from distman.environments._base import LaunchEnvironment
-from distman.environments._fields import Fields, environment_from
-
-FIELDS: Fields = {
-    "rank": ("PMI_RANK",),
-    "world_size": ("PMI_SIZE",),
-    "local_rank": ("MPI_LOCALRANKID",),
-    "local_world_size": ("MPI_LOCALNRANKS",),
-    "job_id": ("I_MPI_HYDRA_UUID",),
-}
+from distman.environments._launcher import Family, Launcher, OnFailure, Place
 
 
-def from_hydra(environ: Mapping[str, str]) -> LaunchEnvironment | None:
-    """Return what Hydra says about this process, or None where it did not start it.
+def _fake(place: Place) -> dict[str, str]:
+    return {
+        "PMI_RANK": str(place.rank),
+        "PMI_SIZE": str(place.world_size),
+        "PMI_FD": "9",
+        "PMI_HOSTNAME": place.host,
+        "MPI_LOCALRANKID": str(place.local_rank),
+        "MPI_LOCALNRANKS": str(place.local_world_size),
+    }
 
-    ``PMI_RANK`` alone proves nothing: ``srun --mpi=pmi2`` and PALS set it too.
 
-    Args:
-        environ: Environment variables, usually ``os.environ``; never modified.
-
-    Raises:
-        LaunchEnvironmentError: A variable is not a number, or two contradict each other.
-
-    Source:
-        MPICH wiki, Using the Hydra Process Manager; recorded from MPICH 4 and 5 and Intel MPI 2021.
-    """
-    environment = environment_from("hydra", FIELDS, environ)
-    return None if environment is None or environment.local_rank is None else environment
+HYDRA = Launcher(
+    name="hydra",
+    family=Family.MPI,
+    fields={
+        "rank": ("PMI_RANK",),
+        "world_size": ("PMI_SIZE",),
+        "local_rank": ("MPI_LOCALRANKID",),
+        "local_world_size": ("MPI_LOCALNRANKS",),
+        "job_id": ("I_MPI_HYDRA_UUID",),
+    },
+    variables=("HYDRA_*", "I_MPI_*", "MPIR_*", "MPI_*", "PMI_*"),
+    on_failure=OnFailure.NEEDS_ABORT,
+    marks=(("MPI_LOCALRANKID",),),
+    derived={},
+    why_not=None,
+    imitated_by=(),
+    allocation=None,
+    meets_on_first_node=False,
+    agent=None,
+    process_names=("hydra_pmi_proxy", "hydra_bstrap_pro", "mpiexec", "mpirun"),
+    expected_hosts=None,
+    cancel_command=None,
+    may_bind_gpus=True,
+    gives_terminals=False,
+    fake=_fake,
+)

@@ -1,35 +1,53 @@
-"""PALS: mpiexec and aprun of HPE Cray systems under PBS."""
+"""PALS: mpiexec and aprun of HPE Cray systems under PBS.
+
+Slurm and Flux set the same variables on Cray systems, for Cray's MPI to find, and say more themselves.
+
+Source:
+    HPE Cray PALS, mpiexec(1), section ENVIRONMENT VARIABLES.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
-from distman.environments._base import LaunchEnvironment
-from distman.environments._fields import Fields, environment_from
-
-FIELDS: Fields = {
-    "rank": ("PALS_RANKID",),
-    "world_size": ("PALS_SIZE", "PMI_SIZE"),
-    "local_rank": ("PALS_LOCAL_RANKID", "PMI_LOCAL_RANK"),
-    "local_world_size": ("PALS_LOCAL_SIZE", "PMI_LOCAL_SIZE"),
-    "node_rank": ("PALS_NODEID",),
-    "job_id": ("PALS_APID",),
-}
+from distman.environments._launcher import Family, Launcher, OnFailure, Place
 
 
-def from_pals(environ: Mapping[str, str]) -> LaunchEnvironment | None:
-    """Return what PALS says about this process, or None where it did not start it.
+def _fake(place: Place) -> dict[str, str]:
+    return {
+        "PALS_APID": "00000000-0000-4000-8000-000000000000",
+        "PALS_RANKID": str(place.rank),
+        "PALS_NODEID": str(place.node_rank),
+        "PALS_LOCAL_RANKID": str(place.local_rank),
+        "PMI_RANK": str(place.rank),
+        "PMI_SIZE": str(place.world_size),
+        "PMI_LOCAL_RANK": str(place.local_rank),
+        "PMI_LOCAL_SIZE": str(place.local_world_size),
+    }
 
-    Slurm and Flux set the same variables on Cray systems, for Cray's MPI to find, and say more themselves:
-    they are believed where they agree.
 
-    Args:
-        environ: Environment variables, usually ``os.environ``; never modified.
-
-    Raises:
-        LaunchEnvironmentError: A variable is not a number, or two contradict each other.
-
-    Source:
-        HPE Cray PALS, mpiexec(1), section ENVIRONMENT VARIABLES.
-    """
-    return environment_from("pals", FIELDS, environ)
+PALS = Launcher(
+    name="pals",
+    family=Family.MPI,
+    fields={
+        "rank": ("PALS_RANKID",),
+        "world_size": ("PALS_SIZE", "PMI_SIZE"),
+        "local_rank": ("PALS_LOCAL_RANKID", "PMI_LOCAL_RANK"),
+        "local_world_size": ("PALS_LOCAL_SIZE", "PMI_LOCAL_SIZE"),
+        "node_rank": ("PALS_NODEID",),
+        "job_id": ("PALS_APID",),
+    },
+    variables=("PALS_*", "PMI_*"),
+    on_failure=OnFailure.WAITS,
+    marks=(),
+    derived={},
+    why_not=None,
+    imitated_by=("flux", "slurm"),
+    allocation=None,
+    meets_on_first_node=False,
+    agent=None,
+    process_names=("mpiexec", "mpirun"),
+    expected_hosts=None,
+    cancel_command=None,
+    may_bind_gpus=True,
+    gives_terminals=False,
+    fake=_fake,
+)

@@ -1,110 +1,39 @@
-"""Slurm: the tasks that srun starts."""
+"""Slurm: the tasks that srun starts.
+
+The size is that of the step, never ``SLURM_NTASKS``, which a batch script sees too. The address is the first node of
+the step: the allocation may begin elsewhere, and ``srun`` itself may run elsewhere.
+
+Source:
+    srun manual, section OUTPUT ENVIRONMENT VARIABLES; of the allocation, sbatch manual, the same section.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-from distman.environments._base import LaunchEnvironment, read_index, read_text
-from distman.environments._fields import Fields, environment_from
+from distman.environments._base import read_index, read_text
 from distman.environments._hostlist import first_host, parse_hostlist, parse_tasks_per_node
+from distman.environments._launcher import Allocation, Family, Launcher, OnFailure, Place
 
 _MAX_STEP_ID = 0xFFFFFFF0
-"""Slurm's own steps have higher ids: the batch script, the shell of salloc, what runs outside of steps."""
+"""Slurm's own steps have higher ids: the batch script, the shell of salloc, what runs outside of steps.
+
+Source:
+    Slurm, ``slurm/slurm.h``, SLURM_MAX_NORMAL_STEP_ID.
+"""
 
 _STEP_ID = ("SLURM_STEP_ID", "SLURM_STEPID")
 _JOB_ID = ("SLURM_JOB_ID", "SLURM_JOBID")
 
-FIELDS: Fields = {
-    "rank": ("SLURM_PROCID",),
-    "world_size": ("SLURM_STEP_NUM_TASKS",),
-    "local_rank": ("SLURM_LOCALID",),
-    "local_world_size": ("SLURM_GTIDS", "SLURM_STEP_TASKS_PER_NODE"),
-    "node_rank": ("SLURM_NODEID",),
-    "num_nodes": ("SLURM_STEP_NUM_NODES",),
-    "main_address": ("SLURM_STEP_NODELIST",),
-    "job_id": _JOB_ID,
-}
 
-ALLOCATION_FIELDS: Fields = {
-    "rank": ("SLURM_PROCID",),
-    "world_size": ("SLURM_NTASKS", "SLURM_NPROCS"),
-    "local_rank": ("SLURM_LOCALID",),
-    "node_rank": ("SLURM_NODEID",),
-    "num_nodes": ("SLURM_JOB_NUM_NODES", "SLURM_NNODES"),
-    "main_address": ("SLURM_JOB_NODELIST", "SLURM_NODELIST"),
-    "job_id": _JOB_ID,
-}
-
-
-def from_slurm(environ: Mapping[str, str]) -> LaunchEnvironment | None:
-    """Return what ``srun`` says about this process, or None outside a job step.
-
-    The size is that of the step, never ``SLURM_NTASKS``, which a batch script sees too. The address is
-    the first node of the step: the allocation may begin elsewhere, and ``srun`` itself may run elsewhere.
-
-    Args:
-        environ: Environment variables, usually ``os.environ``; never modified.
-
-    Raises:
-        LaunchEnvironmentError: A variable is not a number, or two contradict each other.
-
-    Source:
-        srun manual, section OUTPUT ENVIRONMENT VARIABLES.
-    """
-    if not is_step(environ):
-        return None
-    return environment_from(
-        "slurm",
-        FIELDS,
-        environ,
-        local_world_size=_local_world_size(environ),
-        main_address=_first(environ, "SLURM_STEP_NODELIST"),
-        job_id=_job_id(environ),
-    )
-
-
-def from_slurm_allocation(environ: Mapping[str, str]) -> LaunchEnvironment | None:
-    """Return what the variables of a whole allocation say, for a process that is told to believe them.
-
-    Args:
-        environ: Environment variables, usually ``os.environ``; never modified.
-
-    Raises:
-        LaunchEnvironmentError: A variable is not a number, or two contradict each other.
-
-    Source:
-        sbatch manual, section OUTPUT ENVIRONMENT VARIABLES.
-    """
-    address = _first(environ, "SLURM_JOB_NODELIST") or _first(environ, "SLURM_NODELIST")
-    return environment_from("slurm", ALLOCATION_FIELDS, environ, main_address=address, job_id=_job_id(environ))
-
-
-def is_step(environ: Mapping[str, str]) -> bool:
-    """Return whether the variables name a step of ``srun``, and none of Slurm's own.
-
-    Raises:
-        LaunchEnvironmentError: The step id is not a number.
-
-    Source:
-        Slurm, ``slurm/slurm.h``, SLURM_MAX_NORMAL_STEP_ID.
-    """
+def _why_not(environ: Mapping[str, str]) -> str | None:
     step = read_index(environ, *_STEP_ID)
-    return step is not None and step <= _MAX_STEP_ID
+    is_own = step is not None and step > _MAX_STEP_ID
+    return "the step is Slurm's own (the shell of salloc, a batch script), not srun's" if is_own else None
 
 
-def is_allocation(environ: Mapping[str, str]) -> bool:
-    """Return whether this process runs in an allocation, but not as a task that ``srun`` started."""
-    return read_text(environ, *_JOB_ID) is not None and from_slurm(environ) is None
-
-
-def expected_hosts(environ: Mapping[str, str]) -> list[str]:
-    """Return the host of each rank of this step, in rank order; empty where that cannot be told.
-
-    Local. It can for block distribution, Slurm's default, where this node's tasks are those it would have.
-
-    Raises:
-        LaunchEnvironmentError: The node list or the numbers of tasks have no meaning.
-    """
+def _expected_hosts(environ: Mapping[str, str]) -> list[str]:
+    """Tell the hosts for block distribution, Slurm's default, where this node's tasks are those it would have."""
     nodes, tasks = environ.get("SLURM_STEP_NODELIST"), environ.get("SLURM_STEP_TASKS_PER_NODE")
     if not nodes or not tasks or not environ.get("SLURM_DISTRIBUTION", "block").startswith("block"):
         return []
@@ -126,6 +55,14 @@ def _local_world_size(environ: Mapping[str, str]) -> int | None:
     return counts[node] if node is not None and node < len(counts) else None
 
 
+def _first_of_step(environ: Mapping[str, str]) -> str | None:
+    return _first(environ, "SLURM_STEP_NODELIST")
+
+
+def _first_of_allocation(environ: Mapping[str, str]) -> str | None:
+    return _first(environ, "SLURM_JOB_NODELIST") or _first(environ, "SLURM_NODELIST")
+
+
 def _first(environ: Mapping[str, str], name: str) -> str | None:
     nodes = read_text(environ, name)
     return None if nodes is None else first_host(nodes)
@@ -135,3 +72,75 @@ def _job_id(environ: Mapping[str, str]) -> str | None:
     """Name the step: two steps of one job may run side by side. The parts of a heterogeneous step share it."""
     job = read_text(environ, "SLURM_HET_JOB_ID", *_JOB_ID)
     return None if job is None else f"slurm-{job}.{read_index(environ, *_STEP_ID) or 0}"
+
+
+def _cancel_command(environ: Mapping[str, str]) -> list[str]:
+    return ["scancel", "--quiet", f"{read_text(environ, *_JOB_ID)}.{read_text(environ, *_STEP_ID)}"]
+
+
+def _fake(place: Place) -> dict[str, str]:
+    hosts = "n1" if place.num_nodes == 1 else f"n[1-{place.num_nodes}]"
+    first = place.rank - place.local_rank
+    return {
+        "SLURMD_NODENAME": place.host,
+        "SLURM_GTIDS": ",".join(map(str, range(first, first + place.local_world_size))),
+        "SLURM_JOB_ID": place.job_id,
+        "SLURM_JOB_NODELIST": hosts,
+        "SLURM_JOB_NUM_NODES": str(place.num_nodes),
+        "SLURM_LOCALID": str(place.local_rank),
+        "SLURM_NODEID": str(place.node_rank),
+        "SLURM_NTASKS": str(place.world_size),
+        "SLURM_PROCID": str(place.rank),
+        "SLURM_STEP_ID": "0",
+        "SLURM_STEP_NODELIST": hosts,
+        "SLURM_STEP_NUM_NODES": str(place.num_nodes),
+        "SLURM_STEP_NUM_TASKS": str(place.world_size),
+        "SLURM_STEP_TASKS_PER_NODE": ",".join(map(str, place.counts)),
+    }
+
+
+_ALLOCATION = Allocation(
+    name="slurm",
+    title="Slurm",
+    command="srun",
+    fields={
+        "rank": ("SLURM_PROCID",),
+        "world_size": ("SLURM_NTASKS", "SLURM_NPROCS"),
+        "local_rank": ("SLURM_LOCALID",),
+        "node_rank": ("SLURM_NODEID",),
+        "num_nodes": ("SLURM_JOB_NUM_NODES", "SLURM_NNODES"),
+        "main_address": ("SLURM_JOB_NODELIST", "SLURM_NODELIST"),
+        "job_id": _JOB_ID,
+    },
+    derived={"main_address": _first_of_allocation, "job_id": _job_id},
+)
+
+SLURM = Launcher(
+    name="slurm",
+    family=Family.STEP,
+    fields={
+        "rank": ("SLURM_PROCID",),
+        "world_size": ("SLURM_STEP_NUM_TASKS",),
+        "local_rank": ("SLURM_LOCALID",),
+        "local_world_size": ("SLURM_GTIDS", "SLURM_STEP_TASKS_PER_NODE"),
+        "node_rank": ("SLURM_NODEID",),
+        "num_nodes": ("SLURM_STEP_NUM_NODES",),
+        "main_address": ("SLURM_STEP_NODELIST",),
+        "job_id": _JOB_ID,
+    },
+    variables=("SLURM_*", "PMI_*", "PMIX_*"),
+    on_failure=OnFailure.WAITS,
+    marks=(_STEP_ID,),
+    derived={"local_world_size": _local_world_size, "main_address": _first_of_step, "job_id": _job_id},
+    why_not=_why_not,
+    imitated_by=(),
+    allocation=_ALLOCATION,
+    meets_on_first_node=True,
+    agent=None,
+    process_names=(),
+    expected_hosts=_expected_hosts,
+    cancel_command=_cancel_command,
+    may_bind_gpus=True,
+    gives_terminals=False,
+    fake=_fake,
+)

@@ -1,38 +1,59 @@
-"""torchrun and every other front end of torch.distributed.elastic."""
+"""torchrun and every other front end of torch.distributed.elastic.
+
+Source:
+    PyTorch documentation, torchrun, section Environment Variables.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from distman.environments._bare import fake_bare
+from distman.environments._launcher import Agent, Family, Launcher, OnFailure, Place
 
-from distman.environments._base import LaunchEnvironment
-from distman.environments._fields import Fields, environment_from
-
-MARK = "TORCHELASTIC_RUN_ID"
+_RUN_ID = "TORCHELASTIC_RUN_ID"
 """The variable that only the elastic agent sets."""
 
-FIELDS: Fields = {
-    "rank": ("RANK",),
-    "world_size": ("WORLD_SIZE",),
-    "local_rank": ("LOCAL_RANK",),
-    "local_world_size": ("LOCAL_WORLD_SIZE",),
-    "node_rank": ("GROUP_RANK",),
-    "num_nodes": ("GROUP_WORLD_SIZE",),
-    "main_address": ("MASTER_ADDR",),
-    "main_port": ("MASTER_PORT",),
-    "job_id": (MARK,),
-}
+_AGENT = Agent(serves=("TORCHELASTIC_USE_AGENT_STORE", "True"), restart_count="TORCHELASTIC_RESTART_COUNT")
 
 
-def from_torchrun(environ: Mapping[str, str]) -> LaunchEnvironment | None:
-    """Return what torchrun says about this process, or None where it did not start it.
+def _fake(place: Place) -> dict[str, str]:
+    name, value = _AGENT.serves
+    return fake_bare(place) | {
+        "GROUP_RANK": str(place.node_rank),
+        "GROUP_WORLD_SIZE": str(place.num_nodes),
+        "MASTER_PORT": str(place.main_port),
+        _RUN_ID: "fake",
+        _AGENT.restart_count: "0",
+        name: value,
+    }
 
-    Args:
-        environ: Environment variables, usually ``os.environ``; never modified.
 
-    Raises:
-        LaunchEnvironmentError: A variable is not a number, or two contradict each other.
-
-    Source:
-        PyTorch documentation, torchrun, section Environment Variables.
-    """
-    return environment_from("torchrun", FIELDS, environ) if MARK in environ else None
+TORCHRUN = Launcher(
+    name="torchrun",
+    family=Family.ENV,
+    fields={
+        "rank": ("RANK",),
+        "world_size": ("WORLD_SIZE",),
+        "local_rank": ("LOCAL_RANK",),
+        "local_world_size": ("LOCAL_WORLD_SIZE",),
+        "node_rank": ("GROUP_RANK",),
+        "num_nodes": ("GROUP_WORLD_SIZE",),
+        "main_address": ("MASTER_ADDR",),
+        "main_port": ("MASTER_PORT",),
+        "job_id": (_RUN_ID,),
+    },
+    variables=("ROLE_NAME", "ROLE_RANK", "ROLE_WORLD_SIZE", "TORCHELASTIC_*"),
+    on_failure=OnFailure.ENDS_JOB,
+    marks=((_RUN_ID,),),
+    derived={},
+    why_not=None,
+    imitated_by=(),
+    allocation=None,
+    meets_on_first_node=False,
+    agent=_AGENT,
+    process_names=(),
+    expected_hosts=None,
+    cancel_command=None,
+    may_bind_gpus=False,
+    gives_terminals=False,
+    fake=_fake,
+)

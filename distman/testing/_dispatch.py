@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from distman.environments import LAUNCHERS
+from distman.environments._detect import METHOD
 from distman.testing._messages import Fate, Task
 from distman.testing._serialization import pack
 
@@ -19,42 +21,8 @@ if TYPE_CHECKING:
     from distman.testing._pool import Pool
 
 
-# A collective gives up only after the test's own limit, so that the report shows where it was stuck.
 _GROUP_MARGIN_SECONDS = 60.0
-
-# Whoever started pytest (srun, mpirun, torchrun, ...) has not started the workers.
-_LAUNCHER_PREFIXES = (
-    *(
-        "FLUX_",
-        "HYDRA_",
-        "I_MPI_",
-        "JSM_",
-        "MPIR_",
-        "MPI_",
-        "MV2_",
-        "OMPI_",
-        "PALS_",
-        "PMIX_",
-        "PMI_",
-        "PRTE_",
-    ),
-    *("SLURM_", "TORCHELASTIC_"),
-)
-_LAUNCHER_NAMES = frozenset(
-    {
-        *(
-            "RANK",
-            "WORLD_SIZE",
-            "LOCAL_RANK",
-            "LOCAL_WORLD_SIZE",
-            "NODE_RANK",
-            "GROUP_RANK",
-            "GROUP_WORLD_SIZE",
-        ),
-        *("ROLE_RANK", "ROLE_WORLD_SIZE", "ROLE_NAME", "MASTER_ADDR", "MASTER_PORT"),
-        "DISTMAN_INITIALIZATION_METHOD",
-    }
-)
+"""A collective gives up so long after the test's own limit, so that the report shows where it was stuck."""
 
 
 def run_on_workers(pool: Pool, item: pytest.Function, spec: RanksSpec, world_size: int) -> list[Fate]:
@@ -109,7 +77,8 @@ def _worker_environ() -> dict[str, str]:
 
 
 def _says_launcher(name: str) -> bool:
-    return name in _LAUNCHER_NAMES or name.startswith(_LAUNCHER_PREFIXES)
+    """Return whether whoever started pytest set the variable: it has not started the workers."""
+    return name == METHOD or any(launcher.sets(name) for launcher in LAUNCHERS.values())
 
 
 def _place(rank: int, world_size: int) -> dict[str, str]:

@@ -2,11 +2,13 @@
 
 import pytest
 
-from distman.environments import expected_hosts
+from distman.environments import LAUNCHERS
 from distman.errors import LaunchEnvironmentError
 from distman.testing import fake_environment
 
 from .recordings import recorded
+
+expected_hosts = LAUNCHERS["slurm"].expected_hosts
 
 
 @pytest.mark.parametrize(

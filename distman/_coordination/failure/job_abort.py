@@ -5,32 +5,37 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import shlex
 import signal
 import socket
 import stat
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from distman._coordination.failure import hook
 from distman._coordination.failure.record import SILENT
-from distman.environments import LaunchEnvironment
+from distman.environments import LAUNCHERS, LaunchEnvironment, OnFailure
 from distman.errors import RankFailedError, RendezvousError
 
-_DEAF_TO_EXIT_CODES = ("hydra", "mvapich")
 _PMI_ABORT = b"cmd=abort exitcode=1\n"
+
 _NUM_CANCELLING = 2
+"""Ranks that cancel the job: the second is there for the case that the first is the one that is stuck."""
+
 _GRACE = 3.0
+"""Seconds in which the other ranks end by themselves, and say why, before the job is cancelled."""
+
 _PATIENCE = 10.0
+"""Seconds that the command which cancels the job may take: the scheduler may be busy."""
 
 
 def abort_job_after(error: BaseException, environment: LaunchEnvironment) -> None:
-    """Let the launcher end the whole job once this process ends because of an error, if it needs to be told.
+    """Let the launcher end the whole job once this process ends because of an error, if it must be asked to.
 
-    Hydra takes no notice of a rank that exits with an error. A plain ``srun`` waits for every task, for one
-    that is stopped or was never heard of too: then two ranks cancel the job step. A process of this host that is
-    stopped is ended.
+    A launcher that ignores exit codes is asked by every rank. One that waits for every rank would wait for ever for one
+    that is stopped or never came: then two ranks cancel the job. A process of this host that is stopped is ended.
 
     Args:
         error: Why this process ends.
@@ -41,20 +46,21 @@ def abort_job_after(error: BaseException, environment: LaunchEnvironment) -> Non
     actions: list[Callable[[], None]] = []
     if isinstance(error, RankFailedError) and error.error_type == SILENT and error.host == socket.gethostname():
         actions.append(functools.partial(_end_if_stopped, error.pid))
-    if environment.launcher in _DEAF_TO_EXIT_CODES:
+    launcher = LAUNCHERS[environment.launcher]
+    if launcher.on_failure is OnFailure.NEEDS_ABORT:
         actions.append(_abort)
-    elif environment.launcher == "slurm" and environment.rank < _NUM_CANCELLING and _leaves_a_task_behind(error):
-        actions.append(_cancel_step)
+    elif launcher.cancel_command and environment.rank < _NUM_CANCELLING and _leaves_a_rank_behind(error):
+        actions.append(functools.partial(_cancel, launcher.cancel_command))
     for action in actions:
         hook.end_job_at_exit(action)
 
 
-def _leaves_a_task_behind(error: BaseException) -> bool:
+def _leaves_a_rank_behind(error: BaseException) -> bool:
     return isinstance(error, RendezvousError) or (isinstance(error, RankFailedError) and error.error_type == SILENT)
 
 
 def _end_if_stopped(pid: int) -> None:
-    """End a process that is stopped, if it runs this very program: it would stay behind for ever."""
+    """End a process that is stopped, if it runs this very program: nothing else would end it."""
     with contextlib.suppress(OSError):
         process = Path(f"/proc/{pid}")
         state = (process / "stat").read_text(encoding="utf-8").rpartition(") ")[2][:1]
@@ -63,7 +69,7 @@ def _end_if_stopped(pid: int) -> None:
 
 
 def _abort() -> None:
-    """Tell a launcher over PMI to end the job, as ``MPI_Abort`` does; else die of a signal, which it notices.
+    """Ask the launcher over PMI to end the job, as ``MPI_Abort`` does; else die of a signal, which it notices.
 
     Source:
         PMI version 1, wire protocol, command ``abort``; the descriptor is handed over as ``PMI_FD``.
@@ -78,10 +84,10 @@ def _abort() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _cancel_step() -> None:
-    time.sleep(_GRACE)  # the others end by themselves meanwhile, and say why
-    step = f"{os.environ.get('SLURM_JOB_ID')}.{os.environ.get('SLURM_STEP_ID')}"
+def _cancel(cancel_command: Callable[[Mapping[str, str]], Sequence[str]]) -> None:
+    time.sleep(_GRACE)
+    command = list(cancel_command(os.environ))
     try:
-        subprocess.run(["scancel", "--quiet", step], check=False, timeout=_PATIENCE)  # noqa: S607 - where Slurm is, varies
+        subprocess.run(command, check=False, timeout=_PATIENCE)
     except (OSError, subprocess.TimeoutExpired) as error:
-        hook.write(f"distman: a task of step {step} is left behind ({error}). End it: scancel {step}")
+        hook.write(f"distman: a rank is left behind: {error}. End it: {shlex.join(command)}")

@@ -1,0 +1,266 @@
+"""All that distman knows of one launcher, as a record: what it sets, and what it does."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import fnmatch
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+from distman.environments._base import LaunchEnvironment, read_text
+from distman.environments._fields import FIELD_NAMES, Fields, read_fields
+
+Environ = Mapping[str, str]
+
+_NAME = re.compile(r"[a-z][a-z0-9_-]*")
+
+
+class Family(enum.Enum):
+    """Of what kind a launcher is: what bare ``RANK`` and ``WORLD_SIZE`` mean beside its variables.
+
+    Attributes:
+        ENV: They are its own variables. ``method="env"`` means it too.
+        MPI: They contradict it where they differ, which is an error. ``method="mpi"`` means it too, and mpi4py can tell
+            its ranks where to meet.
+        STEP: A scheduler's step: they are right where they differ, since a launcher inside the step set them.
+        NONE: No launcher: one process.
+    """
+
+    ENV = "env"
+    MPI = "mpi"
+    STEP = "step"
+    NONE = "none"
+
+
+class OnFailure(enum.Enum):
+    """What a launcher does once a rank exits with an error.
+
+    Attributes:
+        ENDS_JOB: It ends the other ranks.
+        NEEDS_ABORT: It ignores exit codes. It ends the other ranks if this one asks for that over PMI, or dies of a
+            signal.
+        WAITS: It waits for the other ranks, so these must be told.
+    """
+
+    ENDS_JOB = "ends_job"
+    NEEDS_ABORT = "needs_abort"
+    WAITS = "waits"
+
+
+@dataclasses.dataclass(frozen=True)
+class Agent:
+    """A process of the launcher on each host, one of which may serve the store, and which may start the ranks again.
+
+    Attributes:
+        serves: A variable and the value by which it says that it serves the store.
+        restart_count: The variable that counts how often the ranks were started again.
+    """
+
+    serves: tuple[str, str]
+    restart_count: str
+
+    def is_serving(self, environ: Environ) -> bool:
+        """Return whether the store of this job is there already.
+
+        Local.
+        """
+        name, value = self.serves
+        return environ.get(name) == value
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """Where a rank of a job stands that exists on paper only; its hosts are called ``n1``, ``n2``, ...
+
+    Attributes:
+        rank: Index of the rank in the job.
+        local_rank: Its index on its host.
+        node_rank: Index of its host.
+        counts: Number of ranks on each host.
+        main_address: The first host.
+        main_port: A port.
+        job_id: Name of the job.
+    """
+
+    rank: int
+    local_rank: int
+    node_rank: int
+    counts: tuple[int, ...]
+    main_address: str = "n1"
+    main_port: int = 29400
+    job_id: str = "1000"
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks in the job."""
+        return sum(self.counts)
+
+    @property
+    def local_world_size(self) -> int:
+        """Number of ranks on this host."""
+        return self.counts[self.node_rank]
+
+    @property
+    def num_nodes(self) -> int:
+        """Number of hosts."""
+        return len(self.counts)
+
+    @property
+    def host(self) -> str:
+        """Name of this host."""
+        return f"n{self.node_rank + 1}"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Variables:
+    """Variables that say a rank's place, and how they are read."""
+
+    name: str
+    fields: Fields
+    marks: tuple[tuple[str, ...], ...] = ()
+    derived: Mapping[str, Callable[[Environ], int | str | None]] = dataclasses.field(default_factory=dict)
+    why_not: Callable[[Environ], str | None] | None = None
+
+    def __post_init__(self) -> None:
+        _check_names("fields", self.fields, FIELD_NAMES, self.name)
+        _check_names("derived", self.derived, self.fields, self.name)
+
+    def read(self, environ: Environ) -> LaunchEnvironment | None:
+        """Return what the launcher says about this process, or None where it did not start it.
+
+        Local. Pure.
+
+        Args:
+            environ: Environment variables, usually ``os.environ``; never modified.
+
+        Raises:
+            LaunchEnvironmentError: A variable is not a number, or two contradict each other.
+        """
+        if not all(read_text(environ, *names) for names in self.marks) or self.denial(environ) is not None:
+            return None
+        return read_fields(self.name, self.fields, self.derived, environ)
+
+    def denial(self, environ: Environ) -> str | None:
+        """Return why the launcher did not start this process although its variables are set, or None.
+
+        Local.
+        """
+        return None if self.why_not is None else self.why_not(environ)
+
+    @property
+    def required(self) -> list[tuple[str, ...]]:
+        """The variables without which the launcher did not start a process, rank and world size last."""
+        return [*self.marks, self.fields["rank"], self.fields["world_size"]]
+
+    def missing(self, environ: Environ) -> list[tuple[str, ...]]:
+        """Return those of the required variables that are not set.
+
+        Local.
+        """
+        return [names for names in self.required if read_text(environ, *names) is None]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Allocation(_Variables):
+    """What a scheduler says to every process of an allocation, also to those that its launcher did not start.
+
+    Attributes:
+        name: Name of the launcher.
+        title: Name of the scheduler, for messages.
+        command: The command that starts ranks in the allocation.
+        fields: As of :class:`Launcher`; they are believed where the launcher is asked for by name.
+        derived: As of :class:`Launcher`.
+    """
+
+    title: str
+    command: str
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Launcher(_Variables):
+    """One launcher: the variables that it sets, and how it behaves.
+
+    What has no default must be said for every launcher; a default means that there is nothing of the kind.
+
+    Attributes:
+        name: As ``LaunchEnvironment.launcher`` and ``method`` spell it: lower case.
+        family: Of what kind it is.
+        fields: Field of :class:`LaunchEnvironment` -> spellings of the variable that holds it, the preferred one first.
+        variables: Patterns, such as ``"SLURM_*"``, of the names of its other variables. The test kit starts its workers
+            without any of a launcher's variables.
+        on_failure: What it does once a rank exits with an error.
+        marks: Variables, with their spellings, without which it did not start this process, beside those of rank and
+            world size.
+        derived: Field -> function of the environment, for fields whose variable is not simply the value.
+        why_not: Says why it did not start this process although its variables are set; None where it did.
+        imitated_by: Names of launchers that set its variables too; they are believed where they agree with it.
+        allocation: What its scheduler says to processes that it did not start itself.
+        meets_on_first_node: Whether its main address is that of the first node: then the first task there serves the
+            store, whatever its rank is. Otherwise rank 0 does, and the main address is a guess that MPI may correct.
+        agent: Its own process on each host, if it serves the store.
+        process_names: How the names of its processes on each host begin, of which the ranks are children. The pid of
+            such a process names a job on one node where nothing else does.
+        expected_hosts: Returns the host of each rank, in rank order; nothing where that cannot be told.
+        cancel_command: Returns the command that ends the job, for a launcher that waits although a rank is stuck.
+        may_bind_gpus: Whether it may show each rank a GPU of its own.
+        gives_terminals: Whether a rank's standard output is a terminal of its own, wherever that of the job goes.
+        fake: Returns the variables that it would set, for :func:`distman.testing.fake_environment`; None sets the
+            first spelling of each field to the plain value.
+    """
+
+    family: Family
+    variables: tuple[str, ...]
+    on_failure: OnFailure
+    imitated_by: tuple[str, ...] = ()
+    allocation: Allocation | None = None
+    meets_on_first_node: bool = False
+    agent: Agent | None = None
+    process_names: tuple[str, ...] = ()
+    expected_hosts: Callable[[Environ], list[str]] | None = None
+    cancel_command: Callable[[Environ], Sequence[str]] | None = None
+    may_bind_gpus: bool = True
+    gives_terminals: bool = False
+    fake: Callable[[Place], dict[str, str]] | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not _NAME.fullmatch(self.name):
+            raise ValueError(
+                "name must be lower-case letters, digits, '-' and '_', and begin with a letter, got "
+                f"{self.name!r}. Choose such a name."
+            )
+
+    def sets(self, name: str) -> bool:
+        """Return whether a variable of this name is the launcher's.
+
+        Local.
+
+        Args:
+            name: Name of an environment variable.
+        """
+        spellings = (*self.fields.values(), *self.marks)
+        return any(name in names for names in spellings) or any(
+            fnmatch.fnmatchcase(name, pattern) for pattern in self.variables
+        )
+
+    def fake_variables(self, place: Place) -> dict[str, str]:
+        """Return the variables that it would set for a rank.
+
+        Local.
+
+        Args:
+            place: Where the rank stands.
+        """
+        if self.fake is not None:
+            return self.fake(place)
+        return {names[0]: str(getattr(place, field)) for field, names in self.fields.items() if names}
+
+
+def _check_names(what: str, names: Iterable[str], valid: Iterable[str], launcher: str) -> None:
+    unknown = {*names} - {*valid}
+    if unknown:
+        raise ValueError(
+            f"{what} of launcher {launcher!r} must be among {', '.join(valid)}, got {', '.join(sorted(unknown))}. "
+            "Correct the names."
+        )
