@@ -122,15 +122,15 @@ class DistributedManager(GroupQueries):
             environment = _environment(method, use_distributed=use_distributed)
             _warn_of_misspelt(environment.rank)
             job = start(environment, backend, wish, limits)
-        cls._shared_state.update(
-            _job=job,
-            _groups=Groups(job),
-            _watcher=watch(job, watch_limits),
-            _stop=StopAgreement(job.store_group()),
-            _mesh=None,
-            _broadcast_buffers=False,
-            _find_unused_parameters=find_unused,
-        )
+        cls._shared_state |= {
+            "_job": job,
+            "_groups": Groups(job),
+            "_watcher": watch(job, watch_limits),
+            "_stop": StopAgreement(job.store_group()),
+            "_mesh": None,
+            "_broadcast_buffers": False,
+            "_find_unused_parameters": find_unused,
+        }
         tracking.enter_rank_process()
         _log.set_rank(job.peer.rank if job.backend else None, job.world_size)
         atexit.register(cls._cleanup_at_exit, os.getpid())

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 import torch.distributed as dist
 
 from distman._coordination.failure.record import LEFT
-from distman._coordination.monitor.watcher import NO_ANSWER, is_lost_connection
+from distman._coordination.monitor.watcher import NO_ANSWER
+from distman._torch_internals import is_lost_connection
 from distman.errors import BarrierTimeoutError, RankFailedError
 
 if TYPE_CHECKING:
