@@ -658,8 +658,8 @@ def test_groups_of_other_code_are_not_kept_open():
 @ranks(3)
 def test_decisions_leave_nothing_in_the_store(rank):
     manager = DistributedManager()
-    store = manager._job.rendezvous.store
-    consensus = Consensus(manager._job.store_group(), 10.0)
+    store = manager._state.job.rendezvous.store
+    consensus = Consensus(manager._state.job.store_group(), 10.0)
     manager.barrier()
     dist.barrier()
     num_keys = store.num_keys()
