@@ -3,14 +3,15 @@
 venv := .venv
 python := $(venv)/bin/python
 installed := $(venv)/installed
+newest := .venv-newest
 
 # The table in launchers/README.md: a file, and the command that writes it.
 row := ^\| \[([a-z_]+\.sh)\].*`distman (launch .*)` \|$$
 
-.PHONY: help demo test lint docs launchers clean
+.PHONY: help demo test test-newest lint docs launchers clean
 
 help:  ## Say what there is.
-	@sed -nE 's/^([a-z]+):.*## (.*)/make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 12
+	@sed -nE 's/^([a-z-]+):.*## (.*)/make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 18
 
 demo: $(installed)  ## Train a small model on two processes.
 	OMP_NUM_THREADS=1 $(venv)/bin/torchrun --standalone --nproc_per_node=2 docs/examples/digits.py
@@ -20,6 +21,14 @@ demo: $(installed)  ## Train a small model on two processes.
 test: lint  ## Check the style, run all tests, build the documentation.
 	$(python) -m pytest --numprocesses=2 --dist=worksteal
 	$(MAKE) docs
+
+# What is pinned for the ordinary tests is the oldest torch that setup.cfg allows.
+test-newest:  ## Run the tests that need no launcher with the newest torch.
+	test -x $(newest)/bin/python || python3 -m venv $(newest)
+	sed '/^torch==/d' .ci/constraints.txt > $(newest)/constraints.txt
+	$(newest)/bin/python -m pip install --quiet --constraint $(newest)/constraints.txt --upgrade torch --editable '.[test]'
+	$(newest)/bin/python -c 'import torch; print("torch", torch.__version__)'
+	$(newest)/bin/python -m pytest --numprocesses=2 --dist=worksteal --ignore=tests/launch
 
 lint: $(installed)  ## Check formatting, style, types, layers and spelling.
 	$(venv)/bin/ruff check
@@ -35,7 +44,7 @@ launchers: $(installed)  ## Write the job scripts in launchers/ again.
 	cd launchers && sed -nE 's/$(row)/\2 --force --output \1/p' README.md | xargs -L 1 ../$(venv)/bin/distman
 
 clean:  ## Remove everything that was built or installed.
-	rm -rf $(venv) docs/_build *.egg-info .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf $(venv) $(newest) docs/_build *.egg-info .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
 
 $(installed): setup.cfg pyproject.toml .ci/constraints.txt
 	test -x $(python) || python3 -m venv $(venv)

@@ -116,6 +116,15 @@ def backend_for(device: torch.device) -> str:
     return backend
 
 
+def is_pure_gloo(backend: str) -> bool:
+    """Return whether gloo serves all devices of a group.
+
+    Args:
+        backend: The backends of the group, such as ``"cpu:gloo,cuda:nccl"``.
+    """
+    return {part.rpartition(":")[2] for part in backend.split(",")} == {"gloo"}
+
+
 def check_backend(backend: str) -> None:
     """Refuse a backend that no process group could have here.
 

@@ -16,7 +16,6 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import _get_default_group, _get_default_store, _world
 
 from distman._coordination.failure import hook
 from distman._coordination.failure.job_abort import abort_job_after
@@ -25,18 +24,18 @@ from distman._coordination.monitor.context import WatchContext
 from distman._coordination.monitor.watcher import Watcher, WatchLimits, announce_unwatched, late_after
 from distman._coordination.store_group import StoreGroup
 from distman._coordination.timeouts import run_with_timeout
-from distman._device import backend_for, pick_device, resolve_device
+from distman._device import backend_for, is_pure_gloo, pick_device, resolve_device
 from distman._rendezvous import mpi
 from distman._rendezvous.join import Rendezvous, join, join_record_of, meet_at
 from distman._rendezvous.peers import JoinRecord, Peer, Peers, complete
 from distman._rendezvous.store import JobStore
+from distman._torch_internals import GLOO_THREADS, counting_no_failed_group, make_gloo_default
 from distman.environments import LaunchEnvironment
 from distman.errors import DistmanError, RankFailedError, RendezvousError
 
 _START_PATIENCE = 10.0
 _FAREWELL_PATIENCE = 2.5
 _PAUSE = 0.005
-_GLOO_THREADS = "pt_gloo"
 _REST_PATIENCE = 1.0
 _REST_PAUSE = 0.001
 
@@ -286,7 +285,7 @@ def _gloo_threads_sleep() -> Iterator[bool]:
         with contextlib.suppress(OSError):  # a thread may end while we look
             _, _, rest = task.read_text(encoding="utf-8").partition("(")
             name, _, state = rest.rpartition(") ")
-            if name.startswith(_GLOO_THREADS):
+            if name.startswith(GLOO_THREADS):
                 yield state.startswith("S")
 
 
@@ -325,8 +324,7 @@ def _keep_garbage_from_children() -> None:
 def _make_process_group(job: Job, store: dist.Store) -> None:
     if job.device.type == "cuda":
         torch.cuda.set_device(job.device)
-    num_groups = _world.group_count
-    try:
+    with counting_no_failed_group():
         dist.init_process_group(
             backend=job.backend,
             store=dist.PrefixStore("group", store),
@@ -335,29 +333,8 @@ def _make_process_group(job: Job, store: dist.Store) -> None:
             timeout=timedelta(seconds=job.limits.collective),
             device_id=job.device if job.device.type == "cuda" else None,
         )
-    except BaseException:
-        _world.group_count = num_groups  # it is part of the keys of the next try, on all ranks
-        raise
-    set_default_backend(_get_default_group(), job.backend)
-
-
-def set_default_backend(process_group: dist.ProcessGroup, backend: str | None) -> None:
-    """Tell a new group which of its backends is the default.
-
-    torch leaves it open where some library has registered a backend, as ``torch.compile`` does, and then warns
-    at every call.
-
-    Args:
-        process_group: The group.
-        backend: Its backends, such as ``cpu:gloo``.
-    """
-    if backend is not None and is_pure_gloo(backend):
-        process_group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
-
-
-def is_pure_gloo(backend: str) -> bool:
-    """Return whether gloo serves all devices of a group."""
-    return {part.rpartition(":")[2] for part in backend.split(",")} == {"gloo"}
+    if job.backend is not None and is_pure_gloo(job.backend) and dist.group.WORLD is not None:
+        make_gloo_default(dist.group.WORLD)
 
 
 def _meet_in_group(me: JoinRecord, limits: Limits) -> Rendezvous:
@@ -365,7 +342,7 @@ def _meet_in_group(me: JoinRecord, limits: Limits) -> Rendezvous:
     if group is None:
         raise DistmanError("the default process group must exist to be adopted. Create it first.")
     number = next(_adoptions.setdefault(group, itertools.count()))
-    store = dist.PrefixStore(f"distman/{number}", _get_default_store())
+    store = dist.PrefixStore(f"distman/{number}", group.get_group_store())
     job_store = JobStore(store, "the store of the process group")
     source = "the process group that was there"
     peers = meet_at(job_store, store, me, timeout=limits.rendezvous, source=source, environ=os.environ)

@@ -18,12 +18,12 @@ from distman import _log
 from distman._coordination import tracking
 from distman._coordination.barrier import wait_for_all
 from distman._coordination.failure import hook
-from distman._coordination.monitor.watcher import Watcher, WatchLimits
+from distman._coordination.monitor.watcher import WatchLimits
 from distman._coordination.preemption import StopAgreement
 from distman._coordination.requeue import requeue
 from distman._coordination.wait_scope import WaitScope
 from distman._device import backend_for, check_backend, pick_device
-from distman._groups.queries import GroupQueries
+from distman._groups.queries import GroupQueries, ManagerState
 from distman._groups.registry import Groups
 from distman._job import DeviceWish, Limits, adopt, leave, let_gloo_rest, start, watch
 from distman._rendezvous.peers import Peers
@@ -53,18 +53,13 @@ class DistributedManager(GroupQueries):
 
     _shared_state: ClassVar[dict[str, Any]] = {}
 
-    _watcher: Watcher | None
-    _stop: StopAgreement
-    _broadcast_buffers: bool
-    _find_unused_parameters: bool
-
     def __init__(self) -> None:
         self.__dict__ = type(self)._shared_state
-        if "_job" not in self.__dict__:
+        if "_state" not in self.__dict__:
             raise _not_initialized()
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("_") and any(name in cls.__annotations__ for cls in type(self).__mro__[:-1]):
+        if name == "_state":
             raise _not_initialized()
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
@@ -121,14 +116,12 @@ class DistributedManager(GroupQueries):
             environment = _environment(method, use_distributed=use_distributed)
             _warn_of_misspelt(environment.rank)
             job = start(environment, backend, wish, limits)
-        cls._shared_state.update(
-            _job=job,
-            _groups=Groups(job),
-            _watcher=watch(job, watch_limits),
-            _stop=StopAgreement(job.store_group()),
-            _mesh=None,
-            _broadcast_buffers=False,
-            _find_unused_parameters=find_unused,
+        cls._shared_state["_state"] = ManagerState(
+            job=job,
+            groups=Groups(job),
+            watcher=watch(job, watch_limits),
+            stop=StopAgreement(job.store_group()),
+            find_unused_parameters=find_unused,
         )
         tracking.enter_rank_process()
         _log.set_rank(job.peer.rank if job.backend else None, job.world_size)
@@ -143,7 +136,7 @@ class DistributedManager(GroupQueries):
 
         Local.
         """
-        return "_job" in cls._shared_state
+        return "_state" in cls._shared_state
 
     @classmethod
     def cleanup(cls, barrier: bool = False) -> None:
@@ -157,21 +150,21 @@ class DistributedManager(GroupQueries):
         """
         if not cls.is_initialized():
             return
-        job, groups, watcher, stop = cls()._job, cls()._groups, cls()._watcher, cls()._stop
-        if barrier and job.backend:
+        state = cls()._state
+        if barrier and state.job.backend:
             cls().barrier("cleanup")
-        if watcher is not None:
-            watcher.stop()  # first: what fails elsewhere from now on must not end this half way
-        stop.restore()
+        if state.watcher is not None:
+            state.watcher.stop()  # first: what fails elsewhere from now on must not end this half way
+        state.stop.restore()
         cls._shared_state.clear()
         atexit.unregister(cls._cleanup_at_exit)
         hook.set_reporter(None)
         _log.set_rank(None)
         tracking.leave_rank_process()
-        groups.close()
-        leave(job, watcher)
-        if watcher is not None:
-            watcher.close()
+        state.groups.close()
+        leave(state.job, state.watcher)
+        if state.watcher is not None:
+            state.watcher.close()
 
     @classmethod
     def _cleanup_at_exit(cls, pid: int) -> None:
@@ -180,7 +173,7 @@ class DistributedManager(GroupQueries):
             return
         hook.report_uncaught()
         if hook.has_failed():
-            watcher = cls()._watcher
+            watcher = cls()._state.watcher
             if watcher is not None:
                 watcher.stop()
                 watcher.close()
@@ -191,90 +184,90 @@ class DistributedManager(GroupQueries):
     @property
     def rank(self) -> int:
         """Index of this process in the job."""
-        return self._job.peer.rank
+        return self._state.job.peer.rank
 
     @property
     def world_size(self) -> int:
         """Number of processes in the job."""
-        return self._job.world_size
+        return self._state.job.world_size
 
     @property
     def local_rank(self) -> int:
         """Index of this process on its host."""
-        return self._job.peer.local_rank
+        return self._state.job.peer.local_rank
 
     @property
     def local_world_size(self) -> int:
         """Number of the job's processes on this host."""
-        return self._job.peer.local_world_size
+        return self._state.job.peer.local_world_size
 
     @property
     def node_rank(self) -> int:
         """Index of this host among the job's hosts."""
-        return self._job.peer.node_rank
+        return self._state.job.peer.node_rank
 
     @property
     def num_nodes(self) -> int:
         """Number of hosts in the job."""
-        return self._job.peer.num_nodes
+        return self._state.job.peer.num_nodes
 
     @property
     def device(self) -> torch.device:
         """Device on which this rank computes."""
-        return self._job.device
+        return self._state.job.device
 
     @property
     def cuda(self) -> bool:
         """Whether this rank computes on a CUDA or ROCm device."""
-        return self._job.device.type == "cuda"
+        return self._state.job.device.type == "cuda"
 
     @property
     def distributed(self) -> bool:
         """Whether a process group is up, be it of one rank."""
-        return self._job.backend is not None
+        return self._state.job.backend is not None
 
     @property
     def backend(self) -> str | None:
         """Backend of the process group, such as ``"cpu:gloo"``; None where there is none."""
-        return self._job.backend
+        return self._state.job.backend
 
     @property
     def is_main(self) -> bool:
         """Whether this is rank 0."""
-        return self._job.peer.rank == 0
+        return self._state.job.peer.rank == 0
 
     @property
     def is_local_main(self) -> bool:
         """Whether this is local rank 0 of its host."""
-        return self._job.peer.local_rank == 0
+        return self._state.job.peer.local_rank == 0
 
     @property
     def initialization_method(self) -> str:
         """Name of the launcher that was believed, such as ``"slurm"``."""
-        return self._job.peer.launcher
+        return self._state.job.peer.launcher
 
     @property
     def roll_call(self) -> Peers:
         """Every rank of the job with its host, pid, device and versions, in rank order; the same on all ranks."""
-        return self._job.roll_call
+        return self._state.job.roll_call
 
     @property
     def broadcast_buffers(self) -> bool:
         """Whether DDP broadcasts rank 0's buffers before each forward, not only once; False unless set."""
-        return self._broadcast_buffers
+        return self._state.broadcast_buffers
 
     @broadcast_buffers.setter
     def broadcast_buffers(self, value: bool) -> None:
-        self._broadcast_buffers = value
+        self._state.broadcast_buffers = value
 
     @property
     def find_unused_parameters(self) -> bool:
         """Whether DDP looks for unused parameters; first from ``DDP_FIND_UNUSED_PARAMETERS``."""
-        return self._find_unused_parameters
+        return self._state.find_unused_parameters
 
     @find_unused_parameters.setter
     def find_unused_parameters(self, value: bool) -> None:
-        self._find_unused_parameters = value
+        self._state.find_unused_parameters = value
 
     @staticmethod
     def get_available_backend() -> str:
@@ -301,14 +294,14 @@ class DistributedManager(GroupQueries):
                 others had given up.
             DistmanError: Called where only some ranks run.
         """
-        job = self._job
+        job = self._state.job
         store_group = job.store_group()
         seconds = _seconds(timeout, "", job.limits.collective)
         with WaitScope(f"barrier {name!r}" if name else "barrier"):
             tracking.check_all_run_here(range(job.world_size))
             if store_group is not None:
                 key = f"barrier {next(job.barriers)}" + (f" {name!r}" if name else "")
-                locate = functools.partial(self._watcher.locate, key) if self._watcher is not None else None
+                locate = functools.partial(self._state.watcher.locate, key) if self._state.watcher is not None else None
                 wait_for_all(store_group, key, timeout=seconds, locate=locate)
 
     def request_stop(self) -> None:
@@ -316,7 +309,7 @@ class DistributedManager(GroupQueries):
 
         Local. Any rank may call it, at any time, from any thread.
         """
-        self._stop.request()
+        self._state.stop.request()
 
     def should_stop(self, step: int | None = None) -> bool:
         """Return whether to stop at this step: True on all ranks at the same step, once one was asked to.
@@ -334,8 +327,8 @@ class DistributedManager(GroupQueries):
         """
         if tracking.is_child():
             raise DistmanError(f"should_stop() must be called in the process of the rank, got its child {os.getpid()}.")
-        self._stop.listen()
-        return self._stop.decide(step)
+        self._state.stop.listen()
+        return self._state.stop.decide(step)
 
     def requeue(self) -> None:
         """Let Slurm run this job again from its start, when all ranks have come here.
@@ -383,7 +376,7 @@ class DistributedManager(GroupQueries):
         return wrapped
 
     def __str__(self) -> str:
-        peer = self._job.peer
+        peer = self._state.job.peer
         return (
             f"DistributedManager(rank {peer.rank} of {self.world_size}, local rank {peer.local_rank} of "
             f"{peer.local_world_size} on {peer.host}, node {peer.node_rank} of {peer.num_nodes}, "

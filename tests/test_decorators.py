@@ -404,7 +404,7 @@ def test_ranks_may_come_to_a_block_from_different_lines(rank):
 
 @ranks(2)
 def test_ten_thousand_calls_leave_the_store_as_it_was():
-    store = DistributedManager()._job.rendezvous.store
+    store = DistributedManager()._state.job.rendezvous.store
     work = on_rank(0)(lambda: None)
     both = on_rank([0, 1])(lambda: None)
     for _ in range(200):

@@ -262,7 +262,7 @@ def test_a_barrier_names_who_did_not_come(rank):
 @ranks(2)
 def test_barriers_leave_nothing_in_the_store():
     manager = DistributedManager()
-    store = manager._job.rendezvous.store
+    store = manager._state.job.rendezvous.store
     manager.barrier()
     dist.barrier()
     num_keys = store.num_keys()

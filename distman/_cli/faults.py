@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 import torch.distributed as dist
 
 from distman._coordination.failure.record import LEFT
-from distman._coordination.monitor.watcher import NO_ANSWER, is_lost_connection
+from distman._coordination.monitor.watcher import NO_ANSWER
+from distman._torch_internals import is_lost_connection
 from distman.errors import BarrierTimeoutError, RankFailedError
 
 if TYPE_CHECKING:
@@ -44,7 +45,7 @@ def own_fault(error: Exception, manager: DistributedManager) -> str:
 
 def _verdict(manager: DistributedManager, beginning: str = "", reason: str = "") -> str | None:
     """Return what the first rank found out, or find it out; without a beginning, only the former."""
-    store_group = manager._job.store_group()
+    store_group = manager._state.job.store_group()
     try:
         if store_group is not None and beginning and not store_group.job_store.check([_KEY]):
             store_group.job_store.compare_set(_KEY, "", f"{beginning}{_who_stands_still(manager, reason)}")
@@ -56,7 +57,7 @@ def _verdict(manager: DistributedManager, beginning: str = "", reason: str = "")
 
 
 def _who_stands_still(manager: DistributedManager, reason: str) -> str:
-    watcher = manager._watcher
+    watcher = manager._state.watcher
     others = [rank for rank in range(manager.world_size) if rank != manager.rank]
     places = watcher.locate(_KEY, others) if watcher is not None else {}
     silent = {rank: place for rank, place in places.items() if place.startswith(NO_ANSWER)}

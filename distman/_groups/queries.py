@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from distman._coordination.monitor.watcher import Watcher
+from distman._coordination.preemption import StopAgreement
 from distman._coordination.sections import ExclusiveSections
 from distman._groups.registry import Group, Groups
 from distman._job import Job
@@ -15,12 +18,37 @@ from distman.topology import Plan, ProcessGroupConfig, ProcessGroupNode, mesh_pl
 from distman.topology._plan import resolve_mesh_shape
 
 
-class GroupQueries:
-    """The part of :class:`distman.DistributedManager` that is about groups."""
+@dataclasses.dataclass
+class ManagerState:
+    """All that :class:`distman.DistributedManager` keeps, from ``initialize()`` to ``cleanup()``.
 
-    _job: Job
-    _groups: Groups
-    _mesh: DeviceMesh | None
+    Attributes:
+        job: The job.
+        groups: Its groups.
+        watcher: Watches the other ranks; None where there are none, or they are not watched.
+        stop: Lets all ranks stop at the same step.
+        find_unused_parameters: Whether DDP looks for unused parameters.
+        broadcast_buffers: Whether DDP broadcasts rank 0's buffers before each forward.
+        mesh: The mesh of all ranks; None before there is one.
+    """
+
+    job: Job
+    groups: Groups
+    watcher: Watcher | None
+    stop: StopAgreement
+    find_unused_parameters: bool
+    broadcast_buffers: bool = False
+    mesh: DeviceMesh | None = None
+
+
+class GroupQueries:
+    """The part of :class:`distman.DistributedManager` that is about groups.
+
+    It is a base class since its methods are the manager's own for users: behind an object that the manager asks, each
+    of the twenty would stand, with its docstring, in two places.
+    """
+
+    _state: ManagerState
 
     @classmethod
     def create_process_subgroup(
@@ -47,7 +75,7 @@ class GroupQueries:
             RankFailedError: On every other rank: a rank could not make its group.
             BarrierTimeoutError: On every rank that came: some did not come in time.
         """
-        groups = cls()._groups
+        groups = cls()._state.groups
         groups.create(lambda: Plan({name: groups.partition(group_name).split(size)}), verbose=verbose)
 
     @classmethod
@@ -70,7 +98,7 @@ class GroupQueries:
             ValueError: The name is taken, or the groups to cross differ in size.
             DistmanError: See :meth:`create_process_subgroup`.
         """
-        groups = cls()._groups
+        groups = cls()._state.groups
         groups.create(
             lambda: Plan({orthogonal_group_name: groups.partition(group_name).orthogonal()}),
             verbose=verbose,
@@ -101,7 +129,7 @@ class GroupQueries:
             ValueError: The node has no size, or see :meth:`create_process_subgroup`.
             DistmanError: See :meth:`create_process_subgroup`.
         """
-        groups = cls()._groups
+        groups = cls()._state.groups
         orthogonal = f"__orthogonal_to_{node.name}"
 
         def make_plan() -> Plan:
@@ -135,8 +163,8 @@ class GroupQueries:
             DistmanError: See :meth:`create_process_subgroup`.
         """
         manager = cls()
-        manager._groups.create(
-            lambda: tree_plan(config, manager._job.world_size), world_name=config.root.name, verbose=verbose
+        manager._state.groups.create(
+            lambda: tree_plan(config, manager._state.job.world_size), world_name=config.root.name, verbose=verbose
         )
 
     def initialize_mesh(self, mesh_shape: Sequence[int], mesh_dim_names: Sequence[str]) -> DeviceMesh:
@@ -156,25 +184,27 @@ class GroupQueries:
             ValueError: The mesh does not fit the world, there is one already, or a name is taken.
             DistmanError: See :meth:`create_process_subgroup`.
         """
-        if self._mesh is not None:
-            raise ValueError(f"a job must have one mesh, got {tuple(mesh_shape)} beside {self._mesh}. Use global_mesh.")
+        if self._state.mesh is not None:
+            raise ValueError(
+                f"a job must have one mesh, got {tuple(mesh_shape)} beside {self._state.mesh}. Use global_mesh."
+            )
         names = tuple(mesh_dim_names)
-        self._groups.create(lambda: mesh_plan(mesh_shape, names, self._job.world_size))
-        shape = resolve_mesh_shape(mesh_shape, names, self._job.world_size)
-        self._mesh = self._groups.device_mesh(shape, names)
-        return self._mesh
+        self._state.groups.create(lambda: mesh_plan(mesh_shape, names, self._state.job.world_size))
+        shape = resolve_mesh_shape(mesh_shape, names, self._state.job.world_size)
+        self._state.mesh = self._state.groups.device_mesh(shape, names)
+        return self._state.mesh
 
     @property
     def global_mesh(self) -> DeviceMesh | None:
         """The mesh that :meth:`initialize_mesh` made; None before."""
-        return self._mesh
+        return self._state.mesh
 
     @property
     def mesh_dims(self) -> dict[str, int]:
         """Length of each axis of the mesh by its name; empty without a mesh."""
-        if self._mesh is None:
+        if self._state.mesh is None:
             return {}
-        return dict(zip(self._mesh.mesh_dim_names or (), self._mesh.mesh.shape, strict=True))
+        return dict(zip(self._state.mesh.mesh_dim_names or (), self._state.mesh.mesh.shape, strict=True))
 
     def mesh_names(self) -> tuple[str, ...]:
         """Return the names of the mesh's axes.
@@ -206,17 +236,17 @@ class GroupQueries:
         for one in names:
             if one not in self.mesh_dims:
                 raise undefined_group(one, self.mesh_dims, "an axis of the mesh")
-        if self._mesh is None:
+        if self._state.mesh is None:
             raise undefined_group("the mesh", (), "there before it is used")
         if names != [axis for axis in self.mesh_dims if axis in names]:
             raise ValueError(
                 f"name must list axes in the order of the mesh, {self.mesh_names()}, got {names}. Reorder them."
             )
         if not names:
-            return self._mesh
-        if self._job.backend is None:  # torch cannot slice a mesh without a process group
-            return self._groups.device_mesh((1,) * len(names), tuple(names))
-        return self._mesh[tuple(names)]
+            return self._state.mesh
+        if self._state.job.backend is None:  # torch cannot slice a mesh without a process group
+            return self._state.groups.device_mesh((1,) * len(names), tuple(names))
+        return self._state.mesh[tuple(names)]
 
     def get_mesh_group(self, mesh: DeviceMesh) -> dist.ProcessGroup | None:
         """Return the process group of all ranks of a mesh.
@@ -237,14 +267,14 @@ class GroupQueries:
         for one in names:
             if one not in self.mesh_dims:
                 raise undefined_group(one, self.mesh_dims, "an axis of the mesh")
-        if mesh == self._mesh:
+        if mesh == self._state.mesh:
             return self.group()
-        return self.group(names[0] if len(names) == 1 else self._groups.over_axes(self.mesh_dims, names))
+        return self.group(names[0] if len(names) == 1 else self._state.groups.over_axes(self.mesh_dims, names))
 
     @property
     def group_names(self) -> tuple[str, ...]:
         """Names of the groups that this rank has made or used, in that order."""
-        return self._groups.names
+        return self._state.groups.names
 
     def group(self, name: str | None = None) -> dist.ProcessGroup | None:
         """Return this rank's process group of that name.
@@ -284,7 +314,7 @@ class GroupQueries:
             ValueError: This rank is no member of it.
         """
         ranks = self.group_ranks(name)
-        rank = self._job.peer.rank
+        rank = self._state.job.peer.rank
         if rank not in ranks:
             raise ValueError(f"rank must be one of {list(ranks)} to be in group {name!r}, got {rank}. Ask only there.")
         return ranks.index(rank)
@@ -297,7 +327,7 @@ class GroupQueries:
         Raises:
             UndefinedGroupError: There is no group of that name.
         """
-        return self._groups.ranks(name or "world")
+        return self._state.groups.ranks(name or "world")
 
     def group_name(self, group: dist.ProcessGroup | None = None) -> str:
         """Return the name of a process group.
@@ -307,7 +337,7 @@ class GroupQueries:
         Raises:
             UndefinedGroupError: The manager did not make it.
         """
-        return self._groups.name_of(group)
+        return self._state.groups.name_of(group)
 
     def resolve_group(self, group: dist.ProcessGroup | str | None = None) -> Group:
         """Return what is known of a group: its ranks, this rank's place in it, and what carries its messages.
@@ -321,19 +351,19 @@ class GroupQueries:
             UndefinedGroupError: There is no group of that name.
             ValueError: This rank is no member of it.
         """
-        return self._group(group) if group is None or isinstance(group, str) else self._groups.of(group)
+        return self._group(group) if group is None or isinstance(group, str) else self._state.groups.of(group)
 
     @property
     def node_sections(self) -> ExclusiveSections | None:
         """What some ranks of this host do while its others wait; None where there is nobody to wait."""
-        return self._groups.node_sections
+        return self._state.groups.node_sections
 
     def ranks_with_local_rank(self, local_rank: int) -> list[int]:
         """Return the ranks that have this local rank, one of each host that has it.
 
         Local.
         """
-        return self._groups.by_local_rank.get(local_rank, [])
+        return self._state.groups.by_local_rank.get(local_rank, [])
 
     def destroy_group(self, name: str) -> None:
         """Destroy the groups of a name.
@@ -343,7 +373,7 @@ class GroupQueries:
         Raises:
             UndefinedGroupError: There is no group of that name.
         """
-        self._groups.destroy(name)
+        self._state.groups.destroy(name)
 
     def _group(self, name: str | None) -> Group:
-        return self._groups.world if name is None else self._groups.get(name)
+        return self._state.groups.world if name is None else self._state.groups.get(name)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import hashlib
 import itertools
@@ -14,21 +13,15 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.distributed_c10d import (
-    Backend,
-    GroupName,
-    _get_default_group,
-    _get_default_store,
-    _new_process_group_helper,
-    _world,
-)
 
 from distman._coordination.abortable_store import AbortableStore, GaveUpError
 from distman._coordination.consensus import Consensus
 from distman._coordination.sections import ExclusiveSections
 from distman._coordination.tracking import call_site
-from distman._job import Job, is_pure_gloo, set_default_backend
+from distman._device import is_pure_gloo
+from distman._job import Job
 from distman._log import logger
+from distman._torch_internals import device_types, make_gloo_default, make_group, mesh_without_groups
 from distman.errors import DistmanError, undefined_group
 from distman.topology import GridPartition, ListedPartition, Partition, Plan
 from distman.topology._plan import READY_MADE, check_new_names
@@ -313,7 +306,7 @@ class Groups:
         members = [group for group in groups if group is not None]
         device_type = self._job.device.type
         if not members:
-            return DeviceMesh(device_type, ranks, mesh_dim_names=names, _init_backend=False, _rank=0)
+            return mesh_without_groups(device_type, ranks, names)
         return DeviceMesh.from_group(members, device_type, mesh=ranks, mesh_dim_names=names)
 
     def over_axes(self, dims: Mapping[str, int], names: Sequence[str]) -> str:
@@ -375,7 +368,7 @@ class Groups:
         Over gloo alone they wait there no longer than the rendezvous may take, or until the key is set.
         """
         if self._job.rendezvous is None:
-            return _get_default_store() if self._job.backend is not None else None
+            return dist.group.WORLD.get_group_store() if dist.group.WORLD is not None else None
         store = self._job.rendezvous.store
         return AbortableStore(store, failure_key, self._job.limits.rendezvous) if self._is_pure_gloo else store
 
@@ -383,20 +376,16 @@ class Groups:
         """Make one group; only its members take part."""
         if self._job.backend is None:
             return self._group(name, ranks, None)
-        backend, _ = _world.pg_map[_get_default_group()]
-        with _without_bound_device():
-            process_group, _ = _new_process_group_helper(
-                len(ranks),
-                ranks.index(self._job.peer.rank),
-                list(ranks),
-                Backend(backend),
-                store,
-                GroupName(f"distman/{key}"),
-                timeout=timedelta(seconds=self._job.limits.collective),
-                group_desc=name,
-            )
-        set_default_backend(process_group, backend)
-        _world.pg_group_ranks[process_group] = dict(zip(ranks, itertools.count(), strict=False))
+        process_group = make_group(
+            ranks,
+            ranks.index(self._job.peer.rank),
+            name=f"distman/{key}",
+            description=name,
+            store=store,
+            timeout=timedelta(seconds=self._job.limits.collective),
+        )
+        if is_pure_gloo(dist.get_backend()):
+            make_gloo_default(process_group)
         return replace(self._group(name, ranks, process_group), store=store)
 
     def _group(self, name: str, ranks: tuple[int, ...], process_group: dist.ProcessGroup | None) -> Group:
@@ -404,7 +393,7 @@ class Groups:
         if process_group is not None and len(ranks) > 1 and self._job.rendezvous is not None:
             store = dist.PrefixStore(f"group {process_group.group_name}", self._job.rendezvous.store)
             consensus = self._consensus(ranks, self._job.limits.collective, store)
-        types = {device.type for device in process_group._device_types} if process_group is not None else ()
+        types = device_types(process_group) if process_group is not None else ()
         reference = weakref.ref(process_group) if process_group is not None else lambda: None
         sections = ExclusiveSections(consensus.store_group, "turn") if consensus is not None else None
         return Group(
@@ -428,21 +417,6 @@ class Groups:
                     list(group.ranks),
                     group.size,
                 )
-
-
-@contextlib.contextmanager
-def _without_bound_device() -> Iterator[None]:
-    """Keep NCCL from splitting the world's communicator, in which ranks outside the group would have to take part."""
-    world = _get_default_group()
-    device = world.bound_device_id
-    if device is None:
-        yield
-        return
-    world.bound_device_id = None
-    try:
-        yield
-    finally:
-        world.bound_device_id = device
 
 
 def _destroy(group: Group) -> None:

@@ -8,13 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint import metadata as contents
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 
+from distman._torch_internals import layout_maker, memory_format_encoding, storage_info
 from distman.errors import CheckpointError
 
 _NAME = ".metadata"
+_STORAGE_INFO = storage_info()
 _CLASSES: tuple[type, ...] = (
     contents.BytesStorageMetadata,
     contents.ChunkStorageMetadata,
@@ -23,14 +24,15 @@ _CLASSES: tuple[type, ...] = (
     contents.StorageMeta,
     contents.TensorProperties,
     contents.TensorStorageMetadata,
-    contents._MEM_FORMAT_ENCODING,
-    filesystem._StorageInfo,
+    memory_format_encoding(),
+    _STORAGE_INFO,
     torch.Size,
 )
 _PATHS = {"pathlib", "pathlib._local"}  # the latter from Python 3.13 on
-_KNOWN: dict[tuple[str, str], Any] = {(one.__module__, one.__name__): one for one in _CLASSES} | {
-    ("torch.serialization", "_get_layout"): torch.serialization._get_layout,
+_KNOWN: dict[tuple[str, str], Any] = {
+    **{(one.__module__, one.__name__): one for one in _CLASSES},
     **{(module, name): Path for module in _PATHS for name in ("Path", "PosixPath", "WindowsPath")},
+    **layout_maker(),
 }
 
 
@@ -81,6 +83,6 @@ def read_metadata(folder: Path) -> Metadata:
 
 def _stays_inside(storage_data: object) -> bool:
     return isinstance(storage_data, dict) and all(
-        isinstance(one, filesystem._StorageInfo) and one.relative_path == Path(one.relative_path).name
+        isinstance(one, _STORAGE_INFO) and one.relative_path == Path(one.relative_path).name
         for one in storage_data.values()
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -10,9 +9,10 @@ from typing import Any
 import torch
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-_COMPILED = "_orig_mod"
+from distman._torch_internals import COMPILED, is_compiled, set_versions, versions_in
+
 _PARALLEL = "module"
-_PREFIXES = (f"{_PARALLEL}.", f"{_COMPILED}.")
+_PREFIXES = (f"{_PARALLEL}.", f"{COMPILED}.")
 
 
 def model_state(module: torch.nn.Module) -> dict[str, Any]:
@@ -28,8 +28,8 @@ def model_state(module: torch.nn.Module) -> dict[str, Any]:
     """
     wrapped = module.state_dict()
     state = OrderedDict((_bare(module, name), value) for name, value in wrapped.items())
-    versions = getattr(wrapped, "_metadata", {})
-    vars(state)["_metadata"] = OrderedDict((_bare(module, name), version) for name, version in versions.items())
+    versions = versions_in(wrapped)
+    set_versions(state, OrderedDict((_bare(module, name), version) for name, version in versions.items()))
     return state
 
 
@@ -64,7 +64,7 @@ def load_model_state(
 
 def _pass_versions_on(module: torch.nn.Module, state: Mapping[str, Any], fitting: OrderedDict[str, Any]) -> None:
     """Tell the modules which versions of themselves a state was saved by."""
-    versions = getattr(state, "_metadata", None)
+    versions = versions_in(state)
     if not versions:
         return
     modules = [name for name, _ in module.named_modules(remove_duplicate=False)]
@@ -73,9 +73,8 @@ def _pass_versions_on(module: torch.nn.Module, state: Mapping[str, Any], fitting
         key=lambda names: len({_bare(module, name) for name in modules} & set(names.values())),
     )
     bare_versions = {"": versions.get("", {}), **{bare: versions[name] for name, bare in bare_of.items()}}
-    vars(fitting)["_metadata"] = OrderedDict(
-        (name, bare_versions[_bare(module, name)]) for name in modules if _bare(module, name) in bare_versions
-    )
+    known = ((name, _bare(module, name)) for name in modules)
+    set_versions(fitting, OrderedDict((name, bare_versions[bare]) for name, bare in known if bare in bare_versions))
 
 
 def _bare(module: torch.nn.Module, name: str) -> str:
@@ -83,19 +82,15 @@ def _bare(module: torch.nn.Module, name: str) -> str:
     kept = []
     current: torch.nn.Module | None = module
     for part in name.split("."):
-        if not ((_is_compiled(current) and part == _COMPILED) or (_is_parallel(current) and part == _PARALLEL)):
+        if not ((is_compiled(current) and part == COMPILED) or (_is_parallel(current) and part == _PARALLEL)):
             kept.append(part)
-        current = current._modules.get(part) if current is not None else None
+        child = getattr(current, part, None)
+        current = child if isinstance(child, torch.nn.Module) else None
     return ".".join(kept)
 
 
 def _is_parallel(module: torch.nn.Module | None) -> bool:
     return isinstance(module, DistributedDataParallel | DataParallel)
-
-
-def _is_compiled(module: torch.nn.Module | None) -> bool:
-    compiler = sys.modules.get("torch._dynamo.eval_frame")  # its import takes a second, and compiling does it anyway
-    return compiler is not None and isinstance(module, compiler.OptimizedModule)
 
 
 def _candidates(module: torch.nn.Module, names: list[str]) -> Iterator[dict[str, str]]:
@@ -113,4 +108,4 @@ def _candidates(module: torch.nn.Module, names: list[str]) -> Iterator[dict[str,
 
 
 def _without_compiled(name: str) -> str:
-    return ".".join(part for part in name.split(".") if part != _COMPILED)
+    return ".".join(part for part in name.split(".") if part != COMPILED)

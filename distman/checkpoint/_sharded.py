@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from torch.distributed import checkpoint
 from torch.distributed.checkpoint import CheckpointException, DefaultLoadPlanner, FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint._nested_dict import set_element
 from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import ReadItem
 
+from distman._torch_internals import NO_JOB_WARNING, set_nested
 from distman.checkpoint._all_or_none import on_all_ranks
 from distman.checkpoint._files import NewFolder, put_back, real_path
 from distman.checkpoint._metadata import read_metadata
@@ -118,7 +118,7 @@ class _Planner(DefaultLoadPlanner):
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         loaded = torch.load(value, map_location="cpu", weights_only=True)
-        set_element(self.original_state_dict, self.mappings[read_item.dest_index.fqn], loaded)
+        set_nested(self.original_state_dict, self.mappings[read_item.dest_index.fqn], loaded)
 
 
 def _check(state: dict[str, Any]) -> None:
@@ -171,5 +171,5 @@ def _own_error(failure: CheckpointException) -> BaseException | None:
 def _quiet_on_one_process() -> Iterator[None]:
     """Keep torch from warning that there is one process only."""
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        warnings.filterwarnings("ignore", message=NO_JOB_WARNING)
         yield

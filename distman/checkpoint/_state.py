@@ -5,13 +5,13 @@ from __future__ import annotations
 import copy
 import io
 import pickle
-import sys
 from collections import OrderedDict
 from pathlib import Path
 from typing import IO, Any, cast
 
 import torch
 
+from distman._torch_internals import is_distributed_tensor
 from distman.checkpoint._files import Stream
 from distman.errors import CheckpointError
 
@@ -37,7 +37,7 @@ def _check(value: Any, where: str, outer: frozenset[int], *, is_sharded: bool) -
     kind = type(value)
     if kind in _LEAVES or (kind is int and value.bit_length() <= _MAX_BITS) or _is_plain_tensor(value):
         return
-    if _is_distributed(value):
+    if is_distributed_tensor(value):
         if not is_sharded:
             raise ValueError(
                 f"{where} must be whole on rank 0, got a {kind.__name__} of which each rank has a part. Save it with "
@@ -78,12 +78,6 @@ def _try(value: object, where: str) -> None:
 def _is_plain_tensor(value: object) -> bool:
     """Return whether it is a tensor with nothing attached to it."""
     return type(value) in (torch.Tensor, torch.nn.Parameter) and not vars(value)
-
-
-def _is_distributed(value: object) -> bool:
-    kinds = (("torch.distributed.tensor", "DTensor"), ("torch.distributed._shard.sharded_tensor", "ShardedTensor"))
-    known = (getattr(sys.modules.get(module), name, None) for module, name in kinds)
-    return any(kind is not None and isinstance(value, kind) for kind in known)
 
 
 def copy_to_host(state: Any) -> Any:

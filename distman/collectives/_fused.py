@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed._functional_collectives as functional
 
 from distman._coordination.wait_scope import collective
 from distman._groups.registry import Group
+from distman._torch_internals import all_reduce_traced
 from distman.collectives import _debug
 from distman.collectives._headers import HEADER_WORDS, MESSAGE_WORDS, is_signed_by_all, signed_message
 from distman.collectives._objects import all_gather_objects
@@ -317,7 +317,7 @@ def _reduce_traced(values: Sequence[torch.Tensor], layout: _Layout, group: Group
     """Reduce in a way that ``torch.compile`` can follow, gradients included."""
     buffer = layout.pack(values)
     if group.process_group is not None:
-        buffer = functional.all_reduce(buffer, "sum" if layout.is_sum else layout.operation, group.process_group)
+        buffer = all_reduce_traced(buffer, "sum" if layout.is_sum else layout.operation, group.process_group)
     return layout.unpack(_averaged(buffer, layout, group))
 
 

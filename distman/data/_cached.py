@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_structure, tree_unflatten
 from torch.utils.data import Dataset, TensorDataset, default_collate
 
+from distman._torch_internals import TreeSpec, tree_flatten, tree_structure, tree_unflatten
 from distman.collectives._validation import GroupLike, resolve_group
 from distman.data._batches import EvaluationBatches, ShardBatches
 from distman.data._hdf5 import Hdf5Dataset

@@ -13,6 +13,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from distman._torch_internals import with_type, without_type
+
 INLINE_BYTES = 64 * 1024
 _BESIDE_BYTES = 16 * 1024
 _ALIGNMENT = 64
@@ -110,7 +112,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         if isinstance(obj, torch.UntypedStorage):
             return _untyped_storage, (pickle.PickleBuffer(_memory_of(obj).data),)
         if isinstance(obj, torch.TypedStorage):
-            return _typed_storage, (obj._untyped_storage, obj.dtype)
+            return with_type, (without_type(obj), obj.dtype)
         return super().reducer_override(obj)
 
 
@@ -124,7 +126,3 @@ def _untyped_storage(buffer: bytearray | memoryview) -> torch.UntypedStorage:
     if len(buffer) == 0:
         return torch.empty(0, dtype=torch.uint8, device="cpu").untyped_storage()
     return torch.frombuffer(buffer, dtype=torch.uint8).untyped_storage()
-
-
-def _typed_storage(storage: torch.UntypedStorage, dtype: torch.dtype) -> torch.TypedStorage:
-    return torch.TypedStorage(wrap_storage=storage, dtype=dtype, _internal=True)  # type: ignore[no-untyped-call]

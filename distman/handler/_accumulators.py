@@ -9,8 +9,8 @@ from collections.abc import Callable, Mapping
 from typing import Any, Protocol, runtime_checkable
 
 import torch
-from torch.utils._pytree import tree_map
 
+from distman._torch_internals import tree_map
 from distman.collectives._fused import fused_all_reduce
 from distman.collectives._objects import gather_objects
 from distman.decorators import on_rank

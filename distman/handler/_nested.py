@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+
+from distman._torch_internals import tree_flatten, tree_map, tree_unflatten
 
 
 def concatenate(batches: Sequence[Any]) -> Any:

@@ -7,7 +7,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_map
+
+from distman._torch_internals import tree_map
 
 Forward = Callable[[torch.nn.Module, Any], tuple[Any, Any]]
 LossFunction = Callable[..., torch.Tensor]

@@ -11,6 +11,7 @@ from typing import Any, Literal
 import torch
 
 from distman._coordination.wait_scope import WaitScope
+from distman._torch_internals import norms
 from distman.collectives._objects import all_gather_objects
 from distman.errors import NonFiniteLossError
 from distman.handler._accumulators import Accumulators
@@ -202,7 +203,7 @@ class Optimization:
         if self._options.clip_norm is not None:
             return torch.nn.utils.clip_grad_norm_(self._parameters, self._options.clip_norm).item()
         gradients = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
-        return torch.stack(torch._foreach_norm(gradients)).sum().item() if gradients else 0.0
+        return torch.stack(norms(gradients)).sum().item() if gradients else 0.0
 
     def _check_left_out(self, losses: Sequence[torch.Tensor]) -> None:
         """Raise unless the step may be left out: the scale of the loss was too large, or the options say so."""

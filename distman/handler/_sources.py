@@ -8,10 +8,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sized
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves
 
 from distman._coordination.wait_scope import collective
 from distman._log import logger
+from distman._torch_internals import tree_leaves
 from distman.collectives._exchange import all_gather_numbers, control_device
 from distman.collectives._objects import broadcast_data
 from distman.data import TrainingLoader

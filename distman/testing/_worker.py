@@ -21,9 +21,9 @@ import cloudpickle
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed import distributed_c10d
 
 from distman._seeds import seed_generators
+from distman._torch_internals import count_groups_from_zero
 from distman.testing._messages import (
     STACK_SIGNAL,
     Begin,
@@ -124,9 +124,7 @@ def _set_filters(filters: Sequence[WarningFilter]) -> None:
 
 def _join_group(task: Task) -> None:
     __tracebackhide__ = True
-    # An init that failed leaves this count behind, and the ranks would then wait for each other under
-    # different names. destroy_process_group resets it in the same way.
-    distributed_c10d._world.group_count = 0
+    count_groups_from_zero()  # a start that failed leaves a count behind, and ranks would wait under different names
     store = dist.FileStore(task.store_file, task.world_size)
     dist.init_process_group(
         "gloo",

@@ -79,7 +79,7 @@ def test_equal_calls_pass_and_leave_nothing_in_the_store(monkeypatch, rank):
     monkeypatch.setenv("DISTMAN_DEBUG", "1")
     manager = DistributedManager()
     manager.barrier("before")
-    store = manager._job.rendezvous.store
+    store = manager._state.job.rendezvous.store
     all_gather_v(torch.ones(1))
     manager.barrier("one")
     before = store.num_keys()

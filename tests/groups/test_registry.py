@@ -367,7 +367,7 @@ def test_a_rank_that_makes_no_groups_is_named(rank):
 
 def fail_on(failing, rank, monkeypatch, after=0):
     """Let the making of groups fail on one rank, after some that succeed."""
-    make, calls = registry._new_process_group_helper, iter(range(100))
+    make, calls = registry.make_group, iter(range(100))
 
     def fail(*arguments, **options):
         if next(calls) >= after:
@@ -375,7 +375,7 @@ def fail_on(failing, rank, monkeypatch, after=0):
         return make(*arguments, **options)
 
     if rank == failing:
-        monkeypatch.setattr(registry, "_new_process_group_helper", fail)
+        monkeypatch.setattr(registry, "make_group", fail)
 
 
 @pytest.mark.parametrize("size", [1, 2])
@@ -658,8 +658,8 @@ def test_groups_of_other_code_are_not_kept_open():
 @ranks(3)
 def test_decisions_leave_nothing_in_the_store(rank):
     manager = DistributedManager()
-    store = manager._job.rendezvous.store
-    consensus = Consensus(manager._job.store_group(), 10.0)
+    store = manager._state.job.rendezvous.store
+    consensus = Consensus(manager._state.job.store_group(), 10.0)
     manager.barrier()
     dist.barrier()
     num_keys = store.num_keys()

@@ -9,7 +9,6 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from distman import DistributedManager, ProcessGroupConfig, ProcessGroupNode
-from distman._groups import registry
 
 SHAPES = [(16, 8, 8), (256, 8, 8), (1024, 8, 8)]
 AXES = ("data", "spatial", "channel")
@@ -57,8 +56,7 @@ def world(request, monkeypatch):
     dist.init_process_group("fake", store=FakeStore(), rank=world.rank, world_size=world.size)
     try:
         DistributedManager.initialize(device="cpu")
-        for module in (registry, distributed_c10d):
-            monkeypatch.setattr(module, "_new_process_group_helper", counted)
+        monkeypatch.setattr(distributed_c10d, "_new_process_group_helper", counted)
         yield world
     finally:
         DistributedManager.cleanup()

@@ -179,7 +179,7 @@ def _comes_together(length: int, manager: DistributedManager) -> bool:
 
 def _barrier(manager: DistributedManager) -> bool:
     """The last rank comes late, when all others are there: whoever has left the barrier must know that it came."""
-    store_group, number = manager._job.store_group(), next(manager._job.barriers)
+    store_group, number = manager._state.job.store_group(), next(manager._state.job.barriers)
     if store_group is None:
         return False
     store, waiting, late = store_group.job_store, f"barrier {number} of the check/waiting", f"barrier {number}/late"
@@ -188,7 +188,7 @@ def _barrier(manager: DistributedManager) -> bool:
             lambda: store.add(waiting, 0) == store_group.size - 1,
             place="the proof of barrier",
             awaited=lambda: range(store_group.size - 1),
-            timeout=manager._job.limits.collective,
+            timeout=manager._state.job.limits.collective,
         )
         time.sleep(_LATE)
         store.set(late, "here")

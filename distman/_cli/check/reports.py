@@ -32,15 +32,15 @@ def gather_reports(manager: DistributedManager, name: str, report: object) -> li
         RankFailedError: On rank 0: another rank failed, or left the job.
         BarrierTimeoutError: On rank 0: ranks did not report within the timeout of collectives.
     """
-    store_group = manager._job.store_group()
+    store_group = manager._state.job.store_group()
     if store_group is None:
         return [report]
-    number = next(manager._job.barriers)  # the next act of all ranks, which no other one has
+    number = next(manager._state.job.barriers)  # the next act of all ranks, which no other one has
     keys = [f"report {number} of {name}/{rank}" for rank in range(store_group.size)]
     if not manager.is_main:
         store_group.store.set(keys[manager.rank], json.dumps(report))
         return None
-    limit = manager._job.limits.collective
+    limit = manager._state.job.limits.collective
 
     def missing() -> list[int]:
         return [rank for rank in range(1, store_group.size) if not store_group.store.check([keys[rank]])]
@@ -75,14 +75,14 @@ def hand_out(manager: DistributedManager, name: str, message: object) -> Any:
         RankFailedError: On the other ranks: a rank failed, or rank 0 left the job.
         BarrierTimeoutError: On the other ranks: rank 0 said nothing within the timeout of collectives.
     """
-    store_group = manager._job.store_group()
+    store_group = manager._state.job.store_group()
     if store_group is None:
         return message
-    key = f"message {next(manager._job.barriers)} of {name}"
+    key = f"message {next(manager._state.job.barriers)} of {name}"
     if manager.is_main:
         store_group.store.set(key, json.dumps(message))
         return message
-    limit = manager._job.limits.collective
+    limit = manager._state.job.limits.collective
     with WaitScope(f"message of {name}"):
         is_there = store_group.wait_until(
             lambda: store_group.store.check([key]), place=f"the message of {name}", awaited=lambda: [0], timeout=limit

@@ -8,7 +8,6 @@ import functools
 import json
 import math
 import os
-import re
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -27,6 +26,7 @@ from distman._coordination.monitor.peer_connection import PeerConnection
 from distman._coordination.monitor.stack_query import StackQueries
 from distman._coordination.monitor.watchdog import Watchdog
 from distman._log import logger
+from distman._torch_internals import is_lost_connection
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -356,14 +356,6 @@ def failure_behind(error: BaseException, operation: str = "a collective") -> Fai
     """
     watcher = _current
     return watcher.explain(error, operation) if watcher is not None and is_lost_connection(error) else None
-
-
-def is_lost_connection(error: BaseException) -> bool:
-    """Return whether an error says that another rank did not answer, or its connection broke."""
-    return isinstance(error, dist.DistError) or (
-        isinstance(error, RuntimeError)
-        and re.search(r"gloo/transport|nccl(Remote|System)Error|Connection (closed|reset)", str(error)) is not None
-    )
 
 
 def _beat(store: Store, rank: int) -> str:

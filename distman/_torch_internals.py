@@ -1,0 +1,213 @@
+"""Torch's private names: no other module touches one, so that a new release of torch is met in one place.
+
+What has a public name in torch is used under that name where it is needed; what is here has none. The functions for
+nested data (``tree_map`` and its like) are torch's own, handed on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import re
+import sys
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import _functional_collectives, distributed_c10d
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils._pytree import (  # noqa: F401 - for other modules
+    TreeSpec,
+    tree_flatten,
+    tree_leaves,
+    tree_map,
+    tree_structure,
+    tree_unflatten,
+)
+
+# Process groups
+
+
+def make_group(
+    ranks: Sequence[int], rank: int, *, name: str, description: str, store: dist.Store | None, timeout: timedelta
+) -> dist.ProcessGroup:
+    """Make a process group among its members alone, over a store of their own, with the backends of the world.
+
+    ``new_group`` is collective over the world, uses the store of the world, and counts its groups: a rank that fails
+    to make one leaves all others waiting, and the next group has another name here than there.
+
+    Args:
+        ranks: Ranks of the members in the world, ascending.
+        rank: This rank's index among them.
+        name: Part of the keys in the store, the same on all members and new.
+        description: Name of the group in torch's messages.
+        store: Where the members find each other.
+        timeout: Limit of a collective.
+    """
+    process_group: dist.ProcessGroup
+    with _world_without_device():
+        process_group, _ = distributed_c10d._new_process_group_helper(
+            len(ranks),
+            rank,
+            list(ranks),
+            dist.get_backend(),
+            store,
+            dist.GroupName(name),
+            timeout=timeout,
+            group_desc=description,
+        )
+    distributed_c10d._world.pg_group_ranks[process_group] = dict(zip(ranks, itertools.count(), strict=False))
+    return process_group
+
+
+@contextlib.contextmanager
+def _world_without_device() -> Iterator[None]:
+    """Keep NCCL from splitting the world's communicator, in which ranks outside the group would have to take part."""
+    world = dist.group.WORLD
+    device = world.bound_device_id if world is not None else None
+    if world is None or device is None:
+        yield
+        return
+    world.bound_device_id = None
+    try:
+        yield
+    finally:
+        world.bound_device_id = device
+
+
+@contextlib.contextmanager
+def counting_no_failed_group() -> Iterator[None]:
+    """Let a group that could not be made not count: the number is part of the store's keys, which all ranks share."""
+    count = distributed_c10d._world.group_count
+    try:
+        yield
+    except BaseException:
+        distributed_c10d._world.group_count = count
+        raise
+
+
+def count_groups_from_zero() -> None:
+    """Count the groups anew, as ``destroy_process_group`` does where there is one to destroy."""
+    distributed_c10d._world.group_count = 0
+
+
+def make_gloo_default(process_group: dist.ProcessGroup) -> None:
+    """Tell a group that gloo is its default.
+
+    torch leaves it open where some library has registered a backend, as ``torch.compile`` does, and then warns
+    at every call.
+    """
+    process_group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
+
+
+def device_types(process_group: dist.ProcessGroup) -> set[str]:
+    """Return the types of devices whose tensors a group carries; the text of its backends need not name them."""
+    return {device.type for device in process_group._device_types}
+
+
+def mesh_without_groups(device_type: str, ranks: torch.Tensor, names: tuple[str, ...]) -> DeviceMesh:
+    """Return a mesh on one process without a process group, where the public constructor would make one."""
+    return DeviceMesh(device_type, ranks, mesh_dim_names=names, _init_backend=False, _rank=0)
+
+
+# Words of gloo, NCCL and torch, which raise bare RuntimeErrors and warn without a category of their own
+
+GLOO_THREADS = "pt_gloo"
+"""How the names of gloo's threads begin."""
+
+NO_JOB_WARNING = "torch.distributed is disabled"
+"""How ``torch.distributed.checkpoint`` begins its warning that there is one process only."""
+
+_LOST_CONNECTION = re.compile(r"gloo/transport|nccl(Remote|System)Error|Connection (closed|reset)")
+
+
+def is_lost_connection(error: BaseException) -> bool:
+    """Return whether an error says that another rank did not answer, or that its connection broke."""
+    return isinstance(error, dist.DistError) or (
+        isinstance(error, RuntimeError) and _LOST_CONNECTION.search(str(error)) is not None
+    )
+
+
+# Compiled programs
+
+COMPILED = "_orig_mod"
+"""Attribute under which a compiled module holds the module: part of the names in its state."""
+
+
+def is_compiled(module: torch.nn.Module | None) -> bool:
+    """Return whether ``torch.compile`` made a module."""
+    compiler = sys.modules.get("torch._dynamo.eval_frame")  # its import takes a second, and compiling does it anyway
+    return compiler is not None and isinstance(module, compiler.OptimizedModule)
+
+
+def all_reduce_traced(tensor: torch.Tensor, operation: str, process_group: dist.ProcessGroup) -> torch.Tensor:
+    """Return the reduction of a tensor in a way that ``torch.compile`` can follow, gradients included."""
+    reduced: torch.Tensor = _functional_collectives.all_reduce(tensor, operation, process_group)
+    return reduced
+
+
+# Tensors, their memory, and the states of modules
+
+
+def norms(tensors: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    """Return the 2-norm of each tensor, by one kernel for all of them."""
+    return torch._foreach_norm(tensors)
+
+
+def without_type(storage: torch.TypedStorage) -> torch.UntypedStorage:
+    """Return the memory of a typed storage, without the warning that its public methods give."""
+    return storage._untyped_storage
+
+
+def with_type(storage: torch.UntypedStorage, dtype: torch.dtype) -> torch.TypedStorage:
+    """Return memory as a typed storage, without the warning that its public constructor gives."""
+    return torch.TypedStorage(wrap_storage=storage, dtype=dtype, _internal=True)  # type: ignore[no-untyped-call]
+
+
+def versions_in(state: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return which versions of themselves the modules saved a state by, by the modules' names."""
+    return getattr(state, "_metadata", None) or {}
+
+
+def set_versions(state: OrderedDict[str, Any], versions: OrderedDict[str, Any]) -> None:
+    """Tell ``load_state_dict`` which versions of themselves the modules saved a state by."""
+    vars(state)["_metadata"] = versions
+
+
+# Checkpoints of several ranks: the import takes a second, so it is done by whoever needs it
+
+
+def is_distributed_tensor(value: object) -> bool:
+    """Return whether a tensor holds a part of what several ranks have; imports nothing."""
+    kinds = (("torch.distributed.tensor", "DTensor"), ("torch.distributed._shard.sharded_tensor", "ShardedTensor"))
+    known = (getattr(sys.modules.get(module), name, None) for module, name in kinds)
+    return any(kind is not None and isinstance(value, kind) for kind in known)
+
+
+def storage_info() -> Any:
+    """Return the class that says where in a sharded checkpoint an entry lies."""
+    from torch.distributed.checkpoint import filesystem
+
+    return filesystem._StorageInfo
+
+
+def memory_format_encoding() -> type:
+    """Return the class that names memory formats in a sharded checkpoint."""
+    from torch.distributed.checkpoint import metadata
+
+    return metadata._MEM_FORMAT_ENCODING
+
+
+def layout_maker() -> dict[tuple[str, str], Callable[..., Any]]:
+    """Return what makes a ``torch.layout`` out of a pickle, by the module and name that stand there."""
+    return {("torch.serialization", "_get_layout"): torch.serialization._get_layout}
+
+
+def set_nested(state: dict[str, Any], path: tuple[str | int, ...], value: object) -> None:
+    """Put a value into nested dicts and lists, as ``torch.distributed.checkpoint`` does."""
+    from torch.distributed.checkpoint._nested_dict import set_element
+
+    set_element(state, path, value)
