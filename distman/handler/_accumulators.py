@@ -1,4 +1,4 @@
-"""Sums of losses and metrics over batches, which become means over the samples of all ranks."""
+"""Sums of losses and metrics over batches, which are turned into means over the samples of all ranks."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ MetricFunction = Callable[[Any, Any], float | torch.Tensor]
 
 @runtime_checkable
 class StatefulMetric(Protocol):
-    """A metric that takes in batch after batch, and brings the ranks' parts together itself, as torchmetrics' do."""
+    """A metric with a state, updated batch by batch, that combines the ranks' states itself: those of torchmetrics."""
 
     def reset(self) -> None:
-        """Forget what was taken in."""
+        """Reset the state."""
 
     def update(self, *args: Any) -> None:
-        """Take in outputs and targets."""
+        """Update the state with outputs and targets."""
 
     def compute(self) -> Any:
-        """Return the metric over all that any rank took in.
+        """Return the metric over the samples of all ranks.
 
         Collective.
         """
@@ -40,13 +40,13 @@ class StatefulMetric(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Metric:
-    """What is measured besides the loss.
+    """Something that is measured besides the loss.
 
     Attributes:
         measure: A function of outputs and targets that returns the mean over their samples; or a
             :class:`StatefulMetric`.
         needs_all: Call the function once with all outputs and targets of an evaluation, in order, instead of batch by
-            batch: for what is no mean over samples.
+            batch: for metrics that are not a mean over samples.
     """
 
     measure: MetricFunction | StatefulMetric
@@ -56,11 +56,11 @@ class Metric:
 class Accumulators:
     """Adds up the loss and the metrics of this rank's batches.
 
-    A metric that is NaN for a batch does not count there. A loss that is NaN makes the mean NaN.
+    A batch for which a metric is NaN does not count in it. A loss that is NaN makes the mean NaN.
 
     Args:
         metrics: The metrics, by name.
-        keeps_all: Whether outputs and targets are kept for the metrics that need all of them; else these are left out.
+        keeps_all: Keep outputs and targets for the metrics that need all of them; otherwise those are not measured.
     """
 
     def __init__(self, metrics: Mapping[str, Metric], *, keeps_all: bool = False) -> None:
@@ -82,7 +82,7 @@ class Accumulators:
 
     @property
     def sums(self) -> torch.Tensor:
-        """Sums over the samples of loss and metrics, and over how many samples; shape ``(2, 1 + metrics)``."""
+        """Sums of loss and metrics over samples, and the numbers of these samples; shape ``(2, 1 + metrics)``."""
         sums = self._sums.clone()
         sums[0, 0], sums[1, 0] = self._loss[0], self._num_samples
         return sums
@@ -94,7 +94,7 @@ class Accumulators:
         self._num_samples = int(sums[1, 0])
 
     def measure(self, outcome: Outcome, num_samples: int) -> torch.Tensor:
-        """Return loss and metrics of a batch, shape ``(1 + metrics,)``; of one without own samples the loss alone."""
+        """Return loss and metrics of a batch, shape ``(1 + metrics,)``; only the loss if none of its samples count."""
         loss = outcome.loss.detach().reshape(1)
         if not num_samples or not (self._by_batch or self._stateful or self._over_all):
             return loss
@@ -111,7 +111,7 @@ class Accumulators:
         return torch.cat([loss.double(), torch.stack(values).to(loss.device)]) if values else loss
 
     def add(self, values: torch.Tensor, num_samples: int) -> None:
-        """Add what was measured over so many samples."""
+        """Add the loss and metrics of so many samples."""
         if not num_samples:
             return
         self._num_samples += num_samples
@@ -123,7 +123,7 @@ class Accumulators:
             self._sums += torch.stack([torch.where(counts, values, 0.0), counts]) * num_samples
 
     def compute(self) -> dict[str, float]:
-        """Return the means over the samples of all ranks, ``"loss"`` first; NaN where there were none.
+        """Return the means over the samples of all ranks, ``"loss"`` first; NaN without samples.
 
         Collective.
         """
@@ -151,7 +151,7 @@ class Accumulators:
 def _as_number(name: str, value: float | torch.Tensor) -> torch.Tensor:
     number = torch.as_tensor(value, dtype=torch.float64)
     if number.numel() != 1:
-        raise ValueError(f"metric {name} must be one number, got shape {tuple(number.shape)}. Take its mean.")
+        raise ValueError(f"metric {name} must be one number, got shape {tuple(number.shape)}. Return its mean.")
     return number.reshape(())
 
 

@@ -1,4 +1,4 @@
-"""What a model makes of a dataset that the ranks share: each sample once, in order, without padding."""
+"""Evaluation of a model on a dataset distributed over the ranks: each sample once, in order, without padding."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from distman.manager import DistributedManager
 
 @contextmanager
 def evaluating(model: torch.nn.Module, dtype: torch.dtype | None = None) -> Iterator[None]:
-    """For the length of a ``with`` block, put a model into evaluation mode, with mixed precision or without."""
+    """Put a model into evaluation mode for a ``with`` block, with mixed precision if a data type is given."""
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
@@ -44,14 +44,14 @@ def evaluate(
 ) -> dict[str, float]:
     """Return the loss and the metrics over all samples, the same on all ranks.
 
-    Collective. Blocking. The model is put into evaluation mode, and back.
+    Collective. Blocking. The model is in evaluation mode meanwhile.
 
     Args:
-        model: The bare module: within the loop no rank waits for another.
-        objective: Makes loss, outputs and targets of a batch.
+        model: The bare module: the ranks may make different numbers of steps.
+        objective: Returns loss, outputs and targets of a batch.
         batches: This rank's batches; the ranks may have different numbers of them.
         metrics: What to measure, by name.
-        dtype: What automatic mixed precision computes in; None without it.
+        dtype: Data type of automatic mixed precision; None without it.
 
     Returns:
         The mean loss, named ``loss``, and the metrics.
@@ -74,9 +74,9 @@ def predict(
     all_ranks: bool = False,
     dtype: torch.dtype | None = None,
 ) -> Any:
-    """Return what the model makes of each sample, in the order of the dataset.
+    """Return the model's outputs for each sample, in the order of the dataset.
 
-    Collective. Blocking. The model is put into evaluation mode, and back.
+    Collective. Blocking. The model is in evaluation mode meanwhile.
 
     Args:
         model: The bare module.
@@ -84,10 +84,10 @@ def predict(
             mappings of such.
         batches: This rank's batches.
         all_ranks: Return the outputs on all ranks.
-        dtype: What automatic mixed precision computes in; None without it.
+        dtype: Data type of automatic mixed precision; None without it.
 
     Returns:
-        The outputs of all samples, in host memory, on rank 0 and None elsewhere; None where there are no samples.
+        The outputs of all samples, in host memory, on rank 0 and None elsewhere; None if there are no samples.
 
     Raises:
         RankFailedError: On every rank: the outputs of two batches differ in structure.
@@ -100,7 +100,7 @@ def predict(
 
 
 def _counted(batches: Iterable[Any]) -> Iterator[tuple[Any, int]]:
-    """Yield batches with their numbers of samples: as planned, if there is a plan."""
+    """Yield batches with their numbers of samples: from the loader's plan if it has one, not from the batch."""
     if not isinstance(batches, EvaluationLoader):
         yield from ((batch, count_samples(batch)) for batch in batches)
         return

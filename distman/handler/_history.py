@@ -1,4 +1,4 @@
-"""What became of each epoch."""
+"""The results of each epoch."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ Record = dict[str, float]
 
 
 class History:
-    """A record for each epoch, the same on all ranks.
+    """A record of each epoch, the same on all ranks.
 
-    Its names are ``epoch``, ``loss`` and the metrics, ``val_loss`` and the metrics of the validation, ``lr``,
-    ``seconds`` and ``skipped`` steps.
+    The names in it are ``epoch``, ``loss`` and the metrics, ``val_loss`` and the metrics of the validation, ``lr``,
+    the number of ``skipped`` steps, and ``seconds``.
 
     Example:
         >>> history = History([{"epoch": 0, "loss": 2.0}, {"epoch": 1, "loss": 1.0, "val_loss": 1.5}])
@@ -34,31 +34,31 @@ class History:
         return iter(self._records)
 
     def __getitem__(self, name: str) -> list[float]:
-        """Return a value of each epoch; NaN where it was not found."""
+        """Return a value of each epoch; NaN for epochs that do not have it."""
         return [record.get(name, math.nan) for record in self._records]
 
     @property
     def names(self) -> list[str]:
-        """Names of all values, in the order in which they came."""
+        """Names of all values, in the order of their first appearance."""
         return list(dict.fromkeys(name for record in self._records for name in record))
 
     def add(self, record: Record) -> None:
-        """Add the record of an epoch; what is put into it later is part of the history too.
+        """Add the record of an epoch; values added to it later become part of the history too.
 
         Local.
         """
         self._records.append(record)
 
     def best(self, name: str, *, mode: str = "min") -> int | None:
-        """Return the index of the epoch with the smallest value, or the largest for ``mode="max"``; None without one.
+        """Return the index of the epoch with the smallest value, or the largest for ``mode="max"``; None without any.
 
         Local.
 
         Raises:
-            ValueError: There is no such mode.
+            ValueError: ``mode`` is not valid.
         """
         if mode not in ("min", "max"):
-            raise ValueError(f"mode must be 'min' or 'max', got {mode!r}. Correct it.")
+            raise ValueError(f"mode must be 'min' or 'max', got {mode!r}. Pass 'max' if larger values are better.")
         values = [(value, index) for index, value in enumerate(self[name]) if not math.isnan(value)]
         if not values:
             return None
@@ -72,7 +72,7 @@ class History:
         return {"records": [dict(record) for record in self._records]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take these records.
+        """Restore such records.
 
         Local.
         """

@@ -1,4 +1,4 @@
-"""The model on this rank: bare for evaluation and saving, wrapped for training together."""
+"""The model on this rank: bare for evaluation and saving, wrapped for training."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from distman.manager import DistributedManager
 
 
 class TrainedModel:
-    """A module that the ranks train together.
+    """A module that the ranks train.
 
-    Collective. The module is moved to this rank's device, and gets the weights of rank 0.
+    Collective. The module is moved to this rank's device and gets the weights of rank 0.
 
     Args:
         module: The model.
@@ -48,7 +48,7 @@ class TrainedModel:
         return self.module if self.average is None else self.average.module
 
     def wrap(self) -> None:
-        """Wrap the module, anew if other parameters are trained than before.
+        """Wrap the module, again if other parameters are trained than before.
 
         Collective.
         """
@@ -69,7 +69,7 @@ class TrainedModel:
 
     @contextmanager
     def training(self) -> Iterator[torch.nn.Module]:
-        """For the length of a ``with`` block, which all ranks run together, allow calls of the wrapped module.
+        """Allow calls of the wrapped module within a ``with`` block, which all ranks must run.
 
         Local; the block is collective.
         """
@@ -80,17 +80,17 @@ class TrainedModel:
             self._is_training = False
 
     def without_synchronization(self) -> AbstractContextManager[None]:
-        """Return a context in which gradients add up on each rank alone."""
+        """Return a context in which gradients are not summed over the ranks."""
         if isinstance(self._wrapped, DistributedDataParallel):
             context: AbstractContextManager[None] = self._wrapped.no_sync()
             return context
         return nullcontext()
 
     def keep_average(self, decay: float | None) -> None:
-        """Keep a moving average of weights and buffers from now on, or go on with the one that there is.
+        """Keep a moving average of weights and buffers from now on, or continue the present one.
 
         Args:
-            decay: How much of the average each step leaves, between 0 and 1; None keeps none.
+            decay: Weight of the previous average in each step, between 0 and 1; None keeps no average.
         """
         if decay is None:
             self.average = None
@@ -100,12 +100,12 @@ class TrainedModel:
         self.average.multi_avg_fn = get_ema_multi_avg_fn(decay)
 
     def after_step(self) -> None:
-        """Let the weights as they are now count in the average."""
+        """Add the present weights to the average."""
         if self.average is not None:
             self.average.update_parameters(self.module)
 
     def share_buffers(self) -> None:
-        """Take rank 0's buffers, the running means of normalizations for one: training lets those of ranks differ.
+        """Copy rank 0's buffers to all ranks: running means of normalizations, say, differ between ranks in training.
 
         Collective. Blocking.
         """
@@ -118,10 +118,10 @@ class TrainedModel:
         return {"module": model_state(self.module), "average": average}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take such a state.
+        """Restore such a state.
 
         Raises:
-            RuntimeError: The weights do not fit.
+            RuntimeError: The weights do not fit the module.
         """
         load_model_state(self.module, state["module"])
         if state["average"] is not None:
@@ -139,10 +139,10 @@ class TrainedModel:
                 own.copy_(shared)
 
     def _refuse(self, module: torch.nn.Module, args: tuple[Any, ...]) -> None:
-        """Raise where the wrapped module is called, and would wait in its backward, outside of a step."""
+        """Raise if the wrapped module is called outside of a step: its backward pass would wait for other ranks."""
         if not self._is_training:
             raise DistmanError(
-                "the wrapped model must be called within a training step, on all ranks together, got a call on "
-                f"rank {DistributedManager().rank} outside of one. Call the bare module, handler.module: it waits for "
-                "nobody."
+                "the wrapped model must be called within a training step, on all ranks, got a call on rank "
+                f"{DistributedManager().rank} outside of one. Call the bare module, handler.module, which waits for no "
+                "rank."
             )

@@ -16,12 +16,12 @@ LossFunction = Callable[..., torch.Tensor]
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """What became of a batch.
+    """The results for a batch.
 
     Attributes:
         loss: Mean over its samples, shape ``()``.
-        outputs: What the model made of it; None if there are no metrics of it.
-        targets: What it should have made.
+        outputs: The model's outputs; None if metrics do not apply.
+        targets: The desired outputs.
     """
 
     loss: torch.Tensor
@@ -45,13 +45,13 @@ class Supervised:
     loss_fn: LossFunction
 
     def __call__(self, model: torch.nn.Module, batch: Any) -> Outcome:
-        """Return what becomes of a batch."""
+        """Return the results for a batch."""
         outputs, targets = self.forward(model, batch)
         return Outcome(self.loss_fn(outputs, targets), outputs, targets)
 
 
 def default_forward(model: torch.nn.Module, batch: Any) -> tuple[Any, Any]:
-    """Return the outputs for the first part of a batch, and its last part, the targets; None where it has one part."""
+    """Return the outputs for a batch's first element, and its last one, the targets; None if it has one element."""
     if isinstance(batch, list | tuple):
         return model(batch[0]), batch[-1] if len(batch) > 1 else None
     return model(batch), None

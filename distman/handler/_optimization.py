@@ -1,4 +1,4 @@
-"""One step of the optimizer, from some batches of every rank."""
+"""One step of the optimizer, with some batches of every rank."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ class StepOptions:
 
     Attributes:
         accumulate: Number of batches whose gradients make a step; an epoch's last step may have fewer.
-        amp: ``"bf16"`` or ``"fp16"`` for automatic mixed precision, the latter with a scaled loss; None for none.
-        clip_norm: Greatest 2-norm of the gradient; None does not clip.
-        ema_decay: Decay of the moving average of the weights, between 0 and 1; None keeps none.
+        amp: ``"bf16"`` or ``"fp16"`` for automatic mixed precision, the latter with a scaled loss; None without it.
+        clip_norm: Largest 2-norm of the gradient; None does not clip.
+        ema_decay: Decay of the moving average of the weights, between 0 and 1; None keeps no average.
         non_finite: What to do when a rank's loss, or the gradient, is NaN or infinite: ``"raise"`` on all ranks, or
             ``"skip"`` the step on all.
 
     Raises:
-        ValueError: An option has no meaning.
+        ValueError: An option is not valid.
     """
 
     accumulate: int = 1
@@ -50,24 +50,24 @@ class StepOptions:
         if self.accumulate < 1:
             raise ValueError(f"accumulate must be at least 1, got {self.accumulate}. Pass a number of batches.")
         if self.amp not in (None, *_DTYPES):
-            raise ValueError(f"amp must be 'bf16', 'fp16' or None, got {self.amp!r}. Correct it.")
+            raise ValueError(f"amp must be 'bf16', 'fp16' or None, got {self.amp!r}. Choose one of them.")
         if self.clip_norm is not None and not self.clip_norm > 0:
             raise ValueError(f"clip_norm must be greater than 0, got {self.clip_norm}. Pass None not to clip.")
         if self.ema_decay is not None and not 0 < self.ema_decay < 1:
             raise ValueError(f"ema_decay must lie between 0 and 1, got {self.ema_decay}. Pass None for no average.")
         if self.non_finite not in ("raise", "skip"):
-            raise ValueError(f"non_finite must be 'raise' or 'skip', got {self.non_finite!r}. Correct it.")
+            raise ValueError(f"non_finite must be 'raise' or 'skip', got {self.non_finite!r}. Choose one of them.")
 
     @property
     def dtype(self) -> torch.dtype | None:
-        """What automatic mixed precision computes in; None without it."""
+        """Data type of automatic mixed precision; None without it."""
         return _DTYPES[self.amp] if self.amp else None
 
 
 class Optimization:
-    """Steps an optimizer so that all ranks do the same, whatever one of them meets.
+    """Steps an optimizer such that all ranks do the same, whatever happens on one of them.
 
-    What a step minimizes is the mean loss over the samples of all its batches on all ranks.
+    A step minimizes the mean loss over the samples of all its batches on all ranks.
 
     Args:
         model: The model.
@@ -76,7 +76,7 @@ class Optimization:
 
     Attributes:
         num_steps: Number of steps taken.
-        num_skipped: Number of steps left out, because a loss or a gradient was not finite.
+        num_skipped: Number of steps skipped because a loss or the gradient was not finite.
     """
 
     def __init__(self, model: TrainedModel, optimizer: torch.optim.Optimizer, options: StepOptions) -> None:
@@ -86,24 +86,24 @@ class Optimization:
         outside = {id(one) for one in self._parameters} - {id(one) for one in model.module.parameters()}
         if outside and self._world_size > 1:
             raise ValueError(
-                f"parameters of the optimizer must be the model's, got {len(outside)} others, whose gradients the "
-                "ranks would not share. Make them parts of the model."
+                f"parameters of the optimizer must be the model's, got {len(outside)} others, whose gradients would "
+                "not be averaged over the ranks. Make them part of the model."
             )
         model.wrap()
         self._scaler = torch.amp.GradScaler(self._device.type, enabled=options.amp == "fp16")
         model.keep_average(options.ema_decay)
-        model.module.zero_grad()  # of a step that raised, or of parameters that another optimizer left alone
+        model.module.zero_grad()  # left by a step that raised, or of parameters that another optimizer did not have
         self.num_steps = self.num_skipped = 0
 
     def run(self, objective: Objective, steps: Sequence[Step], accumulators: Accumulators) -> bool:
-        """Step with the gradient of some batches; return whether the step was taken.
+        """Step with the gradient of some batches; return False if the step was skipped.
 
         Collective.
 
         Args:
             objective: What is minimized.
             steps: This rank's batches.
-            accumulators: What losses and metrics are added to, if the step is taken.
+            accumulators: What losses and metrics are added to, unless the step is skipped.
 
         Raises:
             NonFiniteLossError: On every rank: a loss or the gradient is NaN or infinite.
@@ -112,7 +112,7 @@ class Optimization:
         losses, measured = self._accumulate(objective, steps, accumulators)
         is_taken = math.isfinite(self._gradient_size())
         if not is_taken:
-            self._check_left_out(losses)
+            self._check_skippable(losses)
             self._restore_buffers(buffers)
         else:
             self._scaler.step(self._optimizer)
@@ -126,10 +126,10 @@ class Optimization:
         return is_taken
 
     def rehearse(self, objective: Objective, steps: Sequence[Step]) -> None:
-        """Compute gradients and forget them; buffers and generators are left as they were.
+        """Compute gradients and discard them; buffers and generators are left as they were.
 
-        Collective. DistributedDataParallel lays out its messages anew after its first backward, and sums depend on the
-        layout in their last bits: a resumed run must have that behind it, as the one before had.
+        Collective. DistributedDataParallel rebuilds its buckets after its first backward pass, and the last bits of the
+        summed gradients depend on the buckets. In the interrupted run this was done; a resumed run does it here.
         """
         if self._model.wrapped is self._model.module:
             return
@@ -140,7 +140,7 @@ class Optimization:
         self._restore_buffers(buffers)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return all that the next step depends on, but for the model."""
+        """Return everything that the next step depends on, except for the model."""
         return {
             "optimizer": self._optimizer.state_dict(),
             "scaler": self._scaler.state_dict(),
@@ -149,7 +149,7 @@ class Optimization:
         }
 
     def load_state_dict(self, state: Mapping[str, Any], *, keeps_optimizer: bool = False) -> None:
-        """Go on from such a state.
+        """Restore such a state.
 
         Args:
             state: The state.
@@ -172,7 +172,7 @@ class Optimization:
     def _accumulate(
         self, objective: Objective, steps: Sequence[Step], accumulators: Accumulators
     ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """Add up the gradient, over the ranks with the last batch; return each batch's loss, and what was measured."""
+        """Add up the gradients, with the last batch over the ranks too; return the batches' losses and measurements."""
         num_total = sum(step.num_total for step in steps)
         losses, measured = [], []
         for index, step in enumerate(steps, start=1):
@@ -192,21 +192,21 @@ class Optimization:
                     f"the loss must be one number, got shape {tuple(outcome.loss.shape)}. Take its mean over the batch."
                 )
             loss = outcome.loss.detach()
-            root = (loss - loss) + factor  # NaN where the loss is not finite: so is the gradient then, on all ranks
+            root = (loss - loss) + factor  # NaN if the loss is not finite, which makes the gradient NaN on all ranks
             with WaitScope("backward of the model"):
                 self._scaler.scale(outcome.loss).backward(gradient=root)
         return outcome
 
     def _gradient_size(self) -> float:
-        """Return a norm of the gradient, the same on all ranks, after it was clipped."""
+        """Clip the gradient, and return a norm of it, the same on all ranks."""
         self._scaler.unscale_(self._optimizer)
         if self._options.clip_norm is not None:
             return torch.nn.utils.clip_grad_norm_(self._parameters, self._options.clip_norm).item()
         gradients = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
         return torch.stack(norms(gradients)).sum().item() if gradients else 0.0
 
-    def _check_left_out(self, losses: Sequence[torch.Tensor]) -> None:
-        """Raise unless the step may be left out: the scale of the loss was too large, or the options say so."""
+    def _check_skippable(self, losses: Sequence[torch.Tensor]) -> None:
+        """Raise unless the step may be skipped: the scale of the loss was too large, or the options say so."""
         everyone = all_gather_objects([loss.item() for loss in losses])
         bad = {rank: loss for rank, own in enumerate(everyone) for loss in own if not math.isfinite(loss)}
         is_overflow = not bad and self._scaler.is_enabled() and self._scaler.get_scale() >= 1
@@ -219,5 +219,5 @@ class Optimization:
         raise NonFiniteLossError(
             f"the loss must be finite in step {self.num_steps + self.num_skipped}, got "
             f"{got or 'a gradient that is not, with finite losses on all ranks'}. Lower the learning rate, pass "
-            "clip_norm, or leave such steps out with non_finite='skip'."
+            "clip_norm, or skip such steps with non_finite='skip'."
         )

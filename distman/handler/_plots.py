@@ -1,4 +1,4 @@
-"""Pictures of a training's history."""
+"""Plots of a training's history."""
 
 from __future__ import annotations
 
@@ -15,30 +15,30 @@ from distman.handler._history import History
 def plot_history(
     history: History, names: Sequence[str], path: str | os.PathLike[str], *, title: str = "", log: bool = False
 ) -> None:
-    """Draw values of the history over the epochs into a file.
+    """Plot values of the history over the epochs into a file.
 
-    Collective. Rank 0 draws; the file name's ending says the format.
+    Collective. Rank 0 plots; the file's extension selects the format.
 
     Args:
         history: The history.
-        names: Names of the values to draw, one line each.
-        path: The file; its folder is made if there is none.
-        title: What stands above.
-        log: Draw the values on a logarithmic axis.
+        names: Names of the values, one line each.
+        path: The file; its folder is created if necessary.
+        title: Title of the plot.
+        log: Use a logarithmic axis.
 
     Raises:
-        RankFailedError: On every rank: drawing failed. The cause on rank 0 is ImportError without matplotlib,
-            ValueError without such values, OSError if the file cannot be written.
+        RankFailedError: On every rank: plotting failed. The cause on rank 0 is ImportError without matplotlib,
+            ValueError if the history lacks a name, OSError if the file cannot be written.
     """
     try:
         from matplotlib.figure import Figure
         from matplotlib.ticker import MaxNLocator
     except ImportError as error:
-        raise ImportError("matplotlib must be installed to draw plots. Run pip install matplotlib.") from error
+        raise ImportError("plots need matplotlib, which is not installed. Run pip install matplotlib.") from error
     unknown = [name for name in names if name not in history.names]
     if unknown or not names:
-        raise ValueError(f"names must be of the history, got {unknown or 'none'}. It has {history.names}.")
-    figure = Figure(figsize=(6.4, 4.0), layout="constrained")
+        raise ValueError(f"names must be in the history, got {unknown or 'none'}. The history has {history.names}.")
+    figure = Figure(figsize=(6.4, 4.0), layout="constrained")  # inches, of matplotlib's usual width
     axes = figure.add_subplot()
     for name in names:
         _draw(axes, history, name)
@@ -47,11 +47,12 @@ def plot_history(
     axes.grid(visible=True, alpha=0.3)
     axes.legend(frameon=False)
     Path(path).parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=150)
+    figure.savefig(path, dpi=150)  # 960 pixels wide: sharp on a page and on a slide
 
 
 def _draw(axes: Any, history: History, name: str) -> None:
     points = [
         (epoch + 1, value) for epoch, value in zip(history["epoch"], history[name], strict=True) if value == value
     ]
-    axes.plot(*zip(*points, strict=True), marker="o" if len(points) < 20 else None, markersize=3, label=name)
+    marker = "o" if len(points) < 20 else None  # so few that single points, or one alone, would be hard to see
+    axes.plot(*zip(*points, strict=True), marker=marker, markersize=3, label=name)

@@ -1,4 +1,4 @@
-"""The generators of random numbers that programs use, all together."""
+"""The global random number generators of Python, NumPy and torch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from distman.manager import DistributedManager
 
 
 def generators_state() -> dict[str, Any]:
-    """Return the state of all generators, of plain values and tensors."""
+    """Return the state of all generators, as plain values and tensors."""
     name, keys, position, has_gauss, gauss = np.random.get_state()
     state: dict[str, Any] = {
         "python": random.getstate(),
@@ -27,7 +27,7 @@ def generators_state() -> dict[str, Any]:
 
 
 def set_generators_state(state: Mapping[str, Any]) -> None:
-    """Put all generators into such a state."""
+    """Restore such a state."""
     version, words, gauss_next = state["python"]
     random.setstate((version, tuple(words), gauss_next))
     name, keys, position, has_gauss, gauss = state["numpy"]
@@ -39,7 +39,7 @@ def set_generators_state(state: Mapping[str, Any]) -> None:
 
 @contextmanager
 def generators_preserved() -> Iterator[None]:
-    """For the length of a ``with`` block, let the generators be used, and put them back afterwards."""
+    """Restore the state of the generators at the end of a ``with`` block."""
     state = generators_state()
     try:
         yield

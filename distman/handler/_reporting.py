@@ -1,4 +1,4 @@
-"""What a training says while it runs, on rank 0."""
+"""Log lines and progress bars of a training, on rank 0."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from distman.handler._accumulators import Accumulators
 from distman.manager import DistributedManager
 
 training_logger = logging.getLogger("distman.training")
-"""Where trainings say what became of each epoch, at level INFO, on rank 0."""
+"""Logs the results of each epoch, at level INFO, on rank 0."""
 
 LoggerMode = Literal["console", "file", "both"]
 
 
 class Reporter:
-    """Writes one line for each epoch, on rank 0.
+    """Logs one line for each epoch, on rank 0.
 
     Local.
 
@@ -28,18 +28,20 @@ class Reporter:
         file: The file, to which lines are appended.
 
     Raises:
-        ValueError: There is no such mode.
+        ValueError: ``mode`` is not valid.
     """
 
     def __init__(self, mode: LoggerMode | None = None, file: str | Path = "training.log") -> None:
         if mode not in (None, "console", "file", "both"):
-            raise ValueError(f"logger_mode must be 'console', 'file', 'both' or None, got {mode!r}. Correct it.")
+            raise ValueError(
+                f"logger_mode must be 'console', 'file', 'both' or None, got {mode!r}. Choose one of them."
+            )
         self._is_silent = not DistributedManager().is_main
         if mode is None or self._is_silent:
             return
-        for former in [one for one in training_logger.handlers if getattr(one, "is_reporters", False)]:
-            training_logger.removeHandler(former)
-            former.close()
+        for earlier in [one for one in training_logger.handlers if getattr(one, "is_reporters", False)]:
+            training_logger.removeHandler(earlier)
+            earlier.close()
         if mode in ("console", "both"):
             _attach(logging.StreamHandler(sys.stdout), "%(message)s")
         if mode in ("file", "both"):
@@ -48,31 +50,31 @@ class Reporter:
         training_logger.setLevel(logging.INFO)
         training_logger.propagate = False
 
-    def say(self, text: str, *args: object) -> None:
-        """Write a line, on rank 0."""
+    def log(self, text: str, *args: object) -> None:
+        """Log a line, on rank 0."""
         if not self._is_silent:
             training_logger.info(text, *args)
 
-    def say_epoch(self, record: Mapping[str, float], num_epochs: int) -> None:
-        """Write what became of an epoch."""
+    def log_epoch(self, record: Mapping[str, float], num_epochs: int) -> None:
+        """Log the results of an epoch."""
         hidden = {"epoch"} if record["skipped"] else {"epoch", "skipped"}
         values = [f"{name} {value:.4g}" for name, value in record.items() if name not in hidden]
-        self.say("epoch %d/%d: %s", int(record["epoch"]) + 1, num_epochs, ", ".join(values))
+        self.log("epoch %d/%d: %s", int(record["epoch"]) + 1, num_epochs, ", ".join(values))
 
 
 class ProgressBar:
-    """A bar that shows steps, their rate and this rank's mean loss, on rank 0.
+    """A bar with the number of batches, their rate and this rank's mean loss, on rank 0.
 
     Local.
 
     Args:
         epoch: Index of the epoch.
         num_epochs: Number of epochs.
-        total: Number of batches in the epoch; None if nobody knows.
+        total: Number of batches in the epoch; None if unknown.
         is_shown: Whether to show it; None shows it on a terminal.
 
     Raises:
-        ImportError: It is asked for, and tqdm is not installed.
+        ImportError: The bar is asked for, and tqdm is not installed.
     """
 
     def __init__(self, epoch: int, num_epochs: int, total: int | None, *, is_shown: bool | None) -> None:
@@ -85,22 +87,22 @@ class ProgressBar:
         except ImportError as error:
             if is_shown is None:
                 return
-            raise ImportError("tqdm must be installed to show progress. Run pip install tqdm.") from error
+            raise ImportError("progress=True needs tqdm, which is not installed. Run pip install tqdm.") from error
         self._bar = tqdm(total=total, desc=f"epoch {epoch + 1}/{num_epochs}", unit="batch", leave=False)
 
     def advance(self, num_batches: int, accumulators: Accumulators) -> None:
-        """Show that some more batches are done, and the mean loss so far."""
+        """Count some more batches, and show the mean loss so far."""
         if self._bar is not None and self._bar.update(num_batches):
             loss, num = accumulators.sums[:, 0].tolist()
             self._bar.set_postfix(loss=f"{loss / num:.4g}" if num else "nan", refresh=False)
 
     def close(self) -> None:
-        """Take the bar away."""
+        """Remove the bar."""
         if self._bar is not None:
             self._bar.close()
 
 
 def _attach(handler: logging.Handler, form: str) -> None:
     handler.setFormatter(logging.Formatter(form))
-    handler.is_reporters = True  # type: ignore[attr-defined]  # to find it again
+    handler.is_reporters = True  # type: ignore[attr-defined]  # so that the next reporter finds and replaces it
     training_logger.addHandler(handler)

@@ -1,10 +1,17 @@
-"""Saving a training while it runs, and leaving it so that the next run goes on."""
+"""Saving a training while it runs, and ending the program so that the next run resumes it."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from distman.checkpoint import CheckpointFolder
+from distman.handler._reporting import Reporter
+from distman.manager import DistributedManager
+
+if TYPE_CHECKING:
+    from distman.handler._nn_handler import NNHandler
+    from distman.handler._training import Training
 
 EXIT_CODE = 75
 """Exit code of a program that was asked to stop, saved, and wants to be started again.
@@ -15,18 +22,29 @@ Source:
 
 
 class Preempted(SystemExit):
-    """The job was asked to stop, and has saved what the next run goes on from; the program ends with exit code 75."""
+    """The job was asked to stop, and has saved what the next run resumes; the program ends with exit code 75."""
+
+
+def end_program(auto_save: AutoSave | None, reporter: Reporter) -> NoReturn:
+    """End a program that was asked to stop, and requeue its job if that is wanted."""
+    if auto_save is None:
+        reporter.log("asked to stop; nothing was saved: call auto_save() before train()")
+    else:
+        reporter.log("asked to stop; saved in %s", auto_save.folder.path)
+    if auto_save is not None and auto_save.requeues:
+        DistributedManager().requeue()
+    raise Preempted(EXIT_CODE)
 
 
 class AutoSave:
-    """When to save, and where.
+    """When and where to save.
 
     Args:
-        folder: Where to.
-        every_epochs: After how many epochs; None for never.
-        every_steps: After how many steps of the optimizer; None for never.
-        resumes: Whether a training goes on from the latest one.
-        requeues: Whether Slurm shall queue the job again when it was asked to stop.
+        folder: The folder to save in.
+        every_epochs: Save after every so many epochs; None for never.
+        every_steps: Save after every so many steps of the optimizer; None for never.
+        resumes: Whether a training resumes from the latest checkpoint.
+        requeues: Whether to requeue a Slurm job that was asked to stop.
 
     Raises:
         ValueError: A number is less than 1.
@@ -43,7 +61,7 @@ class AutoSave:
     ) -> None:
         for name, value in (("every_epochs", every_epochs), ("every_steps", every_steps)):
             if value is not None and value < 1:
-                raise ValueError(f"{name} must be at least 1, got {value}. Pass None not to save so.")
+                raise ValueError(f"{name} must be at least 1, got {value}. Pass None for never.")
         self.folder, self.resumes, self.requeues = folder, resumes, requeues
         self._every_epochs, self._every_steps = every_epochs, every_steps
 
@@ -53,9 +71,62 @@ class AutoSave:
         after_step = step is not None and self._every_steps is not None and step % self._every_steps == 0
         return after_epoch or after_step
 
+    def save(self, handler: NNHandler) -> None:
+        """Save the training in its present state.
+
+        Collective.
+        """
+        self.folder.save(handler.state_dict(), handler.num_steps)
+
     def load(self) -> Any:
-        """Return what was saved last; None if there is nothing.
+        """Return the state that was saved last; None if there is none.
 
         Collective.
         """
         return self.folder.load_latest(device="cpu")
+
+
+class Progress:
+    """How far a handler's training has come: that of its latest run, or of a state loaded since."""
+
+    def __init__(self) -> None:
+        self._training: Training | None = None
+        self._loaded: Mapping[str, Any] | None = None
+
+    @property
+    def training(self) -> Training | None:
+        """The training of the latest run, or of the current one; None before the first."""
+        return self._training
+
+    @property
+    def num_steps(self) -> int:
+        """Number of steps that the optimizer has taken."""
+        if self._loaded is not None:
+            return int(self._loaded["optimization"]["num_steps"])
+        return self._training.optimization.num_steps if self._training is not None else 0
+
+    def begin(self, training: Training) -> None:
+        """Follow this training from now on."""
+        self._training, self._loaded = training, None
+
+    def to_resume(self) -> tuple[Mapping[str, Any] | None, bool]:
+        """Return the state that the next run resumes from, if any, and whether it is that of the latest run.
+
+        Collective.
+        """
+        if self._loaded is None and self._training is not None:
+            return {**self._training.state_dict(), "reason": ""}, True
+        return self._loaded, False
+
+    def state_dict(self) -> Mapping[str, Any] | None:
+        """Return the state of the training; None if there was none.
+
+        Collective.
+        """
+        if self._loaded is None and self._training is not None:
+            return self._training.state_dict()
+        return self._loaded
+
+    def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
+        """Let the next run resume from such a state; None lets it resume from the latest run."""
+        self._loaded = state

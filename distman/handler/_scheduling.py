@@ -10,16 +10,16 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 
 class Scheduling:
-    """A scheduler of torch's, and when it steps.
+    """A learning rate scheduler of torch, and when it steps.
 
     Args:
-        optimizer: The optimizer whose learning rate it is.
-        scheduler: The scheduler; None keeps the rate.
-        per: ``"step"`` of the optimizer, or ``"epoch"``.
-        monitor: Which value of the epoch ReduceLROnPlateau watches; epochs without it do not count.
+        optimizer: The optimizer.
+        scheduler: The scheduler; None keeps the learning rate constant.
+        per: Whether it steps after each ``"step"`` of the optimizer, or after each ``"epoch"``.
+        monitor: Name of the value that ReduceLROnPlateau monitors; epochs without it do not count.
 
     Raises:
-        ValueError: ``per`` is neither, or ReduceLROnPlateau shall step with the optimizer.
+        ValueError: ``per`` is neither, or is ``"step"`` for ReduceLROnPlateau.
     """
 
     def __init__(
@@ -31,36 +31,36 @@ class Scheduling:
         monitor: str = "val_loss",
     ) -> None:
         if per not in ("epoch", "step"):
-            raise ValueError(f"per must be 'epoch' or 'step', got {per!r}. Correct it.")
+            raise ValueError(f"per must be 'epoch' or 'step', got {per!r}. Choose one of them.")
         if per == "step" and isinstance(scheduler, ReduceLROnPlateau):
-            raise ValueError("per must be 'epoch' for ReduceLROnPlateau, got 'step'. Epochs are what it compares.")
+            raise ValueError("per must be 'epoch' for ReduceLROnPlateau, got 'step'. It compares values of epochs.")
         self._optimizer, self._scheduler, self._per, self._monitor = optimizer, scheduler, per, monitor
 
     @property
     def monitored(self) -> str | None:
-        """Name of the value that ReduceLROnPlateau watches; None without one."""
+        """Name of the value that ReduceLROnPlateau monitors; None for other schedulers."""
         return self._monitor if isinstance(self._scheduler, ReduceLROnPlateau) else None
 
     @property
     def learning_rate(self) -> float:
-        """The learning rate of the first group of parameters."""
+        """Learning rate of the first parameter group."""
         return float(self._optimizer.param_groups[0]["lr"])
 
     def after_step(self) -> None:
-        """Let the optimizer's step count."""
+        """Tell the scheduler that the optimizer has stepped."""
         if self._scheduler is not None and self._per == "step":
             self._scheduler.step()
 
     def after_epoch(self, record: Mapping[str, float]) -> None:
-        """Let the epoch count.
+        """Tell the scheduler that an epoch is over.
 
         Args:
-            record: What became of it, the same on all ranks.
+            record: Its results, the same on all ranks.
         """
         if self._scheduler is None or self._per == "step":
             return
         if isinstance(self._scheduler, ReduceLROnPlateau):
-            if self._monitor in record:  # else there was no validation
+            if self._monitor in record:  # not after an epoch without validation
                 self._scheduler.step(record[self._monitor])
         else:
             self._scheduler.step()
@@ -70,6 +70,6 @@ class Scheduling:
         return {} if self._scheduler is None else self._scheduler.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take such a state."""
+        """Restore such a state."""
         if self._scheduler is not None and state:
             self._scheduler.load_state_dict(dict(state))

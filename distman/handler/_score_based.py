@@ -1,4 +1,4 @@
-"""A model that estimates the gradient of a density's logarithm, as a part of a training."""
+"""Score-based models in a handler: their loss, samples and densities."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from distman.score import SDE, VarianceExploding, VariancePreserving
 
 
 def make_sde(sde: SDE | Literal["vp", "ve"], **kwargs: Any) -> SDE:
-    """Return an equation by its name, or as it is.
+    """Return the equation of a name, or the equation itself.
 
     Args:
         sde: ``"vp"`` for :class:`distman.score.VariancePreserving`, ``"ve"`` for
@@ -22,19 +22,23 @@ def make_sde(sde: SDE | Literal["vp", "ve"], **kwargs: Any) -> SDE:
         kwargs: Arguments of these.
 
     Raises:
-        ValueError: There is no such name.
+        ValueError: There is no such name, or options are passed with an equation.
     """
     if sde == "vp":
         return VariancePreserving(**kwargs)
     if sde == "ve":
         return VarianceExploding(**kwargs)
     if isinstance(sde, str) or kwargs:
-        raise ValueError(f"sde must be 'vp', 've', or an equation without options, got {sde!r}. Correct it.")
+        given = f" with {', '.join(kwargs)}" if kwargs else ""
+        raise ValueError(
+            f"sde must be 'vp', 've', or an equation without options, got {sde!r}{given}. Set options of an equation "
+            "where you make it."
+        )
     return sde
 
 
 class ScoreBased:
-    """What a score-based model is trained with and asked for.
+    """The objective of a score-based model, and what the trained model is used for.
 
     Args:
         sde: The equation that turns samples into noise.
@@ -44,7 +48,7 @@ class ScoreBased:
         self.sde = sde
 
     def __call__(self, model: torch.nn.Module, batch: Any) -> Outcome:
-        """Return the denoising loss of a batch of samples; targets that come with them are not needed."""
+        """Return the denoising loss of a batch of samples; targets in the batch are ignored."""
         samples = batch[0] if isinstance(batch, list | tuple) else batch
         return Outcome(score.denoising_loss(model, self.sde, samples))
 

@@ -1,4 +1,4 @@
-"""Where the steps of training come from: the same number on all ranks."""
+"""The batches of the training steps, the same number of steps on all ranks."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from distman.manager import DistributedManager
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """A batch of this rank.
+    """This rank's batch of a step.
 
     Attributes:
-        batch: What the loader made.
-        num_own: How many samples it holds; 0 where it only keeps the other ranks company.
-        num_total: How many samples all ranks have at this step.
+        batch: The batch, as the loader returned it.
+        num_own: Number of samples in it; 0 where the rank has none left and takes part with weight 0.
+        num_total: Number of samples of all ranks in this step.
     """
 
     batch: Any
@@ -39,18 +39,18 @@ class Source(abc.ABC):
 
     @abc.abstractmethod
     def begin(self, epoch: int) -> None:
-        """Stand at the start of an epoch."""
+        """Move to the start of an epoch."""
 
     @abc.abstractmethod
     def steps(self, epoch: int) -> Iterator[Step]:
-        """Yield what is left of an epoch; nothing if that is over.
+        """Yield the rest of an epoch; nothing if it is over.
 
         Local; collective where the ranks have to agree.
         """
 
     @abc.abstractmethod
     def num_steps(self) -> int | None:
-        """Return the number of steps of a whole epoch; None if nobody knows."""
+        """Return the number of steps of a full epoch; None if unknown."""
 
     @abc.abstractmethod
     def state_dict(self) -> dict[str, Any]:
@@ -58,41 +58,41 @@ class Source(abc.ABC):
 
     @abc.abstractmethod
     def load_state_dict(self, state: Mapping[str, Any], *, is_same_job: bool) -> bool:
-        """Go on after this position; return False where it means nothing here, and the epoch begins anew.
+        """Resume after this position; return False if it does not apply here, so the epoch starts over.
 
         Args:
             state: The position.
-            is_same_job: Whether it was saved by as many ranks.
+            is_same_job: Whether the same number of ranks saved it.
         """
 
 
 class LoaderSource(Source):
-    """Steps of a loader that shares out the samples by a plan known to all ranks.
+    """Steps of a loader that distributes the samples by a plan known to all ranks.
 
     Args:
         loader: The loader.
 
     Raises:
-        ValueError: It has no batch, or is one of a group.
+        ValueError: It has no batch, or is for the ranks of a group.
     """
 
     def __init__(self, loader: TrainingLoader) -> None:
         if not len(loader):
-            raise ValueError("a loader to train with must have a full batch, got none. Make batch_size smaller.")
+            raise ValueError("a loader to train with must have a full batch, got none. Choose a smaller batch_size.")
         if loader.batches.num_ranks != DistributedManager().world_size:
             raise ValueError(
-                f"a loader to train with must share out its data over all ranks, got one for "
+                "a loader to train with must distribute its data over all ranks, got one for "
                 f"{loader.batches.num_ranks}. Leave its group out."
             )
         self.loader = loader
-        self._epoch, self._position = 0, 0  # counted here: the program may go through the loader meanwhile
+        self._epoch, self._position = 0, 0  # counted here: the program may iterate over the loader meanwhile
 
     def begin(self, epoch: int) -> None:
-        """Stand at the start of an epoch."""
+        """Move to the start of an epoch."""
         self._epoch, self._position = epoch, 0
 
     def steps(self, epoch: int) -> Iterator[Step]:
-        """Yield what is left of an epoch; nothing if the next one has been reached."""
+        """Yield the rest of an epoch; nothing if the next one has been reached."""
         if self._epoch > epoch:
             return
         self.loader.load_state_dict(self.state_dict())
@@ -103,7 +103,7 @@ class LoaderSource(Source):
         self.begin(epoch + 1)
 
     def num_steps(self) -> int:
-        """Return the number of steps of a whole epoch."""
+        """Return the number of steps of a full epoch."""
         return len(self.loader)
 
     def state_dict(self) -> dict[str, Any]:
@@ -111,7 +111,7 @@ class LoaderSource(Source):
         return self.loader.state_at(self._epoch, self._position)
 
     def load_state_dict(self, state: Mapping[str, Any], *, is_same_job: bool) -> bool:
-        """Go on after this position, of any number of ranks; return False where the data are others."""
+        """Resume after this position, saved by any number of ranks; return False if the data have changed."""
         self.loader.load_state_dict(state)
         reached = self.loader.state_dict()
         self._epoch, self._position = reached["epoch"], reached["position"]
@@ -119,44 +119,46 @@ class LoaderSource(Source):
 
 
 class ForeignSource(Source):
-    """Steps of batches that each rank finds in a way of its own, in numbers that may differ.
+    """Steps of batches that each rank gets in its own way, in numbers that may differ.
 
-    Before each step the ranks tell each other how many samples they have. A rank that has none left takes its last
-    batch along, or another rank's if it never had one, and the step counts none of its samples.
+    Before each step the ranks exchange their numbers of samples. A rank that has none left takes part with its last
+    batch, or with another rank's if it never had one, with weight 0.
 
     Args:
-        batches: A DataLoader, or what else can be iterated once for each epoch. A ``sampler`` with ``set_epoch`` is
-            told the epoch. A position is restored by ``load_state_dict``, if it has that, else by going past batches.
+        batches: A DataLoader, or another iterable that starts over in each epoch. ``set_epoch`` of its ``sampler`` is
+            called, if there is one. A position is restored by ``load_state_dict``, if there is one, otherwise by
+            skipping batches.
 
     Raises:
-        TypeError: It can be iterated only once.
+        TypeError: It can be iterated over only once.
     """
 
     def __init__(self, batches: Iterable[Any]) -> None:
         if isinstance(batches, Iterator):
             raise TypeError(
-                f"batches must be there again in each epoch, got the iterator {batches!r}. Pass a DataLoader, or an "
-                "object whose __iter__ begins anew."
+                f"batches must be re-iterable, once per epoch, got the iterator {batches!r}. Pass a DataLoader, or an "
+                "object whose __iter__ starts over."
             )
         self.batches = batches
-        self._epoch, self._num_past = 0, 0
+        self._epoch, self._num_taken = 0, 0
         self._at_start: dict[str, Any] | None = None
         self._last: Any = None
         self._has_last = False
 
     @collective
-    def _agree(self, num_samples: int, *, lacks_all: bool) -> tuple[list[int], list[bool]]:
+    def _exchange(self, num_samples: int, *, lacks_all: bool) -> tuple[list[int], list[bool]]:
+        """Return each rank's number of samples, and whether it has never had a batch."""
         members = DistributedManager().resolve_group(None)
         device = control_device(members, DistributedManager().device)
-        told = all_gather_numbers([num_samples, lacks_all], members, device)
-        return [num for num, _ in told], [bool(lacks) for _, lacks in told]
+        gathered = all_gather_numbers([num_samples, lacks_all], members, device)
+        return [num for num, _ in gathered], [bool(lacks) for _, lacks in gathered]
 
     def begin(self, epoch: int) -> None:
-        """Stand at the start of an epoch."""
-        self._epoch, self._num_past, self._at_start = epoch, 0, None
+        """Move to the start of an epoch."""
+        self._epoch, self._num_taken, self._at_start = epoch, 0, None
 
     def steps(self, epoch: int) -> Iterator[Step]:
-        """Yield what is left of an epoch; nothing if the next one has been reached.
+        """Yield the rest of an epoch; nothing if the next one has been reached.
 
         Collective.
         """
@@ -165,20 +167,20 @@ class ForeignSource(Source):
         iterator = self._resume(epoch)
         while True:
             num_own = self._take(iterator)
-            nums, lacking = self._agree(num_own, lacks_all=not self._has_last)
+            nums, lacking = self._exchange(num_own, lacks_all=not self._has_last)
             if not any(nums):
                 break
             if any(lacking):
                 batch = broadcast_data(self._last, src=lacking.index(False))
                 self._last, self._has_last = (self._last, True) if self._has_last else (batch, True)
-            self._num_past += 1
+            self._num_taken += 1
             yield Step(self._last, num_own, sum(nums))
-        if not self._num_past:
-            raise ValueError(f"there must be batches to train with, got none on any rank in epoch {epoch}. Bring some.")
+        if not self._num_taken:
+            raise ValueError(f"no rank has a batch to train with in epoch {epoch}. Check the data.")
         self.begin(epoch + 1)
 
     def _resume(self, epoch: int) -> Iterator[Any]:
-        """Return an iterator that has gone past what was taken before, with the random numbers of that time."""
+        """Return an iterator that has skipped the batches already taken, with the random numbers of that time."""
         sampler: Any = getattr(self.batches, "sampler", None)
         if hasattr(sampler, "set_epoch"):
             sampler.set_epoch(epoch)
@@ -188,7 +190,7 @@ class ForeignSource(Source):
         with generators_preserved():
             set_generators_state(self._at_start)
             iterator = iter(self.batches)
-            for _ in range(self._num_past):
+            for _ in range(self._num_taken):
                 self._take(iterator)
         return iterator
 
@@ -200,15 +202,15 @@ class ForeignSource(Source):
         """Return the position after the latest step."""
         batches: Any = self.batches
         own = batches.state_dict() if hasattr(batches, "state_dict") else None
-        return {"epoch": self._epoch, "num_past": self._num_past, "random_at_start": self._at_start, "own": own}
+        return {"epoch": self._epoch, "num_taken": self._num_taken, "random_at_start": self._at_start, "own": own}
 
     def load_state_dict(self, state: Mapping[str, Any], *, is_same_job: bool) -> bool:
-        """Go on after this position; return False if it was saved by another number of ranks."""
+        """Resume after this position; return False if another number of ranks saved it."""
         self.begin(state["epoch"])
         if not is_same_job:
-            logger.warning("epoch %d begins anew: another number of ranks found batches of their own", self._epoch)
+            logger.warning("epoch %d starts over: its position was saved by another number of ranks", self._epoch)
             return False
-        self._num_past, self._at_start = state["num_past"], state["random_at_start"]
+        self._num_taken, self._at_start = state["num_taken"], state["random_at_start"]
         if state["own"] is not None and hasattr(self.batches, "load_state_dict"):
             self.batches.load_state_dict(state["own"])
         return True
@@ -224,7 +226,7 @@ class ForeignSource(Source):
 
 
 def count_samples(batch: Any) -> int:
-    """Return the number of samples in a batch: the length of its first tensor, or its own."""
+    """Return the number of samples in a batch: the length of its first tensor, or its own without one."""
     for leaf in tree_leaves(batch):
         if isinstance(leaf, torch.Tensor):
             return len(leaf) if leaf.ndim else 1

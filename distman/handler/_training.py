@@ -1,78 +1,60 @@
-"""Epoch after epoch, in step with the other ranks."""
+"""The training loop over epochs and steps, the same on all ranks."""
 
 from __future__ import annotations
 
 import itertools
 import time
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from distman.collectives._fused import fused_all_reduce
 from distman.collectives._objects import all_gather_objects
 from distman.handler._accumulators import Accumulators, Metric
+from distman.handler._events import Callback, Callbacks
 from distman.handler._history import History
 from distman.handler._objective import Objective
 from distman.handler._optimization import Optimization
 from distman.handler._randomness import generators_state, set_generators_state
 from distman.handler._reporting import ProgressBar, Reporter
+from distman.handler._resumption import AutoSave
 from distman.handler._scheduling import Scheduling
 from distman.handler._sources import Source, Step
 from distman.manager import DistributedManager
 from distman.metrics import aggregate_loss
 
-
-class Hooks:
-    """What the program does at the turns of a training; nothing, unless a subclass says so."""
-
-    def on_epoch_begin(self, epoch: int) -> None:
-        """Before an epoch, or the rest of one."""
-
-    def on_step_end(self, step: int) -> None:
-        """After a step of the optimizer."""
-
-    def validate(self, epoch: int) -> dict[str, float]:
-        """Return loss and metrics of the validation; empty where there is none after this epoch.
-
-        Collective.
-        """
-        return {}
-
-    def on_epoch_end(self, record: dict[str, float]) -> None:
-        """After an epoch and its validation."""
-
-    def is_to_save(self, *, step: int | None = None, epoch: int | None = None) -> bool:
-        """Return whether to save after this step, or this epoch; the same on all ranks."""
-        return False
-
-    def save(self) -> None:
-        """Save the training as it stands.
-
-        Collective.
-        """
+if TYPE_CHECKING:
+    from distman.handler._nn_handler import NNHandler
 
 
 class Training:
-    """The loop over epochs and steps, which can be left and gone on with after any step.
+    """The loop over epochs and steps, which can be interrupted and resumed after any step.
 
     Args:
+        handler: The handler, which callbacks are called with, and which validates and says what to save.
         objective: What is minimized.
         optimization: How the optimizer steps.
         source: Where the batches come from.
-        scheduling: The learning rate's schedule.
+        scheduling: The schedule of the learning rate.
         metrics: What to measure besides the loss.
-        history: Where the epochs are recorded.
-        reporter: What is told of them.
-        hooks: What the program does.
+        history: Where the results of the epochs are recorded.
+        reporter: Where they are logged.
+        callbacks: What is called at the events of the training.
+        auto_save: When to save; None for never.
+        validate_every: Number of epochs from one validation to the next.
 
     Attributes:
-        epoch: Index of the epoch under way, or of the next one.
+        epoch: Index of the current epoch; between epochs, of the next one.
         reason: Why the ranks agreed to stop before the last epoch; empty if they did not.
+
+    Raises:
+        ValueError: ``validate_every`` is less than 1.
     """
 
     def __init__(
         self,
+        handler: NNHandler,
         *,
         objective: Objective,
         optimization: Optimization,
@@ -81,29 +63,37 @@ class Training:
         metrics: Mapping[str, Metric],
         history: History,
         reporter: Reporter,
-        hooks: Hooks,
+        callbacks: Callbacks,
+        auto_save: AutoSave | None,
+        validate_every: int = 1,
     ) -> None:
+        if validate_every < 1:
+            raise ValueError(f"validate_every must be at least 1, got {validate_every}. Pass a number of epochs.")
+        self._handler = handler
         self._objective, self.optimization, self.source = objective, optimization, source
         self._scheduling, self._metrics, self._history = scheduling, metrics, history
-        self._reporter, self._hooks = reporter, hooks
+        self._reporter, self._callbacks = reporter, callbacks
+        self._auto_save, self._validate_every = auto_save, validate_every
         self.epoch = 0
         self.reason = ""
-        self._wish = ""
+        self._stop_reason = ""
         self._accumulators = Accumulators(metrics)
         self._seconds = 0.0
-        self._is_resumed = False
+        self._must_rehearse = False
         source.begin(0)
 
     def run(self, epochs: int, *, accumulate: int = 1, progress: bool | None = None) -> bool:
-        """Go on until so many epochs are done; return False if it was left to be gone on with in another run.
+        """Train until so many epochs are done; return False if the job was asked to stop before.
 
-        Collective. It is left when :meth:`DistributedManager.should_stop` says so, after it was saved.
+        Collective. When :meth:`DistributedManager.should_stop` says so, the training is saved after the current step,
+        to be resumed by another run.
 
         Args:
-            epochs: Number of epochs in all, with those of the runs before.
+            epochs: Total number of epochs, including those of earlier runs.
             accumulate: Number of batches whose gradients make a step.
-            progress: Show a bar; None shows it on a terminal.
+            progress: Show a progress bar; None shows it on a terminal.
         """
+        self._callbacks.emit(Callback.on_train_begin, self._handler)
         while self.epoch < epochs and not self.reason:
             bar = ProgressBar(self.epoch, epochs, self.source.num_steps(), is_shown=progress)
             try:
@@ -113,14 +103,15 @@ class Training:
             if not is_over:
                 return False
             self._finish_epoch(epochs)
+        self._callbacks.emit(Callback.on_train_end, self._handler)
         return True
 
     def stop(self, reason: str) -> None:
-        """End the training after this epoch, if any rank says so."""
-        self._wish = reason
+        """Ask for the training to end after this epoch; it does if any rank has asked."""
+        self._stop_reason = reason
 
     def state_dict(self) -> dict[str, Any]:
-        """Return all that the rest of the training depends on, but for the model and the history.
+        """Return everything that the rest of the training depends on, except for the model and the history.
 
         Collective.
         """
@@ -129,7 +120,7 @@ class Training:
             "random": generators_state(),
             "sums": self._accumulators.sums.cpu(),
             "source": source,
-            "wish": self._wish,
+            "stop_reason": self._stop_reason,
         }
         return {
             "epoch": self.epoch,
@@ -141,7 +132,9 @@ class Training:
         }
 
     def load_state_dict(self, state: Mapping[str, Any], *, keeps_optimizer: bool = False) -> None:
-        """Go on from such a state; of another number of ranks random numbers are left out, and sums are rank 0's.
+        """Resume from such a state.
+
+        If another number of ranks saved it, random numbers are not restored, and rank 0 takes over all sums.
 
         Args:
             state: The state.
@@ -154,38 +147,38 @@ class Training:
         manager, ranks = DistributedManager(), state["ranks"]
         is_same_job = len(ranks) == manager.world_size
         source = ranks[manager.rank if is_same_job else 0]["source"]
-        goes_on = source["kind"] == type(self.source).__name__
-        if goes_on:
-            goes_on = self.source.load_state_dict(source["position"], is_same_job=is_same_job)
+        is_resumed = source["kind"] == type(self.source).__name__
+        if is_resumed:
+            is_resumed = self.source.load_state_dict(source["position"], is_same_job=is_same_job)
         else:
             self.source.begin(self.epoch)
         self._accumulators = Accumulators(self._metrics)
         sums = ranks[manager.rank]["sums"] if is_same_job else sum(own["sums"] for own in ranks)
-        if goes_on and (is_same_job or manager.is_main) and sums.shape == self._accumulators.sums.shape:
+        if is_resumed and (is_same_job or manager.is_main) and sums.shape == self._accumulators.sums.shape:
             self._accumulators.sums = sums
         if is_same_job:
-            self._wish = ranks[manager.rank]["wish"]
+            self._stop_reason = ranks[manager.rank]["stop_reason"]
             set_generators_state(ranks[manager.rank]["random"])
-        self._is_resumed = True
+        self._must_rehearse = True
 
     def _run_epoch(self, accumulate: int, bar: ProgressBar) -> bool:
-        """Go through the rest of an epoch; return False if it was left."""
-        self._hooks.on_epoch_begin(self.epoch)
+        """Train for the rest of an epoch; return False if the job was asked to stop."""
+        self._callbacks.emit(Callback.on_epoch_begin, self._handler, self.epoch)
         started = time.perf_counter()
         for steps in _windows(self.source.steps(self.epoch), accumulate):
-            if self._is_resumed:
+            if self._must_rehearse:
                 self.optimization.rehearse(self._objective, steps)
-                self._is_resumed = False
+                self._must_rehearse = False
             is_taken = self.optimization.run(self._objective, steps, self._accumulators)
             if is_taken:
-                self._hooks.on_step_end(self.optimization.num_steps)
+                self._callbacks.emit(Callback.on_step_end, self._handler, self.optimization.num_steps)
                 self._scheduling.after_step()
             bar.advance(len(steps), self._accumulators)
-            is_left = DistributedManager().should_stop()
-            if is_left or (is_taken and self._hooks.is_to_save(step=self.optimization.num_steps)):
+            must_stop = DistributedManager().should_stop()
+            if must_stop or (is_taken and self._is_save_due(step=self.optimization.num_steps)):
                 started = self._add_time(started)
-                self._hooks.save()
-            if is_left:
+                self._save()
+            if must_stop:
                 return False
         self._add_time(started)
         return True
@@ -196,12 +189,10 @@ class Training:
         return now
 
     def _finish_epoch(self, epochs: int) -> None:
-        found = self._accumulators.compute()
-        validated = self._hooks.validate(self.epoch)
         record = {
             "epoch": float(self.epoch),
-            **found,
-            **{f"val_{name}": value for name, value in validated.items()},
+            **self._accumulators.compute(),
+            **{f"val_{name}": value for name, value in self._validate().items()},
             "lr": self._scheduling.learning_rate,
             "skipped": float(self.optimization.num_skipped),
             "seconds": aggregate_loss(self._seconds),
@@ -210,18 +201,31 @@ class Training:
         self._history.add(record)
         self.epoch += 1
         self._accumulators, self._seconds, self.optimization.num_skipped = Accumulators(self._metrics), 0.0, 0
-        self._hooks.on_epoch_end(record)
-        self._reporter.say_epoch(record, epochs)
+        self._callbacks.emit(Callback.on_epoch_end, self._handler, record)
+        self._reporter.log_epoch(record, epochs)
         self._agree_to_stop()
-        if self._hooks.is_to_save(epoch=self.epoch) or self.reason or self.epoch >= epochs:
-            self._hooks.save()
+        if self._is_save_due(epoch=self.epoch) or self.reason or self.epoch >= epochs:
+            self._save()
+
+    def _validate(self) -> dict[str, float]:
+        """Return loss and metrics of the validation; empty if there is none after this epoch."""
+        is_due = (self.epoch + 1) % self._validate_every == 0
+        return self._handler.validate() if is_due and self._handler.validates else {}
+
+    def _is_save_due(self, *, step: int | None = None, epoch: int | None = None) -> bool:
+        return self._auto_save is not None and self._auto_save.is_due(step=step, epoch=epoch)
+
+    def _save(self) -> None:
+        if self._auto_save is not None:
+            self._auto_save.save(self._handler)
 
     def _agree_to_stop(self) -> None:
-        """Stop on all ranks for a reason that one of them has."""
-        wishes = fused_all_reduce(torch.tensor(int(bool(self._wish)), device=DistributedManager().device))
-        if wishes.item() and (reasons := [reason for reason in all_gather_objects(self._wish) if reason]):
-            self.reason, self._wish = reasons[0], ""
-            self._reporter.say("stopped: %s", self.reason)
+        """End the training on all ranks if one of them asked for it."""
+        is_asked = torch.tensor(int(bool(self._stop_reason)), device=DistributedManager().device)
+        num_asked = fused_all_reduce(is_asked).item()  # the reasons, as slow pickles, only where there are any
+        if num_asked and (reasons := [reason for reason in all_gather_objects(self._stop_reason) if reason]):
+            self.reason, self._stop_reason = reasons[0], ""
+            self._reporter.log("stopped: %s", self.reason)
 
 
 def _windows(steps: Iterator[Step], size: int) -> Iterator[list[Step]]:

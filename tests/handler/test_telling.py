@@ -89,7 +89,9 @@ def test_early_stopping_waits_as_long_as_it_is_told_to():
     handler.add_callback(EarlyStopping("val_loss", patience=3, min_delta=1e9))
     assert len(handler.train(10, validate_every=2)) == 8  # the first value is the best; three more are not better
     handler.add_callback(EarlyStopping("val_los"))
-    with pytest.raises(ValueError, match=r"monitor must be a value of the history, got 'val_los'. It has \['epoch', "):
+    with pytest.raises(
+        ValueError, match=r"monitor must be a name in the history, got 'val_los'. The history has \['epoch', "
+    ):
         handler.train(10)
     handler = make_handler(8)
     handler.add_metric("constant", lambda _outputs, _targets: 1.0)
@@ -162,7 +164,7 @@ def test_pictures_are_drawn_on_rank_zero(tmp_path):
         assert picture.shape[:2] == (600, 960)
         assert 0.5 < picture.mean() < 0.999
     assert "<svg" in (tmp_path / "rates.svg").read_text()
-    with pytest.raises(RankFailedError, match=r"names must be of the history, got \['no'\]"):
+    with pytest.raises(RankFailedError, match=r"names must be in the history, got \['no'\]"):
         handler.plot_metrics(tmp_path / "no.png", ["no"])
     assert not Path(tmp_path / "no.png").exists()
 

@@ -183,7 +183,9 @@ def test_schedulers_step_with_steps_or_epochs(world_size):
         handler.train(2)
         assert handler.optimizer.param_groups[0]["lr"] == pytest.approx(0.1 * expected)
     handler.set_scheduler(torch.optim.lr_scheduler.ReduceLROnPlateau, patience=0, threshold=1e6)
-    with pytest.raises(DistmanError, match="must be data to validate with for ReduceLROnPlateau to watch val_loss"):
+    with pytest.raises(
+        DistmanError, match="ReduceLROnPlateau monitors val_loss, but there are no data to validate with"
+    ):
         handler.train(4)
     handler.set_val_loader(regression(), batch_size=8)
     handler.train(6, validate_every=2)
@@ -330,17 +332,19 @@ def test_fewer_samples_than_ranks_and_batches_of_any_structure(cached):
 @ranks(2)
 def test_what_is_missing_or_wrong_is_one_sentence():
     handler = NNHandler(Network)
-    with pytest.raises(DistmanError, match=r"must have a loss for this, got none. Call set_loss_fn\(\) or set_sde\(\)"):
+    with pytest.raises(
+        DistmanError, match=r"the handler has no loss function. Call set_loss_fn\(\) or set_sde\(\) first"
+    ):
         handler.train(1)
     handler.set_loss_fn(nn.functional.mse_loss)
-    with pytest.raises(DistmanError, match=r"must have an optimizer for this, got none. Call set_optimizer\(\)"):
+    with pytest.raises(DistmanError, match=r"the handler has no optimizer. Call set_optimizer\(\)"):
         handler.train(1)
     handler.set_optimizer(torch.optim.SGD, lr=0.1)
-    with pytest.raises(DistmanError, match=r"must have data to train with for this, got none. Call set_train_loader"):
+    with pytest.raises(DistmanError, match=r"the handler has no data to train with. Call set_train_loader"):
         handler.train(1)
-    with pytest.raises(DistmanError, match=r"must have data to validate with for this"):
+    with pytest.raises(DistmanError, match=r"the handler has no data to validate with. Call set_val_loader"):
         handler.validate()
-    with pytest.raises(DistmanError, match="must have a score-based model for this"):
+    with pytest.raises(DistmanError, match="the handler has no equation of a score-based model"):
         handler.sample((2, 3))
     handler.set_train_loader(regression(), batch_size=8)
     for options, message in (
@@ -354,16 +358,16 @@ def test_what_is_missing_or_wrong_is_one_sentence():
         with pytest.raises(ValueError, match=message):
             handler.train(1, **options)
     handler.set_train_loader(Empty())
-    with pytest.raises(ValueError, match="there must be batches to train with, got none on any rank in epoch 0"):
+    with pytest.raises(ValueError, match="no rank has a batch to train with in epoch 0"):
         handler.train(1)
     for set_loader in (handler.set_train_loader, handler.set_val_loader):
-        with pytest.raises(TypeError, match="data must be there again in each epoch, got the iterator"):
+        with pytest.raises(TypeError, match="data must be re-iterable, once per epoch, got the iterator"):
             set_loader(iter([]))
         with pytest.raises(TypeError, match="group must be left out"):
             set_loader(regression(), group="world")
     with pytest.raises(TypeError, match="data to validate with must be read in order, got a TrainingLoader"):
         handler.set_val_loader(distributed_loader(regression()))
-    with pytest.raises(TypeError, match=r"options of a loader must come with a dataset, got \['batch_size'\]"):
+    with pytest.raises(TypeError, match=r"loader options must be passed with a dataset, got \['batch_size'\]"):
         handler.set_train_loader(Empty(), batch_size=3)
     handler.set_train_loader(regression(), batch_size=64, drop_last=True)
     with pytest.raises(ValueError, match="a loader to train with must have a full batch, got none"):

@@ -105,7 +105,7 @@ def test_a_preempted_job_is_queued_again_and_goes_on(cluster, tmp_path):
     assert_learned(finished, ranks=2, nodes=2, method="slurm")
     first, second = finished.stdout.split("asked to stop; saved in")
     assert "epoch 6/6" not in first
-    assert "going on after" in second
+    assert "resuming from" in second
     assert "DUE TO JOB REQUEUE" in finished.stderr
     assert "DistmanError" not in finished.stderr
 

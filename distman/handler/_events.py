@@ -1,0 +1,120 @@
+"""The events of a training, and the callbacks that hear them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec
+
+if TYPE_CHECKING:
+    from distman.handler._nn_handler import NNHandler
+
+P = ParamSpec("P")
+Record = dict[str, float]
+
+
+class Callback:
+    """The events of a training, one method each, called on every rank; override those that you want to hear.
+
+    An exception in a callback ends the training on all ranks. A method that communicates must do so on all ranks. Write
+    files or print on one rank only: see :func:`distman.on_rank`.
+    """
+
+    # This class is the only list of events: a new one is a method here, and a call of Callbacks.emit where it happens.
+
+    def on_train_begin(self, handler: NNHandler) -> None:
+        """Called before the first epoch, and before the first one of a resumed run.
+
+        Local.
+        """
+
+    def on_epoch_begin(self, handler: NNHandler, epoch: int) -> None:
+        """Called before an epoch, and before the rest of one that is resumed.
+
+        Local.
+        """
+
+    def on_step_end(self, handler: NNHandler, step: int) -> None:
+        """Called after a step of the optimizer. Steps are counted over all epochs, starting at 1.
+
+        Local.
+        """
+
+    def on_epoch_end(self, handler: NNHandler, record: Record) -> None:
+        """Called after an epoch and its validation.
+
+        Local.
+
+        Args:
+            handler: The handler.
+            record: The results of the epoch, the same on all ranks; values added to it become part of the history.
+        """
+
+    def on_train_end(self, handler: NNHandler) -> None:
+        """Called after the last epoch.
+
+        Local.
+        """
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a resumed run has to know, as plain values and tensors.
+
+        Local.
+        """
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore such a state.
+
+        Local.
+        """
+
+
+class Callbacks:
+    """The callbacks of a handler, in the order in which they are called."""
+
+    def __init__(self) -> None:
+        self._first: list[Callback] = []
+        self._last: list[Callback] = []
+
+    def __iter__(self) -> Iterator[Callback]:
+        return iter([*self._first, *self._last])
+
+    def add(self, callback: Callback, *, is_last: bool) -> None:
+        """Add a callback.
+
+        Args:
+            callback: The callback.
+            is_last: Call it after all others, so that what it saves includes what they did.
+        """
+        (self._last if is_last else self._first).append(callback)
+
+    def emit(
+        self,
+        event: Callable[Concatenate[Callback, NNHandler, P], None],
+        handler: NNHandler,
+        *args: P.args,
+        **kwargs: P.kwargs,
+    ) -> None:
+        """Call every callback's method for an event.
+
+        Args:
+            event: The event, a method of :class:`Callback`.
+            handler: The handler.
+            args: The method's other arguments.
+            kwargs: The method's other arguments, by name.
+        """
+        for callback in self:
+            getattr(callback, event.__name__)(handler, *args, **kwargs)
+
+    def state_dict(self) -> list[list[Any]]:
+        """Return the name of each callback's class, and its state."""
+        return [[type(callback).__qualname__, callback.state_dict()] for callback in self]
+
+    def load_state_dict(self, state: Iterable[Sequence[Any]]) -> None:
+        """Restore such states: each callback gets the first one of its class that none before it has got."""
+        saved = list(state)
+        for callback in self:
+            own = next((one for one in saved if one[0] == type(callback).__qualname__), None)
+            if own is not None:
+                saved.remove(own)
+                callback.load_state_dict(own[1])

@@ -1,0 +1,102 @@
+"""What a handler computes with its model without training it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.utils.data import Dataset
+
+from distman.data import EvaluationLoader
+from distman.handler._evaluation import evaluate, predict
+from distman.handler._loading import make_prediction_loader
+from distman.handler._model import TrainedModel
+from distman.handler._setup import Setup
+
+
+class Inference(Setup):
+    """Validation, prediction, and samples and densities of a score-based model.
+
+    All of these use the moving average of the weights if one is kept; a call of the handler does not.
+    """
+
+    def __init__(self, model: TrainedModel, seed: int) -> None:
+        super().__init__(model, seed)
+        self._dtype: torch.dtype | None = None  # of mixed precision, as in the latest training
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the bare model.
+
+        Local.
+        """
+        return self.module(*args, **kwargs)
+
+    def validate(self) -> dict[str, float]:
+        """Return the loss and the metrics over the validation data, the same on all ranks.
+
+        Collective. Blocking.
+        """
+        data = self._required_val_data()
+        self._model.share_buffers()
+        return evaluate(self._model.evaluated, self._required_objective(), data, self._metrics, dtype=self._dtype)
+
+    def predict(
+        self,
+        data: Dataset[Any] | torch.Tensor | EvaluationLoader,
+        *,
+        batch_size: int = 64,
+        all_ranks: bool = False,
+        **loader_kwargs: Any,
+    ) -> Any:
+        """Return the model's outputs for each sample, once and in order.
+
+        Collective. Blocking.
+
+        Args:
+            data: A dataset, the same on all ranks; a tensor of inputs, shape ``(n, *)``; or a loader for evaluation.
+            batch_size: Samples per rank and step.
+            all_ranks: Return the outputs on all ranks.
+            loader_kwargs: Options of :func:`distman.data.distributed_loader`.
+
+        Returns:
+            The outputs, in host memory, on rank 0; None elsewhere.
+        """
+        loader = make_prediction_loader(data, {"batch_size": batch_size, **loader_kwargs})
+
+        def forward(model: torch.nn.Module, batch: Any) -> Any:
+            return self._forward(model, batch)[0]
+
+        self._model.share_buffers()
+        return predict(self._model.evaluated, forward, loader, all_ranks=all_ranks, dtype=self._dtype)
+
+    def score(self, t: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        """Return the estimated gradient of the log-density at times ``(batch,)`` and points ``(batch, *)``.
+
+        Local.
+        """
+        return self._required_score_based().score(self._model.evaluated, t, x)
+
+    def sample(self, shape: Sequence[int], **kwargs: Any) -> torch.Tensor:
+        """Draw samples from a score-based model; the ranks share the work.
+
+        Collective. Blocking.
+
+        Args:
+            shape: Shape of all samples, ``(n, *)``.
+            kwargs: Options of :func:`distman.score.sample`; with ``rank_zero=True`` only rank 0 works.
+        """
+        self._model.share_buffers()
+        return self._required_score_based().sample(self._model.evaluated, shape, **kwargs)
+
+    def log_likelihood(self, x: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        """Return the log-density of samples under a score-based model, in nats; the ranks share the work.
+
+        Collective. Blocking.
+
+        Args:
+            x: The samples, shape ``(n, *)``, the same on all ranks.
+            kwargs: Options of :func:`distman.score.log_likelihood`.
+        """
+        self._model.share_buffers()
+        return self._required_score_based().log_likelihood(self._model.evaluated, x, **kwargs)

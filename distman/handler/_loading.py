@@ -1,0 +1,85 @@
+"""From the data that a program passes to a handler to loaders and steps."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, cast
+
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+from distman.data import EvaluationLoader, TrainingLoader, distributed_loader, rank_cached_loader
+from distman.errors import check_options
+from distman.handler._sources import ForeignSource, LoaderSource, Source
+
+# Parameters of the functions that make loaders which are not for the user: the handler passes the first two, all ranks
+# train one model, and the last one stands for the options of torch's DataLoader.
+_NO_OPTIONS = {"dataset", "evaluation", "group", "loader_kwargs"}
+
+
+def make_loader(method: str, data: Any, options: Mapping[str, Any], *, cached: bool, evaluation: bool = False) -> Any:
+    """Return a loader that distributes a dataset over the ranks, or an iterable as it is.
+
+    Args:
+        method: Name of the handler's method, for messages.
+        data: What the program passed to it.
+        options: Options of the loader.
+        cached: Keep each rank's shard in its memory.
+        evaluation: Load for evaluation.
+
+    Raises:
+        TypeError: The data or an option cannot be used.
+    """
+    if "group" in options:
+        raise TypeError("group must be left out: all ranks train one model. Call the functions of distman.data for it.")
+    if isinstance(data, Iterator):
+        raise TypeError(
+            f"data must be re-iterable, once per epoch, got the iterator {data!r}. Pass a DataLoader, or an object "
+            "whose __iter__ starts over."
+        )
+    if evaluation and isinstance(data, TrainingLoader):
+        raise TypeError(
+            "data to validate with must be read in order, got a TrainingLoader. Make it with evaluation=True."
+        )
+    if isinstance(data, DataLoader) or not hasattr(data, "__getitem__"):
+        _check_no_options(data, options, cached=cached)
+        return data
+    make = rank_cached_loader if cached else distributed_loader
+    check_options(options, _options_of(make), method)
+    return make(data, evaluation=evaluation, **options)
+
+
+def make_prediction_loader(data: Any, options: Mapping[str, Any]) -> EvaluationLoader:
+    """Return a loader that reads each sample once and in order.
+
+    Args:
+        data: A dataset, a tensor of inputs, or such a loader.
+        options: Options of the loader.
+    """
+    if isinstance(data, EvaluationLoader):
+        return data
+    dataset = TensorDataset(data) if isinstance(data, torch.Tensor) else data
+    return cast("EvaluationLoader", distributed_loader(dataset, evaluation=True, **options))
+
+
+def make_source(data: Any) -> Source:
+    """Return the steps of a loader that :func:`make_loader` returned for training."""
+    return LoaderSource(data) if isinstance(data, TrainingLoader) else ForeignSource(data)
+
+
+def _check_no_options(data: Any, options: Mapping[str, Any], *, cached: bool) -> None:
+    given = [name for name in options if name != "seed"]  # the handler passes its own seed
+    if cached or given:
+        raise TypeError(
+            f"loader options must be passed with a dataset, got {given or ['cached']} with a {type(data).__name__}. "
+            "Set them where you make it."
+        )
+
+
+def _options_of(make: Callable[..., Any]) -> set[str]:
+    """Return the names of the options that a user may pass for a loader."""
+    known = {"cached", *inspect.signature(make).parameters}
+    if "loader_kwargs" in known:
+        known |= {*inspect.signature(DataLoader).parameters}
+    return known - _NO_OPTIONS

@@ -1,0 +1,164 @@
+"""What a handler keeps of its training: the history, checkpoints, plots."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from distman import checkpoint
+from distman.checkpoint._state import check_state
+from distman.handler._history import History
+from distman.handler._inference import Inference
+from distman.handler._model import TrainedModel
+from distman.handler._plots import plot_history
+from distman.handler._resumption import AutoSave, Progress
+
+
+class Saving(Inference):
+    """The history of a training, and the state from which it is resumed.
+
+    Args:
+        model: The model.
+        seed: See :class:`Setup`.
+        model_kwargs: The arguments that the model was made with; checkpoints hold those that they can.
+    """
+
+    def __init__(self, model: TrainedModel, seed: int, model_kwargs: Mapping[str, Any]) -> None:
+        super().__init__(model, seed)
+        self._model_kwargs = model_kwargs
+        self._progress = Progress()
+        self._auto_save: AutoSave | None = None
+        self.history = History()
+
+    @property
+    def num_steps(self) -> int:
+        """Number of steps that the optimizer has taken."""
+        return self._progress.num_steps
+
+    @property
+    def train_losses(self) -> list[float]:
+        """Mean training loss of each epoch."""
+        return self.history["loss"]
+
+    @property
+    def val_losses(self) -> list[float]:
+        """Mean validation loss of each epoch; NaN for epochs without validation."""
+        return self.history["val_loss"]
+
+    def auto_save(
+        self,
+        folder: str | os.PathLike[str],
+        *,
+        every_epochs: int | None = 1,
+        every_steps: int | None = None,
+        keep: int = 2,
+        resume: bool = True,
+        requeue: bool | None = None,
+    ) -> None:
+        """Save the training while it runs, and let :meth:`train` resume it when the program is started again.
+
+        Local. Whenever the program is killed, the latest checkpoint is complete.
+
+        Args:
+            folder: The folder to save in; see :class:`distman.checkpoint.CheckpointFolder`.
+            every_epochs: Save after every so many epochs; None saves after the last one only.
+            every_steps: Save after every so many steps of the optimizer as well.
+            keep: Number of checkpoints to keep.
+            resume: Resume from the latest checkpoint in the folder, if there is one, whatever was loaded before.
+            requeue: Requeue the Slurm job if it was asked to stop. None does so if ``DISTMAN_REQUEUE=1``, which the
+                job scripts set.
+        """
+        requeues = os.environ.get("DISTMAN_REQUEUE") == "1" if requeue is None else requeue
+        self._auto_save = AutoSave(
+            checkpoint.CheckpointFolder(folder, keep=keep), every_epochs, every_steps, resumes=resume, requeues=requeues
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return everything that a resumed training depends on, as plain values and tensors.
+
+        Collective. The tensors are those of the model and the optimizer, not copies.
+        """
+        self._model.share_buffers()
+        return {
+            "model": self._model.state_dict(),
+            "model_kwargs": {name: value for name, value in self._model_kwargs.items() if _is_storable(value)},
+            "training": self._progress.state_dict(),
+            "history": self.history.state_dict(),
+            "callbacks": self._callbacks.state_dict(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore such a state, saved by any number of ranks; the next :meth:`train` resumes from it.
+
+        Local.
+
+        Raises:
+            RuntimeError: The weights do not fit the model.
+        """
+        self._model.load_state_dict(state["model"])
+        self.history.load_state_dict(state["history"])
+        self._callbacks.load_state_dict(state["callbacks"])
+        self._progress.load_state_dict(state["training"])
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the present state of the training into a file, completely or not at all.
+
+        Collective. Blocking. See :func:`distman.checkpoint.save`.
+
+        Raises:
+            RankFailedError: On every rank: rank 0 could not write the file; on rank 0 its error is the cause.
+        """
+        checkpoint.save(self.state_dict(), path)
+
+    def load(self, path: str | os.PathLike[str]) -> None:
+        """Restore the training from a file, saved by any number of ranks; the next :meth:`train` resumes from it.
+
+        Collective. Blocking. Add callbacks first, so that they are restored too.
+
+        Raises:
+            Exception: On the rank where reading failed: the reason.
+            RankFailedError: On the other ranks.
+        """
+        self._load(checkpoint.load(path))
+
+    def plot_losses(self, path: str | os.PathLike[str], *, log: bool = False) -> None:
+        """Plot the losses over the epochs into a file, on rank 0.
+
+        Collective.
+
+        Args:
+            path: The file; its extension selects the format.
+            log: Use a logarithmic axis.
+        """
+        names = [name for name in ("loss", "val_loss") if name in self.history.names]
+        plot_history(self.history, names, path, title="Loss", log=log)
+
+    def plot_metrics(self, path: str | os.PathLike[str], names: Sequence[str] | None = None) -> None:
+        """Plot the metrics over the epochs into a file, on rank 0.
+
+        Collective.
+
+        Args:
+            path: The file; its extension selects the format.
+            names: Names in the history; None is all metrics, of training and validation.
+        """
+        if names is None:
+            names = [name for metric in self._metrics for name in (metric, f"val_{metric}")]
+            names = [name for name in names if name in self.history.names]
+        plot_history(self.history, names, path, title="Metrics")
+
+    def _load(self, state: dict[str, Any]) -> None:
+        """Restore a state that the program has loaded, so it wants to train on even where that training had stopped."""
+        if state["training"] is not None:
+            state["training"]["reason"] = ""
+        self.load_state_dict(state)
+
+
+def _is_storable(value: object) -> bool:
+    """Return whether a checkpoint can hold a value."""
+    try:
+        check_state(value)
+    except ValueError:
+        return False
+    return True
