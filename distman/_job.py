@@ -23,7 +23,7 @@ from distman._coordination.failure.job_abort import abort_job_after
 from distman._coordination.failure.reporter import JobReporter
 from distman._coordination.monitor.context import WatchContext
 from distman._coordination.monitor.watcher import Watcher, WatchLimits, announce_unwatched, late_after
-from distman._coordination.store_group import StoreGroup
+from distman._coordination.sync import StoreGroup
 from distman._coordination.timeouts import run_with_timeout
 from distman._device import backend_for, pick_device, resolve_device
 from distman._rendezvous import mpi

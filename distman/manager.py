@@ -16,11 +16,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from distman import _log
 from distman._coordination import tracking
-from distman._coordination.barrier import wait_for_all
 from distman._coordination.failure import hook
 from distman._coordination.monitor.watcher import Watcher, WatchLimits
 from distman._coordination.preemption import StopAgreement
 from distman._coordination.requeue import requeue
+from distman._coordination.sync import wait_for_all
 from distman._coordination.wait_scope import WaitScope
 from distman._device import backend_for, check_backend, pick_device
 from distman._groups.queries import GroupQueries

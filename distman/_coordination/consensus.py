@@ -6,9 +6,8 @@ import dataclasses
 import json
 from collections.abc import Mapping
 
-from distman._coordination.barrier import wait_for_all
 from distman._coordination.failure.record import FailureRecord
-from distman._coordination.store_group import StoreGroup
+from distman._coordination.sync import StoreGroup, wait_for_all
 from distman.errors import BarrierTimeoutError, PlanMismatchError
 
 

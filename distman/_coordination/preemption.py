@@ -11,8 +11,7 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
-from distman._coordination.key_sequence import KeySequence
-from distman._coordination.store_group import StoreGroup
+from distman._coordination.sync import KeySequence, StoreGroup
 from distman._log import logger
 from distman.errors import PlanMismatchError
 

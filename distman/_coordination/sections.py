@@ -7,8 +7,7 @@ import json
 from collections.abc import Sequence
 
 from distman._coordination.failure.record import FailureRecord
-from distman._coordination.key_sequence import KeySequence
-from distman._coordination.store_group import StoreGroup
+from distman._coordination.sync import KeySequence, StoreGroup
 from distman.errors import PlanMismatchError
 
 

@@ -5,7 +5,7 @@ import random
 import pytest
 from torch.distributed import HashStore
 
-from distman._coordination.key_sequence import KeySequence
+from distman._coordination.sync import KeySequence
 
 
 @pytest.mark.parametrize("seed", range(20))
