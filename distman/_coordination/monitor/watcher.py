@@ -22,9 +22,8 @@ from distman._coordination.failure import hook
 from distman._coordination.failure.interruption import Interruption
 from distman._coordination.failure.record import FailureRecord
 from distman._coordination.monitor.context import WatchContext
-from distman._coordination.monitor.hang_watch import HangWatch
+from distman._coordination.monitor.hang import HangWatch, StackQueries
 from distman._coordination.monitor.peer_connection import PeerConnection
-from distman._coordination.monitor.stack_query import StackQueries
 from distman._coordination.monitor.watchdog import Watchdog
 from distman._log import logger
 
