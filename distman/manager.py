@@ -18,8 +18,7 @@ from distman import _log
 from distman._coordination import tracking
 from distman._coordination.failure import hook
 from distman._coordination.monitor.watcher import Watcher, WatchLimits
-from distman._coordination.preemption import StopAgreement
-from distman._coordination.requeue import requeue
+from distman._coordination.preemption import StopAgreement, requeue
 from distman._coordination.sync import wait_for_all
 from distman._coordination.wait_scope import WaitScope
 from distman._device import backend_for, check_backend, pick_device
