@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from distman import _log
-from distman._coordination import tracking
+from distman._coordination import protocol, tracking
 from distman._coordination.failure import hook
 from distman._coordination.monitor.watcher import Watcher, WatchLimits
 from distman._coordination.preemption import StopAgreement, requeue
@@ -307,7 +307,7 @@ class DistributedManager(GroupQueries):
         with WaitScope(f"barrier {name!r}" if name else "barrier"):
             tracking.check_all_run_here(range(job.world_size))
             if store_group is not None:
-                key = f"barrier {next(job.barriers)}" + (f" {name!r}" if name else "")
+                key = protocol.barrier(next(job.barriers), name)
                 locate = functools.partial(self._watcher.locate, key) if self._watcher is not None else None
                 wait_for_all(store_group, key, timeout=seconds, locate=locate)
 

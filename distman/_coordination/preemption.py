@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from types import FrameType
 from typing import Any
 
+from distman._coordination import protocol
 from distman._coordination.sync import KeySequence, StoreGroup
 from distman._log import logger
 from distman.errors import DistmanError, PlanMismatchError
@@ -39,9 +40,9 @@ class StopAgreement:
 
     def __init__(self, store_group: StoreGroup | None) -> None:
         self._store_group = store_group
-        self._keys = (
-            KeySequence(store_group.job_store, "stop decision", store_group.size) if store_group is not None else None
-        )
+        self._keys: KeySequence | None = None
+        if store_group is not None:
+            self._keys = KeySequence(store_group.job_store, protocol.STOP_DECISIONS, store_group.size)
         self._wish = ""
         self._previous: dict[int, Handler] = {}
         self._pid = os.getpid()
@@ -104,10 +105,10 @@ class StopAgreement:
             return self._stops
         store = self._store_group.job_store
         if self._wish:
-            store.set("stop", self._wish)
+            store.set(protocol.STOP, self._wish)
         proposal = {
             "step": step,
-            "stops": bool(store.check(["stop"])),
+            "stops": bool(store.check([protocol.STOP])),
             "next": step + self._num_steps(step, self._store_group.size),
         }
         decision = json.loads(store.compare_set(self._keys.next(), "", json.dumps(proposal)))
@@ -119,7 +120,7 @@ class StopAgreement:
             )
         self._stops, self._next_step = decision["stops"], decision["next"]
         if self._stops:
-            logger.info("all ranks stop at step %d: %s", step, store.get("stop").decode())
+            logger.info("all ranks stop at step %d: %s", step, store.get(protocol.STOP).decode())
         return self._stops
 
     def _num_steps(self, step: int, world_size: int) -> int:

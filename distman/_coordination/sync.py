@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
+from distman._coordination import protocol
 from distman._coordination.failure.record import LEFT, FailureRecord, Place
 from distman.errors import BarrierTimeoutError, RankFailedError
 
@@ -106,9 +107,9 @@ class StoreGroup:
         record = FailureRecord.read(self.job_store)
         if record is not None and record.rank != self.ranks[self.rank]:
             return record
-        if not self.job_store.add("left", 0):
+        if not self.job_store.add(protocol.LEFT, 0):
             return None
-        left = (index for index in awaited() if self.job_store.check([f"left/{self.ranks[index]}"]))
+        left = (index for index in awaited() if self.job_store.check([protocol.left(self.ranks[index])]))
         return next((FailureRecord.left(self.peers[self.ranks[index]], place) for index in left), None)
 
 
@@ -122,14 +123,14 @@ class KeySequence:
         store: The part of the job's store that belongs to these ranks.
         name: Beginning of the keys.
         size: Number of ranks.
-        suffixes: What follows a key where an act writes more than one.
+        beside: The other keys that an operation writes, each as a function of the first one.
     """
 
-    def __init__(self, store: Store, name: str, size: int, suffixes: tuple[str, ...] = ("",)) -> None:
+    def __init__(self, store: Store, name: str, size: int, beside: Sequence[Callable[[str], str]] = ()) -> None:
         self._store = store
         self._name = name
         self._size = size
-        self._suffixes = suffixes
+        self._beside = beside
         self._numbers = itertools.count()
 
     def next(self) -> str:
@@ -141,17 +142,19 @@ class KeySequence:
         page, place = divmod(number, _KEYS_PER_PAGE)
         if place == 0 and page > 0:
             self._turn(page)
-        return f"{self._name} {number}"
+        return protocol.nth(self._name, number)
 
     def _turn(self, page: int) -> None:
         """Begin a page; the last rank that does so deletes the one before."""
-        counter = f"{self._name} page {page}"
+        counter = protocol.page(self._name, page)
         if self._store.add(counter, 1) < self._size:
             return
         self._store.delete_key(counter)
         for number in range((page - 1) * _KEYS_PER_PAGE, page * _KEYS_PER_PAGE):
-            for suffix in self._suffixes:
-                self._store.delete_key(f"{self._name} {number}{suffix}")
+            key = protocol.nth(self._name, number)
+            for beside in self._beside:
+                self._store.delete_key(beside(key))
+            self._store.delete_key(key)
 
 
 def wait_for_all(
@@ -177,36 +180,36 @@ def wait_for_all(
             awaited rank left it.
     """
     store = store_group.store
-    store.set(f"{store_group.rank} is at", key)
-    is_last = store.add(f"{key}/count", 1) == store_group.size
+    store.set(protocol.at(store_group.rank), key)
+    is_last = store.add(protocol.arrived(key), 1) == store_group.size
     if is_last:
-        store.set(f"{key}/open", "yes")
-        store.delete_key(f"{key}/count")
+        store.set(protocol.is_open(key), "yes")
+        store.delete_key(protocol.arrived(key))
 
     def missing() -> list[int]:
-        keys = [f"{index} is at" for index in range(store_group.size)]
+        keys = [protocol.at(index) for index in range(store_group.size)]
         return [index for index, at in enumerate(keys) if not store.check([at]) or store.get(at).decode() != key]
 
     def is_open() -> bool:
-        return is_last or bool(store.check([f"{key}/open"]))
+        return is_last or bool(store.check([protocol.is_open(key)]))
 
     def look() -> None:
-        if store.check([f"{key}/given up"]):
-            absent, record = json.loads(store.get(f"{key}/given up"))
+        if store.check([protocol.given_up(key)]):
+            absent, record = json.loads(store.get(protocol.given_up(key)))
             is_late = store_group.rank in absent
             raise RankFailedError(**record) if is_late else BarrierTimeoutError(record["error_text"])
 
     while not store_group.wait_until(is_open, place=key, awaited=missing, timeout=timeout, look=look):
         absent = missing()
         if absent and not is_open():  # else the last one came while we looked
-            store.add(f"{key}/count", -1)  # who comes later must not find it full
+            store.add(protocol.arrived(key), -1)  # who comes later must not find it full
             error = BarrierTimeoutError(_message(store_group, key, timeout, absent, locate))
             record = FailureRecord.of(error, store_group.ranks[store_group.rank])
-            store.set(f"{key}/given up", json.dumps([absent, dataclasses.asdict(record)]))
+            store.set(protocol.given_up(key), json.dumps([absent, dataclasses.asdict(record)]))
             raise error
-    if store.add(f"{key}/left", 1) == store_group.size:
-        store.delete_key(f"{key}/open")
-        store.delete_key(f"{key}/left")
+    if store.add(protocol.passed(key), 1) == store_group.size:
+        store.delete_key(protocol.is_open(key))
+        store.delete_key(protocol.passed(key))
 
 
 def _message(

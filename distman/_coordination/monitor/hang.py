@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import torch.distributed as dist
 
-from distman._coordination import tracking
+from distman._coordination import protocol, tracking
 from distman._coordination.failure.record import shortened
 from distman._coordination.monitor.context import WatchContext
 from distman._log import logger
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 _PAUSE = 0.01
 _MAX_STACKS = 100_000
 _MAX_NAMED = 4
-_KEY = "hang report"
 
 Key = TypeVar("Key")
 
@@ -84,31 +83,31 @@ class StackQueries:
             ranks: Whom to ask.
             timeout: Seconds to wait for answers.
         """
-        number = self.store.add("questions", 1)
-        self.store.set(f"question {number}", json.dumps(list(ranks)))
-        self.store.add("news", 1)
+        number = self.store.add(protocol.QUERIES, 1)
+        self.store.set(protocol.query(number), json.dumps(list(ranks)))
+        self.store.add(protocol.NEWS, 1)
         until = time.monotonic() + timeout
         waiting = set(ranks)
         answers: dict[int, Answer] = {}
         while waiting and time.monotonic() < until:
             time.sleep(_PAUSE)
             for rank in sorted(waiting):
-                key = f"answer {number}/{rank}"
+                key = protocol.answer(number, rank)
                 if self.store.check([key]):
                     answers[rank] = Answer(**json.loads(self.store.get(key)))
                     self.store.delete_key(key)
                     waiting.discard(rank)
-        self.store.delete_key(f"question {number}")
+        self.store.delete_key(protocol.query(number))
         return answers
 
     def answer(self) -> None:
         """Answer the questions that are new."""
-        num_asked = self.store.add("questions", 0)
+        num_asked = self.store.add(protocol.QUERIES, 0)
         for number in range(self.num_seen + 1, num_asked + 1):
-            key = f"question {number}"
+            key = protocol.query(number)
             with contextlib.suppress(dist.DistStoreError):  # who asked may have given up just now
                 if self.store.check([key]) and self.rank in json.loads(self.store.get(key)):
-                    self.store.set(f"answer {number}/{self.rank}", json.dumps(dataclasses.asdict(Answer.here())))
+                    self.store.set(protocol.answer(number, self.rank), json.dumps(dataclasses.asdict(Answer.here())))
         self.num_seen = num_asked
 
 
@@ -137,12 +136,12 @@ class HangWatch:
         waits = tracking.waits()
         if self._reported is not None and self._reported not in waits:
             self._reported = None
-            stack_queries.store.delete_key(_KEY)
+            stack_queries.store.delete_key(protocol.HANG_REPORTER)
         late = [wait for wait in waits if time.monotonic() - wait.since > self._limit]
         if not late or self._reported is not None:
             return
         me = str(self._context.rank)
-        if stack_queries.store.compare_set(_KEY, "", me).decode() == me:
+        if stack_queries.store.compare_set(protocol.HANG_REPORTER, "", me).decode() == me:
             self._reported = late[0]
             self._report(late[0], stack_queries)
 

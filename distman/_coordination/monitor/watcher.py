@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
-from distman._coordination import tracking
+from distman._coordination import protocol, tracking
 from distman._coordination.failure import hook
 from distman._coordination.failure.interruption import Interruption
 from distman._coordination.failure.record import FailureRecord
@@ -168,8 +168,8 @@ class Watcher:
                 self._context.store,
                 (peer for peer in self._context.peers if peer.rank != self._context.rank),
             )
-            if store.add("left", 0):
-                left = (peer for peer in others if store.check([f"left/{peer.rank}"]))
+            if store.add(protocol.LEFT, 0):
+                left = (peer for peer in others if store.check([protocol.left(peer.rank)]))
                 return next((FailureRecord.left(peer, operation) for peer in left), None)
         except dist.DistError:
             return self._context.store_rank_is_gone()
@@ -189,16 +189,16 @@ class Watcher:
             occasion: Why they are asked for: the same on all ranks, and used once.
             ranks: Whom to look for.
         """
-        store, me = self._context.store, str(self._context.rank)
-        if store.compare_set(f"{occasion}/asker", "", me).decode() == me:
+        store, me, found = self._context.store, str(self._context.rank), protocol.places(occasion)
+        if store.compare_set(protocol.asker(occasion), "", me).decode() == me:
             answers = StackQueries(store, self._context.rank).ask(ranks, self._patience)
             places = {rank: answers[rank].place if rank in answers else self._last_seen(rank) for rank in ranks}
-            store.set(f"{occasion}/places", json.dumps(list(places.items())))
+            store.set(found, json.dumps(list(places.items())))
             return places
         until = time.monotonic() + self._patience + _ANSWER_PATIENCE
-        while not store.check([f"{occasion}/places"]) and time.monotonic() < until:
+        while not store.check([found]) and time.monotonic() < until:
             time.sleep(_PAUSE)
-        return dict(json.loads(store.get(f"{occasion}/places"))) if store.check([f"{occasion}/places"]) else {}
+        return dict(json.loads(store.get(found))) if store.check([found]) else {}
 
     def _last_seen(self, rank: int) -> str:
         text = _beat(self._context.store, rank).partition(" ")[2]
@@ -248,7 +248,7 @@ class Watcher:
     def _is_over(self, store: Store, connection: PeerConnection) -> bool:
         """Look around once, wait a while, and return whether there is nothing to watch any more."""
         self._asked_at = time.monotonic()
-        num_news = store.add("news", 0)
+        num_news = store.add(protocol.NEWS, 0)
         self._last_look = self._asked_at
         if num_news != self._num_news:
             self._num_news = num_news
@@ -271,13 +271,13 @@ class Watcher:
     def _read_news(self, store: Store) -> bool:
         record = FailureRecord.read(store)
         if record is not None:
-            store.add("failure_seen", 1)
+            store.add(protocol.FAILURE_SEEN, 1)
             self._act(record)
             return True
         self._stack_queries.answer()
-        if store.check(["closing"]):
+        if store.check([protocol.CLOSING]):
             self.has_let_go = True
-            store.add("gone", 1)
+            store.add(protocol.GONE, 1)
             return True
         return False
 
@@ -295,7 +295,7 @@ class Watcher:
             self._tell(store, FailureRecord.silent(self._context.peers[rank], silent_for, last_seen=last_seen))
 
     def _say_alive(self, store: Store) -> None:
-        store.set(f"beat/{self._context.rank}", f"{time.time()} {tracking.describe_here()}")
+        store.set(protocol.beat(self._context.rank), f"{time.time()} {tracking.describe_here()}")
 
     def _store_rank_is_silent(self, seconds: float) -> None:
         if self.record is None and not self._is_stopping.is_set():
@@ -305,8 +305,8 @@ class Watcher:
     def _tell(self, store: Store, record: FailureRecord) -> None:
         """Make a failure known to all, this rank too."""
         first = record.publish(store)
-        store.add("news", 1)
-        store.add("failure_seen", 1)
+        store.add(protocol.NEWS, 1)
+        store.add(protocol.FAILURE_SEEN, 1)
         self._act(first)
 
     def _act(self, record: FailureRecord) -> None:
@@ -335,8 +335,8 @@ class _Neighbour:
 
 def announce_unwatched(store: Store, rank: int) -> None:
     """Say that a rank has no watcher: it gives no signs of life, and lets nobody wait for it at the end."""
-    store.delete_key(f"beat/{rank}")
-    store.add("gone", 1)
+    store.delete_key(protocol.beat(rank))
+    store.add(protocol.GONE, 1)
 
 
 def is_watching() -> bool:
@@ -366,5 +366,5 @@ def is_lost_connection(error: BaseException) -> bool:
 
 
 def _beat(store: Store, rank: int) -> str:
-    key = f"beat/{rank}"
+    key = protocol.beat(rank)
     return store.get(key).decode() if store.check([key]) else ""
