@@ -22,8 +22,8 @@ from distman._coordination import protocol
 from distman._coordination.failure import hook
 from distman._coordination.failure.job_abort import abort_job_after
 from distman._coordination.failure.reporter import JobReporter
-from distman._coordination.monitor.context import WatchContext
-from distman._coordination.monitor.watcher import Watcher, WatchLimits, announce_unwatched, late_after
+from distman._coordination.monitor.context import WatchContext, late_after
+from distman._coordination.monitor.watcher import Watcher, WatchLimits, announce_unwatched
 from distman._coordination.sync import StoreGroup
 from distman._coordination.timeouts import run_with_timeout
 from distman._device import backend_for, pick_device, resolve_device

@@ -68,7 +68,7 @@ def measure_scale(num_ranks: int = 10_000, seconds: float = 5.0) -> None:
     import torch.distributed as dist
 
     from distman._coordination import protocol
-    from distman._coordination.monitor.watcher import INTERVALS_PER_BEAT, interval
+    from distman._coordination.monitor.context import INTERVALS_PER_BEAT, interval
 
     port = _free_port()
     server = subprocess.Popen([sys.executable, __file__, "serve_here", str(port)])

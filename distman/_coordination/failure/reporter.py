@@ -13,7 +13,8 @@ import torch.distributed as dist
 from distman._coordination import protocol
 from distman._coordination.failure import hook
 from distman._coordination.failure.record import SILENT, FailureRecord
-from distman._coordination.monitor.watcher import failure_behind, interval, is_watching
+from distman._coordination.monitor.context import interval
+from distman._coordination.monitor.watcher import failure_behind, is_watching
 from distman._coordination.timeouts import run_with_timeout
 from distman.errors import RankFailedError
 
