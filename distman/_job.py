@@ -17,12 +17,13 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from distman._coordination import protocol
 from distman._coordination.failure import hook
 from distman._coordination.failure.job_abort import abort_job_after
 from distman._coordination.failure.reporter import JobReporter
-from distman._coordination.monitor.context import WatchContext
-from distman._coordination.monitor.watcher import Watcher, WatchLimits, announce_unwatched, late_after
-from distman._coordination.store_group import StoreGroup
+from distman._coordination.monitor.context import WatchContext, late_after
+from distman._coordination.monitor.watcher import Watcher, WatchLimits, announce_unwatched
+from distman._coordination.sync import StoreGroup
 from distman._coordination.timeouts import run_with_timeout
 from distman._device import backend_for, is_pure_gloo, pick_device, resolve_device
 from distman._rendezvous import mpi
@@ -156,7 +157,7 @@ def start(environment: LaunchEnvironment, backend: str | None, wish: DeviceWish,
     )
     try:
         _make_process_group(job, rendezvous.store)
-        rendezvous.store.add("started", 1)
+        rendezvous.store.add(protocol.STARTED, 1)
     except BaseException:
         rendezvous.job_store.close()
         raise
@@ -243,17 +244,17 @@ def _say_farewell(job: Job, rendezvous: Rendezvous, *, is_counted: bool) -> None
 
     def tell() -> None:
         with contextlib.suppress(dist.DistError):  # who served the store may have gone before
-            store.set(f"left/{job.peer.rank}", "yes")
-            store.add("left", 1)
-            store.add("gone", 0 if is_counted else 1)
+            store.set(protocol.left(job.peer.rank), "yes")
+            store.add(protocol.LEFT, 1)
+            store.add(protocol.GONE, 0 if is_counted else 1)
 
     is_told = run_with_timeout(tell, _FAREWELL_PATIENCE)  # who serves the store may be stopped
     if is_host or (is_told and not job.is_adopted and not hook.has_failed()):
-        _wait_for_all_at(store, "started", job.world_size, _START_PATIENCE)
+        _wait_for_all_at(store, protocol.STARTED, job.world_size, _START_PATIENCE)
     if is_host:
-        store.set("closing", "yes")
-        store.add("news", 1)
-        _wait_for_all_at(store, "gone", job.world_size, late_after(job.world_size))
+        store.set(protocol.CLOSING, "yes")
+        store.add(protocol.NEWS, 1)
+        _wait_for_all_at(store, protocol.GONE, job.world_size, late_after(job.world_size))
 
 
 def _wait_for_all_at(store: dist.Store, counter: str, world_size: int, patience: float) -> None:
@@ -327,7 +328,7 @@ def _make_process_group(job: Job, store: dist.Store) -> None:
     with counting_no_failed_group():
         dist.init_process_group(
             backend=job.backend,
-            store=dist.PrefixStore("group", store),
+            store=dist.PrefixStore(protocol.PROCESS_GROUP, store),
             rank=job.peer.rank,
             world_size=job.world_size,
             timeout=timedelta(seconds=job.limits.collective),
@@ -342,7 +343,7 @@ def _meet_in_group(me: JoinRecord, limits: Limits) -> Rendezvous:
     if group is None:
         raise DistmanError("the default process group must exist to be adopted. Create it first.")
     number = next(_adoptions.setdefault(group, itertools.count()))
-    store = dist.PrefixStore(f"distman/{number}", group.get_group_store())
+    store = dist.PrefixStore(protocol.job(number), group.get_group_store())
     job_store = JobStore(store, "the store of the process group")
     source = "the process group that was there"
     peers = meet_at(job_store, store, me, timeout=limits.rendezvous, source=source, environ=os.environ)

@@ -15,12 +15,11 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from distman import _log
-from distman._coordination import tracking
-from distman._coordination.barrier import wait_for_all
+from distman._coordination import protocol, tracking
 from distman._coordination.failure import hook
 from distman._coordination.monitor.watcher import WatchLimits
-from distman._coordination.preemption import StopAgreement
-from distman._coordination.requeue import requeue
+from distman._coordination.preemption import StopAgreement, requeue
+from distman._coordination.sync import wait_for_all
 from distman._coordination.wait_scope import WaitScope
 from distman._device import backend_for, check_backend, pick_device
 from distman._groups.queries import GroupQueries, ManagerState
@@ -300,7 +299,7 @@ class DistributedManager(GroupQueries):
         with WaitScope(f"barrier {name!r}" if name else "barrier"):
             tracking.check_all_run_here(range(job.world_size))
             if store_group is not None:
-                key = f"barrier {next(job.barriers)}" + (f" {name!r}" if name else "")
+                key = protocol.barrier(next(job.barriers), name)
                 locate = functools.partial(self._state.watcher.locate, key) if self._state.watcher is not None else None
                 wait_for_all(store_group, key, timeout=seconds, locate=locate)
 

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
+from distman._coordination import protocol
 from distman._coordination.failure.record import LEFT
 from distman._coordination.monitor.watcher import NO_ANSWER
 from distman._torch_internals import is_lost_connection
@@ -15,7 +16,6 @@ if TYPE_CHECKING:
     from distman.manager import DistributedManager
 
 
-_KEY = "who stands still"
 _MAX_NAMED = 8  # ranks named in a sentence
 
 
@@ -46,11 +46,12 @@ def own_fault(error: Exception, manager: DistributedManager) -> str:
 def _verdict(manager: DistributedManager, beginning: str = "", reason: str = "") -> str | None:
     """Return what the first rank found out, or find it out; without a beginning, only the former."""
     store_group = manager._state.job.store_group()
+    key = protocol.STANDING_STILL
     try:
-        if store_group is not None and beginning and not store_group.job_store.check([_KEY]):
-            store_group.job_store.compare_set(_KEY, "", f"{beginning}{_who_stands_still(manager, reason)}")
-        if store_group is not None and store_group.job_store.check([_KEY]):
-            return store_group.job_store.get(_KEY).decode()
+        if store_group is not None and beginning and not store_group.job_store.check([key]):
+            store_group.job_store.compare_set(key, "", f"{beginning}{_who_stands_still(manager, reason)}")
+        if store_group is not None and store_group.job_store.check([key]):
+            return store_group.job_store.get(key).decode()
     except dist.DistError:  # who served the store has gone
         pass
     return f"{beginning}{reason}" if beginning else None
@@ -59,7 +60,7 @@ def _verdict(manager: DistributedManager, beginning: str = "", reason: str = "")
 def _who_stands_still(manager: DistributedManager, reason: str) -> str:
     watcher = manager._state.watcher
     others = [rank for rank in range(manager.world_size) if rank != manager.rank]
-    places = watcher.locate(_KEY, others) if watcher is not None else {}
+    places = watcher.locate(protocol.STANDING_STILL, others) if watcher is not None else {}
     silent = {rank: place for rank, place in places.items() if place.startswith(NO_ANSWER)}
     shown = [f"{manager.roll_call[rank]}, {place}" for rank, place in (silent or places).items()]
     named = "; ".join(shown[:_MAX_NAMED]) + (f"; and {len(shown) - _MAX_NAMED} more" if len(shown) > _MAX_NAMED else "")

@@ -6,9 +6,9 @@ import dataclasses
 import json
 from collections.abc import Mapping
 
-from distman._coordination.barrier import wait_for_all
+from distman._coordination import protocol
 from distman._coordination.failure.record import FailureRecord
-from distman._coordination.store_group import StoreGroup
+from distman._coordination.sync import StoreGroup, wait_for_all
 from distman.errors import BarrierTimeoutError, PlanMismatchError
 
 
@@ -39,16 +39,16 @@ class Consensus:
             BarrierTimeoutError: On every rank that came: some did not come in time; it names them.
         """
         mine = json.dumps({"rank": self.store_group.rank, "digest": digest, "text": text})
-        first = json.loads(self.store_group.store.compare_set(f"{key}/first", "", mine))
+        first = json.loads(self.store_group.store.compare_set(protocol.first_proposal(key), "", mine))
         if first["digest"] != digest:
-            self.store_group.store.compare_set(f"{key}/other", "", mine)
+            self.store_group.store.compare_set(protocol.other_proposal(key), "", mine)
         self._wait(key)
         other = (
-            json.loads(self.store_group.store.get(f"{key}/other"))
-            if self.store_group.store.check([f"{key}/other"])
+            json.loads(self.store_group.store.get(protocol.other_proposal(key)))
+            if self.store_group.store.check([protocol.other_proposal(key)])
             else None
         )
-        self._forget(key, "first", "other")
+        self._forget(key, protocol.first_proposal(key), protocol.other_proposal(key))
         if other is not None:
             lower, higher = sorted((first, other), key=lambda said: int(said["rank"]))
             raise PlanMismatchError(
@@ -70,11 +70,11 @@ class Consensus:
             PlanMismatchError: On every rank: something differs; a table shows each rank's values.
             BarrierTimeoutError: On every rank that came: some did not come in time; it names them.
         """
-        self.store_group.store.set(f"{key}/call {self.store_group.rank}", json.dumps([dict(mine), place]))
+        self.store_group.store.set(protocol.call(key, self.store_group.rank), json.dumps([dict(mine), place]))
         self._wait(key)
-        keys = [f"{key}/call {rank}" for rank in range(self.store_group.size)]
+        keys = [protocol.call(key, rank) for rank in range(self.store_group.size)]
         calls = [json.loads(text) for text in self.store_group.store.multi_get(keys)]
-        self._forget(key, *(f"call {rank}" for rank in range(self.store_group.size)))
+        self._forget(key, *keys)
         if any(call != calls[0][0] for call, _ in calls):
             who = self.store_group.describe
             rows = [
@@ -107,11 +107,11 @@ class Consensus:
             self._tell(key, gave_up)
             raise
         found = (
-            json.loads(self.store_group.store.get(f"{key}/failure"))
-            if self.store_group.store.check([f"{key}/failure"])
+            json.loads(self.store_group.store.get(protocol.failure_of(key)))
+            if self.store_group.store.check([protocol.failure_of(key)])
             else None
         )
-        self._forget(key, "failure")
+        self._forget(key, protocol.failure_of(key))
         if error is not None:
             raise error
         if found is not None:
@@ -119,16 +119,16 @@ class Consensus:
 
     def _tell(self, key: str, error: Exception) -> None:
         record = FailureRecord.of(error, self.store_group.ranks[self.store_group.rank])
-        self.store_group.store.compare_set(f"{key}/failure", "", record.to_json())
+        self.store_group.store.compare_set(protocol.failure_of(key), "", record.to_json())
 
     def _wait(self, key: str) -> None:
         wait_for_all(self.store_group, key, timeout=self.timeout)
 
-    def _forget(self, key: str, *names: str) -> None:
+    def _forget(self, key: str, *keys: str) -> None:
         """Delete what was written, once all ranks have read it."""
-        if self.store_group.store.add(f"{key}/read", 1) == self.store_group.size:
-            for name in (*names, "read"):
-                self.store_group.store.delete_key(f"{key}/{name}")
+        if self.store_group.store.add(protocol.read_by(key), 1) == self.store_group.size:
+            for one in (*keys, protocol.read_by(key)):
+                self.store_group.store.delete_key(one)
 
     def _quote(self, said: dict[str, str]) -> str:
         return f"{self.store_group.describe(int(said['rank']))} asks for\n{said['text']}"

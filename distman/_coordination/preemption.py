@@ -1,25 +1,28 @@
-"""All ranks stop at the same step, though only one of them was asked to."""
+"""Preemption: all ranks stop at the same step, though only one of them was asked to, and Slurm runs the job again."""
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import signal
+import subprocess
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from types import FrameType
 from typing import Any
 
-from distman._coordination.key_sequence import KeySequence
-from distman._coordination.store_group import StoreGroup
+from distman._coordination import protocol
+from distman._coordination.sync import KeySequence, StoreGroup
 from distman._log import logger
-from distman.errors import PlanMismatchError
+from distman.errors import DistmanError, PlanMismatchError
 
 _SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 _SHORTEST_INTERVAL = 1.0
 _INTERVAL_PER_RANK = 1e-3
 _MOST_STEPS = 100
+_SLURM_PATIENCE = 30.0
 
 Handler = Callable[[int, FrameType | None], Any] | int | None
 
@@ -37,9 +40,9 @@ class StopAgreement:
 
     def __init__(self, store_group: StoreGroup | None) -> None:
         self._store_group = store_group
-        self._keys = (
-            KeySequence(store_group.job_store, "stop decision", store_group.size) if store_group is not None else None
-        )
+        self._keys: KeySequence | None = None
+        if store_group is not None:
+            self._keys = KeySequence(store_group.job_store, protocol.STOP_DECISIONS, store_group.size)
         self._wish = ""
         self._previous: dict[int, Handler] = {}
         self._pid = os.getpid()
@@ -102,10 +105,10 @@ class StopAgreement:
             return self._stops
         store = self._store_group.job_store
         if self._wish:
-            store.set("stop", self._wish)
+            store.set(protocol.STOP, self._wish)
         proposal = {
             "step": step,
-            "stops": bool(store.check(["stop"])),
+            "stops": bool(store.check([protocol.STOP])),
             "next": step + self._num_steps(step, self._store_group.size),
         }
         decision = json.loads(store.compare_set(self._keys.next(), "", json.dumps(proposal)))
@@ -117,7 +120,7 @@ class StopAgreement:
             )
         self._stops, self._next_step = decision["stops"], decision["next"]
         if self._stops:
-            logger.info("all ranks stop at step %d: %s", step, store.get("stop").decode())
+            logger.info("all ranks stop at step %d: %s", step, store.get(protocol.STOP).decode())
         return self._stops
 
     def _num_steps(self, step: int, world_size: int) -> int:
@@ -142,3 +145,46 @@ class StopAgreement:
         previous = self._previous.get(number)
         if callable(previous):
             previous(number, frame)
+
+
+def requeue(environ: Mapping[str, str]) -> None:
+    """Put the Slurm job of these variables back into the queue; Slurm ends what still runs of it.
+
+    A job that Slurm already ends, because it was cancelled say, is left alone.
+
+    Args:
+        environ: Environment variables, usually ``os.environ``; never modified.
+
+    Raises:
+        DistmanError: There is no Slurm job, or Slurm refuses.
+    """
+    job = environ.get("SLURM_JOB_ID")
+    if not job:
+        raise DistmanError(
+            "the job must be one of Slurm's to be queued again, got no SLURM_JOB_ID. Submit it by sbatch."
+        )
+    name = environ.get("SLURM_ARRAY_JOB_ID", job)
+    if "SLURM_ARRAY_TASK_ID" in environ:
+        name += f"_{environ['SLURM_ARRAY_TASK_ID']}"
+    if _is_ending(name):
+        logger.info("job %s is not queued again: Slurm already ends it, as scancel asks", name)
+        return
+    command = ["scontrol", "requeue", name]
+    done = _run(command)
+    if done.returncode not in (0, -signal.SIGTERM):  # Slurm ends the job, and its own command within
+        reason = (done.stderr or done.stdout).strip()
+        raise DistmanError(f"{' '.join(command)} must succeed, got {reason!r}. Submit with sbatch --requeue.")
+
+
+def _is_ending(name: str) -> bool:
+    """Return whether Slurm ends the job: who cancels it does not want it back, who preempts it queues it himself."""
+    return bool(re.search(r"\bJobState=COMPLETING\b", _run(["scontrol", "show", "job", "--oneliner", name]).stdout))
+
+
+def _run(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=False, timeout=_SLURM_PATIENCE)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise DistmanError(
+            f"{' '.join(command)} must run on rank 0's host, got {error}. Install Slurm's clients."
+        ) from error

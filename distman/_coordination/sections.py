@@ -6,9 +6,9 @@ import dataclasses
 import json
 from collections.abc import Sequence
 
+from distman._coordination import protocol
 from distman._coordination.failure.record import FailureRecord
-from distman._coordination.key_sequence import KeySequence
-from distman._coordination.store_group import StoreGroup
+from distman._coordination.sync import KeySequence, StoreGroup
 from distman.errors import PlanMismatchError
 
 
@@ -17,12 +17,10 @@ class ExclusiveSections:
 
     Args:
         store_group: The ranks.
-        name: Beginning of the keys in the store.
     """
 
-    def __init__(self, store_group: StoreGroup, name: str) -> None:
+    def __init__(self, store_group: StoreGroup) -> None:
         self.store_group = store_group
-        self._name = name
         self._keys: dict[int, KeySequence] = {}
 
     def begin(self, what: str, awaited: Sequence[int], *, depth: int = 0) -> ExclusiveSection:
@@ -37,10 +35,8 @@ class ExclusiveSections:
             depth: How many turns this one is within.
         """
         if depth not in self._keys:
-            name = f"{self._name} {depth}" if depth else self._name
-            self._keys[depth] = KeySequence(
-                self.store_group.store, name, self.store_group.size, suffixes=("", " count")
-            )
+            name, store_group = protocol.section(depth), self.store_group
+            self._keys[depth] = KeySequence(store_group.store, name, store_group.size, beside=[protocol.done])
         return ExclusiveSection(self.store_group, self._keys[depth].next(), what, awaited)
 
 
@@ -66,7 +62,7 @@ class ExclusiveSection:
         A rank that fails is not counted, so the last one to be counted knows that all succeeded.
         """
         store = self.store_group.store
-        is_last = len(self.awaited) == 1 or store.add(f"{self.key} count", 1) == len(self.awaited)
+        is_last = len(self.awaited) == 1 or store.add(protocol.done(self.key), 1) == len(self.awaited)
         if is_last:
             store.set(self.key, json.dumps([self.what, None]))
         return is_last

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from distman._coordination import protocol
 from distman._coordination.abortable_store import AbortableStore, GaveUpError
 from distman._coordination.consensus import Consensus
 from distman._coordination.sections import ExclusiveSections
@@ -116,11 +117,11 @@ class Groups:
         use = next(self._uses.setdefault((name, ranks), itertools.count()))
         digest = hashlib.sha256(str(ranks).encode()).hexdigest()[:16]
         key = f"{name} {digest} {use}"
-        step = f"the first use of group {key}"
+        step = protocol.first_use(key)
         consensus = self._consensus(ranks, self._job.limits.rendezvous)
         if consensus is not None and len(ranks) > 1:
             consensus.require_success(step, None)
-        self._made[name] = self._make(name, ranks, key, self._store(f"{step}/failure"))
+        self._made[name] = self._make(name, ranks, key, self._store(protocol.failure_of(step)))
         return self._made[name]
 
     def ranks(self, name: str) -> tuple[int, ...]:
@@ -190,8 +191,9 @@ class Groups:
         ranks = self.ranks("node")
         if self._job.rendezvous is None or len(ranks) == 1:
             return None
-        store_group = self._job.store_group(ranks, dist.PrefixStore(f"node {ranks[0]}", self._job.rendezvous.store))
-        return ExclusiveSections(store_group, "turn") if store_group is not None else None
+        store = dist.PrefixStore(protocol.node(ranks[0]), self._job.rendezvous.store)
+        store_group = self._job.store_group(ranks, store)
+        return ExclusiveSections(store_group) if store_group is not None else None
 
     @functools.cached_property
     def by_local_rank(self) -> dict[int, list[int]]:
@@ -238,11 +240,11 @@ class Groups:
         """
         consensus = self._consensus(range(self._job.world_size), self._job.limits.rendezvous)
         number = next(self._numbers)
-        plan = self._agree(make_plan, world_name, consensus, f"groups {number}")
+        plan = self._agree(make_plan, world_name, consensus, protocol.groups(number))
         made, error = self._make_all(plan, number)
         try:
             if consensus is not None:
-                consensus.require_success(f"groups {number} made", error)
+                consensus.require_success(protocol.groups_made(number), error)
             elif error is not None:
                 raise error
         except BaseException:  # whatever ends it, Ctrl-C too: nothing stays half made
@@ -346,7 +348,7 @@ class Groups:
 
     def _make_all(self, plan: Plan, number: int) -> tuple[dict[str, Group], Exception | None]:
         made: dict[str, Group] = {}
-        store = self._store(f"groups {number} made/failure")
+        store = self._store(protocol.failure_of(protocol.groups_made(number)))
         try:
             for name, partition in plan.partitions.items():
                 ranks = partition.block_of(self._job.peer.rank)
@@ -391,11 +393,11 @@ class Groups:
     def _group(self, name: str, ranks: tuple[int, ...], process_group: dist.ProcessGroup | None) -> Group:
         consensus = None
         if process_group is not None and len(ranks) > 1 and self._job.rendezvous is not None:
-            store = dist.PrefixStore(f"group {process_group.group_name}", self._job.rendezvous.store)
+            store = dist.PrefixStore(protocol.group(process_group.group_name), self._job.rendezvous.store)
             consensus = self._consensus(ranks, self._job.limits.collective, store)
         types = device_types(process_group) if process_group is not None else ()
         reference = weakref.ref(process_group) if process_group is not None else lambda: None
-        sections = ExclusiveSections(consensus.store_group, "turn") if consensus is not None else None
+        sections = ExclusiveSections(consensus.store_group) if consensus is not None else None
         return Group(
             name, ranks, ranks.index(self._job.peer.rank), reference, tuple(sorted(types)), consensus, sections
         )

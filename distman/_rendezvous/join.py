@@ -13,6 +13,7 @@ from collections.abc import Mapping
 import torch
 import torch.distributed as dist
 
+from distman._coordination import protocol
 from distman._device import is_sharing_allowed, visible_devices
 from distman._rendezvous.address import find_meeting_point
 from distman._rendezvous.membership import call_roll
@@ -149,6 +150,6 @@ def _prefix(environment: LaunchEnvironment, environ: Mapping[str, str]) -> str:
     """
     agent = LAUNCHERS[environment.launcher].agent
     if agent is None:
-        return "distman"
+        return protocol.job()
     restart = environ.get(agent.restart_count, "0")
-    return f"distman/{restart}/{environment.world_size}/{next(_attempts)}"
+    return protocol.job(restart, environment.world_size, next(_attempts))

@@ -19,6 +19,8 @@ from typing import Any
 
 import torch.distributed as dist
 
+from distman._coordination import protocol
+from distman._coordination.failure.record import FailureRecord
 from distman._coordination.timeouts import run_with_timeout
 from distman._log import logger
 from distman._rendezvous.peers import JoinRecord, Peer, Peers, complete, describe_missing, describe_present, find_faults
@@ -123,17 +125,17 @@ class _Roll:
 
     def join_record(self) -> None:
         if self.job_store.is_host:
-            self.store.set("store rank", str(self.me.rank))
-        place = self.store.add("arrivals", 1)
-        self.store.set(f"arrival/{place}", json.dumps(vars(self.me)))
+            self.store.set(protocol.STORE_RANK, str(self.me.rank))
+        place = self.store.add(protocol.JOINED, 1)
+        self.store.set(protocol.join_record(place), json.dumps(vars(self.me)))
         if place >= self.me.world_size:
-            self.store.set("event", "full")
+            self.store.set(protocol.MEMBERSHIP_EVENT, "full")
 
     def judge(self) -> _Verdict:
         """Return rank 0's verdict, and publish it."""
         verdict = self._wait(self._look, self.timeout, self._log_progress) or _Verdict(error=self._missing())
-        self.store.set("verdict", verdict.pack())  # type: ignore[arg-type]  # bytes do as well
-        self.store.set("event", "judged")
+        self.store.set(protocol.VERDICT, verdict.pack())  # type: ignore[arg-type]  # bytes do as well
+        self.store.set(protocol.MEMBERSHIP_EVENT, "judged")
         return verdict
 
     def wait_for_verdict(self) -> _Verdict:
@@ -150,31 +152,32 @@ class _Roll:
         raise RendezvousError(verdict.error)
 
     def _look(self) -> _Verdict | None:
-        if not self.store.check(["event"]):
+        if not self.store.check([protocol.MEMBERSHIP_EVENT]):
             return None
         arrived = self._arrived()
         faults = find_faults(arrived, self.me.world_size)
         if faults:
             return _Verdict(error=self._with_missing(faults, arrived))
         if describe_missing(arrived, self.me.world_size, {}):
-            return _Verdict(failure=json.loads(self.store.get("failure"))) if self.store.check(["failure"]) else None
+            record = FailureRecord.read(self.store)
+            return _Verdict(failure=dataclasses.asdict(record)) if record is not None else None
         return _Verdict(complete(arrived), store_rank=self._store_rank())
 
     def _store_rank(self) -> int | None:
-        return int(self.store.get("store rank")) if self.store.check(["store rank"]) else None
+        return int(self.store.get(protocol.STORE_RANK)) if self.store.check([protocol.STORE_RANK]) else None
 
     def _verdict(self) -> _Verdict | None:
-        if not self.store.check(["event"]):
+        if not self.store.check([protocol.MEMBERSHIP_EVENT]):
             return None
         if not self.has_waited:  # rank 0 is judging: what it finds is there in a moment
             self.has_waited = True
             with contextlib.suppress(dist.DistStoreError):
-                self.store.wait(["verdict"], datetime.timedelta(seconds=_JUDGING))
-        return _Verdict.unpack(self.store.get("verdict")) if self.store.check(["verdict"]) else None
+                self.store.wait([protocol.VERDICT], datetime.timedelta(seconds=_JUDGING))
+        return _Verdict.unpack(self.store.get(protocol.VERDICT)) if self.store.check([protocol.VERDICT]) else None
 
     def _arrived(self) -> list[JoinRecord]:
         """Return all sign-ins so far; one that is just being written is left for the next look."""
-        keys = [f"arrival/{place}" for place in range(1, self.store.add("arrivals", 0) + 1)]
+        keys = [protocol.join_record(place) for place in range(1, self.store.add(protocol.JOINED, 0) + 1)]
         if not self.store.check(keys):
             keys = [key for key in keys if self.store.check([key])]
         arrived = [_join(text) for text in (self.store.multi_get(keys) if keys else [])]
@@ -205,9 +208,9 @@ class _Roll:
     def _pass_on_failure(self) -> None:
         """Bring what a failed rank left at the door, if the door is here, to where rank 0 looks."""
         server = self.job_store.server
-        if server is not None and server.failure is not None and not self.store.check(["failure"]):
-            self.store.set("failure", json.dumps(server.failure))
-            self.store.set("event", "failure")
+        if server is not None and server.failure is not None and FailureRecord.read(self.store) is None:
+            FailureRecord(**server.failure).publish(self.store)
+            self.store.set(protocol.MEMBERSHIP_EVENT, "failure")
 
     def _log_progress(self) -> None:
         missing = describe_missing(self._arrived(), self.me.world_size, self.expected)
@@ -252,14 +255,14 @@ class _Roll:
 
         Those that are still on their way are waited for too, unless they had all the time they were given.
         """
-        self.store.add("farewells", 1)
+        self.store.add(protocol.VERDICT_HEARD, 1)
         server = self.job_store.server
         if server is None:
             return
         is_late = time.monotonic() - self.started > self.timeout
         until = time.monotonic() + (_FAREWELL if is_late else _FAREWELL_TO_ALL)
         while time.monotonic() < until:
-            all_left = self.store.add("farewells", 0) >= self.store.add("arrivals", 0)
+            all_left = self.store.add(protocol.VERDICT_HEARD, 0) >= self.store.add(protocol.JOINED, 0)
             if all_left and (is_late or server.num_answered >= self.me.world_size - 1):
                 break
             time.sleep(_SHORTEST_LIMIT)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 
+from distman._coordination import protocol
 from distman._coordination.tracking import call_site
 from distman._groups.registry import Group
 from distman.environments._base import read_flag
@@ -34,7 +35,7 @@ def compare(operation: str, group: Group, **details: object) -> None:
     if group.consensus is None or not is_on():
         return
     call = {"operation": operation, **{name: str(_plain(value)) for name, value in details.items()}}
-    key = f"collective {next(group.calls)} of group {group.name or group.ranks}"
+    key = protocol.collective(next(group.calls), group.name or group.ranks)
     group.consensus.compare(key, call, place=call_site())
 
 

@@ -67,7 +67,8 @@ def measure_scale(num_ranks: int = 10_000, seconds: float = 5.0) -> None:
     """Ask a store as often as the watchers of so many ranks do, and take what its process computes."""
     import torch.distributed as dist
 
-    from distman._coordination.monitor.watcher import INTERVALS_PER_BEAT, interval
+    from distman._coordination import protocol
+    from distman._coordination.monitor.context import INTERVALS_PER_BEAT, interval
 
     port = _free_port()
     server = subprocess.Popen([sys.executable, __file__, "serve_here", str(port)])
@@ -76,11 +77,12 @@ def measure_scale(num_ranks: int = 10_000, seconds: float = 5.0) -> None:
     num_looks = int(seconds * num_ranks / every)
     before, began = _seconds_of_process(server.pid), time.perf_counter()
     for number in range(num_looks):
-        store.add("news", 0)
+        store.add(protocol.NEWS, 0)
         if number % INTERVALS_PER_BEAT == 0:
-            store.set(f"beat/{number % num_ranks}", "at some place of the program, for some seconds")
-            store.check([f"beat/{number % num_ranks}"])
-            store.get(f"beat/{number % num_ranks}")
+            beat = protocol.beat(number % num_ranks)
+            store.set(beat, "at some place of the program, for some seconds")
+            store.check([beat])
+            store.get(beat)
     took, worked = time.perf_counter() - began, _seconds_of_process(server.pid) - before
     server.kill()
     server.wait()

@@ -7,7 +7,7 @@ import pytest
 from torch.distributed import HashStore
 
 from distman._coordination.preemption import StopAgreement
-from distman._coordination.store_group import StoreGroup
+from distman._coordination.sync import StoreGroup
 from distman.errors import PlanMismatchError
 
 

@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from distman import collectives
 from distman._cli.ring import pass_on
+from distman._coordination import protocol
 from distman._coordination.wait_scope import collective
 from distman.errors import DistmanError, RankFailedError
 from distman.manager import DistributedManager
@@ -182,7 +183,8 @@ def _barrier(manager: DistributedManager) -> bool:
     store_group, number = manager._state.job.store_group(), next(manager._state.job.barriers)
     if store_group is None:
         return False
-    store, waiting, late = store_group.job_store, f"barrier {number} of the check/waiting", f"barrier {number}/late"
+    operation, store = protocol.barrier(number, "of the check"), store_group.job_store
+    waiting, late = protocol.arrived(operation), protocol.is_open(operation)
     if store_group.rank == store_group.size - 1:
         store_group.wait_until(
             lambda: store.add(waiting, 0) == store_group.size - 1,

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any
 
+from distman._coordination import protocol
 from distman._coordination.wait_scope import WaitScope
 from distman.errors import BarrierTimeoutError
 
@@ -36,7 +37,7 @@ def gather_reports(manager: DistributedManager, name: str, report: object) -> li
     if store_group is None:
         return [report]
     number = next(manager._state.job.barriers)  # the next act of all ranks, which no other one has
-    keys = [f"report {number} of {name}/{rank}" for rank in range(store_group.size)]
+    keys = [protocol.report(number, name, rank) for rank in range(store_group.size)]
     if not manager.is_main:
         store_group.store.set(keys[manager.rank], json.dumps(report))
         return None
@@ -78,7 +79,7 @@ def hand_out(manager: DistributedManager, name: str, message: object) -> Any:
     store_group = manager._state.job.store_group()
     if store_group is None:
         return message
-    key = f"message {next(manager._state.job.barriers)} of {name}"
+    key = protocol.message(next(manager._state.job.barriers), name)
     if manager.is_main:
         store_group.store.set(key, json.dumps(message))
         return message

@@ -9,6 +9,7 @@ import socket
 import traceback
 from typing import TYPE_CHECKING, Protocol
 
+from distman._coordination import protocol
 from distman.errors import RankFailedError
 
 if TYPE_CHECKING:
@@ -19,7 +20,6 @@ DIED = "died"
 LEFT = "left"
 SILENT = "silent"
 
-_KEY = "failure"
 _MAX_TEXT = 10_000
 _MAX_TRACEBACK = 100_000
 
@@ -112,11 +112,11 @@ class FailureRecord:
     @classmethod
     def read(cls, store: Store) -> FailureRecord | None:
         """Return the job's first notice, or None."""
-        return cls(**json.loads(store.get(_KEY))) if store.check([_KEY]) else None
+        return cls(**json.loads(store.get(protocol.FAILURE))) if store.check([protocol.FAILURE]) else None
 
     def publish(self, store: Store) -> FailureRecord:
         """Make this the job's notice unless there is one, and return the one there is."""
-        return type(self)(**json.loads(store.compare_set(_KEY, "", self.to_json())))
+        return type(self)(**json.loads(store.compare_set(protocol.FAILURE, "", self.to_json())))
 
     def to_json(self) -> str:
         """Return the notice as text."""

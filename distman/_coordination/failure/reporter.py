@@ -10,9 +10,11 @@ from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
+from distman._coordination import protocol
 from distman._coordination.failure import hook
 from distman._coordination.failure.record import SILENT, FailureRecord
-from distman._coordination.monitor.watcher import failure_behind, interval, is_watching
+from distman._coordination.monitor.context import interval
+from distman._coordination.monitor.watcher import failure_behind, is_watching
 from distman._coordination.timeouts import run_with_timeout
 from distman.errors import RankFailedError
 
@@ -77,9 +79,9 @@ class JobReporter:
         if not self.is_store_there():
             raise dist.DistNetworkError(self.store_host)
         first.append(mine.publish(self.store))
-        self.store.add("news", 1)
+        self.store.add(protocol.NEWS, 1)
         if not is_watching():  # else the watcher says so, once
-            self.store.add("failure_seen", 1)
+            self.store.add(protocol.FAILURE_SEEN, 1)
         if self.is_host:
             self._stay_until_seen()
 
@@ -88,5 +90,5 @@ class JobReporter:
         leaving.start()
         leaving.join(_FAREWELL)
         until = time.monotonic() + _FAREWELL + interval(self.num_others + 1)
-        while self.store.add("failure_seen", 0) <= self.num_others and time.monotonic() < until:
+        while self.store.add(protocol.FAILURE_SEEN, 0) <= self.num_others and time.monotonic() < until:
             time.sleep(_PAUSE)

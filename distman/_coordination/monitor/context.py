@@ -1,4 +1,4 @@
-"""What a rank that watches the others knows of the job."""
+"""What a rank that watches the others knows of the job, and how often it looks at them."""
 
 from __future__ import annotations
 
@@ -12,9 +12,30 @@ if TYPE_CHECKING:
     from torch.distributed import Store
 
 
+_SHORTEST_INTERVAL = 0.2  # seconds; a failure is known to all soon enough, and five looks a second cost nothing
+_LONGEST_INTERVAL = 4.0  # seconds; above 10,000 ranks a late word of a failure is worse than a busier store
+_INTERVAL_PER_RANK = 0.4e-3  # seconds; 2,500 looks a second in all, some 14 % of one core of the store's host
+
+INTERVALS_PER_BEAT = 5
+"""A rank gives a sign of life once in so many looks: it costs three calls into the store, a look costs one."""
+
+
+def interval(world_size: int) -> float:
+    """Return the seconds between two looks into the store: longer for many ranks, which ask one store."""
+    return min(max(_SHORTEST_INTERVAL, _INTERVAL_PER_RANK * world_size), _LONGEST_INTERVAL)
+
+
+def late_after(world_size: int) -> float:
+    """Return the seconds after which a look into the store is late: the process that serves it may be gone then.
+
+    A watcher needs an interval to look and another to come back to it; the second beside them is for a busy host.
+    """
+    return 1.0 + 2 * interval(world_size)
+
+
 @dataclasses.dataclass(frozen=True)
 class WatchContext:
-    """What a watcher watches from.
+    """What a watcher knows of its job.
 
     Attributes:
         store: The job's store.
@@ -42,8 +63,13 @@ class WatchContext:
         """Whether this process serves the store."""
         return self.store_rank == self.rank
 
+    @property
+    def interval(self) -> float:
+        """Seconds between two looks into the store."""
+        return interval(len(self.peers))
+
     def store_rank_is_silent(self, seconds: float) -> FailureRecord:
-        """Return the notice that the store does not answer."""
+        """Return the record that the store does not answer."""
         if self.store_rank is not None:
             role = f", which serves the job's store at {self.url}, "
             return FailureRecord.silent(self.peers[self.store_rank], seconds, role=role)
@@ -60,7 +86,7 @@ class WatchContext:
         return FailureRecord(place.rank, place.host, place.pid, LEFT, text)
 
     def store_rank_is_gone(self) -> FailureRecord:
-        """Return the notice that nobody serves the store any more."""
+        """Return the record that nobody serves the store any more."""
         if self.store_rank is not None and not self.is_store_rank:
             return FailureRecord.died(self.peers[self.store_rank], f", which served the job's store at {self.url}, ")
         text = f"lost the job's store: the process that served it at {self.url} is gone. See what ended it."

@@ -12,6 +12,7 @@ import weakref
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from distman._coordination import protocol
 from distman._coordination.failure.record import Place
 
 if TYPE_CHECKING:
@@ -56,7 +57,7 @@ class PeerConnection:
         self._listener.settimeout(0)
         self._selector.register(self._listener, selectors.EVENT_READ)
         addresses = ["127.0.0.1"] if is_one_host else own_addresses()
-        store.set(f"lifeline/{rank}", json.dumps([addresses, self._listener.getsockname()[1]]))
+        store.set(protocol.peer_address(rank), json.dumps([addresses, self._listener.getsockname()[1]]))
         _connections.add(self)
 
     @property
@@ -101,9 +102,9 @@ class PeerConnection:
         Only a host that refuses to connect to itself is proof: elsewhere a firewall may be the reason.
         """
         rank = self.watched
-        if rank is None or time.monotonic() < self._next_try or not self._store.check([f"lifeline/{rank}"]):
+        if rank is None or time.monotonic() < self._next_try or not self._store.check([protocol.peer_address(rank)]):
             return True
-        addresses, port = json.loads(self._store.get(f"lifeline/{rank}"))
+        addresses, port = json.loads(self._store.get(protocol.peer_address(rank)))
         is_refused = False
         for address in addresses:
             try:
@@ -161,7 +162,7 @@ class PeerConnection:
 
     def _has_left(self, rank: int) -> bool:
         """Return whether a rank left of its own accord, or let go because the rank that serves the store does."""
-        return bool(self._store.check([f"left/{rank}"]) or self._store.check(["closing"]))
+        return bool(self._store.check([protocol.left(rank)]) or self._store.check([protocol.CLOSING]))
 
     def _let_go(self) -> None:
         if self._connection is not None:

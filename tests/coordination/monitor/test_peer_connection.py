@@ -6,6 +6,7 @@ from collections import namedtuple
 
 from torch.distributed import HashStore
 
+from distman._coordination import protocol
 from distman._coordination.monitor.peer_connection import PeerConnection
 
 Place = namedtuple("Place", "rank host pid")
@@ -39,7 +40,7 @@ def test_a_rank_that_dies_is_found_by_the_one_before():
 def test_a_rank_that_leaves_is_passed_over():
     with connections(3) as (store, made):
         turn(made)
-        store.set("left/1", "yes")
+        store.set(protocol.left(1), "yes")
         made[1].close()
         assert turn([made[0], None, made[2]]) == set()
         assert made[0].watched == 2
@@ -50,7 +51,7 @@ def test_a_rank_that_leaves_is_passed_over():
 def test_the_last_rank_watches_nobody():
     with connections(2) as (store, made):
         turn(made)
-        store.set("left/1", "yes")
+        store.set(protocol.left(1), "yes")
         made[1].close()
         assert turn([made[0], None]) == set()
         assert made[0].watched is None

@@ -5,7 +5,8 @@ import random
 import pytest
 from torch.distributed import HashStore
 
-from distman._coordination.key_sequence import KeySequence
+from distman._coordination import protocol
+from distman._coordination.sync import KeySequence
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -13,13 +14,13 @@ def test_a_key_lives_until_all_have_gone_on(seed):
     rng = random.Random(seed)  # noqa: S311 - it draws no secrets
     num_ranks = rng.randint(1, 4)
     store = HashStore()
-    ranks = [KeySequence(store, "act", num_ranks, suffixes=("", " count")) for _ in range(num_ranks)]
+    ranks = [KeySequence(store, "act", num_ranks, beside=[protocol.done]) for _ in range(num_ranks)]
     keys = [[] for _ in ranks]
     for _ in range(2_000):
         rank = rng.randrange(num_ranks)
         key = ranks[rank].next()
         assert store.compare_set(key, "", "written") == b"written"
-        store.add(f"{key} count", 1)
+        store.add(protocol.done(key), 1)
         keys[rank].append(key)
         assert all(store.check([mine[-1]]) for mine in keys if mine), "who is still there can read"
     assert all(mine == keys[0][: len(mine)] or keys[0] == mine[: len(keys[0])] for mine in keys)

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from distman._coordination.monitor.hang_report import write_report
-from distman._coordination.monitor.stack_query import Answer
+from distman._coordination.monitor.hang import Answer, write_report
 
 NAMES = [f"rank {rank} (n{rank // 8}, pid {rank})" for rank in range(16)]
 MAIN = 'thread MainThread\n  File "/train.py", line {line}, in {function}\n    step()\n\nthread other\n  File "x"'

@@ -1,0 +1,209 @@
+"""Waits that last too long: asking all ranks where they are, and writing it into one file."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import re
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
+
+import torch.distributed as dist
+
+from distman._coordination import protocol, tracking
+from distman._coordination.failure.record import shortened
+from distman._coordination.monitor.context import WatchContext
+from distman._log import logger
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
+
+
+_PAUSE = 0.01
+_MAX_STACKS = 100_000
+_MAX_NAMED = 4
+
+Key = TypeVar("Key")
+
+
+@dataclasses.dataclass(frozen=True)
+class Answer:
+    """Where a rank is.
+
+    Attributes:
+        waiting: What it waits in, or waited in last, in words; empty if it never did.
+        stacks: The stacks of its threads.
+    """
+
+    waiting: str
+    stacks: str
+
+    @classmethod
+    def here(cls) -> Answer:
+        """Return where this process is.
+
+        Not for the main thread, whose stack is wanted.
+        """
+        return cls(tracking.describe_here(), shortened(tracking.stacks(), _MAX_STACKS))
+
+    @property
+    def place(self) -> str:
+        """What the rank waits in and since when; of one that waits for nobody, the last line of its main thread."""
+        if self.waiting.startswith("in "):
+            return self.waiting
+        lines = re.findall(r'File "(.+)", line (\d+), in (\S+)', self.stacks.partition("\n\n")[0])
+        place = f"at {lines[-1][0]}:{lines[-1][1]} in {lines[-1][2]}" if lines else ""
+        return ", ".join(filter(None, (place, self.waiting)))
+
+
+@dataclasses.dataclass
+class StackQueries:
+    """The questions of a job, numbered.
+
+    Attributes:
+        store: The job's store.
+        rank: This process's rank.
+        num_seen: How many of the questions this rank has looked at.
+    """
+
+    store: Store
+    rank: int
+    num_seen: int = 0
+
+    def ask(self, ranks: Sequence[int], timeout: float) -> dict[int, Answer]:
+        """Return where these ranks are, as far as they answer.
+
+        Blocking.
+
+        Args:
+            ranks: Whom to ask.
+            timeout: Seconds to wait for answers.
+        """
+        number = self.store.add(protocol.QUERIES, 1)
+        self.store.set(protocol.query(number), json.dumps(list(ranks)))
+        self.store.add(protocol.NEWS, 1)
+        until = time.monotonic() + timeout
+        waiting = set(ranks)
+        answers: dict[int, Answer] = {}
+        while waiting and time.monotonic() < until:
+            time.sleep(_PAUSE)
+            for rank in sorted(waiting):
+                key = protocol.answer(number, rank)
+                if self.store.check([key]):
+                    answers[rank] = Answer(**json.loads(self.store.get(key)))
+                    self.store.delete_key(key)
+                    waiting.discard(rank)
+        self.store.delete_key(protocol.query(number))
+        return answers
+
+    def answer(self) -> None:
+        """Answer the questions that are new."""
+        num_asked = self.store.add(protocol.QUERIES, 0)
+        for number in range(self.num_seen + 1, num_asked + 1):
+            key = protocol.query(number)
+            with contextlib.suppress(dist.DistStoreError):  # who asked may have given up just now
+                if self.store.check([key]) and self.rank in json.loads(self.store.get(key)):
+                    self.store.set(protocol.answer(number, self.rank), json.dumps(dataclasses.asdict(Answer.here())))
+        self.num_seen = num_asked
+
+
+class HangWatch:
+    """Asks all ranks for their stacks when this one waits too long for others.
+
+    One rank of the job reports at a time, and it stays the one as long as its wait lasts.
+
+    Args:
+        context: The job.
+        limit: Seconds that a wait may last.
+        patience: Seconds to wait for the answers.
+    """
+
+    def __init__(self, context: WatchContext, limit: float, patience: float) -> None:
+        self._context = context
+        self._limit = limit
+        self._patience = patience
+        self._reported: tracking.TrackedWait | None = None
+
+    def look(self, stack_queries: StackQueries) -> None:
+        """Report a wait of this process that lasts too long, unless one of this job is being reported.
+
+        Blocking while the others answer. Not for the main thread, whose stack is wanted.
+        """
+        waits = tracking.waits()
+        if self._reported is not None and self._reported not in waits:
+            self._reported = None
+            stack_queries.store.delete_key(protocol.HANG_REPORTER)
+        late = [wait for wait in waits if time.monotonic() - wait.since > self._limit]
+        if not late or self._reported is not None:
+            return
+        me = str(self._context.rank)
+        if stack_queries.store.compare_set(protocol.HANG_REPORTER, "", me).decode() == me:
+            self._reported = late[0]
+            self._report(late[0], stack_queries)
+
+    def _report(self, wait: tracking.TrackedWait, stack_queries: StackQueries) -> None:
+        rank, peers = self._context.rank, self._context.peers
+        reason = f"{self._context.me} waits in {wait} for {time.monotonic() - wait.since:.0f} s"
+        answers = stack_queries.ask([peer.rank for peer in peers if peer.rank != rank], self._patience)
+        answers[rank] = Answer.here()
+        write_report(reason, rank, answers, [str(peer) for peer in peers], Path.cwd())
+
+
+def write_report(reason: str, asker: int, answers: Mapping[int, Answer], names: Sequence[str], folder: Path) -> None:
+    """Write down where the ranks are, and log a line that says where to read it.
+
+    Ranks with equal stacks are shown together, the fewest first.
+
+    Args:
+        reason: Who waits where.
+        asker: The rank that waits.
+        answers: What the ranks answered, by rank; that of the asker among them.
+        names: Who each rank is.
+        folder: Where the file goes; the temporary folder, if it cannot be written there.
+    """
+    silent = [rank for rank in range(len(names)) if rank not in answers]
+    alike = _grouped(answers, lambda answer: (_without_seconds(answer.place), answer.stacks))
+    parts = [
+        reason,
+        *(f"{names[rank]} does not answer: it is stopped or dead, or foreign code keeps it" for rank in silent),
+    ]
+    parts += [f"{_named(ranks, names)}\n{place}\n\n{stacks.rstrip()}" for (place, stacks), ranks in alike]
+    path = _write("\n\n".join(parts) + "\n", folder)
+    place_of_asker = _without_seconds(answers[asker].place)
+    by_place = _grouped(answers, lambda answer: _without_seconds(answer.place))
+    elsewhere = [f"{_named(ranks, names)} {place}" for place, ranks in by_place if place != place_of_asker]
+    elsewhere += [f"{_named(silent, names)} without an answer"] if silent else []
+    logger.warning("%s; %s. The stacks of all ranks are in %s", reason, "; ".join(elsewhere) or "all do", path)
+
+
+def _grouped(answers: Mapping[int, Answer], key: Callable[[Answer], Key]) -> list[tuple[Key, list[int]]]:
+    """Return the ranks with equal keys together, the smallest group first."""
+    groups: dict[Key, list[int]] = {}
+    for rank, answer in sorted(answers.items()):
+        groups.setdefault(key(answer), []).append(rank)
+    return sorted(groups.items(), key=lambda group: len(group[1]))
+
+
+def _write(text: str, folder: Path) -> Path:
+    name = f"distman-hang-{time.strftime('%Y%m%d-%H%M%S')}-{time.monotonic_ns() % 10**6:06d}.txt"
+    for place in (folder, Path(tempfile.gettempdir())):
+        try:
+            (place / name).write_text(text, encoding="utf-8")
+        except OSError:
+            continue
+        return place / name
+    return Path("no file: neither folder can be written")
+
+
+def _named(ranks: Sequence[int], names: Sequence[str]) -> str:
+    if len(ranks) <= _MAX_NAMED:
+        return ", ".join(names[rank] for rank in ranks)
+    return f"{names[ranks[0]]} and {len(ranks) - 1} more ({', '.join(map(str, ranks[1:]))})"
+
+
+def _without_seconds(place: str) -> str:
+    return place.rpartition(" for ")[0] if place.endswith(" s") else place

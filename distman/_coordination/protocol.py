@@ -1,0 +1,280 @@
+"""The control protocol: every key that ranks exchange over the job's store.
+
+Each entry says what the key holds, who writes and reads it, and how long it lives; the others may be anywhere in the
+package, but no other module spells a key out. The life of a job, as one rank sees it::
+
+    this rank                      keys                             the others
+    ---------                      ----                             ----------
+    join          ->  STORE_RANK, JOINED +1, join_record(n)
+                      MEMBERSHIP_EVENT = full | failure     ->  rank 0 looks: all here? any at fault?
+    verdict       <-  VERDICT, MEMBERSHIP_EVENT = judged    <-  rank 0
+     |  at fault  ->  VERDICT_HEARD +1                      ->  the store rank waits for it, then all end
+     v
+    started       ->  STARTED +1, the process group is up   ->  who leaves early waits for all to have started
+     |
+    work          ->  beat(rank), peer_address(rank)        ->  the rank before watches both
+     |  ^             NEWS +1: look at FAILURE, query(n) and CLOSING, which every watcher does at its next look
+     |  |         <-> query(n), answer(n, rank)             <-> who waits too long asks where the others are
+     |  +-----------  keys of operations: barriers, consensus, sections, stops
+     |
+     +- fails     ->  FAILURE (the first one counts), NEWS  ->  each raises it, FAILURE_SEEN +1
+     |
+    leaves        ->  left(rank), LEFT +1                   ->  who awaits this rank gives up
+     v
+    closing       ->  CLOSING, NEWS: from the store rank, once all have STARTED
+    gone          ->  GONE +1: lets go of the store         ->  the store rank waits for all, then closes it
+
+A counter is a number that ``Store.add`` raises; a flag is a key whose presence alone counts. All other values are JSON
+or plain text, never a pickle: who reaches the port must not be able to make a rank run code. "Lives on" means until the
+store is closed.
+"""
+
+# Prefixes: each is the part of a store that belongs to a job or a group.
+
+
+def job(*parts: object) -> str:
+    """The whole job; the parts tell its starts apart in a store that outlives them, as a launcher's agent serves."""
+    return "/".join(["distman", *map(str, parts)])
+
+
+PROCESS_GROUP = "group"
+"""What torch keeps for the default process group."""
+
+
+def group(name: str) -> str:
+    """The members of a process group, by the group's name."""
+    return f"group {name}"
+
+
+def node(first_rank: int) -> str:
+    """The ranks of one host, by the smallest of them."""
+    return f"node {first_rank}"
+
+
+# Joining, until the verdict. All of it lives on.
+
+STORE_RANK = "store rank"
+"""Number of the rank that serves the store. That rank writes it, rank 0 reads it."""
+
+JOINED = "joined"
+"""Counter of processes that joined. Each adds itself; rank 0 reads it, and the store rank when it has to end."""
+
+MEMBERSHIP_EVENT = "membership event"
+"""``full``, ``failure`` or ``judged``: a reason to look. The last to join, the store rank or rank 0 writes it, all
+read it."""
+
+VERDICT = "verdict"
+"""Who takes part, or what is wrong, compressed. Rank 0 writes it, all read it."""
+
+VERDICT_HEARD = "verdict heard"
+"""Counter of processes that know why the start failed. Each adds itself; the store rank waits for it."""
+
+
+def join_record(place: int) -> str:
+    """Fields of a ``JoinRecord``; the place is by arrival, since two may claim one rank. Rank 0 reads it."""
+    return f"join record/{place}"
+
+
+# The life of a rank. All of it lives on, unless it says otherwise.
+
+STARTED = "started"
+"""Counter of ranks whose process group is up. Each adds itself; ranks that leave wait for all."""
+
+NEWS = "news"
+"""Counter of events. Who writes a failure, a query or CLOSING raises it; every watcher looks at it several times a
+second, and at the rest only when it has changed."""
+
+FAILURE = "failure"
+"""Fields of the ``FailureRecord`` of the first failure. The rank that fails writes it, or the one that finds another
+dead; before the verdict the store rank, for a rank that told the handshake server. All read it."""
+
+FAILURE_SEEN = "failure seen"
+"""Counter of ranks that know of FAILURE. Each adds itself; the store rank, if it fails, stays until all have."""
+
+LEFT = "left"
+"""Counter of ranks that left the job. Each adds itself; who waits looks for left(rank) only if it is not 0."""
+
+CLOSING = "closing"
+"""Flag: the store will be closed. The store rank writes it when it leaves; all watchers read it."""
+
+GONE = "gone"
+"""Counter of ranks that need the store no more. Each adds itself, once; the store rank waits for all."""
+
+
+def left(rank: int) -> str:
+    """Flag: this rank left the job of its own accord. It writes it; who awaits or watches it reads it."""
+    return f"left/{rank}"
+
+
+def beat(rank: int) -> str:
+    """Sign of life: the time, a space, and what the rank waits in.
+
+    Its watcher writes it, and deletes it when it gives up; the rank before reads it.
+    """
+    return f"beat/{rank}"
+
+
+def peer_address(rank: int) -> str:
+    """Hosts and port at which the rank's watcher accepts a connection. It writes it, the rank before reads it."""
+    return f"peer address/{rank}"
+
+
+# Hangs.
+
+HANG_REPORTER = "hang reporter"
+"""The rank that reports a hang. The first one that waits too long writes it, and deletes it once its wait is over."""
+
+QUERIES = "queries"
+"""Counter of queries. Who asks raises it; the watchers answer those that they have not seen. It lives on."""
+
+
+def query(number: int) -> str:
+    """Ranks that are asked for their stacks. Who asks writes it, and deletes it with the last answer."""
+    return f"query {number}"
+
+
+def answer(number: int, rank: int) -> str:
+    """Fields of an ``Answer``. The watcher of that rank writes it; who asked reads and deletes it."""
+    return f"answer {number}/{rank}"
+
+
+def asker(operation: str) -> str:
+    """The one rank that asks where those are that did not come. The first one to ask writes it; it lives on."""
+    return f"{operation}/asker"
+
+
+def places(operation: str) -> str:
+    """What the asker found out, as pairs of rank and place. It writes it, all that came read it; it lives on."""
+    return f"{operation}/places"
+
+
+# Operations of several ranks: each has a name of its own, which is also what messages call it.
+
+
+def barrier(number: int, name: str | None) -> str:
+    """A barrier of all ranks."""
+    return f"barrier {number}" + (f" {name!r}" if name else "")
+
+
+def groups(number: int) -> str:
+    """The decision which groups to make."""
+    return f"groups {number}"
+
+
+def groups_made(number: int) -> str:
+    """The decision to go on with these groups."""
+    return f"groups {number} made"
+
+
+def first_use(group: str) -> str:
+    """The first use of a group that is made then."""
+    return f"the first use of group {group}"
+
+
+def collective(number: int, group: object) -> str:
+    """The comparison of a collective's calls in debug mode."""
+    return f"collective {number} of group {group}"
+
+
+def section(depth: int) -> str:
+    """The exclusive sections of a group, a sequence of operations; nested ones are apart from the outer one."""
+    return f"section {depth}"
+
+
+STOP_DECISIONS = "stop decision"
+"""The decisions whether to stop, a sequence of operations. Each is what the first rank there writes: its step, whether
+to stop, and the next step to decide at. All read it."""
+
+STOP = "stop"
+"""Why to stop. Any rank that was asked to writes it, all read it; it lives on."""
+
+
+def nth(sequence: str, number: int) -> str:
+    """An operation of a sequence. It is deleted once all ranks have asked for a later page of keys."""
+    return f"{sequence} {number}"
+
+
+def page(sequence: str, number: int) -> str:
+    """Counter of ranks that began a page of keys. Each adds itself; the last one deletes it and the page before."""
+    return f"{sequence} page {number}"
+
+
+# Keys of one operation. The last rank to leave deletes them, unless it says otherwise.
+
+
+def at(index: int) -> str:
+    """The barrier that a member has come to. It overwrites it at the next one; who waits reads it. It lives on."""
+    return f"{index} is at"
+
+
+def arrived(operation: str) -> str:
+    """Counter of ranks that came to a barrier, less those that gave up. The last one to come deletes it."""
+    return f"{operation}/count"
+
+
+def is_open(operation: str) -> str:
+    """Flag: all came. The last one to come to a barrier writes it, all read it."""
+    return f"{operation}/open"
+
+
+def given_up(operation: str) -> str:
+    """Who did not come, and a ``FailureRecord``'s fields. Who gives up waiting writes it, all read it; it lives on."""
+    return f"{operation}/given up"
+
+
+def passed(operation: str) -> str:
+    """Counter of ranks that left a barrier."""
+    return f"{operation}/left"
+
+
+def first_proposal(operation: str) -> str:
+    """What the first rank at a decision wants: rank, digest and text. All read it."""
+    return f"{operation}/first"
+
+
+def other_proposal(operation: str) -> str:
+    """What the first rank wants that wants something else. All read it."""
+    return f"{operation}/other"
+
+
+def call(operation: str, index: int) -> str:
+    """What a member compares, by name, and where it is in the program. All read it."""
+    return f"{operation}/call {index}"
+
+
+def failure_of(operation: str) -> str:
+    """Fields of the ``FailureRecord`` of the first member that failed.
+
+    It writes it; all read it, and those that still wait for its part in making a group give up.
+    """
+    return f"{operation}/{FAILURE}"
+
+
+def read_by(operation: str) -> str:
+    """Counter of ranks that have read all of the above."""
+    return f"{operation}/read"
+
+
+def done(operation: str) -> str:
+    """Counter of ranks that have done their part of an exclusive section.
+
+    The section's own key holds its name and the ``FailureRecord``'s fields of a rank that failed, or null. Both are
+    deleted with their page.
+    """
+    return f"{operation} count"
+
+
+# What commands exchange.
+
+STANDING_STILL = "who stands still"
+"""Why a step of a command ended early, in words. The first rank that knows writes it, all read it; it lives on."""
+
+
+def report(number: int, name: str, rank: int) -> str:
+    """What a rank found out. It writes it; rank 0 reads and deletes it."""
+    return f"report {number} of {name}/{rank}"
+
+
+def message(number: int, name: str) -> str:
+    """What rank 0 has to say. It writes it, all others read it; it lives on."""
+    return f"message {number} of {name}"

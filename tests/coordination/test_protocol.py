@@ -1,0 +1,166 @@
+"""The control protocol has one home: no key of the store is spelt out elsewhere, none stands for two things."""
+
+import ast
+import inspect
+import itertools
+from pathlib import Path
+
+import pytest
+
+import distman
+from distman._coordination import protocol
+
+PACKAGE = Path(distman.__file__).parent
+METHODS = {"set", "get", "add", "check", "wait", "delete_key", "compare_set", "multi_get"}
+TAKE_KEYS = {
+    "PrefixStore": (0, "prefix"),
+    "KeySequence": (1, "name"),
+    "AbortableStore": (1, "failure_key"),
+    "ExclusiveSection": (1, "key"),
+    "wait_for_all": (1, "key"),
+    "consensus.agree": (0, "key"),
+    "consensus.compare": (0, "key"),
+    "consensus.require_success": (0, "key"),
+    "watcher.locate": (0, "operation"),
+}
+"""What hands a key on to a store: where its argument stands, and how it is called."""
+
+
+def name_of(node):
+    """The last name of an expression: of a call's function, or of what a method belongs to."""
+    return node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
+
+
+def keys_in(call, take_keys):
+    """The arguments of a call that are keys of a store."""
+    name, owner = name_of(call.func), name_of(getattr(call.func, "value", None))
+    is_method = name in METHODS and owner.endswith("store")
+    position, keyword = (0, "key") if is_method else take_keys.get(f"{owner}.{name}", take_keys.get(name, (None, None)))
+    if position is None:
+        return []
+    named = [argument.value for argument in call.keywords if argument.arg == keyword]
+    return named + call.args[position : position + 1]
+
+
+def parts(node):
+    """An expression and what it is made of, without what the protocol makes."""
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and name_of(node.func.value) == "protocol":
+        return
+    yield node
+    for child in ast.iter_child_nodes(node):
+        yield from parts(child)
+
+
+def functions(tree):
+    return [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
+
+
+def with_helpers(tree):
+    """What takes keys, and the functions of this module whose arguments reach it."""
+    found, known = dict(TAKE_KEYS), 0
+    while known != len(found):
+        known = len(found)
+        for function in functions(tree):
+            names = [argument.arg for argument in function.args.args if argument.arg != "self"]
+            for call in (node for node in ast.walk(function) if isinstance(node, ast.Call)):
+                used = {part.id for key in keys_in(call, found) for part in parts(key) if isinstance(part, ast.Name)}
+                for name in used.intersection(names) if function.name not in METHODS else ():
+                    found.setdefault(function.name, (names.index(name), name))
+    return found
+
+
+def assignments(nodes):
+    """What each name may stand for."""
+    for node in nodes:
+        targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+        value = getattr(node, "iter", None) or getattr(node, "value", None)
+        for part in (part for target in targets if target and value for part in ast.walk(target)):
+            if isinstance(part, ast.Name) and isinstance(part.ctx, ast.Store):
+                yield part.id, value
+
+
+def literals(node, values, seen=frozenset()):
+    """The strings that an expression is made of, through the names in it."""
+    for part in parts(node):
+        if isinstance(part, ast.JoinedStr) or (isinstance(part, ast.Constant) and isinstance(part.value, str)):
+            yield ast.unparse(part)
+        elif isinstance(part, ast.Name) and part.id not in seen:
+            for name, value in values:
+                if name == part.id:
+                    yield from literals(value, values, seen | {part.id})
+
+
+def spelt_out(tree):
+    """The keys that a module spells out, with the lines."""
+    take_keys, found = with_helpers(tree), set()
+    constants = [node for node in tree.body if isinstance(node, ast.Assign | ast.AnnAssign)]
+    for function in functions(tree):
+        values = [*assignments(constants), *assignments(ast.walk(function))]
+        for call in (node for node in ast.walk(function) if isinstance(node, ast.Call)):
+            texts = (text for key in keys_in(call, take_keys) for text in literals(key, values))
+            found |= {f"line {call.lineno}: {text}" for text in texts}
+    return sorted(found)
+
+
+def package():
+    paths = {path.relative_to(PACKAGE).as_posix(): path for path in PACKAGE.rglob("*.py")}
+    return {name: ast.parse(path.read_text(encoding="utf-8")) for name, path in paths.items()}
+
+
+def test_no_key_is_spelt_out_outside_the_protocol():
+    found = {name: spelt_out(tree) for name, tree in package().items() if name != "_coordination/protocol.py"}
+    assert {name: keys for name, keys in found.items() if keys} == {}
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "store.set('planted', 'yes')",
+        "self._store.add(f'planted/{rank}', 1)",
+        "store_group.job_store.check([f'planted/{rank}'])",
+        "store.delete_key('planted/' + str(rank))",
+        "key = f'planted {rank}'; store.get(key)",
+        "keys = [f'planted {n}' for n in range(3)]; store.multi_get(keys)",
+        "[store.get(key) for key in ['planted']]",
+        "dist.PrefixStore(f'planted {rank}', store)",
+        "KeySequence(store, 'planted', 3)",
+        "AbortableStore(plain, f'{operation}/planted', 1.0)",
+        "group.consensus.compare('planted', call, place='')",
+        "helper(store, 'planted')",
+        "helper(store, counter='planted')",
+        "consensus.require_success('planted', None)",
+        "wait_for_all(store_group, 'planted', timeout=1)",
+    ],
+)
+def test_a_planted_key_is_found(source):
+    helper = "def helper(store, counter):\n    def wait():\n        store.add(counter, 0)\n"
+    tree = ast.parse(f"{helper}\ndef planted(self, store):\n    {source}\n")
+    assert [text for text in spelt_out(tree) if "planted" in text] != []
+
+
+@pytest.mark.parametrize(
+    "source",
+    ["store.set(protocol.left(3), 'yes')", "environ.get('HOME')", "store.check([protocol.report(1, 'links', 2)])"],
+)
+def test_keys_of_the_protocol_and_other_strings_are_left_alone(source):
+    assert spelt_out(ast.parse(f"def here(store, environ):\n    {source}\n")) == []
+
+
+def entries():
+    """Every entry of the protocol, with a key that it stands for."""
+    values = {"number": 1, "rank": 2, "index": 2, "depth": 0, "place": 3, "first_rank": 0, "parts": 5}
+    found = {name: value for name, value in vars(protocol).items() if name.isupper()}
+    for name, function in inspect.getmembers(protocol, inspect.isfunction):
+        found[name] = function(*(values.get(parameter, "x") for parameter in inspect.signature(function).parameters))
+    return found
+
+
+def test_no_two_entries_are_one_key():
+    keys = entries()
+    assert [pair for pair in itertools.combinations(keys, 2) if keys[pair[0]] == keys[pair[1]]] == []
+
+
+def test_each_entry_is_used():
+    used = {node.attr for tree in package().values() for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+    inside = {node.id for node in ast.walk(package()["_coordination/protocol.py"]) if isinstance(node, ast.Name)}
+    assert set(entries()) - used - inside == set()
