@@ -1,4 +1,4 @@
-"""Resident regions: memory for results that is used again, since new memory costs more than the copy."""
+"""Shared memory for results that is used again, since new memory costs more than the copy."""
 
 from __future__ import annotations
 
@@ -9,27 +9,28 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from distman.executor._channel import NO_SLOT, Message
-from distman.executor._shared_memory import create_region, map_region
+from distman.executor._channel import NOT_POOLED, Message
+from distman.executor._shared_memory import create_shared_memory, map_shared_memory
 
-_NUM_SLOTS = 2  # the result in use, and the one that replaces it
-_RESIDENT_BYTES = 256 * 1024**2
+_NUM_BUFFERS = 2  # the result in use, and the one that replaces it
+# A worker keeps twice this for as long as it lives; of larger results, new memory is a small part of the work.
+_MOST_BYTES = 256 * 1024**2
 
 
 @dataclass
-class Region:
-    """A resident region as its worker sees it.
+class PooledBuffer:
+    """A buffer as its worker sees it.
 
     Attributes:
-        slot: Its number.
+        index: Its place in the pool.
         memory: The mapped memory.
-        news: Its file descriptor as long as the program has not got it.
+        unsent: Its file descriptor as long as the program has not got it.
         is_read: Whether the program holds tensors that lie in it.
     """
 
-    slot: int
+    index: int
     memory: npt.NDArray[np.uint8]
-    news: int | None
+    unsent: int | None
     is_read: bool = False
 
     @property
@@ -40,52 +41,52 @@ class Region:
     def was_sent(self) -> None:
         """Note that the program now has it."""
         self.is_read = True
-        if self.news is not None:
-            os.close(self.news)
-            self.news = None
+        if self.unsent is not None:
+            os.close(self.unsent)
+            self.unsent = None
 
 
-class WorkerSlots:
-    """The worker's side."""
+class BufferPool:
+    """The worker's side: buffers to write results into."""
 
     def __init__(self) -> None:
-        self._regions: dict[int, Region] = {}
+        self._buffers: dict[int, PooledBuffer] = {}
 
-    def release(self, free_slots: int) -> None:
-        """Note which regions nobody reads any more.
+    def release(self, free_buffers: int) -> None:
+        """Note which buffers nobody reads any more.
 
         Args:
-            free_slots: One bit for each slot.
+            free_buffers: One bit for each buffer.
         """
-        for slot, region in self._regions.items():
-            if free_slots >> slot & 1:
-                region.is_read = False
+        for index, buffer in self._buffers.items():
+            if free_buffers >> index & 1:
+                buffer.is_read = False
 
-    def take(self, num_bytes: int) -> Region | None:
-        """Return a region of at least that size; None if there is none to spare, or the result is too large.
+    def take(self, num_bytes: int) -> PooledBuffer | None:
+        """Return a buffer of at least that size; None if there is none to spare, or the result is too large.
 
         Args:
             num_bytes: What the result needs.
         """
-        if num_bytes > _RESIDENT_BYTES:
+        if num_bytes > _MOST_BYTES:
             return None
-        free = [region for region in self._regions.values() if not region.is_read]
-        fitting = [region for region in free if region.size >= num_bytes]
+        free = [buffer for buffer in self._buffers.values() if not buffer.is_read]
+        fitting = [buffer for buffer in free if buffer.size >= num_bytes]
         if fitting:
-            return min(fitting, key=lambda region: region.size)
-        unused = [slot for slot in range(_NUM_SLOTS) if slot not in self._regions]
-        slots = unused or [region.slot for region in free]
-        return self._open(slots[0], num_bytes) if slots else None
+            return min(fitting, key=lambda buffer: buffer.size)
+        unused = [index for index in range(_NUM_BUFFERS) if index not in self._buffers]
+        indices = unused or [buffer.index for buffer in free]
+        return self._create(indices[0], num_bytes) if indices else None
 
-    def _open(self, slot: int, num_bytes: int) -> Region:
-        descriptor = create_region(num_bytes)
-        region = Region(slot, map_region(descriptor, num_bytes), descriptor)
-        self._regions[slot] = region
-        return region
+    def _create(self, index: int, num_bytes: int) -> PooledBuffer:
+        descriptor = create_shared_memory(num_bytes)
+        buffer = PooledBuffer(index, map_shared_memory(descriptor, num_bytes), descriptor)
+        self._buffers[index] = buffer
+        return buffer
 
 
-class ProgramSlots:
-    """The program's side: what it has mapped, and what it has stopped reading."""
+class MappedBuffers:
+    """The program's side: the buffers that it has mapped, and those that it has stopped reading."""
 
     def __init__(self) -> None:
         self._mapped: dict[int, npt.NDArray[np.uint8]] = {}
@@ -95,21 +96,21 @@ class ProgramSlots:
         """Return the memory that a message speaks of; when its last reader is gone it is free again.
 
         Args:
-            message: One with a region.
+            message: One with shared memory.
         """
-        with message.new_region() as descriptor:
+        with message.new_memory() as descriptor:
             if descriptor is not None:
-                memory = map_region(descriptor, message.region_bytes)
-                if message.slot == NO_SLOT:
+                memory = map_shared_memory(descriptor, message.shared_bytes)
+                if message.buffer_index == NOT_POOLED:
                     return memory.data
-                self._mapped[message.slot] = memory
-        reading = self._mapped[message.slot].view()
+                self._mapped[message.buffer_index] = memory
+        reading = self._mapped[message.buffer_index].view()
         # A memoryview and its slices keep this very array alive, not the one it is a view of.
-        weakref.finalize(reading, self._freed.append, message.slot).atexit = False
+        weakref.finalize(reading, self._freed.append, message.buffer_index).atexit = False
         return reading.data
 
     def take_freed(self) -> int:
-        """Return the regions that were freed since the last call, one bit each."""
+        """Return the buffers that were freed since the last call, one bit each."""
         mask = 0
         while self._freed:
             mask |= 1 << self._freed.pop()

@@ -1,8 +1,7 @@
-"""Messages between the program and a worker: small ones whole, large ones as shared memory."""
+"""Messages between the program and a worker: small payloads whole, large ones as shared memory."""
 
 from __future__ import annotations
 
-import array
 import contextlib
 import os
 import pickle
@@ -12,9 +11,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import IntEnum
 
-from distman.executor._payload import INLINE_BYTES, Parcel
+from distman._workers.sockets import receive_with_descriptors
+from distman.executor._payload import INLINE_BYTES, Payload
 
-NO_SLOT = 255
+NOT_POOLED = 255  # the largest number that the header's byte can hold
 _HEADER = struct.Struct("<BBBQQQ")
 
 
@@ -32,26 +32,26 @@ class Message:
 
     Attributes:
         kind: What it holds.
-        slot: Which of the worker's resident regions it lies in, or ``NO_SLOT``.
-        free_slots: To a worker: its regions that nobody reads any more, one bit each.
+        buffer_index: Which buffer of the worker's pool it lies in, or ``NOT_POOLED``.
+        free_buffers: To a worker: the buffers of its pool that nobody reads any more, one bit each.
         num_buffers: Number of buffers beside the pickle.
         stream_bytes: Length of the pickle.
-        region_bytes: Size of the shared memory; 0 if the pickle is here.
+        shared_bytes: Size of the shared memory; 0 if the pickle is here.
         stream: The pickle, if it is here.
         descriptor: The shared memory, if it is new; the receiver closes it.
     """
 
     kind: Kind
-    slot: int
-    free_slots: int
+    buffer_index: int
+    free_buffers: int
     num_buffers: int
     stream_bytes: int
-    region_bytes: int
+    shared_bytes: int
     stream: bytes
     descriptor: int | None
 
     @contextlib.contextmanager
-    def new_region(self) -> Iterator[int | None]:
+    def new_memory(self) -> Iterator[int | None]:
         """Lend the file descriptor, and close it."""
         try:
             yield self.descriptor
@@ -65,86 +65,60 @@ class Message:
         return pickle.loads(self.stream)  # noqa: S301 - written by a process of ours
 
 
-def open_line() -> tuple[socket.socket, socket.socket]:
-    """Return two connected sockets that keep messages apart."""
-    return socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-
-
 def send(
-    line: socket.socket,
+    connection: socket.socket,
     kind: Kind,
-    parcel: Parcel,
-    region_bytes: int = 0,
+    payload: Payload,
+    shared_bytes: int = 0,
     descriptor: int | None = None,
     *,
-    slot: int = NO_SLOT,
-    free_slots: int = 0,
+    buffer_index: int = NOT_POOLED,
+    free_buffers: int = 0,
 ) -> None:
-    """Send a parcel: as it is, or the news where in shared memory it lies.
+    """Send a payload: as it is, or in which shared memory it lies.
 
     Does not block if the other side has read what came before.
 
     Args:
-        line: The connection.
-        kind: What the parcel holds.
-        parcel: Already written where it is not inline.
-        region_bytes: Size of the shared memory, 0 for an inline parcel.
+        connection: To the other side.
+        kind: What the payload holds.
+        payload: Already written where it is not inline.
+        shared_bytes: Size of the shared memory, 0 for an inline payload.
         descriptor: The shared memory, if the other side does not have it.
-        slot: Which of the worker's resident regions this is.
-        free_slots: Regions of the worker that nobody reads any more, one bit each.
+        buffer_index: Which buffer of the worker's pool this is.
+        free_buffers: Buffers of the worker's pool that nobody reads any more, one bit each.
     """
-    counts = (len(parcel.buffers), len(parcel.stream), region_bytes)
-    data = _HEADER.pack(kind, slot, free_slots, *counts) + (b"" if region_bytes else parcel.stream)
+    counts = (len(payload.buffers), len(payload.stream), shared_bytes)
+    header = _HEADER.pack(kind, buffer_index, free_buffers, *counts)
+    data = header + (b"" if shared_bytes else payload.stream)
     if descriptor is None:
-        line.send(data)
+        connection.send(data)
     else:
-        socket.send_fds(line, [data], [descriptor])
+        socket.send_fds(connection, [data], [descriptor])
 
 
-def receive_descriptors(line: socket.socket, size: int, most: int, flags: int = 0) -> tuple[bytes, list[int]]:
-    """Return a message and the file descriptors with it, which programs started here do not inherit.
-
-    Blocks, unless the flags say otherwise. ``socket.recv_fds`` of Python 3.11 ignores its flags.
-
-    Args:
-        line: The connection.
-        size: The most bytes to take.
-        most: The most file descriptors to take.
-        flags: As for ``recv``.
-    """
-    descriptors = array.array("i")
-    room = socket.CMSG_SPACE(most * descriptors.itemsize)
-    data, ancillary, _, _ = line.recvmsg(size, room, flags | socket.MSG_CMSG_CLOEXEC)
-    for level, kind, content in ancillary:
-        if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
-            descriptors.frombytes(content[: len(content) - len(content) % descriptors.itemsize])
-    return data, list(descriptors)
-
-
-def receive(line: socket.socket, *, waits: bool = True) -> Message | None:
+def receive(connection: socket.socket, *, waits: bool = True) -> Message | None:
     """Return the next message, or None if the other side has hung up.
 
-    Blocks if it waits.
-
     Args:
-        line: The connection.
+        connection: To the other side.
         waits: Whether to wait for a message; otherwise None if there is none.
     """
     size = _HEADER.size + INLINE_BYTES
     try:
-        data, descriptors = receive_descriptors(line, size, 1, 0 if waits else socket.MSG_DONTWAIT)
+        data, descriptors = receive_with_descriptors(connection, size, 1, 0 if waits else socket.MSG_DONTWAIT)
     except (ConnectionResetError, BlockingIOError):
         return None
     if not data:
         return None
-    kind, slot, free_slots, num_buffers, stream_bytes, region_bytes = _HEADER.unpack_from(data)
+    kind, buffer_index, free_buffers, num_buffers, stream_bytes, shared_bytes = _HEADER.unpack_from(data)
     return Message(
         kind=Kind(kind),
-        slot=slot,
-        free_slots=free_slots,
+        buffer_index=buffer_index,
+        free_buffers=free_buffers,
         num_buffers=num_buffers,
         stream_bytes=stream_bytes,
-        region_bytes=region_bytes,
+        shared_bytes=shared_bytes,
         stream=data[_HEADER.size :],
         descriptor=descriptors[0] if descriptors else None,
     )

@@ -7,13 +7,14 @@ import time
 from collections.abc import Sequence
 
 from distman.errors import WorkerError
-from distman.executor._handle import Worker
+from distman.executor._device_worker import DeviceWorker
 
-# A mistake in the function often shows on all devices at once; a worker that is waited for need not be replaced.
+# Seconds. A mistake in the function often shows on all devices at once, and a worker that comes to its own end within
+# this time need not be replaced.
 _AFTER_FAILURE_SECONDS = 0.5
 
 
-def collect(workers: Sequence[Worker], timeout: float | None) -> list[object]:
+def collect(workers: Sequence[DeviceWorker], timeout: float | None) -> list[object]:
     """Return the answers of workers that have been sent a task, in their order.
 
     Blocks. After a failure the other workers are given half a second; those still busy are left so.
@@ -49,18 +50,18 @@ def collect(workers: Sequence[Worker], timeout: float | None) -> list[object]:
     return [answers[worker.index] for worker in workers]
 
 
-def _wait(waiting: Sequence[Worker], deadline: float | None) -> list[Worker]:
+def _wait(waiting: Sequence[DeviceWorker], deadline: float | None) -> list[DeviceWorker]:
     """Return those that have answered or ended, none if the time is over."""
     poller = select.poll()
     for worker in waiting:
-        poller.register(worker.line, select.POLLIN)
+        poller.register(worker.connection, select.POLLIN)
         poller.register(worker.life, select.POLLIN)
     limit = None if deadline is None else max(0.0, deadline - time.monotonic()) * 1000
     ready = {descriptor for descriptor, _ in poller.poll(limit)}
-    return [worker for worker in waiting if ready & {worker.line.fileno(), worker.life.fileno()}]
+    return [worker for worker in waiting if ready & {worker.connection.fileno(), worker.life.fileno()}]
 
 
-def _first(failures: Sequence[WorkerError], abandoned: Sequence[Worker]) -> WorkerError:
+def _first(failures: Sequence[WorkerError], abandoned: Sequence[DeviceWorker]) -> WorkerError:
     """Return the first failure, with a line on each of the other workers that have no answer."""
     first, *others = failures
     lines = [str(other).partition("\n")[0] for other in others]

@@ -15,12 +15,12 @@ from typing import Any, Literal, ParamSpec, TypeVar
 import torch
 
 from distman._device import resolve_device
-from distman.executor._pool import Pool
-from distman.executor._worker import Task
+from distman.executor._device_pool import DevicePool
+from distman.executor._task_loop import Task
 
 P = ParamSpec("P")
 T = TypeVar("T")
-_MOST_SECONDS = 2_000_000  # poll counts milliseconds in 31 bits
+_MOST_SECONDS = 2_000_000  # 23 days: poll counts milliseconds in 31 bits
 _known_places: weakref.WeakKeyDictionary[FunctionType, str] = weakref.WeakKeyDictionary()
 
 
@@ -67,7 +67,7 @@ class ParallelExecutor(Executor):
 
     def _renew(self) -> None:
         """Begin with no workers: at first, and in a copy of the program made by a fork."""
-        self._pool = Pool(self.devices, self._timeout)
+        self._pool = DevicePool(self.devices, self._timeout)
         self._threads: ThreadPoolExecutor | None = None
         self._changed = threading.Condition()
         self._num_calls = 0
@@ -131,7 +131,7 @@ class ParallelExecutor(Executor):
         """Return a thread for each worker; each knows the place of its own."""
         with self._changed:
             if self._threads is None:
-                self._pool.open()
+                self._pool.server.open()  # while this program has perhaps a single thread
                 self._place = threading.local()
                 places = itertools.count()
                 self._threads = ThreadPoolExecutor(

@@ -1,4 +1,4 @@
-"""An object as a pickle, with the contents of its tensors and arrays beside it, to be laid into shared memory."""
+"""An object as a pickle, with the contents of its tensors and arrays beside it, to be copied into shared memory."""
 
 from __future__ import annotations
 
@@ -8,21 +8,23 @@ import struct
 from dataclasses import dataclass
 from typing import Any
 
-import cloudpickle
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from distman._torch_internals import with_type, without_type
+from distman._workers.pickling import ModulePickler
 
+# A socket takes messages of up to some 200 KB by default, and below this size a copy costs less than a mapping.
 INLINE_BYTES = 64 * 1024
-_BESIDE_BYTES = 16 * 1024
-_ALIGNMENT = 64
+# Below this size a copy into the pickle costs less than a buffer of its own.
+_OUT_OF_BAND_BYTES = 16 * 1024
+_ALIGNMENT = 64  # bytes; the cache line, and what vector instructions want at most
 _PLAIN_TYPES = frozenset({type(None), bool, int, float, str})
 
 
 @dataclass(frozen=True)
-class Parcel:
+class Payload:
     """A packed object.
 
     Attributes:
@@ -35,7 +37,7 @@ class Parcel:
 
     @property
     def is_inline(self) -> bool:
-        """Whether it is small enough to travel in a message."""
+        """Whether it is small enough to be sent in a message."""
         return not self.buffers and len(self.stream) <= INLINE_BYTES
 
     @property
@@ -44,59 +46,57 @@ class Parcel:
         head = 8 * len(self.buffers) + len(self.stream)
         return _aligned(head) + sum(_aligned(buffer.nbytes) for buffer in self.buffers)
 
-    def write(self, region: npt.NDArray[np.uint8]) -> None:
-        """Lay it into memory: the sizes of the buffers, the pickle, the buffers.
+    def write(self, memory: npt.NDArray[np.uint8]) -> None:
+        """Write it into memory: the sizes of the buffers, the pickle, the buffers.
 
         Args:
-            region: At least ``total_bytes`` bytes.
+            memory: At least ``total_bytes`` bytes.
         """
         head = struct.pack(f"<{len(self.buffers)}Q", *(buffer.nbytes for buffer in self.buffers)) + self.stream
-        region[: len(head)] = np.frombuffer(head, np.uint8)
+        memory[: len(head)] = np.frombuffer(head, np.uint8)
         start = _aligned(len(head))
         for buffer in self.buffers:
-            region[start : start + buffer.nbytes] = np.frombuffer(buffer, np.uint8)
+            memory[start : start + buffer.nbytes] = np.frombuffer(buffer, np.uint8)
             start += _aligned(buffer.nbytes)
 
 
-def pack(value: object) -> Parcel:
-    """Return the object as a parcel; tensors of other devices come out on the CPU.
-
-    Lambdas, closures and what a notebook defines travel by value.
+def pack(value: object) -> Payload:
+    """Return the object as a payload; tensors of other devices come out on the CPU.
 
     Args:
-        value: Anything that cloudpickle can pickle. It must not change before the parcel is written.
+        value: Anything that cloudpickle can pickle. It must not change before the payload is written.
     """
     if type(value) in _PLAIN_TYPES:
-        return Parcel(pickle.dumps(value))
+        return Payload(pickle.dumps(value))
     buffers: list[memoryview] = []
 
     def is_in_stream(buffer: pickle.PickleBuffer) -> bool:
         raw = buffer.raw()
-        if raw.nbytes < _BESIDE_BYTES:
+        if raw.nbytes < _OUT_OF_BAND_BYTES:
             return True
         buffers.append(raw)
         return False
 
     file = io.BytesIO()
-    _Pickler(file, protocol=5, buffer_callback=is_in_stream).dump(value)
-    return Parcel(file.getvalue(), tuple(buffers))
+    _StoragePickler(file, protocol=5, buffer_callback=is_in_stream).dump(value)
+    return Payload(file.getvalue(), tuple(buffers))
 
 
-def unpack(region: memoryview, stream_bytes: int, num_buffers: int) -> Any:
-    """Return the object that ``Parcel.write`` laid there; its tensors and arrays live in that memory.
+def unpack(memory: memoryview, stream_bytes: int, num_buffers: int) -> Any:
+    """Return the object that ``Payload.write`` wrote there; its tensors and arrays live in that memory.
 
     Args:
-        region: The memory; the tensors keep it alive.
+        memory: The memory; the tensors keep it alive.
         stream_bytes: Length of the pickle.
         num_buffers: Number of buffers.
     """
-    sizes = struct.unpack_from(f"<{num_buffers}Q", region)
+    sizes = struct.unpack_from(f"<{num_buffers}Q", memory)
     start = 8 * num_buffers
-    stream = region[start : start + stream_bytes]
+    stream = memory[start : start + stream_bytes]
     start = _aligned(start + stream_bytes)
     buffers = []
     for size in sizes:
-        buffers.append(region[start : start + size])
+        buffers.append(memory[start : start + size])
         start += _aligned(size)
     return pickle.loads(stream, buffers=buffers)  # noqa: S301 - written by a process of ours
 
@@ -105,7 +105,7 @@ def _aligned(size: int) -> int:
     return -(-size // _ALIGNMENT) * _ALIGNMENT
 
 
-class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
+class _StoragePickler(ModulePickler):
     """Hands the memory of tensors out, once for each storage, so that views stay views."""
 
     def reducer_override(self, obj: Any) -> Any:

@@ -10,7 +10,7 @@ import numpy.typing as npt
 import torch
 
 
-def create_region(num_bytes: int) -> int:
+def create_shared_memory(num_bytes: int) -> int:
     """Return the file descriptor of new shared memory; ``/dev/shm`` and its size do not matter.
 
     Args:
@@ -25,13 +25,13 @@ def create_region(num_bytes: int) -> int:
     return descriptor
 
 
-def map_region(descriptor: int, num_bytes: int, *, is_private: bool = False) -> npt.NDArray[np.uint8]:
+def map_shared_memory(descriptor: int, num_bytes: int, *, is_private: bool = False) -> npt.NDArray[np.uint8]:
     """Return the memory behind a file descriptor, which may be closed afterwards.
 
     The mapping lasts as long as the array and its views.
 
     Args:
-        descriptor: From ``create_region`` here or in another process.
+        descriptor: From ``create_shared_memory`` here or in another process.
         num_bytes: Its size.
         is_private: Whether what is written here stays unseen by the other processes.
     """

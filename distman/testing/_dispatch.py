@@ -13,19 +13,19 @@ import pytest
 
 from distman.environments import LAUNCHERS
 from distman.environments._detect import METHOD
-from distman.testing._messages import Fate, Task
+from distman.testing._messages import RankReport, RankTask
 from distman.testing._serialization import pack
 
 if TYPE_CHECKING:
     from distman.testing._marks import RanksSpec
-    from distman.testing._pool import Pool
+    from distman.testing._rank_pool import RankPool
 
 
 _GROUP_MARGIN_SECONDS = 60.0
 """A collective gives up so long after the test's own limit, so that the report shows where it was stuck."""
 
 
-def run_on_workers(pool: Pool, item: pytest.Function, spec: RanksSpec, world_size: int) -> list[Fate]:
+def run_on_workers(pool: RankPool, item: pytest.Function, spec: RanksSpec, world_size: int) -> list[RankReport]:
     """Run a test on that many workers.
 
     Blocks until every rank has ended or was ended.
@@ -42,8 +42,8 @@ def run_on_workers(pool: Pool, item: pytest.Function, spec: RanksSpec, world_siz
     call = pack(item.obj, arguments, spec.parameters, _own_modules(item))
     environ = _worker_environ()
 
-    def make_task(rank: int, store_file: str) -> Task:
-        return Task(
+    def make_task(rank: int, store_file: str) -> RankTask:
+        return RankTask(
             test=item.nodeid,
             rank=rank,
             world_size=world_size,
@@ -63,9 +63,9 @@ def run_on_workers(pool: Pool, item: pytest.Function, spec: RanksSpec, world_siz
 
 
 def server_environ() -> dict[str, str]:
-    """Return the environment of the fork server: one thread per library."""
+    """Return the environment of the fork server: one thread per library, and nothing held back of a rank's output."""
     threads = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
-    return {**_worker_environ(), **threads}
+    return {**_worker_environ(), **threads, "PYTHONUNBUFFERED": "1"}
 
 
 def _worker_environ() -> dict[str, str]:

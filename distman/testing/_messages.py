@@ -1,22 +1,17 @@
 """What the pytest process and its workers say to each other.
 
-A new worker says ``Ready``. Then one test is three exchanges per worker: ``Task`` there, ``Joined`` back;
-once every rank has joined the process group, ``Begin`` there, ``Outcome`` back; once every rank has ended,
-``Release`` there, ``Released`` back. So no rank can fail while another is still connecting to it, and none
-leaves the group while another still uses it.
+One test is three exchanges per worker: ``RankTask`` there, ``Joined`` back; once every rank has joined the process
+group, ``Begin`` there, ``RankResult`` back; once every rank has ended, ``Release`` there, ``Released`` back. So no
+rank can fail while another is still connecting to it, and none leaves the group while another still uses it.
 """
 
 from __future__ import annotations
 
-import signal
 from dataclasses import dataclass
 from enum import Enum
 
-# A real-time signal: tests may use SIGUSR1 and SIGUSR2 for themselves.
-STACK_SIGNAL = int(signal.SIGRTMAX) - 1
 
-
-class Ending(Enum):
+class RankStatus(Enum):
     """How a rank can end a test; what says most about a failure comes first."""
 
     RAISED = "raised"
@@ -40,7 +35,7 @@ class SeenWarning:
 
 
 @dataclass(frozen=True)
-class Task:
+class RankTask:
     """One rank's part of one test."""
 
     test: str
@@ -59,19 +54,14 @@ class Task:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class RankResult:
     """How the test ended on one rank that is still there to say so."""
 
-    ending: Ending
+    status: RankStatus
     headline: str
     detail: str
     ended_at: float
     warnings: list[SeenWarning]
-
-
-@dataclass(frozen=True)
-class Ready:
-    """A new worker waits for its first task."""
 
 
 @dataclass(frozen=True)
@@ -91,18 +81,18 @@ class Release:
 
 @dataclass(frozen=True)
 class Released:
-    """The worker waits for the next task; ``problem`` is an ``Outcome`` if putting things back raised."""
+    """The worker waits for the next task; ``problem`` is a ``RankResult`` if putting things back raised."""
 
-    problem: Outcome | None
+    problem: RankResult | None
 
 
 @dataclass(frozen=True)
-class Fate:
+class RankReport:
     """What became of one rank, as the pytest process sees it.
 
     Attributes:
         rank: The rank.
-        ending: How it ended.
+        status: How it ended.
         headline: One line: the error, the signal, the exit code, the reason of a skip.
         detail: The traceback or the stacks; empty if there are none.
         ended_at: ``time.monotonic()`` of the end, comparable between the processes of one machine.
@@ -112,7 +102,7 @@ class Fate:
     """
 
     rank: int
-    ending: Ending
+    status: RankStatus
     headline: str
     detail: str
     ended_at: float

@@ -16,10 +16,10 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from distman.testing._marks import RanksSpec
-    from distman.testing._messages import Fate, SeenWarning
-    from distman.testing._pool import Pool
+    from distman.testing._messages import RankReport, SeenWarning
+    from distman.testing._rank_pool import RankPool
 
-_POOL = pytest.StashKey["Pool"]()
+_POOL = pytest.StashKey["RankPool"]()
 _WORLD_SIZE = "distman_world_size"
 
 
@@ -54,20 +54,20 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     spec = _spec_of(pyfuncitem)
     if spec is None:
         return None
+    from distman._workers.server_process import WorkerStartError
     from distman.testing._dispatch import run_on_workers
-    from distman.testing._forking import WorkersUnavailableError
-    from distman.testing._serialization import CannotTravelError
+    from distman.testing._serialization import UnpicklableError
 
     world_size = pyfuncitem.callspec.params[_WORLD_SIZE]
     try:
-        fates = run_on_workers(_pool_of(pyfuncitem.config), pyfuncitem, spec, cast("int", world_size))
-    except (CannotTravelError, WorkersUnavailableError) as error:
+        reports = run_on_workers(_pool_of(pyfuncitem.config), pyfuncitem, spec, cast("int", world_size))
+    except (UnpicklableError, WorkerStartError) as error:
         raise pytest.fail.Exception(str(error), pytrace=False) from None
-    for fate in fates:
-        _show_output(pyfuncitem, fate)
-        for seen in fate.warnings:
+    for report in reports:
+        _show_output(pyfuncitem, report)
+        for seen in report.warnings:
             _warn_again(seen)
-    _conclude(fates, spec)
+    _conclude(reports, spec)
     return True
 
 
@@ -85,24 +85,24 @@ def _spec_of(node: pytest.Item | pytest.Collector) -> RanksSpec | None:
     return specs[0]
 
 
-def _pool_of(config: pytest.Config) -> Pool:
+def _pool_of(config: pytest.Config) -> RankPool:
     if _POOL not in config.stash:
         from distman.testing._dispatch import server_environ
-        from distman.testing._pool import Pool
+        from distman.testing._rank_pool import RankPool
 
-        config.stash[_POOL] = pool = Pool(server_environ, config.get_verbosity())
+        config.stash[_POOL] = pool = RankPool(server_environ, config.get_verbosity())
         config.add_cleanup(pool.close)
     return config.stash[_POOL]
 
 
-def _show_output(item: pytest.Function, fate: Fate) -> None:
-    for name, text in (("stdout", fate.stdout), ("stderr", fate.stderr)):
+def _show_output(item: pytest.Function, report: RankReport) -> None:
+    for name, text in (("stdout", report.stdout), ("stderr", report.stderr)):
         if not text:
             continue
         if item.config.getoption("capture") == "no":
-            sys.stdout.writelines(f"[rank {fate.rank}] {line}\n" for line in text.splitlines())
+            sys.stdout.writelines(f"[rank {report.rank}] {line}\n" for line in text.splitlines())
         else:
-            item.add_report_section("call", f"rank {fate.rank} {name}", text)
+            item.add_report_section("call", f"rank {report.rank} {name}", text)
 
 
 def _warn_again(seen: SeenWarning) -> None:
@@ -114,16 +114,16 @@ def _warn_again(seen: SeenWarning) -> None:
         warnings.warn_explicit(seen.text, category, seen.file, seen.line)
 
 
-def _conclude(fates: Sequence[Fate], spec: RanksSpec) -> None:
+def _conclude(reports: Sequence[RankReport], spec: RanksSpec) -> None:
     """End the test the way its ranks did, with a report of every rank if they failed or disagree."""
     __tracebackhide__ = True
-    from distman.testing._messages import Ending
+    from distman.testing._messages import RankStatus
     from distman.testing._report import failed, report_failure
 
-    endings = {fate.ending for fate in fates}
-    if endings == {Ending.SKIPPED}:
-        raise pytest.skip.Exception(fates[0].headline, _use_item_location=True)
-    if endings == {Ending.XFAILED}:
-        raise pytest.xfail.Exception(fates[0].headline)
-    if failed(fates, spec.dies):
-        raise pytest.fail.Exception(report_failure(fates, spec.dies), pytrace=False)
+    statuses = {report.status for report in reports}
+    if statuses == {RankStatus.SKIPPED}:
+        raise pytest.skip.Exception(reports[0].headline, _use_item_location=True)
+    if statuses == {RankStatus.XFAILED}:
+        raise pytest.xfail.Exception(reports[0].headline)
+    if failed(reports, spec.dies):
+        raise pytest.fail.Exception(report_failure(reports, spec.dies), pytrace=False)

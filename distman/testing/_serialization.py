@@ -1,16 +1,14 @@
 """A test function and its arguments as bytes that a worker can read.
 
-Test modules and conftests travel by value: a worker could not import them under ``--import-mode=importlib``.
-Of their globals only those travel which the function uses, directly or through what it calls.
+Test modules and conftests are pickled by value: a worker could not import them under ``--import-mode=importlib``.
+Of their globals only those are sent that the function uses, directly or through what it calls.
 """
 
 from __future__ import annotations
 
-import importlib
 import io
 import pickle
 import re
-import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -19,6 +17,8 @@ from types import ModuleType
 
 import cloudpickle
 import pytest
+
+from distman._workers.pickling import ModulePickler
 
 _OF_THE_MAIN_PROCESS = frozenset(
     {
@@ -67,7 +67,7 @@ class Call:
     filters: tuple[WarningFilter, ...]
 
 
-class CannotTravelError(TypeError):
+class UnpicklableError(TypeError):
     """The test, or an argument of it, cannot be pickled."""
 
 
@@ -83,13 +83,13 @@ def pack(
         function: The test function or bound method.
         arguments: Its arguments by name, without ``rank`` and ``world_size``.
         parameters: Those of ``rank`` and ``world_size`` that it takes.
-        modules: The modules whose functions and classes travel by value.
+        modules: The modules whose functions and classes are pickled by value.
 
     Raises:
-        CannotTravelError: Something cannot be pickled; the message names it.
+        UnpicklableError: Something cannot be pickled; the message names it.
     """
     for name in sorted(_OF_THE_MAIN_PROCESS.intersection(arguments)):
-        raise CannotTravelError(
+        raise UnpicklableError(
             f"The fixture {name!r} must stay in the pytest process, got it as an argument of @ranks. "
             "Use it in another fixture, or replace it by values."
         )
@@ -97,10 +97,10 @@ def pack(
         try:
             return _dump(Call(function, dict(arguments), tuple(parameters), _current_filters()))
         except (pickle.PicklingError, TypeError, ValueError, AttributeError, RecursionError) as error:
-            raise CannotTravelError(_name_culprit(function, arguments, error)) from error
+            raise UnpicklableError(_name_culprit(function, arguments, error)) from error
 
 
-class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
+class _TestPickler(ModulePickler):
     """Leaves behind what means nothing in a worker: marks, and patches made in the pytest process."""
 
     def reducer_override(self, obj: object) -> object:
@@ -108,9 +108,6 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
             return type(None), ()
         if isinstance(obj, pytest.MonkeyPatch):
             return pytest.MonkeyPatch, ()
-        if isinstance(obj, ModuleType) and type(obj) is not ModuleType and obj is sys.modules.get(obj.__name__):
-            # torch.backends.cudnn and its like: cloudpickle takes them for mere objects.
-            return importlib.import_module, (obj.__name__,)
         return super().reducer_override(obj)
 
 
@@ -130,7 +127,7 @@ def _as_pattern(part: str | re.Pattern[str] | None) -> str:
 
 def _dump(value: object) -> bytes:
     buffer = io.BytesIO()
-    _Pickler(buffer).dump(value)
+    _TestPickler(buffer).dump(value)
     return buffer.getvalue()
 
 

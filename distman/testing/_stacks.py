@@ -7,7 +7,7 @@ import re
 
 _FRAME = re.compile(r'  File "(?P<file>.*)", line (?P<line>\d+) in (?P<function>.*)')
 _THREAD = re.compile(r"(Current thread|Thread) (?P<id>0x[0-9a-f]+)")
-_BORDER = "distman/testing/_worker.py"
+_OWN_FILE = "distman/testing/_rank_loop.py"
 
 
 def readable_stacks(dump: str) -> str:
@@ -17,12 +17,12 @@ def readable_stacks(dump: str) -> str:
         dump: The text of ``faulthandler``, innermost frame first, without source lines.
     """
     if not dump.strip():
-        return "Its stacks cannot be shown: the process did not react to the signal that asks for them."
+        return "Its stacks cannot be shown: the process did not respond to the signal that asks for them."
     test: list[str] = []
     others: list[str] = []
     for block in re.split(r"\n\s*\n", dump.strip()):
         title, *frames = block.splitlines()
-        inner = _inside_border(frames)
+        inner = _frames_of_test(frames)
         if len(inner) < len(frames):
             test += ["The thread of the test (innermost call last):", *_with_sources(inner)]
         else:
@@ -35,10 +35,10 @@ def _title(line: str) -> str:
     return f"Thread {match['id']}" if match else line
 
 
-def _inside_border(frames: list[str]) -> list[str]:
+def _frames_of_test(frames: list[str]) -> list[str]:
     """Return the frames of the test, without those of the worker around it."""
     for index, frame in enumerate(frames):
-        if _BORDER in frame:
+        if _OWN_FILE in frame:
             return frames[:index]
     return frames
 

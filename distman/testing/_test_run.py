@@ -1,61 +1,61 @@
-"""The course of one test: tasks go out, ranks end or are ended, each gets its fate."""
+"""One test on several workers: tasks go out, ranks end or are ended, each gets its report."""
 
 from __future__ import annotations
 
 import contextlib
-import signal
 import time
 from collections.abc import Iterable, Sequence
 from multiprocessing.connection import wait
 
-from distman.testing._forking import ForkServer, WorkerProcess, read_capture
+from distman._workers.output import describe_exit
+from distman._workers.worker_process import END_SECONDS
 from distman.testing._messages import (
-    STACK_SIGNAL,
     Begin,
-    Ending,
-    Fate,
     Joined,
-    Outcome,
+    RankReport,
+    RankResult,
+    RankStatus,
+    RankTask,
     Release,
     Released,
-    Task,
 )
+from distman.testing._rank_process import RankProcess
 from distman.testing._stacks import readable_stacks
 
 # After the first failure the others are in a collective, which the failed rank's leaving ends at once, or on
 # their way to a failure of their own; whoever needs longer than this will not end by itself.
-GRACE_SECONDS = 2.0
+_GRACE_SECONDS = 2.0
+# To leave the group is one message between neighbours; on a machine that runs many tests at once it may take seconds.
 _RELEASE_SECONDS = 10.0
+# faulthandler writes at once, unless the process was stopped or is in a call of a driver.
 _STACK_SECONDS = 2.0
+_STACK_POLL_SECONDS = 0.02  # nothing says when a process has written its stacks to the end
+# A process that dies closes its connection first, and is waited for by its server a moment later.
 _DEATH_SECONDS = 5.0
 
 
-class Course:
+class TestRun:
     """One test on some workers.
 
     Args:
-        server: Tells of workers that died.
         workers: One per rank, in rank order.
         timeout: Seconds until ranks that have not ended are stuck.
         dies: Ranks whose death is no failure.
     """
 
-    def __init__(
-        self, server: ForkServer, workers: Sequence[WorkerProcess], timeout: float, dies: Sequence[int]
-    ) -> None:
-        self._server = server
+    def __init__(self, workers: Sequence[RankProcess], timeout: float, dies: Sequence[int]) -> None:
         self._workers = dict(enumerate(workers))
         self._timeout = timeout
         self._dies = frozenset(dies)
         self._deadline = time.monotonic() + timeout
         self._first_failure: int | None = None
-        self._outcomes: dict[int, Outcome] = {}
+        self._results: dict[int, RankResult] = {}
         self._running = set(self._workers)
         self._joining = set(self._workers)
         self._unreleased: set[int] = set()
         self._closed: set[int] = set()
 
-    def start(self, tasks: Sequence[Task]) -> None:
+    def start(self, tasks: Sequence[RankTask]) -> None:
         """Send every rank its task."""
         for rank, task in enumerate(tasks):
             self._workers[rank].forget_output()
@@ -63,8 +63,8 @@ class Course:
         self._deadline = time.monotonic() + self._timeout
         self._note_deaths()
 
-    def finish(self) -> list[Fate]:
-        """Wait for all ranks, end those that do not end, and return every rank's fate.
+    def finish(self) -> list[RankReport]:
+        """Wait for all ranks, end those that do not end, and return every rank's report.
 
         Blocks.
         """
@@ -72,7 +72,7 @@ class Course:
             self._listen()
         self._end_running(self._describe_stuck())
         self._release()
-        return [self._fate(rank) for rank in self._workers]
+        return [self._report(rank) for rank in self._workers]
 
     def abandon(self) -> None:
         """Kill the workers that still have the test, as after Ctrl-C; nothing to do after ``finish``.
@@ -84,21 +84,20 @@ class Course:
         self._await_deaths(self._running | self._unreleased)
 
     def _listen(self) -> None:
-        """Wait for the next message and note what it says."""
+        """Wait for the next message or death, and note what it says."""
         connections = {self._workers[rank].connection: rank for rank in self._running - self._closed}
-        server = self._server.fileno()
-        heard = wait([*connections, server], max(0.0, self._deadline - time.monotonic()))
+        lives = [self._workers[rank].life for rank in self._running]
+        heard = wait([*connections, *lives], max(0.0, self._deadline - time.monotonic()))
         for rank in [connections[one] for one in connections if one in heard]:
             self._take_message(rank)
-        if server in heard:
-            self._server.hear()
+        if any(life in heard for life in lives):
             self._note_deaths()
 
     def _take_message(self, rank: int) -> None:
         message = self._receive(rank)
         if isinstance(message, Joined):
             self._note_joined(rank)
-        elif isinstance(message, Outcome):
+        elif isinstance(message, RankResult):
             self._running.discard(rank)
             self._unreleased.add(rank)
             self._note(rank, message)
@@ -127,50 +126,50 @@ class Course:
     def _note_deaths(self) -> None:
         for rank in sorted(self._running):
             worker = self._workers[rank]
-            if worker.exit_code is None:
+            if not worker.has_ended():
                 continue
             while rank in self._running - self._closed and worker.connection.poll():
                 self._take_message(rank)
             if rank in self._running:
                 self._running.discard(rank)
-                headline = _describe_exit(worker.exit_code)
-                self._note(rank, Outcome(Ending.DIED, headline, "", time.monotonic(), []))
+                headline = describe_exit(worker.exit_code)
+                self._note(rank, RankResult(RankStatus.DIED, headline, "", time.monotonic(), []))
 
-    def _note(self, rank: int, outcome: Outcome) -> None:
-        self._outcomes[rank] = outcome
+    def _note(self, rank: int, result: RankResult) -> None:
+        self._results[rank] = result
         self._note_joined(rank)
-        is_expected = outcome.ending is Ending.DIED and rank in self._dies
-        if outcome.ending is not Ending.PASSED and not is_expected and self._first_failure is None:
+        is_expected = result.status is RankStatus.DIED and rank in self._dies
+        if result.status is not RankStatus.PASSED and not is_expected and self._first_failure is None:
             self._first_failure = rank
-            self._deadline = min(self._deadline, time.monotonic() + GRACE_SECONDS)
+            self._deadline = min(self._deadline, time.monotonic() + _GRACE_SECONDS)
 
-    def _describe_stuck(self) -> tuple[Ending, str]:
+    def _describe_stuck(self) -> tuple[RankStatus, str]:
         if self._first_failure is None:
-            return Ending.STUCK, f"had not ended after {self._timeout:g} s (stuck)"
-        seconds = time.monotonic() - self._outcomes[self._first_failure].ended_at
-        return Ending.STOPPED, f"stopped {seconds:.1f} s after rank {self._first_failure} failed"
+            return RankStatus.STUCK, f"had not ended after {self._timeout:g} s (stuck)"
+        seconds = time.monotonic() - self._results[self._first_failure].ended_at
+        return RankStatus.STOPPED, f"stopped {seconds:.1f} s after rank {self._first_failure} failed"
 
-    def _end_running(self, how: tuple[Ending, str]) -> None:
+    def _end_running(self, how: tuple[RankStatus, str]) -> None:
         """Fetch the stacks of the ranks that have not ended, and end them."""
         ranks = sorted(self._running)
         stacks = self._fetch_stacks(ranks)
         for rank in ranks:
-            if rank not in self._outcomes or self._outcomes[rank].ending is Ending.PASSED:
-                self._outcomes[rank] = Outcome(*how, stacks[rank], time.monotonic(), [])
+            if rank not in self._results or self._results[rank].status is RankStatus.PASSED:
+                self._results[rank] = RankResult(*how, stacks[rank], time.monotonic(), [])
             self._workers[rank].kill()
         self._await_deaths(self._running)
         self._running.clear()
 
     def _fetch_stacks(self, ranks: Sequence[int]) -> dict[int, str]:
         for rank in ranks:
-            self._workers[rank].signal(STACK_SIGNAL)
+            self._workers[rank].request_stacks()
         deadline = time.monotonic() + _STACK_SECONDS
         texts = dict.fromkeys(ranks, "")
         while time.monotonic() < deadline:
-            before, texts = texts, {rank: read_capture(self._workers[rank].stacks) for rank in ranks}
+            before, texts = texts, {rank: self._workers[rank].read_stacks() for rank in ranks}
             if all(texts.values()) and texts == before:
                 break
-            time.sleep(0.02)
+            time.sleep(_STACK_POLL_SECONDS)
         return {rank: readable_stacks(text) for rank, text in texts.items()}
 
     def _release(self) -> None:
@@ -184,48 +183,38 @@ class Course:
                 self._take_released(rank)
         self._running = self._unreleased
         self._unreleased = set()
-        self._end_running((Ending.STUCK, f"passed, but had not left the group {_RELEASE_SECONDS:g} s later (stuck)"))
+        self._end_running(
+            (RankStatus.STUCK, f"passed, but had not left the group {_RELEASE_SECONDS:g} s later (stuck)")
+        )
 
     def _take_released(self, rank: int) -> None:
         message = self._receive(rank)
         self._unreleased.discard(rank)
         problem = message.problem if isinstance(message, Released) else None
         if message is None:
-            self._await_deaths({rank})
-            ended = _describe_exit(self._workers[rank].exit_code)
-            problem = Outcome(Ending.DIED, f"{ended}, after the test", "", time.monotonic(), [])
+            has_ended = self._workers[rank].has_ended(_DEATH_SECONDS)
+            what = describe_exit(self._workers[rank].exit_code) if has_ended else "closed its connection to pytest"
+            problem = RankResult(RankStatus.DIED, f"{what}, after the test", "", time.monotonic(), [])
         if problem is None:
             return
         self._workers[rank].kill()
-        if self._outcomes[rank].ending is Ending.PASSED:
-            self._outcomes[rank] = problem
+        if self._results[rank].status is RankStatus.PASSED:
+            self._results[rank] = problem
 
-    def _await_deaths(self, ranks: set[int]) -> None:
-        deadline = time.monotonic() + _DEATH_SECONDS
-        living = [self._workers[rank] for rank in ranks]
-        while any(worker.exit_code is None for worker in living) and time.monotonic() < deadline:
-            if wait([self._server.fileno()], max(0.0, deadline - time.monotonic())):
-                self._server.hear()
+    def _await_deaths(self, ranks: Iterable[int]) -> None:
+        deadline = time.monotonic() + END_SECONDS
+        for rank in ranks:
+            self._workers[rank].has_ended(max(0.0, deadline - time.monotonic()))
 
-    def _fate(self, rank: int) -> Fate:
-        outcome, worker = self._outcomes[rank], self._workers[rank]
-        return Fate(
+    def _report(self, rank: int) -> RankReport:
+        result, worker = self._results[rank], self._workers[rank]
+        return RankReport(
             rank,
-            outcome.ending,
-            outcome.headline,
-            outcome.detail,
-            outcome.ended_at,
-            read_capture(worker.stdout),
-            read_capture(worker.stderr),
-            tuple(outcome.warnings),
+            result.status,
+            result.headline,
+            result.detail,
+            result.ended_at,
+            worker.stdout,
+            worker.stderr,
+            tuple(result.warnings),
         )
-
-
-def _describe_exit(exit_code: int | None) -> str:
-    if exit_code is None:
-        return "closed the connection to pytest"
-    if exit_code >= 0:
-        return f"died with exit code {exit_code}"
-    with contextlib.suppress(ValueError):
-        return f"died of {signal.Signals(-exit_code).name}"
-    return f"died of signal {-exit_code}"

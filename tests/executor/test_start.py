@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
-import distman.executor._launch
 from distman import ParallelExecutor, WorkerError
+from distman._workers import server_process
+from distman.executor import _device_pool, _program_fork
 
 PROMPT = '''
 import os
@@ -38,7 +39,8 @@ with ParallelExecutor(devices=["cpu", "cpu"]) as executor:
     executor.run(lambda device: print("from", device))
 with ParallelExecutor(devices=["cpu"]) as executor:
     assert list(executor.map(lambda device, x: helper(x), [1, 2])) == [4, 5]
-    assert executor._pool._server.was_forked
+    supervisor = executor._pool.server.process.pid
+    assert open(f"/proc/{supervisor}/cmdline").read() == open("/proc/self/cmdline").read()  # it was forked
 ((first, result),) = on_gpus(torch.tensor([1]))
 assert isinstance(result, Result) and result.value.tolist() == [4]
 ((second, _),) = on_gpus(x=torch.tensor([1]))
@@ -93,7 +95,7 @@ assert threads > 1
 executor = ParallelExecutor(devices=["cpu", "cpu"])
 with torch.inference_mode():
     states = executor.run(is_as_new)
-assert executor._pool._server.was_forked
+assert open(f"/proc/{executor._pool.server.process.pid}/cmdline").read() == open("/proc/self/cmdline").read()
 for state in states:
     assert state == {"modes": (True, False, "cpu"), "signals": True, "stdin": "", "files": [], "leaders": True}, state
 for round in range(5):
@@ -149,36 +151,39 @@ def test_a_fork_leaves_nothing_of_the_program_in_the_workers(type_in):
 
 
 def test_a_driver_or_a_second_thread_forbids_the_fork(monkeypatch):
-    monkeypatch.setattr(distman.executor._launch.threading, "active_count", lambda: 1)
-    assert distman.executor._launch.may_fork()
-    monkeypatch.setattr(distman.executor._launch, "_HARMLESS", re.compile("/dev/(null|tty|pts/.*)"))
+    monkeypatch.setattr(_program_fork.threading, "active_count", lambda: 1)
+    assert _program_fork.may_fork()
+    monkeypatch.setattr(_program_fork, "_HARMLESS", re.compile("/dev/(null|tty|pts/.*)"))
     with Path("/dev/zero").open("rb"):
-        assert not distman.executor._launch.may_fork()
-    monkeypatch.setattr(distman.executor._launch.threading, "active_count", lambda: 2)
-    assert not distman.executor._launch.may_fork()
+        assert not _program_fork.may_fork()
+    monkeypatch.setattr(_program_fork.threading, "active_count", lambda: 2)
+    assert not _program_fork.may_fork()
 
 
 def test_a_fork_that_finds_other_threads_is_taken_back(monkeypatch):
-    monkeypatch.setattr(distman.executor._launch, "may_fork", lambda: True)
-    monkeypatch.setattr(distman.executor._launch, "_count_threads", lambda: 2)
+    monkeypatch.setattr(_device_pool, "may_fork", lambda: True)
+    monkeypatch.setattr(_program_fork, "_count_threads", lambda: 2)
     with ParallelExecutor(devices=["cpu"]) as executor:
         assert executor.run(lambda device: device.type) == ["cpu"]
-        assert not executor._pool._server.was_forked
+        supervisor = executor._pool.server.process.pid
+        assert "_workers.supervisor" in Path(f"/proc/{supervisor}/cmdline").read_text()
 
 
 def test_a_server_that_is_about_to_be_gone_is_replaced(monkeypatch):
     with ParallelExecutor(devices=["cpu"], pass_device=False) as executor:
         (server,) = executor.run(os.getppid)
         os.kill(server, signal.SIGKILL)
-        monkeypatch.setattr(distman.executor._launch.ServerProcess, "has_ended", False)
+        monkeypatch.setattr(server_process.ServerProcess, "has_ended", False)
         assert executor._pool._workers[0].life.recv(1) == b""
         assert executor.run(abs, -2) == [2]
 
 
 def test_a_server_that_cannot_start_is_an_error(monkeypatch, capfd):
-    monkeypatch.setattr(distman.executor._launch, "_PROGRAM", "raise SystemError('this python is broken')")
+    monkeypatch.setattr(server_process, "_PROGRAM", "raise SystemError('this python is broken')")
     executor = ParallelExecutor(devices=["cpu"])
-    with pytest.raises(WorkerError, match=r"worker 0 .* must start, got no sign of life"):
+    with pytest.raises(
+        WorkerError, match=r"^worker 0 \(cpu\) did not start: The process that forks the workers ended\."
+    ):
         executor.run(abs)
     executor.shutdown()
     assert "this python is broken" in capfd.readouterr().err

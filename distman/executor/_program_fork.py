@@ -1,86 +1,33 @@
-"""How keeper and server come to be: forked from the program where that is sound, else started afresh.
+"""A fork server that is a fork of the program itself, where that is sound.
 
-A fork is sound if the program has a single thread and no driver open, which the kernel says. No other thread can then
-have held a lock that nobody opens in the copy. A fresh start imports torch again, which takes a second or two.
+It is sound if the program has a single thread and no driver open, which the kernel says. No other thread can then have
+held a lock that nobody opens in the copy. A new interpreter would import torch again, which takes a second or two.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
-import json
 import os
 import re
-import select
 import signal
-import socket
-import subprocess
 import sys
 import threading
 import traceback
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
 
 import torch
 
-from distman.executor import _supervisor
-from distman.executor._channel import open_line
+from distman._workers import supervisor
+from distman._workers.output import flush_output
+from distman._workers.server_process import ServerProcess
+from distman._workers.sockets import socket_pair
 
-_CLOSE_SECONDS = 5.0
-_PROGRAM = """
-import json, sys
-search_path, *arguments = json.loads(sys.argv[1])
-sys.path[:] = search_path
-from distman.executor._supervisor import main
-main(*arguments)
-"""
 _HARMLESS = re.compile(r"/dev/(null|zero|full|u?random|tty|console|ptmx|pts/\d+|shm/.*)")
 _GO = b"go"
-_OMP_PAUSE_SOFT = 1
-
-
-class ServerProcess:
-    """The server and its keeper as seen from the program.
-
-    Args:
-        needs_driver: Whether its workers compute on an accelerator.
-
-    Attributes:
-        control: The server's requests go there; readable when the server has ended.
-        was_forked: Whether the two are forks of the program.
-        pid: Process id of the keeper.
-    """
-
-    def __init__(self, *, needs_driver: bool) -> None:
-        self.control, theirs = open_line()
-        with theirs:
-            started = None if needs_driver or not may_fork() else _fork(theirs)
-            self.was_forked = started is not None
-            self.pid, self._wait = started or _spawn(theirs)
-
-    @property
-    def has_ended(self) -> bool:
-        """Whether it is gone, and its workers with it."""
-        poller = select.poll()
-        poller.register(self.control, select.POLLIN)
-        return bool(poller.poll(0))
-
-    def close(self) -> None:
-        """End the server and its workers.
-
-        Blocks until they are gone.
-        """
-        with contextlib.suppress(OSError):  # it has ended already
-            self.control.shutdown(socket.SHUT_WR)
-        poller = select.poll()
-        poller.register(self.control, select.POLLIN)
-        if not poller.poll(_CLOSE_SECONDS * 1000):
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(self.pid, signal.SIGKILL)
-        self.control.close()
-        self._wait()
+_OMP_PAUSE_SOFT = 1  # of omp.h
 
 
 def may_fork() -> bool:
@@ -97,27 +44,30 @@ def _open_drivers() -> list[str]:
     return [target for target in targets if target.startswith("/dev/") and not _HARMLESS.fullmatch(target)]
 
 
-def _fork(control: socket.socket) -> tuple[int, Callable[[], None]] | None:
-    """Fork the keeper; None if there turn out to be other threads."""
+def fork_server(entry: str) -> ServerProcess | None:
+    """Fork supervisor and server from the program; None if there turn out to be other threads.
+
+    Args:
+        entry: As for ``spawn_server``.
+    """
     _end_idle_threads()
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(ValueError, OSError, AttributeError):
-            stream.flush()
-    ctypes.CDLL(None).fflush(None)
-    gate, opener = open_line()
+    flush_output()
+    control, theirs = socket_pair()
+    gate, opener = socket_pair()
     program = os.getpid()
     # The modes that the program is in belong to its thread, and must not be those of the workers.
-    with gate, opener, torch.inference_mode(mode=False), torch.enable_grad(), warnings.catch_warnings():
+    with theirs, gate, opener, torch.inference_mode(mode=False), torch.enable_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # of Python 3.12, about the threads counted below
         pid = os.fork()
         if pid == 0:
             opener.close()
-            _become_supervisor(gate, control, program)
+            _become_supervisor(gate.fileno(), theirs.detach(), program, entry)
         if _count_threads() == 1:
             opener.send(_GO)
-            return pid, lambda: _wait_for(pid)
+            return ServerProcess(control, pid, lambda: _wait_for(pid))
         os.kill(pid, signal.SIGKILL)
         _wait_for(pid)
+    control.close()
     return None
 
 
@@ -135,13 +85,13 @@ def _count_threads() -> int:
     return len(os.listdir("/proc/self/task"))  # noqa: PTH208 - names only
 
 
-def _become_supervisor(gate: socket.socket, control: socket.socket, program: int) -> NoReturn:
+def _become_supervisor(gate: int, control: int, program: int, entry: str) -> NoReturn:
     exit_code = 1
     try:
-        if gate.recv(len(_GO)) == _GO:
+        if os.read(gate, len(_GO)) == _GO:
             os.setsid()
-            _forget_program(control.fileno())
-            _supervisor.main(control.detach(), program)
+            _forget_program(control)
+            supervisor.main(control, program, entry, [])
         exit_code = 0
     finally:
         if exit_code:
@@ -169,21 +119,6 @@ def _forget_program(control: int) -> None:
     sys.stdout = open(1, "w", buffering=1, closefd=False, errors="backslashreplace")  # noqa: SIM115
     sys.stderr = open(2, "w", buffering=1, closefd=False, errors="backslashreplace")  # noqa: SIM115
     torch.set_default_device(None)
-
-
-def _spawn(control: socket.socket) -> tuple[int, Callable[[], None]]:
-    arguments = [[path for path in sys.path if isinstance(path, str)], control.fileno(), os.getpid()]
-    process = subprocess.Popen(
-        [sys.executable, "-c", _PROGRAM, json.dumps(arguments)],
-        stdin=subprocess.DEVNULL,
-        pass_fds=[control.fileno()],
-        start_new_session=True,
-    )
-
-    def wait() -> None:
-        process.wait()
-
-    return process.pid, wait
 
 
 def _wait_for(pid: int) -> None:

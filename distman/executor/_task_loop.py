@@ -1,35 +1,31 @@
-"""The life of a worker: one task after another, until the program hangs up."""
+"""What a worker of an executor does: one task after another, until the program hangs up."""
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import faulthandler
 import os
-import random
-import signal
 import socket
-import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import cloudpickle
-import numpy as np
 import torch
 
-from distman.executor._buffer_pool import WorkerSlots
-from distman.executor._channel import NO_SLOT, Kind, Message, receive, send
+from distman._seeds import seed_generators
+from distman._workers.fork_server import STACK_SIGNAL, Work
+from distman._workers.output import flush_output
+from distman.executor._buffer_pool import BufferPool
+from distman.executor._channel import Kind, Message, receive, send
 from distman.executor._moving import as_cpu
-from distman.executor._payload import Parcel, pack, unpack
-from distman.executor._shared_memory import create_region, map_region
+from distman.executor._payload import Payload, pack, unpack
+from distman.executor._shared_memory import create_shared_memory, map_shared_memory
 
-# It writes the stacks and ends the process, without a core file; no program uses it.
-STACK_SIGNAL = int(signal.SIGRTMAX) - 2
-_LIBC = ctypes.CDLL(None)
+ENTRY = f"{__name__}:prepare"
 
 
 @dataclass(frozen=True)
@@ -85,72 +81,75 @@ class Failure:
     exit_code: int | None = None
 
 
-def serve(line: socket.socket, stacks: int, settings: Settings) -> None:
-    """Run the tasks that come over the line until it closes.
+@contextlib.contextmanager
+def prepare() -> Iterator[Work]:
+    """Yield what a worker does."""
+    yield _work
 
-    Blocks.
+
+def _work(settings: dict[str, Any], descriptors: Sequence[int]) -> None:
+    stacks, connection = descriptors
+    with socket.socket(fileno=connection) as program, contextlib.suppress(ConnectionError):
+        _serve(program, stacks, Settings(**settings))
+
+
+def _serve(program: socket.socket, stacks: int, settings: Settings) -> None:
+    """Run the tasks that come over the connection until it closes.
 
     Args:
-        line: To the program.
+        program: The connection.
         stacks: File descriptor to which all stacks are written when the process crashes or is asked for them.
         settings: Who this worker is.
     """
     faulthandler.enable(stacks, all_threads=True)
-    faulthandler.register(STACK_SIGNAL, stacks, all_threads=True, chain=True)
+    faulthandler.register(STACK_SIGNAL, stacks, all_threads=True, chain=True)  # then the signal ends the process
     if torch.get_num_threads() != settings.num_threads:  # the call itself starts threads, even if nothing changes
         torch.set_num_threads(settings.num_threads)
-    _seed(settings.seed)
-    slots = WorkerSlots()
-    while (message := receive(line)) is not None:
-        slots.release(message.free_slots)
-        exit_code = _answer(line, message, slots, torch.device(settings.device))
+    seed_generators(settings.seed)
+    pool = BufferPool()
+    while (message := receive(program)) is not None:
+        pool.release(message.free_buffers)
+        exit_code = _answer(program, message, pool, torch.device(settings.device))
         if exit_code is not None:
             os._exit(exit_code)
         del message
 
 
-def _seed(seed: int) -> None:
-    """Give each device its own random numbers, the same in every run of the program."""
-    torch.manual_seed(seed)
-    random.seed(seed)
-    np.random.seed(seed % 2**32)
-
-
-def _answer(line: socket.socket, message: Message, slots: WorkerSlots, device: torch.device) -> int | None:
-    kind, parcel, exit_code = _perform(message, device)
-    _flush()
+def _answer(program: socket.socket, message: Message, pool: BufferPool, device: torch.device) -> int | None:
+    kind, payload, exit_code = _perform(message, device)
+    flush_output()
     try:
-        _send(line, kind, parcel, slots)
+        _send(program, kind, payload, pool)
     except (MemoryError, OSError, RuntimeError) as error:  # there is no room for a copy
-        send(line, Kind.FAILURE, pack(_describe(error, "could not send its result: ")))
+        send(program, Kind.FAILURE, pack(_describe(error, "could not send its result: ")))
     return exit_code
 
 
-def _send(line: socket.socket, kind: Kind, parcel: Parcel, slots: WorkerSlots) -> None:
-    """Send a parcel: in the message, in a resident region, or in one of its own."""
-    if parcel.is_inline:
-        send(line, kind, parcel)
+def _send(program: socket.socket, kind: Kind, payload: Payload, pool: BufferPool) -> None:
+    """Send a payload: in the message, in a buffer of the pool, or in shared memory of its own."""
+    if payload.is_inline:
+        send(program, kind, payload)
         return
-    region = slots.take(parcel.total_bytes)
-    if region is None:
-        _send_once(line, kind, parcel)
+    buffer = pool.take(payload.total_bytes)
+    if buffer is None:
+        _send_once(program, kind, payload)
         return
-    parcel.write(region.memory)
-    send(line, kind, parcel, region_bytes=region.size, descriptor=region.news, slot=region.slot)
-    region.was_sent()
+    payload.write(buffer.memory)
+    send(program, kind, payload, shared_bytes=buffer.size, descriptor=buffer.unsent, buffer_index=buffer.index)
+    buffer.was_sent()
 
 
-def _send_once(line: socket.socket, kind: Kind, parcel: Parcel) -> None:
-    size = parcel.total_bytes
-    descriptor = create_region(size)
+def _send_once(program: socket.socket, kind: Kind, payload: Payload) -> None:
+    size = payload.total_bytes
+    descriptor = create_shared_memory(size)
     try:
-        parcel.write(map_region(descriptor, size))
-        send(line, kind, parcel, region_bytes=size, descriptor=descriptor, slot=NO_SLOT)
+        payload.write(map_shared_memory(descriptor, size))
+        send(program, kind, payload, shared_bytes=size, descriptor=descriptor)
     finally:
         os.close(descriptor)
 
 
-def _perform(message: Message, device: torch.device) -> tuple[Kind, Parcel, int | None]:
+def _perform(message: Message, device: torch.device) -> tuple[Kind, Payload, int | None]:
     """Run one task; whatever it does is an answer."""
     stage = "could not load its task: "
     try:
@@ -165,11 +164,11 @@ def _perform(message: Message, device: torch.device) -> tuple[Kind, Parcel, int 
 
 
 def _load(message: Message) -> Task:
-    with message.new_region() as descriptor:
+    with message.new_memory() as descriptor:
         if descriptor is None:
             task: Any = message.load_inline()
         else:
-            memory = map_region(descriptor, message.region_bytes, is_private=True).data
+            memory = map_shared_memory(descriptor, message.shared_bytes, is_private=True).data
             task = unpack(memory, message.stream_bytes, message.num_buffers)
     if not isinstance(task, Task):
         raise TypeError(f"the task must be a Task, got {type(task).__name__}. This is a defect of distman.")
@@ -210,18 +209,10 @@ def _exit_code(error: SystemExit) -> int:
 
 
 def _dump(error: BaseException) -> bytes | None:
-    """Return the exception pickled, if it survives the journey."""
+    """Return the exception pickled, if it can be loaded again."""
     try:
         data: bytes = cloudpickle.dumps(error)
         loaded = cloudpickle.loads(data)
     except Exception:  # noqa: BLE001 - pickling runs code of the exception's class, which may raise anything
         return None
     return data if type(loaded) is type(error) else None
-
-
-def _flush() -> None:
-    """Write out what was printed: the worker may be ended at any time."""
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(ValueError, OSError, AttributeError):  # closed by the function, or none at all
-            stream.flush()
-    _LIBC.fflush(None)

@@ -1,56 +1,64 @@
-"""The process between the program and the server, which sees to it that nothing of an executor outlives either.
+"""The process between the program and the fork server, which ends whatever either of them leaves behind.
 
-A process whose parent has ended becomes a child of the nearest ancestor that asked for such orphans. Server and keeper
-both do, and each ends its descendants when the other, or the program, is gone: only who kills both by force at once can
-leave behind what a worker started. The workers themselves end with the server in any case.
+A process whose parent has ended becomes a child of its nearest ancestor that asked for such orphans. Server and
+supervisor both ask, and each kills its descendants when the other, or the program, is gone: what a worker started can
+survive only if both are killed by force at once. The workers themselves end with the server in any case.
 """
 
 from __future__ import annotations
 
 import ctypes
+import importlib
 import os
 import signal
 import traceback
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from distman.executor._server import serve_requests
+from distman._workers.fork_server import Entry, serve_requests
 
-_PR_SET_CHILD_SUBREAPER = 36
+_PR_SET_CHILD_SUBREAPER = 36  # of linux/prctl.h
+# How often to look whether the program is still the parent; the kernel tells a process only of its children's ends.
 _POLL_SECONDS = 0.5
 
 
-def main(control: int, program: int) -> None:
-    """Start the server, and wait until it has ended or the program is gone.
+def main(control: int, program: int, entry: str, options: Sequence[object]) -> None:
+    """Start the fork server, and wait until it has ended or the program is gone.
 
-    Blocks. The caller has one thread, and ends when this returns.
+    The caller has one thread, and ends when this returns.
 
     Args:
-        control: File descriptor on which the server gets its requests.
+        control: File descriptor of the socket on which the server gets its requests.
         program: Process id of the program.
+        entry: ``"package.module:function"``; imported here, since a fork ends the threads that an import may start.
+        options: Arguments of that function.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})
+    module, _, name = entry.partition(":")
+    prepare: Entry = getattr(importlib.import_module(module), name)
     _adopt_orphans()
     supervisor = os.getpid()
     server = os.fork()
     if server == 0:
-        _become_server(control, supervisor)
+        _become_server(control, supervisor, prepare, options)
     os.close(control)
     while os.getppid() == program and _is_running(server):
         signal.sigtimedwait({signal.SIGCHLD}, _POLL_SECONDS)
     _end_descendants()
 
 
-def _become_server(control: int, supervisor: int) -> NoReturn:
+def _become_server(control: int, supervisor: int, prepare: Entry, options: Sequence[object]) -> NoReturn:
     exit_code = 1
     try:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD})
         _adopt_orphans()
-        try:
-            serve_requests(control, supervisor)
-        finally:
-            _end_descendants()
+        with prepare(*options) as work:
+            try:
+                serve_requests(control, supervisor, work)
+            finally:
+                _end_descendants()
         exit_code = 0
     finally:
         if exit_code:

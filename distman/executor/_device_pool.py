@@ -7,19 +7,21 @@ import os
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
+from functools import partial
 
 import torch
 
+from distman._workers.server_process import ResidentServer, ServerProcess, WorkerStartError, spawn_server
 from distman.errors import WorkerError
 from distman.executor._collect import collect
-from distman.executor._handle import Worker
-from distman.executor._launch import ServerProcess
-from distman.executor._payload import Parcel, pack
-from distman.executor._shared_memory import create_region, map_region
-from distman.executor._worker import Settings, Task
+from distman.executor._device_worker import DeviceWorker
+from distman.executor._payload import Payload, pack
+from distman.executor._program_fork import fork_server, may_fork
+from distman.executor._shared_memory import create_shared_memory, map_shared_memory
+from distman.executor._task_loop import ENTRY, Settings, Task
 
 
-class Pool:
+class DevicePool:
     """One worker for each device; calls from several threads take turns.
 
     Args:
@@ -28,16 +30,16 @@ class Pool:
 
     Attributes:
         pid: The process that may use it.
+        server: Forks the workers.
     """
 
     def __init__(self, devices: Sequence[torch.device], timeout: float | None) -> None:
         self.pid = os.getpid()
+        self.server = ResidentServer(partial(_start_server, on_cpu=all(device.type == "cpu" for device in devices)))
         self._devices = devices
         self._timeout = timeout
-        self._server: ServerProcess | None = None
-        self._server_lock = threading.Lock()
         self._locks = [threading.Lock() for _ in devices]
-        self._workers: list[Worker | None] = [None] * len(devices)
+        self._workers: list[DeviceWorker | None] = [None] * len(devices)
         self._num_threads = max(1, torch.get_num_threads() // len(devices))
         self._seed = torch.initial_seed()
 
@@ -54,58 +56,36 @@ class Pool:
             TypeError: The task cannot be pickled.
             WorkerError: A worker failed; of several the first one in time.
         """
-        parcel = _pack(task)
+        payload = _pack(task)
         with ExitStack() as stack:
             for index in indices:
                 stack.enter_context(self._locks[index])
-            workers: list[Worker] = []
+            workers: list[DeviceWorker] = []
             stack.callback(_end_busy, workers)
             for index in indices:
                 workers.append(self._worker(index))  # noqa: PERF401 - known to the callback as soon as it is there
-            with _laid_out(parcel) as (region_bytes, descriptor):
+            with _written(payload) as (shared_bytes, descriptor):
                 for worker in workers:
-                    worker.send(parcel, region_bytes, descriptor)
+                    worker.send(payload, shared_bytes, descriptor)
             return collect(workers, self._timeout)
 
-    def _worker(self, index: int) -> Worker:
+    def _worker(self, index: int) -> DeviceWorker:
         worker = self._workers[index]
-        if worker is not None and worker.has_ended:
+        if worker is not None and worker.is_gone:
             worker.close()
             worker = None
         if worker is None:
             worker = self._workers[index] = self._start(index)
         return worker
 
-    def _start(self, index: int) -> Worker:
-        device = self._devices[index]
-        settings = Settings(index, str(device), self._num_threads, (self._seed + index) % 2**63)
-        with self._server_lock:
-            is_new = self._server is None
-            try:
-                return Worker(self._open_server(), settings)
-            except WorkerError:
-                if is_new:
-                    raise
-            # The server was killed a moment ago, and its lines close one after the other.
-            self._close_server()
-            return Worker(self._open_server(), settings)
-
-    def open(self) -> None:
-        """Start the server, if there is none, as long as this program has perhaps a single thread."""
-        with self._server_lock:
-            self._open_server()
-
-    def _open_server(self) -> ServerProcess:
-        if self._server is not None and self._server.has_ended:
-            self._close_server()
-        if self._server is None:
-            self._server = ServerProcess(needs_driver=any(device.type != "cpu" for device in self._devices))
-        return self._server
-
-    def _close_server(self) -> None:
-        if self._server is not None:
-            self._server.close()
-        self._server = None
+    def _start(self, index: int) -> DeviceWorker:
+        device = str(self._devices[index])
+        settings = Settings(index, device, self._num_threads, (self._seed + index) % 2**63)
+        try:
+            return self.server.start_worker(lambda server: DeviceWorker(server, settings))
+        except WorkerStartError as error:
+            message = f"worker {index} ({device}) did not start: {error} Its output on standard error says why."
+            raise WorkerError(message, device=device, index=index) from None
 
     def terminate(self) -> None:
         """End the workers, whatever they do; calls that wait for them fail."""
@@ -121,16 +101,22 @@ class Pool:
         if self.pid != os.getpid():
             return  # the processes are those of the program that this one was forked from
         with ExitStack() as stack:
-            for lock in (*self._locks, self._server_lock):
+            for lock in self._locks:
                 stack.enter_context(lock)
             for worker in self._workers:
                 if worker is not None:
                     worker.close()
             self._workers = [None] * len(self._devices)
-            self._close_server()
+            self.server.close()
 
 
-def _end_busy(workers: Sequence[Worker]) -> None:
+def _start_server(*, on_cpu: bool) -> ServerProcess:
+    """Fork the server from the program where that is sound, else start it in a new interpreter."""
+    forked = fork_server(ENTRY) if on_cpu and may_fork() else None
+    return forked or spawn_server(ENTRY)
+
+
+def _end_busy(workers: Sequence[DeviceWorker]) -> None:
     for worker in workers:
         if worker.is_busy:
             worker.kill()
@@ -139,26 +125,26 @@ def _end_busy(workers: Sequence[Worker]) -> None:
             worker.end()
 
 
-def _pack(task: Task) -> Parcel:
+def _pack(task: Task) -> Payload:
     try:
         return pack(task)
     except Exception as error:
         raise TypeError(
             f"func and its arguments must be picklable, got {type(error).__name__}: {error}. "
-            "Make what cannot be pickled inside the function, or pass plain values."
+            "Create what cannot be pickled inside the function, or pass plain values."
         ) from error
 
 
 @contextlib.contextmanager
-def _laid_out(parcel: Parcel) -> Iterator[tuple[int, int | None]]:
-    """Write a large parcel once for all workers, and lend the memory's size and file descriptor."""
-    if parcel.is_inline:
+def _written(payload: Payload) -> Iterator[tuple[int, int | None]]:
+    """Write a large payload once for all workers, and lend the memory's size and file descriptor."""
+    if payload.is_inline:
         yield 0, None
         return
-    size = parcel.total_bytes
-    descriptor = create_region(size)
+    size = payload.total_bytes
+    descriptor = create_shared_memory(size)
     try:
-        parcel.write(map_region(descriptor, size))
+        payload.write(map_shared_memory(descriptor, size))
         yield size, descriptor
     finally:
         os.close(descriptor)

@@ -1,6 +1,9 @@
 """The process that forks the workers and tells the program how each of them ended.
 
-It has one thread and touches no accelerator, so that its forks are sound whatever the program does.
+It has one thread and touches no accelerator, so that its forks are sound whatever the program does. A request is a
+JSON object, the worker's settings, with the worker's file descriptors. The first descriptor is a socket that stands for
+the worker's life: over it the server sends the process id and later the exit code, and the program asks for the
+worker's stacks, or for its end by shutting it down.
 """
 
 from __future__ import annotations
@@ -15,35 +18,46 @@ import signal
 import socket
 import struct
 import traceback
-from typing import NoReturn
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, NoReturn
 
-from distman.executor._channel import receive_descriptors
-from distman.executor._worker import STACK_SIGNAL, Settings, serve
+from distman._workers.sockets import receive_with_descriptors
 
-PID = struct.Struct("<q")
-STATUS = struct.Struct("<q")
+# What a worker calls with its settings and its file descriptors; the first of these is for its stacks.
+Work = Callable[[dict[str, Any], Sequence[int]], None]
+Entry = Callable[..., AbstractContextManager[Work]]
+
+NUMBER = struct.Struct("<q")  # a process id, or an exit code
 SHOW_STACKS = b"show stacks"
-_PR_SET_PDEATHSIG = 1
+# Of the real-time signals, which no library claims; two below the last one, which some debuggers take.
+STACK_SIGNAL = int(signal.SIGRTMAX) - 2
+_REQUEST_BYTES = 4096  # settings are a handful of numbers and names
+_MOST_DESCRIPTORS = 8
+_PR_SET_PDEATHSIG = 1  # of linux/prctl.h
+# How often to look whether the supervisor is still the parent.
 _POLL_SECONDS = 0.5
 
 
-def serve_requests(control: int, supervisor: int) -> None:
-    """Fork a worker for every request until the program closes the control line or the keeper is gone.
+def serve_requests(control: int, supervisor: int, work: Work) -> None:
+    """Fork a worker for every request until the program closes the control socket or the supervisor is gone.
 
-    Blocks. The workers and what they started are left to the caller.
+    The workers and what they started are left to the caller.
 
     Args:
-        control: File descriptor of the control line.
-        supervisor: Process id of the keeper.
+        control: File descriptor of the control socket.
+        supervisor: Process id of the supervisor.
+        work: What a worker does.
     """
-    gc.freeze()
-    with socket.socket(fileno=control) as line:
-        _Server(line).serve(supervisor)
+    gc.freeze()  # a collection in a worker would write to, and so copy, every page that it shares with the server
+    with socket.socket(fileno=control) as connection:
+        _ForkServer(connection, work).serve(supervisor)
 
 
-class _Server:
-    def __init__(self, control: socket.socket) -> None:
+class _ForkServer:
+    def __init__(self, control: socket.socket, work: Work) -> None:
         self._control = control
+        self._work = work
         self._lives: dict[int, socket.socket] = {}
         self._wake, self._waker = socket.socketpair()
         self._wake.settimeout(0)
@@ -62,47 +76,46 @@ class _Server:
             signal.set_wakeup_fd(-1)
 
     def _attend(self) -> bool:
-        """Do what the program asks for within a while; False if it closed the line."""
+        """Do what the program asks for within a while; False if it closed the control socket."""
         for key, _ in self._selector.select(_POLL_SECONDS):
             if key.fileobj is self._control:
-                if not self._answer():
+                if not self._start_worker():
                     return False
             elif key.data in self._lives:
                 self._obey(key.data)
         return True
 
-    def _answer(self) -> bool:
-        """Fork one worker; False if the program closed the line."""
+    def _start_worker(self) -> bool:
+        """Fork one worker; False if the program closed the control socket."""
         try:
-            message, descriptors = receive_descriptors(self._control, 4096, 3)
+            request, descriptors = receive_with_descriptors(self._control, _REQUEST_BYTES, _MOST_DESCRIPTORS)
         except ConnectionResetError:
             return False
-        if not message:
+        if not request:
             return False
-        line, life, stacks = descriptors
+        life, *others = descriptors
         server = os.getpid()
         pid = os.fork()
         if pid == 0:
             os.close(life)
-            self._become_worker(line, stacks, Settings(**json.loads(message)), server)
-        with contextlib.suppress(ProcessLookupError, PermissionError):
+            self._become_worker(json.loads(request), others, server)
+        with contextlib.suppress(ProcessLookupError, PermissionError):  # it has ended, or done it itself
             os.setpgid(pid, pid)
-        os.close(line)
-        os.close(stacks)
+        for descriptor in others:
+            os.close(descriptor)
         self._lives[pid] = socket.socket(fileno=life)
         self._selector.register(life, selectors.EVENT_READ, pid)
-        self._tell(pid, PID.pack(pid))
+        self._tell(pid, pid)
         return True
 
-    def _become_worker(self, line: int, stacks: int, settings: Settings, server: int) -> NoReturn:
+    def _become_worker(self, settings: dict[str, Any], descriptors: Sequence[int], server: int) -> NoReturn:
         exit_code = 1
         try:
             os.setpgid(0, 0)
             ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
             if os.getppid() == server:
                 self._shed()
-                with socket.socket(fileno=line) as connection, contextlib.suppress(ConnectionError):
-                    serve(connection, stacks, settings)
+                self._work(settings, descriptors)
             exit_code = 0
         finally:
             if exit_code:
@@ -122,7 +135,7 @@ class _Server:
     def _obey(self, pid: int) -> None:
         """Do what the program wants of a worker: its stacks, or its end."""
         try:
-            wish = self._lives[pid].recv(64)
+            wish = self._lives[pid].recv(len(SHOW_STACKS))
         except ConnectionResetError:
             wish = b""
         if wish == SHOW_STACKS:
@@ -132,27 +145,28 @@ class _Server:
         _end_group(pid)
 
     def _reap(self) -> None:
+        """Wait for the children that have ended."""
         with contextlib.suppress(BlockingIOError):
             self._wake.recv(4096)
         with contextlib.suppress(ChildProcessError):
             while (ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)) is not None:
-                self._bury(ended.si_pid)
+                self._wait_for(ended.si_pid)
 
-    def _bury(self, pid: int) -> None:
-        """Wait for an ended child; with a worker ends what it started."""
+    def _wait_for(self, pid: int) -> None:
+        """Wait for one that has ended; what a worker started ends with it."""
         if pid in self._lives:
             _end_group(pid)
         _, status = os.waitpid(pid, 0)
         if pid not in self._lives:
             return
-        self._tell(pid, STATUS.pack(os.waitstatus_to_exitcode(status)))
+        self._tell(pid, os.waitstatus_to_exitcode(status))
         with contextlib.suppress(KeyError):
             self._selector.unregister(self._lives[pid])
         self._lives.pop(pid).close()
 
-    def _tell(self, pid: int, message: bytes) -> None:
+    def _tell(self, pid: int, number: int) -> None:
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
-            self._lives[pid].send(message)
+            self._lives[pid].send(NUMBER.pack(number))
 
 
 def _end_group(pid: int) -> None:

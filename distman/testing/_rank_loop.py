@@ -1,17 +1,16 @@
-"""The life of a worker: one test after another, each on a process group of its own."""
+"""What a worker of the test kit does: one test after another, each on a process group of its own."""
 
 from __future__ import annotations
 
-import ctypes
 import faulthandler
-import importlib.util
 import os
+import shutil
 import sys
 import time
 import warnings
 import zlib
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from functools import partial
 from multiprocessing.connection import Connection
@@ -24,60 +23,74 @@ import torch.distributed as dist
 
 from distman._seeds import seed_generators
 from distman._torch_internals import count_groups_from_zero
+from distman._workers.fork_server import STACK_SIGNAL, Work
+from distman._workers.output import flush_output
+from distman.manager import DistributedManager
 from distman.testing._messages import (
-    STACK_SIGNAL,
     Begin,
-    Ending,
     Joined,
-    Outcome,
-    Ready,
+    RankResult,
+    RankStatus,
+    RankTask,
     Release,
     Released,
     SeenWarning,
-    Task,
 )
 from distman.testing._serialization import Call, WarningFilter
 from distman.testing._state import preserved_state
-from distman.testing._tracebacks import attempt, describe_error
+from distman.testing._tracebacks import attempt, describe_error, explained_assertions
 
 _Connection: TypeAlias = "Connection[object, object]"
 
 
-def serve(connection: _Connection, stacks: int) -> None:
-    """Run the tests that come over the connection until it closes.
-
-    Blocks.
+@contextmanager
+def prepare(store_directory: str, verbosity: int) -> Iterator[Work]:
+    """Yield what a worker does.
 
     Args:
-        connection: To the pytest process.
-        stacks: File descriptor to which all stacks are written when ``STACK_SIGNAL`` arrives.
+        store_directory: The directory of the stores, removed at the end.
+        verbosity: pytest's ``-v`` count.
     """
+    with explained_assertions(verbosity):
+        try:
+            yield _work
+        finally:
+            shutil.rmtree(store_directory, ignore_errors=True)
+
+
+def _work(_: dict[str, object], descriptors: Sequence[int]) -> None:
+    """Run the tests that come over the connection until it closes."""
+    stacks, connection, stdout, stderr = descriptors
+    os.dup2(stdout, 1)
+    os.dup2(stderr, 2)
+    os.close(stdout)
+    os.close(stderr)
     faulthandler.enable()
     faulthandler.register(STACK_SIGNAL, file=stacks, all_threads=True)
     torch.set_num_threads(1)
-    connection.send(Ready())
-    while True:
-        try:
-            task = connection.recv()
-        except EOFError:
-            return
-        if isinstance(task, Task):
-            _perform(task, connection)
+    with Connection(connection) as pytest_process:
+        while True:
+            try:
+                task = pytest_process.recv()
+            except EOFError:
+                return
+            if isinstance(task, RankTask):
+                _perform(task, pytest_process)
 
 
-def _perform(task: Task, connection: _Connection) -> None:
+def _perform(task: RankTask, connection: _Connection) -> None:
     """Run one test, say how it ended, and put everything back once all ranks have ended."""
     with preserved_state():
-        outcome = _run(task, connection)
-        _flush()
-        connection.send(outcome)
-        if outcome.ending is not Ending.PASSED:
+        result = _run(task, connection)
+        flush_output()
+        connection.send(result)
+        if result.status is not RankStatus.PASSED:
             # The others may wait for this rank in a collective: leaving the group ends their wait.
             attempt(_leave_group)
         _expect(Release, connection)
         problem = _describe(task, attempt(_leave_group), [])
-    _flush()
-    connection.send(Released(None if problem.ending is Ending.PASSED else problem))
+    flush_output()
+    connection.send(Released(None if problem.status is RankStatus.PASSED else problem))
 
 
 def _expect(kind: type, connection: _Connection) -> None:
@@ -86,13 +99,13 @@ def _expect(kind: type, connection: _Connection) -> None:
         raise TypeError(f"the pytest process must send {kind.__name__} now, got {message!r}.")
 
 
-def _run(task: Task, connection: _Connection) -> Outcome:
+def _run(task: RankTask, connection: _Connection) -> RankResult:
     with warnings.catch_warnings(record=True) as seen:
         error = attempt(partial(_test, task, connection))
         return _describe(task, error, seen)
 
 
-def _test(task: Task, connection: _Connection) -> None:
+def _test(task: RankTask, connection: _Connection) -> None:
     __tracebackhide__ = True
     _enter(task)
     call: Call = cloudpickle.loads(task.call)
@@ -108,7 +121,7 @@ def _test(task: Task, connection: _Connection) -> None:
         call.function(**call.arguments, **{name: available[name] for name in call.parameters})
 
 
-def _enter(task: Task) -> None:
+def _enter(task: RankTask) -> None:
     os.environ.clear()
     os.environ.update(task.environ)
     os.chdir(task.directory)
@@ -122,7 +135,7 @@ def _set_filters(filters: Sequence[WarningFilter]) -> None:
         warnings.filterwarnings(one.action, one.message, one.category, one.module, one.line)  # type: ignore[arg-type]
 
 
-def _join_group(task: Task) -> None:
+def _join_group(task: RankTask) -> None:
     __tracebackhide__ = True
     count_groups_from_zero()  # a start that failed leaves a count behind, and ranks would wait under different names
     store = dist.FileStore(task.store_file, task.world_size)
@@ -133,38 +146,29 @@ def _join_group(task: Task) -> None:
         world_size=task.world_size,
         timeout=timedelta(seconds=task.group_timeout),
     )
-    if task.uses_manager and _has_manager():
-        from distman.manager import DistributedManager
-
+    if task.uses_manager:
         DistributedManager.initialize()
 
 
 def _leave_group() -> None:
-    if _has_manager():
-        from distman.manager import DistributedManager
-
-        if DistributedManager.is_initialized():
-            DistributedManager.cleanup()
+    if DistributedManager.is_initialized():
+        DistributedManager.cleanup()
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
-def _has_manager() -> bool:
-    return importlib.util.find_spec("distman.manager") is not None
-
-
-def _describe(task: Task, error: BaseException | None, seen: list[warnings.WarningMessage]) -> Outcome:
+def _describe(task: RankTask, error: BaseException | None, seen: list[warnings.WarningMessage]) -> RankResult:
     ended_at = time.monotonic()
     os.chdir(task.report_directory)
     shown = [_warning(message) for message in seen]
     if error is None:
-        return Outcome(Ending.PASSED, "", "", ended_at, shown)
+        return RankResult(RankStatus.PASSED, "", "", ended_at, shown)
     if isinstance(error, pytest.skip.Exception):
-        return Outcome(Ending.SKIPPED, str(error.msg), "", ended_at, shown)
+        return RankResult(RankStatus.SKIPPED, str(error.msg), "", ended_at, shown)
     if isinstance(error, pytest.xfail.Exception):
-        return Outcome(Ending.XFAILED, str(error.msg), "", ended_at, shown)
+        return RankResult(RankStatus.XFAILED, str(error.msg), "", ended_at, shown)
     headline, detail = describe_error(error, task.traceback_style, shows_locals=task.shows_locals)
-    return Outcome(Ending.RAISED, headline, detail, ended_at, shown)
+    return RankResult(RankStatus.RAISED, headline, detail, ended_at, shown)
 
 
 def _warning(message: warnings.WarningMessage) -> SeenWarning:
@@ -172,8 +176,3 @@ def _warning(message: warnings.WarningMessage) -> SeenWarning:
     return SeenWarning(
         str(message.message), category.__module__, category.__qualname__, message.filename, message.lineno
     )
-
-
-def _flush() -> None:
-    """Write out what C libraries hold back; Python's own streams are unbuffered here."""
-    ctypes.CDLL(None).fflush(None)

@@ -1,0 +1,165 @@
+"""Supervisor and fork server as seen from the program."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import IO, TypeVar
+
+from distman._workers.output import read_output
+from distman._workers.sockets import is_readable, socket_pair
+
+W = TypeVar("W")
+
+# The two kill and wait for all that is below them, which the kernel does in milliseconds; whoever needs longer hangs in
+# a driver.
+_CLOSE_SECONDS = 5.0
+_PROGRAM = """
+import json, sys
+search_path, *arguments = json.loads(sys.argv[1])
+sys.path[:] = search_path
+from distman._workers.supervisor import main
+main(*arguments)
+"""
+
+
+class WorkerStartError(RuntimeError):
+    """A worker, or the server that should fork it, did not start."""
+
+
+class ServerProcess:
+    """The supervisor and its fork server.
+
+    Args:
+        control: The socket for the server's requests.
+        pid: Process id of the supervisor.
+        wait: Waits for the supervisor's end.
+        output: A file that has what the two write; None if they write where the program does.
+    """
+
+    def __init__(
+        self, control: socket.socket, pid: int, wait: Callable[[], object], output: IO[bytes] | None = None
+    ) -> None:
+        self.control = control
+        self.pid = pid
+        self._wait = wait
+        self._output = output
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the server is gone, and its workers with it."""
+        return is_readable(self.control)
+
+    def read_output(self) -> str:
+        """Return what supervisor and server wrote, empty if that went to the program's own streams."""
+        return read_output(self._output.fileno()) if self._output is not None else ""
+
+    def close(self) -> None:
+        """End the server and its workers, and wait until they are gone."""
+        with contextlib.suppress(OSError):  # it has ended already
+            self.control.shutdown(socket.SHUT_WR)
+        if not is_readable(self.control, seconds=_CLOSE_SECONDS):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, signal.SIGKILL)
+        self.control.close()
+        self._wait()
+        if self._output is not None:
+            self._output.close()
+
+
+def spawn_server(
+    entry: str,
+    options: Sequence[object] = (),
+    *,
+    environ: Mapping[str, str] | None = None,
+    output: IO[bytes] | None = None,
+) -> ServerProcess:
+    """Start supervisor and server in a new interpreter.
+
+    Args:
+        entry: ``"package.module:function"``, see the package's docstring.
+        options: Arguments of that function, as JSON can hold them.
+        environ: Environment variables; None for those of the program.
+        output: A file for what supervisor, server and workers write; closed with the server. None for the program's.
+    """
+    control, theirs = socket_pair()
+    search_path = [path for path in sys.path if isinstance(path, str)]
+    arguments = [search_path, theirs.fileno(), os.getpid(), entry, options]
+    with theirs:
+        process = subprocess.Popen(
+            [sys.executable, "-c", _PROGRAM, json.dumps(arguments)],
+            env=environ,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            pass_fds=[theirs.fileno()],
+            start_new_session=True,
+        )
+    return ServerProcess(control, process.pid, process.wait, output)
+
+
+class ResidentServer:
+    """A server that is started when it is needed, and replaced when it was killed; threads may share it.
+
+    Args:
+        start: Starts a server.
+    """
+
+    def __init__(self, start: Callable[[], ServerProcess]) -> None:
+        self._start = start
+        self._lock = threading.Lock()
+        self._server: ServerProcess | None = None
+
+    @property
+    def process(self) -> ServerProcess | None:
+        """The server, None if there is none."""
+        return self._server
+
+    def open(self) -> None:
+        """Start the server if there is none."""
+        with self._lock:
+            self._open()
+
+    def start_worker(self, make: Callable[[ServerProcess], W]) -> W:
+        """Return a new worker.
+
+        Args:
+            make: Starts it with the server that it is given.
+
+        Raises:
+            WorkerStartError: It did not start.
+        """
+        with self._lock:
+            is_new = self._server is None
+            try:
+                return make(self._open())
+            except WorkerStartError:
+                if is_new:
+                    raise
+            # The server was killed a moment ago, and its sockets close one after the other.
+            self._close()
+            return make(self._open())
+
+    def _open(self) -> ServerProcess:
+        if self._server is not None and self._server.has_ended:
+            self._close()
+        if self._server is None:
+            self._server = self._start()
+        return self._server
+
+    def close(self) -> None:
+        """End the server and its workers, and wait until they are gone; a second call does nothing."""
+        with self._lock:
+            self._close()
+
+    def _close(self) -> None:
+        server, self._server = self._server, None
+        if server is not None:
+            server.close()

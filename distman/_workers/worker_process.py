@@ -1,0 +1,100 @@
+"""A worker as seen from the program."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+from collections.abc import Mapping
+
+from distman._workers.fork_server import NUMBER, SHOW_STACKS
+from distman._workers.output import open_stacks, read_output
+from distman._workers.server_process import ServerProcess, WorkerStartError
+from distman._workers.sockets import is_readable, socket_pair
+
+# A new server imports torch first, which takes minutes where a thousand nodes load it from one network file system.
+_START_SECONDS = 300.0
+# After SIGKILL: the kernel may keep a process that long while it is in a call of a driver.
+END_SECONDS = 30.0
+
+
+class WorkerProcess:
+    """A worker process.
+
+    Args:
+        server: Forks it.
+        settings: What it is told at its start, as JSON can hold it.
+        descriptors: Files that it gets, for its work.
+
+    Attributes:
+        pid: Process id.
+        life: Readable when it has ended.
+        exit_code: None while it lives, or if its server was killed; then its exit code, or minus the number of the
+            signal that ended it.
+
+    Raises:
+        WorkerStartError: The server has ended, or did not answer in time; then the worker is closed.
+    """
+
+    def __init__(self, server: ServerProcess, settings: Mapping[str, object], *descriptors: int) -> None:
+        self.pid = 0
+        self.exit_code: int | None = None
+        self._has_ended = False
+        self._stacks = open_stacks()
+        self.life, life = socket_pair()
+        try:
+            with life, contextlib.suppress(BrokenPipeError, ConnectionResetError):
+                sent = [life.fileno(), self._stacks, *descriptors]
+                socket.send_fds(server.control, [json.dumps(settings).encode()], sent)
+            self._await_start(server)
+        except BaseException:
+            self.close()
+            raise
+
+    def _await_start(self, server: ServerProcess) -> None:
+        if not is_readable(self.life, seconds=_START_SECONDS):
+            raise WorkerStartError(f"No worker started within {_START_SECONDS:g} s.\n{server.read_output()}".rstrip())
+        pid = self._receive()
+        if pid is None:
+            raise WorkerStartError(f"The process that forks the workers ended.\n{server.read_output()}".rstrip())
+        self.pid = pid
+
+    def _receive(self) -> int | None:
+        """Return the next number of the server, None if it was killed."""
+        with contextlib.suppress(ConnectionResetError):
+            if data := self.life.recv(NUMBER.size):
+                return int(NUMBER.unpack(data)[0])
+        return None
+
+    def has_ended(self, seconds: float = 0.0) -> bool:
+        """Return whether it ends within that time; ``exit_code`` then says how."""
+        if not self._has_ended and is_readable(self.life, seconds=seconds):
+            self._has_ended = True
+            self.exit_code = self._receive()
+        return self._has_ended
+
+    def request_stacks(self) -> None:
+        """Have it write its stacks."""
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+            self.life.send(SHOW_STACKS)
+
+    def read_stacks(self) -> str:
+        """Return the stacks that it wrote."""
+        return read_output(self._stacks)
+
+    def forget_stacks(self) -> None:
+        """Drop the stacks that it wrote."""
+        os.ftruncate(self._stacks, 0)
+
+    def kill(self) -> None:
+        """Have it ended, with the processes that it started."""
+        with contextlib.suppress(OSError):  # it has ended already
+            self.life.shutdown(socket.SHUT_WR)
+
+    def close(self) -> None:
+        """Close this side's ends, which ends the worker; a second call does nothing."""
+        self.life.close()
+        if self._stacks >= 0:
+            os.close(self._stacks)
+            self._stacks = -1

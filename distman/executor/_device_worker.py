@@ -1,0 +1,177 @@
+"""One worker of an executor as seen from the program."""
+
+from __future__ import annotations
+
+import dataclasses
+import pickle
+import signal
+
+from distman._workers.output import describe_exit
+from distman._workers.server_process import ServerProcess
+from distman._workers.sockets import is_readable, socket_pair
+from distman._workers.worker_process import END_SECONDS, WorkerProcess
+from distman.errors import WorkerError
+from distman.executor._buffer_pool import MappedBuffers
+from distman.executor._channel import Kind, Message, receive, send
+from distman.executor._payload import Payload, unpack
+from distman.executor._task_loop import Failure, Settings
+
+# A worker that hung up, or was told to write its stacks and end, does so in milliseconds if it still can.
+_GRACE_SECONDS = 2.0
+
+
+class DeviceWorker(WorkerProcess):
+    """A worker process, for one task at a time.
+
+    Args:
+        server: Forks it.
+        settings: Who it is.
+
+    Attributes:
+        connection: Readable when it has answered or ended.
+        is_busy: Whether it has a task and has not answered.
+
+    Raises:
+        WorkerStartError: It did not start.
+    """
+
+    def __init__(self, server: ServerProcess, settings: Settings) -> None:
+        self._settings = settings
+        self._mapped = MappedBuffers()
+        self.is_busy = False
+        self.connection, theirs = socket_pair()
+        with theirs:
+            super().__init__(server, dataclasses.asdict(settings), theirs.fileno())
+
+    def send(self, payload: Payload, shared_bytes: int, descriptor: int | None) -> None:
+        """Give it a task.
+
+        Args:
+            payload: The packed task.
+            shared_bytes: Size of the shared memory in which it lies, 0 for an inline payload.
+            descriptor: That memory.
+
+        Raises:
+            WorkerError: It has ended.
+        """
+        free_buffers = self._mapped.take_freed()
+        self.is_busy = True
+        try:
+            send(self.connection, Kind.TASK, payload, shared_bytes, descriptor, free_buffers=free_buffers)
+        except (BrokenPipeError, ConnectionResetError):
+            raise self.died() from None
+
+    def answer(self) -> object:
+        """Return what the function returned there.
+
+        There must be an answer, or the worker must have ended.
+
+        Raises:
+            WorkerError: The function raised, or the worker ended; then the worker is closed.
+        """
+        message = receive(self.connection, waits=False)
+        if message is None:
+            raise self.died()
+        self.is_busy = False
+        try:
+            value = self._open(message)
+        except Exception as error:
+            raise self._error(
+                f"returned a value that cannot be loaded here: {type(error).__name__}: {error}",
+                error_type=type(error).__name__,
+            ) from error
+        if message.kind is Kind.VALUE:
+            return value
+        if not isinstance(value, Failure):
+            raise TypeError(f"the answer must be a Failure, got {type(value).__name__}. This is a defect of distman.")
+        raise self._failed(value) from _load_error(value)
+
+    def _open(self, message: Message) -> object:
+        if not message.shared_bytes:
+            return message.load_inline()
+        return unpack(self._mapped.open(message), message.stream_bytes, message.num_buffers)
+
+    def _failed(self, failure: Failure) -> WorkerError:
+        what = failure.what
+        if failure.exit_code is not None:
+            self.end()
+            what = f"{describe_exit(failure.exit_code)}: it {what}"
+        return self._error(
+            what, error_type=failure.error_type, text=failure.traceback_text, exit_code=failure.exit_code
+        )
+
+    def died(self) -> WorkerError:
+        """Return the error for a worker that ended by itself, or hung up; it is closed.
+
+        Blocks until it is gone.
+        """
+        ended_itself = self.has_ended(_GRACE_SECONDS)
+        text = self.end()
+        what = describe_exit(self.exit_code) if ended_itself else "closed its connection and was killed"
+        hint = "Look whether memory ran out (dmesg). " if ended_itself and self.exit_code == -signal.SIGKILL else ""
+        return self._error(f"{what}. {hint}The next call starts a new one.", text=text, exit_code=self.exit_code)
+
+    def too_late(self, timeout: float) -> WorkerError:
+        """Return the error for a worker that has no answer in time; it is ended.
+
+        Blocks until it is gone.
+
+        Args:
+            timeout: The seconds it had.
+        """
+        self.request_stacks()
+        self.has_ended(_GRACE_SECONDS)
+        text = self.end()
+        what = f"did not answer within {timeout:g} s and was ended. Raise timeout=, or see below where it was."
+        return self._error(what, text=text, exit_code=self.exit_code)
+
+    def end(self) -> str:
+        """End and close it, and return the stacks that it wrote.
+
+        Blocks until it is gone.
+        """
+        self.kill()
+        self.has_ended(END_SECONDS)
+        text = self.read_stacks()
+        self.close()
+        return text
+
+    def close(self) -> None:
+        """Close this side's ends, which ends the worker."""
+        self.is_busy = False
+        self.connection.close()
+        super().close()
+
+    @property
+    def index(self) -> int:
+        """Its place among the devices."""
+        return self._settings.index
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether it can get no more tasks."""
+        return self.connection.fileno() == -1 or is_readable(self.connection, self.life)
+
+    def _error(self, what: str, *, error_type: str = "", text: str = "", exit_code: int | None = None) -> WorkerError:
+        message = f"worker {self.index} ({self._settings.device}, pid {self.pid}) {what}"
+        if text:
+            message += f"\n\nIts traceback:\n{text.rstrip()}"
+        return WorkerError(
+            message,
+            device=self._settings.device,
+            index=self.index,
+            pid=self.pid,
+            exit_code=exit_code,
+            error_type=error_type,
+            traceback_text=text,
+        )
+
+
+def _load_error(failure: Failure) -> BaseException | None:
+    if failure.error is None:
+        return None
+    try:
+        error = pickle.loads(failure.error)  # noqa: S301 - written by a process of ours
+    except Exception:  # noqa: BLE001 - its class may not be importable here, or raise anything; its text has arrived
+        return None
+    return error if isinstance(error, BaseException) else None
