@@ -140,7 +140,7 @@ def test_a_full_disk_is_one_error_on_all_and_the_old_folder_stays(small_disk, wo
 def test_an_error_at_loading_on_one_rank_is_an_error_on_all(tmp_path, rank):
     folder = tmp_path / "sharded"
     save_sharded({"weight": ROWS, "step": 1}, folder)
-    with pytest.raises(FileNotFoundError if rank == 1 else RankFailedError, match="no sharded checkpoint at .*other"):
+    with pytest.raises(FileNotFoundError if rank == 1 else RankFailedError, match=r"no sharded checkpoint at .*other"):
         load_sharded({"weight": torch.zeros(10, 3)}, tmp_path / "other" if rank == 1 else folder)
     with pytest.raises(CheckpointError if rank == 1 else RankFailedError, match=r"Missing key(?s:.*): bias"):
         load_sharded({"bias" if rank == 1 else "weight": torch.zeros(10, 3)}, folder)
@@ -190,7 +190,9 @@ def test_a_bomb_among_the_contents_is_refused_and_does_nothing(tmp_path, rank, p
         (folder / ".metadata").write_bytes(pickle.dumps(place(metadata, crater)))
     all_are_well()
     state = {"step": 0}
-    with pytest.raises(CheckpointError, match=r"describes something other than tensors; nothing in it was run: \S+ describes no"):
+    with pytest.raises(
+        CheckpointError, match=r"describes something other than tensors; nothing in it was run: \S+ describes no"
+    ):
         load_sharded(state, folder)
     assert state == {"step": 0}
     assert not crater.exists()
@@ -218,7 +220,9 @@ def test_files_outside_the_folder_are_not_read(tmp_path):
 
 @ranks(2)
 def test_a_part_is_not_taken_for_the_whole(tmp_path, world_size):
-    with pytest.raises(RankFailedError, match=r"state\['model'\]\['by rows'\] must be a full tensor(?s:.*)save_sharded"):
+    with pytest.raises(
+        RankFailedError, match=r"state\['model'\]\['by rows'\] must be a full tensor(?s:.*)save_sharded"
+    ):
         save(state_of(1, world_size), tmp_path / "state.pt")
 
 

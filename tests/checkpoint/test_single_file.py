@@ -158,7 +158,9 @@ def test_a_bomb_is_refused_and_does_nothing(tmp_path, rank, is_plain_pickle):
     elif rank == 0:
         torch.save({"weights": Bomb(crater)}, path)
     all_are_well()
-    with pytest.raises(CheckpointError, match=r"holds something other than tensors, numbers and strings(?s:.*)nothing was run"):
+    with pytest.raises(
+        CheckpointError, match=r"holds something other than tensors, numbers and strings(?s:.*)nothing was run"
+    ):
         load(path)
     assert not crater.exists()
 
