@@ -1,4 +1,4 @@
-"""Writing in a thread while the program goes on: one write to each place at a time, and no error is lost."""
+"""Writing in a thread while the program goes on: one write to each location at a time, and no error is lost."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import atexit
 import os
 import threading
 from collections.abc import Callable
-from pathlib import Path
 
 from distman._coordination.failure.pending_work import register
 from distman._log import logger
+from distman.checkpoint._location import Location
 from distman.errors import CheckpointError
 
-_writes: dict[Path, BackgroundWrite] = {}
+_writes: dict[Location, BackgroundWrite] = {}
 """The last write to each place, unless it succeeded or its error was raised."""
 
 
@@ -27,7 +27,7 @@ class BackgroundWrite:
         error: Why it failed; None if it did not, or is not over.
     """
 
-    def __init__(self, place: Path, work: Callable[[], None]) -> None:
+    def __init__(self, place: Location, work: Callable[[], None]) -> None:
         self._place = place
         self.error: BaseException | None = None
         self._pid = os.getpid()
@@ -65,7 +65,7 @@ class BackgroundWrite:
             raise self.error
 
     def settle(self) -> None:
-        """Take note that it succeeded, or that its error is known to the program."""
+        """Forget the write: it succeeded, or the program has got its error."""
         if _writes.get(self._place) is self:
             del _writes[self._place]
         self._forget()
@@ -78,7 +78,9 @@ class BackgroundWrite:
         self.join()
         if self.error is not None and os.getpid() == self._pid:
             self.settle()
-            logger.error("%s was not written: %r. The one before is still there", self._place, self.error)
+            logger.error(
+                "the background save to %s failed: %r. The previous one is still there", self._place, self.error
+            )
 
     def _run(self, work: Callable[[], None]) -> None:
         try:
@@ -88,7 +90,7 @@ class BackgroundWrite:
             self.error = error
 
 
-def start(place: Path, work: Callable[[], None]) -> BackgroundWrite:
+def start(place: Location, work: Callable[[], None]) -> BackgroundWrite:
     """Begin to write in the background, where nothing else is being written.
 
     Args:
@@ -100,7 +102,7 @@ def start(place: Path, work: Callable[[], None]) -> BackgroundWrite:
     return write
 
 
-def join(place: Path) -> None:
+def join(place: Location) -> None:
     """Wait until nothing is being written to a place any more.
 
     Blocking.
@@ -109,7 +111,7 @@ def join(place: Path) -> None:
         _writes[place].join()
 
 
-def settle(place: Path) -> None:
+def settle(place: Location) -> None:
     """Wait until nothing is being written to a place any more.
 
     Blocking.
@@ -122,7 +124,7 @@ def settle(place: Path) -> None:
         write.wait()
 
 
-def refuse_after_failure(place: Path) -> None:
+def refuse_after_failure(place: Location) -> None:
     """Wait until nothing is being written to a place any more, as the next write to it has to.
 
     Blocking.
@@ -137,9 +139,8 @@ def refuse_after_failure(place: Path) -> None:
     if write.error is not None:
         write.settle()
         raise CheckpointError(
-            f"what was saved to {place} in the background before must have been written, got "
-            f"{type(write.error).__name__}: {write.error}. Nothing is saved this time either: remove the cause, and "
-            "save again."
+            f"the previous background save to {place} failed: {type(write.error).__name__}: {write.error}. Nothing was "
+            "saved this time either: remove the cause and save again."
         ) from write.error
 
 

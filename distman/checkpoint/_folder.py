@@ -12,11 +12,14 @@ from typing import Any
 
 import torch
 
+from distman._log import logger
 from distman.checkpoint import _background as in_background
-from distman.checkpoint._files import real_path, remove_leftovers, replace_file, replace_link
-from distman.checkpoint._single_file import load
-from distman.checkpoint._state import check_state, copy_to_host, write_state
+from distman.checkpoint._all_or_none import on_all_ranks
+from distman.checkpoint._location import Location, locate
+from distman.checkpoint._single_file import load, target_device
+from distman.checkpoint._state import check_state, copy_to_host, read_state, write_state
 from distman.decorators import on_rank
+from distman.errors import CheckpointError, RankFailedError
 
 _LATEST = "latest.pt"
 _BEST = "best.pt"
@@ -29,21 +32,23 @@ class CheckpointFolder:
     Made alike on every rank; rank 0 alone writes, and says what is there. One job writes into a folder at a time.
 
     Args:
-        path: The folder. It is made by the first save.
+        path: The folder, or a URL such as ``s3://bucket/run``. It is made by the first save.
         keep: How many checkpoints to keep, those that were saved last; the best one stays besides. None keeps all.
         background: Let a thread write while the program goes on.
 
     Attributes:
-        path: The folder.
+        path: The folder: a path, or a URL.
 
     Raises:
-        ValueError: ``keep`` is less than 1.
+        ValueError: ``keep`` is less than 1, or the scheme of the URL is unknown.
+        ImportError: A package is missing that the scheme needs.
     """
 
     def __init__(self, path: str | os.PathLike[str], *, keep: int | None = 3, background: bool = True) -> None:
         if keep is not None and operator.index(keep) < 1:
             raise ValueError(f"keep must be at least 1, got {keep}. Pass None to keep all checkpoints.")
-        self.path = real_path(path)
+        self._location = locate(path)
+        self.path = self._location.path
         self._keep = keep
         self._is_background = background
 
@@ -71,36 +76,45 @@ class CheckpointFolder:
         Raises:
             RankFailedError: On every rank: the last checkpoint could not be written. The cause, on rank 0, says why.
         """
-        on_rank(0)(in_background.settle)(self.path)
+        on_rank(0)(in_background.settle)(self._location)
 
-    def latest(self) -> Path | None:
+    def latest(self) -> Path | str | None:
         """Return the path of the checkpoint that was saved last, or None; the same on all ranks.
 
         Collective. Blocking. A write that is under way is waited for.
         """
-        return on_rank(0, broadcast=True)(self._find)(_LATEST)
+        return self._path(on_rank(0, broadcast=True)(self._latest)())
 
-    def best(self) -> Path | None:
+    def best(self) -> Path | str | None:
         """Return the path of the best checkpoint, or None; the same on all ranks.
 
         Collective. Blocking. A write that is under way is waited for.
         """
-        return on_rank(0, broadcast=True)(self._find)(_BEST)
+        return self._path(on_rank(0, broadcast=True)(self._best)())
 
     def load_latest(self, *, device: str | torch.device | None = None) -> Any:
         """Return the state that was saved last, on every rank, or None if there is none.
 
         Collective. Blocking.
 
+        A damaged one is skipped with a warning, as long as there is an older one.
+
         Args:
             device: See :func:`load`.
 
         Raises:
-            CheckpointError: On a rank where the file is damaged.
-            RankFailedError: On the other ranks.
+            CheckpointError: On a rank where all of them are damaged.
+            RankFailedError: On the other ranks; and on all, if a file cannot be read on one for another reason.
         """
-        path = self.latest()
-        return None if path is None else load(path, device=device)
+        names = on_rank(0, broadcast=True)(self._names_newest_first)() or []
+        for name in names[:-1]:
+            try:
+                return self._load(name, device)
+            except (CheckpointError, RankFailedError) as error:
+                if isinstance(error, RankFailedError) and error.error_type != CheckpointError.__name__:
+                    raise
+                on_rank(0)(_warn)(self._location / name, error)
+        return self._load(names[-1], device) if names else None
 
     def load_best(self, *, device: str | torch.device | None = None) -> Any:
         """Return the best state, on every rank, or None if there is none.
@@ -114,19 +128,53 @@ class CheckpointFolder:
         number = operator.index(step)
         if number < 0:
             raise ValueError(f"step must be 0 or more, got {step}. Count the steps from 0.")
-        in_background.refuse_after_failure(self.path)
+        in_background.refuse_after_failure(self._location)
         check_state(state)
         kept = copy_to_host(state) if self._is_background else state
-        work = functools.partial(_write, self.path, kept, number, is_best=is_best, keep=self._keep)
+        work = functools.partial(_write, self._location, kept, number, is_best=is_best, keep=self._keep)
         if self._is_background:
-            in_background.start(self.path, work)
+            in_background.start(self._location, work)
         else:
             work()
 
-    def _find(self, link: str) -> Path | None:
-        in_background.join(self.path)
-        found = _latest(self.path) if link == _LATEST else _target(self.path / link)
-        return None if found is None else self.path / found
+    def _path(self, name: str | None) -> Path | str | None:
+        return None if name is None else (self._location / name).path
+
+    def _latest(self) -> str | None:
+        in_background.join(self._location)
+        return _latest(_complete(self._location), _linked(self._location, _LATEST))
+
+    def _best(self) -> str | None:
+        in_background.join(self._location)
+        return _linked(self._location, _BEST)
+
+    def _names_newest_first(self) -> list[str]:
+        in_background.join(self._location)
+        complete = _complete(self._location)
+        latest = _latest(complete, _linked(self._location, _LATEST))
+        others = [one.name for one in sorted(complete, reverse=True) if one.name != latest]
+        return others if latest is None else [latest, *others]
+
+    def _load(self, name: str, device: str | torch.device | None) -> Any:
+        """Return a state on every rank, or raise on every rank.
+
+        A damaged file is the only error of its stage, so that all ranks agree on whether to try an older one.
+        """
+        damage: list[CheckpointError] = []
+
+        def read() -> Any:
+            try:
+                return read_state(self._location / name, target_device(device))
+            except CheckpointError as error:
+                damage.append(error)
+
+        def raise_damage() -> None:
+            if damage:
+                raise damage[0]
+
+        state = on_all_ranks(read)
+        on_all_ranks(raise_damage)
+        return state
 
 
 @dataclasses.dataclass(frozen=True, order=True)
@@ -138,37 +186,41 @@ class _Complete:
     name: str
 
 
-def _write(folder: Path, state: object, step: int, *, is_best: bool, keep: int | None) -> None:
-    remove_leftovers(folder, "*")
-    path = folder / f"checkpoint-{step:08d}.pt"
-    replace_file(path, functools.partial(write_state, state))
-    replace_link(folder / _LATEST, path.name)
+def _write(folder: Location, state: object, step: int, *, is_best: bool, keep: int | None) -> None:
+    storage = folder.storage
+    storage.remove_leftovers(folder.place)
+    file = folder / f"checkpoint-{step:08d}.pt"
+    name = file.place.rpartition("/")[2]
+    write_state(state, file)
+    storage.link((folder / _LATEST).place, name)
     if is_best:
-        replace_link(folder / _BEST, path.name)
+        storage.link((folder / _BEST).place, name)
     if keep is not None:
-        linked = {_target(folder / _LATEST), _target(folder / _BEST)}
+        linked = {_linked(folder, _LATEST), _linked(folder, _BEST)}
         for one in sorted(_complete(folder))[:-keep]:
             if one.name not in linked:
-                (folder / one.name).unlink(missing_ok=True)
+                storage.remove((folder / one.name).place)
 
 
-def _complete(folder: Path) -> list[_Complete]:
-    named = [(match, path) for path in folder.glob("checkpoint-*.pt") if (match := _NAME.fullmatch(path.name))]
-    return [_Complete(path.stat().st_mtime_ns, int(match[1]), path.name) for match, path in named]
+def _complete(folder: Location) -> list[_Complete]:
+    named = [(match, name) for name in folder.storage.list(folder.place) if (match := _NAME.fullmatch(name))]
+    return [_Complete(folder.storage.saved_at((folder / name).place), int(match[1]), name) for match, name in named]
 
 
-def _target(link: Path) -> str | None:
-    """Return the name of the file that a link points to; None where there is none, or it leads nowhere."""
-    if not link.is_file():
-        return None
-    return link.readlink().name if link.is_symlink() else link.name
+def _linked(folder: Location, link: str) -> str | None:
+    return folder.storage.linked((folder / link).place)
 
 
-def _latest(folder: Path) -> str | None:
+def _latest(complete: list[_Complete], link: str | None) -> str | None:
     """Return the name of the last checkpoint: the linked one, or one that was saved after it but not yet linked."""
-    found = {one.name: one for one in _complete(folder)}
-    linked = found.get(_target(folder / _LATEST) or "")
+    found = {one.name: one for one in complete}
+    linked = found.get(link or "")
     if linked is None:
         return max(found.values(), key=lambda one: one.step).name if found else None
     after = [one for one in found.values() if one.step > linked.step and one.saved_at > linked.saved_at]
     return max([linked, *after]).name
+
+
+def _warn(skipped: Location, error: Exception) -> None:
+    reason = error.error_text if isinstance(error, RankFailedError) else error
+    logger.warning("skipping %s, and loading the checkpoint saved before it: %s", skipped, reason)

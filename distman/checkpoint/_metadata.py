@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import pickle
-from pathlib import Path
+from pathlib import PurePosixPath
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from torch.distributed.checkpoint import metadata as contents
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 
 from distman._torch_internals import layout_maker, memory_format_encoding, storage_info
+from distman.checkpoint._location import Location
 from distman.errors import CheckpointError
 
 _NAME = ".metadata"
@@ -31,7 +32,7 @@ _CLASSES: tuple[type, ...] = (
 _PATHS = {"pathlib", "pathlib._local"}  # the latter from Python 3.13 on
 _KNOWN: dict[tuple[str, str], Any] = {
     **{(one.__module__, one.__name__): one for one in _CLASSES},
-    **{(module, name): Path for module in _PATHS for name in ("Path", "PosixPath", "WindowsPath")},
+    **{(module, name): PurePosixPath for module in _PATHS for name in ("Path", "PosixPath", "WindowsPath")},
     **layout_maker(),
 }
 
@@ -48,7 +49,7 @@ class _Unpickler(pickle.Unpickler):
         raise pickle.UnpicklingError(f"{module}.{name} describes no tensor")
 
 
-def read_metadata(folder: Path) -> Metadata:
+def read_metadata(folder: Location) -> Metadata:
     """Return the table of contents of a sharded checkpoint; nothing in it is run.
 
     Blocking.
@@ -59,22 +60,23 @@ def read_metadata(folder: Path) -> Metadata:
     """
     path = folder / _NAME
     try:
-        text = path.read_bytes()
+        with path.storage.open(path.place) as file:
+            text = file.read()
     except (FileNotFoundError, NotADirectoryError) as error:
         raise FileNotFoundError(
-            f"{folder} must be a sharded checkpoint, got no file {_NAME} in it. Correct the path; on several hosts, "
-            "save where all of them can read."
+            f"no sharded checkpoint at {folder}: it has no file {_NAME}. Correct the path; on several hosts, save "
+            "where all of them can read."
         ) from error
     try:
         found = _Unpickler(io.BytesIO(text)).load()
     except Exception as error:  # a damaged pickle raises anything
         raise CheckpointError(
-            f"{path} must describe tensors only, got something else, of which nothing was run: {error}. Load another "
-            "checkpoint, or none from where it came."
+            f"{path} is damaged or describes something other than tensors; nothing in it was run: {error}. Load "
+            "another checkpoint; if a function is named here, do not trust this source."
         ) from error
     if not isinstance(found, Metadata) or not _stays_inside(found.storage_data):
         raise CheckpointError(
-            f"{path} must describe tensors in this folder, got {type(found).__name__} that does not. Load another "
+            f"{path} does not describe tensors in this folder, but is a {type(found).__name__}. Load another "
             "checkpoint."
         )
     found.storage_meta = found.storage_meta or StorageMeta()
@@ -83,6 +85,6 @@ def read_metadata(folder: Path) -> Metadata:
 
 def _stays_inside(storage_data: object) -> bool:
     return isinstance(storage_data, dict) and all(
-        isinstance(one, _STORAGE_INFO) and one.relative_path == Path(one.relative_path).name
+        isinstance(one, _STORAGE_INFO) and one.relative_path == PurePosixPath(one.relative_path).name
         for one in storage_data.values()
     )

@@ -8,21 +8,21 @@ import io
 import os
 import warnings
 from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any
+from typing import IO, Any, cast
 
 import torch
 from torch.distributed import checkpoint
 from torch.distributed.checkpoint import CheckpointException, DefaultLoadPlanner, FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.filesystem import FileSystem
+from torch.distributed.checkpoint.filesystem import FileSystemBase
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import ReadItem
 
 from distman._torch_internals import NO_JOB_WARNING, set_nested
 from distman.checkpoint._all_or_none import on_all_ranks
-from distman.checkpoint._files import NewFolder, put_back, real_path
+from distman.checkpoint._location import Location, locate
 from distman.checkpoint._metadata import read_metadata
-from distman.checkpoint._state import check_state
+from distman.checkpoint._state import check_state, check_sums, writing_to
+from distman.checkpoint._storage import NewFolder, Storage
 from distman.decorators import on_rank
 from distman.errors import CheckpointError
 from distman.manager import DistributedManager
@@ -36,27 +36,29 @@ def save_sharded(state: dict[str, Any], path: str | os.PathLike[str]) -> None:
     Args:
         state: Nested dicts and lists. Of a DTensor every rank writes its part; of what several ranks have under one
             name besides, one writes it for all: give what differs from rank to rank a name of its own.
-        path: The folder, the same on all ranks, where all of them can write. Folders above it are made.
+        path: The folder, or a URL; the same on all ranks, where all of them can write. Folders above it are made.
 
     Raises:
-        ValueError: On a rank where something in the state could not be loaded again; it says where.
+        ValueError: On a rank where something in the state could not be loaded again; it says where. On every rank, if
+            the scheme of the URL is unknown.
+        ImportError: On a rank where a package is missing that the scheme needs.
         OSError: On a rank that could not write.
         RankFailedError: On the other ranks. The old folder is as it was.
 
     Source:
         The format is that of ``torch.distributed.checkpoint``.
     """
-    place = real_path(path)
+    location = locate(path)
     made: list[NewFolder] = []
 
-    def prepare() -> Path:
-        made.append(NewFolder(place))
+    def prepare() -> str:
+        made.append(location.storage.new_folder(location.place))
         return made[0].path
 
     on_all_ranks(functools.partial(_check, state))
     temporary = on_rank(0, broadcast=True)(prepare)()
     try:
-        on_all_ranks(functools.partial(_run, functools.partial(_write, state, temporary)))
+        on_all_ranks(functools.partial(_run, functools.partial(_write, state, location.storage, str(temporary))))
         on_rank(0)(_publish)(made)
     except BaseException:  # whatever ends it, Ctrl-C too: nothing stays half written
         for folder in made:
@@ -72,45 +74,87 @@ def load_sharded(state: dict[str, Any], path: str | os.PathLike[str]) -> None:
     Args:
         state: As it was saved, in names and shapes. Every rank gets those parts of a DTensor that it has here; what is
             no tensor is replaced.
-        path: The folder.
+        path: The folder, or a URL.
 
     Raises:
+        ValueError, ImportError: See :func:`save`.
         FileNotFoundError: On a rank that finds no such folder.
         CheckpointError: On a rank where it is damaged, does not fit the state, or holds code to be run.
         RankFailedError: On the other ranks.
     """
-    place = real_path(path)
-    on_rank(0)(put_back)(place)
-    metadata = on_all_ranks(functools.partial(read_metadata, place))
-    on_all_ranks(functools.partial(_run, functools.partial(_read, state, place, metadata)))
+    location = locate(path)
+    on_rank(0)(location.storage.folder)(location.place)  # one rank puts an old folder back where that is needed
+    folder = Location(location.storage, on_all_ranks(functools.partial(location.storage.folder, location.place)))
+    metadata = on_all_ranks(functools.partial(read_metadata, folder))
+    on_all_ranks(functools.partial(_run, functools.partial(_read, state, folder, metadata)))
 
 
-class _Files(FileSystem):
-    """Says what the system said, a full disk say, where torch says that a file has an unexpected length."""
+class _Files(FileSystemBase):
+    """What torch needs of a file system, from a storage; writing appears whole there, so torch has nothing to add."""
+
+    def __init__(self, storage: Storage) -> None:
+        self._storage = storage
 
     @contextlib.contextmanager
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[io.IOBase]:
-        try:
-            with super().create_stream(path, mode) as stream:
-                yield stream
-        except Exception as error:
-            reason: BaseException | None = error
-            while reason is not None:
-                if isinstance(reason, OSError):
-                    raise OSError(reason.errno, reason.strerror, str(path)) from None
-                reason = reason.__context__
-            raise
+        place = os.fspath(path)
+        if mode == "rb":
+            with self._storage.open(place) as file:
+                yield cast("io.IOBase", file)
+        else:
+            with self._storage.create(place) as file, writing_to(file) as stream:
+                yield cast("io.IOBase", stream)
+
+    def concat_path(self, path: str | os.PathLike[str], suffix: str) -> str:
+        return f"{os.fspath(path)}/{suffix}"
+
+    def init_path(self, path: str | os.PathLike[str]) -> str:
+        return os.fspath(path)
+
+    def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
+        """Copy the table of contents, the only file that torch renames, since an object store cannot."""
+        with self._storage.open(os.fspath(path)) as old, self._storage.create(os.fspath(new_path)) as new:
+            new.write(old.read())
+        self.rm_file(path)
+
+    def mkdir(self, path: str | os.PathLike[str]) -> None:
+        """Leave it to the storage, which makes folders when it creates files."""
+
+    def exists(self, path: str | os.PathLike[str]) -> bool:
+        return self._storage.linked(os.fspath(path)) is not None
+
+    def rm_file(self, path: str | os.PathLike[str]) -> None:
+        self._storage.remove(os.fspath(path))
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:  # noqa: ARG003 - torch's signature
+        return True
+
+
+class _Writer(FileSystemWriter):
+    """Writes the parts of this rank through a storage, which syncs what it writes."""
+
+    def __init__(self, folder: str, storage: Storage) -> None:
+        super().__init__(folder, sync_files=False)
+        self.fs, self.path = _Files(storage), folder  # type: ignore[assignment] # the annotation is torch's local one
 
 
 class _Reader(FileSystemReader):
-    """Reads what a table of contents says that was read before."""
+    """Reads what a table of contents says that was read before, and compares the checksums."""
 
-    def __init__(self, path: Path, metadata: Metadata) -> None:
-        super().__init__(path)
+    def __init__(self, folder: Location, metadata: Metadata) -> None:
+        super().__init__(folder.place)
+        self.fs, self.path = _Files(folder.storage), folder.place  # type: ignore[assignment] # as above
         self._metadata = metadata
 
     def read_metadata(self, *_args: Any, **_kwargs: Any) -> Metadata:
         return self._metadata
+
+    def _slice_file(self, file: Any, sinfo: Any) -> IO[bytes]:
+        file.seek(sinfo.offset)
+        part = io.BytesIO(file.read(sinfo.length))  # torch's own view of it seeks wrongly from the end
+        check_sums(part)
+        return part
 
 
 class _Planner(DefaultLoadPlanner):
@@ -127,18 +171,16 @@ def _check(state: dict[str, Any]) -> None:
     check_state(state, is_sharded=True)
 
 
-def _write(state: dict[str, Any], folder: Path | None) -> None:
-    writer = FileSystemWriter(str(folder))
-    writer.fs = _Files()
+def _write(state: dict[str, Any], storage: Storage, folder: str) -> None:
     with _quiet_on_one_process():
-        checkpoint.save(state, storage_writer=writer)
+        checkpoint.save(state, storage_writer=_Writer(folder, storage))
 
 
 def _publish(made: list[NewFolder]) -> None:
     made[0].publish()
 
 
-def _read(state: dict[str, Any], folder: Path, metadata: Metadata) -> None:
+def _read(state: dict[str, Any], folder: Location, metadata: Metadata) -> None:
     try:
         with _quiet_on_one_process():
             checkpoint.load(state, storage_reader=_Reader(folder, metadata), planner=_Planner())
@@ -147,7 +189,7 @@ def _read(state: dict[str, Any], folder: Path, metadata: Metadata) -> None:
         if error is None or isinstance(error, OSError | MemoryError | torch.OutOfMemoryError):
             raise
         raise CheckpointError(
-            f"{folder} must be whole and fit the state, got {type(error).__name__}: {error}. Load it into a state of "
+            f"{folder} is damaged or does not fit the state: {type(error).__name__}: {error}. Load it into a state of "
             "the same names and shapes, or load another one."
         ) from error
 

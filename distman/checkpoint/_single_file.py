@@ -12,7 +12,7 @@ import torch
 from distman.checkpoint import _background as in_background
 from distman.checkpoint._all_or_none import on_all_ranks
 from distman.checkpoint._background import BackgroundWrite
-from distman.checkpoint._files import real_path, replace_file
+from distman.checkpoint._location import Location, locate
 from distman.checkpoint._state import check_state, copy_to_host, read_state, write_state
 from distman.decorators import on_rank
 from distman.manager import DistributedManager
@@ -22,10 +22,10 @@ class PendingSave:
     """A checkpoint that is being written while the program goes on.
 
     Attributes:
-        path: Where it will be.
+        path: Where it will be: a path, or a URL.
     """
 
-    def __init__(self, path: Path, write: BackgroundWrite | None) -> None:
+    def __init__(self, path: Path | str, write: BackgroundWrite | None) -> None:
         self.path = path
         self._write = write
 
@@ -58,7 +58,7 @@ def save(state: object, path: str | os.PathLike[str], *, background: bool) -> Pe
 
 
 def save(state: object, path: str | os.PathLike[str], *, background: bool = False) -> PendingSave | None:
-    """Write rank 0's state to a file, which takes the place of the one before once it is complete and on the disk.
+    """Write rank 0's state to a file, which replaces the previous one once it is complete and on the disk.
 
     Collective. Blocking, as long as it takes; in the background, as long as the copy to the host's memory takes. Killed
     at any moment, it leaves the old file or the whole new one.
@@ -66,7 +66,7 @@ def save(state: object, path: str | os.PathLike[str], *, background: bool = Fals
     Args:
         state: On rank 0 a dict, list or tuple of tensors, numbers, strings, bools and None, nested at will; elsewhere
             it is ignored. Module and optimizer states are such.
-        path: The file, the same on all ranks. Folders above it are made.
+        path: The file, or a URL such as ``s3://bucket/state.pt``; the same on all ranks. Folders above it are made.
         background: Copy the tensors, and let a thread on rank 0 write. The end of the program waits for it. An error
             that nobody waits for is raised by the next save to this path, or logged at the end of the program.
 
@@ -74,30 +74,31 @@ def save(state: object, path: str | os.PathLike[str], *, background: bool = Fals
         In the background something to wait for; else None.
 
     Raises:
-        RankFailedError: On every rank: rank 0 could not do it, and the old file is as it was. The cause, on rank 0, is
+        ValueError: On every rank: the scheme of the URL is unknown.
+        ImportError: On a rank where a package is missing that the scheme needs.
+        RankFailedError: On every rank: rank 0 could not save, and the old file is as it was. The cause, on rank 0, is
             ValueError, if something in the state could not be loaded again, and says where; OSError, if the disk is
             full, say; CheckpointError, if the write in the background before failed.
     """
-    place = real_path(path)
+    place = locate(path)
     if not background:
         on_rank(0)(_save_now)(state, place)
         return None
     started: list[BackgroundWrite] = []
     on_rank(0)(_save_later)(state, place, started)
-    return PendingSave(place, started[0] if started else None)
+    return PendingSave(place.path, started[0] if started else None)
 
 
-def _save_now(state: object, place: Path) -> None:
+def _save_now(state: object, place: Location) -> None:
     in_background.refuse_after_failure(place)
     check_state(state)
-    replace_file(place, functools.partial(write_state, state))
+    write_state(state, place)
 
 
-def _save_later(state: object, place: Path, started: list[BackgroundWrite]) -> None:
+def _save_later(state: object, place: Location, started: list[BackgroundWrite]) -> None:
     in_background.refuse_after_failure(place)
     check_state(state)
-    write = functools.partial(write_state, copy_to_host(state))
-    started.append(in_background.start(place, functools.partial(replace_file, place, write)))
+    started.append(in_background.start(place, functools.partial(write_state, copy_to_host(state), place)))
 
 
 def load(path: str | os.PathLike[str], *, device: str | torch.device | None = None) -> Any:
@@ -106,14 +107,20 @@ def load(path: str | os.PathLike[str], *, device: str | torch.device | None = No
     Collective. Blocking. Every rank reads the file. Nothing in it is run, whoever wrote it.
 
     Args:
-        path: The file.
+        path: The file, or a URL.
         device: Where the tensors go; None is the manager's device, the CPU where it is not initialized.
 
     Raises:
+        ValueError, ImportError: See :func:`save`.
         FileNotFoundError: On a rank that does not find the file.
         CheckpointError: On a rank where the file is damaged, no checkpoint, or holds code to be run.
         RankFailedError: On the ranks that could read it, if another could not.
     """
+    return on_all_ranks(functools.partial(read_state, locate(path), target_device(device)))
+
+
+def target_device(device: str | torch.device | None) -> torch.device:
+    """Return where loaded tensors go: None is the manager's device, the CPU where it is not initialized."""
     if device is None:
         device = DistributedManager().device if DistributedManager.is_initialized() else "cpu"
-    return on_all_ranks(functools.partial(read_state, real_path(path), torch.device(device)))
+    return torch.device(device)

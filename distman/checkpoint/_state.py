@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import io
 import pickle
+import zipfile
 from collections import OrderedDict
-from pathlib import Path
+from collections.abc import Iterator
 from typing import IO, Any, cast
 
 import torch
 
 from distman._torch_internals import is_distributed_tensor
-from distman.checkpoint._files import Stream
+from distman.checkpoint._location import Location
 from distman.errors import CheckpointError
 
-_MAX_BITS = 2_000  # of integers: the reader knows no longer ones
+_MAX_BITS = 2_000  # of an integer: torch's safe reader takes no pickled integer of more than 256 bytes
+_CHUNK_BYTES = 1 << 20  # read at once for a checksum: enough to hide the cost of a call, little beside any tensor
 _LEAVES = (str, float, bool, type(None))
 
 
@@ -40,8 +43,8 @@ def _check(value: Any, where: str, outer: frozenset[int], *, is_sharded: bool) -
     if is_distributed_tensor(value):
         if not is_sharded:
             raise ValueError(
-                f"{where} must be whole on rank 0, got a {kind.__name__} of which each rank has a part. Save it with "
-                "save_sharded()."
+                f"{where} must be a full tensor on rank 0, got a {kind.__name__} of which each rank has a shard. Save "
+                "it with save_sharded()."
             )
         return
     if id(value) in outer:
@@ -119,29 +122,73 @@ def _copy_tensor(tensor: torch.Tensor, made: dict[tuple[object, ...], torch.Tens
     return made[identity]
 
 
-def write_state(state: object, stream: Stream) -> None:
+class Stream:
+    """What torch writes to: takes every byte or raises, and remembers why it did not.
+
+    Args:
+        file: Where the bytes go.
+
+    Attributes:
+        error: What was raised while writing; torch raises another error in its place.
+    """
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self.error: BaseException | None = None
+        self._file = file
+
+    def write(self, data: bytes | bytearray | memoryview) -> int:
+        """Write everything, in as many pieces as the file takes, and return the number of bytes."""
+        left = memoryview(data)
+        num_bytes = len(left)
+        try:
+            while left:
+                left = left[self._file.write(left) :]
+        except BaseException as error:  # an interrupt too must not be taken for a damaged file
+            self.error = error
+            raise
+        return num_bytes
+
+    def tell(self) -> int:
+        return self._file.tell()
+
+    def flush(self) -> None:
+        """Leave it to the storage, which flushes and syncs when all is written."""
+
+    def close(self) -> None:
+        """Leave it to the storage, as above."""
+
+
+@contextlib.contextmanager
+def writing_to(file: IO[bytes]) -> Iterator[Stream]:
+    """Let torch write to a file, and raise what the file raised where torch says that it has an unexpected length."""
+    stream = Stream(file)
+    try:
+        yield stream
+    except BaseException:
+        if stream.error is not None:
+            raise stream.error from None
+        raise
+
+
+def write_state(state: object, location: Location) -> None:
     """Write a state that was checked.
 
     Blocking.
 
     Raises:
-        OSError: The disk is full, say.
+        OSError: The disk is full, say; what was there before is as it was.
     """
-    try:
+    with location.storage.create(location.place) as file, writing_to(file) as stream:
         torch.save(state, cast("IO[bytes]", stream))
-    except BaseException:
-        if stream.error is not None:
-            raise stream.error from None  # torch says instead that the file has an unexpected length
-        raise
 
 
-def read_state(path: Path, device: torch.device) -> Any:
+def read_state(location: Location, device: torch.device) -> Any:
     """Return the state in a file; nothing in it is run.
 
     Blocking.
 
     Args:
-        path: The file.
+        location: The file.
         device: Where its tensors go.
 
     Raises:
@@ -149,24 +196,46 @@ def read_state(path: Path, device: torch.device) -> Any:
         CheckpointError: It is damaged, no checkpoint, or wants to run code.
     """
     try:
-        return torch.load(path, map_location=device, weights_only=True)
+        file = location.storage.open(location.place)
     except FileNotFoundError as error:
         raise FileNotFoundError(
-            f"{path} must be there to be loaded, got no such file. Correct the path; on several hosts, save where all "
-            "of them can read."
+            f"no checkpoint at {location}. Correct the path; on several hosts, save where all of them can read."
         ) from error
-    except (OSError, MemoryError, torch.OutOfMemoryError):
-        raise
-    except pickle.UnpicklingError as error:
-        raise CheckpointError(
-            f"{path} must hold tensors, numbers and strings only, got something else, of which nothing was run: "
-            f"{_first_line(error)} Load another one, or none from where it came."
-        ) from error
-    except Exception as error:  # torch raises whatever it stumbles over in a damaged file
-        raise CheckpointError(
-            f"{path} must be a whole checkpoint, got {path.stat().st_size} bytes that are none, or not all of one "
-            f"({type(error).__name__}: {_first_line(error)}). Load another one."
-        ) from error
+    with file:
+        try:
+            check_sums(file)
+            return torch.load(file, map_location=device, weights_only=True)
+        except (OSError, MemoryError, torch.OutOfMemoryError):
+            raise
+        except pickle.UnpicklingError as error:
+            raise CheckpointError(
+                f"{location} holds something other than tensors, numbers and strings, of which nothing was run: "
+                f"{_first_line(error)} Do not trust this source."
+            ) from error
+        except Exception as error:  # torch raises whatever it stumbles over in a damaged file
+            size = file.seek(0, io.SEEK_END)
+            raise CheckpointError(
+                f"{location} is damaged or no checkpoint: {size} bytes, {type(error).__name__}: {_first_line(error)}. "
+                "Load another one."
+            ) from error
+
+
+def check_sums(file: IO[bytes]) -> None:
+    """Compare what torch wrote with its checksums, which torch does not look at, and go back to the beginning.
+
+    Blocking.
+
+    Raises:
+        zipfile.BadZipFile: They differ.
+    """
+    if zipfile.is_zipfile(file):  # what torch wrote before version 1.6 has no checksums
+        with zipfile.ZipFile(file) as archive:
+            for entry in archive.infolist():
+                if entry.CRC:  # 0 where torch was told to leave them out
+                    with archive.open(entry) as content:
+                        while content.read(_CHUNK_BYTES):
+                            pass
+    file.seek(0)
 
 
 def _first_line(error: Exception) -> str:

@@ -44,4 +44,4 @@ def test_a_process_that_ends_finishes_what_it_saves_in_the_background_or_says_wh
         "failed exit_now 76",
     ]
     assert finished.stderr.count("ValueError: the program fails") == 1
-    assert len(re.findall(r"failed \S+/state\.pt was not written: \w+\(", finished.stderr)) == 2
+    assert len(re.findall(r"the background save to .*/state\.pt failed: \w+\(", finished.stderr)) == 2

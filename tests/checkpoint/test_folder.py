@@ -49,7 +49,7 @@ def test_an_error_in_the_background_is_raised_by_wait_or_by_the_next_save(tmp_pa
     folder.wait()
     folder.save({}, 2)
     assert folder.latest() is None
-    with pytest.raises(RankFailedError, match=r"what was saved to .*run in the background before must have been"):
+    with pytest.raises(RankFailedError, match=r"the previous background save to .*run failed"):
         folder.save({}, 3)
     DistributedManager().barrier("well")
 

@@ -1,0 +1,197 @@
+"""Checkpoints in an object store, or in any file system that fsspec knows: whole objects, and a marker written last."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import tempfile
+from collections.abc import Iterator
+from typing import IO, Any, cast
+
+import fsspec
+
+from distman.checkpoint._storage import NewFolder
+
+_LINK = b"distman link to "
+"""Content of an object that stands for another one of its folder, before the name."""
+
+_NAME_BYTES = 255  # the longest name of a file on the usual file systems
+_TOKEN_BYTES = 8  # random bytes in a temporary name: nothing else tells the hosts that write to one store apart
+_CURRENT = "current"
+_GENERATION = "saved-"
+
+_writing: set[str] = set()
+"""Temporary names that threads of this process are writing."""
+
+
+class FsspecStorage:
+    """Files behind a URL, which pass through the temporary folder of this host in both directions.
+
+    What a program fails to produce never leaves the host, so that no half object is committed by closing it.
+    """
+
+    def resolve(self, path: str) -> str:
+        """Return the URL."""
+        scheme, _, rest = path.partition("://")
+        if not rest.strip("/"):
+            raise ValueError(
+                f"path must name a file or folder in the store, got {path!r}. Write {scheme}://bucket/name."
+            )
+        return path.rstrip("/")
+
+    @contextlib.contextmanager
+    def create(self, place: str) -> Iterator[IO[bytes]]:
+        """Write a local temporary file, then upload it."""
+        with tempfile.NamedTemporaryFile(prefix="distman-") as local:
+            try:
+                yield cast("IO[bytes]", local)
+                local.flush()
+            except OSError as error:
+                error.filename = error.filename or local.name
+                raise
+            _upload(local.name, place)
+
+    def open(self, place: str) -> IO[bytes]:
+        """Download the file into a temporary one, which goes when it is closed, and return that."""
+        target = self.linked(place)
+        if target is None:
+            raise FileNotFoundError(f"no such object: {place}")
+        file = tempfile.NamedTemporaryFile(prefix="distman-")  # noqa: SIM115 - the caller closes it
+        try:
+            fs, path = _locate(f"{_parent(place)}/{target}")
+            fs.get_file(path, file.name)
+        except BaseException:
+            file.close()
+            raise
+        return cast("IO[bytes]", file)
+
+    def list(self, folder: str) -> list[str]:
+        """Return the names in the folder, as the store has them now."""
+        return [name for name, kind in _entries(*_locate(folder)) if kind == "file" and not name.startswith(".")]
+
+    def saved_at(self, place: str) -> int:
+        """Return the store's time of the last modification; 0 if it keeps none."""
+        fs, path = _locate(place)
+        fs.invalidate_cache()
+        try:
+            return int(fs.modified(path).timestamp() * 1e9)
+        except NotImplementedError:
+            return 0
+
+    def remove(self, place: str) -> None:
+        """Remove the object."""
+        fs, path = _locate(place)
+        with contextlib.suppress(FileNotFoundError):
+            fs.rm_file(path)
+
+    def remove_leftovers(self, folder: str) -> None:
+        """Remove temporary files of other processes, all of them: nothing here tells whether a writer is alive."""
+        _remove_leftovers(folder, "")
+
+    def link(self, place: str, target: str) -> None:
+        """Write a small object with the name in it."""
+        with self.create(place) as file:
+            file.write(_LINK + target.encode())
+
+    def linked(self, place: str) -> str | None:
+        """Return the name in the object, or its own if it is a checkpoint."""
+        fs, path = _locate(place)
+        try:
+            head = fs.cat_file(path, start=0, end=len(_LINK) + _NAME_BYTES)
+        except FileNotFoundError:
+            return None
+        return head.removeprefix(_LINK).decode() if head.startswith(_LINK) else _name(place)
+
+    def new_folder(self, place: str) -> NewFolder:
+        """Return a folder of a new name within the place; a link says which one counts."""
+        return _Generation(self, place)
+
+    def folder(self, place: str) -> str:
+        """Return the folder that the link in the place names; without a link the place itself."""
+        current = self.linked(f"{place}/{_CURRENT}")
+        return place if current is None else f"{place}/{current}"
+
+
+class _Generation:
+    """A folder within a place, which counts as soon as the link beside it names it."""
+
+    def __init__(self, storage: FsspecStorage, place: str) -> None:
+        self._storage, self._place = storage, place
+        self._name = f"{_GENERATION}{secrets.token_hex(_TOKEN_BYTES)}"
+        self.path = f"{place}/{self._name}"
+
+    def publish(self) -> None:
+        self._storage.link(f"{self._place}/{_CURRENT}", self._name)
+        fs, path = _locate(self._place)
+        for name, kind in _entries(fs, path):
+            if kind == "directory" and name.startswith(_GENERATION) and name != self._name:
+                fs.rm(f"{path}/{name}", recursive=True)
+
+    def discard(self) -> None:
+        """Remove the folder, unless the link names it: it may have been written although an error came back."""
+        if self._storage.folder(self._place) != self.path:
+            fs, path = _locate(self.path)
+            with contextlib.suppress(FileNotFoundError):
+                fs.rm(path, recursive=True)
+
+
+def _locate(place: str, **options: Any) -> tuple[Any, str]:
+    """Return the file system of a URL and the path in it."""
+    fs, path = fsspec.core.url_to_fs(place, **options)
+    return fs, path
+
+
+def _name(place: str) -> str:
+    return place.rpartition("/")[2]
+
+
+def _parent(place: str) -> str:
+    return place.rpartition("/")[0]
+
+
+def _entries(fs: Any, folder: str) -> list[tuple[str, str]]:
+    """Return names and types of what is in a folder, as it is now, whatever was listed before."""
+    fs.invalidate_cache()
+    try:
+        found = fs.ls(folder, detail=True)
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    return [(_name(one["name"].rstrip("/")), one["type"]) for one in found]
+
+
+def _upload(local: str, place: str) -> None:
+    """Let a file appear in a store whole or not at all.
+
+    A file system that can rename gets it beside its place first. An object store, which cannot, shows an object when
+    all of it has come; the transaction does the same for fsspec's memory. It belongs to a file system object, of which
+    other threads must not have the same.
+    """
+    fs, path = _locate(place, skip_instance_cache=True)
+    if type(fs).mv is fsspec.AbstractFileSystem.mv:
+        with fs.transaction:
+            fs.put_file(local, path)
+        return
+    folder, name = _parent(path), _name(path)
+    fs.makedirs(folder, exist_ok=True)
+    _remove_leftovers(_parent(place), name)
+    temporary = f"{folder}/.{name}.{os.getpid()}-{secrets.token_hex(_TOKEN_BYTES)}.tmp"
+    _writing.add(_name(temporary))
+    try:
+        fs.put_file(local, temporary)
+        fs.mv(temporary, path)
+    except BaseException:
+        with contextlib.suppress(Exception):  # the first error is the one to know; the next save tries again
+            fs.rm_file(temporary)
+        raise
+    finally:
+        _writing.discard(_name(temporary))
+
+
+def _remove_leftovers(folder: str, name: str) -> None:
+    """Remove temporary files in a folder, for one final name or for all."""
+    fs, path = _locate(folder)
+    for found, _ in _entries(fs, path):
+        if found.startswith(f".{name}") and found.endswith(".tmp") and found not in _writing:
+            with contextlib.suppress(FileNotFoundError):
+                fs.rm_file(f"{path}/{found}")

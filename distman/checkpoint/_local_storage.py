@@ -1,0 +1,259 @@
+"""Checkpoints on a disk: files, links and folders that appear whole or not at all."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import fcntl
+import glob
+import io
+import os
+import secrets
+import shutil
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO
+
+from distman.checkpoint._storage import NewFolder
+
+SCHEMES = ("file", "local")
+"""Schemes of URLs that mean a path on this host."""
+
+_LOCK = ".writing"  # locked file in a folder that is being filled: a folder itself cannot be opened for writing
+_CANNOT_SYNC = (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS)  # what fsync of a folder says on some network file systems
+_AT_FDCWD = -100  # from fcntl.h: paths are relative to the current folder; Python does not export it
+_RENAME_EXCHANGE = 2  # from linux/fs.h
+_TOKEN_BYTES = 4  # random bytes in a temporary name, beside the pid: threads, and hosts with equal pids
+
+
+class LocalStorage:
+    """Files on a disk, local or shared: they are written beside their place, synced and renamed."""
+
+    def resolve(self, path: str) -> str:
+        """Return the real path; links are followed, so that a link to a checkpoint stays one."""
+        scheme, found, rest = path.partition("://")
+        if found and scheme in SCHEMES and not rest.startswith("/"):
+            raise ValueError(
+                f"path must be absolute in a URL of this host, got {path!r}. Write {scheme}:///folder/name."
+            )
+        return os.path.realpath(rest if found and scheme in SCHEMES else path)
+
+    @contextlib.contextmanager
+    def create(self, place: str) -> Iterator[IO[bytes]]:
+        """Write beside the place, bring it to the disk, and rename."""
+        path = Path(place)
+        _make_folder(path.parent)
+        _remove_leftovers(path.parent, glob.escape(path.name))
+        temporary, file = _create_locked(path)
+        try:
+            with file:
+                yield file
+                _keep_mode(file, path)
+                os.fsync(file.fileno())
+                temporary.replace(path)
+        except BaseException as error:
+            with contextlib.suppress(OSError):
+                temporary.unlink()
+            if isinstance(error, OSError) and error.filename is None:
+                error.filename = place
+            raise
+        _sync_folder(path.parent)
+
+    def open(self, place: str) -> IO[bytes]:
+        """Return the file."""
+        return Path(place).open("rb")
+
+    def list(self, folder: str) -> list[str]:
+        """Return the names in the folder that do not begin with a dot, as temporary files do."""
+        try:
+            return [path.name for path in Path(folder).iterdir() if not path.name.startswith(".")]
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+
+    def saved_at(self, place: str) -> int:
+        """Return the time of the last modification."""
+        return Path(place).stat().st_mtime_ns
+
+    def remove(self, place: str) -> None:
+        """Remove the file or link."""
+        Path(place).unlink(missing_ok=True)
+
+    def remove_leftovers(self, folder: str) -> None:
+        """Remove temporary files and folders whose writers are dead; those of living ones stay."""
+        _remove_leftovers(Path(folder), "*")
+
+    def link(self, place: str, target: str) -> None:
+        """Rename a new symbolic link over the one before."""
+        link = Path(place)
+        temporary = _beside(link)
+        temporary.symlink_to(target)
+        try:
+            temporary.replace(link)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                temporary.unlink()
+            raise
+        _sync_folder(link.parent)
+
+    def linked(self, place: str) -> str | None:
+        """Return the name that the link holds; None if it leads nowhere."""
+        link = Path(place)
+        if not link.is_file():
+            return None
+        return link.readlink().name if link.is_symlink() else link.name
+
+    def new_folder(self, place: str) -> NewFolder:
+        """Return a folder beside the place."""
+        return _FolderBeside(Path(place))
+
+    def folder(self, place: str) -> str:
+        """Return the place; an old folder is put back whose successor's writer was killed between two renames."""
+        _put_back(Path(place))
+        return place
+
+
+class _FolderBeside:
+    """A folder that is filled beside its place, and exchanged with the one there when it is complete."""
+
+    def __init__(self, place: Path) -> None:
+        _make_folder(place.parent)
+        self._place = place
+        _put_back(place)
+        _remove_leftovers(place.parent, glob.escape(place.name))
+        self._folder = _beside(place)
+        self.path = str(self._folder)
+        self._folder.mkdir()
+        self._lock = (self._folder / _LOCK).open("xb", buffering=0)
+        _lock(self._lock)
+
+    def publish(self) -> None:
+        (self._folder / _LOCK).unlink()
+        _sync_folder(self._folder)
+        if not self._place.exists():
+            self._folder.rename(self._place)
+        elif not _exchange(self._folder, self._place):
+            self._place.rename(_old(self._place))
+            self._folder.rename(self._place)
+        _sync_folder(self._place.parent)
+        self._lock.close()
+        shutil.rmtree(self._folder, ignore_errors=True)
+        shutil.rmtree(_old(self._place), ignore_errors=True)
+
+    def discard(self) -> None:
+        self._lock.close()
+        shutil.rmtree(self._folder, ignore_errors=True)
+        _put_back(self._place)
+
+
+def _create_locked(path: Path) -> tuple[Path, io.FileIO]:
+    """Return a new temporary file beside a path, locked, so that others see that its writer is alive.
+
+    Between the creation and the lock another writer may take it for abandoned and remove it: then the next one is made.
+    """
+    while True:
+        temporary = _beside(path)
+        file = temporary.open("xb", buffering=0)
+        try:
+            _lock(file)
+            if temporary.exists():
+                return temporary, file
+        except BaseException:
+            with contextlib.suppress(OSError):
+                temporary.unlink()
+            file.close()
+            raise
+        file.close()
+
+
+def _keep_mode(file: io.FileIO, path: Path) -> None:
+    """Give a new file the permissions of the one that it replaces."""
+    try:
+        mode = stat.S_IMODE(path.stat().st_mode)
+    except FileNotFoundError:
+        return
+    os.fchmod(file.fileno(), mode)
+
+
+def _remove_leftovers(folder: Path, pattern: str) -> None:
+    """Remove the temporary files and folders of dead writers, for final names that match a pattern of ``glob``."""
+    for leftover in folder.glob(f".{pattern}.*.tmp"):
+        if leftover.is_symlink():
+            leftover.unlink(missing_ok=True)
+        elif leftover.is_dir():
+            if not (leftover / _LOCK).exists() or _unlink_abandoned(leftover / _LOCK):
+                shutil.rmtree(leftover, ignore_errors=True)
+        else:
+            _unlink_abandoned(leftover)
+
+
+def _put_back(place: Path) -> None:
+    """Put an old folder back whose successor's writer was killed between two renames.
+
+    That happens only where :func:`_exchange` does not work, as on network file systems.
+    """
+    if _old(place).exists() and not place.exists():
+        _old(place).rename(place)
+
+
+def _old(place: Path) -> Path:
+    return place.with_name(f".{place.name}.old")
+
+
+def _beside(path: Path) -> Path:
+    return path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(_TOKEN_BYTES)}.tmp")
+
+
+def _make_folder(folder: Path) -> None:
+    missing = [one for one in (folder, *folder.parents) if not one.exists()]
+    folder.mkdir(parents=True, exist_ok=True)
+    for one in missing:
+        _sync_folder(one.parent)
+
+
+def _sync_folder(folder: Path) -> None:
+    """Bring the names in a folder to the disk, where the file system supports that."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in _CANNOT_SYNC:
+            raise
+    finally:
+        os.close(descriptor)
+
+
+def _lock(file: io.FileIO) -> None:
+    """Show others that the file has a writer, for as long as it is open; the system unlocks it with the process's end.
+
+    It waits for another writer that is just finding out whether the file is abandoned.
+    """
+    with contextlib.suppress(OSError):  # a file system without locks: there nothing is taken for abandoned either
+        fcntl.flock(file, fcntl.LOCK_EX)
+
+
+def _unlink_abandoned(path: Path) -> bool:
+    """Remove a file without a writer, and return whether it had none; False where that cannot be known.
+
+    It is removed under the lock, so that no writer can take it in between.
+    """
+    try:
+        with path.open("r+b", buffering=0) as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            path.unlink(missing_ok=True)
+    except OSError:
+        return False
+    return True
+
+
+def _exchange(one: Path, other: Path) -> bool:
+    """Exchange two folders atomically, and return whether the system can do that.
+
+    Source:
+        renameat2(2), RENAME_EXCHANGE; network file systems lack it.
+    """
+    rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    if rename is None:
+        return False
+    return bool(rename(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE) == 0)

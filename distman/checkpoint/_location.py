@@ -1,0 +1,99 @@
+"""Which storage a path or URL belongs to."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import os
+import re
+from pathlib import Path
+
+from distman.checkpoint._local_storage import SCHEMES, LocalStorage
+from distman.checkpoint._storage import Storage
+
+_URL = re.compile(r"([A-Za-z][A-Za-z0-9+.:-]*)://")  # fsspec chains schemes by "::"; these are refused, not overlooked
+_SHORTENED_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*:/")
+
+_local = LocalStorage()
+_registered: dict[str, Storage] = dict.fromkeys(SCHEMES, _local)
+
+
+@dataclasses.dataclass(frozen=True)
+class Location:
+    """A place, and the storage that it is in."""
+
+    storage: Storage
+    place: str
+
+    def __str__(self) -> str:
+        return self.place
+
+    def __truediv__(self, name: str) -> Location:
+        return Location(self.storage, f"{self.place}/{name}")
+
+    @property
+    def path(self) -> Path | str:
+        """What users get and may pass again: a path on this host, or a URL."""
+        return Path(self.place) if self.storage is _local else self.place
+
+
+def locate(path: str | os.PathLike[str]) -> Location:
+    """Return the location that a path or URL stands for.
+
+    Raises:
+        ValueError: The scheme of the URL is unknown, or the URL has lost a slash.
+        ImportError: A package is missing that the scheme needs.
+    """
+    text = os.fspath(path)
+    url = _URL.match(text)
+    if url is None and _SHORTENED_URL.match(text):
+        raise ValueError(
+            f"path must keep both slashes of a URL, got {text!r}, as pathlib.Path leaves it. Pass the URL as a string; "
+            "a local folder whose name ends in a colon needs its absolute path."
+        )
+    storage = _local if url is None else _registered.get(url[1]) or _from_fsspec(url[1])
+    return Location(storage, storage.resolve(text))
+
+
+def register_storage(scheme: str, storage: Storage) -> None:
+    """Let URLs of a scheme be places in a storage of your own, in this process.
+
+    Local. To be called on every rank, before the first path of the scheme.
+
+    Args:
+        scheme: What comes before ``://``. It takes precedence over what fsspec knows by that name.
+        storage: The storage.
+
+    Raises:
+        ValueError: It is no scheme.
+    """
+    if not _URL.fullmatch(f"{scheme}://"):
+        raise ValueError(f"scheme must be letters, digits, '+', '-' and '.', got {scheme!r}. Leave '://' out.")
+    _registered[scheme] = storage
+
+
+@functools.cache
+def _from_fsspec(scheme: str) -> Storage:
+    """Return the storage for what fsspec knows; what is missing is found here, not after an hour of training."""
+    try:
+        import fsspec
+
+        from distman.checkpoint._fsspec_storage import FsspecStorage
+    except ImportError as error:
+        raise ImportError(
+            f"{scheme}:// needs the package fsspec, which is not installed. Install it with pip install "
+            "'distman[remote]'."
+        ) from error
+    try:
+        fsspec.get_filesystem_class(scheme)
+    except ValueError as error:
+        raise ValueError(
+            f"path must have a scheme that is known, got {scheme}://. Use one of fsspec's, such as s3://, add one with "
+            "register_storage(), or pass a path."
+        ) from error
+    except ImportError as error:
+        raise ImportError(
+            f"{scheme}:// needs a package that is not installed: {error}. It comes beside pip install "
+            "'distman[remote]', since each store has its own."
+        ) from error
+    return FsspecStorage()

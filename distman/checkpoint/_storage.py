@@ -1,0 +1,120 @@
+"""What a checkpoint needs of the place where it is kept: one protocol, which a site can implement for its own."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from typing import IO, Protocol
+
+
+class NewFolder(Protocol):
+    """A folder that is filled where nobody looks, and becomes visible when it is complete.
+
+    Attributes:
+        path: Where its files go until then.
+    """
+
+    path: str
+
+    def publish(self) -> None:
+        """Make the folder the one that is found from now on, and remove the one before.
+
+        Local. Blocking.
+        """
+
+    def discard(self) -> None:
+        """Remove the folder, unless it was published.
+
+        Local. Blocking.
+        """
+
+
+class Storage(Protocol):
+    """Where checkpoints are kept, such as a disk or an object store.
+
+    A place is a string that :meth:`resolve` returned, with a slash and a name for what is in it. Methods run on rank 0
+    or on every rank, and in threads at the same time; what they raise reaches all ranks. :func:`register_storage` adds
+    one.
+    """
+
+    def resolve(self, path: str) -> str:
+        """Return the place that a path or URL stands for, the same whatever the current folder is later on.
+
+        Local. Nothing is looked up in a store that is far away.
+
+        Raises:
+            ValueError: It cannot be a place in this storage.
+        """
+
+    def create(self, place: str) -> AbstractContextManager[IO[bytes]]:
+        """Write a file that takes the place of the one before when the block ends without an error.
+
+        Local. Blocking. Whatever ends the block or the process, a reader finds the old file or the whole new one.
+        Folders above the file are made; what an earlier write of this file left when it was killed is removed.
+
+        Raises:
+            OSError: It could not be written; the old file is as it was.
+        """
+
+    def open(self, place: str) -> IO[bytes]:
+        """Return a file to read from, with ``seek`` and ``tell``; links are followed.
+
+        Local. Blocking.
+
+        Raises:
+            FileNotFoundError: There is no such file.
+        """
+
+    def list(self, folder: str) -> list[str]:
+        """Return the names of the complete files and links in a folder; none if there is no such folder.
+
+        Local. Blocking.
+        """
+
+    def saved_at(self, place: str) -> int:
+        """Return when a file was written, in nanoseconds; only compared with other files of the same storage.
+
+        Local. Blocking.
+
+        Raises:
+            FileNotFoundError: There is no such file.
+        """
+
+    def remove(self, place: str) -> None:
+        """Remove a file, if it is there.
+
+        Local. Blocking.
+        """
+
+    def remove_leftovers(self, folder: str) -> None:
+        """Remove what writers left half-written in a folder when they were killed.
+
+        Local. Blocking.
+        """
+
+    def link(self, place: str, target: str) -> None:
+        """Let a name stand for another file of its folder, from one moment to the next.
+
+        Local. Blocking.
+
+        Args:
+            place: The link; it may exist.
+            target: Name of the file.
+        """
+
+    def linked(self, place: str) -> str | None:
+        """Return the name of the file that a link stands for, or its own if it is a file; None if there is neither.
+
+        Local. Blocking.
+        """
+
+    def new_folder(self, place: str) -> NewFolder:
+        """Return a folder to be filled with :meth:`create`, by other processes too, and then published.
+
+        Local. Blocking.
+        """
+
+    def folder(self, place: str) -> str:
+        """Return where the files of the folder are that was published last.
+
+        Local. Blocking.
+        """

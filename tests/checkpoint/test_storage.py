@@ -1,0 +1,424 @@
+"""Checkpoints behind URLs: the same promises in a store without renames, on several ranks, and when the store fails."""
+
+import ast
+import contextlib
+import logging
+import os
+import threading
+import uuid
+from pathlib import Path
+
+import fsspec
+import pytest
+import torch
+from fsspec.implementations.memory import MemoryFile
+from fsspec.registry import known_implementations
+
+import distman.checkpoint
+from distman import CheckpointError, DistributedManager, RankFailedError
+from distman.checkpoint import CheckpointFolder, load, load_sharded, register_storage, save, save_sharded
+from distman.checkpoint import _location as location
+from distman.checkpoint._local_storage import LocalStorage
+from distman.testing import ranks
+
+from .stores import disk, full, kill_in_the_middle
+
+LARGE = {"tensor": torch.arange(100_000.0)}
+
+
+def all_are_well():
+    DistributedManager().barrier("well")
+
+
+def save_and_wait(state, path, *, background):
+    pending = save(state, path, background=background)
+    if pending is not None:
+        pending.wait()
+
+
+def step_name(step):
+    return f"checkpoint-{step:08d}.pt"
+
+
+@pytest.fixture
+def memory():
+    """A folder in fsspec's memory, which only this process sees."""
+    url = f"memory://{uuid.uuid4().hex}"
+    yield url
+    fs, path = fsspec.core.url_to_fs(url)
+    if fs.exists(path):
+        fs.rm(path, recursive=True)
+
+
+@pytest.fixture(params=["memory", "disk", "file", "path"])
+def place(request, tmp_path, memory):
+    """A folder in each kind of storage."""
+    return {"memory": memory, "disk": disk(tmp_path), "file": f"file://{tmp_path}", "path": str(tmp_path)}[
+        request.param
+    ]
+
+
+def everything_in(place):
+    """The paths of all files below a folder, seen by fsspec itself."""
+    fs, path = fsspec.core.url_to_fs(place)
+    fs.invalidate_cache()
+    return sorted(found.removeprefix(path).lstrip("/") for found in fs.find(path))
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_a_state_comes_back_from_every_kind_of_storage(place, background):
+    path = f"{place}/new/folder/state.pt"
+    for number in (1, 2):
+        pending = save({"number": number}, path, background=background)
+        if pending is not None:
+            pending.wait()
+            assert str(pending.path) == path.removeprefix("file://")
+        assert load(path) == {"number": number}
+    assert everything_in(place) == ["new/folder/state.pt"]
+
+
+def test_a_missing_one_is_a_missing_file_in_every_kind_of_storage(place):
+    with pytest.raises(FileNotFoundError, match=r"no checkpoint at .*none\.pt\. Correct the path"):
+        load(f"{place}/none.pt")
+    with pytest.raises(FileNotFoundError, match=r"no sharded checkpoint at"):
+        load_sharded({}, f"{place}/none")
+    folder = CheckpointFolder(f"{place}/none")
+    assert (folder.latest(), folder.best(), folder.load_latest()) == (None, None, None)
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_the_last_ones_and_the_best_are_kept_in_every_kind_of_storage(place, background):
+    folder = CheckpointFolder(f"{place}/run", keep=2, background=background)
+    for step in range(10, 60, 10):
+        folder.save({"step": step}, step, is_best=step == 20)
+        assert str(folder.latest()).endswith(f"/run/{step_name(step)}")
+    folder.wait()
+    assert folder.load_latest() == load(f"{place}/run/latest.pt") == {"step": 50}
+    assert folder.load_best() == load(f"{place}/run/best.pt") == {"step": 20}
+    assert everything_in(f"{place}/run") == ["best.pt", *map(step_name, (20, 40, 50)), "latest.pt"]
+
+
+def test_a_sharded_state_comes_back_from_every_kind_of_storage_and_leaves_nothing_old(place):
+    for number in (1, 2):
+        save_sharded({"step": number, "tensor": torch.full((3,), float(number))}, f"{place}/sharded")
+        state = {"step": 0, "tensor": torch.zeros(3)}
+        load_sharded(state, f"{place}/sharded")
+        assert state["step"] == number
+        assert torch.equal(state["tensor"], torch.full((3,), float(number)))
+    names = [name.rpartition("/")[2] for name in everything_in(place)]
+    assert sorted(set(names) - {"current"}) == [".metadata", "__0_0.distcp"]
+    assert len(names) <= 3
+
+
+@ranks(2, 3)
+def test_several_ranks_save_and_load_through_one_file_system(tmp_path, rank):
+    url = disk(tmp_path)
+    save({"number": 1 if rank == 0 else -1}, f"{url}/state.pt")
+    assert load(f"{url}/state.pt") == {"number": 1}
+    folder = CheckpointFolder(f"{url}/run", keep=1)
+    for step in (1, 2):
+        folder.save({"step": step}, step)
+    assert folder.latest() == f"{url}/run/{step_name(2)}"
+    assert folder.load_latest() == {"step": 2}
+    for step in (1, 2):
+        save_sharded({f"of rank {rank}": rank + step}, f"{url}/sharded")
+    state = {f"of rank {rank}": -1}
+    load_sharded(state, f"{url}/sharded")
+    assert state == {f"of rank {rank}": rank + 2}
+    all_are_well()
+
+
+@ranks(1, 2)
+@pytest.mark.parametrize("background", [False, True])
+def test_a_store_that_fails_in_the_middle_is_one_error_on_all_and_the_old_file_stays(tmp_path, rank, background):
+    save({"number": 1}, f"{disk(tmp_path)}/state.pt")
+    with pytest.raises(RankFailedError, match="No space left on device") as caught:
+        save_and_wait(LARGE, f"{full(tmp_path)}/state.pt", background=background)
+    assert isinstance(caught.value.__cause__, OSError if rank == 0 else type(None))
+    assert [path.name for path in tmp_path.iterdir()] == ["state.pt"]
+    assert load(f"{disk(tmp_path)}/state.pt") == {"number": 1}
+    all_are_well()
+
+
+@ranks(1, 2)
+def test_a_store_that_fails_in_the_middle_leaves_the_old_sharded_state(tmp_path):
+    save_sharded({"step": 1}, f"{disk(tmp_path)}/sharded")
+    all_are_well()
+    before = everything_in(str(tmp_path))
+    with pytest.raises((OSError, RankFailedError), match="No space left on device"):
+        save_sharded({"step": 2}, f"{full(tmp_path)}/sharded")
+    state = {"step": 0}
+    load_sharded(state, f"{disk(tmp_path)}/sharded")
+    assert state == {"step": 1}
+    assert everything_in(str(tmp_path)) == before
+    all_are_well()
+
+
+@pytest.fixture
+def broken_memory(monkeypatch):
+    """Let fsspec's memory take a thousand bytes of a file, then fail."""
+    written = MemoryFile.write if "write" in vars(MemoryFile) else super(MemoryFile, MemoryFile).write
+
+    def write(self, data):
+        written(self, data[:1000])
+        raise OSError("the store is gone")
+
+    return lambda: monkeypatch.setattr(MemoryFile, "write", write, raising=False)
+
+
+def test_an_object_that_came_in_part_is_never_seen(memory, broken_memory):
+    path = f"{memory}/state.pt"
+    save({"number": 1}, path)
+    broken_memory()
+    with pytest.raises(RankFailedError, match="the store is gone"):
+        save(LARGE, path)
+    assert load(path) == {"number": 1}
+    with pytest.raises(RankFailedError, match="the store is gone"):
+        save(LARGE, f"{memory}/other.pt")
+    assert everything_in(memory) == ["state.pt"]
+
+
+def write_half(found):
+    with found.storage.create(found.place) as file:
+        file.write(b"half")
+        raise KeyboardInterrupt
+
+
+def test_a_program_that_fails_while_it_makes_a_state_leaves_the_old_object(memory):
+    path = f"{memory}/state.pt"
+    save({"number": 1}, path)
+    found = location.locate(path)
+    with pytest.raises(KeyboardInterrupt):
+        write_half(found)
+    assert load(path) == {"number": 1}
+
+
+def test_what_was_saved_behind_a_url_survives_a_kill_in_the_middle(tmp_path):
+    """The child is killed by itself, when half of the file has been uploaded."""
+    save({"number": 1}, f"{disk(tmp_path)}/state.pt")
+    child = os.fork()
+    if child == 0:
+        kill_in_the_middle()
+        save(LARGE, f"{disk(tmp_path)}/state.pt")
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -9
+    assert len(list(tmp_path.iterdir())) == 2
+    assert load(f"{disk(tmp_path)}/state.pt") == {"number": 1}
+    save({"number": 2}, f"{disk(tmp_path)}/state.pt")
+    assert [path.name for path in tmp_path.iterdir()] == ["state.pt"]
+
+
+def test_half_written_files_are_no_checkpoints_and_go_with_the_next_save(tmp_path):
+    folder = CheckpointFolder(disk(tmp_path), background=False)
+    folder.save({"step": 1}, 1)
+    (tmp_path / f".{step_name(2)}.12-00ff00ff.tmp").write_bytes(b"half")
+    assert folder.load_latest() == {"step": 1}
+    folder.save({"step": 3}, 3)
+    assert everything_in(str(tmp_path)) == [step_name(1), step_name(3), "latest.pt"]
+
+
+@pytest.mark.parametrize("shards", [False, True])
+def test_a_sharded_state_without_its_marker_does_not_count(tmp_path, shards):
+    url = f"{disk(tmp_path)}/sharded"
+    save_sharded({"step": 1}, url)
+    torn = tmp_path / "sharded" / "saved-00ff00ff"
+    torn.mkdir()
+    (torn / ("__0_0.distcp" if shards else ".metadata")).write_bytes(b"half")
+    state = {"step": 0}
+    load_sharded(state, url)
+    assert state == {"step": 1}
+    save_sharded({"step": 2}, url)
+    assert not torn.exists()
+
+
+@pytest.mark.parametrize("path", ["s4://bucket/x.pt", "simplecache::memory://x.pt"])
+def test_an_unknown_scheme_is_refused_before_anything_is_written(tmp_path, monkeypatch, path):
+    monkeypatch.chdir(tmp_path)
+    for act in (
+        lambda: save({}, path),
+        lambda: load(path),
+        lambda: CheckpointFolder(path),
+        lambda: save_sharded({}, path),
+    ):
+        with pytest.raises(ValueError, match=r"path must have a scheme that is known, got .*://\. Use one of fsspec's"):
+            act()
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("path", [Path("s3://bucket/x.pt"), "s3:/bucket/x.pt", Path("foo://bucket")])
+def test_a_url_that_lost_a_slash_is_refused(tmp_path, monkeypatch, path):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match=r"path must keep both slashes of a URL, got '(s3|foo):/bucket"):
+        save({}, path)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("path", ["memory://", "memory:///", "file://relative.pt"])
+def test_a_url_without_a_file_in_it_is_refused(path):
+    with pytest.raises(ValueError, match=r"path must (name a file|be absolute)"):
+        save({}, path)
+
+
+def test_a_colon_elsewhere_in_a_path_is_only_a_colon(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for path in ("12:30.pt", "run/a:/x.pt", tmp_path / "b:" / "x.pt"):
+        save({"number": 1}, path)
+        assert load(path) == {"number": 1}
+
+
+def test_a_scheme_whose_package_is_missing_names_it_and_the_extra():
+    known_implementations["absent"] = {"class": "no_such_package.FS", "err": "Install no_such_package"}
+    try:
+        with pytest.raises(
+            ImportError, match=r"absent:// needs a package .*Install no_such_package.*distman\[remote\]"
+        ):
+            save({}, "absent://bucket/x.pt")
+    finally:
+        del known_implementations["absent"]
+
+
+def test_without_fsspec_the_extra_is_named(tmp_path, monkeypatch):
+    location._from_fsspec.cache_clear()
+    monkeypatch.setitem(__import__("sys").modules, "fsspec", None)
+    with pytest.raises(ImportError, match=r"memory:// needs the package fsspec.*pip install 'distman\[remote\]'"):
+        save({}, "memory://x.pt")
+    save({"number": 1}, tmp_path / "x.pt")
+
+
+def test_a_site_may_add_a_storage(tmp_path, monkeypatch):
+    class Shelf(LocalStorage):
+        def resolve(self, path):
+            return str(tmp_path / path.removeprefix("shelf://"))
+
+    monkeypatch.setattr(location, "_registered", dict(location._registered))
+    register_storage("shelf", Shelf())
+    folder = CheckpointFolder("shelf://run")
+    folder.save({"step": 1}, 1)
+    assert folder.load_latest() == {"step": 1}
+    save_sharded({"step": 2}, "shelf://sharded")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["run", "sharded"]
+    with pytest.raises(ValueError, match="scheme must be letters"):
+        register_storage("shelf://", Shelf())
+
+
+STORAGES = {"_local_storage", "_fsspec_storage", "_location"}
+ALLOWED = {"os.PathLike", "os.fspath", "os.getpid"}  # types and numbers; nothing that touches a disk
+MODULES = [path for path in Path(distman.checkpoint.__path__[0]).glob("*.py") if path.stem not in STORAGES]
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda path: path.stem)
+def test_only_storages_touch_files(path):
+    tree = ast.parse(path.read_text())
+    imported = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
+    assert imported & {"pathlib", "shutil", "glob", "tempfile", "fsspec", "fcntl"} == set()
+    attributes = [
+        node for node in ast.walk(tree) if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)
+    ]
+    assert {f"os.{node.attr}" for node in attributes if node.value.id == "os"} <= ALLOWED
+    called = [node.func.id for node in ast.walk(tree) if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)]
+    assert {"open", "Path"}.isdisjoint(called)
+
+
+@pytest.mark.parametrize("place_of", ["latest.pt", "state.pt"])
+def test_a_flipped_bit_is_found(tmp_path, place_of):
+    save(LARGE, tmp_path / place_of)
+    content = bytearray((tmp_path / place_of).read_bytes())
+    content[len(content) // 2] ^= 1
+    (tmp_path / place_of).write_bytes(content)
+    with pytest.raises(CheckpointError, match=r"is damaged or no checkpoint: .*Bad CRC-32"):
+        load(tmp_path / place_of)
+
+
+def test_a_flipped_bit_in_a_shard_is_found(tmp_path):
+    save_sharded(LARGE, tmp_path / "sharded")
+    shard = tmp_path / "sharded" / "__0_0.distcp"
+    content = bytearray(shard.read_bytes())
+    content[len(content) // 2] ^= 1
+    shard.write_bytes(content)
+    with pytest.raises(CheckpointError, match=r"is damaged or does not fit the state: .*Bad CRC-32"):
+        load_sharded({"tensor": torch.zeros(100_000)}, tmp_path / "sharded")
+
+
+def test_a_checkpoint_without_checksums_is_loaded(tmp_path):
+    torch.serialization.set_crc32_options(False)
+    try:
+        torch.save(LARGE, tmp_path / "state.pt")
+    finally:
+        torch.serialization.set_crc32_options(True)
+    assert torch.equal(load(tmp_path / "state.pt")["tensor"], LARGE["tensor"])
+
+
+@contextlib.contextmanager
+def warnings_logged():
+    """A list of what the package logs meanwhile in this process."""
+    messages, handler, logger = [], logging.Handler(), logging.getLogger("distman")
+    handler.emit = lambda record: messages.append(record.getMessage())
+    logger.addHandler(handler)
+    yield messages
+    logger.removeHandler(handler)
+
+
+@ranks(1, 2)
+@pytest.mark.parametrize("content", [b"", b"half"])
+def test_a_damaged_newest_checkpoint_gives_way_to_the_one_before(tmp_path, rank, content):
+    folder = CheckpointFolder(tmp_path, background=False)
+    for step in (1, 2):
+        folder.save({"step": step}, step)
+    if rank == 0:
+        (tmp_path / step_name(2)).write_bytes(content)
+    all_are_well()
+    with warnings_logged() as warnings:
+        assert folder.load_latest() == {"step": 1}
+    skipped = f"skipping {tmp_path / step_name(2)}, and loading the checkpoint saved before it"
+    assert [skipped in warning for warning in warnings] == ([True] if rank == 0 else [])
+    if rank == 0:
+        (tmp_path / step_name(1)).write_bytes(content)
+    all_are_well()
+    with pytest.raises(CheckpointError):
+        folder.load_latest()
+    all_are_well()
+
+
+@ranks(2)
+def test_an_error_that_is_no_damage_is_raised(tmp_path, rank):
+    folder = CheckpointFolder(tmp_path, background=False)
+    for step in (1, 2):
+        folder.save({"step": step}, step)
+    if rank == 0:
+        (tmp_path / step_name(2)).unlink()
+        (tmp_path / step_name(2)).mkdir()
+    all_are_well()
+    with pytest.raises(IsADirectoryError):
+        folder.load_latest()
+    all_are_well()
+
+
+def test_permissions_survive(tmp_path):
+    path = tmp_path / "state.pt"
+    save({"number": 1}, path)
+    path.chmod(0o600)
+    save({"number": 2}, path)
+    assert path.stat().st_mode & 0o777 == 0o600
+
+
+@pytest.mark.parametrize("kind", ["path", "disk", "memory"])
+def test_threads_may_save_to_one_path(tmp_path, memory, kind):
+    path = {"path": str(tmp_path), "disk": disk(tmp_path), "memory": memory}[kind] + "/state.pt"
+    found = location.locate(path)
+    errors = []
+
+    def write(number):
+        try:
+            for _ in range(25):
+                distman.checkpoint._state.write_state({"number": number}, found)
+        except Exception as error:  # noqa: BLE001 - the test shows it
+            errors.append(error)
+
+    threads = [threading.Thread(target=write, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert errors == []
+    assert load(path)["number"] in range(4)
+    assert everything_in(path.removesuffix("/state.pt")) == ["state.pt"]
