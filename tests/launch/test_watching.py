@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from .preloaded import PYTHON
 from .processes import start
 
 WATCHED = Path(__file__).parent / "scripts" / "watched.py"
@@ -25,7 +26,7 @@ class Job:
     """Three ranks that no launcher looks after."""
 
     def __init__(self, port, *arguments, world_size=3, **variables):
-        command = [sys.executable, WATCHED, *arguments]
+        command = [PYTHON, WATCHED, *arguments]
         with ExitStack() as stack:
             self.ranks = [
                 stack.enter_context(start(command, env={**bare(rank, world_size, port), **variables}))
@@ -70,7 +71,7 @@ def test_a_stopped_rank_was_last_seen_somewhere(free_port):
 
 
 def test_a_hang_is_reported_in_one_file(free_port, tmp_path):
-    command = [sys.executable, WATCHED, "hang"]
+    command = [PYTHON, WATCHED, "hang"]
     with ExitStack() as stack:
         ranks = [
             stack.enter_context(
@@ -162,7 +163,7 @@ def test_a_rank_that_keeps_the_interpreter_accuses_nobody_who_left_meanwhile(fre
 @pytest.mark.parametrize("unwatched", [0, 1])
 def test_ranks_that_do_not_watch_disturb_nobody(free_port, unwatched):
     """A launcher may not hand the variable on to all hosts."""
-    command = [sys.executable, WATCHED, "last_to_end"]
+    command = [PYTHON, WATCHED, "last_to_end"]
     with ExitStack() as stack:
         ranks = [
             stack.enter_context(
