@@ -62,7 +62,7 @@ class Running:
         self.command = tuple(str(word) for word in command)
         self.marker = f"{THIS_SESSION}-{uuid4().hex}"
         self._directory = Path(tempfile.mkdtemp(prefix="distman-launch-"))
-        self._nothing = Path(os.devnull).open("rb")
+        self._nothing = Path(os.devnull).open("rb")  # noqa: SIM115 - `_remove_files` closes it, with the others
         self._stdout = (self._directory / "stdout").open("a+b")
         self._stderr = (self._directory / "stderr").open("a+b")
         self._began = time.monotonic()
@@ -76,10 +76,11 @@ class Running:
         temporary = self._directory / "tmp"
         temporary.mkdir()
         markers = f"{os.environ.get(MARKER, '')} {self.marker}"  # this test session may be part of a launch
-        variables = launch_environment({"TMPDIR": str(temporary), MARKER: markers, **env})
+        server = preloaded.server_variables() if str(preloaded.PYTHON) in self.command else {}
+        variables = launch_environment({"TMPDIR": str(temporary), MARKER: markers, **server, **env})
         if self.command[0] == str(preloaded.PYTHON):
             files = [self._nothing.fileno(), self._stdout.fileno(), self._stderr.fileno()]
-            return preloaded.Fork(self.command[1:], variables, cwd, files)
+            return preloaded.Fork(self.command[1:], env=variables, cwd=cwd, files=files)
         return subprocess.Popen(
             self.command,
             stdin=self._nothing,

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from .preloaded import PYTHON
 from .processes import start
 
 SCRIPTS = Path(__file__).parent / "scripts"
@@ -37,7 +38,7 @@ def test_without_a_launcher_that_ends_it(free_port):
     """Bare RANK and WORLD_SIZE: nothing but the ranks themselves ends the job."""
     with ExitStack() as stack:
         ranks = [
-            stack.enter_context(start([sys.executable, RAISE, "before", "2"], env=bare(rank, 3, free_port)))
+            stack.enter_context(start([PYTHON, RAISE, "before", "2"], env=bare(rank, 3, free_port)))
             for rank in range(3)
         ]
         finished = [rank.wait(timeout=LIMIT) for rank in ranks]
@@ -52,7 +53,7 @@ def bare(rank, world_size, port, **more):
 
 
 def start_ranks(stack, claims, world_size, port, code):
-    command = [sys.executable, "-c", code]
+    command = [PYTHON, "-c", code]
     return [stack.enter_context(start(command, env=bare(rank, world_size, port))) for rank in claims]
 
 

@@ -3,12 +3,13 @@
 Importing torch takes two seconds of a core, and the tests of launchers start thousands of processes. So one process for
 each process of pytest (`server`) imports torch, and forks for whoever asks. What a launcher starts is `bin/python`: it
 hands arguments, environment, folder, namespaces and open files to a fork, passes signals on, and ends as the fork ends.
-The fork is another process than the one that the launcher started: where that matters (who is killed by whom, process
-ids, groups of processes), and once under every launcher, a test starts ``sys.executable``.
+The fork is another process than the one that the launcher started, and its parent is the server: where that matters
+(who is killed by whom, process ids, parents, groups of processes), and under every MPI, a test starts the interpreter.
 
 What a test starts itself is the fork, without anything in between: see `Fork`.
 """
 
+import atexit
 import json
 import os
 import select
@@ -27,16 +28,22 @@ SERVER = "TEST_DISTMAN_PRELOADED"  # its socket
 ROOM = 100_000  # bytes for the arguments, and for the environment, of a fork as /proc shows them
 
 
+def server_variables() -> dict[str, str]:
+    """Return what `PYTHON` needs; torchrun, if preloaded itself, then starts preloaded ranks."""
+    return {SERVER: _server().path, "PYTHON_EXEC": str(PYTHON)}
+
+
 def variables() -> dict[str, str]:
-    """Return what makes ``python``, ``torchrun`` and ``distman`` preloaded, and the ranks of torchrun."""
-    path = f"{BIN}:{Path(sys.executable).parent}:{os.environ['PATH']}"
-    return {SERVER: _server().path, "PYTHON_EXEC": str(PYTHON), "PATH": path}
+    """Return what makes the commands ``python``, ``torchrun`` and ``distman`` preloaded too."""
+    return {**server_variables(), "PATH": f"{BIN}:{Path(sys.executable).parent}:{os.environ['PATH']}"}
 
 
 class Fork:
     """A preloaded interpreter that this process starts; to be used as a `subprocess.Popen`."""
 
-    def __init__(self, arguments: Sequence[str], env: Mapping[str, str], cwd: Path | None, files: Sequence[int]) -> None:
+    def __init__(
+        self, arguments: Sequence[str], env: Mapping[str, str], cwd: Path | None, files: Sequence[int]
+    ) -> None:
         self.returncode: int | None = None
         self._connection = socket.socket(socket.AF_UNIX)
         self._connection.connect(_server().path)
@@ -92,6 +99,11 @@ class Server:
                 env={"PATH": os.environ["PATH"], "OMP_NUM_THREADS": "1", "PADDING": padding},
                 start_new_session=True,
             )
+        atexit.register(self._end)
+
+    def _end(self) -> None:
+        self._process.communicate()  # the end of its standard input is its end
+        self._folder.cleanup()
 
 
 @cache

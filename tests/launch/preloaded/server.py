@@ -19,7 +19,6 @@ import sys
 from pathlib import Path
 
 import numpy as np
-import sklearn.datasets
 import torch.distributed.run
 import torch.utils.data
 
@@ -118,7 +117,7 @@ def become(request: dict) -> None:
 def enter_namespaces(pid: int) -> None:
     libc = ctypes.CDLL(None, use_errno=True)
     paths = [f"/proc/{pid}/ns/{name}" for name in NAMESPACES]
-    others = [path for path in paths if os.readlink(path) != os.readlink(path.replace(str(pid), "self"))]
+    others = [path for path in paths if Path(path).readlink() != Path(path.replace(str(pid), "self")).readlink()]
     for number in [os.open(path, os.O_RDONLY) for path in others]:
         if libc.setns(number, 0) != 0:
             raise OSError(ctypes.get_errno(), "setns")
@@ -131,9 +130,10 @@ def take_files(places: "list[int]", received: "list[int]") -> None:
     for number, place in zip(aside, places, strict=True):
         os.dup2(number, place)
         os.close(number)
-    sys.stdin = open(0, closefd=False)
-    sys.stdout = open(1, "w", closefd=False)
-    sys.stderr = open(2, "w", errors="backslashreplace", buffering=1, closefd=False)
+    # A fork may be given an end of file, a terminal or a full disk: the interpreter opens them as at its start.
+    sys.stdin = open(0, closefd=False)  # noqa: SIM115
+    sys.stdout = open(1, "w", closefd=False)  # noqa: SIM115
+    sys.stderr = open(2, "w", errors="backslashreplace", buffering=1, closefd=False)  # noqa: SIM115
     sys.__stdin__, sys.__stdout__, sys.__stderr__ = sys.stdin, sys.stdout, sys.stderr
 
 
@@ -161,12 +161,12 @@ def run(arguments: "list[str]") -> None:
     main = sys.modules["__main__"]
     if first == "-m":
         sys.argv = rest
-        sys.path[0] = os.getcwd()
+        sys.path[0] = str(Path.cwd())
         runpy._run_module_as_main(rest[0])
     elif first == "-c":
         sys.argv = ["-c", *rest[1:]]
-        exec(compile(rest[0], "<string>", "exec"), vars(main))
+        exec(compile(rest[0], "<string>", "exec"), vars(main))  # noqa: S102 - as an interpreter does
     else:
         sys.argv = [first, *rest]
         main.__file__ = str(Path(first).absolute())
-        exec(compile(Path(first).read_bytes(), main.__file__, "exec"), vars(main))
+        exec(compile(Path(first).read_bytes(), main.__file__, "exec"), vars(main))  # noqa: S102 - as an interpreter does
