@@ -189,9 +189,10 @@ def test_bench_under_torchrun(preloaded_torchrun, tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["sweep.csv", "sweep.json", "sweep.png"]
 
 
-def test_bench_keeps_what_was_measured_before_a_rank_failed(preloaded_torchrun, tmp_path):
+def test_bench_keeps_what_was_measured_before_a_rank_failed(free_port, tmp_path):
     options = ["--operations", "all_reduce", "all_to_all", "--max-size", "8", "--rounds", "1", "--output", "sweep.json"]
-    finished = preloaded_torchrun.run(FAULT, "raise late", "bench", *options, ranks=2, timeout=LIMIT, cwd=tmp_path)
+    with two_ranks(FAULT, "raise late", "bench", *options, port=free_port, cwd=tmp_path) as first:
+        finished = first.wait(timeout=LIMIT)
     assert finished.returncode == 1
     _, row = finished.stdout.splitlines()
     assert row.split()[:4] == ["all_reduce", "8", "B", "1"]
