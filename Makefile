@@ -8,7 +8,7 @@ newest := .venv-newest
 # The table in launchers/README.md: a file, and the command that writes it.
 row := ^\| \[([a-z_]+\.sh)\].*`distman (launch .*)` \|$$
 
-.PHONY: help demo test test-newest lint docs launchers clean
+.PHONY: help demo check test test-newest lint docs launchers clean
 
 help:  ## Say what there is.
 	@sed -nE 's/^([a-z-]+):.*## (.*)/make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 18
@@ -18,8 +18,11 @@ demo: $(installed)  ## Train a small model on two processes.
 	@echo "That was docs/examples/digits.py on two processes, started by torchrun."
 	@echo "The same file, unchanged, runs with python, mpirun or mpiexec, and srun."
 
+check: lint  ## Check the style, and run the unit tests.
+	$(python) -m pytest -m unit --numprocesses=2 --dist=worksteal
+
 test: lint  ## Check the style, run all tests, build the documentation.
-	$(python) -m pytest --numprocesses=2 --dist=worksteal
+	$(python) -m pytest --numprocesses=4 --dist=worksteal
 	$(MAKE) docs
 
 # What is pinned for the ordinary tests is the oldest torch that setup.cfg allows.

@@ -8,6 +8,7 @@ import functools
 import gc
 import itertools
 import os
+import threading
 import time
 import weakref
 from collections.abc import Iterator, Sequence
@@ -241,15 +242,19 @@ def leave(job: Job, watcher: Watcher | None) -> None:
 def _say_farewell(job: Job, rendezvous: Rendezvous, *, is_counted: bool) -> None:
     """Tell the others that this rank leaves; who serves the store waits until they need it no more."""
     store, is_host = rendezvous.store, rendezvous.job_store.is_host and not job.is_adopted
+    all_started = threading.Event()
 
     def tell() -> None:
         with contextlib.suppress(dist.DistError):  # who served the store may have gone before
             store.set(protocol.left(job.peer.rank), "yes")
             store.add(protocol.LEFT, 1)
             store.add(protocol.GONE, 0 if is_counted else 1)
+            if store.add(protocol.STARTED, 0) >= job.world_size:
+                all_started.set()
 
     is_told = run_with_timeout(tell, _FAREWELL_PATIENCE)  # who serves the store may be stopped
-    if is_host or (is_told and not job.is_adopted and not hook.has_failed()):
+    is_waited_for = is_host or (is_told and not job.is_adopted and not hook.has_failed())
+    if is_waited_for and not all_started.is_set():  # to ask once more might take long: the store may be stopped by now
         _wait_for_all_at(store, protocol.STARTED, job.world_size, _START_PATIENCE)
     if is_host:
         store.set(protocol.CLOSING, "yes")

@@ -1,4 +1,4 @@
-"""How the tests end, and what it means to leave one out.
+"""The order of the tests, which of them are unit tests, how they end, and what it means to leave one out.
 
 With DISTMAN_FORBID_SKIP=1 a test that does not run fails; only those marked ``gpu`` may be skipped.
 """
@@ -6,11 +6,24 @@ With DISTMAN_FORBID_SKIP=1 a test that does not run fails; only those marked ``g
 import os
 import signal
 from collections.abc import Generator
+from pathlib import Path
 
 import hypothesis
 import pytest
 
 SKIPPING_IS_FORBIDDEN = os.environ.get("DISTMAN_FORBID_SKIP") == "1"
+TESTS = Path(__file__).parent
+LAUNCHERS = TESTS / "launch"
+LONGEST = ("test_packaging.py", "test_training.py", "test_job_scripts.py")
+WITH_PROCESSES = {  # that are no ranks of `@ranks`; these folders and files have no unit tests
+    LAUNCHERS,
+    TESTS / "executor",
+    TESTS / "testing",
+    TESTS / "checkpoint" / "test_ends.py",
+    TESTS / "rendezvous" / "test_handshake.py",
+    TESTS / "rendezvous" / "test_membership.py",
+    TESTS / "test_no_skips.py",
+}
 NOT_RUN = (pytest.skip.Exception, pytest.xfail.Exception)
 
 
@@ -24,6 +37,33 @@ def pytest_configure() -> None:
     hypothesis.settings.load_profile("distman")
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.default_int_handler)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Mark the unit tests before ``-m`` looks for them, and deal the tests of launchers out among the processes.
+
+    xdist gives each process a piece of the list, of which the others steal the end when they are done. So every piece
+    begins with its share of the tests of launchers, which take long and wait much, and ends with short ones.
+    """
+    for item in items:
+        if item.get_closest_marker("ranks") is None and WITH_PROCESSES.isdisjoint([item.path, *item.path.parents]):
+            item.add_marker("unit")
+    num_processes = getattr(config, "workerinput", {}).get("workercount", 1)
+    if num_processes > 1:
+        long = sorted(filter(_is_long, items), key=lambda item: item.path.name not in LONGEST)
+        short = [item for item in items if not _is_long(item)]
+        num_items = len(items)
+        items.clear()
+        for index in range(num_processes):
+            items += long[index::num_processes]
+            num_short = (index + 1) * num_items // num_processes - len(items)
+            items += short[:num_short]
+            del short[:num_short]
+
+
+def _is_long(item: pytest.Item) -> bool:
+    return LAUNCHERS in item.path.parents
 
 
 @pytest.hookimpl(wrapper=True)

@@ -26,3 +26,16 @@ def test_a_key_lives_until_all_have_gone_on(seed):
     assert all(mine == keys[0][: len(mine)] or keys[0] == mine[: len(keys[0])] for mine in keys)
     spread = max(map(len, keys)) - min(map(len, keys))
     assert store.num_keys() <= 2 * (spread + 3 * 64)
+
+
+def test_the_page_before_is_gone_when_the_last_rank_begins_the_next_but_one():
+    store = HashStore()
+    first, last = (KeySequence(store, "act", 2) for _ in range(2))
+    keys = [first.next() for _ in range(3 * 64)]
+    for key in keys:
+        store.set(key, "written")
+    assert [last.next() for _ in range(64)] == keys[:64]
+    assert store.check(keys), "the last rank may still read its last key"
+    assert last.next() == keys[64]
+    assert not any(store.check([key]) for key in keys[:64])
+    assert store.check(keys[64:])

@@ -13,6 +13,7 @@ import pytest
 
 from .hosts import NamespaceHosts
 from .mpi import INTEL_MPI, MPICH, OPENMPI, MpiInstallation
+from .preloaded import PYTHON
 from .processes import assert_nothing_left
 from .slurm import PROGRAMS, SlurmCluster
 from .torchrun import Torchrun
@@ -89,6 +90,12 @@ def any_mpi(request: pytest.FixtureRequest) -> MpiInstallation:
 def torchrun() -> Torchrun:
     """The torchrun of this environment."""
     return Torchrun()
+
+
+@pytest.fixture(scope="session")
+def preloaded_torchrun() -> Torchrun:
+    """The same, for tests that do not ask what torchrun does with processes: its own is preloaded, as are the ranks."""
+    return Torchrun(PYTHON)
 
 
 def require_programs(*programs: str) -> None:

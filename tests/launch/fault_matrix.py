@@ -4,6 +4,7 @@
 """
 
 import argparse
+import itertools
 import json
 import os
 import resource
@@ -28,6 +29,7 @@ from .torchrun import Torchrun
 
 SCRIPT = Path(__file__).parent / "scripts" / "fault.py"
 WALL_LIMIT = 60.0
+LOOKS_PER_MEASUREMENT = 20  # of which a hundred are made in a second
 VARIABLES = {"DISTMAN_TIMEOUT": "15", "DISTMAN_SILENCE_TIMEOUT": "4", "OMP_NUM_THREADS": "1"}
 
 
@@ -78,6 +80,8 @@ class Watch:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.ended: dict[int, float] = {}
+        self._waited: dict[Path, tuple[int, int]] = {}
+        self._looks = itertools.count()
         self._identities: dict[int, dict[str, Any]] = {}
 
     def until(self, condition: Callable[[], bool], timeout: float) -> bool:
@@ -93,6 +97,23 @@ class Watch:
         for rank in range(WORLD_SIZE):
             if rank not in self.ended and (identity := self.identity(rank)) and not _is_alive(identity["pid"]):
                 self.ended[rank] = time.time()
+        if next(self._looks) % LOOKS_PER_MEASUREMENT == 0:
+            self._measure_delay()
+
+    def _measure_delay(self) -> None:
+        """Note how long each thread has waited for a core, when first seen after the fault and now."""
+        if not any(self.folder.glob("*.fault")):
+            return
+        for identity in self._identities.values():
+            for thread in Path(f"/proc/{identity['pid']}/task").glob("*/schedstat"):
+                with suppress(OSError):  # it ended while we looked
+                    waited = int(thread.read_text().split()[1])
+                    self._waited[thread] = (self._waited.get(thread, (waited, 0))[0], waited)
+
+    @property
+    def delay(self) -> float:
+        """Seconds in which threads of the ranks could run, but had no core, since the fault."""
+        return sum(last - first for first, last in self._waited.values()) / 1e9
 
     def identity(self, rank: int) -> dict[str, Any]:
         if rank not in self._identities and (record := self.record(rank, "identity")):
@@ -151,6 +172,7 @@ def _observe(cell: Cell, running: Running, watch: Watch) -> Outcome:
         left_behind=_left_behind(running) if has_ended else (),
         said=_ending(running.stdout + running.stderr),
         seconds=running.seconds,
+        delay=watch.delay,
     )
 
 

@@ -23,6 +23,8 @@ from uuid import uuid4
 
 import pytest
 
+from . import preloaded
+
 MARKER = "TEST_DISTMAN_LAUNCH"
 THIS_SESSION = uuid4().hex
 
@@ -60,6 +62,7 @@ class Running:
         self.command = tuple(str(word) for word in command)
         self.marker = f"{THIS_SESSION}-{uuid4().hex}"
         self._directory = Path(tempfile.mkdtemp(prefix="distman-launch-"))
+        self._nothing = Path(os.devnull).open("rb")  # noqa: SIM115 - `_remove_files` closes it, with the others
         self._stdout = (self._directory / "stdout").open("a+b")
         self._stderr = (self._directory / "stderr").open("a+b")
         self._began = time.monotonic()
@@ -69,14 +72,18 @@ class Running:
             self._remove_files()
             raise
 
-    def _popen(self, env: Mapping[str, str | None], cwd: Path | None) -> "subprocess.Popen[bytes]":
+    def _popen(self, env: Mapping[str, str | None], cwd: Path | None) -> "subprocess.Popen[bytes] | preloaded.Fork":
         temporary = self._directory / "tmp"
         temporary.mkdir()
         markers = f"{os.environ.get(MARKER, '')} {self.marker}"  # this test session may be part of a launch
-        variables = launch_environment({"TMPDIR": str(temporary), MARKER: markers, **env})
+        server = preloaded.server_variables() if str(preloaded.PYTHON) in self.command else {}
+        variables = launch_environment({"TMPDIR": str(temporary), MARKER: markers, **server, **env})
+        if self.command[0] == str(preloaded.PYTHON):
+            files = [self._nothing.fileno(), self._stdout.fileno(), self._stderr.fileno()]
+            return preloaded.Fork(self.command[1:], env=variables, cwd=cwd, files=files)
         return subprocess.Popen(
             self.command,
-            stdin=subprocess.DEVNULL,
+            stdin=self._nothing,
             stdout=self._stdout,
             stderr=self._stderr,
             env=variables,
@@ -159,6 +166,7 @@ class Running:
         self._remove_files()
 
     def _remove_files(self) -> None:
+        self._nothing.close()
         self._stdout.close()
         self._stderr.close()
         shutil.rmtree(self._directory, ignore_errors=True)

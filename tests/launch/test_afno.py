@@ -3,7 +3,6 @@
 import json
 import re
 import runpy
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
@@ -14,6 +13,7 @@ import torch
 from distman import DistributedManager, UndefinedGroupError
 from distman.testing import ranks
 
+from .preloaded import PYTHON
 from .processes import launch
 
 EXAMPLE = Path(__file__).parents[2] / "docs" / "examples" / "afno.py"
@@ -64,13 +64,13 @@ def assert_same(training, reference, *, mesh):
 @pytest.fixture(scope="module")
 def one_process(tmp_path_factory):
     folder = tmp_path_factory.mktemp("one_process")
-    return read(launch([sys.executable, EXAMPLE, *SMALL, *files(folder)], timeout=LIMIT), folder)
+    return read(launch([PYTHON, EXAMPLE, *SMALL, *files(folder)], timeout=LIMIT), folder)
 
 
 def test_one_process_learns_and_draws(tmp_path):
     picture = tmp_path / "afno.png"
     options = ("--trajectories", "8", "--steps", "120", "--plot", picture)
-    finished = launch([sys.executable, EXAMPLE, *options, *files(tmp_path)], timeout=LIMIT)
+    finished = launch([PYTHON, EXAMPLE, *options, *files(tmp_path)], timeout=LIMIT)
     assert finished.returncode == 0  # matplotlib may say that it looks for fonts
     losses = json.loads((tmp_path / "losses.json").read_text())
     assert sum(losses[-20:]) < 0.7 * sum(losses[:20])
@@ -79,15 +79,15 @@ def test_one_process_learns_and_draws(tmp_path):
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
-def test_torchrun(torchrun, one_process, tmp_path):
+def test_torchrun(preloaded_torchrun, one_process, tmp_path):
     options = ("--channel", "1", "--spatial", "2")
-    finished = torchrun.run(EXAMPLE, *SMALL, *options, *files(tmp_path), ranks=2, timeout=LIMIT)
+    finished = preloaded_torchrun.run(EXAMPLE, *SMALL, *options, *files(tmp_path), ranks=2, timeout=LIMIT)
     assert_same(read(finished, tmp_path), one_process, mesh="1 x 2 x 1")
 
 
 def test_srun(slurm_cluster, one_process, tmp_path):
     options = ("-N2", "-n4", "--ntasks-per-node=2")  # both ranks that share the channels on one host
-    finished = slurm_cluster.srun(*options, sys.executable, EXAMPLE, *SMALL, *files(tmp_path), timeout=LIMIT)
+    finished = slurm_cluster.srun(*options, PYTHON, EXAMPLE, *SMALL, *files(tmp_path), timeout=LIMIT)
     assert_same(read(finished, tmp_path), one_process, mesh="2 x 1 x 2")
 
 

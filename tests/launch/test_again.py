@@ -1,11 +1,11 @@
 """Starting more than once in the same processes."""
 
-import sys
 from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
+from .preloaded import PYTHON
 from .processes import start
 
 SCRIPTS = Path(__file__).parent / "scripts"
@@ -18,7 +18,7 @@ def bare(rank, port):
 
 def run_bare(port, *command):
     with ExitStack() as stack:
-        ranks = [stack.enter_context(start([sys.executable, *command], env=bare(rank, port))) for rank in range(2)]
+        ranks = [stack.enter_context(start([PYTHON, *command], env=bare(rank, port))) for rank in range(2)]
         return [rank.wait(timeout=LIMIT) for rank in ranks]
 
 

@@ -5,12 +5,12 @@ import json
 import os
 import re
 import signal
-import sys
 from pathlib import Path
 
 import pytest
 
 from .mpi import without_words_of_prrte
+from .preloaded import PYTHON
 from .processes import marked, poll, start
 
 FAULT = Path(__file__).parent / "scripts" / "check_with_fault.py"
@@ -26,8 +26,8 @@ def rows_of_ranks(finished):
     return [row.split() for row in rows]
 
 
-def test_under_torchrun(torchrun, tmp_path):
-    finished = torchrun.run(*CHECK, "--folder", "results", ranks=4, cwd=made(tmp_path), timeout=LIMIT)
+def test_under_torchrun(preloaded_torchrun, tmp_path):
+    finished = preloaded_torchrun.run(*CHECK, "--folder", "results", ranks=4, cwd=made(tmp_path), timeout=LIMIT)
     assert (finished.returncode, finished.stderr) == (0, "")
     assert [row[0] for row in rows_of_ranks(finished)] == ["0", "1", "2", "3"]
     _, speeds, conclusion = finished.stdout.split("\n\n")
@@ -48,7 +48,7 @@ def made(folder):
 
 
 def test_under_srun(slurm_cluster, tmp_path):
-    check = [sys.executable, *CHECK]
+    check = [PYTHON, *CHECK]
     finished = slurm_cluster.srun("-N2", "-n4", "--ntasks-per-node=2", *check, timeout=LIMIT, cwd=tmp_path)
     assert (finished.returncode, finished.stderr) == (0, "")
     assert [row[1] for row in rows_of_ranks(finished)] == ["n1", "n1", "n2", "n2"]
@@ -62,7 +62,7 @@ def test_under_srun(slurm_cluster, tmp_path):
 
 def test_a_folder_that_another_node_does_not_see(slurm_cluster, tmp_path):
     """Each of the virtual hosts has a /dev/shm of its own."""
-    check = [sys.executable, *CHECK, "--json", "--folder", "/dev/shm"]  # noqa: S108 - that is the point
+    check = [PYTHON, *CHECK, "--json", "--folder", "/dev/shm"]  # noqa: S108 - that is the point
     finished = slurm_cluster.srun("-N2", "-n4", "--ntasks-per-node=2", *check, timeout=LIMIT, cwd=tmp_path)
     assert finished.returncode == 1
     (line,) = [line for line in finished.stdout.splitlines() if line]
@@ -102,8 +102,8 @@ def test_under_mpirun(openmpi, tmp_path):
         ),
     ],
 )
-def test_a_collective_that_goes_wrong_on_one_rank(torchrun, tmp_path, fault, told):
-    finished = torchrun.run(FAULT, fault, "check", ranks=2, timeout=LIMIT, cwd=tmp_path)
+def test_a_collective_that_goes_wrong_on_one_rank(preloaded_torchrun, tmp_path, fault, told):
+    finished = preloaded_torchrun.run(FAULT, fault, "check", ranks=2, timeout=LIMIT, cwd=tmp_path)
     assert finished.returncode != 0
     assert re.search(f"^{told}", finished.stdout, re.MULTILINE)
     assert "exact on" not in finished.stdout
@@ -111,7 +111,7 @@ def test_a_collective_that_goes_wrong_on_one_rank(torchrun, tmp_path, fault, tol
 
 
 def test_on_one_process(tmp_path):
-    with start([sys.executable, *CHECK], cwd=tmp_path) as running:
+    with start([PYTHON, *CHECK], cwd=tmp_path) as running:
         finished = running.wait(timeout=LIMIT)
     assert (finished.returncode, finished.stderr) == (0, "")
     assert "all 11 collectives exact on 1 rank, 1 node (no process group)" in finished.stdout
@@ -120,7 +120,7 @@ def test_on_one_process(tmp_path):
 
 def test_a_missing_rank(free_port):
     env = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port)}
-    with start([sys.executable, *CHECK, "--timeout", "1", "--json"], env=env) as running:
+    with start([PYTHON, *CHECK, "--timeout", "1", "--json"], env=env) as running:
         finished = running.wait(timeout=LIMIT)
     assert finished.returncode == 1
     assert finished.stderr.startswith("distman check: 1 of 2 ranks joined")
@@ -136,8 +136,7 @@ def two_ranks(*command, port, cwd):
     env = {"WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
     with contextlib.ExitStack() as stack:
         first, _ = (
-            stack.enter_context(start([sys.executable, *command], env={**env, "RANK": str(rank)}, cwd=cwd))
-            for rank in range(2)
+            stack.enter_context(start([PYTHON, *command], env={**env, "RANK": str(rank)}, cwd=cwd)) for rank in range(2)
         )
         yield first
 
@@ -175,9 +174,9 @@ def test_ctrl_c_leaves_nothing(torchrun, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_bench_under_torchrun(torchrun, tmp_path):
+def test_bench_under_torchrun(preloaded_torchrun, tmp_path):
     options = ["--max-size", "1k", "--factor", "8", "--rounds", "3", "--output", "sweep.csv", "sweep.json", "sweep.png"]
-    finished = torchrun.run("-m", "distman", "bench", *options, ranks=2, timeout=LIMIT, cwd=tmp_path)
+    finished = preloaded_torchrun.run("-m", "distman", "bench", *options, ranks=2, timeout=LIMIT, cwd=tmp_path)
     assert (finished.returncode, finished.stderr) == (0, "")
     head, *rows = finished.stdout.splitlines()
     assert head.split("  ")[0] == "operation"
@@ -190,9 +189,10 @@ def test_bench_under_torchrun(torchrun, tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["sweep.csv", "sweep.json", "sweep.png"]
 
 
-def test_bench_keeps_what_was_measured_before_a_rank_failed(torchrun, tmp_path):
+def test_bench_keeps_what_was_measured_before_a_rank_failed(free_port, tmp_path):
     options = ["--operations", "all_reduce", "all_to_all", "--max-size", "8", "--rounds", "1", "--output", "sweep.json"]
-    finished = torchrun.run(FAULT, "raise late", "bench", *options, ranks=2, timeout=LIMIT, cwd=tmp_path)
+    with two_ranks(FAULT, "raise late", "bench", *options, port=free_port, cwd=tmp_path) as first:
+        finished = first.wait(timeout=LIMIT)
     assert finished.returncode == 1
     _, row = finished.stdout.splitlines()
     assert row.split()[:4] == ["all_reduce", "8", "B", "1"]

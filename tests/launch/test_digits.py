@@ -5,12 +5,12 @@ Under `sbatch`, torchrun started by `srun`, and on several hosts: see `test_job_
 
 import re
 import shlex
-import sys
 from pathlib import Path
 
 import pytest
 
 from .mpi import without_words_of_prrte
+from .preloaded import PYTHON
 from .processes import launch
 
 DIGITS = Path(__file__).parents[2] / "docs" / "examples" / "digits.py"
@@ -31,7 +31,7 @@ def assert_learned(finished, *, ranks, nodes=1, method):
 
 
 def test_plain_python():
-    assert_learned(launch([sys.executable, DIGITS], timeout=LIMIT), ranks=1, method="single")
+    assert_learned(launch([PYTHON, DIGITS], timeout=LIMIT), ranks=1, method="single")
 
 
 def test_torchrun(torchrun):

@@ -3,7 +3,6 @@
 import configparser
 import re
 import shlex
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,6 +11,8 @@ import yaml
 from markdown_it import MarkdownIt
 
 from ..test_docs import PAGES, REPOSITORY, assert_shown
+from . import preloaded
+from .preloaded import PYTHON
 from .processes import Finished, launch
 
 LIMIT = 60
@@ -121,7 +122,7 @@ def test_blocks_are_found():
 def test_python_runs(page, number, tmp_path):
     script = scripts(page)[number]
     (tmp_path / "train.py").write_text(script.text)
-    finished = launch([sys.executable, "train.py"], timeout=LIMIT, cwd=tmp_path)
+    finished = launch([PYTHON, "train.py"], timeout=LIMIT, cwd=tmp_path)
     assert (finished.returncode, finished.stderr) == (0, "")
     assert_shown(script.output, finished.stdout)
 
@@ -131,9 +132,7 @@ def test_tests_pass_or_fail_as_shown(page, tmp_path):
     tests = {f"test_{i}.py": block for i, block in enumerate(blocks(page)) if block.is_test}
     for name, block in tests.items():
         (tmp_path / name).write_text(block.text)
-    finished = launch(
-        [sys.executable, "-m", "pytest", "-rA", "-c", "/dev/null", "--rootdir=."], timeout=LIMIT, cwd=tmp_path
-    )
+    finished = launch([PYTHON, "-m", "pytest", "-rA", "-c", "/dev/null", "--rootdir=."], timeout=LIMIT, cwd=tmp_path)
     endings = set(re.findall(r"^([A-Z]+) (\w+\.py)::", finished.stdout, re.MULTILINE))
     assert endings == {("FAILED" if block.output else "PASSED", name) for name, block in tests.items()}
     for block in tests.values():
@@ -157,7 +156,9 @@ def test_a_command_gives_the_output_that_is_shown(page, number, request, tmp_pat
 def test_a_job_script_runs_under_slurm(page, number, request, tmp_path):
     script, job = job_scripts(page)[number]
     (tmp_path / "train.py").write_text(script)
-    variables = request.getfixturevalue("openmpi").batch_environment() if "mpirun" in job.text else {}
+    variables = (
+        request.getfixturevalue("openmpi").batch_environment() if "mpirun" in job.text else preloaded.variables()
+    )
     cluster = request.getfixturevalue("slurm_cluster")
     finished = cluster.sbatch(job.text, timeout=LIMIT, env={**variables, **MANY_RANKS}, cwd=tmp_path)
     assert finished.returncode == 0, finished
@@ -205,7 +206,7 @@ def run_line(request, line, folder):
 
 
 def run_here(_request, words, variables, cwd):
-    return launch(words, env=variables, timeout=LIMIT, cwd=cwd)
+    return launch(words, env={**preloaded.variables(), **variables}, timeout=LIMIT, cwd=cwd)
 
 
 def run_mpi(request, words, variables, cwd):
@@ -214,7 +215,9 @@ def run_mpi(request, words, variables, cwd):
 
 
 def run_slurm(request, words, variables, cwd):
-    return request.getfixturevalue("slurm_cluster").srun(*words[1:], env=variables, timeout=LIMIT, cwd=cwd)
+    return request.getfixturevalue("slurm_cluster").srun(
+        *words[1:], env={**preloaded.variables(), **variables}, timeout=LIMIT, cwd=cwd
+    )
 
 
 def assert_target_exists(words):
@@ -235,7 +238,7 @@ def assert_can_be_installed(words):
 
 def assert_options_exist(benchmark, options):
     """Check that a benchmark, which may run for minutes, is there and knows its options."""
-    finished = launch([sys.executable, benchmark, "--help"], timeout=LIMIT, cwd=REPOSITORY)
+    finished = launch([PYTHON, benchmark, "--help"], timeout=LIMIT, cwd=REPOSITORY)
     assert finished.returncode == 0
     assert [name for name in options if name.startswith("-") and name.partition("=")[0] not in finished.stdout] == []
     return finished

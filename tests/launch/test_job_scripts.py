@@ -10,6 +10,7 @@ import pytest
 
 from distman._cli.launch.job_script import JobRequest, render
 
+from . import preloaded
 from .conftest import require_namespaces, require_programs
 from .mpi import without_words_of_prrte
 from .processes import start
@@ -65,7 +66,7 @@ def assert_learned(finished, *, ranks, nodes, method):
 def test_slurm(cluster, folder, name, ending, method, ranks, nodes):
     jobs = []
     script = (LAUNCHERS / f"{name}{ending}.sh").read_text()
-    finished = cluster.sbatch(script, timeout=LIMIT, cwd=folder, meanwhile=jobs.append)
+    finished = cluster.sbatch(script, env=preloaded.variables(), timeout=LIMIT, cwd=folder, meanwhile=jobs.append)
     assert_learned(finished, ranks=ranks, nodes=nodes, method=method)
     assert cluster.wait_for_end(jobs[0].id) == "COMPLETED"
     assert ending or finished.stderr == "", "torchrun may complain at its end that others end too"
@@ -81,12 +82,12 @@ def test_mpi_over_two_hosts(request, namespace_hosts, folder, name, mpi4py):
 
 
 def test_torchrun_on_two_hosts(namespace_hosts, folder):
+    def command(host):
+        return [*namespace_hosts.enter(host, cwd=folder), "bash", LAUNCHERS / "torchrun.sh", "n1"]
+
     with ExitStack() as stack:
         nodes = [
-            stack.enter_context(
-                start([*namespace_hosts.enter(host, cwd=folder), "bash", LAUNCHERS / "torchrun.sh", "n1"], cwd=folder)
-            )
-            for host in ("n1", "n2")
+            stack.enter_context(start(command(host), env=preloaded.variables(), cwd=folder)) for host in ("n1", "n2")
         ]
         finished = [node.wait(timeout=LIMIT) for node in nodes]
     assert [node.returncode for node in finished] == [0, 0]
@@ -143,7 +144,8 @@ def test_a_cancelled_job_is_not_queued_again(cluster, tmp_path):
 def test_gpus_of_a_type_do_not_change_the_number_of_processes(cluster, tmp_path):
     (tmp_path / "say.py").write_text("import os\nprint(os.environ['SLURM_GPUS_PER_NODE'], os.environ['WORLD_SIZE'])\n")
     request = JobRequest(backend="slurm", gpus_per_node=3, gpu_type="a100", with_torchrun=True, program=("say.py",))
-    assert cluster.sbatch(render(request), timeout=LIMIT, cwd=tmp_path).lines == ["a100:3 3"] * 3
+    finished = cluster.sbatch(render(request), env=preloaded.variables(), timeout=LIMIT, cwd=tmp_path)
+    assert finished.lines == ["a100:3 3"] * 3
 
 
 def test_submit_hands_every_argument_on(cluster, tmp_path):

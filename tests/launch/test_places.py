@@ -2,7 +2,6 @@
 
 import json
 import shlex
-import sys
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -11,7 +10,9 @@ import pytest
 from distman._rendezvous.address import derive_ports
 from distman._rendezvous.handshake import bind_listener
 
+from . import preloaded
 from .mpi import without_words_of_prrte
+from .preloaded import PYTHON
 from .processes import start
 
 SCRIPTS = Path(__file__).parent / "scripts"
@@ -38,19 +39,19 @@ def places(finished):
     ids=["one task", "uneven", "cyclic"],
 )
 def test_srun(slurm_cluster, options, expected):
-    assert places(slurm_cluster.srun(*options, sys.executable, RANKS, timeout=LIMIT)) == expected
+    assert places(slurm_cluster.srun(*options, PYTHON, RANKS, timeout=LIMIT)) == expected
 
 
 def test_srun_with_rank_zero_on_another_node_than_the_first(slurm_cluster, tmp_path):
     hosts = tmp_path / "hosts"
     hosts.write_text("n2\nn1\nn1\n")
     options = ["-m", "arbitrary", "-n3"]
-    finished = slurm_cluster.srun(*options, sys.executable, RANKS, env={"SLURM_HOSTFILE": str(hosts)}, timeout=LIMIT)
+    finished = slurm_cluster.srun(*options, PYTHON, RANKS, env={"SLURM_HOSTFILE": str(hosts)}, timeout=LIMIT)
     assert [place[:3] for place in places(finished)] == [(0, "n2", 1), (1, "n1", 0), (2, "n1", 0)]
 
 
 def test_a_step_on_the_second_node_and_two_steps_at_once(slurm_cluster, tmp_path):
-    task = shlex.join([sys.executable, str(RANKS)])
+    task = shlex.join([str(PYTHON), str(RANKS)])
     script = f"""#!/bin/bash
 srun --exact -N1 -n2 -r1 {task}
 srun --exact -N1 -n2 -r0 {task} > first &
@@ -59,7 +60,7 @@ wait
 cat first second
 """
     options = ("-N2", "-n8", "--ntasks-per-node=4")
-    finished = slurm_cluster.sbatch(script, *options, timeout=LIMIT, cwd=tmp_path)
+    finished = slurm_cluster.sbatch(script, *options, env=preloaded.variables(), timeout=LIMIT, cwd=tmp_path)
     assert finished.returncode == 0
     assert finished.stderr == ""
     found = [json.loads(line) for line in finished.stdout.splitlines()]
@@ -69,9 +70,9 @@ cat first second
 
 
 def test_the_tasks_of_a_job_array_are_jobs_of_their_own(slurm_cluster, tmp_path):
-    task = shlex.join([sys.executable, str(RANKS)])
+    task = shlex.join([str(PYTHON), str(RANKS)])
     script = f"#!/bin/bash\nsrun {task} > {tmp_path}/$SLURM_ARRAY_TASK_ID\n"
-    assert slurm_cluster.sbatch(script, "--array=1-2", "-n2", timeout=LIMIT).returncode == 0
+    assert slurm_cluster.sbatch(script, "--array=1-2", "-n2", env=preloaded.variables(), timeout=LIMIT).returncode == 0
     for task_id in "12":
         found = [json.loads(line) for line in (tmp_path / task_id).read_text().splitlines()]
         assert sorted(peer["rank"] for peer in found) == [0, 1]
@@ -83,10 +84,10 @@ PLAIN = "from distman import DistributedManager as M; m = M.initialize(); print(
 @pytest.mark.parametrize("how", ["salloc", "sbatch"])
 def test_plain_python_in_an_allocation_is_one_process_that_says_why(slurm_cluster, how):
     if how == "salloc":
-        finished = slurm_cluster.salloc("-N2", "-n4", sys.executable, "-c", PLAIN, timeout=LIMIT)
+        finished = slurm_cluster.salloc("-N2", "-n4", PYTHON, "-c", PLAIN, timeout=LIMIT)
     else:
-        script = f"#!/bin/bash\n{shlex.join([sys.executable, '-c', PLAIN])}\n"
-        finished = slurm_cluster.sbatch(script, "-N2", "-n4", timeout=LIMIT)
+        script = f"#!/bin/bash\n{shlex.join([str(PYTHON), '-c', PLAIN])}\n"
+        finished = slurm_cluster.sbatch(script, "-N2", "-n4", env=preloaded.variables(), timeout=LIMIT)
     assert finished.returncode == 0
     assert finished.stdout.splitlines()[-1] == "1 False"
     assert "(4 tasks on 2 nodes), but srun did not start it" in finished.stderr
@@ -94,7 +95,7 @@ def test_plain_python_in_an_allocation_is_one_process_that_says_why(slurm_cluste
 
 
 def test_one_gpu_per_task_is_device_zero(slurm_cluster):
-    task = [sys.executable, SCRIPTS / "fake_gpus.py"]
+    task = [PYTHON, SCRIPTS / "fake_gpus.py"]
     assert slurm_cluster.srun("-n2", "--gpus-per-task=1", *task, timeout=LIMIT).lines == ["0 cuda:0", "1 cuda:0"]
     assert slurm_cluster.srun("-n2", "--gpus-per-node=2", *task, timeout=LIMIT).lines == ["0 cuda:0", "1 cuda:1"]
 
@@ -110,7 +111,7 @@ def test_a_stranger_on_the_first_port_is_passed_by():
     job = {"DISTMAN_JOB_ID": "a job with a stranger", "MASTER_ADDR": "localhost", "WORLD_SIZE": "2"}
     first, second = derive_ports(job["DISTMAN_JOB_ID"])[:2]
     with bind_listener("127.0.0.1", first), ExitStack() as stack:
-        command = [sys.executable, RANKS]
+        command = [PYTHON, RANKS]
         ranks = [stack.enter_context(start(command, env={**job, "RANK": str(rank)})) for rank in range(2)]
         finished = [rank.wait(timeout=LIMIT) for rank in ranks]
         assert [rank.returncode for rank in finished] == [0, 0]

@@ -3,13 +3,21 @@
 import sys
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from pathlib import Path
 
 from .processes import Finished, Running, launch, start
 
 
+@dataclass(frozen=True)
 class Torchrun:
-    """Every ``run`` runs ``torchrun --standalone OPTIONS SCRIPT ARGUMENTS`` on some ranks."""
+    """Every ``run`` runs ``torchrun --standalone OPTIONS SCRIPT ARGUMENTS`` on some ranks.
+
+    Attributes:
+        python: The interpreter of torchrun; `preloaded.PYTHON` is that of its ranks, too.
+    """
+
+    python: str | Path = sys.executable
 
     def run(
         self,
@@ -37,5 +45,5 @@ class Torchrun:
 
     def command(self, *script: str | Path, ranks: int, options: tuple[str, ...] = ()) -> list[str | Path]:
         """Return the command line."""
-        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+        torchrun = [self.python, "-m", "torch.distributed.run", "--standalone"]
         return [*torchrun, f"--nproc_per_node={ranks}", *options, *script]

@@ -43,6 +43,7 @@ def test_two_ranks_on_one_gpu_are_a_fault_unless_allowed():
     assert "GPU-a on n1 for rank 0 (pid 100), rank 1 (pid 101)" in fault
     assert "DISTMAN_ALLOW_SHARED_GPU=1" in fault
     assert find_faults([dataclasses.replace(one, is_sharing_allowed=True) for one in shared], 2) == []
+    assert len(find_faults([dataclasses.replace(shared[0], is_sharing_allowed=True), shared[1]], 2)) == 1
 
 
 def test_one_gpu_name_on_two_hosts_is_two_gpus():
@@ -80,6 +81,11 @@ def test_place_on_the_host_is_derived_where_the_launcher_is_silent():
 def test_what_the_launcher_says_stays():
     (peer,) = complete([join_record(0, 1, local_rank=2, local_world_size=4, node_rank=1, num_nodes=3)])
     assert (peer.local_rank, peer.local_world_size, peer.node_rank, peer.num_nodes) == (2, 4, 1, 3)
+
+
+def test_a_host_has_room_for_the_local_rank_that_the_launcher_says():
+    (peer,) = complete([join_record(0, 1, local_rank=2)])
+    assert (peer.local_rank, peer.local_world_size) == (2, 3)
 
 
 def test_sign_ins_in_any_order_give_peers_in_rank_order():

@@ -20,7 +20,10 @@ def say(text):
     sys.stdout.flush()
 
 
-def wait_in_python(seconds=60):
+LONG = 100  # seconds, more than any test waits
+
+
+def wait_in_python(seconds=LONG):
     until = time.monotonic() + seconds
     while time.monotonic() < until:
         time.sleep(0.01)
@@ -67,7 +70,7 @@ class SlowDataset(torch.utils.data.Dataset):
         return 100
 
     def __getitem__(self, index):
-        time.sleep(60)
+        time.sleep(LONG)
         return index
 
 
@@ -87,8 +90,7 @@ def with_a_child(manager):
     """A rank has a forked child that outlives it: its copies of connections must not hide the death."""
     if manager.rank == int(sys.argv[2]):
         if os.fork() == 0:
-            time.sleep(6)
-            os._exit(0)
+            signal.pause()
         time.sleep(1)
         say("killed")
         os.kill(os.getpid(), signal.SIGKILL)
@@ -99,7 +101,7 @@ def raise_while_others_compute(manager):
     if manager.rank == 1:
         time.sleep(1)
         raise ValueError("boom")
-    wait_in_python(20)
+    wait_in_python()
     manager.barrier("end")
 
 

@@ -1,0 +1,225 @@
+"""Does the suite find mistakes? Forty small ones, each in a copy of the repository, and the tests that ought to fail.
+
+``python -m tests.mutants`` tries all of them, one after another; the exit code is 1 if the tests pass over one.
+A mutant whose text is gone, or stands there more than once, is an error: choose another line.
+"""
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+REPOSITORY = Path(__file__).parents[1]
+LIMIT = 300  # seconds for the tests of a mutant, which may well hang
+FIRST_FAILURE = 1  # the exit code of pytest when tests failed; others mean that they did not run
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """A mistake in one line.
+
+    Attributes:
+        file: Where, below ``distman/``.
+        old: A part of the line, of which the file has one.
+        new: What stands there instead.
+        tests: What ought to fail, below ``tests/``.
+    """
+
+    file: str
+    old: str
+    new: str
+    tests: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return f"{self.file}: {self.old}  ->  {self.new}"
+
+    def apply(self, repository: Path) -> None:
+        """Make the mistake in a copy."""
+        path = repository / "distman" / self.file
+        text = path.read_text(encoding="utf-8")
+        if text.count(self.old) != 1:
+            msg = f"{self.file} must have the mutant's text once, got it {text.count(self.old)} times: {self.old}"
+            raise LookupError(msg)
+        path.write_text(text.replace(self.old, self.new), encoding="utf-8")
+
+
+def _mutants(file: str, tests: str, *changes: tuple[str, str]) -> tuple[Mutant, ...]:
+    return tuple(Mutant(file, old, new, tuple(tests.split())) for old, new in changes)
+
+
+MUTANTS = (
+    *_mutants(
+        "environments/_hostlist.py",
+        "environments/test_hostlist.py",
+        ("sum(high - low + 1 for", "sum(high - low for"),
+        ("range(low, high + 1)]", "range(low, high)]"),
+        ("for ranges in reversed(leading))", "for ranges in leading)"),
+        ("high - low >= MAX_RANGE", "high - low > MAX_RANGE"),
+    ),
+    *_mutants(
+        "_rendezvous/address.py",
+        "rendezvous/test_address.py",
+        ('_FIRST_PORT + int.from_bytes(digest[:4], "big")', 'int.from_bytes(digest[:4], "big")'),
+        ("environment.num_nodes > 1", "environment.num_nodes > 2"),
+    ),
+    *_mutants(
+        "_rendezvous/peers.py",
+        "rendezvous/test_peers.py rendezvous/test_membership.py",
+        ("if len(claims) > 1", "if len(claims) > 2"),
+        ("max(len(neighbours), local_rank + 1)", "len(neighbours)"),
+        ("if len(sharing) > 1 and any(", "if len(sharing) > 1 and all("),
+    ),
+    *_mutants(
+        "_coordination/key_sequence.py",
+        "coordination/test_key_sequence.py",
+        ("if place == 0 and page > 0:", "if place == 0 and page > 1:"),
+        ("range((page - 1) * _PER_PAGE, page * _PER_PAGE)", "range((page - 1) * _PER_PAGE, page * _PER_PAGE - 1)"),
+    ),
+    *_mutants(
+        "_coordination/preemption.py",
+        "coordination/test_preemption.py",
+        ("min(at_this_pace, 2 * num_steps, _MOST_STEPS)", "max(at_this_pace, 2 * num_steps, _MOST_STEPS)"),
+        ('if decision["step"] != step:', 'if decision["step"] > step:'),
+    ),
+    *_mutants(
+        "_coordination/barrier.py",
+        "test_manager.py test_decorators.py coordination",
+        ('store.add(f"{key}/count", -1)', 'store.add(f"{key}/count", 0)'),
+    ),
+    *_mutants(
+        "_coordination/consensus.py",
+        "groups/test_registry.py",
+        ('if first["digest"] != digest:', 'if first["digest"] == digest:'),
+    ),
+    *_mutants(
+        "_groups/queries.py",
+        "groups/test_registry.py",
+        ("inner.orthogonal(outer)", "inner.orthogonal()"),
+    ),
+    *_mutants(
+        "collectives/_exchange.py",
+        "collectives/test_reduce_scatter.py collectives/test_all_gather.py collectives/test_all_to_all.py",
+        ("out=second if own == 0 else first", "out=second if own == 1 else first"),
+        ("return total.to(first.dtype)", "return total"),
+        (".resolve_conj().resolve_neg()", ".resolve_neg()"),
+    ),
+    *_mutants("collectives/_scatter.py", "collectives/test_scatter.py", ("if needs_grad:", "if not needs_grad:")),
+    *_mutants(
+        "collectives/_fused.py",
+        "collectives/test_fused.py collectives/test_all_operations.py",
+        ("torch.float32 if use_fp32 and is_16_bit else", "torch.float32 if is_16_bit and not use_fp32 else"),
+    ),
+    *_mutants(
+        "fft/_blocks.py",
+        "fft/test_transforms.py",
+        ("half.narrow(dim, 1, (length - 1) // 2)", "half.narrow(dim, 1, length // 2)"),
+        ("if num_blocks > 1:", "if num_blocks < 1:"),
+    ),
+    *_mutants("fft/_hermitian.py", "fft/test_transforms.py", ("owned > length // 2", "owned >= length // 2")),
+    *_mutants(
+        "fft/_plan.py",
+        "fft/test_transforms.py",
+        ("[0, length // 2] if length % 2 == 0 else [0]", "[0, length // 2] if length % 2 == 1 else [0]"),
+    ),
+    *_mutants(
+        "data/_batches.py",
+        "data/test_batches.py data/test_loaders.py",
+        ("return whole + (self._rank < rest)", "return whole + (self._rank <= rest)"),
+        ("-(-self.num_drawn // self.stride)", "self.num_drawn // self.stride"),
+        ("position + step * self.stride, self._rank", "position, self._rank"),
+    ),
+    *_mutants(
+        "checkpoint/_folder.py",
+        "checkpoint/test_folder.py",
+        ("sorted(_complete(folder))[:-keep]", "sorted(_complete(folder))[: -keep - 1]"),
+        (" and one.saved_at > linked.saved_at]", "]"),
+    ),
+    *_mutants(
+        "handler/_accumulators.py",
+        "handler/test_evaluation.py handler/test_training.py",
+        ("counts = ~values.isnan()", "counts = values.isnan()"),
+        ("self._loss.add_(values[:1], alpha=num_samples)", "self._loss.add_(values[:1])"),
+    ),
+    *_mutants(
+        "handler/_optimization.py",
+        "handler/test_training.py handler/test_resuming.py",
+        ("step.num_own * self._world_size / num_total", "step.num_own / num_total"),
+        ("if index == len(steps) else", "if index == 1 else"),
+        ("self.num_skipped += not is_taken", "self.num_skipped += is_taken"),
+    ),
+    *_mutants(
+        "executor/_buffer_pool.py",
+        "executor/test_moving.py executor/test_run.py executor/test_lifetime.py",
+        ("if region.size >= num_bytes]", "if region.size <= num_bytes]"),
+        ("mask |= 1 << self._freed.pop()", "mask = 1 << self._freed.pop()"),
+    ),
+    *_mutants(
+        "executor/_moving.py",
+        "executor/test_moving.py",
+        ('obj.device.type == "cpu" and not obj.requires_grad', 'obj.device.type == "cpu"'),
+    ),
+    *_mutants("_cli/units.py", "cli", ("if num_bytes >= 1024**power)", "if num_bytes > 1024**power)")),
+    *_mutants(
+        "_cli/timing.py",
+        "cli/test_bench.py cli/test_check.py",
+        ("-(-num_bytes // step) * step", "num_bytes // step * step"),
+    ),
+)
+
+
+def is_killed(mutant: Mutant) -> bool:
+    """Return whether a test fails in a copy that has the mistake."""
+    with tempfile.TemporaryDirectory(prefix="distman-mutant-") as folder:
+        copy = Path(folder)
+        for name in ("distman", "tests", "docs"):
+            shutil.copytree(REPOSITORY / name, copy / name, ignore=shutil.ignore_patterns("__pycache__", "_build"))
+        for name in ("pyproject.toml", "setup.cfg", "README.md", "CHANGELOG.md"):
+            shutil.copy(REPOSITORY / name, copy / name)
+        mutant.apply(copy)
+        pytest = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider"]
+        environment = {**os.environ, "PYTHONPATH": str(copy)}
+        try:
+            done = subprocess.run(
+                [*pytest, *(f"tests/{test}" for test in mutant.tests)],
+                cwd=copy,
+                env=environment,
+                capture_output=True,
+                text=True,
+                check=False,
+                timeout=LIMIT,
+            )
+        except subprocess.TimeoutExpired:
+            return True
+        if done.returncode not in (0, FIRST_FAILURE):
+            msg = f"the tests of {mutant} must run, got exit code {done.returncode}.\n{done.stdout}{done.stderr}"
+            raise RuntimeError(msg)
+        return done.returncode == FIRST_FAILURE
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Try the mutants; return whether one survives."""
+    parser = argparse.ArgumentParser(prog="python -m tests.mutants", description=__doc__)
+    parser.add_argument("--list", action="store_true", help="only name them")
+    parser.add_argument("--only", type=int, metavar="N", action="append", help="only this one; may be repeated")
+    options = parser.parse_args(arguments)
+    numbers = options.only or range(1, len(MUTANTS) + 1)
+    survivors = 0
+    for number in numbers:
+        mutant = MUTANTS[number - 1]
+        killed = options.list or is_killed(mutant)
+        survivors += not killed
+        verdict = "" if options.list else "killed    " if killed else "SURVIVED  "
+        sys.stdout.write(f"{number:3d}  {verdict}{mutant}\n")
+        sys.stdout.flush()
+    if not options.list:
+        sys.stdout.write(f"{len(numbers) - survivors} of {len(numbers)} killed\n")
+    return int(survivors > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
