@@ -1,4 +1,4 @@
-"""One line starts a PyTorch job of many processes, under any launcher.
+"""Works out which rank of a PyTorch job this process is, connects the ranks, and tells all of them when one fails.
 
 ::
 

@@ -47,6 +47,25 @@ def let_names_break(_app: Sphinx, doctree: nodes.document, _page: str) -> None:
             literal += [nodes.raw("", "<wbr>", format="html"), nodes.Text(part)]
 
 
+def by_public_path(text: str) -> str:
+    """Name classes by the package that users import them from, not by the private module that defines them."""
+    return re.sub(r"\b(distman(?:\.[a-z]\w*)*)\._[\w.]*\.([A-Z]\w*)", r"\1.\2", text)
+
+
+def shorten_signature(
+    _app: Sphinx, _what: str, _name: str, _value: object, _options: object, signature: str | None, returns: str | None
+) -> tuple[str | None, str | None]:
+    """Show public paths in signatures."""
+    return signature and by_public_path(signature), returns and by_public_path(returns)
+
+
+def shorten_docstring(_app: Sphinx, _what: str, _name: str, _value: object, _options: object, lines: list[str]) -> None:
+    """Show public paths in the types of attributes, which napoleon adds to the docstring."""
+    lines[:] = [by_public_path(line) for line in lines]
+
+
 def setup(app: Sphinx) -> None:
-    """Make it part of the build."""
+    """Make all of it part of the build."""
     app.connect("doctree-resolved", let_names_break)
+    app.connect("autodoc-process-signature", shorten_signature)
+    app.connect("autodoc-process-docstring", shorten_docstring, priority=800)  # after napoleon

@@ -1,4 +1,4 @@
-"""What holds for every module of the package: its exports, their docstrings, and the map in the README."""
+"""What holds for every module of the package: its exports, their docstrings, and the map for contributors."""
 
 import dataclasses
 import importlib
@@ -17,6 +17,7 @@ import distman
 
 PACKAGE = Path(distman.__file__).parent
 README = PACKAGE.parent / "README.md"
+MAP = PACKAGE.parent / "docs" / "contributing.md"
 RUNS_ON_IMPORT = {"distman.__main__"}
 
 
@@ -136,8 +137,8 @@ def test_an_import_loads_neither_torch_nor_numpy_nor_mpi4py(module_name):
     assert (finished.returncode, finished.stdout.strip(), finished.stderr) == (0, "", "")
 
 
-def test_the_tree_in_the_readme_names_what_there_is():
-    (tree,) = re.findall(r"^distman/\n((?:  .*\n)+)", README.read_text(encoding="utf-8"), re.MULTILINE)
+def test_the_tree_on_the_page_for_contributors_names_what_there_is():
+    (tree,) = re.findall(r"^distman/\n((?:  .*\n)+)", MAP.read_text(encoding="utf-8"), re.MULTILINE)
     named = {line.split()[0] for line in tree.splitlines()}
     there = {path.name + "/" * path.is_dir() for path in PACKAGE.iterdir() if path.name != "__pycache__"}
     assert named == there - {"__main__.py", "py.typed"}
