@@ -24,8 +24,6 @@ _GROWTH = 1.5
 _PAUSE_PER_RANK = 50e-6
 _SHORTEST_LIMIT = 0.005
 _LONGEST_LIMIT = 1.0
-_LOOK_AROUND_EVERY = 0.5
-_LEAVING = 1.5  # seconds in which a launcher or parent that knows more of a rank that left may end the others
 _LOOK_AROUND_PER_RANK = 1e-3
 
 
@@ -39,6 +37,8 @@ class StoreGroup:
         rank: This process's index among them.
         ranks: Their ranks in the world.
         peers: All ranks of the job, in rank order.
+        look_around_every: Seconds of a wait between two looks at what else happened in the job.
+        leaving: Seconds for which a rank that left is still waited for.
     """
 
     job_store: Store
@@ -46,6 +46,8 @@ class StoreGroup:
     rank: int
     ranks: Sequence[int]
     peers: Sequence[Place]
+    look_around_every: float = 0.5  # several calls into the store, which a wait for milliseconds should not cost
+    leaving: float = 1.5  # a launcher or parent that knows why a rank left may end the others with that error
 
     @property
     def size(self) -> int:
@@ -80,7 +82,7 @@ class StoreGroup:
             RankFailedError: The job failed, or an awaited rank left it.
         """
         began = time.monotonic()
-        look_around, left_since = began + _LOOK_AROUND_EVERY, began
+        look_around, left_since = began + self.look_around_every, began
         num_looks, pause = 0, _FIRST_PAUSE
         longest = min(max(_SHORTEST_LIMIT, _PAUSE_PER_RANK * self.size), _LONGEST_LIMIT)
         while not is_there():
@@ -93,9 +95,9 @@ class StoreGroup:
                 has_left = record is not None and record.error_type == LEFT
                 if not has_left:
                     left_since = now
-                if record is not None and (not has_left or now - left_since > _LEAVING) and not is_there():
+                if record is not None and (not has_left or now - left_since > self.leaving) and not is_there():
                     raise record.to_error()
-                look_around = now + max(_LOOK_AROUND_EVERY, _LOOK_AROUND_PER_RANK * self.size)
+                look_around = now + max(self.look_around_every, _LOOK_AROUND_PER_RANK * self.size)
             num_looks += 1
             if num_looks > _LOOKS_WITHOUT_PAUSE:
                 time.sleep(pause)
@@ -200,6 +202,7 @@ def wait_for_all(
             raise RankFailedError(**record) if is_late else BarrierTimeoutError(record["error_text"])
 
     while not store_group.wait_until(is_open, place=key, awaited=missing, timeout=timeout, look=look):
+        look()  # the others may have given up before this one came, longer ago than its timeout
         absent = missing()
         if absent and not is_open():  # else the last one came while we looked
             store.add(protocol.arrived(key), -1)  # who comes later must not find it full

@@ -21,7 +21,7 @@ Source:
 """
 
 _SIGNAL = signal.SIGURG  # ignored by default: harmless where it meets nobody
-_GRACE = 3.0
+_GRACE = 3.0  # seconds; a main thread that runs Python comes to a signal at once, after a busy call of numpy say
 
 
 class Interruption:
@@ -34,11 +34,15 @@ class Interruption:
     Args:
         abort_job: Makes the launcher end the job after an error, where it would not do so by itself.
         is_over: Set when this rank leaves the job: then nothing has to be interrupted.
+        grace: Seconds within which the main thread must have come back to the interpreter.
     """
 
-    def __init__(self, abort_job: Callable[[BaseException], None], is_over: threading.Event) -> None:
+    def __init__(
+        self, abort_job: Callable[[BaseException], None], is_over: threading.Event, *, grace: float = _GRACE
+    ) -> None:
         self._abort_job = abort_job
         self._is_over = is_over
+        self._grace = grace
         self._record: FailureRecord | None = None
         self._is_delivered = threading.Event()
         self._is_awaited = False
@@ -49,7 +53,7 @@ class Interruption:
 
     @contextlib.contextmanager
     def awaited(self) -> Iterator[None]:
-        """For the length of a ``with`` block, raise nothing: the main thread waits for the notice, and will see it."""
+        """For the length of a ``with`` block, raise nothing: the main thread waits for the record, and will see it."""
         self._is_awaited = threading.current_thread() is threading.main_thread()
         try:
             yield
@@ -63,7 +67,7 @@ class Interruption:
         self._is_installed = False
 
     def deliver(self, record: FailureRecord) -> None:
-        """Make the main thread raise the notice, or end the process.
+        """Make the main thread raise what the record says, or end the process.
 
         Blocking. Not for the main thread.
         """
@@ -72,7 +76,7 @@ class Interruption:
         if self._is_installed and main is not None:
             with contextlib.suppress(ProcessLookupError):
                 signal.pthread_kill(main, _SIGNAL)
-        if self._is_delivered.wait(_GRACE) or self._is_over.is_set() or hook.has_failed():
+        if self._is_delivered.wait(self._grace) or self._is_over.is_set() or hook.has_failed():
             return
         self._exit(record)
 

@@ -104,8 +104,8 @@ class FailureRecord:
             role: What it does for the job, as for :meth:`died`.
         """
         text = (
-            f"{role}is silent since {seconds:.0f} s{f', last seen {last_seen}' if last_seen else ''}: it is stopped, "
-            "or foreign code in it keeps the interpreter, or its host is cut off. DISTMAN_SILENCE_TIMEOUT is the limit."
+            f"{role}has been silent for {seconds:.0f} s{f', last seen {last_seen}' if last_seen else ''}: it is "
+            "stopped, or native code is holding the GIL, or its host is cut off. DISTMAN_SILENCE_TIMEOUT is the limit."
         )
         return cls(place.rank, place.host, place.pid, SILENT, text)
 

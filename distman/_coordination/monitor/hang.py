@@ -169,7 +169,10 @@ def write_report(reason: str, asker: int, answers: Mapping[int, Answer], names: 
     alike = _grouped(answers, lambda answer: (_without_seconds(answer.place), answer.stacks))
     parts = [
         reason,
-        *(f"{names[rank]} does not answer: it is stopped or dead, or foreign code keeps it" for rank in silent),
+        *(
+            f"{names[rank]} does not answer: it is stopped or dead, or native code is holding the GIL"
+            for rank in silent
+        ),
     ]
     parts += [f"{_named(ranks, names)}\n{place}\n\n{stacks.rstrip()}" for (place, stacks), ranks in alike]
     path = _write("\n\n".join(parts) + "\n", folder)

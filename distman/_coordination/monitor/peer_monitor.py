@@ -6,6 +6,7 @@ import dataclasses
 import math
 import threading
 import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from distman._coordination import protocol, tracking
@@ -27,13 +28,20 @@ class PeerMonitor:
         silence: Seconds without a sign of life after which a rank is taken for failed.
         hangs: Reports waits that last too long; None does not.
         is_stopping: Set when this rank leaves: then no other one is said to have failed.
+        clock: Tells the seconds, from any moment on.
 
     Attributes:
         is_closing: Whether the rank that serves the store leaves, so that nobody can be watched any more.
     """
 
     def __init__(
-        self, store: Store, context: WatchContext, silence: float, hangs: HangWatch | None, is_stopping: threading.Event
+        self,
+        store: Store,
+        context: WatchContext,
+        silence: float,
+        hangs: HangWatch | None,
+        is_stopping: threading.Event,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.is_closing = False
         self._store = store
@@ -41,12 +49,13 @@ class PeerMonitor:
         self._silence = silence
         self._hangs = hangs
         self._is_stopping = is_stopping
+        self._clock = clock
         self._stack_queries = StackQueries(store, context.rank)
         self._connection = PeerConnection(store, context.rank, context.peers, is_one_host=context.is_one_host)
         self._neighbour = _Neighbour()
         self._num_news = 0
         self._last_beat = -math.inf
-        self._asked_at = self._answered_at = time.monotonic()
+        self._asked_at = self._answered_at = clock()
 
     @property
     def is_late(self) -> bool:
@@ -58,7 +67,7 @@ class PeerMonitor:
 
         Blocking; :meth:`wake` ends the wait.
         """
-        self._asked_at = time.monotonic()
+        self._asked_at = self._clock()
         num_news = self._store.add(protocol.NEWS, 0)
         self._answered_at = self._asked_at
         if num_news != self._num_news:
@@ -66,7 +75,7 @@ class PeerMonitor:
             record = self._read_news()
             if record is not None or self.is_closing:
                 return record
-        now = time.monotonic()
+        now = self._clock()
         if now - self._last_beat > INTERVALS_PER_BEAT * self._context.interval:
             record = self._beat(now - self._last_beat)
             self._last_beat = now

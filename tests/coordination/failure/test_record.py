@@ -1,0 +1,64 @@
+"""What ranks tell each other of a failure."""
+
+import pytest
+from torch.distributed import HashStore
+
+from distman._coordination.failure.record import DIED, LEFT, SILENT, FailureRecord, shortened
+from distman.errors import RankFailedError
+
+from ..ranks import Place, failure_on
+
+
+def test_there_is_none_at_first():
+    assert FailureRecord.read(HashStore()) is None
+
+
+def test_the_first_failure_counts():
+    store = HashStore()
+    first, second = failure_on(0, "first"), failure_on(1, "second")
+    assert first.publish(store) == first
+    assert second.publish(store) == first
+    assert FailureRecord.read(store) == first
+
+
+def test_an_exception_is_told_with_its_traceback():
+    try:
+        raise ValueError("boom")
+    except ValueError as error:
+        record = FailureRecord.of(error, 3)
+    assert (record.rank, record.error_type, record.error_text) == (3, "ValueError", "boom")
+    assert record.traceback_text.endswith("ValueError: boom\n")
+
+
+def test_the_failure_of_another_rank_is_passed_on():
+    record = failure_on(2)
+    assert FailureRecord.of(record.to_error(), 0) == record
+
+
+def test_an_error_that_cannot_say_what_it_is_is_told_all_the_same():
+    class BrokenError(Exception):
+        def __str__(self):
+            raise LookupError
+
+    assert FailureRecord.of(BrokenError(), 0).error_text == "(its __str__ raised LookupError)"
+
+
+def test_a_long_text_loses_its_middle():
+    text = shortened("a" * 600 + "b" * 600, 100)
+    assert text == "a" * 50 + "\n... 1100 characters left out ...\n" + "b" * 50
+    assert shortened("short", 100) == "short"
+
+
+@pytest.mark.parametrize(
+    ("record", "kind", "text"),
+    [
+        (FailureRecord.died(Place(1)), DIED, "rank 1 (n1, pid 101) died: its connection broke"),
+        (FailureRecord.left(Place(1), "barrier 0"), LEFT, "left the job before it came to barrier 0"),
+        (FailureRecord.silent(Place(1), 300), SILENT, "has been silent for 300 s: it is stopped"),
+        (FailureRecord.silent(Place(1), 300, last_seen="in x"), SILENT, "for 300 s, last seen in x: it is stopped"),
+    ],
+)
+def test_what_is_said_of_a_rank_that_cannot_say_it_itself(record, kind, text):
+    assert record.error_type == kind
+    assert isinstance(record.to_error(), RankFailedError)
+    assert text in str(record.to_error())

@@ -1,0 +1,91 @@
+"""A rank that fails tells the others, as far as the store is still there."""
+
+import pytest
+import torch.distributed as dist
+from torch.distributed import HashStore
+
+from distman._coordination import protocol
+from distman._coordination.failure.record import SILENT, FailureRecord
+from distman._coordination.failure.reporter import JobReporter
+
+from ..ranks import Place, failure_on
+
+
+@pytest.fixture
+def store():
+    return HashStore()
+
+
+def reporter(store, *, is_host=False, is_store_there=True, num_others=1):
+    done = []
+    made = JobReporter(
+        rank=0,
+        num_others=num_others,
+        store=store,
+        store_host="the process that opened tcp://n1:5",
+        is_host=is_host,
+        is_store_there=lambda: is_store_there,
+        leave_group=lambda: done.append("left the group"),
+        abort_job=done.append,
+    )
+    return made, done
+
+
+def test_the_others_are_told(store, capsys):
+    report, done = reporter(store)
+    error = ValueError("boom")
+    report(error)
+    record = FailureRecord.read(store)
+    assert (record.rank, record.error_type, record.error_text) == (0, "ValueError", "boom")
+    assert (store.add(protocol.NEWS, 0), store.add(protocol.FAILURE_SEEN, 0)) == (1, 1)
+    assert done == [error]
+    assert capsys.readouterr().err == ""
+
+
+def test_a_failure_that_came_first_is_printed(store, capsys):
+    failure_on(1).publish(store)
+    report, _ = reporter(store)
+    report(RuntimeError("gloo"))
+    assert FailureRecord.read(store) == failure_on(1)
+    assert "distman: the job failed first elsewhere: rank 1 (n1, pid 101) raised ValueError" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("error", [failure_on(1).to_error(), KeyboardInterrupt()])
+def test_what_the_user_knows_already_is_not_said_again(store, capsys, error):
+    failure_on(1).publish(store)
+    report, _ = reporter(store)
+    report(error)
+    assert capsys.readouterr().err == ""
+
+
+def test_a_silent_rank_is_not_told_of_over_a_store_that_may_be_its_own(store):
+    report, _ = reporter(store)
+    report(FailureRecord.silent(Place(1), 300).to_error())
+    assert FailureRecord.read(store) is None
+    assert FailureRecord.silent(Place(1), 300).error_type == SILENT
+
+
+def test_a_store_that_is_gone_is_named(store, capsys):
+    report, done = reporter(store, is_store_there=False)
+    error = ValueError("boom")
+    report(error)
+    assert done == [error]
+    assert "the process that opened tcp://n1:5, which served the job's store, is gone" in capsys.readouterr().err
+
+
+def test_a_store_that_breaks_meanwhile_is_named_too(capsys):
+    class Broken(HashStore):
+        def compare_set(self, *_):
+            raise dist.DistNetworkError("Broken pipe")
+
+    report, _ = reporter(Broken())
+    report(ValueError("boom"))
+    assert "is gone. See its error" in capsys.readouterr().err
+
+
+def test_who_serves_the_store_leaves_its_group_and_stays_until_all_know(store):
+    store.add(protocol.FAILURE_SEEN, 2)
+    report, done = reporter(store, is_host=True, num_others=2)
+    report(ValueError("boom"))
+    assert done[1:] == ["left the group"]
+    assert store.add(protocol.FAILURE_SEEN, 0) == 3
