@@ -121,7 +121,7 @@ def test_a_misspelt_variable_is_told_at_the_start(monkeypatch, caplog):
     monkeypatch.setenv("DISTMAN_TIMEUOT", "3")
     DistributedManager.initialize()
     assert [record.getMessage() for record in caplog.records] == [
-        "DISTMAN_TIMEUOT is no variable that distman reads, so it has no effect: did you mean DISTMAN_TIMEOUT?"
+        "DISTMAN_TIMEUOT has no effect, because distman reads no such variable: did you mean DISTMAN_TIMEOUT?"
     ]
 
 

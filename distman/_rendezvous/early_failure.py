@@ -12,7 +12,7 @@ from distman.environments import LAUNCHERS, OnFailure, detect
 from distman.errors import DistmanError
 
 _PATIENCE = 10.0
-"""Seconds: longer than ranks that start at the same time are apart, and short enough to keep a scheduler waiting."""
+"""Seconds to wait for ranks that were started at the same time, and come later."""
 
 _PAUSE = 0.02
 """Seconds between two looks at how many ranks have heard."""

@@ -1,4 +1,4 @@
-"""From what a launcher says to a job that is together: store, roll call, and every rank's place."""
+"""From what a launcher says to a job whose ranks have met: store, membership, and every rank's place."""
 
 from __future__ import annotations
 
@@ -24,12 +24,15 @@ from distman.environments import LAUNCHERS, LaunchEnvironment
 
 _attempts = itertools.count()
 _FILES_PER_RANK = 4
+"""Files that rank 0 has open for each rank, connections to it; the other ranks have half as many."""
+
 _FILES_BESIDE = 512
+"""Files that a rank has open beside them: libraries, data, logs."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Rendezvous:
-    """A job that is together.
+    """A job whose ranks have met.
 
     Attributes:
         job_store: Where the ranks met.
@@ -50,7 +53,7 @@ def join(
     backend: str | None,
     timeout: float,
 ) -> Rendezvous:
-    """Meet the other ranks of the job and call the roll.
+    """Meet the other ranks of the job and exchange join records.
 
     Collective.
 
@@ -102,7 +105,7 @@ def meet_at(
     source: str,
     environ: Mapping[str, str],
 ) -> Peers:
-    """Call the roll at a store that every rank has already reached.
+    """Exchange join records at a store that every rank has already reached.
 
     Collective.
 
@@ -121,7 +124,7 @@ def join_record_of(
     device: torch.device | None,
     backend: str | None,
 ) -> JoinRecord:
-    """Return what this process says of itself at the roll call."""
+    """Return what this process tells the others of itself."""
     device_type, visible = visible_devices(device.type if device else None)
     return JoinRecord(
         rank=environment.rank,

@@ -25,7 +25,7 @@ _REMEDY = (
 
 
 def is_installed() -> bool:
-    """Return whether mpi4py is there, without importing it: under some launchers the import ends the process."""
+    """Return whether mpi4py is installed, without importing it: under some launchers the import ends the process."""
     return importlib.util.find_spec("mpi4py") is not None
 
 
@@ -38,8 +38,8 @@ def broadcast_from_rank_zero(environment: LaunchEnvironment, make: Callable[[], 
         environment: What the launcher says; MPI itself must agree.
         make: Called on rank 0 only. If it raises, the error is raised there and a RendezvousError on the
             other ranks.
-        timeout: Seconds. MPI itself waits for ever, and nothing can interrupt it: a process that waits longer
-            says so and exits, which ends the job.
+        timeout: Seconds. MPI itself waits forever, and nothing can interrupt it: a process that waits longer
+            says so and aborts, which ends the job.
 
     Raises:
         RendezvousError: mpi4py is missing, finds no MPI, finds another MPI than the one that started the
@@ -69,11 +69,11 @@ def _broadcast(environment: LaunchEnvironment, make: Callable[[], T]) -> T:
     if world.rank != 0:
         failed, value = world.bcast(None)
         if failed:
-            raise RendezvousError(f"rank 0 must open the store of the job, got {value}. See rank 0's error.")
+            raise RendezvousError(f"Opening the store of the job failed on rank 0: {value}. See rank 0's error.")
         return value  # type: ignore[no-any-return]
     try:
         made = make()
-    except Exception as error:  # whatever it is: the others wait in the broadcast and must hear of it
+    except Exception as error:  # any error: the others wait in the broadcast and must hear of it
         world.bcast((True, f"{type(error).__name__}: {error}"))
         raise
     world.bcast((False, made))

@@ -26,7 +26,7 @@ VARIABLES = (
     "DISTMAN_TIMEOUT",
     "DISTMAN_WATCH",
 )
-"""All variables that begin like this."""
+"""All variables that begin like this; any other is misspelt."""
 
 _PREFIX = "DISTMAN_"
 _LOOPBACK_NAMES = ("localhost", "ip6-localhost")
@@ -130,7 +130,7 @@ def diagnose(environ: Mapping[str, str], environment: LaunchEnvironment, host: H
 
 
 def misspelt_variables(environ: Mapping[str, str]) -> tuple[str, ...]:
-    """Return a sentence for each variable that begins like distman's, and is none.
+    """Return a sentence for each variable that begins like distman's, but is not one of them.
 
     Local.
 
@@ -139,18 +139,18 @@ def misspelt_variables(environ: Mapping[str, str]) -> tuple[str, ...]:
     """
     unknown = (name for name in sorted(environ) if name.startswith(_PREFIX) and name not in VARIABLES)
     return tuple(
-        f"{name} is no variable that distman reads, so it has no effect: {_meant_instead(name)}" for name in unknown
+        f"{name} has no effect, because distman reads no such variable: {_meant_instead(name)}" for name in unknown
     )
 
 
 def _meant_instead(name: str) -> str:
     ends = [known.removeprefix(_PREFIX) for known in VARIABLES]
     close = difflib.get_close_matches(name.removeprefix(_PREFIX), ends, n=1)
-    return f"did you mean {_PREFIX}{close[0]}?" if close else f"there are {', '.join(VARIABLES)}."
+    return f"did you mean {_PREFIX}{close[0]}?" if close else f"distman reads {', '.join(VARIABLES)}."
 
 
 def _other_launchers(job: _Job) -> Iterator[str]:
-    """Another launcher says another place, and is not the one that started one task on each node."""
+    """Another launcher says another rank and size, and is not the one that started one task on each node."""
     chosen = job.environment
     was_told = chosen.launcher == BARE.name or read_text(job.environ, METHOD)  # by a user, or by another launcher
     if was_told or not chosen.is_launched:
@@ -221,53 +221,53 @@ def _gpus(job: _Job) -> Iterator[str]:
 
 
 def _main_address(job: _Job) -> Iterator[str]:
-    """The address on which the ranks meet means nothing, or the wrong host."""
+    """The address at which the ranks meet cannot be resolved, or is the wrong host."""
     if job.main_address is None or not job.environment.is_launched:
         return
     name, source = job.main_address
     addresses = job.host.resolve(name)
     what = f"the main address {name!r} (from {source})"
     if addresses is None:
-        yield f"No answer came in time to what {what} is: each rank will wait for it. Repair DNS, or use an IP address."
+        yield f"Resolving {what} took too long: each rank will wait for it. Repair DNS, or use an IP address."
     elif not addresses:
-        yield f"On this host {what} means nothing: no rank can meet there. Correct it, or use an IP address."
+        yield f"This host cannot resolve {what}, so the ranks cannot meet there. Correct it, or use an IP address."
     elif job.is_on_several_nodes:
         yield from _wrong_host(job, name, what, addresses)
 
 
 def _wrong_host(job: _Job, name: str, what: str, addresses: Sequence[str]) -> Iterator[str]:
-    """The main address of a job of several nodes is not where the others look for it, or does not answer."""
+    """The main address of a job on several nodes is not the host that serves the store, or cannot be reached."""
     is_own = any(map(job.host.is_own, addresses))
     is_at_home = job.is_main_host or job.environment.node_rank == 0 or name == job.host.name
     port = _number(job.environ.get("MASTER_PORT", ""))
     if all(map(_is_loopback, addresses)) and (not is_at_home or name in (*_LOOPBACK_NAMES, *addresses)):
         yield (
-            f"On a job of several nodes {what} must not be this host itself, but it is {addresses[0]}: the other "
-            "nodes would look for rank 0 at home. Set MASTER_ADDR to the name of rank 0's node, or unset it."
+            f"In a job on several nodes {what} must not be a loopback address, but it is {addresses[0]}: each "
+            "node would look for rank 0 on itself. Set MASTER_ADDR to the name of rank 0's node, or unset it."
         )
     elif job.is_main_host and not is_own:
         yield (
-            f"This is rank {job.environment.rank}, for which the others look at the main address, but {what} is "
+            f"This is rank {job.environment.rank}, which the others look for at the main address, but {what} is "
             f"{addresses[0]}, which is not this host ({job.host.name}). Set MASTER_ADDR to the name of the host on "
             "which rank 0 runs, or unset it."
         )
     elif not is_own and port is not None and not any(job.host.is_reachable(address, port) for address in addresses):
         yield (
-            f"From this host {what}, {addresses[0]}, does not answer on port {port}: a firewall or another network "
-            "is between. Set MASTER_ADDR to an address that all nodes reach, or MASTER_PORT to an open port."
+            f"This host cannot reach {what}, {addresses[0]}, on port {port}: a firewall or another network "
+            "is in the way. Set MASTER_ADDR to an address that all nodes reach, or MASTER_PORT to an open port."
         )
 
 
 def _own_name(job: _Job) -> Iterator[str]:
-    """The name of this host means the loopback interface, which gloo would tell the other nodes."""
+    """The name of this host resolves to a loopback address, which gloo would tell the other nodes."""
     if not job.is_on_several_nodes or read_text(job.environ, "GLOO_SOCKET_IFNAME"):
         return
     addresses = job.host.resolve(job.host.name)
     if addresses and all(map(_is_loopback, addresses)):
         yield (
-            f"The name of this host, {job.host.name!r}, means {addresses[0]} here: gloo tells the other nodes that "
-            "address, and they connect to themselves. Correct /etc/hosts, or set GLOO_SOCKET_IFNAME to the interface "
-            "of the network."
+            f"The name of this host, {job.host.name!r}, resolves to {addresses[0]} here: gloo tells the other nodes "
+            "that address, and they would connect to themselves. Correct /etc/hosts, or set GLOO_SOCKET_IFNAME to the "
+            "interface of the network."
         )
 
 
@@ -281,14 +281,14 @@ def _threads(job: _Job) -> Iterator[str]:
     ):
         yield (
             f"OMP_NUM_THREADS is not set: each of the {ranks} ranks on this host would use all of {cores} cores, and "
-            f"they slow each other down. Set OMP_NUM_THREADS={max(1, job.host.num_cores // ranks)}, or let the "
+            f"slow the others down. Set OMP_NUM_THREADS={max(1, job.host.num_cores // ranks)}, or let the "
             "launcher bind each rank to its own cores."
         )
 
 
 def _interfaces(job: _Job) -> Iterator[str]:
     """A variable names a network interface that this host does not have."""
-    there = f"It has {', '.join(job.host.interfaces)}: choose of these, or unset the variable."
+    there = f"It has {', '.join(job.host.interfaces)}: choose one of these, or unset the variable."
     nccl = read_text(job.environ, "NCCL_SOCKET_IFNAME")
     if nccl is not None and not _matches_for_nccl(nccl, job.host.interfaces):
         yield f"NCCL_SOCKET_IFNAME={nccl!r} names no network interface of this host: NCCL cannot start. {there}"
@@ -315,7 +315,7 @@ def _matches_for_nccl(text: str, interfaces: Sequence[str]) -> bool:
 
 
 def _port(job: _Job) -> Iterator[str]:
-    """MASTER_PORT is no port that a user may open."""
+    """MASTER_PORT is not a port that a user may open."""
     text = read_text(job.environ, "MASTER_PORT")
     if text is None or not job.environment.is_launched:
         return
@@ -336,13 +336,13 @@ def _nccl_errors(job: _Job) -> Iterator[str]:
     name = next((name for name in names if read_text(job.environ, name) is not None), None)
     if name is not None and read_text(job.environ, name) == "0" and read_text(job.environ, *waits) in (None, "0"):
         yield (
-            f"{name}=0 switches off that errors of NCCL end a process, and TORCH_NCCL_BLOCKING_WAIT is not on: a rank "
-            "whose peer is gone would wait for ever. Unset it."
+            f"{name}=0 keeps errors of NCCL from ending a process, and TORCH_NCCL_BLOCKING_WAIT is not on: a rank "
+            "whose peer is gone would wait forever. Unset it."
         )
 
 
 def _open_files(job: _Job) -> Iterator[str]:
-    """The limit of open files is below what connections to all other ranks take."""
+    """The limit of open files is too low for connections to all other ranks."""
     size, limit = job.environment.world_size, job.host.max_open_files
     is_first = job.environment.rank == 0
     needed = (4 if is_first else 2) * size + _FILES_BESIDES
@@ -354,7 +354,7 @@ def _open_files(job: _Job) -> Iterator[str]:
 
 
 def _misspelt(job: _Job) -> Iterator[str]:
-    """A variable begins like distman's, and is none."""
+    """A variable begins like distman's, but is not one of them."""
     yield from misspelt_variables(job.environ)
 
 

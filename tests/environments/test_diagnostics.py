@@ -140,12 +140,12 @@ def test_no_gpu_is_hidden_where_there_is_none():
 @pytest.mark.parametrize(
     ("address", "rank", "sentence"),
     [
-        ("slow", 0, "No answer came in time to what the main address 'slow' (from MASTER_ADDR) is"),
-        ("n7", 0, "On this host the main address 'n7' (from MASTER_ADDR) means nothing"),
-        ("localhost", 0, "On a job of several nodes the main address 'localhost' (from MASTER_ADDR) must not be this"),
-        ("127.0.0.1", 3, "On a job of several nodes the main address '127.0.0.1' (from MASTER_ADDR) must not be this"),
-        ("lonely", 3, "On a job of several nodes the main address 'lonely' (from MASTER_ADDR) must not be this host"),
-        ("n2", 0, "This is rank 0, for which the others look at the main address, but the main address 'n2'"),
+        ("slow", 0, "Resolving the main address 'slow' (from MASTER_ADDR) took too long"),
+        ("n7", 0, "This host cannot resolve the main address 'n7' (from MASTER_ADDR), so"),
+        ("localhost", 0, "In a job on several nodes the main address 'localhost' (from MASTER_ADDR) must not be a"),
+        ("127.0.0.1", 3, "In a job on several nodes the main address '127.0.0.1' (from MASTER_ADDR) must not be a"),
+        ("lonely", 3, "In a job on several nodes the main address 'lonely' (from MASTER_ADDR) must not be a loopback"),
+        ("n2", 0, "This is rank 0, which the others look for at the main address, but the main address 'n2'"),
         ("n1", 0, None),
         ("10.0.0.1", 3, None),
     ],
@@ -163,7 +163,7 @@ def test_one_node_may_meet_at_home(address):
 
 def test_the_node_list_of_slurm_is_an_address_too():
     nowhere = host(2, resolve=lambda name: [] if name == "n1" else ["10.0.0.2"])
-    assert one(on("slurm", 3), nowhere).startswith("On this host the main address 'n1' (from slurm) means nothing")
+    assert one(on("slurm", 3), nowhere).startswith("This host cannot resolve the main address 'n1' (from slurm)")
 
 
 def test_an_address_that_does_not_answer_is_told_by_the_ranks_that_look_for_it():
@@ -171,7 +171,7 @@ def test_an_address_that_does_not_answer_is_told_by_the_ranks_that_look_for_it()
     where = host(2, is_reachable=lambda *place: bool(asked.append(place)))
     environ = on("slurm", 3, MASTER_ADDR="n1", MASTER_PORT="23456")
     assert one(environ, where).startswith(
-        "From this host the main address 'n1' (from MASTER_ADDR), 10.0.0.1, does not answer on port 23456: a firewall"
+        "This host cannot reach the main address 'n1' (from MASTER_ADDR), 10.0.0.1, on port 23456: a firewall"
     )
     assert asked == [("10.0.0.1", 23456)]
     assert warnings(on("slurm", 0, MASTER_ADDR="n1", MASTER_PORT="23456"), host(1, is_reachable=None)) == []
@@ -179,7 +179,9 @@ def test_an_address_that_does_not_answer_is_told_by_the_ranks_that_look_for_it()
 
 def test_a_host_whose_name_means_itself_cannot_be_found_by_gloo():
     where = host(2, name="lonely")
-    assert one(on("slurm", 3), where).startswith("The name of this host, 'lonely', means 127.0.1.1 here: gloo tells ")
+    assert one(on("slurm", 3), where).startswith(
+        "The name of this host, 'lonely', resolves to 127.0.1.1 here: gloo tells "
+    )
     assert warnings(on("slurm", 3, GLOO_SOCKET_IFNAME="eth0"), where) == []
     assert warnings(on("slurm", 3, nodes=1), where) == []
 
@@ -245,7 +247,7 @@ def test_the_administrator_may_open_any_port():
 
 @pytest.mark.parametrize("name", ["NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_ASYNC_ERROR_HANDLING"])
 def test_errors_of_nccl_end_a_process(name):
-    assert one({name: "0"}).startswith(f"{name}=0 switches off that errors of NCCL end a process")
+    assert one({name: "0"}).startswith(f"{name}=0 keeps errors of NCCL from ending a process")
     assert warnings({name: "0", "TORCH_NCCL_BLOCKING_WAIT": "1"}) == []
     assert warnings({name: "1", "TORCH_NCCL_BLOCKING_WAIT": "0"}) == []
 
@@ -265,9 +267,9 @@ def test_a_misspelt_variable_has_no_effect():
     found = warnings({f"{prefix}_TIMEUOT": "3", f"{prefix}_XYZ": "3"})
     assert (
         found[0]
-        == f"{prefix}_TIMEUOT is no variable that distman reads, so it has no effect: did you mean {prefix}_TIMEOUT?"
+        == f"{prefix}_TIMEUOT has no effect, because distman reads no such variable: did you mean {prefix}_TIMEOUT?"
     )
-    assert f"there are {', '.join(VARIABLES)}." in found[1]
+    assert f"distman reads {', '.join(VARIABLES)}." in found[1]
 
 
 def test_the_variables_are_those_of_the_documentation():

@@ -9,7 +9,7 @@ from distman.testing import fake_environment
 
 from .recordings import RECORDINGS, recorded
 
-INNERMOST_FIRST = ["torchrun", "openmpi", "hydra", "mvapich", "pals", "jsrun", "flux", "slurm", "env"]
+INNERMOST_FIRST = [launcher for launcher in LAUNCHERS if launcher != "single"]
 
 
 def test_the_first_sentence_gives_each_value_with_the_variable_it_came_from():

@@ -14,10 +14,13 @@ SIZES = [
     (2, 4, [2, 2]),
     (3, 7, [3, 2, 2]),
 ]
-SILENT_ABOUT_LOCAL_SIZE = {"flux"}
-TELLS_NODE_RANK = {"torchrun", "pals", "slurm"}
-TELLS_NUM_NODES = {"torchrun", "flux", "slurm"}
-TELLS_ADDRESS = {"torchrun", "env", "slurm"}
+NOT_FAKED = {("mvapich", "node_rank"), ("mvapich", "num_nodes"), ("openmpi", "main_address")}
+
+
+def told(launcher, **values):
+    """Return the values of those fields that the launcher sets in a fake environment."""
+    fields = {field for field in LAUNCHERS[launcher].fields if (launcher, field) not in NOT_FAKED}
+    return {field: value for field, value in values.items() if field in fields}
 
 
 @pytest.mark.parametrize(("nodes", "tasks", "counts"), SIZES)
@@ -34,13 +37,16 @@ def test_detect_reads_back_every_rank(launcher, nodes, tasks, counts):
             launcher,
             rank=rank,
             world_size=tasks,
-            local_rank=local,
-            local_world_size=None if launcher in SILENT_ABOUT_LOCAL_SIZE else counts[node],
-            node_rank=node if launcher in TELLS_NODE_RANK else None,
-            num_nodes=nodes if launcher in TELLS_NUM_NODES else None,
-            main_address="n1" if launcher in TELLS_ADDRESS else None,
             main_port=environment.main_port,
             job_id=environment.job_id,
+            **told(
+                launcher,
+                local_rank=local,
+                local_world_size=counts[node],
+                node_rank=node,
+                num_nodes=nodes,
+                main_address="n1",
+            ),
         )
 
 
