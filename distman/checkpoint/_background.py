@@ -10,6 +10,7 @@ from pathlib import Path
 
 from distman._coordination.failure.pending_work import register
 from distman._log import logger
+from distman._process_state import puts_back
 from distman.errors import CheckpointError
 
 _writes: dict[Path, BackgroundWrite] = {}
@@ -143,6 +144,7 @@ def refuse_after_failure(place: Path) -> None:
         ) from write.error
 
 
+@puts_back
 @atexit.register
 def _tell_at_exit() -> None:
     for write in list(_writes.values()):

@@ -22,6 +22,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from distman._process_state import reset
 from distman._seeds import seed_generators
 from distman._torch_internals import count_groups_from_zero
 from distman.testing._messages import (
@@ -140,11 +141,7 @@ def _join_group(task: Task) -> None:
 
 
 def _leave_group() -> None:
-    if _has_manager():
-        from distman.manager import DistributedManager
-
-        if DistributedManager.is_initialized():
-            DistributedManager.cleanup()
+    reset()
     if dist.is_initialized():
         dist.destroy_process_group()
 

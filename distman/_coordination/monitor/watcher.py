@@ -26,6 +26,7 @@ from distman._coordination.monitor.peer_connection import PeerConnection
 from distman._coordination.monitor.stack_query import StackQueries
 from distman._coordination.monitor.watchdog import Watchdog
 from distman._log import logger
+from distman._process_state import puts_back
 from distman._torch_internals import is_lost_connection
 
 if TYPE_CHECKING:
@@ -338,6 +339,14 @@ def announce_unwatched(store: Store, rank: int) -> None:
     """Say that a rank has no watcher: it gives no signs of life, and lets nobody wait for it at the end."""
     store.delete_key(f"beat/{rank}")
     store.add("gone", 1)
+
+
+@puts_back
+def _stop_current() -> None:
+    watcher = _current
+    if watcher is not None:
+        watcher.stop()
+        watcher.close()
 
 
 def is_watching() -> bool:
