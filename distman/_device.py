@@ -101,6 +101,19 @@ def resolve_device(device: str | torch.device) -> torch.device:
     return device
 
 
+def requested_device(device: str | torch.device | None) -> torch.device | None:
+    """Return the device that the program asked for, or None where the rank's place on its host decides.
+
+    So it does, too, among the accelerators of a type that was named without an index.
+
+    Raises:
+        TypeError: See :func:`resolve_device`.
+        ValueError: The same.
+    """
+    resolved = resolve_device(device) if device is not None else None
+    return None if resolved is None or (resolved.type != "cpu" and resolved.index is None) else resolved
+
+
 def backend_for(device: torch.device) -> str:
     """Return the backend of a process group whose ranks compute on such a device.
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 
+from distman._process_state import puts_back
+
 
 class _RankPrefix(logging.Filter):
     """Puts ``[rank 3/8] `` before each message of a process that knows its rank."""
@@ -22,7 +24,8 @@ logger = logging.getLogger("distman")
 logger.addFilter(_rank_prefix)
 
 
-def set_rank(rank: int | None, world_size: int = 1) -> None:
+@puts_back
+def set_rank(rank: int | None = None, world_size: int = 1) -> None:
     """Make later messages begin with the rank, or with nothing where ``rank`` is None.
 
     Args:

@@ -21,10 +21,13 @@ from distman._coordination.monitor.watcher import WatchLimits
 from distman._coordination.preemption import StopAgreement, requeue
 from distman._coordination.sync import wait_for_all
 from distman._coordination.wait_scope import WaitScope
-from distman._device import backend_for, check_backend, pick_device
+from distman._device import backend_for, check_backend, pick_device, requested_device
 from distman._groups.queries import GroupQueries, ManagerState
 from distman._groups.registry import Groups
-from distman._job import DeviceWish, Limits, adopt, leave, let_gloo_rest, start, watch
+from distman._job.job import Limits
+from distman._job.shutdown import leave, wait_for_gloo
+from distman._job.start import adopt, start, watch
+from distman._process_state import puts_back
 from distman._rendezvous.peers import Peers
 from distman._seeds import seed_generators
 from distman.environments import LaunchEnvironment, detect, misspelt_variables
@@ -104,17 +107,17 @@ class DistributedManager(GroupQueries):
             return cls()
         limits = Limits(_seconds(timeout, *_TIMEOUT), _seconds(rendezvous_timeout, *_RENDEZVOUS_TIMEOUT))
         watch_limits = _watch_limits()
-        wish = DeviceWish.of(device)
+        requested = requested_device(device)
         if backend is not None:
             check_backend(backend)
         find_unused = read_flag(os.environ, _FIND_UNUSED)
         if dist.is_initialized():
             _warn_of_misspelt(dist.get_rank())
-            job = adopt(detect(os.environ, method).environment, wish, limits)
+            job = adopt(detect(os.environ, method).environment, requested, limits)
         else:
             environment = _environment(method, use_distributed=use_distributed)
             _warn_of_misspelt(environment.rank)
-            job = start(environment, backend, wish, limits)
+            job = start(environment, backend, requested, limits)
         cls._shared_state["_state"] = ManagerState(
             job=job,
             groups=Groups(job),
@@ -176,7 +179,7 @@ class DistributedManager(GroupQueries):
             if watcher is not None:
                 watcher.stop()
                 watcher.close()
-            let_gloo_rest()
+            wait_for_gloo()
         else:
             cls.cleanup()
 
@@ -383,6 +386,11 @@ class DistributedManager(GroupQueries):
         )
 
     __repr__ = __str__
+
+
+@puts_back
+def _clean_up() -> None:
+    DistributedManager.cleanup()
 
 
 def initialize_ddp(

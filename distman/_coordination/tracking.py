@@ -13,6 +13,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from types import FrameType, TracebackType
 
+from distman._process_state import puts_back
 from distman.errors import DistmanError
 
 _PACKAGE = f"{Path(__file__).parent.parent}/"
@@ -105,6 +106,14 @@ def leave_rank_process() -> None:
     """Let this process be that of no rank any more."""
     global _home
     _home = None
+
+
+@puts_back
+def _forget() -> None:
+    global _home, _last
+    _home, _last = None, ""
+    _waiting.clear()
+    vars(_region).clear()
 
 
 def is_child() -> bool:

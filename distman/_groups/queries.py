@@ -12,7 +12,7 @@ from distman._coordination.monitor.watcher import Watcher
 from distman._coordination.preemption import StopAgreement
 from distman._coordination.sections import ExclusiveSections
 from distman._groups.registry import Group, Groups
-from distman._job import Job
+from distman._job.job import Job
 from distman.errors import undefined_group
 from distman.topology import Plan, ProcessGroupConfig, ProcessGroupNode, mesh_plan, tree_plan
 from distman.topology._plan import resolve_mesh_shape

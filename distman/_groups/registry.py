@@ -20,7 +20,7 @@ from distman._coordination.consensus import Consensus
 from distman._coordination.sections import ExclusiveSections
 from distman._coordination.tracking import call_site
 from distman._device import is_pure_gloo
-from distman._job import Job
+from distman._job.job import Job
 from distman._log import logger
 from distman._torch_internals import device_types, make_gloo_default, make_group, mesh_without_groups
 from distman.errors import DistmanError, undefined_group

@@ -21,6 +21,7 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
+from distman._process_state import puts_back
 from distman._rendezvous.address import MeetingPoint
 from distman.errors import RendezvousError
 
@@ -151,6 +152,13 @@ def _local_port(number: int) -> int | None:
     with socket.socket(fileno=os.dup(number)) as copy:
         is_internet = copy.family in (socket.AF_INET, socket.AF_INET6)
         return copy.getsockname()[1] if is_internet else None
+
+
+@puts_back
+def _close_all() -> None:
+    for server in list(_servers):
+        server.close()
+    _servers.clear()
 
 
 def _close_all_in_child() -> None:

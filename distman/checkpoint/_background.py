@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 from distman._coordination.failure.pending_work import register
 from distman._log import logger
+from distman._process_state import puts_back
 from distman.checkpoint._location import Location
 from distman.errors import CheckpointError
 
@@ -144,6 +145,7 @@ def refuse_after_failure(place: Location) -> None:
         ) from write.error
 
 
+@puts_back
 @atexit.register
 def _tell_at_exit() -> None:
     for write in list(_writes.values()):

@@ -21,6 +21,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from distman._process_state import reset
 from distman._seeds import seed_generators
 from distman._torch_internals import count_groups_from_zero
 from distman._workers.fork_server import STACK_SIGNAL, Work
@@ -151,8 +152,7 @@ def _join_group(task: RankTask) -> None:
 
 
 def _leave_group() -> None:
-    if DistributedManager.is_initialized():
-        DistributedManager.cleanup()
+    reset()
     if dist.is_initialized():
         dist.destroy_process_group()
 

@@ -26,6 +26,7 @@ from distman import (
 )
 from distman._coordination.consensus import Consensus
 from distman._groups import registry
+from distman._process_state import reset
 from distman.testing import ranks
 
 SOON = 10  # seconds within which all ranks hear of a disagreement
@@ -95,10 +96,10 @@ def num_open_files():
 
 
 @pytest.fixture
-def lone_manager(monkeypatch):
-    monkeypatch.setattr(DistributedManager, "_shared_state", {})
+def lone_manager():
+    reset()
     yield DistributedManager.initialize(device="cpu")
-    DistributedManager.cleanup()
+    reset()
 
 
 # Groups, one way after the other
@@ -229,8 +230,8 @@ def test_groups_can_be_made_on_the_class_and_on_an_instance():
     assert manager.group_names[:5] == ("one", "two", "across one", "across two", "three")
 
 
-def test_groups_cannot_be_made_too_early(monkeypatch):
-    monkeypatch.setattr(DistributedManager, "_shared_state", {})
+def test_groups_cannot_be_made_too_early():
+    reset()
     with pytest.raises(RuntimeError, match=r"Call DistributedManager\.initialize\(\) once"):
         DistributedManager.create_process_subgroup("model", 1)
 

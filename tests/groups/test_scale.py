@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from distman import DistributedManager, ProcessGroupConfig, ProcessGroupNode
+from distman._process_state import reset
 
 SHAPES = [(16, 8, 8), (256, 8, 8), (1024, 8, 8)]
 AXES = ("data", "spatial", "channel")
@@ -52,14 +53,14 @@ def world(request, monkeypatch):
         world.made[options.get("group_desc")] += 1
         return make(*arguments, **options)
 
-    monkeypatch.setattr(DistributedManager, "_shared_state", {})
+    reset()
     dist.init_process_group("fake", store=FakeStore(), rank=world.rank, world_size=world.size)
     try:
         DistributedManager.initialize(device="cpu")
         monkeypatch.setattr(distributed_c10d, "_new_process_group_helper", counted)
         yield world
     finally:
-        DistributedManager.cleanup()
+        reset()
         dist.destroy_process_group()
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from distman._coordination.failure.pending_work import complete_all, is_anything_left
 from distman._coordination.timeouts import run_with_timeout
+from distman._process_state import puts_back
 
 _PATIENCE = 1.0
 _WORK_PATIENCE = 60.0
@@ -71,6 +72,17 @@ def install(reporter: Reporter) -> None:
         sys.excepthook = _hook
         atexit.register(_hook.at_exit)
     _hook.reporter = reporter
+
+
+@puts_back
+def uninstall() -> None:
+    """Take the hook away, unless another one has replaced or wrapped it."""
+    global _hook
+    if _hook is not None:
+        if sys.excepthook is _hook:
+            sys.excepthook = _hook.previous
+        atexit.unregister(_hook.at_exit)
+        _hook = None
 
 
 def set_reporter(reporter: Reporter | None) -> None:

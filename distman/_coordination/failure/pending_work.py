@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
 
-_tasks: dict[int, Callable[[], None]] = {}
-_numbers = itertools.count()
+from distman._process_state import puts_back
+
+_tasks: dict[object, Callable[[], None]] = {}
 
 
 def register(wait: Callable[[], None]) -> Callable[[], None]:
@@ -20,11 +20,11 @@ def register(wait: Callable[[], None]) -> Callable[[], None]:
     Returns:
         What to call once it is done.
     """
-    number = next(_numbers)
-    _tasks[number] = wait
+    task = object()
+    _tasks[task] = wait
 
     def forget() -> None:
-        _tasks.pop(number, None)
+        _tasks.pop(task, None)
 
     return forget
 
@@ -32,6 +32,11 @@ def register(wait: Callable[[], None]) -> Callable[[], None]:
 def is_anything_left() -> bool:
     """Return whether something is not done yet."""
     return bool(_tasks)
+
+
+@puts_back
+def _forget_all() -> None:
+    _tasks.clear()
 
 
 def complete_all() -> None:

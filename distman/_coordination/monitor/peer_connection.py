@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from distman._coordination import protocol
 from distman._coordination.failure.record import Place
+from distman._process_state import puts_back
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -201,6 +202,13 @@ def own_addresses() -> list[str]:
         except OSError:
             found.append("127.0.0.1")
     return list(dict.fromkeys(found))
+
+
+@puts_back
+def _close_all() -> None:
+    for connection in list(_connections):
+        connection.close()
+    _connections.clear()
 
 
 def _close_all_in_child() -> None:

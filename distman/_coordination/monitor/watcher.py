@@ -24,6 +24,7 @@ from distman._coordination.monitor.hang import HangWatch, StackQueries
 from distman._coordination.monitor.peer_monitor import PeerMonitor, give_sign, read_sign
 from distman._coordination.monitor.watchdog import Watchdog
 from distman._log import logger
+from distman._process_state import puts_back
 from distman._torch_internals import is_lost_connection
 
 if TYPE_CHECKING:
@@ -238,6 +239,14 @@ def announce_unwatched(store: Store, rank: int) -> None:
     """Say that a rank has no watcher: it gives no signs of life, and lets nobody wait for it at the end."""
     store.delete_key(protocol.beat(rank))
     store.add(protocol.GONE, 1)
+
+
+@puts_back
+def _stop_current() -> None:
+    watcher = _current
+    if watcher is not None:
+        watcher.stop()
+        watcher.close()
 
 
 def is_watching() -> bool:

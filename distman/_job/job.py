@@ -1,0 +1,81 @@
+"""What is known of a job that is up."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Iterator, Sequence
+
+import torch
+import torch.distributed as dist
+
+from distman._coordination.failure.job_abort import abort_job_after
+from distman._coordination.sync import StoreGroup
+from distman._rendezvous import mpi
+from distman._rendezvous.join import Rendezvous
+from distman._rendezvous.peers import Peer, Peers
+from distman.environments import LaunchEnvironment
+
+
+@dataclasses.dataclass(frozen=True)
+class Limits:
+    """How long to wait, in seconds.
+
+    Attributes:
+        collective: For a collective to end.
+        rendezvous: For all ranks to arrive, and for the members of a group to make it.
+    """
+
+    collective: float
+    rendezvous: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """What is known of a job that is up.
+
+    Attributes:
+        peer: This rank.
+        world_size: Number of ranks.
+        device: Device of this rank.
+        backend: Backend of the process group; None where there is none.
+        limits: How long to wait.
+        roll_call: All ranks, in rank order.
+        environment: What the launcher said.
+        rendezvous: Where the ranks met; None on one process without a group.
+        is_adopted: Whether other code made the process group.
+        barriers: Numbers of the barriers to come.
+    """
+
+    peer: Peer
+    world_size: int
+    device: torch.device
+    backend: str | None
+    limits: Limits
+    roll_call: Peers
+    environment: LaunchEnvironment
+    rendezvous: Rendezvous | None = None
+    is_adopted: bool = False
+    barriers: Iterator[int] = dataclasses.field(default_factory=itertools.count)
+
+    def store_group(self, ranks: Sequence[int] | None = None, store: dist.Store | None = None) -> StoreGroup | None:
+        """Return ranks that exchange messages over the store of the job; None on one process without a group.
+
+        Args:
+            ranks: Their ranks in the world, this one among them; None is all.
+            store: The part of the store that belongs to them; None is that of the job.
+        """
+        if self.rendezvous is None:
+            return None
+        ranks = range(self.world_size) if ranks is None else ranks
+        job_store = self.rendezvous.store
+        return StoreGroup(job_store, store or job_store, ranks.index(self.peer.rank), ranks, self.roll_call)
+
+    def end_after(self, error: BaseException) -> None:
+        """Make the launcher end the job once this process ends, where it would not do so by itself."""
+        abort_job(self.environment, error)
+
+
+def abort_job(environment: LaunchEnvironment, error: BaseException) -> None:
+    if environment.world_size > 1 and not mpi.abort_at_exit():
+        abort_job_after(error, environment)

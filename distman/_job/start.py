@@ -1,0 +1,178 @@
+"""The start of a job: from a launch environment to a process group in which all ranks watch each other."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import os
+import weakref
+from collections.abc import Iterator
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from distman._coordination import protocol
+from distman._coordination.failure import hook
+from distman._coordination.failure.reporter import JobReporter
+from distman._coordination.monitor.context import WatchContext
+from distman._coordination.monitor.watcher import Watcher, WatchLimits, announce_unwatched
+from distman._device import backend_for, is_pure_gloo, pick_device
+from distman._job.job import Job, Limits, abort_job
+from distman._process_state import keep_garbage_from_children
+from distman._rendezvous.join import Rendezvous, join, join_record_of, meet_at
+from distman._rendezvous.peers import JoinRecord, complete
+from distman._rendezvous.store import JobStore
+from distman._torch_internals import counting_no_failed_group, make_gloo_default
+from distman.environments import LaunchEnvironment
+from distman.errors import DistmanError, RankFailedError, RendezvousError
+
+_adoptions: weakref.WeakKeyDictionary[dist.ProcessGroup, Iterator[int]] = weakref.WeakKeyDictionary()
+"""Numbers of the adoptions of a group: part of the keys in its store, which remembers those before."""
+
+
+def start(environment: LaunchEnvironment, backend: str | None, requested: torch.device | None, limits: Limits) -> Job:
+    """Bring the ranks together and make the process group; on one process without a launcher, make none.
+
+    Args:
+        environment: What the launcher said.
+        backend: Backend that the program asked for; None leaves it to the device.
+        requested: Device that the program asked for; None leaves it to the rank's place on its host.
+        limits: How long to wait.
+
+    Raises:
+        RendezvousError: See :func:`distman._rendezvous.join.join`.
+        RankFailedError: The same.
+    """
+    if not environment.is_launched:
+        return _job_of_one(environment, requested, limits)
+    keep_garbage_from_children()
+    try:
+        rendezvous = join(environment, os.environ, device=requested, backend=backend, timeout=limits.rendezvous)
+    except (RendezvousError, RankFailedError):
+        hook.set_reporter(functools.partial(abort_job, environment))  # the others know already
+        raise
+    peer = rendezvous.peers[environment.rank]
+    device = torch.device(peer.device)
+    job = Job(
+        peer=peer,
+        world_size=environment.world_size,
+        device=device,
+        backend=backend or backend_for(device),
+        limits=limits,
+        roll_call=rendezvous.peers,
+        rendezvous=rendezvous,
+        environment=environment,
+    )
+    try:
+        _make_process_group(job, rendezvous.store)
+        rendezvous.store.add(protocol.STARTED, 1)
+    except BaseException:
+        rendezvous.job_store.close()
+        raise
+    hook.set_reporter(_reporter(job, rendezvous))
+    return job
+
+
+def adopt(environment: LaunchEnvironment, requested: torch.device | None, limits: Limits) -> Job:
+    """Take over the default process group that other code made.
+
+    The group says rank and size; the launcher is believed where it agrees with the group.
+
+    Raises:
+        RendezvousError: See :func:`distman._rendezvous.join.join`.
+    """
+    keep_garbage_from_children()
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    if not environment.is_launched or (environment.rank, environment.world_size) != (rank, world_size):
+        environment = LaunchEnvironment.bare(rank, world_size)
+    hook.set_reporter(functools.partial(abort_job, environment))  # no rank waits for another one to arrive
+    backend = dist.get_backend_config()
+    device = requested or (None if "nccl" in backend else torch.device("cpu"))
+    me = join_record_of(environment, os.environ, device=device, backend=backend)
+    rendezvous = None if dist.get_backend() == "fake" else _meet_in_group(me, limits)
+    peers = rendezvous.peers if rendezvous else complete([me])
+    peer = next(peer for peer in peers if peer.rank == rank)
+    job = Job(
+        peer=peer,
+        world_size=world_size,
+        device=torch.device(peer.device),
+        backend=backend,
+        limits=limits,
+        roll_call=peers,
+        rendezvous=rendezvous,
+        is_adopted=True,
+        environment=environment,
+    )
+    if rendezvous is not None:
+        hook.set_reporter(_reporter(job, rendezvous))
+    return job
+
+
+def watch(job: Job, limits: WatchLimits | None) -> Watcher | None:
+    """Begin to watch the other ranks; return None where there are none, or watching is switched off."""
+    if job.rendezvous is None or job.world_size == 1:
+        return None
+    if limits is None:
+        announce_unwatched(job.rendezvous.store, job.peer.rank)
+        return None
+    context = WatchContext(
+        store=job.rendezvous.store,
+        url=job.rendezvous.job_store.url,
+        store_rank=job.rendezvous.job_store.store_rank,
+        rank=job.peer.rank,
+        peers=job.roll_call,
+        is_one_host=job.peer.num_nodes == 1,
+    )
+    watcher = Watcher(context, limits, job.end_after)
+    watcher.start()
+    return watcher
+
+
+def _job_of_one(environment: LaunchEnvironment, requested: torch.device | None, limits: Limits) -> Job:
+    hook.set_reporter(None)  # no other rank has to hear of a failure
+    device = requested or pick_device()
+    peers = complete([join_record_of(environment, os.environ, device=device, backend=None)])
+    return Job(peers[0], 1, device, None, limits, peers, environment)
+
+
+def _make_process_group(job: Job, store: dist.Store) -> None:
+    if job.device.type == "cuda":
+        torch.cuda.set_device(job.device)
+    with counting_no_failed_group():
+        dist.init_process_group(
+            backend=job.backend,
+            store=dist.PrefixStore(protocol.PROCESS_GROUP, store),
+            rank=job.peer.rank,
+            world_size=job.world_size,
+            timeout=timedelta(seconds=job.limits.collective),
+            device_id=job.device if job.device.type == "cuda" else None,
+        )
+    if job.backend is not None and is_pure_gloo(job.backend) and dist.group.WORLD is not None:
+        make_gloo_default(dist.group.WORLD)
+
+
+def _meet_in_group(me: JoinRecord, limits: Limits) -> Rendezvous:
+    group = dist.group.WORLD
+    if group is None:
+        raise DistmanError("the default process group must exist to be adopted, got none. Create it first.")
+    number = next(_adoptions.setdefault(group, itertools.count()))
+    store = dist.PrefixStore(protocol.job(number), group.get_group_store())
+    job_store = JobStore(store, "the store of the process group")
+    source = "the process group that existed before"
+    peers = meet_at(job_store, store, me, timeout=limits.rendezvous, source=source, environ=os.environ)
+    return Rendezvous(job_store, store, peers)
+
+
+def _reporter(job: Job, rendezvous: Rendezvous) -> JobReporter:
+    job_store = rendezvous.job_store
+    return JobReporter(
+        rank=job.peer.rank,
+        num_others=job.world_size - 1,
+        store=rendezvous.store,
+        store_host=f"the process that opened {job_store.url}",
+        is_host=job_store.is_host,
+        is_store_there=job_store.is_there,
+        leave_group=dist.destroy_process_group,
+        abort_job=job.end_after,
+    )
