@@ -43,7 +43,7 @@ def agree(operation: str, call: Mapping[str, object], seed: int | None, group: G
     Raises:
         PlanMismatchError: On every rank: the calls differ.
     """
-    drawn = int(torch.randint(2**62, (), device="cpu")) if seed is None else seed
+    drawn = int(torch.randint(2**62, (), device="cpu")) if seed is None else seed  # the result has to fit an int64
     mine = {name: str(value) for name, value in {**call, "seed": seed}.items()}
     everyone = all_gather_objects((mine, drawn), group)
     differing = [name for name in mine if any(one.get(name) != mine[name] for one, _ in everyone)]
