@@ -1,4 +1,4 @@
-"""Which samples each rank takes, and the loaders that read them."""
+"""Loaders that distribute a dataset over the ranks."""
 
 from __future__ import annotations
 

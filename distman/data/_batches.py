@@ -1,8 +1,9 @@
-"""Which samples each rank takes at each step, the same plan on all ranks: arithmetic, without communication."""
+"""Which samples each rank takes at each step: arithmetic, the same on all ranks, without communication."""
 
 from __future__ import annotations
 
 import abc
+import math
 import operator
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -19,7 +20,7 @@ Weights = Sequence[float] | torch.Tensor
 
 
 class _EpochBatches(Sampler[list[int]], abc.ABC):
-    """Batches of one epoch after another, from any position within one: what was drawn of it before, in samples."""
+    """Batches of one epoch after another, from any position within one: the number of samples drawn of it before."""
 
     def __init__(self, batch_size: int, seed: int, group: GroupLike) -> None:
         members = resolve_group(group)
@@ -28,31 +29,33 @@ class _EpochBatches(Sampler[list[int]], abc.ABC):
         self._epoch, self._position = 0, 0
 
     def __len__(self) -> int:
-        """Return the number of steps of a whole epoch, the same on all ranks."""
+        """Return the number of steps of a full epoch, the same on all ranks."""
         return -(-self.num_drawn // self.stride)
 
     def __iter__(self) -> Iterator[list[int]]:
-        """Yield the indices of this rank's samples, a list for each step that is left of the epoch."""
+        """Yield the indices of this rank's samples, a list for each remaining step of the epoch."""
         epoch, position = self._epoch, self._position
-        self.start_at(epoch + 1)  # when the first batch is asked for: a DataLoader may make iterators that it drops
+        self.start_at(
+            epoch + 1
+        )  # only when the first batch is requested: a DataLoader may make iterators that it never uses
         for step, part in enumerate(self.parts(epoch, position)):
             yield Batch(part.tolist(), seed_of(self.seed, epoch, position + step * self.stride, self._rank))
 
     def start_at(self, epoch: int, position: int = 0) -> None:
-        """Let the next iteration go through this epoch, from this position on; others follow it.
+        """Let the next iteration run through this epoch from this position on, and later ones through the next epochs.
 
         Local.
 
         Args:
-            epoch: Index of the epoch; iterations begin with 0.
-            position: What was drawn of it before, a multiple of :attr:`stride` or :attr:`num_drawn`.
+            epoch: Index of the epoch; the first iteration is 0.
+            position: Number of samples drawn of it before, a multiple of :attr:`stride`, or :attr:`num_drawn`.
         """
         self._epoch, self._position = epoch, position
 
     @property
     @abc.abstractmethod
     def layout(self) -> list[int]:
-        """What a position refers to: positions of another layout mean nothing here."""
+        """What a position refers to: positions saved with another layout do not apply."""
 
     @property
     @abc.abstractmethod
@@ -62,7 +65,7 @@ class _EpochBatches(Sampler[list[int]], abc.ABC):
     @property
     @abc.abstractmethod
     def stride(self) -> int:
-        """By how much a step moves the position."""
+        """By how much a step advances the position."""
 
     @abc.abstractmethod
     def num_own(self, position: int) -> int:
@@ -74,7 +77,7 @@ class _EpochBatches(Sampler[list[int]], abc.ABC):
 
     @abc.abstractmethod
     def _order(self, generator: torch.Generator) -> torch.Tensor:
-        """Return the indices of an epoch in their order."""
+        """Return the indices of an epoch in order."""
 
     @abc.abstractmethod
     def _part(self, order: torch.Tensor, position: int) -> torch.Tensor:
@@ -83,7 +86,7 @@ class _EpochBatches(Sampler[list[int]], abc.ABC):
     def parts(self, epoch: int, position: int = 0) -> Iterator[torch.Tensor]:
         """Yield the indices of this rank's samples as tensors, for each step of an epoch from a position on.
 
-        Local. It moves nothing.
+        Local. The next iteration is not affected.
         """
         order = self._order(torch.Generator().manual_seed(seed_of(self.seed, epoch, *self._order_seeds())))
         for start in range(position, self.num_drawn, self.stride):
@@ -94,25 +97,25 @@ class _EpochBatches(Sampler[list[int]], abc.ABC):
 
 
 class TrainingBatches(_EpochBatches):
-    """Draws the batches of the whole job anew each epoch, and gives this rank its part of each; a batch sampler.
+    """A batch sampler that draws global batches in each epoch, and gives this rank its part of each.
 
-    The batches depend on seed and epoch alone, so a run on any number of ranks sees the same ones, as long as ranks
-    times ``batch_size`` is the same. All ranks make the same number of steps, and every sample is drawn once in an
-    epoch. The parts of a batch differ by one sample at most. Where the last batch has fewer samples than there are
-    ranks, a rank without a part takes one of the others' samples along, and :meth:`num_own` says 0.
+    The global batches depend on seed and epoch only, so they are the same on any number of ranks, as long as ranks
+    times ``batch_size`` is. All ranks make the same number of steps, and every sample is drawn once per epoch. The
+    parts of a batch differ by at most one sample. If the last batch has fewer samples than there are ranks, a rank
+    without a part reads a sample of another rank, and :meth:`num_own` is 0.
 
     Args:
-        num_samples: Number of samples of the dataset.
+        num_samples: Number of samples in the dataset.
         batch_size: Samples per rank and step.
-        shuffle: Draw in a new order each epoch.
-        drop_last: Leave out the last batch if it is not full.
-        weights: How often each sample is drawn, relative to the others: then an epoch is ``num_samples`` draws with
+        shuffle: Draw in a new order in each epoch.
+        drop_last: Drop the last batch if it is not full.
+        weights: Relative frequency with which each sample is drawn; an epoch is then ``num_samples`` draws with
             replacement.
-        seed: The same on all ranks.
+        seed: Seed of the order, the same on all ranks.
         group: The ranks that share the batches: a process group, the name of one, or None for the world.
 
     Raises:
-        ValueError: There are no samples, the batch size is less than 1, or the weights do not fit.
+        ValueError: There are no samples, the batch size is less than 1, or the weights are not valid.
     """
 
     def __init__(
@@ -133,26 +136,26 @@ class TrainingBatches(_EpochBatches):
 
     @property
     def layout(self) -> list[int]:
-        """The number of samples: a position fits any number of ranks."""
+        """The number of samples: a position applies to any number of ranks."""
         return [self._num_samples]
 
     @property
     def num_drawn(self) -> int:
-        """Position at the end of an epoch: the samples that all ranks draw."""
+        """Position at the end of an epoch: the number of samples that all ranks draw."""
         return self._num_samples - (self._num_samples % self.stride if self._drop_last else 0)
 
     @property
     def stride(self) -> int:
-        """Samples of a full step on all ranks."""
+        """Number of samples of a full step on all ranks."""
         return self.batch_size * self.num_ranks
 
     def num_own(self, position: int) -> int:
-        """Return how many samples of the step at this position are this rank's; 0 where it only keeps company.
+        """Return how many samples of the step at this position are this rank's; 0 if it takes part with weight 0.
 
         Local.
         """
-        whole, rest = divmod(self.num_total(position), self.num_ranks)
-        return whole + (self._rank < rest)
+        quotient, rest = divmod(self.num_total(position), self.num_ranks)
+        return quotient + (self._rank < rest)
 
     def num_total(self, position: int) -> int:
         """Return how many samples the step at this position has on all ranks.
@@ -170,28 +173,28 @@ class TrainingBatches(_EpochBatches):
         return torch.arange(self._num_samples)
 
     def _part(self, order: torch.Tensor, position: int) -> torch.Tensor:
-        whole, rest = divmod(self.num_total(position), self.num_ranks)
-        start = position + self._rank * whole + min(self._rank, rest)
-        num_own = whole + (self._rank < rest)
+        quotient, rest = divmod(self.num_total(position), self.num_ranks)
+        start = position + self._rank * quotient + min(self._rank, rest)
+        num_own = quotient + (self._rank < rest)
         return order[start : start + num_own] if num_own else order[position : position + 1]
 
 
 class ShardBatches(_EpochBatches):
-    """Draws this rank's batches from its own shard of the dataset, anew each epoch; a batch sampler.
+    """A batch sampler that draws this rank's batches from its own shard of the dataset.
 
-    For samples that stay where they are. All ranks make the same number of steps, and every sample is drawn once in an
-    epoch; a rank whose shard is at its end takes one of its samples along again, and :meth:`num_own` says 0.
+    For samples that are kept on one rank each. All ranks make the same number of steps, and every sample is drawn once
+    per epoch; a rank that has reached the end of its shard reads one of its samples again, and :meth:`num_own` is 0.
 
     Args:
-        sizes: Number of samples of each rank's shard, in rank order. Indices count within the shard.
+        sizes: Number of samples of each rank's shard, in rank order. Indices are relative to the shard.
         batch_size: Samples per rank and step.
-        shuffle: Draw in a new order each epoch.
-        drop_last: Leave out the steps at which a rank has no full batch.
-        seed: The same on all ranks; each draws differently.
+        shuffle: Draw in a new order in each epoch.
+        drop_last: Drop the steps in which a rank has no full batch.
+        seed: Seed of the order, the same on all ranks; each rank draws differently.
         group: The ranks that share the dataset: a process group, the name of one, or None for the world.
 
     Raises:
-        ValueError: There are no samples, the batch size is less than 1, or there is not one size for each rank.
+        ValueError: There are no samples, the batch size is less than 1, or the number of sizes is not that of ranks.
     """
 
     def __init__(
@@ -207,11 +210,14 @@ class ShardBatches(_EpochBatches):
         super().__init__(batch_size, seed, group)
         if len(sizes) != self.num_ranks:
             raise ValueError(
-                f"sizes must be one for each of {self.num_ranks} ranks, got {list(sizes)}. Pass all shards'."
+                f"sizes must have one number for each of {self.num_ranks} ranks, got {list(sizes)}. Pass the sizes "
+                "of all shards."
             )
         _at_least_one("the number of samples", sum(sizes))
         self._sizes: list[int] = list(sizes)
-        self._counts = Counter(self._sizes)  # few different ones, however many ranks
+        self._counts = Counter(
+            self._sizes
+        )  # at most two if balanced, so that num_total does not take longer with more ranks
         self._shuffle, self._drop_last = shuffle, drop_last
 
     @property
@@ -221,16 +227,16 @@ class ShardBatches(_EpochBatches):
 
     @property
     def num_drawn(self) -> int:
-        """Position at the end of an epoch: the samples that the rank with the most of them draws."""
+        """Position at the end of an epoch: the number of samples drawn by the rank that draws most."""
         return min(self._sizes) // self.batch_size * self.batch_size if self._drop_last else max(self._sizes)
 
     @property
     def stride(self) -> int:
-        """Samples of a full step on one rank."""
+        """Number of samples of a full step on one rank."""
         return self.batch_size
 
     def num_own(self, position: int) -> int:
-        """Return how many samples of the step at this position are this rank's; 0 where it only keeps company.
+        """Return how many samples of the step at this position are this rank's; 0 if it takes part with weight 0.
 
         Local.
         """
@@ -258,12 +264,12 @@ class ShardBatches(_EpochBatches):
 
 
 class EvaluationBatches(Sampler[list[int]]):
-    """Gives each rank its part of the samples in order, each of them once; a batch sampler.
+    """A batch sampler that gives each rank its part of the samples, each sample once and in order.
 
-    The ranks may make different numbers of steps, and none at all. Their samples, in rank order, are the dataset.
+    The ranks may make different numbers of steps, even none. Their parts, in rank order, are the dataset.
 
     Args:
-        num_samples: Number of samples of the dataset.
+        num_samples: Number of samples in the dataset.
         batch_size: Samples per rank and step.
         group: The ranks that share the samples: a process group, the name of one, or None for the world.
 
@@ -291,16 +297,21 @@ class EvaluationBatches(Sampler[list[int]]):
 
 def _at_least_one(name: str, value: int) -> int:
     if operator.index(value) < 1:
-        raise ValueError(f"{name} must be at least 1, got {value}. Correct it.")
+        raise ValueError(f"{name} must be at least 1, got {value}. Pass a positive number.")
     return value
 
 
 def _cumulate(weights: Weights, num_samples: int) -> torch.Tensor:
-    """Return the sums of the weights up to each sample, after a check."""
+    """Check the weights, and return their cumulative sums."""
     given = torch.as_tensor(weights, dtype=torch.float64)
     if given.shape != (num_samples,):
-        raise ValueError(f"weights must be one for each of {num_samples} samples, got shape {tuple(given.shape)}.")
+        raise ValueError(
+            f"weights must have one number for each of {num_samples} samples, got shape {tuple(given.shape)}. Pass a "
+            "list or a tensor with one dim."
+        )
     total = given.cumsum(0)
     if not (given.isfinite().all() and (given >= 0).all() and total[-1] > 0):
-        raise ValueError("weights must be finite, 0 or more and not all 0, got others. Correct them.")
+        bad = [index for index, weight in enumerate(given.tolist()) if not 0 <= weight < math.inf]
+        got = f"{given[bad[0]].item()} for sample {bad[0]}" if bad else "only zeros"
+        raise ValueError(f"weights must be finite, 0 or more and not all 0, got {got}. Pass relative frequencies.")
     return total

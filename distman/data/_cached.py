@@ -1,4 +1,4 @@
-"""A rank's shard of a dataset, in its memory."""
+"""Datasets of which each rank keeps its shard in memory."""
 
 from __future__ import annotations
 
@@ -18,27 +18,28 @@ from distman.manager import DistributedManager
 from distman.topology import split_sizes
 
 _CHUNK = 1024
+"""Samples that are read and collated at a time: few enough that they need little memory beside the shard."""
 
 Indices = int | slice | torch.Tensor
 
 
 class RankCachedDataset(Dataset[Any]):
-    """This rank's shard of a dataset, read once and kept in memory as whole tensors.
+    """This rank's shard of a dataset, read once and kept in memory as one tensor per leaf.
 
     The shards are consecutive and balanced; in rank order they are the dataset.
 
     Args:
-        dataset: A dataset with indices and a length, the same on all ranks. Its samples are numbers, arrays, tensors,
-            or tuples, lists and mappings of such, all of one shape. Of an :class:`Hdf5Dataset` no more is read than
-            the shard.
-        device: Where to keep the shard; None keeps it in the host's memory, pinned if this rank uses CUDA.
+        dataset: A map-style dataset with a length, the same on all ranks. Its samples are numbers, arrays, tensors, or
+            tuples, lists and mappings of such, all of the same shape. Of an :class:`Hdf5Dataset` only the shard is
+            read.
+        device: Where to keep the shard; None keeps it in host memory, pinned if this rank uses CUDA.
         group: The ranks that share the dataset: a process group, the name of one, or None for the world.
 
     Attributes:
         sizes: Number of samples of each rank's shard, in rank order.
 
     Raises:
-        TypeError: The dataset has no length or indices, or its samples hold something else than numbers.
+        TypeError: The dataset is not a map-style dataset with a length, or its samples do not consist of numbers.
         ValueError: The dataset is empty, or two samples differ in shape.
     """
 
@@ -48,11 +49,11 @@ class RankCachedDataset(Dataset[Any]):
         members = resolve_group(group)
         length = length_of(dataset)
         if not length:
-            raise ValueError("dataset must have at least one sample to be cached, got none.")
+            raise ValueError("dataset must have at least one sample to be cached, got none. Check where it reads from.")
         self.sizes = split_sizes(length, members.size)
         start = sum(self.sizes[: members.rank])
         self._length = self.sizes[members.rank]
-        spare = 0 if self._length else 1  # with which a rank without samples keeps the others company
+        spare = 0 if self._length else 1  # a sample for a rank with an empty shard, which takes part with weight 0
         shard = range(0, spare) if spare else range(start, start + self._length)
         self._tensors, self._structure = _read(_reader(dataset), shard)
         if device is not None:
@@ -61,31 +62,31 @@ class RankCachedDataset(Dataset[Any]):
         if self._is_pinned:
             self._tensors = [tensor.pin_memory() for tensor in self._tensors]
         is_flat = self._structure == tree_structure(tuple(self._tensors))
-        self._put_together = tuple if is_flat else functools.partial(tree_unflatten, treespec=self._structure)
+        self._unflatten = tuple if is_flat else functools.partial(tree_unflatten, treespec=self._structure)
 
     def __len__(self) -> int:
         """Return the number of samples in this rank's shard."""
         return self._length
 
     def __getitem__(self, indices: Indices) -> Any:
-        """Return one sample, or several as one batch; indices count within the shard."""
+        """Return one sample, or several as one batch; indices are relative to the shard."""
         if not isinstance(indices, torch.Tensor):
-            return self._put_together([tensor[indices] for tensor in self._tensors])
+            return self._unflatten([tensor[indices] for tensor in self._tensors])
         if not self._is_pinned:
             indices = indices.to(self._tensors[0].device)
-            return self._put_together([tensor.index_select(0, indices) for tensor in self._tensors])
-        return self._put_together([_take_pinned(tensor, indices) for tensor in self._tensors])
+            return self._unflatten([tensor.index_select(0, indices) for tensor in self._tensors])
+        return self._unflatten([_take_pinned(tensor, indices) for tensor in self._tensors])
 
 
 class _CachedTrainingLoader(TrainingLoader):
-    """A TrainingLoader that takes whole batches out of memory."""
+    """A TrainingLoader that takes each batch out of memory at once."""
 
     def _read(self, epoch: int, position: int) -> Iterator[Any]:
         return (self.dataset[part] for part in self.batches.parts(epoch, position))
 
 
 class _CachedEvaluationLoader(EvaluationLoader):
-    """An EvaluationLoader that takes whole batches out of memory."""
+    """An EvaluationLoader that takes each batch out of memory at once."""
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]  # torch promises an iterator of its own
         size = self.batches.batch_size
@@ -106,22 +107,22 @@ def rank_cached_loader(
 ) -> TrainingLoader | EvaluationLoader:
     """Return a loader of this rank's shard, which is read once and stays in memory.
 
-    Local. As :func:`distributed_loader`, but for the shards: each rank draws from its own one, so what a batch holds
-    depends on the number of ranks. Batches are new tensors, taken out of the memory at once; no workers are needed.
+    Local. Like :func:`distributed_loader`, except that each rank draws from its own shard, so the contents of a batch
+    depend on the number of ranks. Batches are new tensors, copied from memory at once; no workers are needed.
 
     Args:
-        dataset: A :class:`RankCachedDataset`, or what to make one of.
-        evaluation: Load for evaluation: the ranks go through the dataset once, in order.
+        dataset: A :class:`RankCachedDataset`, or a dataset to make one of.
+        evaluation: Load for evaluation: the ranks read the dataset once, in order.
         batch_size: Samples per rank and step.
-        shuffle: Draw each epoch in a new order; None does so for training.
-        drop_last: Leave out the steps at which a rank has no full batch; for training only.
-        seed: The same on all ranks.
+        shuffle: Draw in a new order in each epoch; None does so for training.
+        drop_last: Drop the steps in which a rank has no full batch; for training only.
+        seed: Seed of the order, the same on all ranks.
         device: See :class:`RankCachedDataset`.
         group: The ranks that share the dataset: a process group, the name of one, or None for the world.
 
     Raises:
         TypeError: See :class:`RankCachedDataset`; or an option is for training only.
-        ValueError: See :class:`RankCachedDataset`; or an option has no meaning.
+        ValueError: See :class:`RankCachedDataset`; or an option is not valid.
     """
     if not isinstance(dataset, RankCachedDataset):
         dataset = RankCachedDataset(dataset, device=device, group=group)
@@ -137,7 +138,7 @@ def rank_cached_loader(
 
 
 def _reader(dataset: Dataset[Any]) -> Callable[[range], Any]:
-    """Return how to read consecutive samples as one batch."""
+    """Return a function that reads consecutive samples as one batch."""
     if isinstance(dataset, TensorDataset):
         return lambda chunk: tuple(tensor[chunk.start : chunk.stop] for tensor in dataset.tensors)
     if isinstance(dataset, Hdf5Dataset):
@@ -146,36 +147,36 @@ def _reader(dataset: Dataset[Any]) -> Callable[[range], Any]:
 
 
 def _read(reader: Callable[[range], Any], shard: range) -> tuple[list[torch.Tensor], TreeSpec]:
-    """Return the samples of a shard as whole tensors, and their structure."""
+    """Return the leaves of a shard's samples, one tensor each, and the structure of a sample."""
     leaves, structure = tree_flatten(reader(shard[:1]))
-    whole = [_room(leaf, len(shard)) for leaf in leaves]
+    tensors = [_allocate(leaf, len(shard)) for leaf in leaves]
     for start in range(0, len(shard), _CHUNK):
         chunk = shard[start : start + _CHUNK]
         try:
             leaves, found = tree_flatten(reader(chunk))
         except RuntimeError as error:
             raise _unequal(chunk) from error
-        if found != structure or any(map(_differ, leaves, whole)):
+        if found != structure or any(map(_differ, leaves, tensors)):
             raise _unequal(chunk)
-        for leaf, room in zip(leaves, whole, strict=True):
-            room[start : start + len(chunk)] = leaf
-    return whole, structure
+        for leaf, tensor in zip(leaves, tensors, strict=True):
+            tensor[start : start + len(chunk)] = leaf
+    return tensors, structure
 
 
-def _differ(leaf: torch.Tensor, room: torch.Tensor) -> bool:
-    return (leaf.shape[1:], leaf.dtype) != (room.shape[1:], room.dtype)
+def _differ(leaf: torch.Tensor, tensor: torch.Tensor) -> bool:
+    return (leaf.shape[1:], leaf.dtype) != (tensor.shape[1:], tensor.dtype)
 
 
-def _room(leaf: object, length: int) -> torch.Tensor:
+def _allocate(leaf: object, length: int) -> torch.Tensor:
     if not isinstance(leaf, torch.Tensor):
-        raise TypeError(f"samples must be made of numbers to be cached, got {leaf!r:.80}. Use distributed_loader.")
+        raise TypeError(f"samples must consist of numbers to be cached, got {leaf!r:.80}. Use distributed_loader.")
     return torch.empty(length, *leaf.shape[1:], dtype=leaf.dtype)
 
 
 def _unequal(chunk: range) -> ValueError:
     return ValueError(
-        f"samples must be of one shape and dtype to be cached, got others among {chunk.start} to {chunk.stop - 1}. "
-        "Convert or pad them, or use distributed_loader."
+        f"samples must have the same shape and dtype to be cached, got different ones among {chunk.start} to "
+        f"{chunk.stop - 1}. Convert or pad them, or use distributed_loader."
     )
 
 

@@ -12,18 +12,18 @@ from torch.utils.data import Dataset
 
 
 class Hdf5Dataset(Dataset[tuple[torch.Tensor, ...]]):
-    """The samples of an HDF5 file: row ``i`` of each of its datasets that are named.
+    """The samples of an HDF5 file: sample ``i`` is row ``i`` of each of the datasets named.
 
-    Local. Every process opens the file for itself, when it first reads.
+    Local. Every process opens the file itself, when it first reads from it.
 
     Args:
         path: The file.
-        names: Names of datasets in it, such as ``["fields", "grid/labels"]``, equally long.
+        names: Names of datasets in it, such as ``["fields", "grid/labels"]``, which must be equally long.
 
     Raises:
         ImportError: h5py is not installed.
-        FileNotFoundError: There is no such file.
-        ValueError: The file has no dataset of a name, or they differ in length.
+        FileNotFoundError: The file does not exist.
+        ValueError: A dataset does not exist in the file, or they differ in length.
     """
 
     def __init__(self, path: str | os.PathLike[str], names: Sequence[str]) -> None:
@@ -32,10 +32,12 @@ class Hdf5Dataset(Dataset[tuple[torch.Tensor, ...]]):
         found = {name: self._open().get(name) for name in self._names}
         missing = [name for name, data in found.items() if not hasattr(data, "shape")]
         if missing or not found:
-            raise ValueError(f"names must be datasets in {path}, got {missing}. It has {sorted(self._open())}.")
+            raise ValueError(f"names must be datasets in {path}, got {missing}. The file has {sorted(self._open())}.")
         lengths = {name: len(data) for name, data in found.items()}
         if len(set(lengths.values())) > 1:
-            raise ValueError(f"datasets must be equally long to make samples, got {lengths} from {path}.")
+            raise ValueError(
+                f"datasets must be equally long, got {lengths} from {path}. Name those with a row for each sample."
+            )
         self._length = next(iter(lengths.values()))
 
     def __len__(self) -> int:
@@ -48,18 +50,18 @@ class Hdf5Dataset(Dataset[tuple[torch.Tensor, ...]]):
         return {**self.__dict__, "_file": None}
 
     def read(self, rows: range) -> tuple[torch.Tensor, ...]:
-        """Return consecutive samples as one batch, without reading others.
+        """Return consecutive samples as one batch, reading no others.
 
         Local.
         """
         return tuple(torch.as_tensor(self._open()[name][rows.start : rows.stop]) for name in self._names)
 
     def _open(self) -> Any:
-        """Return the file as this very process has opened it."""
+        """Return the file as opened by this process; one opened before a fork cannot be shared with it."""
         if self._file is None or self._file[0] != os.getpid():
             try:
                 import h5py
             except ImportError as error:
-                raise ImportError("h5py must be there to read HDF5 files. Install it: pip install h5py") from error
+                raise ImportError("Hdf5Dataset needs h5py, which is not installed. Run pip install h5py.") from error
             self._file = os.getpid(), h5py.File(self._path, "r")
         return self._file[1]

@@ -1,4 +1,4 @@
-"""Loaders that give each rank its part, shuffle by themselves, and know where in the epoch they are."""
+"""Loaders that give each rank its part of a dataset, and whose position within an epoch can be saved."""
 
 from __future__ import annotations
 
@@ -15,16 +15,17 @@ from distman.data._batches import EvaluationBatches, ShardBatches, TrainingBatch
 from distman.data._streams import SeededDataset
 from distman.manager import DistributedManager
 
-_SETTLED = ("sampler", "batch_sampler", "generator")
+_RESERVED = ("sampler", "batch_sampler", "generator")
+"""Options of torch's DataLoader that distributed_loader sets itself, to give each rank its part."""
 
 
 class EvaluationLoader(DataLoader[Any]):
-    """A DataLoader with which the ranks go through the dataset once, in order: no sample twice, none left out.
+    """A DataLoader with which the ranks read the dataset once, in order: every sample, and none twice.
 
-    The ranks may make different numbers of steps, so nothing within the loop may wait for the other ranks.
+    The ranks may make different numbers of steps, so nothing within the loop may wait for other ranks.
 
     Args:
-        dataset: A dataset with indices and a length.
+        dataset: A map-style dataset with a length.
         batches: Which samples this rank takes.
         options: Options of torch's DataLoader.
     """
@@ -35,18 +36,18 @@ class EvaluationLoader(DataLoader[Any]):
 
 
 class TrainingLoader(DataLoader[Any]):
-    """A DataLoader that draws each epoch anew, and whose position within an epoch can be saved and restored.
+    """A DataLoader that shuffles in each epoch, and whose position within an epoch can be saved and restored.
 
     All ranks make the same number of steps. Each iteration is the next epoch, without :meth:`set_epoch`.
 
     Args:
-        dataset: A dataset with indices and a length.
+        dataset: A map-style dataset with a length.
         batches: Which samples this rank takes.
         options: Options of torch's DataLoader.
 
     Attributes:
         batches: Which samples this rank takes.
-        num_own: How many samples of the latest batch are this rank's; 0 where it only keeps the others company.
+        num_own: How many samples of the latest batch are this rank's; 0 if it takes part with weight 0.
         num_total: How many samples the latest batch has on all ranks.
     """
 
@@ -56,8 +57,8 @@ class TrainingLoader(DataLoader[Any]):
         self.num_own = self.num_total = 0
         self._next = self._reached = (0, 0)
 
-    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]  # torch promises an iterator of its own
-        """Go through the next epoch, or what is left of the one that was restored."""
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]  # torch declares its own iterator type
+        """Iterate over the next epoch, or over the rest of the one that was restored."""
         epoch, position = self._reached = self._next
         self._next = epoch + 1, 0
         for batch in self._read(epoch, position):
@@ -68,50 +69,50 @@ class TrainingLoader(DataLoader[Any]):
 
     @property
     def loss_scale(self) -> float:
-        """Factor for the mean loss over the latest batch: with it DDP's mean over ranks is the mean over samples."""
+        """Factor for the mean loss of the latest batch that turns DDP's mean over ranks into the mean over samples."""
         return self.num_own * self.batches.num_ranks / self.num_total
 
     def set_epoch(self, epoch: int) -> None:
-        """Let the next iteration go through this epoch.
+        """Let the next iteration be this epoch.
 
         Local.
         """
         self._next = self._reached = (epoch, 0)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position: within the loop, after the latest batch.
+        """Return the position; within the loop, the one after the latest batch.
 
         Local.
         """
         return self.state_at(*self._reached)
 
     def state_at(self, epoch: int, position: int) -> dict[str, Any]:
-        """Return a position by its numbers, for loops that count by themselves.
+        """Return the state of a given position, for loops that count themselves.
 
         Local.
 
         Args:
             epoch: Index of the epoch.
-            position: What was drawn of it, see :attr:`batches`; at its end it is the start of the next.
+            position: Number of samples drawn of it, see :attr:`batches`; its end is the start of the next epoch.
         """
         if position >= self.batches.num_drawn:
             epoch, position = epoch + 1, 0
         return {"epoch": epoch, "position": position, "seed": self.batches.seed, "layout": self.batches.layout}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Let the next iteration go on where the position was.
+        """Let the next iteration continue from a saved position.
 
-        Local. It fits any number of ranks, and any batch size. Where the dataset has another number of samples, or is
-        cached by other ranks, the epoch begins anew, and a warning says so.
+        Local. The position applies to any number of ranks and any batch size. If the dataset has another number of
+        samples, or is cached by another number of ranks, the epoch starts over, and a warning is logged.
 
         Raises:
-            ValueError: The position belongs to another seed, so to other epochs.
+            ValueError: The position was saved with another seed, so with another order.
         """
         if state["seed"] != self.batches.seed:
             raise ValueError(f"seed must be {state['seed']}, as saved, got {self.batches.seed}. Pass it to the loader.")
         epoch, position = state["epoch"], state["position"]
         if position and state["layout"] != self.batches.layout:
-            logger.warning("epoch %d begins anew: its saved position is one of another dataset or job", epoch)
+            logger.warning("epoch %d starts over: its position was saved with another dataset or shard sizes", epoch)
             position = 0
         self._next = self._reached = epoch, position
 
@@ -134,29 +135,33 @@ def distributed_loader(
 ) -> TrainingLoader | EvaluationLoader:
     """Return a DataLoader that gives this rank its part of the dataset.
 
-    Local. For training every epoch is drawn anew, all ranks make the same number of steps, and no sample is left out
-    or repeated. For evaluation the ranks go through the dataset once, in order, maybe in different numbers of steps.
+    Local. For training the dataset is shuffled in each epoch, all ranks make the same number of steps, and no sample is
+    left out or repeated. For evaluation the ranks read the dataset once, in order, possibly in different numbers of
+    steps.
 
     Args:
-        dataset: A dataset with indices and a length, the same on all ranks.
+        dataset: A map-style dataset with a length, the same on all ranks.
         evaluation: Load for evaluation.
         batch_size: Samples per rank and step.
-        shuffle: Draw each epoch in a new order; None does so for training.
-        drop_last: Leave out the last step of an epoch if it is not full; for training only.
-        weights: How often each sample is drawn, relative to the others, with replacement; for training only.
-        seed: The same on all ranks.
+        shuffle: Draw in a new order in each epoch; None does so for training.
+        drop_last: Drop the last step of an epoch if it is not full; for training only.
+        weights: Relative frequency with which each sample is drawn, with replacement; for training only.
+        seed: Seed of the order, the same on all ranks.
         group: The ranks that share the dataset: a process group, the name of one, or None for the world.
-        loader_kwargs: Options of torch's DataLoader. ``num_workers`` is as many as the CPUs that the scheduler gave
-            each rank, if it says so (:func:`default_num_workers`); ``pin_memory`` is True on CUDA.
+        loader_kwargs: Options of torch's DataLoader. By default, ``num_workers`` is the number of CPUs that the
+            scheduler assigned to each rank, if known (:func:`default_num_workers`), and ``pin_memory`` is True on CUDA.
 
     Raises:
-        TypeError: The dataset has no length or indices, or an option is one that this function settles.
-        ValueError: An option has no meaning.
+        TypeError: The dataset is not a map-style dataset with a length, or an option is one that this function sets.
+        ValueError: An option is not valid.
     """
     length = length_of(dataset)
-    settled = [name for name in _SETTLED if name in loader_kwargs]
-    if settled:
-        raise TypeError(f"{settled[0]} must be left out: the ranks' parts are settled here. Make a DataLoader for it.")
+    reserved = [name for name in _RESERVED if name in loader_kwargs]
+    if reserved:
+        raise TypeError(
+            f"{reserved[0]} must be left out: distributed_loader sets it to give each rank its part. Make a DataLoader "
+            "to set it yourself."
+        )
     options = {
         "num_workers": 0 if isinstance(dataset, TensorDataset) else default_num_workers(),
         "pin_memory": DistributedManager().cuda,
@@ -179,10 +184,10 @@ def distributed_loader(
 
 
 def default_num_workers() -> int:
-    """Return how many workers a loader of this rank may have: the CPUs that the scheduler gave it, 0 if it gave one.
+    """Return the number of workers for a loader: the CPUs that the scheduler assigned to this rank, 0 if only one.
 
-    Local. ``SLURM_CPUS_PER_TASK`` says so, or under PBS ``NCPUS``, which the ranks of a host share; no more than this
-    process may use. Without a scheduler it is 0.
+    Local. The number comes from ``SLURM_CPUS_PER_TASK``, or under PBS from ``NCPUS``, which the ranks of a host share.
+    It is at most the number of CPUs that this process may use, and 0 without a scheduler.
     """
     number = _positive(os.environ.get("SLURM_CPUS_PER_TASK"))
     if not number and "PBS_JOBID" in os.environ:
@@ -199,23 +204,23 @@ def length_of(dataset: Dataset[Any]) -> int:
     """Return the number of samples.
 
     Raises:
-        TypeError: The dataset has no length or indices, or is a loader.
+        TypeError: The dataset is not a map-style dataset with a length, or is a loader.
     """
     if isinstance(dataset, DataLoader):
         raise TypeError(f"dataset must be a dataset, got a {type(dataset).__name__}. Pass loader.dataset.")
     if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
         raise TypeError(
-            f"dataset must have indices and a length, got {type(dataset).__name__}. Give a stream to torch's "
-            "DataLoader, and let each rank read its part."
+            f"dataset must be a map-style dataset with a length, got {type(dataset).__name__}. Pass a stream to "
+            "torch's DataLoader, and let each rank read its part."
         )
     return len(dataset)
 
 
 def check_for_evaluation(**of_training: bool | None) -> None:
-    """Refuse options that only training has.
+    """Refuse options that are for training only.
 
     Args:
-        of_training: Whether each option was given.
+        of_training: Whether each such option was given.
     """
     given = [name for name, value in of_training.items() if value]
     if given:

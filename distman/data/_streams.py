@@ -11,7 +11,7 @@ from distman._seeds import seed_generators
 
 
 class Batch(list[int]):
-    """Indices of samples, and the seed for what is random about reading them.
+    """Indices of samples, and the seed of the random numbers used while they are read.
 
     Args:
         indices: Indices of samples.
@@ -24,20 +24,20 @@ class Batch(list[int]):
 
 
 class SeededDataset(Dataset[Any]):
-    """Lets the worker processes of a loader read each batch with random numbers of its own.
+    """Seeds the worker processes of a loader for each batch that they read.
 
-    So random transforms do not depend on how many workers there are or what they have read before, and a run that is
-    resumed repeats them. In the process of the rank itself nothing is seeded.
+    Random transforms then depend neither on the number of workers nor on what a worker has read before, and a resumed
+    run repeats them. In the process of the rank itself nothing is seeded.
 
     Args:
-        dataset: A dataset with indices.
+        dataset: A map-style dataset.
     """
 
     def __init__(self, dataset: Dataset[Any]) -> None:
         self.dataset = dataset
 
     def __len__(self) -> int:
-        return len(self.dataset)  # type: ignore[arg-type]  # torch's Dataset does not say that it has a length
+        return len(self.dataset)  # type: ignore[arg-type]  # torch's Dataset does not declare a length
 
     def __getitem__(self, index: int) -> Any:
         return self.dataset[index]

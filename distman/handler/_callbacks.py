@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from distman.checkpoint import CheckpointFolder
-from distman.handler._events import Callback, Record
+from distman.handler._events import Callback
+from distman.handler._history import Record
 
 if TYPE_CHECKING:
     from distman.handler._nn_handler import NNHandler
@@ -59,7 +60,7 @@ class EarlyStopping(Callback):
             return
         self.num_waited = 0 if self._best.improves(value) else self.num_waited + 1
         if self.num_waited >= self._patience:
-            handler.stop(f"{self._monitor} has not improved {self.num_waited} times in a row")
+            handler.stop(f"{self._monitor} did not improve {self.num_waited} times in a row")
 
     def state_dict(self) -> dict[str, Any]:
         """Return the best value, and how many values since have not improved on it.

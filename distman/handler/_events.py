@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec
 
+from distman.handler._history import Record
+
 if TYPE_CHECKING:
     from distman.handler._nn_handler import NNHandler
 
 P = ParamSpec("P")
-Record = dict[str, float]
 
 
 class Callback:

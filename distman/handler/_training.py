@@ -222,7 +222,7 @@ class Training:
     def _agree_to_stop(self) -> None:
         """End the training on all ranks if one of them asked for it."""
         is_asked = torch.tensor(int(bool(self._stop_reason)), device=DistributedManager().device)
-        num_asked = fused_all_reduce(is_asked).item()  # the reasons, as slow pickles, only where there are any
+        num_asked = fused_all_reduce(is_asked).item()  # a number first: the reasons are pickles, which take longer
         if num_asked and (reasons := [reason for reason in all_gather_objects(self._stop_reason) if reason]):
             self.reason, self._stop_reason = reasons[0], ""
             self._reporter.log("stopped: %s", self.reason)

@@ -1,4 +1,4 @@
-"""Score-based generative models: equations, training loss, samples and likelihoods, on any number of ranks."""
+"""Score-based generative models on any number of ranks: equations, training loss, samples, likelihoods."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a network learns the score."""
+"""The loss with which a network learns the score."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ from distman.score._sde import SDE, per_sample
 def denoising_loss(
     model: Network, sde: SDE, x: torch.Tensor, *, generator: torch.Generator | None = None
 ) -> torch.Tensor:
-    """Return the loss of denoising score matching, weighted by the variance of the noise.
+    """Return the denoising score matching loss, weighted by the variance of the noise.
 
-    Local; with a model in DistributedDataParallel its backward pass is collective. Differentiable. Each sample gets a
-    time and noise z; its loss is ``|model(t, scale x + std z) + z|^2``, that is ``std^2 |score - kernel's score|^2``. A
-    time is evenly distributed from epsilon to the horizon. Those of a batch have equal distances, so that its loss
-    varies less.
+    Local; with a model in DistributedDataParallel its backward pass is collective. Differentiable. For each
+    sample a time and noise z are drawn; its loss is ``|model(t, scale x + std z) + z|^2``, which is
+    ``std^2 |score - score of the kernel|^2``. Each time is uniformly distributed between epsilon and the horizon. The
+    times of a batch are equally spaced, which reduces the variance of its loss.
 
     Args:
         model: The network, a function of times and noisy samples; see :func:`score` for what it estimates.
         sde: The equation.
         x: Samples of the data, shape ``(batch, *)``.
-        generator: Where times and noise come from, on the device of ``x``, one of its own on each rank; None is torch's
-            default one.
+        generator: Generator of times and noise, on the device of ``x``, a different one on each rank; None is torch's
+            default generator.
 
     Returns:
-        The mean over the batch of the samples' losses, each a sum over all dims: a tensor without dims.
+        The mean over the batch of the samples' losses, each a sum over all dims, shape ``()``.
 
     Raises:
-        ValueError: There is no sample, or the network returns another shape.
+        ValueError: There is no sample, or the network returns a different shape.
 
     Source:
         Vincent, "A Connection Between Score Matching and Denoising Autoencoders", Neural Computation 2011; the weights
@@ -38,7 +38,7 @@ def denoising_loss(
     """
     if x.ndim == 0 or not len(x) or not x.is_floating_point():
         raise ValueError(
-            f"x must hold samples of floating point numbers, got {x.dtype} of shape {tuple(x.shape)}. Pass at least "
+            f"x must hold floating-point samples, got {x.dtype} of shape {tuple(x.shape)}. Pass at least "
             "one sample, shape (batch, *)."
         )
     t = _spread_times(sde, x, generator)
@@ -50,7 +50,7 @@ def denoising_loss(
 
 
 def _spread_times(sde: SDE, x: torch.Tensor, generator: torch.Generator | None) -> torch.Tensor:
-    """Return a time for each sample: equal distances around the whole span, from a random start."""
+    """Return a time for each sample: equally spaced, modulo the range of times, from a random start."""
     start = torch.rand((), generator=generator, device=x.device, dtype=x.dtype)
-    places = (start + torch.arange(len(x), device=x.device, dtype=x.dtype) / len(x)) % 1
-    return sde.epsilon + (sde.horizon - sde.epsilon) * places
+    fractions = (start + torch.arange(len(x), device=x.device, dtype=x.dtype) / len(x)) % 1
+    return sde.epsilon + (sde.horizon - sde.epsilon) * fractions

@@ -1,4 +1,4 @@
-"""The likelihood of samples: the flow with the same densities as the equation, forwards in time."""
+"""The likelihood of samples, by the probability flow forwards in time."""
 
 from __future__ import annotations
 
@@ -36,37 +36,37 @@ def log_likelihood(
     atol: float = 1e-5,
     group: GroupLike = None,
 ) -> torch.Tensor:
-    """Return the log-density of samples under a model, shared out over the ranks.
+    """Return the log-density of samples under a model, distributed over the ranks.
 
-    Collective. Blocking. Not differentiable. The probability flow leads each sample to the prior; the change of its
-    log-density on the way is the integral of the flow's divergence. Samples are solved in batches, each with steps and
-    random numbers of its own, and the ranks share the batches: so with a seed the result is the same on any number of
-    ranks. Wait and errors are those of :func:`~distman.on_rank`.
+    Collective. Blocking. Not differentiable. The probability flow carries each sample to the prior; its log-density
+    changes by the integral of the flow's divergence. Samples are solved in batches, each with its own step sizes and
+    random numbers, and the batches are distributed over the ranks: with a seed the result is the same on any number of
+    ranks. Waiting and errors are as in :func:`~distman.on_rank`.
 
     Args:
         score_fn: The score, a function of times ``(batch,)`` and samples ``(batch, *)``, differentiable in the samples
-            and the same on all ranks. It is called in the mode in which the network is.
+            and the same on all ranks. The network's training or evaluation mode is not changed.
         sde: The equation.
         x: The samples, shape ``(batch, *)``, the same on all ranks.
-        num_probes: Random vectors by which Hutchinson's estimator finds the divergence, drawn once for each sample;
-            each costs a backward pass at each time. None takes the exact divergence: a backward pass for each number in
-            a sample.
-        probes: Distribution of these vectors: ``"rademacher"``, signs, or ``"gaussian"``.
-        seed: Seed of the vectors; None takes one from torch's default generator on rank 0.
-        batch_size: Samples that are solved together. Smaller batches are shared out better, larger ones cost less.
-        rtol: Relative error of each step, for the sample with the largest one.
-        atol: Absolute error of each step, in units of the samples and in nats.
+        num_probes: Number of random vectors of Hutchinson's estimator of the divergence, drawn once for each sample;
+            each costs a backward pass per evaluation. None computes the exact divergence, with a backward pass for each
+            number in a sample.
+        probes: Distribution of these vectors: ``"rademacher"``, random signs, or ``"gaussian"``.
+        seed: Seed of the vectors; None draws one from torch's default generator on rank 0.
+        batch_size: Samples solved at a time. Smaller batches balance the ranks better, larger ones cost less.
+        rtol: Relative error tolerance per step, for the worst sample of a batch.
+        atol: Absolute error tolerance per step, in units of the samples and in nats.
         group: A process group, the name of one, or None for the world.
 
     Returns:
-        Nats, shape ``(batch,)``: a new tensor with the data type of ``x``, equal on all ranks.
+        The log-densities in nats, shape ``(batch,)``: a new tensor with the data type of ``x``, equal on all ranks.
 
     Raises:
         ImportError: torchdiffeq is not installed.
-        ValueError: Samples, a number, the kind of probes, group or device do not fit.
-        PlanMismatchError: On every rank: the ranks call differently, or with different samples.
-        RankFailedError: On every rank: the score failed on one, has another shape, is not differentiable, or led to
-            numbers that are infinite or NaN (FloatingPointError).
+        ValueError: Samples, a number, the kind of probes, group or device are not valid.
+        PlanMismatchError: On every rank: the arguments, or the samples, differ between ranks.
+        RankFailedError: On every rank: on one of them the score raised, has the wrong shape, is not differentiable, or
+            led to numbers that are infinite or NaN (FloatingPointError).
 
     Source:
         Song et al., "Score-Based Generative Modeling through Stochastic Differential Equations", ICLR 2021, section 4.3
@@ -104,7 +104,7 @@ def log_likelihood(
 
 @dataclass(frozen=True)
 class _Solver:
-    """The probability flow with the log-density that it gathers on its way.
+    """The probability flow, with the change of log-density along it.
 
     Attributes:
         odeint: The solver of torchdiffeq.
@@ -112,8 +112,8 @@ class _Solver:
         sde: The equation.
         num_probes: Number of random vectors; None for the exact divergence.
         probes: Their distribution.
-        rtol: Relative error of a step.
-        atol: Absolute error of a step.
+        rtol: Relative error tolerance per step.
+        atol: Absolute error tolerance per step.
         group: The ranks that solve.
     """
 
@@ -140,10 +140,10 @@ class _Solver:
                 ends, changes = self.odeint(
                     rates, (x, x.new_zeros(len(x))), times, rtol=self.rtol, atol=self.atol, options=options
                 )
-        except AssertionError as error:  # torchdiffeq finds no step that is small enough, or a state that is no number
+        except AssertionError as error:  # torchdiffeq asserts that its step is not too small, and its state finite
             raise FloatingPointError(
-                f"the flow must have finite steps, got {error} on rank {self.group.ranks[self.group.rank]}. Look at "
-                "the scores there, or raise rtol and atol."
+                f"the steps of the flow must be finite, got {error} on rank {self.group.ranks[self.group.rank]}. Check "
+                "the scores there, or increase rtol and atol."
             ) from error
         found: torch.Tensor = self.sde.prior_log_density(ends[-1]) + changes[-1]
         check_finite("log-densities", found, self.group)
@@ -168,7 +168,7 @@ class _Solver:
             found = evaluate(self.score_fn, t, x, name="score_fn")
             if not found.requires_grad:
                 raise ValueError(
-                    "score_fn must be differentiable in x, got a score without a gradient. Do not compute it within "
+                    "score_fn must be differentiable in x, got a score without a gradient. Do not compute it under "
                     "torch.no_grad()."
                 )
             velocity = self.sde.drift(t, x) - 0.5 * per_sample(self.sde.diffusion(t).square(), x) * found
@@ -188,14 +188,16 @@ def _divergence(velocity: torch.Tensor, x: torch.Tensor, vectors: torch.Tensor) 
 def _exact_divergence(velocity: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     total = x.new_zeros(len(x))
     for column in range(velocity[0].numel()):
-        summed = velocity.flatten(1)[:, column].sum()  # a sample's velocity depends on that sample alone
+        summed = velocity.flatten(1)[
+            :, column
+        ].sum()  # the sum separates: the velocity of a sample depends on that sample only
         (gradient,) = torch.autograd.grad(summed, x, retain_graph=True)
         total += gradient.flatten(1)[:, column]
     return total
 
 
 def _largest_error(state: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-    """Return the error of the worst sample, so that it does not hide among the others."""
+    """Return the error of the worst sample, which a mean over the batch would hide."""
     x, change = state
     return torch.maximum(x.flatten(1).square().mean(dim=1).sqrt(), change.abs()).max()
 
@@ -203,7 +205,7 @@ def _largest_error(state: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
 def _check_samples(x: torch.Tensor) -> None:
     if x.ndim < 2 or not x.numel() or not x.is_floating_point():
         raise ValueError(
-            f"x must hold samples of floating point numbers, got {x.dtype} of shape {tuple(x.shape)}. Pass at least "
+            f"x must hold floating-point samples, got {x.dtype} of shape {tuple(x.shape)}. Pass at least "
             "one sample, shape (batch, *) with two dims or more."
         )
 
@@ -216,7 +218,7 @@ def _check_options(num_probes: int | None, probes: str, batch_size: int, rtol: f
         raise ValueError(f"probes must be one of {', '.join(_PROBES)}, got {probes!r}. Choose one of them.")
     for name, value in (("rtol", rtol), ("atol", atol)):
         if not 0 < value < math.inf:
-            raise ValueError(f"{name} must be above 0 and finite, got {value}. Correct it.")
+            raise ValueError(f"{name} must be above 0 and finite, got {value}. Pass a tolerance such as 1e-5.")
 
 
 def _digest(x: torch.Tensor) -> str:
@@ -229,7 +231,7 @@ def _import_odeint() -> Callable[..., Any]:
         from torchdiffeq import odeint
     except ImportError as error:
         raise ImportError(
-            "torchdiffeq must be installed for log_likelihood, got none. Install it with `pip install torchdiffeq`."
+            "log_likelihood needs torchdiffeq, which is not installed. Run pip install torchdiffeq."
         ) from error
     solver: Callable[..., Any] = odeint
     return solver

@@ -1,4 +1,4 @@
-"""The score as a network gives it."""
+"""The score as estimated by a network."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ Network = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 def score(model: Network, sde: SDE, t: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     """Return the score, the gradient of the log-density of the noisy data, as a network estimates it.
 
-    Local. Differentiable. By convention the network estimates minus the noise in ``x``, a number of the order of 1 at
-    all times, and the score is ``model(t, x) / std(t)``. ``functools.partial(score, model, sde)`` is the function that
-    :func:`sample` and :func:`log_likelihood` take. Of a model in DistributedDataParallel pass ``model.module`` there:
-    the ranks may call it unlike often.
+    Local. Differentiable. By convention the network estimates minus the noise in ``x``, which is of order 1 at all
+    times, and the score is ``model(t, x) / std(t)``. ``functools.partial(score, model, sde)`` is the function that
+    :func:`sample` and :func:`log_likelihood` take. Pass ``model.module`` of a model in DistributedDataParallel
+    there: the ranks may call it different numbers of times.
 
     Args:
         model: The network, a function of times and samples.
@@ -29,7 +29,7 @@ def score(model: Network, sde: SDE, t: torch.Tensor, x: torch.Tensor) -> torch.T
         A new tensor, shaped as ``x``.
 
     Raises:
-        ValueError: There is not one time for each sample, or the network returns another shape.
+        ValueError: There is not one time for each sample, or the network returns a different shape.
 
     Source:
         Song et al., "Score-Based Generative Modeling through Stochastic Differential Equations", ICLR 2021.
@@ -40,7 +40,7 @@ def score(model: Network, sde: SDE, t: torch.Tensor, x: torch.Tensor) -> torch.T
 
 
 def evaluate(network: Network, t: torch.Tensor, x: torch.Tensor, *, name: str) -> torch.Tensor:
-    """Return what a network or a score function says, of the right shape.
+    """Return the value of a network or a score function, after a check of its shape.
 
     Differentiable.
 
@@ -51,11 +51,11 @@ def evaluate(network: Network, t: torch.Tensor, x: torch.Tensor, *, name: str) -
         name: Name of the function, for messages.
 
     Raises:
-        ValueError: It returns another shape, which might be spread over that of ``x`` by accident.
+        ValueError: It returns a different shape, which might broadcast with that of ``x`` by accident.
     """
     found = network(t, x)
     if found.shape != x.shape:
         raise ValueError(
-            f"{name}(t, x) must have the shape of x, {tuple(x.shape)}, got {tuple(found.shape)}. Correct the network."
+            f"{name}(t, x) must have the shape of x, {tuple(x.shape)}, got {tuple(found.shape)}. Check what it returns."
         )
     return found

@@ -1,4 +1,4 @@
-"""New samples: the equation backwards in time, from noise to data."""
+"""New samples, by the reverse equation from noise to data."""
 
 from __future__ import annotations
 
@@ -35,35 +35,36 @@ def sample(
     dtype: torch.dtype | None = None,
     group: GroupLike = None,
 ) -> torch.Tensor:
-    """Draw samples by the reverse equation, shared out over the ranks.
+    """Draw samples by the reverse equation, distributed over the ranks.
 
-    Collective. Blocking. Not differentiable. Steps of Euler and Maruyama, of equal length, lead from the prior to
-    epsilon; the last one adds no noise. A rank draws its numbers from a stream of its own, so with a seed the samples
-    are the same in every run on as many ranks, and no two ranks draw the same. Wait and errors are those of
-    :func:`~distman.on_rank`: over the store, for as long as it takes, and what one rank raises is raised on all.
+    Collective. Blocking. Not differentiable. Euler-Maruyama steps of equal length lead from the prior to epsilon; the
+    last one adds no noise. Each rank draws from its own random stream: with a seed the samples are the same in every
+    run on the same number of ranks, and no two ranks draw the same. Waiting and errors are as in
+    :func:`~distman.on_rank`: over the store, without a timeout, and an error on one rank is raised on all.
 
     Args:
         score_fn: The score, a function of times ``(batch,)`` and samples ``(batch, *)``; the same on all ranks. It is
-            called without gradients, in the mode in which the network is, and on ranks with fewer samples less often.
+            called without gradients, and less often on ranks with fewer samples. The network's training or evaluation
+            mode is not changed.
         sde: The equation.
-        shape: Shape of the result, ``(num, *)`` with the number of samples of all ranks together.
+        shape: Shape of the result, ``(num, *)``, with the total number of samples of all ranks.
         num_steps: Number of steps.
-        seed: Seed of all streams; None takes one from torch's default generator on rank 0.
-        batch_size: Samples that a rank moves at once; None is all of its share.
+        seed: Seed of all streams; None draws one from torch's default generator on rank 0.
+        batch_size: Samples that a rank draws at a time; None is all of its share.
         dst: The rank in the group that gets the samples; None is all of them.
-        rank_zero: Let rank 0 of the group draw all samples, those of one process, while the others wait.
+        rank_zero: Let rank 0 of the group draw all samples, as a single process would, while the others wait.
         device: Device of the samples; None is that of the manager.
         dtype: Data type of the samples; None is torch's default one.
         group: A process group, the name of one, or None for the world.
 
     Returns:
-        A new tensor of that shape, the samples of rank 0 first. Where ``dst`` is another rank an empty one, ``(0, *)``.
+        A new tensor of that shape, with the samples in rank order; empty, ``(0, *)``, if ``dst`` is another rank.
 
     Raises:
-        ValueError: Shape, a number, dst, group or device do not fit.
-        PlanMismatchError: On every rank: the ranks call differently.
-        RankFailedError: On every rank: the score failed on one, has another shape, or led to samples that are infinite
-            or NaN (FloatingPointError).
+        ValueError: Shape, a number, dst, group or device are not valid.
+        PlanMismatchError: On every rank: the arguments differ between ranks.
+        RankFailedError: On every rank: on one of them the score raised, has the wrong shape, or led to samples that are
+            infinite or NaN (FloatingPointError).
 
     Source:
         Song et al., "Score-Based Generative Modeling through Stochastic Differential Equations", ICLR 2021.
@@ -81,36 +82,43 @@ def sample(
     seed = agree("sample", {**call, "sde": sde, "dtype": empty.dtype}, seed, group)
 
     sizes = [shape[0], *[0] * (members.size - 1)] if rank_zero else split_sizes(shape[0], members.size)
-    walk = _Walk(score_fn, sde, num_steps, members)
-    drawn = _run(walk, sizes[members.rank], batch_size or shape[0], seed, empty, rank_zero=rank_zero, group=group)
+    solver = _ReverseSolver(score_fn, sde, num_steps, members)
+    drawn = _run(solver, sizes[members.rank], batch_size or shape[0], seed, empty, rank_zero=rank_zero, group=group)
     return all_gather_v(drawn, sizes, group=group) if dst is None else gather_v(drawn, sizes, dst=dst, group=group)
 
 
 def _run(
-    walk: _Walk, num: int, batch_size: int, seed: int, empty: torch.Tensor, *, rank_zero: bool, group: GroupLike
+    solver: _ReverseSolver,
+    num: int,
+    batch_size: int,
+    seed: int,
+    empty: torch.Tensor,
+    *,
+    rank_zero: bool,
+    group: GroupLike,
 ) -> torch.Tensor:
     """Return this rank's samples, once all ranks have theirs."""
 
     def draw_samples() -> torch.Tensor:
-        generator = random_stream("sample", seed, walk.group.rank, empty.device)
+        generator = random_stream("sample", seed, solver.group.rank, empty.device)
         batches = [min(batch_size, num - start) for start in range(0, num, batch_size)]
-        return torch.cat([empty, *(walk.draw(size, empty, generator) for size in batches)])
+        return torch.cat([empty, *(solver.draw(size, empty, generator) for size in batches)])
 
     if not rank_zero:
-        return run_jointly(draw_samples, "sample", walk.group)
+        return run_jointly(draw_samples, "sample", solver.group)
     drawn = on_rank(0, group=group)(draw_samples)()
     return drawn if drawn is not None else empty
 
 
 @dataclass(frozen=True)
-class _Walk:
-    """A walk backwards in time.
+class _ReverseSolver:
+    """The reverse equation, solved backwards in time.
 
     Attributes:
         score_fn: The score.
         sde: The equation.
         num_steps: Number of steps.
-        group: The ranks that walk.
+        group: The ranks that draw samples.
     """
 
     score_fn: Network
@@ -120,7 +128,7 @@ class _Walk:
 
     @torch.no_grad()
     def draw(self, num: int, like: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-        """Return some samples, of the device, data type and dims of another tensor."""
+        """Return some samples, with the device, data type and shape of the samples in another tensor."""
         shape = (num, *like.shape[1:])
         x = self.sde.sample_prior(shape, generator=generator, device=like.device, dtype=like.dtype)
         times = torch.linspace(self.sde.horizon, self.sde.epsilon, self.num_steps + 1, dtype=torch.float64).tolist()
@@ -140,5 +148,7 @@ class _Walk:
 def _checked_shape(shape: Sequence[int]) -> tuple[int, ...]:
     lengths = tuple(shape)
     if not lengths or any(isinstance(one, bool) or not isinstance(one, int) or one < 1 for one in lengths):
-        raise ValueError(f"shape must be whole numbers of 1 or more, (num, *), got {shape}. Correct it.")
+        raise ValueError(
+            f"shape must be whole numbers of 1 or more, (num, *), got {shape}. Pass the shape of all samples."
+        )
     return lengths

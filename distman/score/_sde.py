@@ -1,4 +1,4 @@
-"""Stochastic differential equations that turn data into noise, and whose kernels are known."""
+"""Stochastic differential equations that turn data into noise, with known transition kernels."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ import torch
 
 @dataclass(frozen=True, kw_only=True)
 class SDE(abc.ABC):
-    """The equation ``dx = drift(t, x) dt + diffusion(t) dw``, which runs from data at time 0 to noise at the horizon.
+    """The equation ``dx = drift(t, x) dt + diffusion(t) dw``, from data at time 0 to noise at the horizon.
 
     The kernel from the data to any time is Gaussian: ``x(t) = scale(t) x(0) + std(t) noise``.
 
     Attributes:
-        horizon: Time at which the samples are those of the prior.
-        epsilon: Smallest time that is asked for: at 0 the score of data on a surface is infinite.
+        horizon: Time at which the samples follow the prior.
+        epsilon: Smallest time that is used: at 0 the score of data on a lower-dimensional surface is infinite.
 
     Source:
         Song et al., "Score-Based Generative Modeling through Stochastic Differential Equations", ICLR 2021.
@@ -31,7 +31,7 @@ class SDE(abc.ABC):
         if not 0 < self.epsilon < self.horizon < math.inf:
             raise ValueError(
                 f"epsilon must be above 0 and below the horizon, got epsilon {self.epsilon} and horizon "
-                f"{self.horizon}. Correct them."
+                f"{self.horizon}. Choose an epsilon such as 1e-5 of the horizon."
             )
 
     @property
@@ -65,7 +65,7 @@ class SDE(abc.ABC):
 
     @abc.abstractmethod
     def marginal(self, t: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return scale and standard deviation of the kernel from the data to these times, of shape ``(batch,)`` each.
+        """Return scale and standard deviation of the kernel from the data to these times, shape ``(batch,)`` each.
 
         Local.
         """
@@ -84,9 +84,9 @@ class SDE(abc.ABC):
 
         Args:
             shape: Shape of the result, ``(batch, *)``.
-            generator: Where the numbers come from, on ``device``; None is torch's default one.
-            device: Device of the result; None is torch's default one.
-            dtype: Data type of the result; None is torch's default one.
+            generator: Generator of the numbers, on ``device``; None is torch's default generator.
+            device: Device of the result; None is torch's default device.
+            dtype: Data type of the result; None is torch's default data type.
         """
         return torch.randn(tuple(shape), generator=generator, device=device, dtype=dtype) * self.prior_std
 
@@ -108,9 +108,10 @@ class SDE(abc.ABC):
 
 @dataclass(frozen=True)
 class VariancePreserving(SDE):
-    """The equation ``dx = -beta(t) x / 2 dt + sqrt(beta(t)) dw``, with a rate that grows linearly.
+    """The equation ``dx = -beta(t) x / 2 dt + sqrt(beta(t)) dw``, with a rate beta that grows linearly.
 
-    Data of unit variance keep it, and the prior is the standard Gaussian.
+    Data of unit variance keep unit variance, and the prior is the standard Gaussian. The defaults are those of Song et
+    al.
 
     Attributes:
         beta_min: Rate at time 0.
@@ -125,7 +126,7 @@ class VariancePreserving(SDE):
         if not 0 < self.beta_min <= self.beta_max < math.inf:
             raise ValueError(
                 f"beta_min must be above 0 and at most beta_max, got beta_min {self.beta_min} and beta_max "
-                f"{self.beta_max}. Correct them."
+                f"{self.beta_max}. Pass rates such as 0.1 and 20."
             )
 
     @property
@@ -148,7 +149,7 @@ class VariancePreserving(SDE):
         return self._rate(t).sqrt()
 
     def marginal(self, t: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return scale and standard deviation of the kernel from the data to these times, of shape ``(batch,)`` each.
+        """Return scale and standard deviation of the kernel from the data to these times, shape ``(batch,)`` each.
 
         Local.
         """
@@ -163,12 +164,12 @@ class VariancePreserving(SDE):
 class VarianceExploding(SDE):
     """The equation ``dx = sqrt(d sigma(t)^2 / dt) dw``, with a sigma that grows geometrically.
 
-    The data stay as they are under noise of variance ``sigma(t)^2 - sigma_min^2``: the equation's own kernel, which
-    has no noise at time 0.
+    The data are not scaled; noise of variance ``sigma(t)^2 - sigma_min^2`` is added to them. This is the exact kernel
+    of the equation, without noise at time 0. The defaults are those of Song et al. for small images.
 
     Attributes:
         sigma_min: Sigma at time 0.
-        sigma_max: Sigma at the horizon; some times the largest distance between two samples.
+        sigma_max: Sigma at the horizon; a few times the largest distance between two samples.
     """
 
     sigma_min: float = 0.01
@@ -179,7 +180,7 @@ class VarianceExploding(SDE):
         if not 0 < self.sigma_min < self.sigma_max < math.inf:
             raise ValueError(
                 f"sigma_min must be above 0 and below sigma_max, got sigma_min {self.sigma_min} and sigma_max "
-                f"{self.sigma_max}. Correct them."
+                f"{self.sigma_max}. Pass values such as 0.01 and 50."
             )
 
     @property
@@ -203,7 +204,7 @@ class VarianceExploding(SDE):
         return sigma * math.sqrt(2 * self._growth)
 
     def marginal(self, t: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return scale and standard deviation of the kernel from the data to these times, of shape ``(batch,)`` each.
+        """Return scale and standard deviation of the kernel from the data to these times, shape ``(batch,)`` each.
 
         Local.
         """
@@ -215,7 +216,7 @@ class VarianceExploding(SDE):
 
 
 def per_sample(values: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    """Return one value for each sample in a shape that multiplies the samples.
+    """Return one value for each sample in a shape that broadcasts with the samples.
 
     Args:
         values: Shape ``(batch,)``.

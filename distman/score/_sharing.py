@@ -1,4 +1,4 @@
-"""What the ranks of a group do before, while and after each of them works on its share."""
+"""Checks and error handling when each rank of a group works on its share."""
 
 from __future__ import annotations
 
@@ -19,31 +19,31 @@ R = TypeVar("R")
 
 
 def check_count(name: str, value: int) -> None:
-    """Check that a number of things is a whole one, at least 1.
+    """Check that a number is a whole number, at least 1.
 
     Raises:
         ValueError: It is not.
     """
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError(f"{name} must be a whole number of 1 or more, got {value!r}. Correct it.")
+        raise ValueError(f"{name} must be a whole number of 1 or more, got {value!r}. Pass such a number.")
 
 
 def agree(operation: str, call: Mapping[str, object], seed: int | None, group: GroupLike) -> int:
-    """Go on only if all ranks make the same call, and return the seed that is theirs together.
+    """Check that all ranks make the same call, and return their common seed.
 
     Collective. Blocking.
 
     Args:
         operation: Name of the function, for messages.
         call: What must be equal on all ranks, by name.
-        seed: The seed, equal on all ranks. None takes the number that rank 0 draws from torch's default generator;
-            all ranks draw one, so that generators that were equal stay equal.
+        seed: The seed, equal on all ranks. None is a number that rank 0 draws from torch's default generator; all ranks
+            draw one, so that generators in equal states stay equal.
         group: A process group, the name of one, or None for the world.
 
     Raises:
         PlanMismatchError: On every rank: the calls differ.
     """
-    drawn = int(torch.randint(2**62, (), device="cpu")) if seed is None else seed
+    drawn = int(torch.randint(2**62, (), device="cpu")) if seed is None else seed  # the result has to fit an int64
     mine = {name: str(value) for name, value in {**call, "seed": seed}.items()}
     everyone = all_gather_objects((mine, drawn), group)
     differing = [name for name in mine if any(one.get(name) != mine[name] for one, _ in everyone)]
@@ -53,44 +53,44 @@ def agree(operation: str, call: Mapping[str, object], seed: int | None, group: G
             for rank, (one, _) in zip(resolve_group(group).ranks, everyone, strict=True)
         ]
         raise PlanMismatchError(
-            f"all ranks must call {operation} with the same arguments, got different {', '.join(differing)}. Each rank "
-            "takes its share itself: pass everything on all ranks.\n" + "\n".join(rows)
+            f"all ranks must call {operation} with the same arguments, got different {', '.join(differing)}. Pass "
+            "everything on all ranks: each takes its share itself.\n" + "\n".join(rows)
         )
     return everyone[0][1]
 
 
 def run_jointly(run: Callable[[], R], what: str, group: Group) -> R:
-    """Run a function on all ranks, and make an error on one of them that of all.
+    """Run a function on all ranks, and raise an error of one of them on all.
 
-    Collective. Blocking, for as long as it takes the slowest: over the store, so that nothing times out.
+    Collective. Blocking. The ranks wait for the slowest one over the store, so no collective times out.
 
     Args:
-        run: This rank's work. It may come to collectives over other groups.
-        what: What is done, for messages.
+        run: This rank's work. It may use collectives over other groups.
+        what: Name of the work, for messages.
         group: The ranks.
 
     Raises:
-        RankFailedError: On every rank: it raised on one. The error is the cause on the rank where it was raised.
+        RankFailedError: On every rank: the function raised on one. There, its error is the cause.
     """
-    turn = group.sections.begin(what, range(group.size), depth=depth()) if group.sections is not None else None
+    section = group.sections.begin(what, range(group.size), depth=depth()) if group.sections is not None else None
     try:
         result = run()
     except BaseException as error:
-        notice = turn.fail(error) if turn is not None else FailureRecord.of(error, group.ranks[group.rank])
+        record = section.fail(error) if section is not None else FailureRecord.of(error, group.ranks[group.rank])
         if not isinstance(error, Exception):  # SystemExit and KeyboardInterrupt end this process
             raise
-        raise notice.to_error() from error
+        raise record.to_error() from error
     with WaitScope(what):
-        if turn is not None and not turn.succeed():
-            turn.wait()
+        if section is not None and not section.succeed():
+            section.wait()
     return result
 
 
 def check_finite(name: str, values: torch.Tensor, group: Group) -> None:
-    """Check that all of a rank's results are numbers.
+    """Check that all results of a rank are finite.
 
     Args:
-        name: What they are, for messages.
+        name: Name of the results, for messages.
         values: The results, shape ``(batch, *)``.
         group: The ranks, of which this is one.
 
@@ -100,6 +100,6 @@ def check_finite(name: str, values: torch.Tensor, group: Group) -> None:
     bad = int((~values.isfinite()).reshape(len(values), -1).any(dim=1).sum()) if values.numel() else 0
     if bad:
         raise FloatingPointError(
-            f"{name} must be finite, got {bad} of {len(values)} on rank {group.ranks[group.rank]} that are not. Look "
-            "at the scores there, or take smaller steps."
+            f"{name} must be finite, got {bad} of {len(values)} on rank {group.ranks[group.rank]} that are not. "
+            "Check the scores there, or take smaller steps."
         )

@@ -1,4 +1,4 @@
-"""Random numbers of which no two ranks draw the same."""
+"""Random streams that differ between ranks."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ import torch
 def random_stream(purpose: str, seed: int, index: int, device: torch.device | str = "cpu") -> torch.Generator:
     """Return a generator for one of many streams of random numbers.
 
-    Local. Streams of one purpose and seed differ for all indices below 2^32: the index is added to a digest of the
-    other two, of which a generator on the CPU uses 32 bits.
+    Local. Streams of the same purpose and seed differ for all indices below 2^32: the index is added to a digest of
+    the other two, of which a generator on the CPU uses 32 bits.
 
     Args:
-        purpose: What the numbers are for, so that equal seeds for two purposes do not give the same numbers.
+        purpose: What the numbers are used for; equal seeds give different numbers for different purposes.
         seed: Any integer.
         index: The rank, or the number of a batch.
-        device: Where the numbers are drawn.
+        device: Device of the generator.
 
     Returns:
-        A new generator; torch's default ones are not touched.
+        A new generator; torch's default generators are not used.
     """
     digest = hashlib.blake2b(f"{purpose} {seed}".encode(), digest_size=8).digest()
     return torch.Generator(device).manual_seed((int.from_bytes(digest, "big") + index) % 2**64)

@@ -113,7 +113,7 @@ def test_weighted_draws_follow_the_weights_over_all_ranks(world_size):
 
 @ranks(1)
 def test_weights_that_do_not_fit():
-    with pytest.raises(ValueError, match=r"weights must be one for each of 3 samples, got shape \(2,\)"):
+    with pytest.raises(ValueError, match=r"weights must have one number for each of 3 samples, got shape \(2,\)"):
         TrainingBatches(3, 1, weights=[1.0, 2.0])
     for weights in ([0.0, 0.0], [-1.0, 2.0], [float("nan"), 1.0], [float("inf"), 1.0]):
         with pytest.raises(ValueError, match="weights must be finite, 0 or more and not all 0"):
@@ -122,7 +122,7 @@ def test_weights_that_do_not_fit():
         TrainingBatches(0, 1)
     with pytest.raises(ValueError, match="batch_size must be at least 1, got 0"):
         EvaluationBatches(3, 0)
-    with pytest.raises(ValueError, match=r"sizes must be one for each of 1 ranks, got \[1, 2\]"):
+    with pytest.raises(ValueError, match=r"sizes must have one number for each of 1 ranks, got \[1, 2\]"):
         ShardBatches([1, 2], 1)
     with pytest.raises(ValueError, match="the number of samples must be at least 1, got 0"):
         ShardBatches([0], 1)

@@ -1,14 +1,12 @@
 from itertools import chain
 
-import h5py
 import numpy as np
 import pytest
 import torch
 from torch.utils.data import Dataset, TensorDataset
 
-from distman import DistributedManager
 from distman.collectives import all_gather_objects
-from distman.data import Hdf5Dataset, RankCachedDataset, distributed_loader, rank_cached_loader
+from distman.data import RankCachedDataset, rank_cached_loader
 from distman.testing import ranks
 
 
@@ -80,51 +78,23 @@ def test_larger_than_a_chunk():
         assert torch.equal(torch.cat(all_gather_objects(own)), values)
 
 
-@ranks(1, 3)
-def test_hdf5(rank, tmp_path):
-    path = tmp_path / "data.h5"
-    if rank == 0:
-        with h5py.File(path, "w") as file:
-            file["fields"] = np.arange(20.0).reshape(10, 2)
-            file["grid/labels"] = np.arange(10)
-    DistributedManager().barrier()
-    dataset = Hdf5Dataset(path, ["fields", "grid/labels"])
-    cached = rank_cached_loader(dataset, evaluation=True, batch_size=2)
-    streamed = distributed_loader(dataset, evaluation=True, batch_size=2, num_workers=1)
-    for loader in (cached, streamed):
-        own = [(fields.tolist(), labels.tolist()) for fields, labels in loader]
-        fields = [*chain(*(one for part in all_gather_objects(own) for one, _ in part))]
-        labels = [*chain(*(one for part in all_gather_objects(own) for _, one in part))]
-        assert fields == np.arange(20.0).reshape(10, 2).tolist()
-        assert labels == list(range(10))
-    with pytest.raises(ValueError, match=r"names must be datasets in .*, got \['grid', 'no'\]. It has \['fields', "):
-        Hdf5Dataset(path, ["fields", "grid", "no"])
-    with pytest.raises(FileNotFoundError):
-        Hdf5Dataset(tmp_path / "no.h5", ["fields"])
-
-
-def test_hdf5_of_unequal_length(tmp_path):
-    with h5py.File(tmp_path / "data.h5", "w") as file:
-        file["a"], file["b"] = np.zeros(3), np.zeros(4)
-    with pytest.raises(ValueError, match=r"datasets must be equally long to make samples, got \{'a': 3, 'b': 4\}"):
-        Hdf5Dataset(tmp_path / "data.h5", ["a", "b"])
-
-
 @ranks(1)
 def test_samples_that_cannot_be_cached():
     with pytest.raises(
-        ValueError, match="samples must be of one shape and dtype to be cached, got others among 1024 to 2047"
+        ValueError,
+        match="samples must have the same shape and dtype to be cached, got different ones among 1024 to 2047",
     ):
         RankCachedDataset(Ragged(3000, 1500))
     with pytest.raises(
-        ValueError, match="samples must be of one shape and dtype to be cached, got others among 2048 to 2999"
+        ValueError,
+        match="samples must have the same shape and dtype to be cached, got different ones among 2048 to 2999",
     ):
         RankCachedDataset(Ragged(3000, 2048))
     with pytest.raises(
-        ValueError, match="samples must be of one shape and dtype to be cached, got others among 0 to 2"
+        ValueError, match="samples must have the same shape and dtype to be cached, got different ones among 0 to 2"
     ):
         RankCachedDataset([0, 0.5, 0.9])
-    with pytest.raises(TypeError, match=r"samples must be made of numbers to be cached, got 'name'"):
+    with pytest.raises(TypeError, match=r"samples must consist of numbers to be cached, got 'name'"):
         RankCachedDataset(Named(2))
     with pytest.raises(ValueError, match="dataset must have at least one sample to be cached, got none"):
         RankCachedDataset(Samples(0))

@@ -126,7 +126,7 @@ def test_a_position_in_another_dataset_is_the_start_of_its_epoch(caplog):
     loader = distributed_loader(numbers(13))
     loader.load_state_dict({"epoch": 3, "position": 4, "seed": 0, "layout": [12]})
     assert (loader.state_dict()["epoch"], loader.state_dict()["position"]) == (3, 0)
-    assert "epoch 3 begins anew: its saved position is one of another dataset or job" in caplog.text
+    assert "epoch 3 starts over: its position was saved with another dataset or shard sizes" in caplog.text
 
 
 @ranks(2)
@@ -196,7 +196,7 @@ def test_workers_as_many_as_the_scheduler_gave_cpus(monkeypatch):
 
 @ranks(2)
 def test_options_that_make_no_sense():
-    with pytest.raises(TypeError, match="dataset must have indices and a length, got Stream"):
+    with pytest.raises(TypeError, match="dataset must be a map-style dataset with a length, got Stream"):
         distributed_loader(Stream())
     with pytest.raises(TypeError, match="sampler must be left out"):
         distributed_loader(numbers(3), sampler=[0])

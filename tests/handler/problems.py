@@ -5,6 +5,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from distman._seeds import seed_of
+from distman.collectives import all_gather_objects
 from distman.handler import NNHandler
 
 NUM_SAMPLES = 65
@@ -68,3 +69,9 @@ class Normed(nn.Module):
 
     def forward(self, inputs):
         return self.last(self.norm(inputs))
+
+
+def assert_same_on_all_ranks(module):
+    weights = [parameter.detach() for parameter in module.parameters()]
+    for other in all_gather_objects(weights):
+        assert all(torch.equal(one, two) for one, two in zip(weights, other, strict=True))

@@ -79,5 +79,5 @@ def test_wrong_shapes_are_one_sentence():
     with pytest.raises(ValueError, match=r"t must have one time for each sample"):
         score(lambda _, x: x, sde, torch.ones(()), x)
     for bad in (torch.ones(0, 2), torch.ones(2, 2).int(), torch.tensor(1.0)):
-        with pytest.raises(ValueError, match=r"x must hold samples of floating point numbers, got torch\."):
+        with pytest.raises(ValueError, match=r"x must hold floating-point samples, got torch\."):
             denoising_loss(lambda _, x: x, sde, bad)

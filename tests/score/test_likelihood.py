@@ -117,8 +117,8 @@ def test_a_score_without_a_gradient():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"x": torch.ones(3)}, r"x must hold samples of floating point numbers, got torch\.float32 of shape \(3,\)"),
-        ({"x": torch.ones(0, 2)}, r"x must hold samples"),
+        ({"x": torch.ones(3)}, r"x must hold floating-point samples, got torch\.float32 of shape \(3,\)"),
+        ({"x": torch.ones(0, 2)}, r"x must hold floating-point samples"),
         ({"x": torch.ones(2, 2).int()}, r"got torch\.int32"),
         ({"num_probes": 0}, r"num_probes must be a whole number of 1 or more, got 0"),
         ({"batch_size": 0}, r"batch_size must be a whole number of 1 or more, got 0"),

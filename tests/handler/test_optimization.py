@@ -1,0 +1,111 @@
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from distman import DistributedManager
+from distman.errors import NonFiniteLossError
+from distman.handler import NNHandler
+from distman.testing import ranks
+
+from .problems import GLOBAL_BATCH, Normed, assert_same_on_all_ranks, make_handler, reference, regression
+
+
+@ranks(1, 3)
+def test_the_gradient_is_clipped_as_that_of_the_whole_batch(world_size):
+    handler = make_handler(GLOBAL_BATCH // world_size, data=regression())
+    if world_size == 1:
+        assert handler.train(3, clip_norm=0.1)["loss"] == pytest.approx(reference(3, clip_norm=0.1)[0], rel=1e-10)
+    else:
+        handler.train(3, clip_norm=0.1)
+        assert_same_on_all_ranks(handler.module)
+        assert handler.history["loss"][-1] < handler.history["loss"][0]
+
+
+class Poisoned(nn.Module):
+    """A loss that is NaN on some ranks in one step."""
+
+    def __init__(self, ranks, step, value=float("nan")):
+        super().__init__()
+        self.ranks, self.step, self.value, self.num_calls = ranks, step, value, 0
+
+    def forward(self, outputs, targets):
+        self.num_calls += 1
+        loss = nn.functional.mse_loss(outputs, targets)
+        is_bad = self.num_calls == self.step and DistributedManager().rank in self.ranks
+        return loss * 0 + self.value if is_bad else loss
+
+
+@ranks(1, 4)
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("clip_norm", [None, 1.0])
+def test_a_loss_that_is_not_finite_on_one_rank_ends_all_at_the_same_step(value, clip_norm, world_size):
+    bad = min(2, world_size - 1)
+    handler = make_handler(4)
+    handler.set_loss_fn(Poisoned([bad], 3, value))
+    with pytest.raises(NonFiniteLossError, match=rf"must be finite in step 2, got {value} on rank {bad} \(.*, pid "):
+        handler.train(2, clip_norm=clip_norm)
+    assert handler.num_steps == 2
+    assert all(parameter.isfinite().all() for parameter in handler.module.parameters())
+    assert_same_on_all_ranks(handler.module)
+    handler.set_loss_fn(nn.functional.mse_loss)
+    assert all(loss == loss for loss in handler.train(2)["loss"])
+
+
+@ranks(1, 4)
+@pytest.mark.parametrize("amp", [None, "fp16"])
+def test_a_step_with_such_a_loss_can_be_left_out_on_all_ranks(amp, world_size):
+    handler = make_handler(GLOBAL_BATCH // world_size, dtype=torch.float32)
+    handler.set_loss_fn(Poisoned([min(2, world_size - 1)], 2))
+    handler.train(2, non_finite="skip", amp=amp)
+    assert handler.history["skipped"][0] >= 1  # in half precision, maybe some of whose scale was too large
+    assert handler.history["skipped"] == [1, 0] or amp
+    assert handler.num_steps + sum(handler.history["skipped"]) == 2 * 5
+    assert all(loss == loss for loss in handler.history["loss"])
+    assert_same_on_all_ranks(handler.module)
+
+
+@ranks(2)
+def test_a_gradient_that_is_not_finite_is_told_from_a_loss():
+    handler = make_handler(8)
+    handler.set_loss_fn(lambda outputs, targets: nn.functional.mse_loss(outputs, targets) + (outputs * 0).sqrt().sum())
+    with pytest.raises(NonFiniteLossError, match="got a gradient that is not, with finite losses on all ranks"):
+        handler.train(1)
+
+
+@ranks(1, 2)
+def test_mixed_precision_learns_and_an_overflow_only_lowers_the_scale(world_size):
+    for amp in ("bf16", "fp16"):
+        handler = make_handler(GLOBAL_BATCH // world_size, dtype=torch.float32)
+        losses = handler.train(20, amp=amp, clip_norm=10.0)["loss"]
+        assert losses[-1] < 0.6 * losses[0]
+        assert_same_on_all_ranks(handler.module)
+        assert handler.predict(regression(torch.float32), all_ranks=True).shape == (65, 1)
+
+
+@ranks(2)
+def test_a_scale_that_is_too_large_is_no_step_and_one_that_cannot_help_is_an_error():
+    handler = make_handler(8, dtype=torch.float32)
+    handler.set_loss_fn(lambda outputs, targets: nn.functional.mse_loss(outputs, targets) * 1e35)
+    handler.set_scheduler(torch.optim.lr_scheduler.ExponentialLR, gamma=0.5, per="step")
+    handler.train(1, amp="fp16")
+    assert (handler.num_steps, handler.history["skipped"]) == (0, [5])
+    assert handler.optimizer.param_groups[0]["lr"] == 0.02
+    handler.set_loss_fn(lambda outputs, targets: nn.functional.mse_loss(outputs, targets) + (outputs * 0).sqrt().sum())
+    with pytest.raises(NonFiniteLossError, match="got a gradient that is not, with finite losses on all ranks"):
+        handler.train(10, amp="fp16")
+
+
+@ranks(2)
+def test_a_step_that_is_left_out_leaves_no_trace_in_buffers():
+    inputs, targets = regression().tensors
+    inputs = inputs.clone()
+    inputs[5] = float("nan")
+    handler = NNHandler(Normed, seed=0)
+    handler.set_optimizer(torch.optim.SGD, lr=0.01)
+    handler.set_loss_fn(nn.functional.mse_loss)
+    handler.set_train_loader(TensorDataset(inputs, targets), batch_size=8, drop_last=True)
+    handler.set_val_loader(regression(), batch_size=8)
+    handler.train(2, non_finite="skip")
+    assert handler.history["skipped"] == [1, 1]
+    assert all(loss == loss for loss in handler.val_losses)

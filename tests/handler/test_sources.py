@@ -1,0 +1,89 @@
+import pytest
+import torch
+from torch import nn
+
+from distman.data import distributed_loader
+from distman.handler import Callback, NNHandler
+from distman.testing import ranks
+
+from .problems import Network, assert_same_on_all_ranks, make_handler, reference, regression
+
+
+class Stream:
+    """Batches that each rank finds in its own way: 3 on rank 0, 4 on rank 1, none on the others."""
+
+    def __init__(self, rank):
+        inputs, targets = regression().tensors
+        self.batches = [
+            [(inputs[:16], targets[:16]), (inputs[16:32], targets[16:32]), (inputs[32:37], targets[32:37])],
+            [(inputs[start : start + 7], targets[start : start + 7]) for start in range(37, 65, 7)],
+            [],
+        ][min(rank, 2)]
+
+    def __iter__(self):
+        return iter(self.batches)
+
+
+@ranks(2, 3)
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_ranks_with_other_numbers_of_batches_lose_no_sample(accumulate, rank):
+    handler = make_handler(1)
+    handler.set_train_loader(Stream(rank))
+    history = handler.train(2, accumulate=accumulate)
+    assert handler.num_steps == 2 * -(-4 // accumulate)
+    inputs, targets = regression().tensors
+    fresh = make_handler(1)
+    steps = [
+        torch.cat([torch.arange(0, 16), torch.arange(37, 44)]),
+        torch.cat([torch.arange(16, 32), torch.arange(44, 51)]),
+        torch.cat([torch.arange(32, 37), torch.arange(51, 58)]),
+        torch.arange(58, 65),
+    ]
+    windows = [torch.cat(steps[start : start + accumulate]) for start in range(0, 4, accumulate)]
+    expected = []
+    for _ in range(2):
+        total = 0.0
+        for window in windows:
+            loss = nn.functional.mse_loss(fresh.module(inputs[window]), targets[window])
+            fresh.optimizer.zero_grad()
+            loss.backward()
+            fresh.optimizer.step()
+            total += loss.item() * len(window)
+        expected.append(total / 65)
+    assert history["loss"] == pytest.approx(expected, rel=1e-10)
+    assert_same_on_all_ranks(handler.module)
+
+
+@ranks(1, 2)
+@pytest.mark.parametrize("cached", [False, True])
+def test_fewer_samples_than_ranks_and_batches_of_any_structure(cached):
+    data = [{"x": torch.ones(4, dtype=torch.float64), "y": 2.0}]
+    handler = NNHandler(Network, seed=0)
+    handler.set_optimizer(torch.optim.SGD, lr=0.1)
+    handler.set_loss_fn(
+        lambda outputs, targets: (outputs[:, 0] - targets).square().mean(),
+        forward=lambda model, batch: (model(batch["x"]), batch["y"]),
+    )
+    handler.set_train_loader(data, batch_size=4, cached=cached)
+    handler.set_val_loader(data, batch_size=4, cached=cached)
+    handler.train(30)
+    assert handler.history["val_loss"][-1] < 1e-3
+    assert_same_on_all_ranks(handler.module)
+    assert float(handler.predict(data, all_ranks=True)) == pytest.approx(2.0, abs=0.05)
+
+
+class GoesThrough(Callback):
+    def __init__(self, loader):
+        self.loader = loader
+
+    def on_epoch_end(self, handler, record):
+        assert len(list(self.loader)) == 5
+
+
+@ranks(2)
+def test_the_program_may_go_through_the_loader_meanwhile():
+    handler = make_handler(8)
+    loader = distributed_loader(regression(), batch_size=8, seed=1)
+    handler.set_train_loader(loader)
+    handler.add_callback(GoesThrough(loader))
+    assert handler.train(3)["loss"] == pytest.approx(reference(3)[0], rel=1e-10)
