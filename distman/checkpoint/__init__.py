@@ -1,4 +1,4 @@
-"""Saving and loading what a training needs to go on, so that nothing that was saved is lost."""
+"""Saving and loading the state of a training, so that no saved checkpoint is lost."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What all ranks do at once, and have all done or none."""
+"""Functions that succeed on all ranks or fail on all."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ R = TypeVar("R")
 
 
 def on_all_ranks(func: Callable[[], R]) -> R:
-    """Run a function on every rank, and go on only if it succeeded on all.
+    """Run a function on every rank, and return only if it succeeded on all.
 
     Collective. Blocking.
 
@@ -25,12 +25,12 @@ def on_all_ranks(func: Callable[[], R]) -> R:
         What it returned on this rank.
 
     Raises:
-        Exception: Its own error, on a rank where it failed.
-        RankFailedError: On the other ranks: that error.
+        Exception: The function's own error, on a rank where it failed.
+        RankFailedError: On the other ranks, with that error.
     """
     own: list[Exception] = []
 
-    def run_with_timeout() -> R:
+    def recorded() -> R:
         try:
             return func()
         except Exception as error:
@@ -38,10 +38,10 @@ def on_all_ranks(func: Callable[[], R]) -> R:
             raise
 
     named = func.func if isinstance(func, functools.partial) else func
-    run_with_timeout.__qualname__ = getattr(named, "__qualname__", run_with_timeout.__qualname__)
+    recorded.__qualname__ = getattr(named, "__qualname__", recorded.__qualname__)
     world_size = DistributedManager().world_size if DistributedManager.is_initialized() else 1
     try:
-        return cast("R", on_rank(range(world_size))(run_with_timeout)())
+        return cast("R", on_rank(range(world_size))(recorded)())
     except RankFailedError:
         if own:
             raise own[0] from own[0].__cause__

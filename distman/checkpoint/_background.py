@@ -14,38 +14,38 @@ from distman.checkpoint._location import Location
 from distman.errors import CheckpointError
 
 _writes: dict[Location, BackgroundWrite] = {}
-"""The last write to each place, unless it succeeded or its error was raised."""
+"""The last write to each location, unless it succeeded or its error was raised."""
 
 
 class BackgroundWrite:
     """One write in a thread; the end of the interpreter waits for it.
 
     Args:
-        place: What is written, or the folder that it is written into.
-        work: Writes it.
+        location: What is written, or the folder that it is written into.
+        work: Does the writing.
 
     Attributes:
-        error: Why it failed; None if it did not, or is not over.
+        error: Why it failed; None if it has not failed.
     """
 
-    def __init__(self, place: Location, work: Callable[[], None]) -> None:
-        self._place = place
+    def __init__(self, location: Location, work: Callable[[], None]) -> None:
+        self._location = location
         self.error: BaseException | None = None
         self._pid = os.getpid()
         self._thread = threading.Thread(target=self._run, args=(work,), name="distman-checkpoint", daemon=False)
-        self._forget = register(self.end)
+        self._unregister = register(self.end)
 
     def start(self) -> None:
-        """Begin to write."""
-        _writes[self._place] = self
+        """Start the thread."""
+        _writes[self._location] = self
         try:
             self._thread.start()
         except BaseException:
-            self.settle()
+            self.forget()
             raise
 
     def join(self) -> None:
-        """Wait until it is over, whatever came of it.
+        """Wait for the thread, whether it succeeds or fails.
 
         Blocking. A process forked from the one that writes does not wait.
         """
@@ -53,95 +53,95 @@ class BackgroundWrite:
             self._thread.join()
 
     def wait(self) -> None:
-        """Wait until it is written.
+        """Wait until everything is written.
 
         Blocking.
 
         Raises:
-            Exception: It failed.
+            Exception: The write failed, with this error.
         """
         self.join()
         if self.error is not None:
-            self.settle()
+            self.forget()
             raise self.error
 
-    def settle(self) -> None:
+    def forget(self) -> None:
         """Forget the write: it succeeded, or the program has got its error."""
-        if _writes.get(self._place) is self:
-            del _writes[self._place]
-        self._forget()
+        if _writes.get(self._location) is self:
+            del _writes[self._location]
+        self._unregister()
 
     def end(self) -> None:
-        """At the end of the process, wait until it is over, and log an error that nobody has seen.
+        """At the end of the process, wait for the write, and log an error that nobody has seen.
 
         Blocking.
         """
         self.join()
         if self.error is not None and os.getpid() == self._pid:
-            self.settle()
+            self.forget()
             logger.error(
-                "the background save to %s failed: %r. The previous one is still there", self._place, self.error
+                "the background save to %s failed: %r. The previous one is still there", self._location, self.error
             )
 
     def _run(self, work: Callable[[], None]) -> None:
         try:
             work()
-            self.settle()
+            self.forget()
         except BaseException as error:  # noqa: BLE001 - it is raised where the program waits, or logged at the end
             self.error = error
 
 
-def start(place: Location, work: Callable[[], None]) -> BackgroundWrite:
-    """Begin to write in the background, where nothing else is being written.
+def start(location: Location, work: Callable[[], None]) -> BackgroundWrite:
+    """Start a write in the background, to a location where none is under way.
 
     Args:
-        place: What is written, or the folder that it is written into.
-        work: Writes it.
+        location: What is written, or the folder that it is written into.
+        work: Does the writing.
     """
-    write = BackgroundWrite(place, work)
+    write = BackgroundWrite(location, work)
     write.start()
     return write
 
 
-def join(place: Location) -> None:
-    """Wait until nothing is being written to a place any more.
+def join(location: Location) -> None:
+    """Wait for the last write to a location.
 
     Blocking.
     """
-    if place in _writes:
-        _writes[place].join()
+    if location in _writes:
+        _writes[location].join()
 
 
-def settle(place: Location) -> None:
-    """Wait until nothing is being written to a place any more.
+def wait(location: Location) -> None:
+    """Wait for the last write to a location.
 
     Blocking.
 
     Raises:
-        Exception: The last write failed, and this was not raised before.
+        Exception: The last write failed, and its error has not been raised yet.
     """
-    write = _writes.get(place)
+    write = _writes.get(location)
     if write is not None:
         write.wait()
 
 
-def refuse_after_failure(place: Location) -> None:
-    """Wait until nothing is being written to a place any more, as the next write to it has to.
+def refuse_after_failure(location: Location) -> None:
+    """Wait for the last write to a location, as the next one has to.
 
     Blocking.
 
     Raises:
-        CheckpointError: The last write failed, and this was not raised before.
+        CheckpointError: The last write failed, and its error has not been raised yet.
     """
-    write = _writes.get(place)
+    write = _writes.get(location)
     if write is None:
         return
     write.join()
     if write.error is not None:
-        write.settle()
+        write.forget()
         raise CheckpointError(
-            f"the previous background save to {place} failed: {type(write.error).__name__}: {write.error}. Nothing was "
-            "saved this time either: remove the cause and save again."
+            f"the previous background save to {location} failed: {type(write.error).__name__}: {write.error}. Nothing "
+            "was saved this time either: remove the cause and save again."
         ) from write.error
 
 

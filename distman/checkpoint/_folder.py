@@ -34,7 +34,7 @@ class CheckpointFolder:
     Args:
         path: The folder, or a URL such as ``s3://bucket/run``. It is made by the first save.
         keep: How many checkpoints to keep, those that were saved last; the best one stays besides. None keeps all.
-        background: Let a thread write while the program goes on.
+        background: Let a thread write while the program continues.
 
     Attributes:
         path: The folder: a path, or a URL.
@@ -63,8 +63,8 @@ class CheckpointFolder:
             is_best: Let ``best.pt`` point to it.
 
         Raises:
-            RankFailedError: On every rank: rank 0 could not save it, see :func:`save`; or could not write the one
-                before in the background, and nothing was saved this time.
+            RankFailedError: On every rank: rank 0 could not save it, see :func:`save`; or the previous save in the
+                background failed, and nothing was saved this time.
         """
         on_rank(0)(self._save)(state, step, is_best=is_best)
 
@@ -76,7 +76,7 @@ class CheckpointFolder:
         Raises:
             RankFailedError: On every rank: the last checkpoint could not be written. The cause, on rank 0, says why.
         """
-        on_rank(0)(in_background.settle)(self._location)
+        on_rank(0)(in_background.wait)(self._location)
 
     def latest(self) -> Path | str | None:
         """Return the path of the checkpoint that was saved last, or None; the same on all ranks.

@@ -130,9 +130,9 @@ class _Generation:
 
     def discard(self) -> None:
         """Remove the folder, unless the link names it: it may have been written although an error came back."""
-        if self._storage.folder(self._place) != self.path:
-            fs, path = _locate(self.path)
-            with contextlib.suppress(FileNotFoundError):
+        with contextlib.suppress(Exception):  # the first error is the one to know; the next publish() tries again
+            if self._storage.folder(self._place) != self.path:
+                fs, path = _locate(self.path)
                 fs.rm(path, recursive=True)
 
 

@@ -1,4 +1,4 @@
-"""Saving and loading a state of which each rank has a part, through ``torch.distributed.checkpoint``."""
+"""Saving and loading a state that is sharded over the ranks, through ``torch.distributed.checkpoint``."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ from distman.manager import DistributedManager
 
 
 def save_sharded(state: dict[str, Any], path: str | os.PathLike[str]) -> None:
-    """Write the parts that all ranks have into a folder, which appears when it is complete and on the disk.
+    """Write the shards of all ranks into a folder, which appears when it is complete and on the disk.
 
     Collective. Blocking. Killed at any moment, it leaves the old folder or the whole new one.
 
     Args:
-        state: Nested dicts and lists. Of a DTensor every rank writes its part; of what several ranks have under one
-            name besides, one writes it for all: give what differs from rank to rank a name of its own.
+        state: Nested dicts and lists. Every rank writes its shards of DTensors. Anything else that several ranks have
+            under one name is written once: give what differs from rank to rank a name of its own.
         path: The folder, or a URL; the same on all ranks, where all of them can write. Folders above it are made.
 
     Raises:
@@ -60,20 +60,20 @@ def save_sharded(state: dict[str, Any], path: str | os.PathLike[str]) -> None:
     try:
         on_all_ranks(functools.partial(_run, functools.partial(_write, state, location.storage, str(temporary))))
         on_rank(0)(_publish)(made)
-    except BaseException:  # whatever ends it, Ctrl-C too: nothing stays half written
+    except BaseException:  # including KeyboardInterrupt: nothing half-written stays
         for folder in made:
             folder.discard()
         raise
 
 
 def load_sharded(state: dict[str, Any], path: str | os.PathLike[str]) -> None:
-    """Fill a state in place with what was saved, by as many ranks as it may have been.
+    """Fill a state in place with what was saved, by any number of ranks.
 
     Collective. Blocking. Nothing in the folder is run, whoever wrote it.
 
     Args:
-        state: As it was saved, in names and shapes. Every rank gets those parts of a DTensor that it has here; what is
-            no tensor is replaced.
+        state: With the names and shapes that were saved. Every rank gets the shards of DTensors that it has here; what
+            is not a tensor is replaced.
         path: The folder, or a URL.
 
     Raises:

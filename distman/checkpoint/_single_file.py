@@ -19,7 +19,7 @@ from distman.manager import DistributedManager
 
 
 class PendingSave:
-    """A checkpoint that is being written while the program goes on.
+    """A checkpoint that is being written while the program continues.
 
     Attributes:
         path: Where it will be: a path, or a URL.
@@ -35,7 +35,7 @@ class PendingSave:
         Collective. Blocking.
 
         Raises:
-            RankFailedError: On every rank: it could not be written. The cause, on rank 0, says why; the former
+            RankFailedError: On every rank: it could not be written. The cause, on rank 0, says why; the previous
                 checkpoint is still there.
         """
         on_rank(0)(self._wait)()
@@ -71,34 +71,34 @@ def save(state: object, path: str | os.PathLike[str], *, background: bool = Fals
             that nobody waits for is raised by the next save to this path, or logged at the end of the program.
 
     Returns:
-        In the background something to wait for; else None.
+        Something to wait for if saved in the background, else None.
 
     Raises:
         ValueError: On every rank: the scheme of the URL is unknown.
         ImportError: On a rank where a package is missing that the scheme needs.
         RankFailedError: On every rank: rank 0 could not save, and the old file is as it was. The cause, on rank 0, is
             ValueError, if something in the state could not be loaded again, and says where; OSError, if the disk is
-            full, say; CheckpointError, if the write in the background before failed.
+            full, for example; CheckpointError, if the previous save in the background failed.
     """
-    place = locate(path)
+    location = locate(path)
     if not background:
-        on_rank(0)(_save_now)(state, place)
+        on_rank(0)(_save_now)(state, location)
         return None
     started: list[BackgroundWrite] = []
-    on_rank(0)(_save_later)(state, place, started)
-    return PendingSave(place.path, started[0] if started else None)
+    on_rank(0)(_save_later)(state, location, started)
+    return PendingSave(location.path, started[0] if started else None)
 
 
-def _save_now(state: object, place: Location) -> None:
-    in_background.refuse_after_failure(place)
+def _save_now(state: object, location: Location) -> None:
+    in_background.refuse_after_failure(location)
     check_state(state)
-    write_state(state, place)
+    write_state(state, location)
 
 
-def _save_later(state: object, place: Location, started: list[BackgroundWrite]) -> None:
-    in_background.refuse_after_failure(place)
+def _save_later(state: object, location: Location, started: list[BackgroundWrite]) -> None:
+    in_background.refuse_after_failure(location)
     check_state(state)
-    started.append(in_background.start(place, functools.partial(write_state, copy_to_host(state), place)))
+    started.append(in_background.start(location, functools.partial(write_state, copy_to_host(state), location)))
 
 
 def load(path: str | os.PathLike[str], *, device: str | torch.device | None = None) -> Any:

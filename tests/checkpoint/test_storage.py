@@ -1,10 +1,7 @@
 """Checkpoints behind URLs: the same promises in a store without renames, on several ranks, and when the store fails."""
 
 import ast
-import contextlib
-import logging
 import os
-import threading
 import uuid
 from pathlib import Path
 
@@ -15,7 +12,7 @@ from fsspec.implementations.memory import MemoryFile
 from fsspec.registry import known_implementations
 
 import distman.checkpoint
-from distman import CheckpointError, DistributedManager, RankFailedError
+from distman import DistributedManager, RankFailedError
 from distman.checkpoint import CheckpointFolder, load, load_sharded, register_storage, save, save_sharded
 from distman.checkpoint import _location as location
 from distman.checkpoint._local_storage import LocalStorage
@@ -310,115 +307,11 @@ MODULES = [path for path in Path(distman.checkpoint.__path__[0]).glob("*.py") if
 def test_only_storages_touch_files(path):
     tree = ast.parse(path.read_text())
     imported = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
-    assert imported & {"pathlib", "shutil", "glob", "tempfile", "fsspec", "fcntl"} == set()
+    imported |= {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
+    assert imported & {"shutil", "glob", "tempfile", "fsspec", "fcntl"} == set()
     attributes = [
         node for node in ast.walk(tree) if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)
     ]
     assert {f"os.{node.attr}" for node in attributes if node.value.id == "os"} <= ALLOWED
     called = [node.func.id for node in ast.walk(tree) if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)]
     assert {"open", "Path"}.isdisjoint(called)
-
-
-@pytest.mark.parametrize("place_of", ["latest.pt", "state.pt"])
-def test_a_flipped_bit_is_found(tmp_path, place_of):
-    save(LARGE, tmp_path / place_of)
-    content = bytearray((tmp_path / place_of).read_bytes())
-    content[len(content) // 2] ^= 1
-    (tmp_path / place_of).write_bytes(content)
-    with pytest.raises(CheckpointError, match=r"is damaged or no checkpoint: .*Bad CRC-32"):
-        load(tmp_path / place_of)
-
-
-def test_a_flipped_bit_in_a_shard_is_found(tmp_path):
-    save_sharded(LARGE, tmp_path / "sharded")
-    shard = tmp_path / "sharded" / "__0_0.distcp"
-    content = bytearray(shard.read_bytes())
-    content[len(content) // 2] ^= 1
-    shard.write_bytes(content)
-    with pytest.raises(CheckpointError, match=r"is damaged or does not fit the state: .*Bad CRC-32"):
-        load_sharded({"tensor": torch.zeros(100_000)}, tmp_path / "sharded")
-
-
-def test_a_checkpoint_without_checksums_is_loaded(tmp_path):
-    torch.serialization.set_crc32_options(False)
-    try:
-        torch.save(LARGE, tmp_path / "state.pt")
-    finally:
-        torch.serialization.set_crc32_options(True)
-    assert torch.equal(load(tmp_path / "state.pt")["tensor"], LARGE["tensor"])
-
-
-@contextlib.contextmanager
-def warnings_logged():
-    """A list of what the package logs meanwhile in this process."""
-    messages, handler, logger = [], logging.Handler(), logging.getLogger("distman")
-    handler.emit = lambda record: messages.append(record.getMessage())
-    logger.addHandler(handler)
-    yield messages
-    logger.removeHandler(handler)
-
-
-@ranks(1, 2)
-@pytest.mark.parametrize("content", [b"", b"half"])
-def test_a_damaged_newest_checkpoint_gives_way_to_the_one_before(tmp_path, rank, content):
-    folder = CheckpointFolder(tmp_path, background=False)
-    for step in (1, 2):
-        folder.save({"step": step}, step)
-    if rank == 0:
-        (tmp_path / step_name(2)).write_bytes(content)
-    all_are_well()
-    with warnings_logged() as warnings:
-        assert folder.load_latest() == {"step": 1}
-    skipped = f"skipping {tmp_path / step_name(2)}, and loading the checkpoint saved before it"
-    assert [skipped in warning for warning in warnings] == ([True] if rank == 0 else [])
-    if rank == 0:
-        (tmp_path / step_name(1)).write_bytes(content)
-    all_are_well()
-    with pytest.raises(CheckpointError):
-        folder.load_latest()
-    all_are_well()
-
-
-@ranks(2)
-def test_an_error_that_is_no_damage_is_raised(tmp_path, rank):
-    folder = CheckpointFolder(tmp_path, background=False)
-    for step in (1, 2):
-        folder.save({"step": step}, step)
-    if rank == 0:
-        (tmp_path / step_name(2)).unlink()
-        (tmp_path / step_name(2)).mkdir()
-    all_are_well()
-    with pytest.raises(IsADirectoryError):
-        folder.load_latest()
-    all_are_well()
-
-
-def test_permissions_survive(tmp_path):
-    path = tmp_path / "state.pt"
-    save({"number": 1}, path)
-    path.chmod(0o600)
-    save({"number": 2}, path)
-    assert path.stat().st_mode & 0o777 == 0o600
-
-
-@pytest.mark.parametrize("kind", ["path", "disk", "memory"])
-def test_threads_may_save_to_one_path(tmp_path, memory, kind):
-    path = {"path": str(tmp_path), "disk": disk(tmp_path), "memory": memory}[kind] + "/state.pt"
-    found = location.locate(path)
-    errors = []
-
-    def write(number):
-        try:
-            for _ in range(25):
-                distman.checkpoint._state.write_state({"number": number}, found)
-        except Exception as error:  # noqa: BLE001 - the test shows it
-            errors.append(error)
-
-    threads = [threading.Thread(target=write, args=(number,)) for number in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert errors == []
-    assert load(path)["number"] in range(4)
-    assert everything_in(path.removesuffix("/state.pt")) == ["state.pt"]

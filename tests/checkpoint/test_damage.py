@@ -1,0 +1,132 @@
+"""Damaged checkpoints, and what else may happen to a file: permissions, and several writers."""
+
+import contextlib
+import logging
+import threading
+import uuid
+
+import pytest
+import torch
+
+from distman import CheckpointError, DistributedManager
+from distman.checkpoint import CheckpointFolder, load, load_sharded, save, save_sharded
+from distman.checkpoint._location import locate
+from distman.checkpoint._state import write_state
+from distman.testing import ranks
+
+from .stores import disk
+
+LARGE = {"tensor": torch.arange(100_000.0)}
+
+
+def all_are_well():
+    DistributedManager().barrier("well")
+
+
+def step_name(step):
+    return f"checkpoint-{step:08d}.pt"
+
+
+def test_a_flipped_bit_is_found(tmp_path):
+    save(LARGE, tmp_path / "state.pt")
+    content = bytearray((tmp_path / "state.pt").read_bytes())
+    content[len(content) // 2] ^= 1
+    (tmp_path / "state.pt").write_bytes(content)
+    with pytest.raises(CheckpointError, match=r"is damaged or no checkpoint: .*Bad CRC-32"):
+        load(tmp_path / "state.pt")
+
+
+def test_a_flipped_bit_in_a_shard_is_found(tmp_path):
+    save_sharded(LARGE, tmp_path / "sharded")
+    shard = tmp_path / "sharded" / "__0_0.distcp"
+    content = bytearray(shard.read_bytes())
+    content[len(content) // 2] ^= 1
+    shard.write_bytes(content)
+    with pytest.raises(CheckpointError, match=r"is damaged or does not fit the state: .*Bad CRC-32"):
+        load_sharded({"tensor": torch.zeros(100_000)}, tmp_path / "sharded")
+
+
+def test_a_checkpoint_without_checksums_is_loaded(tmp_path):
+    torch.serialization.set_crc32_options(False)
+    try:
+        torch.save(LARGE, tmp_path / "state.pt")
+    finally:
+        torch.serialization.set_crc32_options(True)
+    assert torch.equal(load(tmp_path / "state.pt")["tensor"], LARGE["tensor"])
+
+
+@contextlib.contextmanager
+def warnings_logged():
+    """A list of what the package logs meanwhile in this process."""
+    messages, handler, logger = [], logging.Handler(), logging.getLogger("distman")
+    handler.emit = lambda record: messages.append(record.getMessage())
+    logger.addHandler(handler)
+    yield messages
+    logger.removeHandler(handler)
+
+
+@ranks(1, 2)
+@pytest.mark.parametrize("content", [b"", b"half"])
+def test_a_damaged_newest_checkpoint_gives_way_to_the_one_before(tmp_path, rank, content):
+    folder = CheckpointFolder(tmp_path, background=False)
+    for step in (1, 2):
+        folder.save({"step": step}, step)
+    if rank == 0:
+        (tmp_path / step_name(2)).write_bytes(content)
+    all_are_well()
+    with warnings_logged() as warnings:
+        assert folder.load_latest() == {"step": 1}
+    skipped = f"skipping {tmp_path / step_name(2)}, and loading the checkpoint saved before it"
+    assert [skipped in warning for warning in warnings] == ([True] if rank == 0 else [])
+    if rank == 0:
+        (tmp_path / step_name(1)).write_bytes(content)
+    all_are_well()
+    with pytest.raises(CheckpointError):
+        folder.load_latest()
+    all_are_well()
+
+
+@ranks(2)
+def test_an_error_that_is_no_damage_is_raised(tmp_path, rank):
+    folder = CheckpointFolder(tmp_path, background=False)
+    for step in (1, 2):
+        folder.save({"step": step}, step)
+    if rank == 0:
+        (tmp_path / step_name(2)).unlink()
+        (tmp_path / step_name(2)).mkdir()
+    all_are_well()
+    with pytest.raises(IsADirectoryError):
+        folder.load_latest()
+    all_are_well()
+
+
+def test_permissions_survive(tmp_path):
+    path = tmp_path / "state.pt"
+    save({"number": 1}, path)
+    path.chmod(0o600)
+    save({"number": 2}, path)
+    assert path.stat().st_mode & 0o777 == 0o600
+
+
+@pytest.mark.parametrize("kind", ["path", "disk", "memory"])
+def test_threads_may_save_to_one_path(tmp_path, kind):
+    path = {"path": str(tmp_path), "disk": disk(tmp_path), "memory": f"memory://{uuid.uuid4().hex}"}[kind] + "/state.pt"
+    found = locate(path)
+    errors = []
+
+    def write(number):
+        try:
+            for _ in range(25):
+                write_state({"number": number}, found)
+        except Exception as error:  # noqa: BLE001 - the test shows it
+            errors.append(error)
+
+    threads = [threading.Thread(target=write, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert errors == []
+    assert load(path)["number"] in range(4)
+    if kind != "memory":
+        assert [one.name for one in tmp_path.iterdir()] == ["state.pt"]
