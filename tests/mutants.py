@@ -88,7 +88,7 @@ MUTANTS = (
     ),
     *_mutants(
         "_coordination/barrier.py",
-        "test_manager.py test_decorators.py coordination",
+        "coordination",
         ('store.add(f"{key}/count", -1)', 'store.add(f"{key}/count", 0)'),
     ),
     *_mutants(

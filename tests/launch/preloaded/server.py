@@ -162,6 +162,7 @@ def run(arguments: "list[str]") -> None:
     if first == "-m":
         sys.argv = rest
         sys.path[0] = str(Path.cwd())
+        sys.modules.pop(rest[0], None)  # else runpy warns that it runs a second time
         runpy._run_module_as_main(rest[0])
     elif first == "-c":
         sys.argv = ["-c", *rest[1:]]
