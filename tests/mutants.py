@@ -88,7 +88,7 @@ MUTANTS = (
     ),
     *_mutants(
         "_coordination/barrier.py",
-        "test_manager.py test_decorators.py coordination",
+        "coordination",
         ('store.add(f"{key}/count", -1)', 'store.add(f"{key}/count", 0)'),
     ),
     *_mutants(
@@ -111,12 +111,12 @@ MUTANTS = (
     *_mutants("collectives/_scatter.py", "collectives/test_scatter.py", ("if needs_grad:", "if not needs_grad:")),
     *_mutants(
         "collectives/_fused.py",
-        "collectives/test_fused.py collectives/test_all_operations.py",
+        "test_mappings.py",
         ("torch.float32 if use_fp32 and is_16_bit else", "torch.float32 if is_16_bit and not use_fp32 else"),
     ),
     *_mutants(
         "fft/_blocks.py",
-        "fft/test_transforms.py",
+        "fft/test_blocks.py fft/test_transforms.py",
         ("half.narrow(dim, 1, (length - 1) // 2)", "half.narrow(dim, 1, length // 2)"),
         ("if num_blocks > 1:", "if num_blocks < 1:"),
     ),
@@ -137,7 +137,7 @@ MUTANTS = (
         "checkpoint/_folder.py",
         "checkpoint/test_folder.py",
         ("sorted(_complete(folder))[:-keep]", "sorted(_complete(folder))[: -keep - 1]"),
-        (" and one.saved_at > linked.saved_at]", "]"),
+        ("max(found.values(), key=lambda one: one.step)", "min(found.values(), key=lambda one: one.step)"),
     ),
     *_mutants(
         "handler/_accumulators.py",

@@ -170,7 +170,7 @@ def test_ctrl_c_leaves_nothing(torchrun, tmp_path):
         assert finished.returncode != 0
         assert poll(lambda: not marked(running.marker), 5.0)
     assert "exact on" not in finished.stdout
-    assert "distman/cli" not in finished.stderr, "the traceback is torchrun's own"
+    assert "distman/_cli" not in finished.stderr, "the traceback is torchrun's own"
     assert list(tmp_path.iterdir()) == []
 
 

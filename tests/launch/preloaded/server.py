@@ -8,6 +8,7 @@ import ctypes
 import faulthandler
 import fcntl
 import gc
+import importlib
 import io
 import json
 import os
@@ -19,9 +20,10 @@ import sys
 from pathlib import Path
 
 import numpy as np
-import torch.distributed.run
-import torch.utils.data
+import torch
 
+# The first step of any optimizer imports torch._dynamo, which takes longer than torch itself.
+MODULES = ("torch._dynamo", "torch.distributed.run", "torch.distributed.tensor", "torch.utils.data", "sklearn.datasets")
 NAMESPACES = ("net", "uts", "mnt")  # mnt last: it may hide /proc of the others
 LOWEST = 400  # the numbers of received files on their way to their places
 
@@ -81,6 +83,8 @@ class Server:
 
 def main() -> None:
     """Serve, and go on in every fork as the program that the client asked for."""
+    for name in MODULES:
+        importlib.import_module(name)
     gc.collect()
     gc.freeze()  # a fork copies what its collector touches
     request = Server(socket.socket(fileno=int(sys.argv[1]))).run()
@@ -162,6 +166,7 @@ def run(arguments: "list[str]") -> None:
     if first == "-m":
         sys.argv = rest
         sys.path[0] = str(Path.cwd())
+        sys.modules.pop(rest[0], None)  # else runpy warns that it runs a second time
         runpy._run_module_as_main(rest[0])
     elif first == "-c":
         sys.argv = ["-c", *rest[1:]]

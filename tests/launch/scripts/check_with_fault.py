@@ -6,7 +6,7 @@ import sys
 
 import torch.distributed as dist
 
-from distman import cli, collectives
+from distman import _cli, collectives
 from distman._cli import timing
 from distman._cli.check import shared_folder
 
@@ -51,4 +51,4 @@ FAULTS = {
 if os.environ["RANK"] == "1":
     module, name, fault = FAULTS[sys.argv[1]]
     setattr(module, name, fault(getattr(module, name)))
-sys.exit(cli.main(sys.argv[2:]))
+sys.exit(_cli.main(sys.argv[2:]))

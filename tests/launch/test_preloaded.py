@@ -1,0 +1,81 @@
+"""A fork of the process that has imported torch is as the interpreter that it stands for."""
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from .preloaded import PYTHON
+from .processes import launch, marked, poll, start
+
+SAY = """
+import os, sys
+print(sys.argv[1:], os.getcwd(), os.environ["WORD"], sys.stdin.read(), sys.path[0], sorted(os.listdir("/proc/self/fd")))
+sys.stderr.write("an error")
+sys.exit(3)
+"""
+WAIT = """
+import os, time
+print("pid", os.getpid(), flush=True)
+time.sleep(100)
+"""
+
+
+@pytest.fixture(params=[[PYTHON], ["env", PYTHON]], ids=["itself", "what a launcher starts"])
+def python(request):
+    return request.param
+
+
+def test_arguments_folder_environment_files_and_exit_code(python, tmp_path):
+    (tmp_path / "say.py").write_text(SAY)
+    finished = launch([*python, "say.py", "a b", "c"], env={"WORD": "w"}, cwd=tmp_path)
+    assert (finished.returncode, finished.stderr) == (3, "an error")
+    assert finished.stdout == f"['a b', 'c'] {tmp_path} w  {tmp_path} ['0', '1', '2', '3']\n"
+
+
+def test_a_module_and_code(python):
+    assert launch([*python, "-c", "import sys; print(sys.argv)", "a"]).stdout == "['-c', 'a']\n"
+    assert launch([*python, "-m", "platform"]).stdout.startswith("Linux")
+
+
+def test_an_error(python):
+    finished = launch([*python, "-c", "raise ValueError('boom')"])
+    assert finished.returncode == 1
+    assert finished.stderr.startswith("Traceback")
+    assert finished.stderr.endswith("ValueError: boom\n")
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGKILL])
+def test_a_signal_ends_it_and_whoever_stands_for_it(python, number):
+    with start([*python, "-c", WAIT]) as running:
+        running.wait_for_output("pid")
+        os.kill(running.pid, number)
+        assert running.wait(timeout=30).returncode == -number
+        assert poll(lambda: not marked(running.marker), 30)
+
+
+def test_its_own_death_is_that_of_whoever_stands_for_it(python):
+    finished = launch([*python, "-c", "import os; os.kill(os.getpid(), 9)"])
+    assert finished.returncode == -signal.SIGKILL
+
+
+def test_it_is_found_by_its_marker_and_shows_its_command(python):
+    with start([*python, "-c", WAIT, "a word"]) as running:
+        running.wait_for_output("pid")
+        pid = int(running.stdout.split()[1])
+        (process,) = (one for one in marked(running.marker) if one.pid == pid)
+        assert process.is_python
+        assert "a word" in process.command
+
+
+def test_forks_draw_different_numbers(python):
+    code = "import random, numpy, torch; print(random.random(), numpy.random.rand(), torch.rand(1).item())"
+    one, other = (launch([*python, "-c", code]).stdout.split() for _ in range(2))
+    assert all(a != b for a, b in zip(one, other, strict=True))
+
+
+def test_it_is_on_the_host_of_whoever_started_it(namespace_hosts):
+    code = "import socket; print(socket.gethostname(), socket.gethostbyname(socket.gethostname()))"
+    finished = namespace_hosts.run([PYTHON, "-c", code], host="n2", cwd=Path("/"))
+    assert finished.stdout == f"n2 {namespace_hosts.addresses['n2']}\n"
