@@ -89,7 +89,7 @@ def measure_start_on_this_rank() -> None:
     ratio = statistics.median(mine / reference for reference, mine in pairs)
     if rank == 0:
         print(f"{f'init_process_group, {size} ranks':<40} {bare * 1e3:8.1f} ms   1.000")
-        print(f"{f'initialize() with roll call, {size} ranks':<40} {ours * 1e3:8.1f} ms   {ratio:.3f}", flush=True)
+        print(f"{f'initialize(), {size} ranks':<40} {ours * 1e3:8.1f} ms   {ratio:.3f}", flush=True)
 
 
 def meet(store: object, name: str, size: int) -> None:
@@ -100,7 +100,7 @@ def meet(store: object, name: str, size: int) -> None:
 
 
 def measure_roll_call(num_ranks: int = 1024) -> None:
-    """Time the roll call of simulated ranks, a thread each, through a real door and store on this machine."""
+    """Time the membership check of simulated ranks, a thread each, with a real handshake server and store."""
     import torch.distributed as dist
 
     from distman._rendezvous.address import MeetingPoint, derive_ports
@@ -148,8 +148,8 @@ def measure_roll_call(num_ranks: int = 1024) -> None:
     ended = time.perf_counter()
     if any(result != results[0] for result in results) or len(results[0]) != num_ranks:
         raise RuntimeError("the ranks did not learn the same")
-    row(f"door and store for {num_ranks} simulated ranks", connected - started, how_names_are_found())
-    row(f"roll call of {num_ranks} simulated ranks", ended - connected)
+    row(f"handshake and store for {num_ranks} simulated ranks", connected - started, how_names_are_found())
+    row(f"membership of {num_ranks} simulated ranks", ended - connected)
     os._exit(0)  # a thousand clients of a store have nothing to say to each other at exit
 
 

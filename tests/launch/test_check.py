@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from distman._cli.check.proofs import PROOFS, PROOFS_OF_TORCH
+
 from .mpi import without_words_of_prrte
 from .preloaded import PYTHON
 from .processes import marked, poll, start
@@ -17,7 +19,7 @@ FAULT = Path(__file__).parent / "scripts" / "check_with_fault.py"
 CHECK = ("-m", "distman", "check")
 LIMIT = 60
 HEADS = ["rank", "host", "pid", "node", "local", "rank", "device", "launcher", "torch", "distman"]
-IS_EXACT = "all 15 collectives exact on {} ranks, {} ({})"
+IS_EXACT = f"all {len({**PROOFS, **PROOFS_OF_TORCH})} collectives exact on {{}} ranks, {{}} ({{}})"
 
 
 def rows_of_ranks(finished):
