@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from distman import CheckpointError, DistributedManager
-from distman.checkpoint import CheckpointFolder, load, load_sharded, save, save_sharded
+from distman.checkpoint import CheckpointFolder, _local_storage, load, load_sharded, save, save_sharded
 from distman.checkpoint._location import locate
 from distman.checkpoint._state import write_state
 from distman.testing import ranks
@@ -49,7 +49,8 @@ def test_a_flipped_bit_in_a_shard_is_found(tmp_path):
 def test_a_checkpoint_without_checksums_is_loaded(tmp_path):
     torch.serialization.set_crc32_options(False)
     try:
-        torch.save(LARGE, tmp_path / "state.pt")
+        with (tmp_path / "state.pt").open("wb") as file:
+            torch.save(LARGE, file)
     finally:
         torch.serialization.set_crc32_options(True)
     assert torch.equal(load(tmp_path / "state.pt")["tensor"], LARGE["tensor"])
@@ -106,6 +107,19 @@ def test_permissions_survive(tmp_path):
     path.chmod(0o600)
     save({"number": 2}, path)
     assert path.stat().st_mode & 0o777 == 0o600
+
+
+def test_a_temporary_file_that_another_writer_took_for_abandoned_is_made_again(tmp_path, monkeypatch):
+    lock, left = _local_storage._lock, [tmp_path]
+
+    def lock_late(file):
+        while left:
+            _local_storage._remove_leftovers(left.pop(), "*")
+        lock(file)
+
+    monkeypatch.setattr(_local_storage, "_lock", lock_late)
+    save({"number": 1}, tmp_path / "state.pt")
+    assert load(tmp_path / "state.pt") == {"number": 1}
 
 
 @pytest.mark.parametrize("kind", ["path", "disk", "memory"])
