@@ -42,8 +42,8 @@ def watching(store, **options):
 
 def run_until_raised(watcher):
     """Let a watcher interrupt the main thread, which may happen before it has begun to wait."""
-    watcher.start()
     try:
+        watcher.start()
         threading.Event().wait(60)
     finally:
         watcher.stop()
@@ -138,12 +138,13 @@ def test_a_connection_that_a_rank_broke_by_leaving_is_explained():
 
 
 def test_a_connection_that_broke_with_the_store_is_explained():
-    record = make(BrokenStore(), store_rank=1).explain(LOST, "all_gather_v")
+    (record,) = at_once(lambda: make(BrokenStore(), store_rank=1).explain(LOST, "all_gather_v"))
     assert (record.rank, record.error_type) == (1, DIED)
 
 
 def test_an_error_of_the_store_itself_is_explained():
-    record = make(HashStore(), store_rank=1).explain(dist.DistNetworkError("Broken pipe"), "all_gather_v")
+    error = dist.DistNetworkError("Broken pipe")
+    (record,) = at_once(lambda: make(HashStore(), store_rank=1).explain(error, "all_gather_v"))
     assert (record.rank, record.error_type) == (1, DIED)
 
 
@@ -176,7 +177,5 @@ def test_ranks_are_located_by_one_and_shown_to_all():
 def test_a_rank_that_does_not_answer_was_last_seen_somewhere():
     store = HashStore()
     store.set(protocol.beat(1), "1700000000.0 in barrier at train.py:3")
-    assert make(store, num_ranks=3).locate("barrier 0", [1, 2]) == {
-        1: f"{NO_ANSWER}, last seen in barrier at train.py:3",
-        2: NO_ANSWER,
-    }
+    (found,) = at_once(lambda: make(store, num_ranks=3).locate("barrier 0", [1, 2]))
+    assert found == {1: f"{NO_ANSWER}, last seen in barrier at train.py:3", 2: NO_ANSWER}
