@@ -26,5 +26,5 @@ def watch() -> None:
 def _tell(error: BaseException) -> None:
     environment = detect(os.environ).environment
     abort_job_after(error, environment)
-    notice = FailureRecord.of(error, environment.rank)
-    tell_waiting_ranks(dataclasses.asdict(notice), os.environ)
+    record = FailureRecord.of(error, environment.rank)
+    tell_waiting_ranks(dataclasses.asdict(record), os.environ)

@@ -1,4 +1,4 @@
-"""From what a launcher says to a job that is together: store, roll call, and every rank's place."""
+"""From what a launcher says to a job that is together: store, membership, and every rank's place."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from distman._version import VERSION
 from distman.environments import LaunchEnvironment, expected_hosts
 
 _attempts = itertools.count()
-_FILES_PER_RANK = 4
-_FILES_BESIDE = 512
+_FILES_PER_RANK = 4  # the store serves two connections to each rank, and collectives open one or two
+_FILES_BESIDE = 512  # for data, libraries and the program itself
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,7 +50,7 @@ def join(
     backend: str | None,
     timeout: float,
 ) -> Rendezvous:
-    """Meet the other ranks of the job and call the roll.
+    """Meet the other ranks of the job, and learn who they are.
 
     Collective.
 
@@ -102,7 +102,7 @@ def meet_at(
     source: str,
     environ: Mapping[str, str],
 ) -> Peers:
-    """Call the roll at a store that every rank has already reached.
+    """Exchange join records over a store that every rank has already reached.
 
     Collective.
 
@@ -120,7 +120,7 @@ def join_record_of(
     device: torch.device | None,
     backend: str | None,
 ) -> JoinRecord:
-    """Return what this process says of itself at the roll call."""
+    """Return what this process says of itself when it joins."""
     device_type, visible = visible_devices(device.type if device else None)
     return JoinRecord(
         rank=environment.rank,

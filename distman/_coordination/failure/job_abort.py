@@ -20,15 +20,15 @@ from distman.errors import RankFailedError, RendezvousError
 
 _DEAF_TO_EXIT_CODES = ("hydra", "mvapich")
 _PMI_ABORT = b"cmd=abort exitcode=1\n"
-_NUM_CANCELLING = 2
-_GRACE = 3.0
-_PATIENCE = 10.0
+_NUM_CANCELLING = 2  # ranks: one of them may be the one that is stopped
+_GRACE = 3.0  # seconds for the others to say why they end, before the step is cancelled
+_PATIENCE = 10.0  # seconds for scancel, whose controller may be busy
 
 
 def abort_job_after(error: BaseException, environment: LaunchEnvironment) -> None:
     """Let the launcher end the whole job once this process ends because of an error, if it needs to be told.
 
-    Hydra takes no notice of a rank that exits with an error. A plain ``srun`` waits for every task, for one
+    Hydra ignores a rank that exits with an error. A plain ``srun`` waits for every task, for one
     that is stopped or was never heard of too: then two ranks cancel the job step. A process of this host that is
     stopped is ended.
 
