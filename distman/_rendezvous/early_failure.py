@@ -17,7 +17,7 @@ _ENDED_BY_LAUNCHER = ("torchrun", "openmpi", "hydra", "mvapich", "single")
 
 
 def tell_waiting_ranks(failure: dict[str, Any], environ: Mapping[str, str]) -> None:
-    """Leave a notice at the door of the job, or hold the door open for those who come, for some seconds.
+    """Tell the handshake server of the job, or be that server for those who come, for some seconds.
 
     Nothing is done where the launcher ends the whole job after a failure, nor where no meeting point
     is known. It needs no torch, so it also serves a rank that failed to import it.

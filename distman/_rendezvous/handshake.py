@@ -106,7 +106,7 @@ class HandshakeServer:
         threading.Thread(target=self._server.serve_forever, name="distman-handshake", daemon=True).start()
 
     def close_in_child(self) -> None:
-        """Close this process's copies of the sockets of server and store after a fork: they must not outlive its parent.
+        """Close this process's copies of both servers' sockets after a fork: they must not outlive its parent.
 
         The store's own are C++'s: their numbers stay taken.
         """
