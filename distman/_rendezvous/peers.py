@@ -10,7 +10,7 @@ from typing import TypeVar, overload
 
 from distman._device import pick_index
 
-_MAX_LISTED = 16
+_MAX_LISTED = 16  # entries of a list in a message: two lines of a terminal
 K = TypeVar("K", bound=Hashable)
 V = TypeVar("V")
 
