@@ -19,10 +19,10 @@ from distman._log import logger
 from distman.errors import DistmanError, PlanMismatchError
 
 _SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
-_SHORTEST_INTERVAL = 1.0
-_INTERVAL_PER_RANK = 1e-3
-_MOST_STEPS = 100
-_SLURM_PATIENCE = 30.0
+_SHORTEST_INTERVAL = 1.0  # seconds between decisions: a preempted job has half a minute or more to save
+_INTERVAL_PER_RANK = 1e-3  # seconds; at most 1,000 decisions a second in all reach the store
+_MOST_STEPS = 100  # steps between decisions, should they become slower all of a sudden
+_SLURM_PATIENCE = 30.0  # seconds; a busy controller takes some, and retries by itself
 
 Handler = Callable[[int, FrameType | None], Any] | int | None
 
@@ -160,9 +160,7 @@ def requeue(environ: Mapping[str, str]) -> None:
     """
     job = environ.get("SLURM_JOB_ID")
     if not job:
-        raise DistmanError(
-            "the job must be one of Slurm's to be queued again, got no SLURM_JOB_ID. Submit it by sbatch."
-        )
+        raise DistmanError("only a Slurm job can be requeued: SLURM_JOB_ID is not set. Submit it with sbatch.")
     name = environ.get("SLURM_ARRAY_JOB_ID", job)
     if "SLURM_ARRAY_TASK_ID" in environ:
         name += f"_{environ['SLURM_ARRAY_TASK_ID']}"
@@ -173,7 +171,7 @@ def requeue(environ: Mapping[str, str]) -> None:
     done = _run(command)
     if done.returncode not in (0, -signal.SIGTERM):  # Slurm ends the job, and its own command within
         reason = (done.stderr or done.stdout).strip()
-        raise DistmanError(f"{' '.join(command)} must succeed, got {reason!r}. Submit with sbatch --requeue.")
+        raise DistmanError(f"{' '.join(command)} failed: {reason}. Submit with sbatch --requeue.")
 
 
 def _is_ending(name: str) -> bool:
@@ -185,6 +183,4 @@ def _run(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
     try:
         return subprocess.run(command, capture_output=True, text=True, check=False, timeout=_SLURM_PATIENCE)
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise DistmanError(
-            f"{' '.join(command)} must run on rank 0's host, got {error}. Install Slurm's clients."
-        ) from error
+        raise DistmanError(f"{' '.join(command)} failed on rank 0's host: {error}. Install Slurm's clients.") from error

@@ -13,7 +13,7 @@ from distman.errors import PlanMismatchError
 
 
 class ExclusiveSections:
-    """The turns that the ranks of a circle take, one after another.
+    """The exclusive sections that the ranks of a group come to, one after another.
 
     Args:
         store_group: The ranks.
@@ -24,15 +24,15 @@ class ExclusiveSections:
         self._keys: dict[int, KeySequence] = {}
 
     def begin(self, what: str, awaited: Sequence[int], *, depth: int = 0) -> ExclusiveSection:
-        """Return the next turn.
+        """Return the next section.
 
-        All ranks of the circle begin their turns in the same order. A turn within another one, at a depth of
+        All ranks of the group begin their sections in the same order. A section within another one, at a depth of
         its own, has keys of its own: those of the outer one are still in use.
 
         Args:
             what: What is done, for messages; the same on all ranks.
-            awaited: Who must come to the end of it, by index in the circle.
-            depth: How many turns this one is within.
+            awaited: Who must come to the end of it, by index in the group.
+            depth: How many sections this one is within.
         """
         if depth not in self._keys:
             name, store_group = protocol.section(depth), self.store_group
@@ -42,13 +42,13 @@ class ExclusiveSections:
 
 @dataclasses.dataclass(frozen=True)
 class ExclusiveSection:
-    """One thing that some ranks of a circle do while the others wait.
+    """One thing that some ranks of a group do while the others wait.
 
     Attributes:
         store_group: The ranks.
         key: Where they meet in the store.
         what: What is done, for messages.
-        awaited: Who must come to the end of it, by index in the circle.
+        awaited: Who must come to the end of it, by index in the group.
     """
 
     store_group: StoreGroup
@@ -68,7 +68,7 @@ class ExclusiveSection:
         return is_last
 
     def fail(self, error: BaseException) -> FailureRecord:
-        """Say that this rank failed, and return the notice that the others read."""
+        """Say that this rank failed, and return the record that the others read."""
         record = FailureRecord.of(error, self.store_group.ranks[self.store_group.rank])
         self.store_group.store.compare_set(self.key, "", json.dumps([self.what, dataclasses.asdict(record)]))
         return record
@@ -76,7 +76,7 @@ class ExclusiveSection:
     def wait(self) -> None:
         """Wait until all that are awaited have done their part.
 
-        Collective over the circle. Blocking, for as long as it takes them.
+        Collective over the group. Blocking, for as long as it takes them.
 
         Raises:
             RankFailedError: One of them failed, or is gone.
@@ -91,7 +91,7 @@ class ExclusiveSection:
         what, record = json.loads(store.get(self.key))
         if what != self.what:
             raise PlanMismatchError(
-                f"all ranks must take the same turns in the same order, got {self.what} on "
+                f"all ranks must come to the same sections in the same order, got {self.what} on "
                 f"{self.store_group.describe(self.store_group.rank)} and {what} on another. Call it on every rank, "
                 "not within `if rank == 0`."
             )

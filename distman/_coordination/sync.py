@@ -17,14 +17,14 @@ if TYPE_CHECKING:
     from torch.distributed import Store
 
 
-_KEYS_PER_PAGE = 64
-_LOOKS_WITHOUT_PAUSE = 8
-_FIRST_PAUSE = 0.0002
-_GROWTH = 1.5
-_PAUSE_PER_RANK = 50e-6
-_SHORTEST_LIMIT = 0.005
-_LONGEST_LIMIT = 1.0
-_LOOK_AROUND_PER_RANK = 1e-3
+_KEYS_PER_PAGE = 64  # deleted in one go: one more call into the store in 64
+_LOOKS_WITHOUT_PAUSE = 8  # ranks that are together find each other within a fraction of a millisecond
+_FIRST_PAUSE = 0.0002  # seconds: a few calls into the store
+_GROWTH = 1.5  # per pause, so that a wait is overrun by half of itself at most
+_PAUSE_PER_RANK = 50e-6  # seconds; 20,000 looks a second in all, about what a store answers
+_SHORTEST_LIMIT = 0.005  # seconds: longer pauses would delay a small job for nothing
+_LONGEST_LIMIT = 1.0  # seconds: longer ones would delay a large job more than its looks cost
+_LOOK_AROUND_PER_RANK = 1e-3  # seconds; at most 1,000 times a second in all
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,7 +116,7 @@ class StoreGroup:
 
 
 class KeySequence:
-    """A new key for each act that some ranks do together, the same on all of them.
+    """A new key for each operation that some ranks take part in, the same on all of them.
 
     A rank that asks for a key is done with all keys before. So whoever is the last to begin a new page of keys
     deletes the page before it. At most two pages lie in the store, more only while ranks are further apart.
@@ -136,7 +136,7 @@ class KeySequence:
         self._numbers = itertools.count()
 
     def next(self) -> str:
-        """Return the key of the next act.
+        """Return the key of the next operation.
 
         All ranks must ask in the same order.
         """
@@ -166,7 +166,7 @@ def wait_for_all(
     timeout: float,
     locate: Callable[[Sequence[int]], dict[int, str]] | None = None,
 ) -> None:
-    """Wait until every rank of the circle has called this with the same key.
+    """Wait until every rank of the group has called this with the same key.
 
     Collective. Blocking. A key serves once; the last rank to leave deletes what the barrier wrote.
 

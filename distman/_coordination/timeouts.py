@@ -22,7 +22,7 @@ def run_with_timeout(work: Callable[[], None], seconds: float) -> bool:
         except BaseException as error:  # noqa: BLE001 - it is raised in the thread that waits
             raised.append(error)
 
-    thread = threading.Thread(target=run, name="distman-attempt", daemon=True)
+    thread = threading.Thread(target=run, name="distman-timeout", daemon=True)
     thread.start()
     thread.join(seconds)
     if raised:

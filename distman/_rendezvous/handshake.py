@@ -1,8 +1,8 @@
-"""The door of a job: a port where one rank says which job it serves and where the job's store is.
+"""The handshake server of a job: a port where one rank says which job it serves and where the job's store is.
 
-A TCPStore cannot tell that it talks to a stranger, and waits for ever on one that keeps silent. So the ranks
-knock at the door first: one line of JSON each way, with a time limit. What answers something else, nothing,
-or another job's name is passed by. A rank that failed on its way to the rendezvous leaves its notice here.
+A TCPStore cannot tell that it talks to a foreign service, and waits for ever on one that keeps silent. So the ranks
+probe the port first: one line of JSON each way, with a time limit. What answers something else, nothing,
+or another job's name is passed by. A rank that failed on its way to the rendezvous leaves its record here.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from distman._process_state import puts_back
 from distman._rendezvous.address import MeetingPoint
 from distman.errors import RendezvousError
 
-_MAX_LINE_BYTES = 1 << 20
-_PATIENCE = 3.0
-_BACKLOG = 4096
-_FIRST_PAUSE = 0.01
-_LONGEST_PAUSE = 0.5
+_MAX_LINE_BYTES = 1 << 20  # a failure with a long traceback fits; a foreign service cannot fill the memory
+_PATIENCE = 3.0  # seconds: a foreign service may accept and never answer, a handshake server takes milliseconds
+_BACKLOG = 4096  # connections: all ranks of a large job come at once
+_FIRST_PAUSE = 0.01  # seconds: ranks of one launch start within milliseconds of each other
+_LONGEST_PAUSE = 0.5  # seconds: more would delay a job whose first rank starts late
 
 
 class ForeignServiceError(Exception):
-    """Something listens at the port, but it is not this job's door."""
+    """Something listens at the port, but it is not this job's handshake server."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,13 +79,13 @@ def _resolve(address: str) -> tuple[socket.AddressFamily, str]:
 
 
 class HandshakeServer:
-    """Answers knocks for one job until it is closed.
+    """Answers probes for one job until it is closed.
 
     Args:
-        listener: A listening socket; the door owns it from now on.
+        listener: A listening socket; the server owns it from now on.
         identity: Who may enter.
         store_port: Port of the job's store on the same host; None where there is none to come.
-        failure: A notice given to all who knock; later the first that a failed rank brings.
+        failure: A failure given to all who probe; later the first that a failed rank brings.
     """
 
     def __init__(
@@ -104,10 +104,10 @@ class HandshakeServer:
         self._store_port = store_port
         self._server = _Server(listener, self)
         _servers.add(self)
-        threading.Thread(target=self._server.serve_forever, name="distman-door", daemon=True).start()
+        threading.Thread(target=self._server.serve_forever, name="distman-handshake", daemon=True).start()
 
     def close_in_child(self) -> None:
-        """Close this process's copies of the sockets of door and store after a fork: they must not outlive its parent.
+        """Close this process's copies of both servers' sockets after a fork: they must not outlive its parent.
 
         The store's own are C++'s: their numbers stay taken.
         """
@@ -121,7 +121,7 @@ class HandshakeServer:
         self._server.server_close()
 
     def answer(self, visitor: dict[str, Any]) -> dict[str, Any]:
-        """Return what a visitor is told; a stranger learns only who lives here."""
+        """Return what a visitor is told; a foreign one learns only which job this is."""
         if (visitor.get("job"), visitor.get("user")) != (self._identity.job, self._identity.user):
             return dataclasses.asdict(self._identity)
         self.failure = self.failure or visitor.get("failure")
@@ -180,7 +180,7 @@ class _Server(socketserver.ThreadingTCPServer):
         self.server = server
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Say nothing of visitors that leave or talk nonsense: they are strangers."""
+        """Say nothing of visitors that leave or talk nonsense: they are no ranks of this job."""
 
 
 class _Visit(socketserver.StreamRequestHandler):
@@ -200,17 +200,17 @@ def probe(
     failure: dict[str, Any] | None = None,
     patience: float = _PATIENCE,
 ) -> dict[str, Any]:
-    """Ask at a door, and return what it tells a member of the job.
+    """Ask a handshake server, and return what it tells a member of the job.
 
     Args:
-        address: Host of the door.
+        address: Host of the server.
         port: Its port.
         identity: Who asks.
-        failure: A notice to leave there.
+        failure: A failure record to leave there.
         patience: Seconds to wait for a connection, and again for an answer.
 
     Raises:
-        StrangerError: What listens there is not this job's door.
+        ForeignServiceError: What listens there is not this job's handshake server.
         OSError: Nothing listens there, or it cannot be reached.
     """
     with socket.create_connection((address, port), timeout=patience) as connection:
@@ -232,13 +232,13 @@ def find_server(
     failure: dict[str, Any] | None = None,
     left: Collection[str] = (),
 ) -> tuple[str, int, dict[str, Any]]:
-    """Knock at every address and port of the meeting point until the job's door answers.
+    """Probe every address and port of the meeting point until the job's handshake server answers.
 
     Args:
         point: Where to look.
         timeout: Seconds to go on looking.
-        failure: A notice to leave there.
-        left: Sessions that this process has taken part in before: their doors are about to close.
+        failure: A failure record to leave there.
+        left: Sessions that this process has taken part in before: their servers are about to close.
 
     Returns:
         The address and port that answered, and the answer.
@@ -288,5 +288,5 @@ def _line(message: dict[str, Any]) -> bytes:
 def _parse(line: bytes) -> dict[str, Any]:
     message = json.loads(line)
     if not isinstance(message, dict):
-        raise ValueError("not a message of a door")
+        raise ValueError("not a message of a handshake")
     return message

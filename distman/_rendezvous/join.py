@@ -23,11 +23,8 @@ from distman._version import VERSION
 from distman.environments import LAUNCHERS, LaunchEnvironment
 
 _attempts = itertools.count()
-_FILES_PER_RANK = 4
-"""Files that rank 0 has open for each rank, connections to it; the other ranks have half as many."""
-
-_FILES_BESIDE = 512
-"""Files that a rank has open beside them: libraries, data, logs."""
+_FILES_PER_RANK = 4  # the store serves two connections to each rank, and collectives open one or two
+_FILES_BESIDE = 512  # for data, libraries and the program itself
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,7 +102,7 @@ def meet_at(
     source: str,
     environ: Mapping[str, str],
 ) -> Peers:
-    """Exchange join records at a store that every rank has already reached.
+    """Exchange join records over a store that every rank has already reached.
 
     Collective.
 

@@ -1,7 +1,7 @@
-"""The roll call: every rank signs in at the store, rank 0 looks, and all learn the same verdict.
+"""Membership: every rank writes a join record into the store, rank 0 looks, and all learn the same verdict.
 
-Each arrival is a key of its own, so nothing is lost when two processes claim one rank. What travels is JSON.
-Rank 0 waits for one key, ``event``, that the last arrival or a failed rank sets; the others wait for the
+Each join record is a key of its own, so nothing is lost when two processes claim one rank. What travels is JSON.
+Rank 0 waits for one key, the event, that the last arrival or a failed rank sets; the others wait for the
 verdict. They ask again and again, ever more slowly, instead of blocking inside the store: so Ctrl-C works,
 and no time-out of a wait is printed by torch.
 """
@@ -27,17 +27,17 @@ from distman._rendezvous.peers import JoinRecord, Peer, Peers, complete, describ
 from distman._rendezvous.store import JobStore
 from distman.errors import RankFailedError, RendezvousError
 
-_FIRST_PAUSE = 0.00005
-_GROWTH = 1.3
-_STEPS = 20
-_PAUSE_PER_RANK = 500e-6
-_SHORTEST_LIMIT = 0.01
-_LONGEST_LIMIT = 1.0
-_PROGRESS_EVERY = 10.0
-_GRACE = 1.0
-_JUDGING = 2.0
-_FAREWELL = 2.0
-_FAREWELL_TO_ALL = 10.0
+_FIRST_PAUSE = 0.00005  # seconds: about one call into the store
+_GROWTH = 1.3  # per pause, so that a wait is overrun by a third of itself at most
+_STEPS = 20  # the first pause of a large job is this part of its longest one
+_PAUSE_PER_RANK = 500e-6  # seconds; 2,000 looks a second in all, beside ranks that are still connecting
+_SHORTEST_LIMIT = 0.01  # seconds: longer pauses would delay the start of a small job
+_LONGEST_LIMIT = 1.0  # seconds: longer ones would delay a large job more than its looks cost
+_PROGRESS_EVERY = 10.0  # seconds between two lines of the log that name who is missing
+_GRACE = 1.0  # seconds that the others wait longer than rank 0, whose verdict is better than theirs
+_JUDGING = 2.0  # seconds; rank 0 judges 10,000 ranks in less
+_PARTING = 2.0  # seconds for the others to read the verdict, when all had the time they were given
+_PARTING_WITH_ALL = 10.0  # seconds also for ranks that are still on their way, to tell them why the job ended
 
 
 def call_roll(
@@ -49,13 +49,13 @@ def call_roll(
     source: str,
     expected: Mapping[int, str],
 ) -> Peers:
-    """Sign in, wait for all ranks of the job, and return them.
+    """Join, wait for all ranks of the job, and return them.
 
     Collective.
 
     Args:
         job_store: Where the ranks meet.
-        store: The part of its store that belongs to this roll call alone.
+        store: The part of its store that belongs to this start alone.
         me: What this rank says of itself.
         timeout: Seconds to wait for the others.
         source: Where the address came from, for messages.
@@ -76,7 +76,7 @@ def call_roll(
         peers.append(roll.accept(roll.judge() if me.rank == 0 else roll.wait_for_verdict()))
 
     try:
-        if not run_with_timeout(take_part, timeout + _FAREWELL_TO_ALL + _GRACE):
+        if not run_with_timeout(take_part, timeout + _PARTING_WITH_ALL + _GRACE):
             raise RendezvousError(
                 f"the store at {job_store.url} must answer within {timeout:g} s, got nothing more from it [{source}]. "
                 "See what stopped the process that serves it."
@@ -84,7 +84,7 @@ def call_roll(
         return peers[0]
     except dist.DistError as error:
         raise RendezvousError(
-            f"the store at {job_store.url} must stay reachable during the roll call, got "
+            f"the store at {job_store.url} must stay reachable while the ranks join, got "
             f"{str(error).splitlines()[0]} [{source}]. See what ended the process that serves it."
         ) from error
 
@@ -176,7 +176,7 @@ class _Roll:
         return _Verdict.unpack(self.store.get(protocol.VERDICT)) if self.store.check([protocol.VERDICT]) else None
 
     def _arrived(self) -> list[JoinRecord]:
-        """Return all sign-ins so far; one that is just being written is left for the next look."""
+        """Return all join records so far; one that is just being written is left for the next look."""
         keys = [protocol.join_record(place) for place in range(1, self.store.add(protocol.JOINED, 0) + 1)]
         if not self.store.check(keys):
             keys = [key for key in keys if self.store.check([key])]
@@ -206,7 +206,7 @@ class _Roll:
         return found
 
     def _pass_on_failure(self) -> None:
-        """Bring what a failed rank left at the door, if the door is here, to where rank 0 looks."""
+        """Bring what a failed rank left at the handshake server, if it is here, to where rank 0 looks."""
         server = self.job_store.server
         if server is not None and server.failure is not None and FailureRecord.read(self.store) is None:
             FailureRecord(**server.failure).publish(self.store)
@@ -246,12 +246,12 @@ class _Roll:
         if holder is None or (holder.host, holder.pid) != (self.me.host, self.me.pid):
             raise RendezvousError(
                 f"rank {self.me.rank} must be one process, got pid {self.me.pid} on {self.me.host} "
-                f"after the roll call was over{_held_by(holder)}. Give each process its own rank, and each "
+                f"after all ranks had joined{_held_by(holder)}. Give each process its own rank, and each "
                 "job its own address and port."
             )
 
     def _part(self) -> None:
-        """Leave a failed roll call: who serves the store stays until the others have heard of it.
+        """Leave a failed start: who serves the store stays until the others have heard of it.
 
         Those that are still on their way are waited for too, unless they had all the time they were given.
         """
@@ -260,7 +260,7 @@ class _Roll:
         if server is None:
             return
         is_late = time.monotonic() - self.started > self.timeout
-        until = time.monotonic() + (_FAREWELL if is_late else _FAREWELL_TO_ALL)
+        until = time.monotonic() + (_PARTING if is_late else _PARTING_WITH_ALL)
         while time.monotonic() < until:
             all_left = self.store.add(protocol.VERDICT_HEARD, 0) >= self.store.add(protocol.JOINED, 0)
             if all_left and (is_late or server.num_answered >= self.me.world_size - 1):

@@ -10,7 +10,7 @@ from typing import TypeVar, overload
 
 from distman._device import pick_index
 
-_MAX_LISTED = 16
+_MAX_LISTED = 16  # entries of a list in a message: two lines of a terminal
 K = TypeVar("K", bound=Hashable)
 V = TypeVar("V")
 
@@ -61,7 +61,7 @@ class JoinRecord:
 
 @dataclasses.dataclass(frozen=True)
 class Peer:
-    """One rank of the job, as the roll call found it.
+    """One rank of the job, as all ranks know it.
 
     Attributes:
         rank: Its rank.
@@ -136,7 +136,7 @@ def find_faults(arrived: Sequence[JoinRecord], world_size: int) -> list[str]:
     """Return a sentence for each thing that keeps these ranks from being one job; absence is none.
 
     Args:
-        arrived: All sign-ins so far, in the order of their arrival.
+        arrived: All join records so far, in the order of their arrival.
         world_size: Number of ranks of the job.
     """
     by_rank = _grouped((join_record.rank, join_record) for join_record in arrived)
@@ -164,7 +164,7 @@ def describe_missing(arrived: Iterable[JoinRecord], world_size: int, expected: M
     """Return who is missing, such as ``rank 2 (expected on n2)``; an empty text where nobody is.
 
     Args:
-        arrived: All sign-ins so far.
+        arrived: All join records so far.
         world_size: Number of ranks of the job.
         expected: Host of each rank, as far as the launcher tells.
     """
@@ -177,7 +177,7 @@ def describe_present(arrived: Iterable[JoinRecord]) -> str:
     """Return who is there, such as ``0 (n1, pid 812), 1 (n1, pid 813)``.
 
     Args:
-        arrived: All sign-ins so far.
+        arrived: All join records so far.
     """
     ranked = sorted(arrived, key=lambda join_record: join_record.rank)
     return _listed(f"{join_record.rank} ({join_record.host}, pid {join_record.pid})" for join_record in ranked)
@@ -189,7 +189,7 @@ def complete(arrived: Sequence[JoinRecord]) -> Peers:
     Hosts are counted in the order of their first rank; so are ranks within a host.
 
     Args:
-        arrived: One sign-in of each rank, in any order.
+        arrived: One join record of each rank, in any order.
     """
     ranked = sorted(arrived, key=lambda join_record: join_record.rank)
     by_host = _grouped((join_record.host, join_record.rank) for join_record in ranked)

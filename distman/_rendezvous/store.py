@@ -1,4 +1,4 @@
-"""The job's TCPStore: opened behind a door by one rank, found by the others.
+"""The job's TCPStore: opened behind a handshake server by one rank, found by the others.
 
 Under torchrun the agent's store is joined instead.
 """
@@ -30,10 +30,10 @@ from distman._rendezvous.handshake import (
 from distman.environments import LaunchEnvironment
 from distman.errors import RankFailedError, RendezvousError
 
-_ANY_PORT = 0
+_ANY_PORT = 0  # the system picks one
 
 _left: set[str] = set()
-"""Sessions of doors that this process has left; a new start must find a new one."""
+"""Sessions of handshake servers that this process has left; a new start must find a new one."""
 
 
 @dataclasses.dataclass
@@ -43,11 +43,11 @@ class JobStore:
     Attributes:
         store: The connection.
         url: Where the ranks met, such as ``tcp://n1:23145``.
-        server: The door of the job, in the process that opened the store; None elsewhere.
-        prober: Asks at the job's door whether its store is still served; None where there is no door, or it
+        server: The handshake server of the job, in the process that opened the store; None elsewhere.
+        prober: Asks the job's handshake server whether its store is still served; None where there is none, or it
             is here.
-        session: Name of this opening of the door; None where there is no door, or it is here.
-        store_rank: The rank that serves the store, once the roll call has told; None where a launcher's agent does.
+        session: Name of this opening of the server; None where there is none, or it is here.
+        store_rank: The rank that serves the store, once the verdict has told; None where a launcher's agent does.
     """
 
     store: dist.Store
@@ -77,7 +77,7 @@ class JobStore:
         return True
 
     def close(self) -> None:
-        """Close the door, if it is here, or never go through it again; the store goes with its last user."""
+        """Close the handshake server, if it is here, or never use it again; the store goes with its last user."""
         if self.session is not None:
             _left.add(self.session)
         if self.server is not None:
@@ -110,9 +110,9 @@ def join_agent(point: MeetingPoint, timeout: float) -> JobStore:
 
 
 def open_store(point: MeetingPoint, timeout: float) -> JobStore:
-    """Open the store of the job behind a door at the first free port of the meeting point.
+    """Open the store of the job behind a handshake server at the first free port of the meeting point.
 
-    Where another process of the same job is already there, join it: the roll call will say that
+    Where another process of the same job is already there, join it: the verdict will say that
     this rank came twice.
 
     Raises:
@@ -141,7 +141,7 @@ def open_store(point: MeetingPoint, timeout: float) -> JobStore:
 
 
 def join_store(point: MeetingPoint, timeout: float) -> JobStore:
-    """Find the door of the job and connect to the store behind it, as soon as its host opens it.
+    """Find the handshake server of the job and connect to the store behind it, as soon as its host opens it.
 
     Collective.
 

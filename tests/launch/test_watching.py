@@ -323,4 +323,4 @@ def test_outside_slurm_nothing_is_queued_again(free_port):
     with Job(free_port, "train_twice", world_size=2) as job:
         finished = job.wait([0, 1])
     assert finished[0].returncode == 1
-    assert "the job must be one of Slurm's to be queued again" in finished[0].stderr
+    assert "only a Slurm job can be requeued" in finished[0].stderr

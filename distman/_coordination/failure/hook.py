@@ -15,8 +15,8 @@ from distman._coordination.failure.pending_work import complete_all, is_anything
 from distman._coordination.timeouts import run_with_timeout
 from distman._process_state import puts_back
 
-_PATIENCE = 1.0
-_WORK_PATIENCE = 60.0
+_PATIENCE = 1.0  # seconds; standard error may be a pipe that nobody reads
+_WORK_PATIENCE = 60.0  # seconds; a large checkpoint may be half written, but a job must end
 
 Reporter = Callable[[BaseException], object]
 

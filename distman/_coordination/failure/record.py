@@ -20,8 +20,8 @@ DIED = "died"
 LEFT = "left"
 SILENT = "silent"
 
-_MAX_TEXT = 10_000
-_MAX_TRACEBACK = 100_000
+_MAX_TEXT = 10_000  # characters: a screen or two, which every rank prints
+_MAX_TRACEBACK = 100_000  # characters: more than any honest stack, less than one message to the store takes
 
 
 class Place(Protocol):
@@ -53,7 +53,7 @@ class FailureRecord:
 
     @classmethod
     def of(cls, error: BaseException, rank: int) -> FailureRecord:
-        """Return the notice of an exception that this process raised; of another rank's failure, that one's."""
+        """Return the record of an exception that this process raised; of another rank's failure, that one's."""
         if isinstance(error, RankFailedError):
             return cls(**{field.name: getattr(error, field.name) for field in dataclasses.fields(cls)})
         return cls(
@@ -67,7 +67,7 @@ class FailureRecord:
 
     @classmethod
     def died(cls, place: Place, role: str = "") -> FailureRecord:
-        """Return the notice of a process that ended without a word.
+        """Return the record of a process that ended without a word.
 
         Args:
             place: Where it ran.
@@ -81,7 +81,7 @@ class FailureRecord:
 
     @classmethod
     def left(cls, place: Place, awaited_at: str) -> FailureRecord:
-        """Return the notice of a rank whose program ended though others wait for it.
+        """Return the record of a rank whose program ended though others wait for it.
 
         Args:
             place: Where it ran.
@@ -95,7 +95,7 @@ class FailureRecord:
 
     @classmethod
     def silent(cls, place: Place, seconds: float, *, last_seen: str = "", role: str = "") -> FailureRecord:
-        """Return the notice of a rank that is there but does nothing.
+        """Return the record of a rank that is there but does nothing.
 
         Args:
             place: Where it runs.
@@ -111,15 +111,15 @@ class FailureRecord:
 
     @classmethod
     def read(cls, store: Store) -> FailureRecord | None:
-        """Return the job's first notice, or None."""
+        """Return the job's first record, or None."""
         return cls(**json.loads(store.get(protocol.FAILURE))) if store.check([protocol.FAILURE]) else None
 
     def publish(self, store: Store) -> FailureRecord:
-        """Make this the job's notice unless there is one, and return the one there is."""
+        """Make this the job's record unless there is one, and return the one there is."""
         return type(self)(**json.loads(store.compare_set(protocol.FAILURE, "", self.to_json())))
 
     def to_json(self) -> str:
-        """Return the notice as text."""
+        """Return the record as text."""
         return json.dumps(dataclasses.asdict(self))
 
     def to_error(self) -> RankFailedError:

@@ -22,17 +22,17 @@ if TYPE_CHECKING:
     from torch.distributed import Store
 
 
-_FAREWELL = 1.5
-_PATIENCE = 10.0
-_PAUSE = 0.02
+_STAY = 1.5  # seconds; the others look several times a second, and a launcher ends the rest soon after
+_PATIENCE = 10.0  # seconds; who serves the store may be stopped, and this process has to end
+_PAUSE = 0.02  # seconds between two looks whether all have seen the failure: short beside their own interval
 
 
 @dataclasses.dataclass
 class JobReporter:
     """Tells the other ranks of a running job, over its store, why this one ends.
 
-    The first rank that fails leaves its notice. The others, whose collectives break when it goes, print that
-    notice after their own traceback, so that the cause comes last. The rank that serves the store leaves its
+    The first rank that fails leaves its record. The others, whose collectives break when it goes, print that
+    record after their own traceback, so that the cause comes last. The rank that serves the store leaves its
     process group, so that nobody waits for it, and stays for a moment until the others have read.
 
     Attributes:
@@ -69,7 +69,7 @@ class JobReporter:
             hook.write(f"distman: the job failed first elsewhere: {cause.to_error()}")
 
     def _tell(self, mine: FailureRecord, first: list[FailureRecord]) -> bool:
-        """Leave a notice in the store, add the first one there to the list, and return whether that was possible."""
+        """Leave a record in the store, add the first one there to the list, and return whether that was possible."""
         try:
             return run_with_timeout(lambda: self._publish(mine, first), _PATIENCE + interval(self.num_others + 1))
         except dist.DistError:
@@ -88,7 +88,7 @@ class JobReporter:
     def _stay_until_seen(self) -> None:
         leaving = threading.Thread(target=self.leave_group, daemon=True)
         leaving.start()
-        leaving.join(_FAREWELL)
-        until = time.monotonic() + _FAREWELL + interval(self.num_others + 1)
+        leaving.join(_STAY)
+        until = time.monotonic() + _STAY + interval(self.num_others + 1)
         while self.store.add(protocol.FAILURE_SEEN, 0) <= self.num_others and time.monotonic() < until:
             time.sleep(_PAUSE)

@@ -23,9 +23,9 @@ if TYPE_CHECKING:
     from torch.distributed import Store
 
 
-_PAUSE = 0.01
-_MAX_STACKS = 100_000
-_MAX_NAMED = 4
+_PAUSE = 0.01  # seconds between two looks for answers, which take a fifth of a second
+_MAX_STACKS = 100_000  # characters: some hundred threads, in one message to the store
+_MAX_NAMED = 4  # ranks that are named in full in one line of the log
 
 Key = TypeVar("Key")
 
@@ -62,12 +62,12 @@ class Answer:
 
 @dataclasses.dataclass
 class StackQueries:
-    """The questions of a job, numbered.
+    """The stack queries of a job, numbered.
 
     Attributes:
         store: The job's store.
         rank: This process's rank.
-        num_seen: How many of the questions this rank has looked at.
+        num_seen: How many of the queries this rank has looked at.
     """
 
     store: Store
@@ -101,7 +101,7 @@ class StackQueries:
         return answers
 
     def answer(self) -> None:
-        """Answer the questions that are new."""
+        """Answer the queries that are new."""
         num_asked = self.store.add(protocol.QUERIES, 0)
         for number in range(self.num_seen + 1, num_asked + 1):
             key = protocol.query(number)

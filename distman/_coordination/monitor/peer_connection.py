@@ -20,10 +20,11 @@ if TYPE_CHECKING:
     from torch.distributed import Store
 
 
-_PATIENCE = 2.0
+_PATIENCE = 2.0  # seconds; a host that needs longer to connect is cut off or behind a firewall
+# Seconds, seconds, number: a host that is gone is found after 10 + 4 * 5 = 30 seconds.
 _KEEP_ALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 4}
-_MAX_GUESTS = 64
-_RETRY_EVERY = 10.0
+_MAX_GUESTS = 64  # one is the rank before; more only while ranks leave, or from port scanners
+_RETRY_EVERY = 10.0  # seconds; each try may block a look for as long as the patience per address
 
 _connections: weakref.WeakSet[PeerConnection] = weakref.WeakSet()
 

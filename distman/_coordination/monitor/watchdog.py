@@ -6,8 +6,8 @@ import contextlib
 import threading
 from collections.abc import Callable, Iterator
 
-_LONGEST_TICK = 1.0
-_TICKS_PER_LIMIT = 4
+_LONGEST_TICK = 1.0  # seconds; nobody needs to know sooner, and a tick costs nothing
+_TICKS_PER_LIMIT = 4  # so a short limit is overrun by a quarter of itself at most
 
 
 class Watchdog:

@@ -102,9 +102,9 @@ class Watcher:
         global _current
         _current = self
         give_sign(self._context.store, self._context.rank)
-        self._thread.start()
         if self._watchdog is not None:
             self._watchdog.start()
+        self._thread.start()  # last, since a failure may be raised here at once
 
     def stop(self) -> None:
         """Watch no longer.

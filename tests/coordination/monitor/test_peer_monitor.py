@@ -1,0 +1,200 @@
+"""One look at the other ranks, over a store in memory and real connections."""
+
+import contextlib
+import threading
+
+import pytest
+from torch.distributed import HashStore
+
+from distman._coordination import protocol
+from distman._coordination.failure.record import DIED, SILENT, FailureRecord
+from distman._coordination.monitor.context import WatchContext
+from distman._coordination.monitor.hang import StackQueries
+from distman._coordination.monitor.peer_monitor import PeerMonitor
+
+from ..ranks import at_once, failure_on, places
+
+
+class Ranks:
+    """The monitors of some ranks, on a clock that the test sets."""
+
+    def __init__(self, num_ranks, store_rank):
+        self.store, self.seconds, self.is_stopping = HashStore(), 0.0, threading.Event()
+        contexts = [
+            WatchContext(self.store, "tcp://n1:5", store_rank, rank, places(num_ranks), is_one_host=True)
+            for rank in range(num_ranks)
+        ]
+        self.monitors = [
+            PeerMonitor(self.store, context, 300.0, None, self.is_stopping, clock=lambda: self.seconds)
+            for context in contexts
+        ]
+
+    def look(self, rank=0):
+        """Let a rank look, without the wait that follows."""
+        self.monitors[rank].wake()
+        return self.monitors[rank].look()
+
+    def look_until_found(self, rank=0):
+        """Let a rank look until the system has told it of a connection that broke."""
+        while (record := self.look(rank)) is None:
+            pass
+        return record
+
+    def number(self, key):
+        return self.store.add(key, 0)
+
+
+@pytest.fixture
+def make_ranks():
+    with contextlib.ExitStack() as stack:
+
+        def make(num_ranks=2, store_rank=None):
+            ranks = Ranks(num_ranks, store_rank)
+            for monitor in ranks.monitors:
+                stack.callback(monitor.close)
+            return ranks
+
+        yield make
+
+
+def test_where_nothing_happens_nothing_is_found(make_ranks):
+    ranks = make_ranks()
+    assert [ranks.look(rank) for rank in (0, 1, 0, 1)] == [None] * 4
+    assert ranks.store.get(protocol.beat(1)).decode().partition(" ")[0]
+    assert ranks.number(protocol.NEWS) == 0
+
+
+def test_a_failure_is_found_once_there_is_news(make_ranks):
+    ranks = make_ranks()
+    failure_on(1).publish(ranks.store)
+    assert ranks.look() is None
+    ranks.store.add(protocol.NEWS, 1)
+    assert ranks.look() == failure_on(1)
+    assert ranks.number(protocol.FAILURE_SEEN) == 1
+
+
+def test_the_rank_that_serves_the_store_is_let_go(make_ranks):
+    ranks = make_ranks()
+    ranks.store.set(protocol.CLOSING, "yes")
+    ranks.store.add(protocol.NEWS, 1)
+    assert ranks.look() is None
+    assert ranks.monitors[0].is_closing
+    assert ranks.number(protocol.GONE) == 1
+
+
+def test_a_query_is_answered(make_ranks):
+    ranks = make_ranks()
+    done = threading.Event()
+
+    def ask():
+        try:
+            return StackQueries(ranks.store, 0).ask([1], 60)
+        finally:
+            done.set()
+
+    def answer():
+        while not done.is_set():
+            assert ranks.look(1) is None
+
+    answers, _ = at_once(ask, answer)
+    assert "test_peer_monitor.py" in answers[1].stacks
+    assert not ranks.store.check([protocol.query(1)])
+
+
+def test_a_rank_that_dies_is_told_of(make_ranks):
+    ranks = make_ranks(3)
+    assert [ranks.look(rank) for rank in (0, 1, 2)] == [None] * 3
+    ranks.monitors[1].close()
+    record = ranks.look_until_found()
+    assert (record.rank, record.error_type) == (1, DIED)
+    assert FailureRecord.read(ranks.store) == record
+    assert (ranks.number(protocol.NEWS), ranks.number(protocol.FAILURE_SEEN)) == (1, 1)
+
+
+def test_the_failure_that_was_told_first_counts(make_ranks):
+    ranks = make_ranks(3)
+    ranks.look()
+    failure_on(2).publish(ranks.store)
+    ranks.monitors[1].close()
+    assert ranks.look_until_found() == failure_on(2)
+
+
+def test_the_death_of_the_rank_that_serves_the_store_is_told_nobody(make_ranks):
+    ranks = make_ranks(2, store_rank=1)
+    ranks.look()
+    ranks.monitors[1].close()
+    record = ranks.look_until_found()
+    assert (record.rank, record.error_type) == (1, DIED)
+    assert "which served the job's store" in record.error_text
+    assert FailureRecord.read(ranks.store) is None
+
+
+@pytest.mark.parametrize("key", [protocol.left(1), protocol.CLOSING])
+def test_a_rank_that_leaves_has_not_died(make_ranks, key):
+    ranks = make_ranks(2)
+    ranks.look()
+    ranks.store.set(key, "yes")
+    ranks.monitors[1].close()
+    assert [ranks.look() for _ in range(3)] == [None] * 3
+
+
+def test_a_rank_that_is_leaving_itself_accuses_nobody(make_ranks):
+    ranks = make_ranks(2)
+    ranks.look()
+    ranks.is_stopping.set()
+    ranks.monitors[1].close()
+    assert [ranks.look() for _ in range(3)] == [None] * 3
+    assert FailureRecord.read(ranks.store) is None
+
+
+def looks_at(ranks, *moments):
+    found = []
+    for ranks.seconds in moments:
+        found.append(ranks.look())
+    return found
+
+
+def test_a_rank_that_gives_no_sign_of_life_is_told_of(make_ranks):
+    ranks = make_ranks()
+    ranks.look(1)
+    *found, last = looks_at(ranks, *range(0, 304, 2))
+    assert found == [None] * len(found)
+    assert (last.rank, last.error_type) == (1, SILENT)
+    assert FailureRecord.read(ranks.store) == last
+
+
+def test_a_rank_that_gives_signs_of_life_is_not(make_ranks):
+    ranks = make_ranks()
+    for ranks.seconds in range(0, 1000, 2):
+        assert ranks.look(1) is None
+        assert ranks.look(0) is None
+
+
+def test_a_rank_that_is_not_watching_is_not_silent(make_ranks):
+    ranks = make_ranks()
+    assert set(looks_at(ranks, *range(0, 1000, 2))) == {None}
+
+
+def test_a_rank_that_was_suspended_itself_accuses_nobody(make_ranks):
+    ranks = make_ranks()
+    ranks.look(1)
+    assert looks_at(ranks, 0, 2, 5_000, 10_000) == [None] * 4
+
+
+def test_a_rank_that_could_not_look_for_long_is_late(make_ranks):
+    ranks = make_ranks()
+    monitor = ranks.monitors[0]
+    ranks.look()
+    assert not monitor.is_late
+
+    class GoneError(Exception):
+        pass
+
+    class Gone(HashStore):
+        def add(self, *_):
+            raise GoneError
+
+    monitor._store, ranks.seconds = Gone(), 60.0
+    with pytest.raises(GoneError):
+        ranks.look()
+    assert monitor.is_late

@@ -1,0 +1,181 @@
+"""The watcher's thread, over a store in memory; the other ranks are played by the test."""
+
+import contextlib
+import threading
+
+import pytest
+import torch.distributed as dist
+from torch.distributed import HashStore
+
+from distman._coordination import protocol
+from distman._coordination.failure.record import DIED, LEFT
+from distman._coordination.monitor.context import WatchContext
+from distman._coordination.monitor.hang import StackQueries
+from distman._coordination.monitor.watcher import (
+    NO_ANSWER,
+    Watcher,
+    WatchLimits,
+    failure_behind,
+    is_lost_connection,
+    is_watching,
+)
+from distman.errors import RankFailedError
+
+from ..ranks import at_once, failure_on, places
+
+
+def make(store, rank=0, store_rank=None, num_ranks=2, patience=0.0):
+    context = WatchContext(store, "tcp://n1:5", store_rank, rank, places(num_ranks), is_one_host=True)
+    return Watcher(context, WatchLimits(silence=300.0), lambda _: None, patience=patience)
+
+
+@contextlib.contextmanager
+def watching(store, **options):
+    watcher = make(store, **options)
+    watcher.start()
+    try:
+        yield watcher
+    finally:
+        watcher.stop()
+        watcher.close()
+
+
+def run_until_raised(watcher):
+    """Let a watcher interrupt the main thread, which may happen before it has begun to wait."""
+    try:
+        watcher.start()
+        threading.Event().wait(60)
+    finally:
+        watcher.stop()
+        watcher.close()
+
+
+def tell(store, record):
+    record.publish(store)
+    store.add(protocol.NEWS, 1)
+
+
+def test_a_failure_of_another_rank_is_raised_in_the_main_thread():
+    store = HashStore()
+    tell(store, failure_on(1))
+    watcher = make(store)
+    with pytest.raises(RankFailedError, match=r"rank 1 .* raised ValueError: boom"):
+        run_until_raised(watcher)
+    assert watcher.record == failure_on(1)
+    assert not is_watching()
+
+
+def test_a_failure_of_this_rank_is_not():
+    store = HashStore()
+    with watching(store) as watcher:
+        tell(store, failure_on(0))
+        watcher._thread.join(60)
+    assert watcher.record == failure_on(0)
+
+
+def test_the_first_sign_of_life_is_there_at_once():
+    store = HashStore()
+    with watching(store):
+        assert store.check([protocol.beat(0)])
+        assert is_watching()
+
+
+def test_a_rank_that_serves_the_store_may_leave():
+    store = HashStore()
+    with watching(store) as watcher:
+        store.set(protocol.CLOSING, "yes")
+        store.add(protocol.NEWS, 1)
+        watcher._thread.join(60)
+        assert watcher.has_let_go
+        assert watcher.explain(RuntimeError("gloo/transport"), "barrier").error_type == LEFT
+    assert store.add(protocol.GONE, 0) == 1
+
+
+class BrokenStore(HashStore):
+    """A store whose process has gone."""
+
+    def clone(self):
+        return self
+
+    def add(self, *_):
+        raise dist.DistNetworkError("Broken pipe")
+
+
+def test_a_store_that_is_gone_is_raised_as_the_death_of_its_rank():
+    watcher = make(BrokenStore(), store_rank=1)
+    with pytest.raises(RankFailedError, match=r"rank 1 .*, which served the job's store"):
+        run_until_raised(watcher)
+    assert watcher.record.error_type == DIED
+
+
+def test_a_rank_that_cannot_watch_says_so(caplog):
+    class Full(HashStore):
+        def clone(self):
+            raise OSError("Too many open files")
+
+    store = Full()
+    with watching(store) as watcher:
+        watcher._thread.join(60)
+        assert watcher.is_counted
+    assert not store.check([protocol.beat(0)])
+    assert store.add(protocol.GONE, 0) == 1
+    assert "not watched any more: OSError('Too many open files')" in caplog.text
+
+
+LOST = RuntimeError("[gloo/transport/tcp/pair.cc:553] Connection closed by peer")
+
+
+def test_a_connection_that_a_rank_broke_by_leaving_is_explained():
+    store = HashStore()
+    with watching(store, num_ranks=3):
+        assert failure_behind(LOST) is None
+        store.set(protocol.left(2), "yes")
+        store.add(protocol.LEFT, 1)
+        record = failure_behind(LOST, "all_gather_v")
+        assert failure_behind(ValueError("boom")) is None
+    assert (record.rank, record.error_type) == (2, LEFT)
+    assert failure_behind(LOST) is None
+
+
+def test_a_connection_that_broke_with_the_store_is_explained():
+    (record,) = at_once(lambda: make(BrokenStore(), store_rank=1).explain(LOST, "all_gather_v"))
+    assert (record.rank, record.error_type) == (1, DIED)
+
+
+def test_an_error_of_the_store_itself_is_explained():
+    error = dist.DistNetworkError("Broken pipe")
+    (record,) = at_once(lambda: make(HashStore(), store_rank=1).explain(error, "all_gather_v"))
+    assert (record.rank, record.error_type) == (1, DIED)
+
+
+@pytest.mark.parametrize("error", [LOST, RuntimeError("ncclRemoteError"), dist.DistBackendError("NCCL")])
+def test_a_lost_connection_is_known_by_its_error(error):
+    assert is_lost_connection(error)
+    assert not is_lost_connection(ValueError(str(error)))
+
+
+def test_ranks_are_located_by_one_and_shown_to_all():
+    store = HashStore()
+    located = threading.Event()
+
+    def locate(rank):
+        try:
+            return make(store, rank, num_ranks=3, patience=60.0).locate("barrier 0", [2])
+        finally:
+            located.set()
+
+    def answer():
+        queries = StackQueries(store, 2)
+        while not located.is_set():
+            queries.answer()
+
+    first, second, _ = at_once(lambda: locate(0), lambda: locate(1), answer)
+    assert first[2].startswith("at ")
+    assert second == first
+
+
+def test_a_rank_that_does_not_answer_was_last_seen_somewhere():
+    store = HashStore()
+    store.set(protocol.beat(1), "1700000000.0 in barrier at train.py:3")
+    (found,) = at_once(lambda: make(store, num_ranks=3).locate("barrier 0", [1, 2]))
+    assert found == {1: f"{NO_ANSWER}, last seen in barrier at train.py:3", 2: NO_ANSWER}
