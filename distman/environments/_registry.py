@@ -95,24 +95,12 @@ def register_launcher(launcher: Launcher, *, before: str | None = None) -> None:
 
     Args:
         launcher: The record of the launcher.
-        before: Name of the launcher that is asked next, one inside of which this one does not run; None asks it after
+        before: Name of the launcher that is asked next, the one inside of which this one runs; None asks it after
             all others, before bare ``RANK`` and ``WORLD_SIZE``.
 
     Raises:
         ValueError: The name is taken, the record does not say where rank and world size are, or ``before`` names
             no launcher. Nothing is registered then.
-
-    Example:
-        >>> from distman.environments import Family, Launcher, OnFailure, detect, register_launcher
-        >>> register_launcher(
-        ...     Launcher(
-        ...         name="ourrun",
-        ...         family=Family.STEP,
-        ...         fields={"rank": ("OURRUN_RANK",), "world_size": ("OURRUN_SIZE",)},
-        ...         variables=("OURRUN_*",),
-        ...         on_failure=OnFailure.WAITS,
-        ...     )
-        ... )  # doctest: +SKIP
     """
     for field in ("rank", "world_size"):
         if not launcher.fields.get(field):
