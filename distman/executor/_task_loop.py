@@ -94,13 +94,7 @@ def _work(settings: dict[str, Any], descriptors: Sequence[int]) -> None:
 
 
 def _serve(program: socket.socket, stacks: int, settings: Settings) -> None:
-    """Run the tasks that come over the connection until it closes.
-
-    Args:
-        program: The connection.
-        stacks: File descriptor to which all stacks are written when the process crashes or is asked for them.
-        settings: Who this worker is.
-    """
+    """Run the tasks that come over the connection until it closes; stacks are written on a crash or on request."""
     faulthandler.enable(stacks, all_threads=True)
     faulthandler.register(STACK_SIGNAL, stacks, all_threads=True, chain=True)  # then the signal ends the process
     if torch.get_num_threads() != settings.num_threads:  # the call itself starts threads, even if nothing changes
