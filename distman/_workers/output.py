@@ -14,6 +14,7 @@ from typing import NoReturn
 
 # Enough for the stacks of a hundred threads, and still readable in an error message or a test report.
 _SHOWN_BYTES = 100_000
+_LIBC = ctypes.CDLL(None)  # once: it takes as long as a whole call of an executor
 
 
 def open_stacks() -> int:
@@ -41,7 +42,7 @@ def flush_output() -> None:
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(ValueError, OSError, AttributeError):  # closed, broken, or none at all
             stream.flush()
-    ctypes.CDLL(None).fflush(None)
+    _LIBC.fflush(None)
 
 
 def exit_code_of(error: SystemExit) -> int:
