@@ -43,11 +43,6 @@ def serve_requests(control: int, supervisor: int, work: Work) -> None:
     """Fork a worker for every request until the program closes the control socket or the supervisor is gone.
 
     The workers and what they started are left to the caller.
-
-    Args:
-        control: File descriptor of the control socket.
-        supervisor: Process id of the supervisor.
-        work: What a worker does.
     """
     gc.freeze()  # a collection in a worker would write to, and so copy, every page that it shares with the server
     with socket.socket(fileno=control) as connection:

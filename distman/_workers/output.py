@@ -8,9 +8,13 @@ import fcntl
 import os
 import signal
 import sys
+import traceback
+from collections.abc import Iterator
+from typing import NoReturn
 
 # Enough for the stacks of a hundred threads, and still readable in an error message or a test report.
 _SHOWN_BYTES = 100_000
+_LIBC = ctypes.CDLL(None)  # once: it takes as long as a whole call of an executor
 
 
 def open_stacks() -> int:
@@ -38,7 +42,40 @@ def flush_output() -> None:
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(ValueError, OSError, AttributeError):  # closed, broken, or none at all
             stream.flush()
-    ctypes.CDLL(None).fflush(None)
+    _LIBC.fflush(None)
+
+
+def exit_code_of(error: SystemExit) -> int:
+    """Return the exit code of a process in which nobody catches this error."""
+    if error.code is None:
+        return 0
+    return error.code & 0xFF if isinstance(error.code, int) else 1
+
+
+@contextlib.contextmanager
+def only_this_process() -> Iterator[None]:
+    """End a copy of this process that the code inside makes with ``os.fork`` and does not end: it must not answer."""
+    pid = os.getpid()
+    error: BaseException | None = None
+    try:
+        yield
+    except BaseException as raised:
+        error = raised
+        raise
+    finally:
+        if os.getpid() != pid:
+            _end_copy(error)
+
+
+def _end_copy(error: BaseException | None) -> NoReturn:
+    exit_code = 0
+    if isinstance(error, SystemExit):
+        exit_code = exit_code_of(error)
+    elif error is not None:
+        traceback.print_exception(error)
+        exit_code = 1
+    flush_output()
+    os._exit(exit_code)
 
 
 def describe_exit(exit_code: int | None) -> str:

@@ -53,21 +53,13 @@ class BufferPool:
         self._buffers: dict[int, PooledBuffer] = {}
 
     def release(self, free_buffers: int) -> None:
-        """Note which buffers nobody reads any more.
-
-        Args:
-            free_buffers: One bit for each buffer.
-        """
+        """Note which buffers nobody reads any more, one bit each."""
         for index, buffer in self._buffers.items():
             if free_buffers >> index & 1:
                 buffer.is_read = False
 
     def take(self, num_bytes: int) -> PooledBuffer | None:
-        """Return a buffer of at least that size; None if there is none to spare, or the result is too large.
-
-        Args:
-            num_bytes: What the result needs.
-        """
+        """Return a buffer of at least that size; None if all are in use, or the result is too large."""
         if num_bytes > _MOST_BYTES:
             return None
         free = [buffer for buffer in self._buffers.values() if not buffer.is_read]
@@ -93,11 +85,7 @@ class MappedBuffers:
         self._freed: list[int] = []
 
     def open(self, message: Message) -> memoryview:
-        """Return the memory that a message speaks of; when its last reader is gone it is free again.
-
-        Args:
-            message: One with shared memory.
-        """
+        """Return the memory that a message refers to; when its last reader is gone it is free again."""
         with message.new_memory() as descriptor:
             if descriptor is not None:
                 memory = map_shared_memory(descriptor, message.shared_bytes)

@@ -98,12 +98,7 @@ def send(
 
 
 def receive(connection: socket.socket, *, waits: bool = True) -> Message | None:
-    """Return the next message, or None if the other side has hung up.
-
-    Args:
-        connection: To the other side.
-        waits: Whether to wait for a message; otherwise None if there is none.
-    """
+    """Return the next message, or None if the other side has hung up, or has sent none and this does not wait."""
     size = _HEADER.size + INLINE_BYTES
     try:
         data, descriptors = receive_with_descriptors(connection, size, 1, 0 if waits else socket.MSG_DONTWAIT)

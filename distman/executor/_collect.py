@@ -17,11 +17,7 @@ _AFTER_FAILURE_SECONDS = 0.5
 def collect(workers: Sequence[DeviceWorker], timeout: float | None) -> list[object]:
     """Return the answers of workers that have been sent a task, in their order.
 
-    Blocks. After a failure the other workers are given half a second; those still busy are left so.
-
-    Args:
-        workers: The workers.
-        timeout: Seconds from now, None for no limit.
+    After a failure the other workers are given half a second; those still busy are left so.
 
     Raises:
         WorkerError: A worker failed, the first one in time, or was too late.

@@ -44,13 +44,7 @@ class DevicePool:
         self._seed = torch.initial_seed()
 
     def call(self, task: Task, indices: Sequence[int]) -> list[object]:
-        """Return what the function returns on each of these workers, in this order.
-
-        Blocks.
-
-        Args:
-            task: What to call.
-            indices: Places of workers, ascending.
+        """Return what the function returns on each of these workers, whose indices ascend, in this order.
 
         Raises:
             TypeError: The task cannot be pickled.
@@ -94,10 +88,7 @@ class DevicePool:
                 worker.kill()
 
     def close(self) -> None:
-        """End all processes and close all files; a second call does nothing.
-
-        Blocks until calls in progress and the processes have ended.
-        """
+        """Wait for calls in progress, then end all processes and close all files; a second call does nothing."""
         if self.pid != os.getpid():
             return  # the processes are those of the program that this one was forked from
         with ExitStack() as stack:

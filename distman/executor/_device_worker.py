@@ -44,12 +44,7 @@ class DeviceWorker(WorkerProcess):
             super().__init__(server, dataclasses.asdict(settings), theirs.fileno())
 
     def send(self, payload: Payload, shared_bytes: int, descriptor: int | None) -> None:
-        """Give it a task.
-
-        Args:
-            payload: The packed task.
-            shared_bytes: Size of the shared memory in which it lies, 0 for an inline payload.
-            descriptor: That memory.
+        """Give it a task, inline or as the descriptor of shared memory.
 
         Raises:
             WorkerError: It has ended.
@@ -101,10 +96,7 @@ class DeviceWorker(WorkerProcess):
         )
 
     def died(self) -> WorkerError:
-        """Return the error for a worker that ended by itself, or hung up; it is closed.
-
-        Blocks until it is gone.
-        """
+        """Return the error for a worker that ended by itself, or hung up; it is ended and closed."""
         ended_itself = self.has_ended(_GRACE_SECONDS)
         text = self.end()
         what = describe_exit(self.exit_code) if ended_itself else "closed its connection and was killed"
@@ -112,13 +104,7 @@ class DeviceWorker(WorkerProcess):
         return self._error(f"{what}. {hint}The next call starts a new one.", text=text, exit_code=self.exit_code)
 
     def too_late(self, timeout: float) -> WorkerError:
-        """Return the error for a worker that has no answer in time; it is ended.
-
-        Blocks until it is gone.
-
-        Args:
-            timeout: The seconds it had.
-        """
+        """Return the error for a worker that had no answer within the seconds given; it is ended and closed."""
         self.request_stacks()
         self.has_ended(_GRACE_SECONDS)
         text = self.end()
@@ -126,10 +112,7 @@ class DeviceWorker(WorkerProcess):
         return self._error(what, text=text, exit_code=self.exit_code)
 
     def end(self) -> str:
-        """End and close it, and return the stacks that it wrote.
-
-        Blocks until it is gone.
-        """
+        """End it, wait until it is gone, close it, and return the stacks that it wrote."""
         self.kill()
         self.has_ended(END_SECONDS)
         text = self.read_stacks()

@@ -5,9 +5,10 @@ from __future__ import annotations
 import inspect
 import itertools
 import os
+import sys
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from types import FunctionType, TracebackType
 from typing import Any, Literal, ParamSpec, TypeVar
@@ -21,6 +22,7 @@ from distman.executor._task_loop import Task
 P = ParamSpec("P")
 T = TypeVar("T")
 _MOST_SECONDS = 2_000_000  # 23 days: poll counts milliseconds in 31 bits
+_with_threads: weakref.WeakSet[ParallelExecutor] = weakref.WeakSet()
 _known_places: weakref.WeakKeyDictionary[FunctionType, str] = weakref.WeakKeyDictionary()
 
 
@@ -99,7 +101,7 @@ class ParallelExecutor(Executor):
     def submit(self, fn: Callable[P, T], /, *args: Any, **kwargs: Any) -> Future[T]:
         """Call the function on one device, whichever is free first.
 
-        Local. ``map`` does the same for every element of its iterables.
+        Local.
 
         Args:
             fn: The function.
@@ -121,6 +123,29 @@ class ParallelExecutor(Executor):
         future.add_done_callback(lambda _: self._end())
         return future
 
+    def map(
+        self, fn: Callable[..., T], *iterables: Iterable[Any], timeout: float | None = None, chunksize: int = 1
+    ) -> Iterator[T]:
+        """Call the function for the elements of the iterables, shared out among the devices.
+
+        Local. The calls begin at once, before the first result is asked for.
+
+        Args:
+            fn: The function.
+            iterables: Its arguments after the device, one from each.
+            timeout: Seconds from now until the last result must have been taken, None for no limit.
+            chunksize: For other executors; here every call is a task of its own.
+
+        Returns:
+            The results in the order of the elements; the exceptions are those of ``run``.
+
+        Raises:
+            ValueError: ``chunksize`` is below 1.
+        """
+        if chunksize < 1:
+            raise ValueError(f"chunksize must be at least 1, got {chunksize}.")
+        return super().map(fn, *iterables, timeout=timeout)
+
     def _task(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Task:
         return Task(function, args, kwargs, _device_place(function) if self._pass_device else "")
 
@@ -134,6 +159,7 @@ class ParallelExecutor(Executor):
                 self._pool.server.open()  # while this program has perhaps a single thread
                 self._place = threading.local()
                 places = itertools.count()
+                _with_threads.add(self)
                 self._threads = ThreadPoolExecutor(
                     len(self.devices), "ParallelExecutor", lambda: setattr(self._place, "index", next(places))
                 )
@@ -190,6 +216,11 @@ class ParallelExecutor(Executor):
             self._pool.terminate()
             raise
 
+    def _terminate(self) -> None:
+        """Drop what has not begun, and end what runs."""
+        self.shutdown(wait=False, cancel_futures=True)
+        self._pool.terminate()
+
     def __exit__(
         self,
         exc_type: type[BaseException] | None,
@@ -197,12 +228,22 @@ class ParallelExecutor(Executor):
         exc_tb: TracebackType | None,
     ) -> Literal[False]:
         """Shut down. After Ctrl-C or ``sys.exit`` nothing is waited for: what runs is ended."""
-        is_leaving = exc_val is not None and not isinstance(exc_val, Exception)
-        if is_leaving:
-            self.shutdown(wait=False, cancel_futures=True)
-            self._pool.terminate()
+        if exc_val is not None and not isinstance(exc_val, Exception):
+            self._terminate()
         self.shutdown(cancel_futures=exc_val is not None)
         return False
+
+
+def _terminate_after_interrupt() -> None:
+    """End what was submitted where Ctrl-C is what ends the program."""
+    if isinstance(getattr(sys, "last_value", None), KeyboardInterrupt):
+        for executor in list(_with_threads):
+            executor._terminate()
+
+
+# Before the interpreter's end waits for the threads of concurrent.futures, and so for what they wait for; atexit comes
+# after that.
+threading._register_atexit(_terminate_after_interrupt)  # type: ignore[attr-defined]
 
 
 def _make(

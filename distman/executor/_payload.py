@@ -47,11 +47,7 @@ class Payload:
         return _aligned(head) + sum(_aligned(buffer.nbytes) for buffer in self.buffers)
 
     def write(self, memory: npt.NDArray[np.uint8]) -> None:
-        """Write it into memory: the sizes of the buffers, the pickle, the buffers.
-
-        Args:
-            memory: At least ``total_bytes`` bytes.
-        """
+        """Write it into memory of ``total_bytes`` or more: the sizes of the buffers, the pickle, the buffers."""
         head = struct.pack(f"<{len(self.buffers)}Q", *(buffer.nbytes for buffer in self.buffers)) + self.stream
         memory[: len(head)] = np.frombuffer(head, np.uint8)
         start = _aligned(len(head))
@@ -61,11 +57,7 @@ class Payload:
 
 
 def pack(value: object) -> Payload:
-    """Return the object as a payload; tensors of other devices come out on the CPU.
-
-    Args:
-        value: Anything that cloudpickle can pickle. It must not change before the payload is written.
-    """
+    """Return the object as a payload; it must not change before that is written. Tensors come out on the CPU."""
     if type(value) in _PLAIN_TYPES:
         return Payload(pickle.dumps(value))
     buffers: list[memoryview] = []
@@ -83,13 +75,7 @@ def pack(value: object) -> Payload:
 
 
 def unpack(memory: memoryview, stream_bytes: int, num_buffers: int) -> Any:
-    """Return the object that ``Payload.write`` wrote there; its tensors and arrays live in that memory.
-
-    Args:
-        memory: The memory; the tensors keep it alive.
-        stream_bytes: Length of the pickle.
-        num_buffers: Number of buffers.
-    """
+    """Return the object that ``Payload.write`` wrote there; its tensors and arrays live in that memory."""
     sizes = struct.unpack_from(f"<{num_buffers}Q", memory)
     start = 8 * num_buffers
     stream = memory[start : start + stream_bytes]

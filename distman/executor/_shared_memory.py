@@ -11,11 +11,7 @@ import torch
 
 
 def create_shared_memory(num_bytes: int) -> int:
-    """Return the file descriptor of new shared memory; ``/dev/shm`` and its size do not matter.
-
-    Args:
-        num_bytes: Its size, at least 1.
-    """
+    """Return the file descriptor of new shared memory of at least one byte, whatever the size of ``/dev/shm``."""
     descriptor = os.memfd_create("distman-executor")
     try:
         os.ftruncate(descriptor, num_bytes)
@@ -28,12 +24,8 @@ def create_shared_memory(num_bytes: int) -> int:
 def map_shared_memory(descriptor: int, num_bytes: int, *, is_private: bool = False) -> npt.NDArray[np.uint8]:
     """Return the memory behind a file descriptor, which may be closed afterwards.
 
-    The mapping lasts as long as the array and its views.
-
-    Args:
-        descriptor: From ``create_shared_memory`` here or in another process.
-        num_bytes: Its size.
-        is_private: Whether what is written here stays unseen by the other processes.
+    The mapping lasts as long as the array and its views. What is written to a private one stays unseen by the other
+    processes.
     """
     # torch maps without keeping a descriptor open; Python's mmap keeps one for each mapping.
     storage: Any = torch.UntypedStorage.from_file(f"/proc/self/fd/{descriptor}", not is_private, num_bytes)

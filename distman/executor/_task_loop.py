@@ -18,7 +18,7 @@ import torch
 
 from distman._seeds import seed_generators
 from distman._workers.fork_server import STACK_SIGNAL, Work
-from distman._workers.output import flush_output
+from distman._workers.output import exit_code_of, flush_output, only_this_process
 from distman.executor._buffer_pool import BufferPool
 from distman.executor._channel import Kind, Message, receive, send
 from distman.executor._moving import as_cpu
@@ -94,13 +94,7 @@ def _work(settings: dict[str, Any], descriptors: Sequence[int]) -> None:
 
 
 def _serve(program: socket.socket, stacks: int, settings: Settings) -> None:
-    """Run the tasks that come over the connection until it closes.
-
-    Args:
-        program: The connection.
-        stacks: File descriptor to which all stacks are written when the process crashes or is asked for them.
-        settings: Who this worker is.
-    """
+    """Run the tasks that come over the connection until it closes; stacks are written on a crash or on request."""
     faulthandler.enable(stacks, all_threads=True)
     faulthandler.register(STACK_SIGNAL, stacks, all_threads=True, chain=True)  # then the signal ends the process
     if torch.get_num_threads() != settings.num_threads:  # the call itself starts threads, even if nothing changes
@@ -155,7 +149,8 @@ def _perform(message: Message, device: torch.device) -> tuple[Kind, Payload, int
     try:
         task = _load(message)
         stage = "raised "
-        value = as_cpu(_call(task, device))
+        with only_this_process():
+            value = as_cpu(_call(task, device))
         stage = "returned a value that cannot be pickled: "
         return Kind.VALUE, pack(value), None
     except BaseException as error:  # noqa: BLE001 - the program is told, and decides
@@ -189,7 +184,7 @@ def _describe(error: BaseException, stage: str) -> Failure:
     headline = "".join(traceback.format_exception_only(error)).strip()
     shown = _without_own_frames(error.__traceback__)
     text = "".join(traceback.format_exception(type(error), error, shown))
-    exit_code = _exit_code(error) if isinstance(error, SystemExit) else None
+    exit_code = exit_code_of(error) if isinstance(error, SystemExit) else None
     if exit_code is not None:
         stage = "called sys.exit: "
     return Failure(stage + headline, type(error).__name__, text, _dump(error), exit_code)
@@ -200,12 +195,6 @@ def _without_own_frames(shown: TracebackType | None) -> TracebackType | None:
     while shown is not None and Path(shown.tb_frame.f_code.co_filename).parent == own:
         shown = shown.tb_next
     return shown
-
-
-def _exit_code(error: SystemExit) -> int:
-    if error.code is None:
-        return 0
-    return error.code & 0xFF if isinstance(error.code, int) else 1
 
 
 def _dump(error: BaseException) -> bytes | None:

@@ -40,7 +40,7 @@ def ranks(
 
     Local. Every run gets resident worker processes on the CPU and a fresh gloo process group as the default
     group. The function may take ``rank`` and ``world_size``, and any fixtures and parametrized arguments:
-    those are made in the pytest process and travel to the workers by (cloud)pickle. ``monkeypatch`` is each
+    those are made in the pytest process and sent to the workers by (cloud)pickle. ``monkeypatch`` is each
     rank's own. The environment is that of the pytest process with ``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK``
     and ``LOCAL_WORLD_SIZE`` added, and other launchers' variables removed; random generators are seeded by
     test and rank.

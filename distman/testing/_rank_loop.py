@@ -25,7 +25,7 @@ from distman._process_state import reset
 from distman._seeds import seed_generators
 from distman._torch_internals import count_groups_from_zero
 from distman._workers.fork_server import STACK_SIGNAL, Work
-from distman._workers.output import flush_output
+from distman._workers.output import flush_output, only_this_process
 from distman.manager import DistributedManager
 from distman.testing._messages import (
     Begin,
@@ -119,6 +119,7 @@ def _test(task: RankTask, connection: _Connection) -> None:
         for value in call.arguments.values():
             if isinstance(value, pytest.MonkeyPatch):
                 stack.callback(value.undo)
+        stack.enter_context(only_this_process())
         call.function(**call.arguments, **{name: available[name] for name in call.parameters})
 
 

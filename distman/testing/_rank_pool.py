@@ -49,8 +49,6 @@ class RankPool:
     ) -> list[RankReport]:
         """Run one test and return what became of each rank, in rank order.
 
-        Blocks until every rank has ended or was ended.
-
         Args:
             make_task: Makes the task of a rank, given the rank and the file for the store.
             world_size: Number of ranks.
@@ -87,10 +85,7 @@ class RankPool:
         return cast("Path", self._stores)  # made with the server
 
     def close(self) -> None:
-        """End all workers and the fork server.
-
-        Blocks until they are gone.
-        """
+        """End all workers and the fork server, and wait until they are gone."""
         self._server.close()
         for worker in self._workers:
             worker.close()

@@ -17,24 +17,14 @@ _KINDS = [*RankStatus]
 
 
 def failed(reports: Sequence[RankReport], dies: Sequence[int]) -> bool:
-    """Return whether a rank neither passed nor died as expected.
-
-    Args:
-        reports: One per rank.
-        dies: The ranks that must have died.
-    """
+    """Return whether a rank neither passed nor died as expected."""
     return any(
         report.status is not (RankStatus.DIED if report.rank in dies else RankStatus.PASSED) for report in reports
     )
 
 
 def report_failure(reports: Sequence[RankReport], dies: Sequence[int]) -> str:
-    """Return every rank's report as text: the first real error's headline, a table, then the tracebacks.
-
-    Args:
-        reports: One per rank.
-        dies: The ranks that must have died.
-    """
+    """Return every rank's report as text: the first real error's headline, a table, then the tracebacks."""
     echoes = _echoes(reports, dies)
     ordered = sorted(reports, key=lambda report: _importance(report, dies, is_echo=report.rank in echoes))
     told = {report.rank: _say(report, dies, is_echo=report.rank in echoes) for report in reports}

@@ -64,10 +64,7 @@ class TestRun:
         self._note_deaths()
 
     def finish(self) -> list[RankReport]:
-        """Wait for all ranks, end those that do not end, and return every rank's report.
-
-        Blocks.
-        """
+        """Wait for all ranks, end those that do not end, and return every rank's report."""
         while self._running and time.monotonic() < self._deadline:
             self._listen()
         self._end_running(self._describe_stuck())
@@ -75,10 +72,7 @@ class TestRun:
         return [self._report(rank) for rank in self._workers]
 
     def abandon(self) -> None:
-        """Kill the workers that still have the test, as after Ctrl-C; nothing to do after ``finish``.
-
-        Blocks until they are gone.
-        """
+        """Kill the workers that still have the test, as after Ctrl-C; nothing to do after ``finish``."""
         for rank in self._running | self._unreleased:
             self._workers[rank].kill()
         self._await_deaths(self._running | self._unreleased)

@@ -25,11 +25,6 @@ def describe_error(error: BaseException, style: str, *, shows_locals: bool) -> t
     """Return a headline and the full traceback, both as text.
 
     Text, because an exception may have a constructor or contents that do not survive a pickle.
-
-    Args:
-        error: The exception, with its traceback.
-        style: pytest's ``--tb``.
-        shows_locals: pytest's ``--showlocals``.
     """
     headline = "".join(traceback.format_exception_only(error)).strip() or type(error).__name__
     pytest_style = _STYLES.get(style, cast("_Style", style))
@@ -42,11 +37,7 @@ def describe_error(error: BaseException, style: str, *, shows_locals: bool) -> t
 
 
 def attempt(call: Callable[[], object]) -> BaseException | None:
-    """Run the call and return what it raised, whatever that is, or None.
-
-    Args:
-        call: Code of a test, or code that shows objects of a test.
-    """
+    """Run code of a test, or that shows objects of a test, and return what it raised, or None."""
     __tracebackhide__ = True
     try:
         call()
@@ -66,11 +57,7 @@ def _as_pytest_shows(error: BaseException, style: _Style, *, shows_locals: bool)
 
 @contextmanager
 def explained_assertions(verbosity: int) -> Iterator[None]:
-    """Let failing assertions in this process say what differs, as they do in pytest's own process.
-
-    Args:
-        verbosity: pytest's ``-v`` count, which decides how much of a difference is shown.
-    """
+    """Let failing assertions in this process say what differs, as they do in pytest's own process."""
     config = _quiet_config(verbosity)
     item = SimpleNamespace(config=config, ihook=config.hook)
     # pytest's own wrapper around every test sets the hooks that the rewritten assertions call.

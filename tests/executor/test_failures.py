@@ -216,6 +216,19 @@ def test_descendants_of_a_dead_worker_neither_stay_nor_keep_the_caller():
     assert [pid for pid in pids if Path(f"/proc/{pid}").exists()] == []
 
 
+@pytest.mark.parametrize("error", [None, ValueError("in the copy"), SystemExit(3)])
+def test_a_copy_that_the_function_forks_does_not_answer(pair, error):
+    def fork_and_return(device, error):
+        pid = os.fork()
+        if pid == 0 and error is not None:
+            raise error
+        return "copy" if pid == 0 else os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+    expected = 3 if isinstance(error, SystemExit) else int(error is not None)
+    assert pair.run(fork_and_return, error) == [expected, expected]
+    assert pair.run(lambda device: "next") == ["next", "next"]
+
+
 def test_out_of_memory(pair):
     def limit_to(more_bytes):
         pages = int(Path("/proc/self/statm").read_text().split()[0])

@@ -125,6 +125,17 @@ with ParallelExecutor(devices=["cpu", "cpu"]) as executor:
     else:
         executor.submit(work)
 """
+SUBMITTED = """
+import time
+from concurrent.futures import wait
+from distman import ParallelExecutor
+
+executor = ParallelExecutor(devices=["cpu"])
+executor.run(lambda device: None)
+futures = [executor.submit(lambda device: time.sleep(300)) for _ in range(3)]
+print("busy", flush=True)
+wait(futures)
+"""
 FORKED = """
 import os
 from distman import ParallelExecutor
@@ -238,6 +249,15 @@ def test_ctrl_c_ends_at_once(start, mark, place):
     _, errors = program.communicate(timeout=20)
     assert "KeyboardInterrupt" in errors.splitlines()[-1]
     assert program.returncode == -signal.SIGINT
+    wait_until(lambda: not living(mark), 5)
+
+
+def test_ctrl_c_ends_what_was_submitted_outside_with(start, mark):
+    program = start(SUBMITTED)
+    assert program.stdout.readline() == "busy\n"
+    os.killpg(program.pid, signal.SIGINT)
+    _, errors = program.communicate(timeout=20)
+    assert "KeyboardInterrupt" in errors.splitlines()[-1]
     wait_until(lambda: not living(mark), 5)
 
 

@@ -14,7 +14,7 @@ from distman.testing import ranks
 
 @ranks(2)
 def test_busy(rank):
-    subprocess.Popen(["sleep", "61"])
+    subprocess.Popen(["sleep", "61"], start_new_session=rank == 1)
     Path(f"busy{rank}").touch()
     time.sleep(60)
 """

@@ -194,3 +194,12 @@ def test_a_rank_can_be_delayed(rank, tmp_path):
     if rank == 1:
         assert (tmp_path / "0").exists()
     (tmp_path / str(rank)).touch()
+
+
+@ranks(2)
+def test_a_copy_that_the_test_forks_does_not_answer():
+    pid = os.fork()
+    if pid == 0:
+        raise ValueError("in the copy")
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 1
+    assert total(1) == 2
