@@ -39,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     Args:
         argv: Arguments without the program's name; None takes those of the process.
     """
-    parser: argparse.ArgumentParser = _Parser(prog="distman", description="Start PyTorch jobs under any launcher.")
+    parser: argparse.ArgumentParser = _Parser(prog="distman", description="Look at a PyTorch job of many processes before it runs, and write its job script.")
     parser.add_argument("--version", action="version", version=f"%(prog)s {VERSION}")
     subparsers = parser.add_subparsers(required=True, metavar="COMMAND")
     env.add_parser(subparsers)

@@ -25,8 +25,7 @@ package, but no other module spells a key out. The life of a job, as one rank se
     gone          ->  GONE +1: lets go of the store         ->  the store rank waits for all, then closes it
 
 A counter is a number that ``Store.add`` raises; a flag is a key whose presence alone counts. All other values are JSON
-or plain text, never a pickle: who reaches the port must not be able to make a rank run code. "Lives on" means until the
-store is closed.
+or plain text, never a pickle, which can run code. "Lives on" means until the store is closed.
 """
 
 # Prefixes: each is the part of a store that belongs to a job or a group.
