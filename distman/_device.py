@@ -74,8 +74,8 @@ def resolve_device(device: str | torch.device) -> torch.device:
         device: ``"cuda"``, ``"gpu"``, ``"cuda:1"``, ``"cpu"`` and the like, or a ``torch.device``.
 
     Raises:
-        TypeError: ``device`` is neither a text nor a ``torch.device``.
-        ValueError: The text names no device, or a GPU beyond those that are visible.
+        TypeError: ``device`` is neither a string nor a ``torch.device``.
+        ValueError: The string names no device, or a GPU beyond those that are visible.
     """
     if isinstance(device, str):
         text = device.strip().lower()
@@ -84,19 +84,19 @@ def resolve_device(device: str | torch.device) -> torch.device:
             device = torch.device(text)
         except RuntimeError as error:
             raise ValueError(
-                f"device must be a text such as 'cuda', 'cuda:1' or 'cpu', got {device!r}. Correct it."
+                f"device must be a string such as 'cuda', 'cuda:1' or 'cpu', got {device!r}. Pass one of these."
             ) from error
     if not isinstance(device, torch.device):
-        raise TypeError(f"device must be a text or a torch.device, got {type(device).__name__}. Pass 'cuda' or 'cpu'.")
+        raise TypeError(f"device must be a str or a torch.device, got {type(device).__name__}. Pass 'cuda' or 'cpu'.")
     visible = torch.cuda.device_count()
     if device.type == "cuda" and not visible:
-        logger.warning("device %s is not there (0 visible): using the CPU instead", device)
+        logger.warning("device %s is not available (no GPU is visible): using the CPU instead", device)
         return torch.device("cpu")
     if device.type == "cuda" and (device.index or 0) >= visible:
         here = ", ".join(f"cuda:{index}" for index in range(visible))
         raise ValueError(
-            f"device must be one that is here, got {device}, here are {here}. Correct it, or leave it out: the rank's "
-            "place on its host picks one."
+            f"device must be one of {here}, got {device}. Pass one of these, or leave it out: the rank's place on its "
+            "host decides."
         )
     return device
 
@@ -139,24 +139,23 @@ def is_pure_gloo(backend: str) -> bool:
 
 
 def check_backend(backend: str) -> None:
-    """Refuse a backend that no process group could have here.
+    """Check that a process group can have a backend here.
 
     Args:
         backend: One name, or one for each type of device, such as ``"cpu:gloo,cuda:nccl"``.
 
     Raises:
-        ValueError: torch does not know the name, or was built without it.
+        ValueError: This torch does not know the name, or was built without it.
     """
     try:
         is_here = dist.is_backend_available(backend)
-    except ValueError:  # a type of device stands there twice, or without a backend
+    except ValueError:  # a device type is named twice, or without a backend
         is_here = False
     if not is_here:
         names = [name for name in dist.Backend.backend_list if name != dist.Backend.UNDEFINED]
         here = ", ".join(filter(dist.is_backend_available, names))
         raise ValueError(
-            f"backend must be one that torch has here, got {backend!r}, here are {here}. Leave it out: the device "
-            "decides."
+            f"backend must be one that this torch supports ({here}), got {backend!r}. Leave it out: the device decides."
         )
 
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import _functional_collectives, distributed_c10d
+from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._pytree import (  # noqa: F401 - for other modules
     TreeSpec,
@@ -145,6 +145,8 @@ def is_compiled(module: torch.nn.Module | None) -> bool:
 
 def all_reduce_traced(tensor: torch.Tensor, operation: str, process_group: dist.ProcessGroup) -> torch.Tensor:
     """Return the reduction of a tensor in a way that ``torch.compile`` can follow, gradients included."""
+    from torch.distributed import _functional_collectives
+
     reduced: torch.Tensor = _functional_collectives.all_reduce(tensor, operation, process_group)
     return reduced
 

@@ -1,4 +1,4 @@
-"""The one object that knows where this process stands in its job."""
+"""The one object that knows the place of this process in its job."""
 
 from __future__ import annotations
 
@@ -36,16 +36,17 @@ from distman.errors import DistmanError, NotInitializedError, check_options
 
 __all__ = ["DistributedManager", "initialize_ddp"]
 
-_TIMEOUT = ("DISTMAN_TIMEOUT", 3600.0)
-_RENDEZVOUS_TIMEOUT = ("DISTMAN_RENDEZVOUS_TIMEOUT", 300.0)
-_SILENCE_TIMEOUT = ("DISTMAN_SILENCE_TIMEOUT", 300.0)
+# Variables of the environment, with the seconds that hold without them.
+_TIMEOUT = ("DISTMAN_TIMEOUT", 3600.0)  # ranks may do different work for long, such as saving on one of them
+_RENDEZVOUS_TIMEOUT = ("DISTMAN_RENDEZVOUS_TIMEOUT", 300.0)  # imports from a shared file system take minutes
+_SILENCE_TIMEOUT = ("DISTMAN_SILENCE_TIMEOUT", 300.0)  # native code may hold the GIL for minutes
 _HANG_TIMEOUT = "DISTMAN_HANG_TIMEOUT"
 _WATCH = "DISTMAN_WATCH"
 _FIND_UNUSED = "DDP_FIND_UNUSED_PARAMETERS"
 
 
 class DistributedManager(GroupQueries):
-    """Where this process stands in its job: the same state in every instance (Borg).
+    """The place of this process in its job: the same state in every instance (Borg).
 
     Call :meth:`initialize` once, at the start of the script; make an instance wherever the answer is needed.
 
@@ -156,7 +157,7 @@ class DistributedManager(GroupQueries):
         if barrier and state.job.backend:
             cls().barrier("cleanup")
         if state.watcher is not None:
-            state.watcher.stop()  # first: what fails elsewhere from now on must not end this half way
+            state.watcher.stop()  # first: a failure elsewhere must not interrupt what follows
         state.stop.restore()
         cls._shared_state.clear()
         atexit.unregister(cls._cleanup_at_exit)
@@ -436,7 +437,7 @@ def _seconds(value: float | datetime.timedelta | None, variable: str, default: f
             return default
         seconds, got = _number(text), f"{text!r} from {variable}"
     if seconds is None or not 0 < seconds < threading.TIMEOUT_MAX:
-        raise ValueError(f"a timeout must be a positive number of seconds, got {got}. Correct it.")
+        raise ValueError(f"a timeout must be a positive number of seconds, got {got}. Leave it out for the default.")
     return float(seconds)
 
 
@@ -476,6 +477,6 @@ def _check_wrappable(module: torch.nn.Module, options: dict[str, Any]) -> None:
 
 def _not_initialized() -> NotInitializedError:
     return NotInitializedError(
-        "DistributedManager must be initialized before it is asked. Call DistributedManager.initialize() "
+        "DistributedManager must be initialized before it is used. Call DistributedManager.initialize() "
         "once at the start of the script."
     )

@@ -116,19 +116,19 @@ def test_without_cuda_it_falls_back_to_the_cpu_and_says_so(caplog, wanted):
         assert resolve_device(wanted) == torch.device("cpu")
     (record,) = caplog.records
     assert record.levelno == logging.WARNING
-    assert "(0 visible): using the CPU instead" in record.getMessage()
+    assert "(no GPU is visible): using the CPU instead" in record.getMessage()
 
 
 @pytest.mark.parametrize("wanted", ["cuda:2", "gpu:2", torch.device("cuda", 2)], ids=str)
 def test_a_gpu_beyond_the_visible_ones_is_an_error_that_names_those(see, wanted):
     see(2)
-    with pytest.raises(ValueError, match=r"device must be one that is here, got cuda:2, here are cuda:0, cuda:1\."):
+    with pytest.raises(ValueError, match=r"device must be one of cuda:0, cuda:1, got cuda:2\."):
         resolve_device(wanted)
 
 
 @pytest.mark.parametrize("wrong", [None, 0, 1.0, ["cuda"], b"cpu"], ids=repr)
 def test_what_is_neither_text_nor_device_is_a_type_error(wrong):
-    with pytest.raises(TypeError, match=f"device must be a text or a torch.device, got {type(wrong).__name__}"):
+    with pytest.raises(TypeError, match=f"device must be a str or a torch.device, got {type(wrong).__name__}"):
         resolve_device(wrong)
 
 
@@ -137,7 +137,7 @@ def test_a_text_that_names_no_device_is_shown(see, wrong):
     see(2)
     with pytest.raises(ValueError) as caught:
         resolve_device(wrong)
-    assert f"device must be a text such as 'cuda', 'cuda:1' or 'cpu', got {wrong!r}" in str(caught.value)
+    assert f"device must be a string such as 'cuda', 'cuda:1' or 'cpu', got {wrong!r}" in str(caught.value)
 
 
 @pytest.mark.parametrize(

@@ -125,11 +125,10 @@ def test_reset_leaves_the_job_and_forgets_it(caplog):
 
 
 @ranks(2, manager=False)
-def test_reset_stops_the_watcher_of_a_manager_whose_state_was_thrown_away(monkeypatch):
+def test_reset_stops_the_watcher(monkeypatch):
     monkeypatch.setenv("DISTMAN_WATCH", "1")
     DistributedManager.initialize().barrier("watched")
     assert watcher.is_watching()
-    DistributedManager._shared_state = {}
     reset()
     assert not watcher.is_watching()
     assert "distman-watcher" not in {thread.name for thread in threading.enumerate()}

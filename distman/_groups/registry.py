@@ -38,10 +38,10 @@ class Group:
         rank: This rank's index among them.
         reference: Weak, to the process group: torch owns it, and the connections close when torch lets go.
         device_types: Types of devices whose tensors it carries; empty without a process group.
-        consensus: Its members over the store; None where there is nobody to talk to.
-        sections: What some of its members do while the others wait; None where there is nobody to wait.
-        calls: Numbers of the collectives to come, as far as they are compared.
-        store: The store under the process group where that is Python's: it must live as long.
+        consensus: Agreement of its members over the store; None where there are no others to reach.
+        sections: What some of its members do while the others wait; None where there are no others to reach.
+        calls: Numbers of the next collectives, where ranks compare their calls.
+        store: The store under the process group: if it is written in Python, it must live as long.
     """
 
     name: str
@@ -187,7 +187,7 @@ class Groups:
 
     @functools.cached_property
     def node_sections(self) -> ExclusiveSections | None:
-        """What some ranks of this host do while its others wait; None where there is nobody to wait."""
+        """What some ranks of this host do while its others wait; None on a host of one rank."""
         ranks = self.ranks("node")
         if self._job.rendezvous is None or len(ranks) == 1:
             return None
@@ -247,7 +247,7 @@ class Groups:
                 consensus.require_success(protocol.groups_made(number), error)
             elif error is not None:
                 raise error
-        except BaseException:  # whatever ends it, Ctrl-C too: nothing stays half made
+        except BaseException:  # Ctrl-C too: no group stays without the others
             for group in made.values():
                 _destroy(group)
             raise
@@ -332,9 +332,7 @@ class Groups:
     @functools.cached_property
     def _ready_made(self) -> dict[str, Partition]:
         if len(self._job.roll_call) < self._job.world_size:
-            raise DistmanError(
-                "the roll call must hold all ranks to say who is on which host. Start without a fake group."
-            )
+            raise DistmanError("all ranks must be known to say which of them share a host. Start without a fake group.")
         ranks_of: dict[int, list[int]] = {}
         for peer in self._job.roll_call:
             ranks_of.setdefault(peer.node_rank, []).append(peer.rank)
@@ -361,7 +359,7 @@ class Groups:
 
     @property
     def _is_pure_gloo(self) -> bool:
-        """Whether no backend uses the store from threads of its own, where a store of Python's would be in the way."""
+        """Whether no backend uses the store from its own threads, which must not call into Python."""
         return is_pure_gloo(self._job.backend or "")
 
     def _store(self, failure_key: str) -> dist.Store | None:
@@ -403,7 +401,7 @@ class Groups:
         )
 
     def _warn_of_crossing(self, made: dict[str, Group]) -> None:
-        """Warn where a group crosses hosts though one has room for it, and no group as large stays on one."""
+        """Warn where a group crosses hosts though it would fit on one, and no group as large stays on one."""
         peers = self._job.roll_call
         if self._job.peer.num_nodes < 2:
             return

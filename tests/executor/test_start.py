@@ -52,9 +52,11 @@ assert on_gpus(torch.tensor([1]))[0][0] != first
 # The program has used every pool of threads that torch and numpy have, is in the middle of two modes, and has
 # handlers of its own; the workers must be as if it had not.
 USED = """
-import os, signal, sys
+import os, signal, sys, warnings
 import numpy as np, torch
 from distman.executor import ParallelExecutor
+
+warnings.filterwarnings("ignore", message="`torch.jit", category=FutureWarning)  # still the way to torch's other pool
 
 def compute(device=None):
     if device is not None:
