@@ -27,12 +27,13 @@ WITH_PROCESSES = {  # that are no ranks of `@ranks`; these folders and files hav
 NOT_RUN = (pytest.skip.Exception, pytest.xfail.Exception)
 
 
-def pytest_configure() -> None:
+def pytest_configure(config: pytest.Config) -> None:
     """Let SIGTERM end the tests as Ctrl-C does, so that every fixture is torn down; let nothing hang on seconds.
 
     A shell ignores Ctrl-C for what it puts into the background, and for all that this starts; here it is an interrupt.
     Hypothesis would fail an example that takes 0.2 s, as it may on a busy machine.
     """
+    config.addinivalue_line("markers", "unit: starts no processes with torch; given to tests when they are collected")
     hypothesis.settings.register_profile("distman", deadline=None)
     hypothesis.settings.load_profile("distman")
     for number in (signal.SIGINT, signal.SIGTERM):
