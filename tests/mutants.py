@@ -75,10 +75,13 @@ MUTANTS = (
         ("if len(sharing) > 1 and any(", "if len(sharing) > 1 and all("),
     ),
     *_mutants(
-        "_coordination/key_sequence.py",
-        "coordination/test_key_sequence.py",
+        "_coordination/sync.py",
+        "coordination/test_sync.py",
         ("if place == 0 and page > 0:", "if place == 0 and page > 1:"),
-        ("range((page - 1) * _PER_PAGE, page * _PER_PAGE)", "range((page - 1) * _PER_PAGE, page * _PER_PAGE - 1)"),
+        (
+            "range((page - 1) * _KEYS_PER_PAGE, page * _KEYS_PER_PAGE)",
+            "range((page - 1) * _KEYS_PER_PAGE, page * _KEYS_PER_PAGE - 1)",
+        ),
     ),
     *_mutants(
         "_coordination/preemption.py",
@@ -87,9 +90,9 @@ MUTANTS = (
         ('if decision["step"] != step:', 'if decision["step"] > step:'),
     ),
     *_mutants(
-        "_coordination/barrier.py",
+        "_coordination/sync.py",
         "coordination",
-        ('store.add(f"{key}/count", -1)', 'store.add(f"{key}/count", 0)'),
+        ("store.add(protocol.arrived(key), -1)", "store.add(protocol.arrived(key), 0)"),
     ),
     *_mutants(
         "_coordination/consensus.py",
@@ -129,7 +132,7 @@ MUTANTS = (
     *_mutants(
         "data/_batches.py",
         "data/test_batches.py data/test_loaders.py",
-        ("return whole + (self._rank < rest)", "return whole + (self._rank <= rest)"),
+        ("return quotient + (self._rank < rest)", "return quotient + (self._rank <= rest)"),
         ("-(-self.num_drawn // self.stride)", "self.num_drawn // self.stride"),
         ("position + step * self.stride, self._rank", "position, self._rank"),
     ),
@@ -147,7 +150,7 @@ MUTANTS = (
     ),
     *_mutants(
         "handler/_optimization.py",
-        "handler/test_training.py handler/test_resuming.py",
+        "handler/test_training.py handler/test_resumption.py",
         ("step.num_own * self._world_size / num_total", "step.num_own / num_total"),
         ("if index == len(steps) else", "if index == 1 else"),
         ("self.num_skipped += not is_taken", "self.num_skipped += is_taken"),
@@ -155,7 +158,7 @@ MUTANTS = (
     *_mutants(
         "executor/_buffer_pool.py",
         "executor/test_moving.py executor/test_run.py executor/test_lifetime.py",
-        ("if region.size >= num_bytes]", "if region.size <= num_bytes]"),
+        ("if buffer.size >= num_bytes]", "if buffer.size <= num_bytes]"),
         ("mask |= 1 << self._freed.pop()", "mask = 1 << self._freed.pop()"),
     ),
     *_mutants(

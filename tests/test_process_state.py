@@ -23,7 +23,7 @@ from .test_docs import read, rows
 
 PACKAGE = Path(distman.__file__).parent
 # These run in processes of the package's own.
-OWN_PROCESSES = ("_cli", "executor", "testing")
+OWN_PROCESSES = ("_cli", "_workers", "executor", "testing")
 CHANGES = ("atexit.register", "register_at_fork(", "signal.signal(", "setrlimit(", "sys.excepthook = ")
 
 
@@ -145,7 +145,7 @@ def test_reset_waits_for_background_writes_and_tells_of_their_errors(tmp_path, c
     write = _background.start(tmp_path, fail)
     goes_on.set()
     reset()
-    assert "was not written: OSError('disk full')" in caplog.text
+    assert "failed: OSError('disk full')" in caplog.text
     _background.refuse_after_failure(tmp_path)
     assert write.error is not None
 

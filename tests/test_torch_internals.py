@@ -19,6 +19,7 @@ NOT_OF_TORCH = {
     "_getframe",
     "_make",
     "_option_string_actions",
+    "_register_atexit",
     "_use_item_location",
 }
 

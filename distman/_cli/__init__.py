@@ -17,6 +17,8 @@ from distman._cli.launch import command as launch
 from distman._cli.plan import command as plan
 from distman._version import VERSION
 
+_DESCRIPTION = "Look at a job of many processes before it runs, and write its job script."
+
 
 class _Parser(argparse.ArgumentParser):
     """A parser whose subparsers, which are of its class, refuse what they do not know by themselves."""
@@ -39,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     Args:
         argv: Arguments without the program's name; None takes those of the process.
     """
-    parser: argparse.ArgumentParser = _Parser(prog="distman", description="Look at a PyTorch job of many processes before it runs, and write its job script.")
+    parser: argparse.ArgumentParser = _Parser(prog="distman", description=_DESCRIPTION)
     parser.add_argument("--version", action="version", version=f"%(prog)s {VERSION}")
     subparsers = parser.add_subparsers(required=True, metavar="COMMAND")
     env.add_parser(subparsers)

@@ -14,8 +14,8 @@ from distman.checkpoint._storage import Storage
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.:-]*)://")  # fsspec chains schemes by "::"; these are refused, not overlooked
 _SHORTENED_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*:/")
 
-_local = LocalStorage()
-_registered: dict[str, Storage] = dict.fromkeys(SCHEMES, _local)
+_LOCAL = LocalStorage()
+_registered: dict[str, Storage] = dict.fromkeys(SCHEMES, _LOCAL)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Location:
     @property
     def path(self) -> Path | str:
         """What users get and may pass again: a path on this host, or a URL."""
-        return Path(self.place) if self.storage is _local else self.place
+        return Path(self.place) if self.storage is _LOCAL else self.place
 
 
 def locate(path: str | os.PathLike[str]) -> Location:
@@ -51,7 +51,7 @@ def locate(path: str | os.PathLike[str]) -> Location:
             f"path must keep both slashes of a URL, got {text!r}, as pathlib.Path leaves it. Pass the URL as a string; "
             "a local folder whose name ends in a colon needs its absolute path."
         )
-    storage = _local if url is None else _registered.get(url[1]) or _from_fsspec(url[1])
+    storage = _LOCAL if url is None else _registered.get(url[1]) or _from_fsspec(url[1])
     return Location(storage, storage.resolve(text))
 
 

@@ -266,8 +266,8 @@ def test_inside_ddp_over_the_orthogonal_group():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"dim": (0,)}, "dim must hold two dims or more"),
-        ({"dim": (0, -2)}, "none of them twice"),
+        ({"dim": (0,)}, "dim must hold at least two different dims"),
+        ({"dim": (0, -2)}, "at least two different dims"),
         ({"dim": (0, 2)}, "dim must be between -2 and 1"),
         ({"s": (4,), "dim": (0, 1)}, "s must hold one length for each of 2 dims"),
         ({"s": (4, 0)}, "at least one point along each of its dims, got"),
