@@ -1,3 +1,3 @@
-"""The version of the package, read by the build and by the roll call alike."""
+"""The version of the package, read by the build and by the join records."""
 
 VERSION = "0.1.0"

@@ -35,7 +35,7 @@ def explain(error: Exception, step: str, manager: DistributedManager) -> str | N
         return (_verdict(manager) if has_left else None) or _first_line(error)  # it may have left with a verdict
     if not is_lost_connection(error):
         return None
-    return _verdict(manager, f"{step} must end on all {manager.world_size} ranks, got ", _first_line(error))
+    return _verdict(manager, f"{step} failed: ", _first_line(error))
 
 
 def own_fault(error: Exception, manager: DistributedManager) -> str:

@@ -228,6 +228,6 @@ def _message(
         f"{store_group.describe(i)}{f', {found[r]}' if r in found else ''}" for i, r in zip(absent, ranks, strict=True)
     ]
     return (
-        f"all {store_group.size} ranks must come to {key} within {timeout:g} s, got none from {'; '.join(named)}. "
-        "See what they do instead."
+        f"{key} failed: within {timeout:g} s, {len(named)} of {store_group.size} ranks did not come: "
+        f"{'; '.join(named)}. See what they do instead."
     )

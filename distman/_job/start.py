@@ -20,7 +20,7 @@ from distman._coordination.monitor.watcher import Watcher, WatchLimits, announce
 from distman._device import backend_for, is_pure_gloo, pick_device
 from distman._job.job import Job, Limits, abort_job
 from distman._process_state import keep_garbage_from_children
-from distman._rendezvous.join import Rendezvous, join, join_record_of, meet_at
+from distman._rendezvous.join import Rendezvous, join, join_at, join_record_of
 from distman._rendezvous.peers import JoinRecord, complete
 from distman._rendezvous.store import JobStore
 from distman._torch_internals import counting_no_failed_group, make_gloo_default
@@ -90,7 +90,7 @@ def adopt(environment: LaunchEnvironment, requested: torch.device | None, limits
     backend = dist.get_backend_config()
     device = requested or (None if "nccl" in backend else torch.device("cpu"))
     me = join_record_of(environment, os.environ, device=device, backend=backend)
-    rendezvous = None if dist.get_backend() == "fake" else _meet_in_group(me, limits)
+    rendezvous = None if dist.get_backend() == "fake" else _join_in_group(me, limits)
     peers = rendezvous.peers if rendezvous else complete([me])
     peer = next(peer for peer in peers if peer.rank == rank)
     job = Job(
@@ -152,7 +152,7 @@ def _make_process_group(job: Job, store: dist.Store) -> None:
         make_gloo_default(dist.group.WORLD)
 
 
-def _meet_in_group(me: JoinRecord, limits: Limits) -> Rendezvous:
+def _join_in_group(me: JoinRecord, limits: Limits) -> Rendezvous:
     group = dist.group.WORLD
     if group is None:
         raise DistmanError("the default process group must exist to be adopted, got none. Create it first.")
@@ -160,7 +160,7 @@ def _meet_in_group(me: JoinRecord, limits: Limits) -> Rendezvous:
     store = dist.PrefixStore(protocol.job(number), group.get_group_store())
     job_store = JobStore(store, "the store of the process group")
     source = "the process group that existed before"
-    peers = meet_at(job_store, store, me, timeout=limits.rendezvous, source=source, environ=os.environ)
+    peers = join_at(job_store, store, me, timeout=limits.rendezvous, source=source, environ=os.environ)
     return Rendezvous(job_store, store, peers)
 
 

@@ -12,15 +12,16 @@ from distman._rendezvous import mpi
 from distman.environments import LAUNCHERS, Family, LaunchEnvironment
 from distman.errors import RendezvousError
 
+# Derived ports: above those of well-known services, and below 32768, from where Linux gives ports to connections.
 _FIRST_PORT = 23000
 _NUM_PORTS = 9000
-_NUM_CANDIDATES = 8
+_NUM_CANDIDATES = 8  # ports tried in turn; jobs of one host seldom take more than a few
 _LOCALHOST = "127.0.0.1"
 _LOOPBACK_NAMES = ("localhost", "127.0.0.1", "::1")
 
 
 @dataclasses.dataclass(frozen=True)
-class MeetingPoint:
+class Endpoint:
     """Where the ranks of a job meet.
 
     Attributes:
@@ -43,12 +44,12 @@ class MeetingPoint:
 
     @property
     def url(self) -> str:
-        """The point in one word, such as ``tcp://n1:23145``."""
+        """The endpoint in one word, such as ``tcp://n1:23145``."""
         ports = f":{self.ports[0]}" if self.ports else ""
         return f"tcp://{self.addresses[0]}{ports}"
 
 
-def find_meeting_point(environment: LaunchEnvironment, environ: Mapping[str, str]) -> MeetingPoint | None:
+def find_endpoint(environment: LaunchEnvironment, environ: Mapping[str, str]) -> Endpoint | None:
     """Return where the ranks meet, or None where only a broadcast over MPI can tell.
 
     Args:
@@ -71,7 +72,7 @@ def find_meeting_point(environment: LaunchEnvironment, environ: Mapping[str, str
     ports, port_source = _ports(environ, job_id)
     by_place = launcher.meets_on_first_node and not is_given
     is_host = (environment.node_rank, environment.local_rank) == (0, 0) if by_place else environment.rank == 0
-    return MeetingPoint(
+    return Endpoint(
         job_id=job_id,
         addresses=(address,),
         ports=ports,
@@ -91,13 +92,13 @@ def derive_ports(job_id: str) -> tuple[int, ...]:
     return tuple(dict.fromkeys(ports))
 
 
-def _agent_point(environment: LaunchEnvironment, job_id: str) -> MeetingPoint:
+def _agent_point(environment: LaunchEnvironment, job_id: str) -> Endpoint:
     if environment.main_address is None or environment.main_port is None:
         raise RendezvousError(
             f"{_main_variables(environment)} must be set under {environment.launcher}, got "
             f"{environment.main_address!r} and {environment.main_port!r}. Keep what {environment.launcher} sets."
         )
-    return MeetingPoint(
+    return Endpoint(
         job_id=job_id,
         addresses=(environment.main_address,),
         ports=(environment.main_port,),

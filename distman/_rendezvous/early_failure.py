@@ -6,7 +6,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from distman._rendezvous.address import MeetingPoint, find_meeting_point
+from distman._rendezvous.address import Endpoint, find_endpoint
 from distman._rendezvous.handshake import HandshakeServer, Identity, bind_listener, find_server
 from distman.environments import LAUNCHERS, OnFailure, detect
 from distman.errors import DistmanError
@@ -21,7 +21,7 @@ _PAUSE = 0.02
 def tell_waiting_ranks(failure: dict[str, Any], environ: Mapping[str, str]) -> None:
     """Leave the failure with the handshake server of the job, or run such a server for some seconds.
 
-    Nothing is done where the other ranks end with this one, nor where no meeting point is known. It needs no torch, so
+    Nothing is done where the other ranks end with this one, nor where no endpoint is known. It needs no torch, so
     it also serves a rank that failed to import it.
 
     Args:
@@ -33,7 +33,7 @@ def tell_waiting_ranks(failure: dict[str, Any], environ: Mapping[str, str]) -> N
         others_stay = LAUNCHERS[environment.launcher].on_failure is OnFailure.WAITS
         if not others_stay or environment.world_size == 1:
             return
-        point = find_meeting_point(environment, environ)
+        point = find_endpoint(environment, environ)
         if point is None:
             return
         failure = {**failure, "rank": environment.rank}
@@ -45,7 +45,7 @@ def tell_waiting_ranks(failure: dict[str, Any], environ: Mapping[str, str]) -> N
         return  # nobody waits, or nobody can be reached, and the traceback is printed already
 
 
-def _hold_server(point: MeetingPoint, failure: dict[str, Any], num_others: int) -> None:
+def _hold_server(point: Endpoint, failure: dict[str, Any], num_others: int) -> None:
     server = _open_server(point, failure)
     if server is None:
         return
@@ -55,7 +55,7 @@ def _hold_server(point: MeetingPoint, failure: dict[str, Any], num_others: int) 
     server.close()
 
 
-def _open_server(point: MeetingPoint, failure: dict[str, Any]) -> HandshakeServer | None:
+def _open_server(point: Endpoint, failure: dict[str, Any]) -> HandshakeServer | None:
     for port in point.ports:
         try:
             listener = bind_listener(point.addresses[0], port)

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from distman._process_state import puts_back
-from distman._rendezvous.address import MeetingPoint
+from distman._rendezvous.address import Endpoint
 from distman.errors import RendezvousError
 
 _MAX_LINE_BYTES = 1 << 20  # a failure with a long traceback fits; a foreign service cannot fill the memory
@@ -226,13 +226,13 @@ def probe(
 
 
 def find_server(
-    point: MeetingPoint,
+    point: Endpoint,
     timeout: float,
     *,
     failure: dict[str, Any] | None = None,
     left: Collection[str] = (),
 ) -> tuple[str, int, dict[str, Any]]:
-    """Probe every address and port of the meeting point until the job's handshake server answers.
+    """Probe every address and port of the endpoint until the job's handshake server answers.
 
     Args:
         point: Where to look.
@@ -272,7 +272,7 @@ def explain(error: Exception) -> str:
     return text or type(error).__name__
 
 
-def _host_missing(point: MeetingPoint, timeout: float, reasons: dict[str, str]) -> str:
+def _host_missing(point: Endpoint, timeout: float, reasons: dict[str, str]) -> str:
     tried = "; ".join(f"{place}: {reason}" for place, reason in reasons.items())
     return (
         f"{point.host} must open the job's store at {point.url} within {timeout:g} s, got no answer from it "

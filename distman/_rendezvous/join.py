@@ -15,8 +15,8 @@ import torch.distributed as dist
 
 from distman._coordination import protocol
 from distman._device import is_sharing_allowed, visible_devices
-from distman._rendezvous.address import find_meeting_point
-from distman._rendezvous.membership import call_roll
+from distman._rendezvous.address import find_endpoint
+from distman._rendezvous.membership import establish_membership
 from distman._rendezvous.peers import JoinRecord, Peers
 from distman._rendezvous.store import JobStore, open_or_join, tell_over_mpi
 from distman._version import VERSION
@@ -66,7 +66,7 @@ def join(
         RankFailedError: A rank raised on its way here.
     """
     allow_open_files(_FILES_PER_RANK * environment.world_size + _FILES_BESIDE)
-    point = find_meeting_point(environment, environ)
+    point = find_endpoint(environment, environ)
     if point is None:
         job_store = tell_over_mpi(environment, environment.job_id or environment.launcher, timeout)
         source = "address and port from rank 0 over MPI"
@@ -76,7 +76,7 @@ def join(
     try:
         store = dist.PrefixStore(_prefix(environment, environ), job_store.store)
         me = join_record_of(environment, environ, device=device, backend=backend)
-        peers = meet_at(job_store, store, me, timeout=timeout, source=source, environ=environ)
+        peers = join_at(job_store, store, me, timeout=timeout, source=source, environ=environ)
     except BaseException:
         job_store.close()
         raise
@@ -93,7 +93,7 @@ def allow_open_files(number: int) -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
-def meet_at(
+def join_at(
     job_store: JobStore,
     store: dist.Store,
     me: JoinRecord,
@@ -111,7 +111,7 @@ def meet_at(
     """
     expected_hosts = LAUNCHERS[me.launcher].expected_hosts
     expected = {} if expected_hosts is None else dict(enumerate(expected_hosts(environ)))
-    return call_roll(job_store, store, me, timeout=timeout, source=source, expected=expected)
+    return establish_membership(job_store, store, me, timeout=timeout, source=source, expected=expected)
 
 
 def join_record_of(

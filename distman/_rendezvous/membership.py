@@ -40,7 +40,7 @@ _PARTING = 2.0  # seconds for the others to read the verdict, when all had the t
 _PARTING_WITH_ALL = 10.0  # seconds also for ranks that are still on their way, to tell them why the job ended
 
 
-def call_roll(
+def establish_membership(
     job_store: JobStore,
     store: dist.Store,
     me: JoinRecord,
@@ -68,24 +68,24 @@ def call_roll(
         RendezvousError: On every rank that arrived: ranks are missing, double, unlike or share a GPU.
         RankFailedError: On every rank that arrived: a rank raised before it got here.
     """
-    roll = _Roll(job_store, store, me, timeout, source, expected)
+    membership = _Membership(job_store, store, me, timeout, source, expected)
     peers: list[Peers] = []
 
     def take_part() -> None:
-        roll.join_record()
-        peers.append(roll.accept(roll.judge() if me.rank == 0 else roll.wait_for_verdict()))
+        membership.join_record()
+        peers.append(membership.accept(membership.judge() if me.rank == 0 else membership.wait_for_verdict()))
 
     try:
         if not run_with_timeout(take_part, timeout + _PARTING_WITH_ALL + _GRACE):
             raise RendezvousError(
-                f"the store at {job_store.url} must answer within {timeout:g} s, got nothing more from it [{source}]. "
+                f"joining failed: the store at {job_store.url} did not answer within {timeout:g} s [{source}]. "
                 "See what stopped the process that serves it."
             )
         return peers[0]
     except dist.DistError as error:
         raise RendezvousError(
-            f"the store at {job_store.url} must stay reachable while the ranks join, got "
-            f"{str(error).splitlines()[0]} [{source}]. See what ended the process that serves it."
+            f"joining failed: the store at {job_store.url} was lost: {str(error).splitlines()[0]} [{source}]. "
+            "See what ended the process that serves it."
         ) from error
 
 
@@ -110,7 +110,7 @@ class _Verdict:
 
 
 @dataclasses.dataclass
-class _Roll:
+class _Membership:
     job_store: JobStore
     store: dist.Store
     me: JoinRecord

@@ -54,8 +54,8 @@ def _broadcast(environment: LaunchEnvironment, make: Callable[[], T]) -> T:
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:
         raise RendezvousError(
-            f"mpi4py must be importable to tell the ranks of {environment.launcher} on several nodes where "
-            f"to meet, got {type(error).__name__}: {error}. {_REMEDY}"
+            f"importing mpi4py failed, through which the ranks of {environment.launcher} on several nodes learn where "
+            f"to meet: {type(error).__name__}: {error}. {_REMEDY}"
         ) from error
     if not MPI.Is_initialized():
         MPI.Init_thread()
@@ -69,7 +69,7 @@ def _broadcast(environment: LaunchEnvironment, make: Callable[[], T]) -> T:
     if world.rank != 0:
         failed, value = world.bcast(None)
         if failed:
-            raise RendezvousError(f"Opening the store of the job failed on rank 0: {value}. See rank 0's error.")
+            raise RendezvousError(f"opening the store of the job failed on rank 0: {value}. See rank 0's error.")
         return value  # type: ignore[no-any-return]
     try:
         made = make()

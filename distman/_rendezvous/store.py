@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from distman._coordination.monitor.peer_connection import own_addresses
 from distman._rendezvous import mpi
-from distman._rendezvous.address import MeetingPoint
+from distman._rendezvous.address import Endpoint
 from distman._rendezvous.handshake import (
     ForeignServiceError,
     HandshakeServer,
@@ -85,7 +85,7 @@ class JobStore:
             self.server = None
 
 
-def open_or_join(point: MeetingPoint, timeout: float) -> JobStore:
+def open_or_join(point: Endpoint, timeout: float) -> JobStore:
     """Return the store of the job that meets at this point.
 
     Collective.
@@ -99,7 +99,7 @@ def open_or_join(point: MeetingPoint, timeout: float) -> JobStore:
     return open_store(point, timeout) if point.is_host else join_store(point, timeout)
 
 
-def join_agent(point: MeetingPoint, timeout: float) -> JobStore:
+def join_agent(point: Endpoint, timeout: float) -> JobStore:
     """Connect to the store that a launcher's agent serves.
 
     Raises:
@@ -109,8 +109,8 @@ def join_agent(point: MeetingPoint, timeout: float) -> JobStore:
     return JobStore(store, point.url)
 
 
-def open_store(point: MeetingPoint, timeout: float) -> JobStore:
-    """Open the store of the job behind a handshake server at the first free port of the meeting point.
+def open_store(point: Endpoint, timeout: float) -> JobStore:
+    """Open the store of the job behind a handshake server at the first free port of the endpoint.
 
     Where another process of the same job is already there, join it: the verdict will say that
     this rank came twice.
@@ -135,12 +135,12 @@ def open_store(point: MeetingPoint, timeout: float) -> JobStore:
             continue
         return _open_behind(listener, identity, point, timeout)
     raise RendezvousError(
-        f"a port must be free for the ranks to meet, got all taken on this host: {', '.join(taken)} "
+        f"opening the store of the job failed: no port is free on this host: {', '.join(taken)} "
         f"[{point.source}]. Set MASTER_PORT to a free port on all ranks, or unset it to have one derived."
     )
 
 
-def join_store(point: MeetingPoint, timeout: float) -> JobStore:
+def join_store(point: Endpoint, timeout: float) -> JobStore:
     """Find the handshake server of the job and connect to the store behind it, as soon as its host opens it.
 
     Collective.
@@ -169,7 +169,7 @@ def tell_over_mpi(environment: LaunchEnvironment, job_id: str, timeout: float) -
 
     def open_here() -> tuple[tuple[str, ...], int, str]:
         name = f"{job_id}/{os.urandom(8).hex()}"
-        point = MeetingPoint(name, ("0.0.0.0",), (), "MPI", is_host=True)  # noqa: S104 - for all nodes
+        point = Endpoint(name, ("0.0.0.0",), (), "MPI", is_host=True)  # noqa: S104 - for all nodes
         opened.append(open_store(point, timeout))
         server = opened[0].server
         return tuple(own_addresses()), server.port if server else 0, name
@@ -177,11 +177,11 @@ def tell_over_mpi(environment: LaunchEnvironment, job_id: str, timeout: float) -
     addresses, port, name = mpi.broadcast_from_rank_zero(environment, open_here, timeout)
     if opened:
         return dataclasses.replace(opened[0], url=f"tcp://{addresses[0]}:{port}")
-    point = MeetingPoint(name, addresses, (port,), "address and port from rank 0 over MPI", is_host=False)
+    point = Endpoint(name, addresses, (port,), "address and port from rank 0 over MPI", is_host=False)
     return join_store(point, timeout)
 
 
-def _open_behind(listener: socket.socket, identity: Identity, point: MeetingPoint, timeout: float) -> JobStore:
+def _open_behind(listener: socket.socket, identity: Identity, point: Endpoint, timeout: float) -> JobStore:
     store_listener = bind_listener(listener.getsockname()[0], _ANY_PORT)
     loopback = "::1" if store_listener.family == socket.AF_INET6 else "127.0.0.1"
     host = listener.getsockname()[0]
@@ -211,7 +211,7 @@ def _connect(address: str, port: int, timeout: float, source: str) -> dist.TCPSt
         )
     except dist.DistError as error:
         raise RendezvousError(
-            f"the store at tcp://{address}:{port} must be reachable from this host within {timeout:g} s, got "
+            f"the store at tcp://{address}:{port} could not be reached from this host within {timeout:g} s: "
             f"{_first_line(error)} [{source}]. See that no firewall closes the port and the name is right."
         ) from error
 
@@ -231,7 +231,7 @@ def _first_line(error: Exception) -> str:
     return str(error).splitlines()[0]
 
 
-def _cannot_listen(point: MeetingPoint, port: int, error: OSError) -> str:
+def _cannot_listen(point: Endpoint, port: int, error: OSError) -> str:
     return (
         f"{point.host} must be able to listen at {point.addresses[0]}:{port}, got {explain(error)} "
         f"[{point.source}]. Correct MASTER_ADDR or MASTER_PORT, or unset them to have them derived."

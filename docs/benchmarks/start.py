@@ -103,13 +103,13 @@ def measure_roll_call(num_ranks: int = 1024) -> None:
     """Time the membership check of simulated ranks, a thread each, with a real handshake server and store."""
     import torch.distributed as dist
 
-    from distman._rendezvous.address import MeetingPoint, derive_ports
-    from distman._rendezvous.membership import call_roll
+    from distman._rendezvous.address import Endpoint, derive_ports
+    from distman._rendezvous.membership import establish_membership
     from distman._rendezvous.peers import JoinRecord, Peers
     from distman._rendezvous.store import join_store, open_store
 
     name = f"benchmark-{os.getpid()}"
-    point = MeetingPoint(name, ("127.0.0.1",), derive_ports(name), "the benchmark", is_host=False)
+    point = Endpoint(name, ("127.0.0.1",), derive_ports(name), "the benchmark", is_host=False)
 
     def join_record(rank: int) -> JoinRecord:
         place = {"local_rank": rank % 8, "local_world_size": 8, "node_rank": rank // 8, "num_nodes": num_ranks // 8}
@@ -136,7 +136,9 @@ def measure_roll_call(num_ranks: int = 1024) -> None:
         stores.append(job_store)
         store = dist.PrefixStore("roll", job_store.store)
         everyone.wait()
-        return call_roll(job_store, store, join_record(rank), timeout=60, source="the benchmark", expected={})
+        return establish_membership(
+            job_store, store, join_record(rank), timeout=60, source="the benchmark", expected={}
+        )
 
     stores: list[object] = []
     started = time.perf_counter()

@@ -253,7 +253,7 @@ GLOO = "[gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 4000ms for r
 def test_an_error_of_a_connection_is_not_the_rank_s_own_and_any_other_is(rank):
     manager = DistributedManager()
     told = explain(RuntimeError(GLOO), "the step 'links'", manager)
-    assert told == f"the step 'links' must end on all 2 ranks, got {GLOO}"
+    assert told == f"the step 'links' failed: {GLOO}"
     assert explain(ValueError("boom"), "the step 'links'", manager) is None
     assert own_fault(ValueError("boom"), manager) == f"{manager.roll_call[rank]} raised ValueError: boom"
 

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from distman._cli import main
 from distman._cli.launch.job_script import BACKENDS, JobRequest, render
 from distman._cli.launch.submission import job_id_in
-from distman._rendezvous.address import find_meeting_point
+from distman._rendezvous.address import find_endpoint
 from distman.environments import detect
 from distman.testing import fake_environment
 
@@ -149,7 +149,7 @@ def test_ranks_of_a_launcher_that_is_not_here_find_their_place(tmp_path, backend
     assert [(place.launcher, place.rank, place.world_size) for place in places] == [
         (launcher, rank, 4) for rank in range(4)
     ]
-    points = [find_meeting_point(place, variables) for place, (variables, _) in zip(places, ranks, strict=True)]
+    points = [find_endpoint(place, variables) for place, (variables, _) in zip(places, ranks, strict=True)]
     assert [(point.addresses, point.is_host) for point in points] == [(("n1",), rank == 0) for rank in range(4)]
     assert {variables["OMP_NUM_THREADS"] for variables, _ in ranks} == {"8"}
 

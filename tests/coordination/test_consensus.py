@@ -77,7 +77,7 @@ def test_an_error_is_raised_where_it_was_and_told_to_the_others():
 
 def test_who_waits_for_a_rank_that_does_not_come_gives_up_and_says_so():
     first, second = members(2, timeout=0.0)
-    with pytest.raises(BarrierTimeoutError, match=r"got none from rank 1 \(n1, pid 101\)"):
+    with pytest.raises(BarrierTimeoutError, match=r"did not come: rank 1 \(n1, pid 101\)"):
         first.require_success("made 0", None)
     assert first.store_group.store.check([protocol.failure_of("made 0")]), "a rank that makes its groups gives up too"
     with pytest.raises(RankFailedError, match=r"rank 0 .* raised BarrierTimeoutError"):

@@ -126,7 +126,7 @@ def test_all_that_came_to_a_barrier_learn_who_did_not():
     )
     for error in results:
         assert isinstance(error, BarrierTimeoutError)
-        assert "must come to barrier 0 within 0.05 s, got none from rank 2 (n1, pid 102), in main" in str(error)
+        assert "barrier 0 failed: within 0.05 s, 1 of 3 ranks did not come: rank 2 (n1, pid 102), in main" in str(error)
 
 
 def test_a_rank_that_comes_after_the_others_gave_up_is_told():

@@ -773,7 +773,7 @@ def test_whatever_a_rank_cannot_plan_is_shown_on_all(rank):
 def test_a_member_that_comes_too_late_to_the_first_use_is_named_and_told(rank):
     manager = DistributedManager.initialize(rendezvous_timeout=1)
     if rank == 0:
-        with pytest.raises(BarrierTimeoutError, match=r"the first use of group node .* got none from rank 1"):
+        with pytest.raises(BarrierTimeoutError, match=r"the first use of group node .* did not come: rank 1"):
             manager.group("node")
     manager.barrier(timeout=30)
     if rank == 1:

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from distman._rendezvous import mpi
-from distman._rendezvous.address import derive_ports, find_meeting_point
+from distman._rendezvous.address import derive_ports, find_endpoint
 from distman.environments import detect
 from distman.errors import RendezvousError
 from distman.testing import fake_environment
@@ -13,7 +13,7 @@ from distman.testing import fake_environment
 
 def points(launcher, nodes=1, tasks=2, **variables):
     environs = [{**environ, **variables} for environ in fake_environment(launcher, nodes=nodes, tasks=tasks)]
-    return [find_meeting_point(detect(environ).environment, environ) for environ in environs]
+    return [find_endpoint(detect(environ).environment, environ) for environ in environs]
 
 
 def agreed(found):
@@ -45,9 +45,9 @@ def test_slurm_meets_on_the_first_node_of_the_step():
 
 def test_slurm_hosts_where_the_first_task_of_the_first_node_is():
     environ = fake_environment("slurm", nodes=2, tasks=2)[1] | {"SLURM_PROCID": "0", "SLURM_NODEID": "1"}
-    assert find_meeting_point(detect(environ).environment, environ).is_host is False
+    assert find_endpoint(detect(environ).environment, environ).is_host is False
     environ |= {"SLURM_PROCID": "1", "SLURM_NODEID": "0"}
-    point = find_meeting_point(detect(environ).environment, environ)
+    point = find_endpoint(detect(environ).environment, environ)
     assert (point.is_host, point.host) == (True, "the first task of the first node")
 
 

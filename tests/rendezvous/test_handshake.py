@@ -5,7 +5,7 @@ import threading
 
 import pytest
 
-from distman._rendezvous.address import MeetingPoint
+from distman._rendezvous.address import Endpoint
 from distman._rendezvous.handshake import (
     ForeignServiceError,
     HandshakeServer,
@@ -33,7 +33,7 @@ def silent_port():
 
 
 def point(*ports):
-    return MeetingPoint("job-1", ("127.0.0.1",), ports, "the test", is_host=False)
+    return Endpoint("job-1", ("127.0.0.1",), ports, "the test", is_host=False)
 
 
 def test_a_member_learns_where_the_store_is(server):

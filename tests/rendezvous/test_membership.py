@@ -7,9 +7,9 @@ import pytest
 import torch.distributed as dist
 
 from distman._rendezvous import membership
-from distman._rendezvous.address import MeetingPoint
+from distman._rendezvous.address import Endpoint
 from distman._rendezvous.handshake import Identity, bind_listener, probe
-from distman._rendezvous.membership import call_roll
+from distman._rendezvous.membership import establish_membership
 from distman._rendezvous.store import join_store, open_store
 from distman.errors import RankFailedError, RendezvousError
 
@@ -20,14 +20,14 @@ from .join_records import join_record
 def point():
     with bind_listener("127.0.0.1", 0) as listener:
         port = listener.getsockname()[1]
-    return MeetingPoint(f"test-{port}", ("127.0.0.1",), (port,), "the test", is_host=True)
+    return Endpoint(f"test-{port}", ("127.0.0.1",), (port,), "the test", is_host=True)
 
 
 def attend(point, me, timeout=10.0, expected=None):
     job_store = open_store(point, timeout) if me.rank == 0 else join_store(point, timeout)
     try:
         store = dist.PrefixStore("roll", job_store.store)
-        return call_roll(job_store, store, me, timeout=timeout, source="the test", expected=expected or {})
+        return establish_membership(job_store, store, me, timeout=timeout, source="the test", expected=expected or {})
     finally:
         job_store.close()
 
@@ -88,7 +88,7 @@ def test_a_rank_that_comes_after_the_roll_call_is_told_who_holds_its_place(point
     store = dist.PrefixStore("roll", host.store)
 
     def call(me):
-        return call_roll(host, store, me, timeout=10, source="the test", expected={})
+        return establish_membership(host, store, me, timeout=10, source="the test", expected={})
 
     try:
         with concurrent.futures.ThreadPoolExecutor(2) as pool:

@@ -53,8 +53,7 @@ def gather_reports(manager: DistributedManager, name: str, report: object) -> li
     if not is_complete:
         who = ", ".join(map(store_group.describe, missing()))
         raise BarrierTimeoutError(
-            f"all {store_group.size} ranks must report {name} within {limit:g} s, got none from {who}. "
-            "See what they do."
+            f"gathering {name} failed: nothing came within {limit:g} s from {who}. See what they do instead."
         )
     others = [json.loads(store_group.store.get(key)) for key in keys[1:]]
     for key in keys[1:]:
@@ -90,7 +89,6 @@ def hand_out(manager: DistributedManager, name: str, message: object) -> Any:
         )
     if not is_there:
         raise BarrierTimeoutError(
-            f"rank 0 must say what {name} is within {limit:g} s, got nothing from {store_group.describe(0)}. "
-            "See what it does."
+            f"{name} did not come within {limit:g} s from {store_group.describe(0)}. See what it does instead."
         )
     return json.loads(store_group.store.get(key))
