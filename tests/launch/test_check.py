@@ -100,7 +100,7 @@ def test_under_mpirun(openmpi, tmp_path):
         ("wrong", r"WRONG: all_gather_v must be exact, got other values on rank 1 \(\S+, pid \d+\)\."),
         (
             "raise",
-            r"WRONG: rank 1 \(\S+, pid \d+\) raised DistmanError: all_gather_v must run on all ranks, got ValueError ",
+            r"WRONG: rank 1 \(\S+, pid \d+\) raised DistmanError: all_gather_v failed on rank 1: ValueError: boom",
         ),
     ],
 )
