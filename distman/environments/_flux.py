@@ -6,7 +6,18 @@ Source:
 
 from __future__ import annotations
 
-from distman.environments._launcher import Family, Launcher, OnFailure
+from distman.environments._launcher import Family, Launcher, OnFailure, Place
+
+
+def _fake(place: Place) -> dict[str, str]:
+    return {
+        "FLUX_JOB_ID": f"f{place.job_id}",  # Flux writes its ids in letters and digits after an f
+        "FLUX_JOB_NNODES": str(place.num_nodes),
+        "FLUX_JOB_SIZE": str(place.world_size),
+        "FLUX_TASK_LOCAL_ID": str(place.local_rank),
+        "FLUX_TASK_RANK": str(place.rank),
+    }
+
 
 FLUX = Launcher(
     name="flux",
@@ -32,5 +43,5 @@ FLUX = Launcher(
     cancel_command=None,
     may_bind_gpus=True,
     gives_terminals=False,
-    fake=None,
+    fake=_fake,
 )

@@ -203,3 +203,7 @@ def test_entry_points_are_looked_for_once(monkeypatch):
 
 def test_marks_of_a_launcher_are_asked_before_anything_else_is_read():
     assert HYDRA.read({"PMI_RANK": "x", "PMI_SIZE": "4"}) is None
+
+
+def test_flux_names_its_jobs_in_letters_and_digits():
+    assert [environ["FLUX_JOB_ID"] for environ in fake_environment("flux", tasks=2)] == ["f1000", "f1000"]
