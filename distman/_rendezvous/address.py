@@ -110,8 +110,13 @@ def _agent_point(environment: LaunchEnvironment, job_id: str) -> Endpoint:
 
 
 def _main_variables(environment: LaunchEnvironment) -> str:
-    fields = LAUNCHERS[environment.launcher].fields
-    return " and ".join(fields[field][0] for field in ("main_address", "main_port"))
+    return " and ".join(_variable(environment, field) for field in ("main_address", "main_port"))
+
+
+def _variable(environment: LaunchEnvironment, field: str) -> str:
+    """Return the variable that says a value; a launcher may have none for it, or derive it from others."""
+    names = LAUNCHERS[environment.launcher].fields.get(field)
+    return names[0] if names else field
 
 
 def _address(environment: LaunchEnvironment, environ: Mapping[str, str]) -> tuple[str | None, str]:
@@ -125,7 +130,7 @@ def _address(environment: LaunchEnvironment, environ: Mapping[str, str]) -> tupl
         return given, "MASTER_ADDR"
     launcher = LAUNCHERS[environment.launcher]
     if launcher.meets_on_first_node and environment.main_address is not None:
-        return environment.main_address, f"the first node of {launcher.fields['main_address'][0]}"
+        return environment.main_address, f"the first node of {_variable(environment, 'main_address')}"
     if environment.is_on_one_node:
         return _LOCALHOST, "the launcher, which says that all ranks run on one node"
     if launcher.family is Family.MPI and (environment.main_address is None or mpi.is_installed()):
