@@ -226,7 +226,7 @@ def _named(method: str) -> list[Launcher | Allocation]:
         if launcher.name == method or (launcher.family in _FAMILIES and launcher.family.value == method)
     ]
     allocations = [launcher.allocation for launcher in launchers if launcher.allocation is not None]
-    return [*launchers, *allocations]
+    return [*launchers, *(allocation for allocation in allocations if allocation.tells_place)]
 
 
 def _behind_imitated(
@@ -264,16 +264,17 @@ def _settle_contradiction(
 def _allocation_warnings(environ: Mapping[str, str]) -> Iterator[str]:
     """Tell a process of an allocation of several tasks or nodes that it is alone in it."""
     for allocation in (launcher.allocation for launcher in _asked()):
-        if allocation is None or read_text(environ, *allocation.fields["job_id"]) is None:
+        job_id = None if allocation is None else read_text(environ, *allocation.fields.get("job_id", ()))
+        if allocation is None or job_id is None:
             continue
-        num_tasks = read_count(environ, *allocation.fields["world_size"])
-        num_nodes = read_count(environ, *allocation.fields["num_nodes"])
+        num_tasks = read_count(environ, *allocation.fields.get("world_size", ()))
+        num_nodes = read_count(environ, *allocation.fields.get("num_nodes", ()))
         if max(num_tasks or 1, num_nodes or 1) > 1:
             size = [_counted(count, noun) for count, noun in ((num_tasks, "task"), (num_nodes, "node")) if count]
             yield (
                 f"This is one process: it runs in {allocation.title} allocation "
-                f"{read_text(environ, *allocation.fields['job_id'])} ({' on '.join(size)}), but {allocation.command} "
-                f"did not start it. To use the whole allocation, start it with: {allocation.command} python ..."
+                f"{job_id} ({' on '.join(size)}), but {allocation.command} did not start it. To use the whole "
+                f"allocation, start it with: {allocation.command} python ..."
             )
 
 

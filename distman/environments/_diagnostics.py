@@ -193,7 +193,7 @@ def _idle_nodes(job: _Job) -> Iterator[str]:
 
 
 def _num_nodes(job: _Job, allocation: Allocation) -> int | None:
-    return _number(read_text(job.environ, *allocation.fields["num_nodes"]) or "")
+    return _number(read_text(job.environ, *allocation.fields.get("num_nodes", ())) or "")
 
 
 def _gpus(job: _Job) -> Iterator[str]:

@@ -78,13 +78,14 @@ def source_of(field: str, fields: Fields, environ: Mapping[str, str]) -> str | N
 def _check(fields: Fields, environ: Mapping[str, str], values: Mapping[str, Any]) -> None:
     for index, count in _BELOW:
         if _both(values, index, count) and values[index] >= values[count]:
-            raise _contradiction(fields, environ, index, "below", count)
+            raise _contradiction(fields, environ, values, index, "below", count)
     if _both(values, "local_world_size", "world_size") and values["local_world_size"] > values["world_size"]:
-        raise _contradiction(fields, environ, "local_world_size", "at most", "world_size")
+        raise _contradiction(fields, environ, values, "local_world_size", "at most", "world_size")
     if (values.get("main_port") or 1) > 65535:
+        said = _said("main_port", fields, environ, values)
         raise LaunchEnvironmentError(
-            f"{fields['main_port'][0]} must be between 1 and 65535, got "
-            f"{source_of('main_port', fields, environ)} from the environment. Set it to a free port, or unset it."
+            f"{said.partition('=')[0]} must be between 1 and 65535, got {said} from the environment. Set it to a free "
+            "port, or unset it."
         )
 
 
@@ -92,10 +93,15 @@ def _both(values: Mapping[str, Any], first: str, second: str) -> bool:
     return values.get(first) is not None and values.get(second) is not None
 
 
+def _said(field: str, fields: Fields, environ: Mapping[str, str], values: Mapping[str, Any]) -> str:
+    """Return who says a value, and which; what is derived may have no variable of its own."""
+    return source_of(field, fields, environ) or f"{field}={values[field]}"
+
+
 def _contradiction(
-    fields: Fields, environ: Mapping[str, str], first: str, relation: str, second: str
+    fields: Fields, environ: Mapping[str, str], values: Mapping[str, Any], first: str, relation: str, second: str
 ) -> LaunchEnvironmentError:
-    sources = [str(source_of(field, fields, environ)) for field in (first, second)]
+    sources = [_said(field, fields, environ, values) for field in (first, second)]
     names = [source.partition("=")[0] for source in sources]
     return LaunchEnvironmentError(
         f"{names[0]} must be {relation} {names[1]}, got {sources[0]} and {sources[1]} from the environment. "

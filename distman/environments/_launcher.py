@@ -169,12 +169,18 @@ class Allocation(_Variables):
         name: Name of the launcher.
         title: Name of the scheduler, for messages.
         command: The command that starts ranks in the allocation.
-        fields: As of :class:`Launcher`; they are believed where the launcher is asked for by name.
+        fields: As of :class:`Launcher`. Those of rank and world size, if it has both, are believed where the launcher
+            is asked for by name; without that of the job id nobody is told of an allocation that stands idle.
         derived: As of :class:`Launcher`.
     """
 
     title: str
     command: str
+
+    @property
+    def tells_place(self) -> bool:
+        """Whether it says which rank of how many a process is."""
+        return bool(self.fields.get("rank") and self.fields.get("world_size"))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
