@@ -124,6 +124,12 @@ def test_reset_leaves_the_job_and_forgets_it(caplog):
     assert caplog.messages[-1] == "nobody"
 
 
+def test_reset_within_a_wait_or_a_restricted_region_is_forgotten_at_its_end():
+    with tracking.TrackedWait("barrier"), tracking.Restricted("on_rank(0)", frozenset({0})):
+        reset()
+    assert (tracking.waits(), tracking.restriction(), tracking.describe_here()) == ([], None, "")
+
+
 @ranks(2, manager=False)
 def test_reset_stops_the_watcher(monkeypatch):
     monkeypatch.setenv("DISTMAN_WATCH", "1")

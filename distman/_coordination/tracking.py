@@ -54,8 +54,8 @@ class TrackedWait:
     ) -> None:
         if self.is_outermost:
             global _last
-            _last = f"after {self}"
-            del _waiting[self.thread]
+            if _waiting.pop(self.thread, None) is not None:  # else all was forgotten meanwhile
+                _last = f"after {self}"
 
     def __str__(self) -> str:
         """Return what and where, such as ``all_gather_v at train.py:31``."""
@@ -81,7 +81,7 @@ class Restricted:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        _region.stack = _region.stack[:-1]
+        _region.stack = getattr(_region, "stack", ())[:-1]
 
 
 def restriction() -> Restricted | None:
