@@ -35,10 +35,10 @@ class Watchdog:
     def stop(self) -> None:
         """Watch no longer.
 
-        Blocks until the thread has ended, unless it is the one that calls.
+        Blocks until the thread has ended, unless it is the one that calls, or was never started.
         """
         self._is_stopping.set()
-        if threading.current_thread() is not self._thread:
+        if self._thread.ident is not None and threading.current_thread() is not self._thread:
             self._thread.join()
 
     @contextlib.contextmanager

@@ -114,12 +114,15 @@ class Watcher:
         global _current
         _current = None
         self._is_stopping.set()
-        if self._monitor is not None:
-            self._monitor.wake()
-        if self._watchdog is not None:
-            self._watchdog.stop()
-        self._thread.join(0 if self._is_stuck else _JOIN_PATIENCE)
-        self._interruption.restore()
+        try:
+            if self._monitor is not None:
+                self._monitor.wake()
+            if self._watchdog is not None:
+                self._watchdog.stop()
+            if self._thread.ident is not None:  # else the store was lost before the thread could start
+                self._thread.join(0 if self._is_stuck else _JOIN_PATIENCE)
+        finally:
+            self._interruption.restore()
         if self._is_stuck and hook.has_failed():
             # The thread would come back from the store, when that process is ended, into an interpreter that is gone.
             hook.end_job_at_exit(functools.partial(os._exit, 1))

@@ -1,6 +1,7 @@
 """The watcher's thread, over a store in memory; the other ranks are played by the test."""
 
 import contextlib
+import signal
 import threading
 
 import pytest
@@ -179,3 +180,20 @@ def test_a_rank_that_does_not_answer_was_last_seen_somewhere():
     store.set(protocol.beat(1), "1700000000.0 in barrier at train.py:3")
     (found,) = at_once(lambda: make(store, num_ranks=3).locate("barrier 0", [1, 2]))
     assert found == {1: f"{NO_ANSWER}, last seen in barrier at train.py:3", 2: NO_ANSWER}
+
+
+@pytest.mark.parametrize("store_rank", [0, 1])
+def test_a_watcher_that_could_not_start_is_stopped_like_any_other(store_rank):
+    before = signal.getsignal(signal.SIGURG)
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store = dist.TCPStore("127.0.0.1", server.port, is_master=False, wait_for_workers=False)
+    watcher = make(store, store_rank=store_rank)
+    del server
+    with pytest.raises(dist.DistError):
+        store.check(["anything"])
+    with pytest.raises(dist.DistError):
+        watcher.start()
+    watcher.stop()
+    watcher.close()
+    assert not is_watching()
+    assert signal.getsignal(signal.SIGURG) == before
