@@ -208,8 +208,8 @@ class _Membership:
     def _pass_on_failure(self) -> None:
         """Bring what a failed rank left at the handshake server, if it is here, to where rank 0 looks."""
         server = self.job_store.server
-        if server is not None and server.failure is not None and FailureRecord.read(self.store) is None:
-            FailureRecord(**server.failure).publish(self.store)
+        if server is not None and server.failure and FailureRecord.read(self.store) is None:
+            FailureRecord.told(server.failure).publish(self.store)
             self.store.set(protocol.MEMBERSHIP_EVENT, "failure")
 
     def _log_progress(self) -> None:

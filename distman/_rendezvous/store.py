@@ -15,6 +15,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
+from distman._coordination.failure.record import FailureRecord
 from distman._coordination.monitor.peer_connection import own_addresses
 from distman._rendezvous import mpi
 from distman._rendezvous.address import Endpoint
@@ -28,7 +29,7 @@ from distman._rendezvous.handshake import (
     probe,
 )
 from distman.environments import LaunchEnvironment
-from distman.errors import RankFailedError, RendezvousError
+from distman.errors import RendezvousError
 
 _ANY_PORT = 0  # the system picks one
 
@@ -151,7 +152,7 @@ def join_store(point: Endpoint, timeout: float) -> JobStore:
     """
     address, port, answer = find_server(point, timeout, left=_left)
     if answer.get("failure"):
-        raise RankFailedError(**answer["failure"])
+        raise FailureRecord.told(answer["failure"]).to_error()
     store = _connect(address, answer["store_port"], timeout, point.source)
     prober = functools.partial(probe, address, port, Identity.of(point.job_id))
     return JobStore(store, f"tcp://{address}:{port}", prober=prober, session=answer["session"])

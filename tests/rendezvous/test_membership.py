@@ -99,25 +99,38 @@ def test_a_rank_that_comes_after_the_roll_call_is_told_who_holds_its_place(point
         host.close()
 
 
-def test_a_rank_that_failed_before_is_told_to_all_at_once(point):
-    notice = {
-        "rank": 2,
-        "host": "n2",
-        "pid": 5,
-        "error_type": "ValueError",
-        "error_text": "boom",
-        "traceback_text": "Traceback ...\nValueError: boom",
-    }
+FAILURE = {
+    "rank": 2,
+    "host": "n2",
+    "pid": 5,
+    "error_type": "ValueError",
+    "error_text": "boom",
+    "traceback_text": "Traceback ...\nValueError: boom",
+}
+
+
+@pytest.mark.parametrize(
+    ("failure", "message"),
+    [
+        (FAILURE, r"rank 2 \(n2, pid 5\) raised ValueError: boom"),
+        (
+            {"rank": 2, "what": "boom"},
+            r"rank 2 \(.*\) failed before it joined, .* 'what': 'boom'.* Install one release",
+        ),
+        (["boom"], r"failed before it joined, .*\['boom'\].* Install one release"),
+    ],
+)
+def test_a_rank_that_failed_before_is_told_to_all_at_once(point, failure, message):
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
         futures = [pool.submit(attend, point, join_record(rank, 3), timeout=60.0) for rank in (0, 1)]
         while True:
             try:
-                probe("127.0.0.1", point.ports[0], Identity.of(point.job_id), failure=notice)
+                probe("127.0.0.1", point.ports[0], Identity.of(point.job_id), failure=failure)
                 break
             except OSError:
                 time.sleep(0.01)
         for future in futures:
-            with pytest.raises(RankFailedError, match=r"rank 2 \(n2, pid 5\) raised ValueError: boom"):
+            with pytest.raises(RankFailedError, match=message):
                 future.result(timeout=10)
 
 

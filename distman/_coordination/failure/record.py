@@ -7,7 +7,7 @@ import json
 import os
 import socket
 import traceback
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from distman._coordination import protocol
 from distman.errors import RankFailedError
@@ -108,6 +108,19 @@ class FailureRecord:
             "stopped, or native code is holding the GIL, or its host is cut off. DISTMAN_SILENCE_TIMEOUT is the limit."
         )
         return cls(place.rank, place.host, place.pid, SILENT, text)
+
+    @classmethod
+    def told(cls, fields: Any) -> FailureRecord:
+        """Return the record that a process told of itself before it joined, be it of another release of the package."""
+        try:
+            return cls(**fields)
+        except TypeError:
+            rank = fields.get("rank") if isinstance(fields, dict) else None
+            text = (
+                "failed before it joined, and told of it in words of another release of distman: "
+                f"{shortened(repr(fields), _MAX_TEXT)}. Install one release on all hosts."
+            )
+            return cls(rank if isinstance(rank, int) else -1, "unknown host", 0, "unknown", text)
 
     @classmethod
     def read(cls, store: Store) -> FailureRecord | None:
