@@ -94,6 +94,12 @@ def count_groups_from_zero() -> None:
     distributed_c10d._world.group_count = 0
 
 
+def default_store() -> dist.Store:
+    """Return the store of the default process group; a group that is written in Python may not hold it itself."""
+    store: dist.Store = distributed_c10d._get_default_store()
+    return store
+
+
 def make_gloo_default(process_group: dist.ProcessGroup) -> None:
     """Tell a group that gloo is its default.
 

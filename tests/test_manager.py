@@ -287,6 +287,31 @@ def test_a_simulated_group_is_adopted_without_asking_anyone(monkeypatch):
         dist.destroy_process_group()
 
 
+class WrittenInPython(dist.ProcessGroup):
+    """A group without a store of its own, as other libraries make them."""
+
+    def getBackendName(self):  # noqa: N802 - torch's name
+        return "written-in-python"
+
+    @property
+    def group_name(self):
+        return "world"
+
+
+@ranks(2, manager=False)
+def test_a_group_that_is_written_in_python_is_adopted(rank):
+    store = dist.PrefixStore("python", dist.group.WORLD.get_group_store())
+    dist.destroy_process_group()
+    dist.Backend.register_backend(
+        "written-in-python", lambda _store, rank, size, _timeout: WrittenInPython(rank, size), devices=["cpu"]
+    )
+    dist.init_process_group("written-in-python", store=store, rank=rank, world_size=2)
+    manager = DistributedManager.initialize(device="cpu")
+    assert isinstance(dist.group.WORLD, WrittenInPython)
+    assert [peer.rank for peer in manager.roll_call] == [0, 1]
+    manager.barrier()
+
+
 @ranks(2)
 def test_a_forked_child_does_not_collect_a_dropped_group():
     DistributedManager.create_process_subgroup("both", 2)

@@ -22,7 +22,7 @@ from distman._coordination.tracking import call_site
 from distman._device import is_pure_gloo
 from distman._job.job import Job
 from distman._log import logger
-from distman._torch_internals import device_types, make_gloo_default, make_group, mesh_without_groups
+from distman._torch_internals import default_store, device_types, make_gloo_default, make_group, mesh_without_groups
 from distman.errors import DistmanError, undefined_group
 from distman.topology import GridPartition, ListedPartition, Partition, Plan
 from distman.topology._plan import READY_MADE, check_new_names
@@ -368,7 +368,7 @@ class Groups:
         Over gloo alone they wait there no longer than the rendezvous may take, or until the key is set.
         """
         if self._job.rendezvous is None:
-            return dist.group.WORLD.get_group_store() if dist.group.WORLD is not None else None
+            return default_store() if dist.group.WORLD is not None else None
         store = self._job.rendezvous.store
         return AbortableStore(store, failure_key, self._job.limits.rendezvous) if self._is_pure_gloo else store
 
