@@ -164,6 +164,7 @@ def _close_all() -> None:
 def _close_all_in_child() -> None:
     for server in list(_servers):
         server.close_in_child()
+    _servers.clear()
 
 
 os.register_at_fork(after_in_child=_close_all_in_child)

@@ -1,10 +1,13 @@
 """The door tells its own job from strangers, and strangers from silence."""
 
+import os
+import signal
 import socket
 import threading
 
 import pytest
 
+from distman._process_state import reset
 from distman._rendezvous.address import Endpoint
 from distman._rendezvous.handshake import (
     ForeignServiceError,
@@ -134,3 +137,13 @@ def test_the_door_of_an_earlier_start_is_not_taken_for_the_new_one(server):
     _, _, answer = find_server(point(server.port), timeout=5)
     with pytest.raises(RendezvousError, match="the store of an earlier start is still open"):
         find_server(point(server.port), timeout=0.1, left={answer["session"]})
+
+
+def test_a_forked_child_forgets_the_server(server):
+    child = os.fork()
+    if child == 0:
+        signal.alarm(30)  # the thread that would end the server's shutdown is the parent's
+        reset()
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    assert probe("127.0.0.1", server.port, MINE)["store_port"] == 4321

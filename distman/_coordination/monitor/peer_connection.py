@@ -215,6 +215,7 @@ def _close_all() -> None:
 def _close_all_in_child() -> None:
     for connection in list(_connections):
         connection.close_in_child()
+    _connections.clear()
 
 
 os.register_at_fork(after_in_child=_close_all_in_child)
