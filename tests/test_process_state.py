@@ -124,6 +124,17 @@ def test_reset_leaves_the_job_and_forgets_it(caplog):
     assert caplog.messages[-1] == "nobody"
 
 
+def test_reset_silences_a_hook_that_another_one_wraps(monkeypatch):
+    told = []
+    monkeypatch.setattr(sys, "excepthook", lambda *_: None)
+    hook.install(told.append)
+    wrapped = sys.excepthook
+    monkeypatch.setattr(sys, "excepthook", lambda *error: wrapped(*error))
+    reset()
+    sys.excepthook(ValueError, ValueError("boom"), None)
+    assert told == []
+
+
 def test_reset_within_a_wait_or_a_restricted_region_is_forgotten_at_its_end():
     with tracking.TrackedWait("barrier"), tracking.Restricted("on_rank(0)", frozenset({0})):
         reset()

@@ -76,12 +76,13 @@ def install(reporter: Reporter) -> None:
 
 @puts_back
 def uninstall() -> None:
-    """Take the hook away, unless another one has replaced or wrapped it."""
+    """Take the hook away. Where another one has wrapped it, it stays, but tells nobody."""
     global _hook
     if _hook is not None:
         if sys.excepthook is _hook:
             sys.excepthook = _hook.previous
         atexit.unregister(_hook.at_exit)
+        _hook.reporter = None
         _hook = None
 
 
