@@ -56,7 +56,8 @@ STORE_RANK = "store rank"
 """Number of the rank that serves the store. That rank writes it, rank 0 reads it."""
 
 JOINED = "joined"
-"""Counter of processes that joined. Each adds itself; rank 0 reads it, and the store rank when it has to end."""
+"""Counter of processes that joined. Each adds itself; rank 0 reads it, who gives up waiting for the verdict, and the
+store rank when it has to end."""
 
 MEMBERSHIP_EVENT = "membership event"
 """``full``, ``failure`` or ``judged``: a reason to look. The last to join, the store rank or rank 0 writes it, all
@@ -70,7 +71,10 @@ VERDICT_HEARD = "verdict heard"
 
 
 def join_record(place: int) -> str:
-    """Fields of a ``JoinRecord``; the place is by arrival, since two may claim one rank. Rank 0 reads it."""
+    """Fields of a ``JoinRecord``; the place is by arrival, since two may claim one rank.
+
+    The process writes it; rank 0 reads it, and so does who gives up waiting for the verdict.
+    """
     return f"join record/{place}"
 
 
@@ -80,8 +84,8 @@ STARTED = "started"
 """Counter of ranks whose process group is up. Each adds itself; ranks that leave wait for all."""
 
 NEWS = "news"
-"""Counter of events. Who writes a failure, a query or CLOSING raises it; every watcher looks at it several times a
-second, and at the rest only when it has changed."""
+"""Counter of events. Once the job is up, who writes a failure, a query or CLOSING raises it; every watcher looks at it
+several times a second, and at the rest only when it has changed."""
 
 FAILURE = "failure"
 """Fields of the ``FailureRecord`` of the first failure. The rank that fails writes it, or the one that finds another
@@ -128,12 +132,15 @@ QUERIES = "queries"
 
 
 def query(number: int) -> str:
-    """Ranks that are asked for their stacks. Who asks writes it, and deletes it with the last answer."""
+    """Ranks that are asked for their stacks. Who asks writes it, and deletes it when it waits no longer."""
     return f"query {number}"
 
 
 def answer(number: int, rank: int) -> str:
-    """Fields of an ``Answer``. The watcher of that rank writes it; who asked reads and deletes it."""
+    """Fields of an ``Answer``. The watcher of that rank writes it; who asked reads and deletes it.
+
+    One that comes too late lives on.
+    """
     return f"answer {number}/{rank}"
 
 

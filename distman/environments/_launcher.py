@@ -187,7 +187,8 @@ class Allocation(_Variables):
 class Launcher(_Variables):
     """One launcher: the variables that it sets, and how it behaves.
 
-    What has no default must be said for every launcher; a default means that there is nothing of the kind.
+    What has no default must be said for every launcher. A default means that there is nothing of the kind, but for
+    ``may_bind_gpus``: a launcher of which nothing is known may do so.
 
     Attributes:
         name: As ``LaunchEnvironment.launcher`` and ``method`` spell it: lower case.
