@@ -143,10 +143,10 @@ class KeySequence:
         number = next(self._numbers)
         page, place = divmod(number, _KEYS_PER_PAGE)
         if place == 0 and page > 0:
-            self._turn(page)
+            self._begin_page(page)
         return protocol.nth(self._name, number)
 
-    def _turn(self, page: int) -> None:
+    def _begin_page(self, page: int) -> None:
         """Begin a page; the last rank that does so deletes the one before."""
         counter = protocol.page(self._name, page)
         if self._store.add(counter, 1) < self._size:

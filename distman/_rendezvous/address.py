@@ -14,7 +14,7 @@ from distman.errors import RendezvousError
 
 # Derived ports: above those of well-known services, and below 32768, from where Linux gives ports to connections.
 _FIRST_PORT = 23000
-_NUM_PORTS = 9000
+_NUM_PORTS = 9000  # so many that two jobs of one host seldom derive the same one
 _NUM_CANDIDATES = 8  # ports tried in turn; jobs of one host seldom take more than a few
 _LOCALHOST = "127.0.0.1"
 _LOOPBACK_NAMES = ("localhost", "127.0.0.1", "::1")

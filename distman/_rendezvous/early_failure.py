@@ -15,7 +15,7 @@ _PATIENCE = 10.0
 """Seconds to wait for ranks that were started at the same time, and come later."""
 
 _PAUSE = 0.02
-"""Seconds between two looks at how many ranks have heard."""
+"""Seconds between two looks at how many ranks have heard: no more than the end of this rank may be late."""
 
 
 def tell_waiting_ranks(failure: dict[str, Any], environ: Mapping[str, str]) -> None:

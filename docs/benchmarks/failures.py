@@ -1,7 +1,7 @@
 """What it costs that ranks keep an eye on each other, and how soon they know of a failure.
 
     python docs/benchmarks/failures.py            # everything, about two minutes on two cores
-    python docs/benchmarks/failures.py on_rank watcher notice
+    python docs/benchmarks/failures.py on_rank watcher news
 
 Every figure is a median; ratios are taken within one run, since machines are noisy.
 """
@@ -49,7 +49,7 @@ def measure_watcher() -> None:
     _show("processor time of its threads", statistics.median(share) * 100, "% of one core")
 
 
-def measure_notice() -> None:
+def measure_news() -> None:
     """Take the time from an uncaught exception, and from SIGKILL, to the end of the last other rank."""
     for fault in ("raise", "kill"):
         seconds = []
@@ -224,7 +224,7 @@ def _free_port() -> int:
 MEASUREMENTS = {
     "on_rank": measure_on_rank,
     "watcher": measure_watcher,
-    "notice": measure_notice,
+    "news": measure_news,
     "scale": measure_scale,
 }
 ON_ONE_RANK = {

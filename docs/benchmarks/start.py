@@ -1,7 +1,7 @@
 """What the start of a job costs, against torch alone, side by side in one run.
 
     python docs/benchmarks/start.py            # everything, two to three minutes on two cores
-    python docs/benchmarks/start.py import roll_call
+    python docs/benchmarks/start.py import membership
 
 Every figure is a median; ratios are taken within one run, since machines are noisy.
 """
@@ -99,7 +99,7 @@ def meet(store: object, name: str, size: int) -> None:
         time.sleep(0.0005)
 
 
-def measure_roll_call(num_ranks: int = 1024) -> None:
+def measure_membership(num_ranks: int = 1024) -> None:
     """Time the membership check of simulated ranks, a thread each, with a real handshake server and store."""
     import torch.distributed as dist
 
@@ -191,7 +191,7 @@ def measure_ranks() -> None:
 BENCHMARKS: dict[str, Callable[[], None]] = {
     "import": measure_import,
     "start": measure_start,
-    "roll_call": measure_roll_call,
+    "membership": measure_membership,
     "ranks": measure_ranks,
 }
 

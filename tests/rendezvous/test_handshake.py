@@ -1,4 +1,4 @@
-"""The door tells its own job from strangers, and strangers from silence."""
+"""The handshake tells its own job from foreign services, and those from silence."""
 
 import os
 import signal
@@ -48,25 +48,25 @@ def test_another_job_learns_nothing_but_the_name(server):
         probe("127.0.0.1", server.port, Identity("job-2", MINE.user))
 
 
-def test_another_user_is_a_stranger(server):
+def test_another_user_is_foreign(server):
     with pytest.raises(ForeignServiceError):
         probe("127.0.0.1", server.port, Identity("job-1", MINE.user + "1"))
 
 
-def test_a_failure_left_at_the_door_is_told_to_all_who_come_later(server):
-    notice = {"rank": 1, "error_text": "boom"}
-    assert probe("127.0.0.1", server.port, MINE, failure=notice)["failure"] == notice
-    assert probe("127.0.0.1", server.port, MINE)["failure"] == notice
-    assert server.failure == notice
+def test_a_failure_left_at_the_server_is_told_to_all_who_come_later(server):
+    failure = {"rank": 1, "error_text": "boom"}
+    assert probe("127.0.0.1", server.port, MINE, failure=failure)["failure"] == failure
+    assert probe("127.0.0.1", server.port, MINE)["failure"] == failure
+    assert server.failure == failure
 
 
-def test_a_listener_that_never_answers_is_a_stranger(silent_port):
+def test_a_listener_that_never_answers_is_foreign(silent_port):
     with pytest.raises(ForeignServiceError, match="timed out"):
         probe("127.0.0.1", silent_port, MINE, patience=0.2)
 
 
 @pytest.mark.parametrize("reply", [b"", b"HTTP/1.1 400 Bad Request\r\n\r\n", b"[1]\n", b"\xff\xfe\n"])
-def test_a_listener_that_talks_something_else_is_a_stranger(reply):
+def test_a_listener_that_talks_something_else_is_foreign(reply):
     with bind_listener("127.0.0.1", 0) as listener:
 
         def serve():
@@ -83,18 +83,18 @@ def test_a_listener_that_talks_something_else_is_a_stranger(reply):
 
 
 @pytest.mark.parametrize("noise", [b"", b"GET / HTTP/1.0\r\n\r\n", b"\x00" * 5000 + b"\n", b"[]\n", b"{}\n"])
-def test_strangers_at_the_door_do_not_disturb_it(server, noise):
+def test_foreign_clients_do_not_disturb_the_server(server, noise):
     with socket.create_connection(("127.0.0.1", server.port)) as foreign:
         foreign.sendall(noise)
     assert probe("127.0.0.1", server.port, MINE)["store_port"] == 4321
 
 
-def test_strangers_before_the_door_are_passed_by(server, silent_port):
+def test_foreign_services_before_the_server_are_passed_by(server, silent_port):
     address, port, answer = find_server(point(silent_port, server.port), timeout=20)
     assert (address, port, answer["store_port"]) == ("127.0.0.1", server.port, 4321)
 
 
-def test_a_door_that_opens_late_is_found():
+def test_a_server_that_opens_late_is_found():
     listener = bind_listener("127.0.0.1", 0)
     port = listener.getsockname()[1]
     listener.close()
@@ -133,7 +133,7 @@ def test_the_port_is_free_after_closing(server):
     bind_listener("127.0.0.1", server.port).close()
 
 
-def test_the_door_of_an_earlier_start_is_not_taken_for_the_new_one(server):
+def test_the_server_of_an_earlier_start_is_not_taken_for_the_new_one(server):
     _, _, answer = find_server(point(server.port), timeout=5)
     with pytest.raises(RendezvousError, match="the store of an earlier start is still open"):
         find_server(point(server.port), timeout=0.1, left={answer["session"]})

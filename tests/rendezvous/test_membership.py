@@ -1,4 +1,4 @@
-"""The roll call over a real store, with a thread for each rank."""
+"""Membership over a real store, with a thread for each rank."""
 
 import concurrent.futures
 import time
@@ -26,7 +26,7 @@ def point():
 def attend(point, me, timeout=10.0, expected=None):
     job_store = open_store(point, timeout) if me.rank == 0 else join_store(point, timeout)
     try:
-        store = dist.PrefixStore("roll", job_store.store)
+        store = dist.PrefixStore("membership", job_store.store)
         return establish_membership(job_store, store, me, timeout=timeout, source="the test", expected=expected or {})
     finally:
         job_store.close()
@@ -83,9 +83,9 @@ def test_unlike_world_sizes_are_an_error_on_all(point):
     assert all("world_size must be the same on all ranks" in str(error) for error in results), results
 
 
-def test_a_rank_that_comes_after_the_roll_call_is_told_who_holds_its_place(point):
+def test_a_rank_that_comes_after_the_verdict_is_told_who_holds_its_place(point):
     host = open_store(point, 10)
-    store = dist.PrefixStore("roll", host.store)
+    store = dist.PrefixStore("membership", host.store)
 
     def call(me):
         return establish_membership(host, store, me, timeout=10, source="the test", expected={})

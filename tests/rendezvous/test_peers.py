@@ -1,4 +1,4 @@
-"""What follows from the sign-ins of all ranks."""
+"""What follows from the join records of all ranks."""
 
 import dataclasses
 
