@@ -49,7 +49,9 @@ class Storage(Protocol):
         """Write a file that takes the place of the one before when the block ends without an error.
 
         Local. Blocking. Whatever ends the block or the process, a reader finds the old file or the whole new one.
-        Folders above the file are made; what an earlier write of this file left when it was killed is removed.
+        Folders above the file are made; what an earlier write of this file left when it was killed is removed. The file
+        that the block gets may be unbuffered: one call of ``write`` may take fewer bytes than it is given, and returns
+        how many.
 
         Raises:
             OSError: It could not be written; the old file is as it was.

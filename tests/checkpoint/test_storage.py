@@ -1,6 +1,7 @@
 """Checkpoints behind URLs: the same promises in a store without renames, on several ranks, and when the store fails."""
 
 import ast
+import contextlib
 import os
 import uuid
 from pathlib import Path
@@ -296,6 +297,40 @@ def test_a_site_may_add_a_storage(tmp_path, monkeypatch):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["run", "sharded"]
     with pytest.raises(ValueError, match="scheme must be letters"):
         register_storage("shelf://", Shelf())
+
+
+class ShortWrites(LocalStorage):
+    """A disk whose files take a few bytes at once, as a file without a buffer may."""
+
+    def resolve(self, path):
+        return super().resolve(path.removeprefix("short://"))
+
+    @contextlib.contextmanager
+    def create(self, place):
+        with super().create(place) as file:
+            yield _ShortFile(file)
+
+
+class _ShortFile:
+    def __init__(self, file):
+        self._file = file
+
+    def write(self, data):
+        return self._file.write(memoryview(data)[:100])
+
+    def tell(self):
+        return self._file.tell()
+
+
+def test_a_file_that_takes_a_few_bytes_at_once_gets_all_of_them(tmp_path, monkeypatch):
+    monkeypatch.setattr(location, "_registered", dict(location._registered))
+    register_storage("short", ShortWrites())
+    save({"step": 1}, f"short://{tmp_path}/state.pt")
+    assert load(tmp_path / "state.pt") == {"step": 1}
+    save_sharded({"step": 2, "tensor": torch.arange(100.0)}, f"short://{tmp_path}/sharded")
+    state = {"step": 0, "tensor": torch.zeros(100)}
+    load_sharded(state, tmp_path / "sharded")
+    assert state["step"] == 2
 
 
 STORAGES = {"_local_storage", "_fsspec_storage", "_location"}
