@@ -7,7 +7,7 @@ import os
 import secrets
 import tempfile
 from collections.abc import Iterator
-from typing import IO, Any, cast
+from typing import IO, Any
 
 import fsspec
 
@@ -43,28 +43,28 @@ class FsspecStorage:
     @contextlib.contextmanager
     def create(self, place: str) -> Iterator[IO[bytes]]:
         """Write a local temporary file, then upload it."""
-        with tempfile.NamedTemporaryFile(prefix="distman-") as local:
+        with tempfile.TemporaryFile() as local:
             try:
-                yield cast("IO[bytes]", local)
+                yield local
                 local.flush()
             except OSError as error:
-                error.filename = error.filename or local.name
+                error.filename = error.filename or tempfile.gettempdir()
                 raise
-            _upload(local.name, place)
+            _upload(_path_of(local), place)
 
     def open(self, place: str) -> IO[bytes]:
         """Download the file into a temporary one, which goes when it is closed, and return that."""
         target = self.linked(place)
         if target is None:
             raise FileNotFoundError(f"no such object: {place}")
-        file = tempfile.NamedTemporaryFile(prefix="distman-")  # noqa: SIM115 - the caller closes it
+        file = tempfile.TemporaryFile()  # noqa: SIM115 - the caller closes it
         try:
             fs, path = _locate(f"{_parent(place)}/{target}")
-            fs.get_file(path, file.name)
+            fs.get_file(path, _path_of(file))
         except BaseException:
             file.close()
             raise
-        return cast("IO[bytes]", file)
+        return file
 
     def list(self, folder: str) -> list[str]:
         """Return the names in the folder, as the store has them now."""
@@ -140,6 +140,11 @@ def _locate(place: str, **options: Any) -> tuple[Any, str]:
     """Return the file system of a URL and the path in it."""
     fs, path = fsspec.core.url_to_fs(place, **options)
     return fs, path
+
+
+def _path_of(file: IO[bytes]) -> str:
+    """Return a path of an open file that has no name, so that it goes with a process that is killed."""
+    return f"/proc/self/fd/{file.fileno()}"
 
 
 def _name(place: str) -> str:

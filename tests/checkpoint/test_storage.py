@@ -3,6 +3,7 @@
 import ast
 import contextlib
 import os
+import tempfile
 import uuid
 from pathlib import Path
 
@@ -191,7 +192,25 @@ def test_a_program_that_fails_while_it_makes_a_state_leaves_the_old_object(memor
     assert load(path) == {"number": 1}
 
 
-def test_what_was_saved_behind_a_url_survives_a_kill_in_the_middle(tmp_path):
+@pytest.fixture
+def temporary(tmp_path_factory, monkeypatch):
+    """The temporary folder of this host."""
+    folder = tmp_path_factory.mktemp("host")
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    return folder
+
+
+def test_what_passes_through_the_temporary_folder_has_no_name_there(place, temporary):
+    found = location.locate(f"{place}/state.pt")
+    with found.storage.create(found.place) as file:
+        file.write(b"content")
+        assert list(temporary.iterdir()) == []
+    with found.storage.open(found.place) as file:
+        assert list(temporary.iterdir()) == []
+        assert (file.read(4), file.tell(), file.seek(0), file.read()) == (b"cont", 4, 0, b"content")
+
+
+def test_what_was_saved_behind_a_url_survives_a_kill_in_the_middle(tmp_path, temporary):
     """The child is killed by itself, when half of the file has been uploaded."""
     save({"number": 1}, f"{disk(tmp_path)}/state.pt")
     child = os.fork()
@@ -201,6 +220,7 @@ def test_what_was_saved_behind_a_url_survives_a_kill_in_the_middle(tmp_path):
         os._exit(0)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -9
     assert len(list(tmp_path.iterdir())) == 2
+    assert list(temporary.iterdir()) == []
     assert load(f"{disk(tmp_path)}/state.pt") == {"number": 1}
     save({"number": 2}, f"{disk(tmp_path)}/state.pt")
     assert [path.name for path in tmp_path.iterdir()] == ["state.pt"]
