@@ -123,6 +123,10 @@ class _Generation:
 
     def publish(self) -> None:
         self._storage.link(f"{self._place}/{_CURRENT}", self._name)
+        with contextlib.suppress(Exception):  # the new folder counts already; the next publish() tries again
+            self._remove_others()
+
+    def _remove_others(self) -> None:
         fs, path = _locate(self._place)
         for name, kind in _entries(fs, path):
             if kind == "directory" and name.startswith(_GENERATION) and name != self._name:

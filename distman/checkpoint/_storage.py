@@ -18,7 +18,7 @@ class NewFolder(Protocol):
     def publish(self) -> None:
         """Make the folder the one that is found from now on, and remove the one before.
 
-        Local. Blocking.
+        Local. Blocking. That the one before cannot be removed is no error: the new one has been published.
         """
 
     def discard(self) -> None:

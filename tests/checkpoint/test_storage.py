@@ -20,7 +20,7 @@ from distman.checkpoint import _location as location
 from distman.checkpoint._local_storage import LocalStorage
 from distman.testing import ranks
 
-from .stores import disk, full, kill_in_the_middle
+from .stores import DiskFileSystem, disk, full, kill_in_the_middle
 
 LARGE = {"tensor": torch.arange(100_000.0)}
 
@@ -247,6 +247,24 @@ def test_a_sharded_state_without_its_marker_does_not_count(tmp_path, shards):
     assert state == {"step": 1}
     save_sharded({"step": 2}, url)
     assert not torn.exists()
+
+
+def test_a_sharded_state_is_saved_although_the_old_one_cannot_be_removed(tmp_path, monkeypatch):
+    url = f"{disk(tmp_path)}/sharded"
+
+    def fail(*_args, **_options):
+        raise PermissionError("nothing may be removed")
+
+    save_sharded({"step": 1}, url)
+    with monkeypatch.context() as patched:
+        patched.setattr(DiskFileSystem, "rm", fail)
+        save_sharded({"step": 2}, url)
+    state = {"step": 0}
+    load_sharded(state, url)
+    assert state == {"step": 2}
+    assert len(list(tmp_path.glob("sharded/saved-*"))) == 2
+    save_sharded({"step": 3}, url)
+    assert len(list(tmp_path.glob("sharded/saved-*"))) == 1
 
 
 @pytest.mark.parametrize("path", ["s4://bucket/x.pt", "simplecache::memory://x.pt"])
