@@ -39,7 +39,8 @@ class Storage(Protocol):
     def resolve(self, path: str) -> str:
         """Return the place that a path or URL stands for, the same whatever the current folder is later on.
 
-        Local. Nothing is looked up in a store that is far away.
+        Local. Nothing is looked up in a store that is far away. Users get places back as the paths of checkpoints, and
+        pass them on: a place should be a URL of the same scheme, which stands for itself.
 
         Raises:
             ValueError: It cannot be a place in this storage.

@@ -322,15 +322,22 @@ def test_without_fsspec_the_extra_is_named(tmp_path, monkeypatch):
 
 
 def test_a_site_may_add_a_storage(tmp_path, monkeypatch):
+    opened = []
+
     class Shelf(LocalStorage):
         def resolve(self, path):
             return str(tmp_path / path.removeprefix("shelf://"))
 
+        def open(self, place):
+            opened.append(Path(place).name)
+            return super().open(place)
+
     monkeypatch.setattr(location, "_registered", dict(location._registered))
     register_storage("shelf", Shelf())
     folder = CheckpointFolder("shelf://run")
-    folder.save({"step": 1}, 1)
-    assert folder.load_latest() == {"step": 1}
+    folder.save({"step": 1}, 1, is_best=True)
+    assert folder.load_latest() == folder.load_best() == {"step": 1}
+    assert opened == [step_name(1)] * 2
     save_sharded({"step": 2}, "shelf://sharded")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["run", "sharded"]
     with pytest.raises(ValueError, match="scheme must be letters"):
