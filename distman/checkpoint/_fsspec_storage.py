@@ -95,13 +95,17 @@ class FsspecStorage:
             file.write(_LINK + target.encode())
 
     def linked(self, place: str) -> str | None:
-        """Return the name in the object, or its own if it is a checkpoint."""
+        """Return the name in the object, or its own if it is a checkpoint; None if it leads nowhere."""
         fs, path = _locate(place)
+        fs.invalidate_cache()
         try:
             head = fs.cat_file(path, start=0, end=len(_LINK) + _NAME_BYTES)
         except FileNotFoundError:
             return None
-        return head.removeprefix(_LINK).decode() if head.startswith(_LINK) else _name(place)
+        if not head.startswith(_LINK):
+            return _name(place)
+        target: str = head.removeprefix(_LINK).decode()
+        return target if fs.exists(f"{_parent(path)}/{target}") else None
 
     def new_folder(self, place: str) -> NewFolder:
         """Return a folder of a new name within the place; a link says which one counts."""

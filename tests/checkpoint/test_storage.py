@@ -97,6 +97,16 @@ def test_the_last_ones_and_the_best_are_kept_in_every_kind_of_storage(place, bac
     assert everything_in(f"{place}/run") == ["best.pt", *map(step_name, (20, 40, 50)), "latest.pt"]
 
 
+def test_a_link_to_a_file_that_is_gone_leads_nowhere_in_every_kind_of_storage(place):
+    folder = CheckpointFolder(f"{place}/run", background=False)
+    folder.save({"step": 1}, 1, is_best=True)
+    fs, path = fsspec.core.url_to_fs(f"{place}/run/{step_name(1)}")
+    fs.rm(path)
+    assert (folder.latest(), folder.best(), folder.load_latest(), folder.load_best()) == (None, None, None, None)
+    with pytest.raises(FileNotFoundError, match=r"no checkpoint at"):
+        load(f"{place}/run/best.pt")
+
+
 def test_a_sharded_state_comes_back_from_every_kind_of_storage_and_leaves_nothing_old(place):
     for number in (1, 2):
         save_sharded({"step": number, "tensor": torch.full((3,), float(number))}, f"{place}/sharded")
