@@ -193,6 +193,12 @@ def _upload(local: str, place: str) -> None:
     try:
         fs.put_file(local, temporary)
         fs.mv(temporary, path)
+        fs.invalidate_cache()
+        if fs.exists(temporary):
+            raise OSError(
+                f"writing {place} failed: the file there could not be replaced, since a rename on this file system "
+                "does not replace a file. Save to another file system."
+            )
     except BaseException:
         with contextlib.suppress(Exception):  # the first error is the one to know; the next save tries again
             fs.rm_file(temporary)

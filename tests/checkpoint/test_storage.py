@@ -20,7 +20,7 @@ from distman.checkpoint import _location as location
 from distman.checkpoint._local_storage import LocalStorage
 from distman.testing import ranks
 
-from .stores import DiskFileSystem, disk, full, kill_in_the_middle
+from .stores import DiskFileSystem, disk, full, kill_in_the_middle, never_replacing
 
 LARGE = {"tensor": torch.arange(100_000.0)}
 
@@ -161,6 +161,15 @@ def test_a_store_that_fails_in_the_middle_leaves_the_old_sharded_state(tmp_path)
     assert state == {"step": 1}
     assert everything_in(str(tmp_path)) == before
     all_are_well()
+
+
+def test_a_rename_that_does_not_replace_is_an_error(tmp_path):
+    path = f"{never_replacing(tmp_path)}/state.pt"
+    save({"number": 1}, path)
+    with pytest.raises(RankFailedError, match=r"the file there could not be replaced, since .* does not replace"):
+        save({"number": 2}, path)
+    assert load(path) == {"number": 1}
+    assert [path.name for path in tmp_path.iterdir()] == ["state.pt"]
 
 
 @pytest.fixture
