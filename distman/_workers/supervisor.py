@@ -21,6 +21,8 @@ from distman._workers.fork_server import Entry, serve_requests
 _PR_SET_CHILD_SUBREAPER = 36  # of linux/prctl.h
 # How often to look whether the program is still the parent; the kernel tells a process only of its children's ends.
 _POLL_SECONDS = 0.5
+# The server kills its workers and removes a directory; whoever needs longer hangs in a driver or a file system.
+_END_SECONDS = 1.0
 
 
 def main(control: int, program: int, entry: str, options: Sequence[object]) -> None:
@@ -44,8 +46,10 @@ def main(control: int, program: int, entry: str, options: Sequence[object]) -> N
     if server == 0:
         _become_server(control, supervisor, prepare, options)
     os.close(control)
-    while os.getppid() == program and _is_running(server):
+    while (is_running := _is_running(server)) and os.getppid() == program:
         signal.sigtimedwait({signal.SIGCHLD}, _POLL_SECONDS)
+    if is_running:  # the server too notices that the program is gone, and removes what it has made
+        signal.sigtimedwait({signal.SIGCHLD}, _END_SECONDS)
     _end_descendants()
 
 

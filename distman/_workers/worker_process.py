@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import signal
 import socket
 from collections.abc import Mapping
 
@@ -41,10 +42,11 @@ class WorkerProcess:
         self.pid = 0
         self.exit_code: int | None = None
         self._has_ended = False
-        self._stacks = open_stacks()
+        self._stacks = -1
         self.life, life = socket_pair()
         try:
             with life, contextlib.suppress(BrokenPipeError, ConnectionResetError):
+                self._stacks = open_stacks()
                 sent = [life.fileno(), self._stacks, *descriptors]
                 socket.send_fds(server.control, [json.dumps(settings).encode()], sent)
             self._await_start(server)
@@ -91,6 +93,11 @@ class WorkerProcess:
         """Have it ended, with the processes that it started."""
         with contextlib.suppress(OSError):  # it has ended already
             self.life.shutdown(socket.SHUT_WR)
+
+    def kill_here(self) -> None:
+        """Kill it and what is in its process group without its server, which has not done it."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)
 
     def close(self) -> None:
         """Close this side's ends, which ends the worker; a second call does nothing."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import concurrent.futures.thread  # noqa: F401 - it must register its end before the last line here does
 import os
 import threading
 from collections.abc import Callable
@@ -146,7 +147,11 @@ def refuse_after_failure(location: Location) -> None:
 
 
 @puts_back
-@atexit.register
+@atexit.register  # for what other threads began to save after the main one had ended
 def _tell_at_exit() -> None:
     for write in list(_writes.values()):
         write.end()
+
+
+# Before concurrent.futures takes no more work, which a file system may need to write: callbacks run in reverse order.
+threading._register_atexit(_tell_at_exit)  # type: ignore[attr-defined]

@@ -16,7 +16,7 @@ from distman._log import logger
 from distman.checkpoint import _background as in_background
 from distman.checkpoint._all_or_none import on_all_ranks
 from distman.checkpoint._location import Location, locate
-from distman.checkpoint._single_file import load, target_device
+from distman.checkpoint._single_file import target_device
 from distman.checkpoint._state import check_state, copy_to_host, read_state, write_state
 from distman.decorators import on_rank
 from distman.errors import CheckpointError, RankFailedError
@@ -121,8 +121,8 @@ class CheckpointFolder:
 
         Collective. Blocking. See :meth:`load_latest`.
         """
-        path = self.best()
-        return None if path is None else load(path, device=device)
+        name = on_rank(0, broadcast=True)(self._best)()
+        return None if name is None else self._load(name, device)
 
     def _save(self, state: object, step: int, *, is_best: bool) -> None:
         number = operator.index(step)

@@ -7,7 +7,7 @@ import os
 import secrets
 import tempfile
 from collections.abc import Iterator
-from typing import IO, Any, cast
+from typing import IO, Any
 
 import fsspec
 
@@ -43,28 +43,28 @@ class FsspecStorage:
     @contextlib.contextmanager
     def create(self, place: str) -> Iterator[IO[bytes]]:
         """Write a local temporary file, then upload it."""
-        with tempfile.NamedTemporaryFile(prefix="distman-") as local:
+        with tempfile.TemporaryFile() as local:
             try:
-                yield cast("IO[bytes]", local)
+                yield local
                 local.flush()
             except OSError as error:
-                error.filename = error.filename or local.name
+                error.filename = error.filename or tempfile.gettempdir()
                 raise
-            _upload(local.name, place)
+            _upload(_path_of(local), place)
 
     def open(self, place: str) -> IO[bytes]:
         """Download the file into a temporary one, which goes when it is closed, and return that."""
         target = self.linked(place)
         if target is None:
             raise FileNotFoundError(f"no such object: {place}")
-        file = tempfile.NamedTemporaryFile(prefix="distman-")  # noqa: SIM115 - the caller closes it
+        file = tempfile.TemporaryFile()  # noqa: SIM115 - the caller closes it
         try:
             fs, path = _locate(f"{_parent(place)}/{target}")
-            fs.get_file(path, file.name)
+            fs.get_file(path, _path_of(file))
         except BaseException:
             file.close()
             raise
-        return cast("IO[bytes]", file)
+        return file
 
     def list(self, folder: str) -> list[str]:
         """Return the names in the folder, as the store has them now."""
@@ -95,13 +95,17 @@ class FsspecStorage:
             file.write(_LINK + target.encode())
 
     def linked(self, place: str) -> str | None:
-        """Return the name in the object, or its own if it is a checkpoint."""
+        """Return the name in the object, or its own if it is a checkpoint; None if it leads nowhere."""
         fs, path = _locate(place)
+        fs.invalidate_cache()
         try:
             head = fs.cat_file(path, start=0, end=len(_LINK) + _NAME_BYTES)
         except FileNotFoundError:
             return None
-        return head.removeprefix(_LINK).decode() if head.startswith(_LINK) else _name(place)
+        if not head.startswith(_LINK):
+            return _name(place)
+        target: str = head.removeprefix(_LINK).decode()
+        return target if fs.exists(f"{_parent(path)}/{target}") else None
 
     def new_folder(self, place: str) -> NewFolder:
         """Return a folder of a new name within the place; a link says which one counts."""
@@ -123,6 +127,10 @@ class _Generation:
 
     def publish(self) -> None:
         self._storage.link(f"{self._place}/{_CURRENT}", self._name)
+        with contextlib.suppress(Exception):  # the new folder counts already; the next publish() tries again
+            self._remove_others()
+
+    def _remove_others(self) -> None:
         fs, path = _locate(self._place)
         for name, kind in _entries(fs, path):
             if kind == "directory" and name.startswith(_GENERATION) and name != self._name:
@@ -140,6 +148,11 @@ def _locate(place: str, **options: Any) -> tuple[Any, str]:
     """Return the file system of a URL and the path in it."""
     fs, path = fsspec.core.url_to_fs(place, **options)
     return fs, path
+
+
+def _path_of(file: IO[bytes]) -> str:
+    """Return a path of an open file that has no name, so that it goes with a process that is killed."""
+    return f"/proc/self/fd/{file.fileno()}"
 
 
 def _name(place: str) -> str:
@@ -180,6 +193,12 @@ def _upload(local: str, place: str) -> None:
     try:
         fs.put_file(local, temporary)
         fs.mv(temporary, path)
+        fs.invalidate_cache()
+        if fs.exists(temporary):
+            raise OSError(
+                f"writing {place} failed: the file there could not be replaced, since a rename on this file system "
+                "does not replace a file. Save to another file system."
+            )
     except BaseException:
         with contextlib.suppress(Exception):  # the first error is the one to know; the next save tries again
             fs.rm_file(temporary)

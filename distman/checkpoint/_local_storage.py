@@ -23,6 +23,8 @@ SCHEMES = ("file", "local")
 
 _LOCK = ".writing"  # locked file in a folder that is being filled: a folder itself cannot be opened for writing
 _CANNOT_SYNC = (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS)  # what fsync of a folder says on some network file systems
+# What fchmod says on FUSE and CIFS mounts, where all files have the permissions of the mount.
+_CANNOT_CHANGE_MODE = (errno.EPERM, errno.ENOTSUP, errno.ENOSYS)
 _AT_FDCWD = -100  # from fcntl.h: paths are relative to the current folder; Python does not export it
 _RENAME_EXCHANGE = 2  # from linux/fs.h
 _TOKEN_BYTES = 4  # random bytes in a temporary name, beside the pid: threads, and hosts with equal pids
@@ -168,12 +170,16 @@ def _create_locked(path: Path) -> tuple[Path, io.FileIO]:
 
 
 def _keep_mode(file: io.FileIO, path: Path) -> None:
-    """Give a new file the permissions of the one that it replaces."""
+    """Give a new file the permissions of the one that it replaces, where the file system can change them."""
     try:
         mode = stat.S_IMODE(path.stat().st_mode)
     except FileNotFoundError:
         return
-    os.fchmod(file.fileno(), mode)
+    try:
+        os.fchmod(file.fileno(), mode)
+    except OSError as error:
+        if error.errno not in _CANNOT_CHANGE_MODE:
+            raise
 
 
 def _remove_leftovers(folder: Path, pattern: str) -> None:

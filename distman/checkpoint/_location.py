@@ -22,7 +22,7 @@ _registered: dict[str, Storage] = dict.fromkeys(SCHEMES, _LOCAL)
 class Location:
     """A place, and the storage that it is in."""
 
-    storage: Storage
+    storage: Storage = dataclasses.field(hash=False)  # one of a site's own may have no hash
     place: str
 
     def __str__(self) -> str:

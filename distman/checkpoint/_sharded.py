@@ -113,7 +113,7 @@ class _Files(FileSystemBase):
 
     def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
         """Copy the table of contents, the only file that torch renames, since an object store cannot."""
-        with self._storage.open(os.fspath(path)) as old, self._storage.create(os.fspath(new_path)) as new:
+        with self.create_stream(path, "rb") as old, self.create_stream(new_path, "wb") as new:
             new.write(old.read())
         self.rm_file(path)
 

@@ -18,7 +18,7 @@ class NewFolder(Protocol):
     def publish(self) -> None:
         """Make the folder the one that is found from now on, and remove the one before.
 
-        Local. Blocking.
+        Local. Blocking. That the one before cannot be removed is no error: the new one has been published.
         """
 
     def discard(self) -> None:
@@ -39,7 +39,8 @@ class Storage(Protocol):
     def resolve(self, path: str) -> str:
         """Return the place that a path or URL stands for, the same whatever the current folder is later on.
 
-        Local. Nothing is looked up in a store that is far away.
+        Local. Nothing is looked up in a store that is far away. Users get places back as the paths of checkpoints, and
+        pass them on: a place should be a URL of the same scheme, which stands for itself.
 
         Raises:
             ValueError: It cannot be a place in this storage.
@@ -49,7 +50,9 @@ class Storage(Protocol):
         """Write a file that takes the place of the one before when the block ends without an error.
 
         Local. Blocking. Whatever ends the block or the process, a reader finds the old file or the whole new one.
-        Folders above the file are made; what an earlier write of this file left when it was killed is removed.
+        Folders above the file are made; what an earlier write of this file left when it was killed is removed. The file
+        that the block gets may be unbuffered: one call of ``write`` may take fewer bytes than it is given, and returns
+        how many.
 
         Raises:
             OSError: It could not be written; the old file is as it was.

@@ -235,8 +235,11 @@ class ParallelExecutor(Executor):
 
 
 def _terminate_after_interrupt() -> None:
-    """End what was submitted where Ctrl-C is what ends the program."""
-    if isinstance(getattr(sys, "last_value", None), KeyboardInterrupt):
+    """End what was submitted where Ctrl-C is what ends the program.
+
+    In an interactive session Ctrl-C ends no more than a call, and may be long ago.
+    """
+    if not hasattr(sys, "ps1") and isinstance(getattr(sys, "last_value", None), KeyboardInterrupt):
         for executor in list(_with_threads):
             executor._terminate()
 

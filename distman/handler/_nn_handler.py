@@ -160,8 +160,8 @@ class NNHandler(Saving):
             return
         saved = self._auto_save.load()
         if saved is not None:
-            self._reporter.log("resuming from %s", self._auto_save.folder.latest())
             self.load_state_dict(saved)
+            self._reporter.log("resuming from step %d, saved in %s", self.num_steps, self._auto_save.folder.path)
 
     def _make_training(self, options: StepOptions, validate_every: int) -> Training:
         """Return a training that resumes from the state that was loaded, or from that of the latest run."""

@@ -198,7 +198,8 @@ class TestRun:
     def _await_deaths(self, ranks: Iterable[int]) -> None:
         deadline = time.monotonic() + END_SECONDS
         for rank in ranks:
-            self._workers[rank].has_ended(max(0.0, deadline - time.monotonic()))
+            if not self._workers[rank].has_ended(max(0.0, deadline - time.monotonic())):
+                self._workers[rank].kill_here()
 
     def _report(self, rank: int) -> RankReport:
         result, worker = self._results[rank], self._workers[rank]

@@ -25,6 +25,16 @@ class FullFileSystem(DiskFileSystem):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), path2)
 
 
+class NeverReplacingFileSystem(DiskFileSystem):
+    """A disk whose rename leaves a file that is there, and says nothing."""
+
+    protocol = "never-replacing"
+
+    def mv(self, path1, path2, **options):
+        if not self.exists(path2):
+            super().mv(path1, path2, **options)
+
+
 def disk(folder):
     """The URL of a folder on the disk, whose scheme fsspec knows from now on in this process."""
     fsspec.register_implementation("disk", DiskFileSystem, clobber=True)
@@ -35,6 +45,12 @@ def full(folder):
     """The URL of the same folder on a disk that is full."""
     fsspec.register_implementation("full", FullFileSystem, clobber=True)
     return f"full://{folder}"
+
+
+def never_replacing(folder):
+    """The URL of the same folder on a disk whose rename does not replace."""
+    fsspec.register_implementation("never-replacing", NeverReplacingFileSystem, clobber=True)
+    return f"never-replacing://{folder}"
 
 
 def kill_in_the_middle():

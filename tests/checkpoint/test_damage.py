@@ -1,7 +1,9 @@
 """Damaged checkpoints, and what else may happen to a file: permissions, and several writers."""
 
 import contextlib
+import errno
 import logging
+import os
 import threading
 import uuid
 
@@ -107,6 +109,16 @@ def test_permissions_survive(tmp_path):
     path.chmod(0o600)
     save({"number": 2}, path)
     assert path.stat().st_mode & 0o777 == 0o600
+
+
+def test_a_file_system_without_permissions_of_its_own_takes_a_second_save(tmp_path, monkeypatch):
+    def refuse(*_args):
+        raise OSError(errno.EPERM, os.strerror(errno.EPERM))
+
+    monkeypatch.setattr(os, "fchmod", refuse)
+    for number in (1, 2):
+        save({"number": number}, tmp_path / "state.pt")
+    assert load(tmp_path / "state.pt") == {"number": 2}
 
 
 def test_a_temporary_file_that_another_writer_took_for_abandoned_is_made_again(tmp_path, monkeypatch):

@@ -45,3 +45,9 @@ def test_a_process_that_ends_finishes_what_it_saves_in_the_background_or_says_wh
     ]
     assert finished.stderr.count("ValueError: the program fails") == 1
     assert len(re.findall(r"the background save to .*/state\.pt failed: \w+\(", finished.stderr)) == 2
+
+
+def test_a_process_that_ends_finishes_what_it_saves_through_coroutines(tmp_path):
+    finished = launch([sys.executable, SCRIPT.with_name("asynchronous.py"), tmp_path])
+    assert (finished.returncode, finished.stderr) == (0, "")
+    assert [path.name for path in tmp_path.iterdir()] == ["state.pt"]

@@ -1,7 +1,9 @@
 """Checkpoints behind URLs: the same promises in a store without renames, on several ranks, and when the store fails."""
 
 import ast
+import contextlib
 import os
+import tempfile
 import uuid
 from pathlib import Path
 
@@ -18,7 +20,7 @@ from distman.checkpoint import _location as location
 from distman.checkpoint._local_storage import LocalStorage
 from distman.testing import ranks
 
-from .stores import disk, full, kill_in_the_middle
+from .stores import DiskFileSystem, disk, full, kill_in_the_middle, never_replacing
 
 LARGE = {"tensor": torch.arange(100_000.0)}
 
@@ -95,6 +97,16 @@ def test_the_last_ones_and_the_best_are_kept_in_every_kind_of_storage(place, bac
     assert everything_in(f"{place}/run") == ["best.pt", *map(step_name, (20, 40, 50)), "latest.pt"]
 
 
+def test_a_link_to_a_file_that_is_gone_leads_nowhere_in_every_kind_of_storage(place):
+    folder = CheckpointFolder(f"{place}/run", background=False)
+    folder.save({"step": 1}, 1, is_best=True)
+    fs, path = fsspec.core.url_to_fs(f"{place}/run/{step_name(1)}")
+    fs.rm(path)
+    assert (folder.latest(), folder.best(), folder.load_latest(), folder.load_best()) == (None, None, None, None)
+    with pytest.raises(FileNotFoundError, match=r"no checkpoint at"):
+        load(f"{place}/run/best.pt")
+
+
 def test_a_sharded_state_comes_back_from_every_kind_of_storage_and_leaves_nothing_old(place):
     for number in (1, 2):
         save_sharded({"step": number, "tensor": torch.full((3,), float(number))}, f"{place}/sharded")
@@ -151,6 +163,15 @@ def test_a_store_that_fails_in_the_middle_leaves_the_old_sharded_state(tmp_path)
     all_are_well()
 
 
+def test_a_rename_that_does_not_replace_is_an_error(tmp_path):
+    path = f"{never_replacing(tmp_path)}/state.pt"
+    save({"number": 1}, path)
+    with pytest.raises(RankFailedError, match=r"the file there could not be replaced, since .* does not replace"):
+        save({"number": 2}, path)
+    assert load(path) == {"number": 1}
+    assert [path.name for path in tmp_path.iterdir()] == ["state.pt"]
+
+
 @pytest.fixture
 def broken_memory(monkeypatch):
     """Let fsspec's memory take a thousand bytes of a file, then fail."""
@@ -190,7 +211,25 @@ def test_a_program_that_fails_while_it_makes_a_state_leaves_the_old_object(memor
     assert load(path) == {"number": 1}
 
 
-def test_what_was_saved_behind_a_url_survives_a_kill_in_the_middle(tmp_path):
+@pytest.fixture
+def temporary(tmp_path_factory, monkeypatch):
+    """The temporary folder of this host."""
+    folder = tmp_path_factory.mktemp("host")
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    return folder
+
+
+def test_what_passes_through_the_temporary_folder_has_no_name_there(place, temporary):
+    found = location.locate(f"{place}/state.pt")
+    with found.storage.create(found.place) as file:
+        file.write(b"content")
+        assert list(temporary.iterdir()) == []
+    with found.storage.open(found.place) as file:
+        assert list(temporary.iterdir()) == []
+        assert (file.read(4), file.tell(), file.seek(0), file.read()) == (b"cont", 4, 0, b"content")
+
+
+def test_what_was_saved_behind_a_url_survives_a_kill_in_the_middle(tmp_path, temporary):
     """The child is killed by itself, when half of the file has been uploaded."""
     save({"number": 1}, f"{disk(tmp_path)}/state.pt")
     child = os.fork()
@@ -200,6 +239,7 @@ def test_what_was_saved_behind_a_url_survives_a_kill_in_the_middle(tmp_path):
         os._exit(0)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -9
     assert len(list(tmp_path.iterdir())) == 2
+    assert list(temporary.iterdir()) == []
     assert load(f"{disk(tmp_path)}/state.pt") == {"number": 1}
     save({"number": 2}, f"{disk(tmp_path)}/state.pt")
     assert [path.name for path in tmp_path.iterdir()] == ["state.pt"]
@@ -226,6 +266,24 @@ def test_a_sharded_state_without_its_marker_does_not_count(tmp_path, shards):
     assert state == {"step": 1}
     save_sharded({"step": 2}, url)
     assert not torn.exists()
+
+
+def test_a_sharded_state_is_saved_although_the_old_one_cannot_be_removed(tmp_path, monkeypatch):
+    url = f"{disk(tmp_path)}/sharded"
+
+    def fail(*_args, **_options):
+        raise PermissionError("nothing may be removed")
+
+    save_sharded({"step": 1}, url)
+    with monkeypatch.context() as patched:
+        patched.setattr(DiskFileSystem, "rm", fail)
+        save_sharded({"step": 2}, url)
+    state = {"step": 0}
+    load_sharded(state, url)
+    assert state == {"step": 2}
+    assert len(list(tmp_path.glob("sharded/saved-*"))) == 2
+    save_sharded({"step": 3}, url)
+    assert len(list(tmp_path.glob("sharded/saved-*"))) == 1
 
 
 @pytest.mark.parametrize("path", ["s4://bucket/x.pt", "simplecache::memory://x.pt"])
@@ -283,19 +341,62 @@ def test_without_fsspec_the_extra_is_named(tmp_path, monkeypatch):
 
 
 def test_a_site_may_add_a_storage(tmp_path, monkeypatch):
+    opened = []
+
     class Shelf(LocalStorage):
+        __hash__ = None  # as a class that defines what is equal has it
+
         def resolve(self, path):
             return str(tmp_path / path.removeprefix("shelf://"))
+
+        def open(self, place):
+            opened.append(Path(place).name)
+            return super().open(place)
 
     monkeypatch.setattr(location, "_registered", dict(location._registered))
     register_storage("shelf", Shelf())
     folder = CheckpointFolder("shelf://run")
-    folder.save({"step": 1}, 1)
-    assert folder.load_latest() == {"step": 1}
+    folder.save({"step": 1}, 1, is_best=True)
+    assert folder.load_latest() == folder.load_best() == {"step": 1}
+    assert opened == [step_name(1)] * 2
     save_sharded({"step": 2}, "shelf://sharded")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["run", "sharded"]
     with pytest.raises(ValueError, match="scheme must be letters"):
         register_storage("shelf://", Shelf())
+
+
+class ShortWrites(LocalStorage):
+    """A disk whose files take a few bytes at once, as a file without a buffer may."""
+
+    def resolve(self, path):
+        return super().resolve(path.removeprefix("short://"))
+
+    @contextlib.contextmanager
+    def create(self, place):
+        with super().create(place) as file:
+            yield _ShortFile(file)
+
+
+class _ShortFile:
+    def __init__(self, file):
+        self._file = file
+
+    def write(self, data):
+        return self._file.write(memoryview(data)[:100])
+
+    def tell(self):
+        return self._file.tell()
+
+
+def test_a_file_that_takes_a_few_bytes_at_once_gets_all_of_them(tmp_path, monkeypatch):
+    monkeypatch.setattr(location, "_registered", dict(location._registered))
+    register_storage("short", ShortWrites())
+    save({"step": 1}, f"short://{tmp_path}/state.pt")
+    assert load(tmp_path / "state.pt") == {"step": 1}
+    save_sharded({"step": 2, "tensor": torch.arange(100.0)}, f"short://{tmp_path}/sharded")
+    state = {"step": 0, "tensor": torch.zeros(100)}
+    load_sharded(state, tmp_path / "sharded")
+    assert state["step"] == 2
 
 
 STORAGES = {"_local_storage", "_fsspec_storage", "_location"}

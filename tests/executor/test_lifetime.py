@@ -136,6 +136,16 @@ futures = [executor.submit(lambda device: time.sleep(300)) for _ in range(3)]
 print("busy", flush=True)
 wait(futures)
 """
+INTERACTIVE = """
+import sys, time
+from distman import ParallelExecutor
+
+sys.ps1, sys.last_value = ">>> ", KeyboardInterrupt()  # as after a Ctrl-C in a session that goes on
+executor = ParallelExecutor(devices=["cpu"])
+futures = [executor.submit(lambda device, n: n, n) for n in range(3)]
+for future in futures:
+    future.add_done_callback(lambda one: print("cancelled" if one.cancelled() else one.result(), flush=True))
+"""
 FORKED = """
 import os
 from distman import ParallelExecutor
@@ -259,6 +269,11 @@ def test_ctrl_c_ends_what_was_submitted_outside_with(start, mark):
     _, errors = program.communicate(timeout=20)
     assert "KeyboardInterrupt" in errors.splitlines()[-1]
     wait_until(lambda: not living(mark), 5)
+
+
+def test_an_earlier_ctrl_c_in_a_session_does_not_end_what_was_submitted(start):
+    output, errors = start(INTERACTIVE).communicate(timeout=20)
+    assert (output.split(), errors) == (["0", "1", "2"], "")
 
 
 def test_nothing_is_left_or_changed_after_shutdown(start, mark):

@@ -1,11 +1,14 @@
 """A training that is cut off anywhere and gone on with is the training that was never cut off, bit for bit."""
 
+import logging
+
 import pytest
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from distman import DistributedManager, checkpoint
+from distman.checkpoint import CheckpointFolder
 from distman.errors import CheckpointError, RankFailedError
 from distman.handler import Callback, EarlyStopping, LearningRateMonitor, ModelCheckpoint, NNHandler, Preempted
 from distman.testing import ranks
@@ -272,6 +275,21 @@ class TakesAClass(nn.Linear):
     def __init__(self, activation, width):
         super().__init__(width, 1)
         self.activation, self.width = activation(), width
+
+
+def test_the_log_says_what_a_training_resumes_from_if_the_latest_checkpoint_is_damaged(tmp_path, caplog):
+    handler = make_handler(8)
+    handler.auto_save(tmp_path, every_steps=1)
+    handler.add_callback(CutsOff(3))
+    with pytest.raises(CutOffError):
+        handler.train(1)
+    CheckpointFolder(tmp_path).wait()
+    (tmp_path / "latest.pt").write_bytes(b"damaged")
+    caplog.set_level(logging.INFO)
+    resumed = make_handler(8)
+    resumed.auto_save(tmp_path)
+    resumed.train(1)
+    assert f"resuming from step 1, saved in {tmp_path}" in caplog.messages
 
 
 @ranks(2)

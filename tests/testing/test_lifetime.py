@@ -1,4 +1,5 @@
 import os
+import resource
 import signal
 import subprocess
 import time
@@ -6,6 +7,11 @@ import uuid
 from pathlib import Path
 
 import pytest
+
+from distman._workers.server_process import spawn_server
+from distman._workers.worker_process import WorkerProcess
+from distman.testing import _test_run
+from distman.testing._rank_process import RankProcess
 
 BUSY = """
 import subprocess, time
@@ -155,3 +161,42 @@ def test_ordinary_tests_load_and_start_nothing(project):
     project.write(TORCHLESS)
     run = project.run("-q")
     assert run.counts() == {"passed": 1}, run.output
+
+
+@pytest.fixture
+def server(tmp_path):
+    server = spawn_server("distman.testing._rank_loop:prepare", [str(tmp_path / "stores"), 0])
+    yield server
+    server.close()
+
+
+def children(pid):
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def test_a_rank_that_its_server_does_not_end_is_killed(server, monkeypatch):
+    monkeypatch.setattr(_test_run, "END_SECONDS", 0.5)
+    worker = RankProcess(server)
+    (fork_server,) = children(server.pid)
+    os.kill(fork_server, signal.SIGSTOP)
+    try:
+        _test_run.TestRun([worker], 60, []).abandon()
+        wait_until(lambda: not Path(f"/proc/{worker.pid}/cmdline").read_bytes(), 5)  # it has no memory any more
+    finally:
+        os.kill(fork_server, signal.SIGCONT)
+        worker.close()
+
+
+@pytest.mark.parametrize("num_free", [1, 2])
+def test_a_worker_without_descriptors_leaves_none_open(num_free):
+    before = set(os.listdir("/proc/self/fd"))  # noqa: PTH208 - names are wanted
+    free = os.dup(0)
+    os.close(free)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (free + num_free, hard))
+    try:
+        with pytest.raises(OSError, match="Too many open files"):
+            WorkerProcess(None, {})
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert set(os.listdir("/proc/self/fd")) == before  # noqa: PTH208
