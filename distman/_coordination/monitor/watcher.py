@@ -129,8 +129,8 @@ class Watcher:
 
     def close(self) -> None:
         """Let go of the connections, once the other ranks have been told."""
-        if self._monitor is not None and not self.has_let_go:
-            self._monitor.close()
+        if self._monitor is not None and not self.has_let_go and not self._thread.is_alive():
+            self._monitor.close()  # a thread that the store holds up still uses them: they go with it
 
     def explain(self, error: BaseException, operation: str) -> FailureRecord | None:
         """Return because of whom a connection broke: a rank that failed, or left, or served the store.
