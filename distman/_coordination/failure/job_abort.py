@@ -27,6 +27,10 @@ _NUM_CANCELLING = 2
 _GRACE = 3.0
 """Seconds in which the other ranks end by themselves, and say why, before the job is cancelled."""
 
+_GRACE_FOR_STOPPED = 1.5
+"""Seconds for the other ranks to find a stopped process silent before it is ended; their watchdogs look once a second.
+If it serves the store, they would take it for dead."""
+
 _PATIENCE = 10.0
 """Seconds that the command which cancels the job may take: the scheduler may be busy."""
 
@@ -61,6 +65,7 @@ def _leaves_a_rank_behind(error: BaseException) -> bool:
 
 def _end_if_stopped(pid: int) -> None:
     """End a process that is stopped, if it runs this very program: nothing else would end it."""
+    time.sleep(_GRACE_FOR_STOPPED)
     with contextlib.suppress(OSError):
         process = Path(f"/proc/{pid}")
         state = (process / "stat").read_text(encoding="utf-8").rpartition(") ")[2][:1]
