@@ -67,7 +67,7 @@ def start(environment: LaunchEnvironment, backend: str | None, requested: torch.
     try:
         _make_process_group(job, rendezvous.store)
         rendezvous.store.add(protocol.STARTED, 1)
-    except BaseException:
+    except BaseException:  # Ctrl-C too: a store without a process group would make the others wait
         rendezvous.job_store.close()
         raise
     hook.set_reporter(_reporter(job, rendezvous))
