@@ -88,7 +88,7 @@ def test_a_folder_that_another_node_does_not_see(slurm_cluster, tmp_path):
 
 
 def test_under_mpirun(openmpi, tmp_path):
-    finished = openmpi.run(*CHECK, ranks=2, timeout=LIMIT, cwd=tmp_path)
+    finished = openmpi.preloaded.run(*CHECK, ranks=2, timeout=LIMIT, cwd=tmp_path)
     assert (finished.returncode, without_words_of_prrte(finished.stderr)) == (0, "")
     assert [row[0] for row in rows_of_ranks(finished)] == ["0", "1"]  # plain text, though it prints to a terminal
     assert finished.stdout.splitlines()[-1] == IS_EXACT.format(2, "1 node", "cpu:gloo")
