@@ -164,8 +164,8 @@ def test_sigterm_while_a_rank_does_not_look_at_the_folder_leaves_no_file(free_po
     assert list(tmp_path.iterdir()) == []
 
 
-def test_ctrl_c_leaves_nothing(torchrun, tmp_path):
-    with torchrun.start(*CHECK, ranks=2, cwd=tmp_path) as running:
+def test_ctrl_c_leaves_nothing(preloaded_torchrun, tmp_path):
+    with preloaded_torchrun.start(*CHECK, ranks=2, cwd=tmp_path) as running:
         running.wait_for_output("local rank")  # the table of ranks: the measurements begin
         os.kill(running.pid, signal.SIGINT)
         finished = running.wait(timeout=LIMIT)

@@ -96,8 +96,8 @@ def test_mpi_on_two_hosts_without_mpi4py_says_what_to_set(namespace_hosts, mpich
     assert "set MASTER_ADDR to the name of rank 0's node on all ranks" in finished.stderr
 
 
-def test_torchrun_restarts_on_the_same_store(torchrun):
+def test_torchrun_restarts_on_the_same_store(preloaded_torchrun):
     options = ("--max-restarts=2",)
-    finished = torchrun.run(SCRIPTS / "restarted.py", ranks=2, options=options, timeout=LIMIT)
+    finished = preloaded_torchrun.run(SCRIPTS / "restarted.py", ranks=2, options=options, timeout=LIMIT)
     assert finished.returncode == 0
     assert finished.lines == ["rank 0 finished attempt 1 with 2", "rank 1 finished attempt 1 with 2"]
