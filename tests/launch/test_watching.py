@@ -286,7 +286,7 @@ import os, sys, time
 import torch.multiprocessing as mp
 
 def work(rank, port):
-    os.environ.update(RANK=str(rank), WORLD_SIZE="3", MASTER_ADDR="localhost", MASTER_PORT=port)
+    os.environ.update(RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="localhost", MASTER_PORT=port)
     from distman import DistributedManager
     manager = DistributedManager.initialize()
     if rank == 1:
