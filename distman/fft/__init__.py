@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
+from distman.fft._model_parallel import DistributedIRFFT2, DistributedRFFT2
 from distman.fft._transforms import (
-    DistributedIRFFT2,
-    DistributedRFFT2,
     fft2,
     fftn,
     ifft2,

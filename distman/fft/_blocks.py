@@ -21,6 +21,9 @@ Kind = Literal["fft", "ifft", "rfft", "irfft"]
 _BLOCK_BYTES = 2**19  # bytes per thread: a block and its transform fit into a second-level cache of 1 MiB
 _FEWEST = 16  # numbers that lie side by side: fewer would leave most of a cache line unread
 
+ADJOINT: dict[Kind, Kind] = {"fft": "ifft", "ifft": "fft", "rfft": "irfft", "irfft": "rfft"}
+DUAL = {"backward": "forward", "forward": "backward", "ortho": "ortho"}  # the norm of the adjoint
+
 _TRANSFORMS = {"fft": torch.fft.fftn, "ifft": torch.fft.ifftn, "rfft": torch.fft.rfftn, "irfft": torch.fft.irfftn}
 _COMPLEX = {torch.float32: torch.complex64, torch.float64: torch.complex128}
 _REAL = {value: key for key, value in _COMPLEX.items()}

@@ -5,7 +5,7 @@ import torch
 
 from distman import fft, split_sizes
 from distman.collectives import fused_all_reduce
-from distman.fft import _hermitian, _plan
+from distman.fft import _hermitian, _resharding
 from distman.testing import ranks
 
 LENGTH = 96
@@ -19,8 +19,8 @@ def count_bytes(monkeypatch):
         counted.extend(one.nbytes for rank, one in enumerate(sends) if rank != group.rank)
         exchange(sends, receives, group)
 
-    exchange = _plan.exchange
-    monkeypatch.setattr(_plan, "exchange", count)
+    exchange = _resharding.exchange
+    monkeypatch.setattr(_resharding, "exchange", count)
     monkeypatch.setattr(_hermitian, "exchange", count)
     return counted
 
