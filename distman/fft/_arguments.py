@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import operator
+import re
 from collections.abc import Callable, Sequence
 from typing import ParamSpec, TypeVar
 
@@ -35,7 +36,9 @@ def outside_graphs(func: Callable[P, R]) -> Callable[P, R]:
 def computable(name: str, kind: Kind, tensor: torch.Tensor) -> torch.Tensor:
     """Return the tensor in a dtype that the transform is computed in."""
     if kind == "rfft" and tensor.is_complex():
-        raise ValueError(f"the tensor of {name} must be real, got {tensor.dtype}. Use {name.replace('r', '', 1)}.")
+        raise ValueError(
+            f"the tensor of {name} must be real, got {tensor.dtype}. Use {re.sub('[rh]', '', name, count=1)}."
+        )
     if not (tensor.is_floating_point() or tensor.is_complex()):
         tensor = tensor.to(torch.promote_types(torch.get_default_dtype(), torch.float32))
     if tensor.dtype in (torch.float16, torch.bfloat16):
@@ -47,22 +50,38 @@ def computable(name: str, kind: Kind, tensor: torch.Tensor) -> torch.Tensor:
     return tensor if kind == "rfft" or tensor.is_complex() else tensor.to(tensor.dtype.to_complex())
 
 
-def as_integers(name: str, values: Sequence[int]) -> tuple[int, ...]:
+def as_lengths(s: Sequence[int | None]) -> tuple[int, ...]:
+    """Return lengths, with -1 for None: the length that is there."""
     try:
-        return tuple(operator.index(value) for value in values)
+        return tuple(-1 if length is None else operator.index(length) for length in s)
     except TypeError:
-        raise ValueError(f"{name} must be a sequence of integers, got {values!r}. Pass one for each dim.") from None
+        raise ValueError(f"s must be a sequence of integers, got {s!r}. Pass one for each dim.") from None
+
+
+def as_length(n: int | None) -> int:
+    """Return a length, with -1 for None: the length that is there."""
+    try:
+        return -1 if n is None else operator.index(n)
+    except TypeError:
+        raise ValueError(f"n must be an integer, got {n!r}. Pass the length of the signal.") from None
+
+
+def as_dims(dim: Sequence[int], ndim: int) -> tuple[int, ...]:
+    """Return dims counted from the front."""
+    try:
+        return tuple(normalize_dim(operator.index(one), ndim) for one in dim)
+    except TypeError:
+        raise ValueError(f"dim must be a sequence of integers, got {dim!r}. Pass one or more dims.") from None
 
 
 def check_dims(dim: Sequence[int] | None, s: tuple[int, ...] | None, ndim: int) -> tuple[int, ...]:
     if dim is None:
         dim = range(ndim) if s is None else range(-len(s), 0)
-    chosen = as_integers("dim", dim)
-    dims = tuple(normalize_dim(one, ndim) for one in chosen)
+    dims = as_dims(dim, ndim)
     if len(set(dims)) != len(dims) or len(dims) < 2:
         raise ValueError(
-            f"dim must hold at least two different dims, got {chosen} for a tensor of {ndim} dims. A single dim "
-            "is transformed with torch.fft, after distributed_transpose if it is sharded."
+            f"dim must hold at least two different dims, got {tuple(dim)} for a tensor of {ndim} dims. Functions like "
+            "fft and rfft transform a single one."
         )
     if s is not None and len(s) != len(dims):
         raise ValueError(f"s must hold one length for each of {len(dims)} dims, got {s}. Pass as many lengths as dims.")
@@ -108,7 +127,7 @@ def signal_lengths(kind: Kind, name: str, full: dict[int, int], s: tuple[int, ..
     if min(lengths.values()) < 1:
         raise ValueError(
             f"the signal of {name} must have at least one point along each of its dims, got {list(lengths.values())}. "
-            "Pass s with lengths of 1 or more, or -1 for the length that is there."
+            "Pass lengths of 1 or more, or None for the length that is there."
         )
     return lengths
 

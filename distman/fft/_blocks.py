@@ -131,10 +131,12 @@ def blocks_of(
         yield index, block
 
 
-def transform(tensor: torch.Tensor, local: LocalTransform, runs: Sequence[Run] = ()) -> torch.Tensor:
-    """Return the transform of a tensor, in its place if it has the same shape and dtype."""
+def transform(
+    tensor: torch.Tensor, local: LocalTransform, runs: Sequence[Run] = (), *, keeps_input: bool = False
+) -> torch.Tensor:
+    """Return the transform of a tensor, in its place if it has the same shape and dtype and need not be kept."""
     shape = local.shape(tensor.shape)
-    result = tensor if local.kind in ("fft", "ifft") else None
+    result = tensor if local.kind in ("fft", "ifft") and not keeps_input else None
     for index, block in blocks_of(tensor, local, runs=runs):
         if list(block.shape) == shape:
             return block  # the only one

@@ -16,7 +16,10 @@ class DistributedRFFT2:
 
     @staticmethod
     def apply(
-        x: torch.Tensor, s: Sequence[int] | None = None, dim: Sequence[int] = (-2, -1), norm: str | None = "ortho"
+        x: torch.Tensor,
+        s: Sequence[int | None] | None = None,
+        dim: Sequence[int] = (-2, -1),
+        norm: str | None = "ortho",
     ) -> torch.Tensor:
         """Transform data that is sharded along ``dim[1]``, and return the spectrum sharded along ``dim[0]``.
 
@@ -33,7 +36,10 @@ class DistributedIRFFT2:
 
     @staticmethod
     def apply(
-        x: torch.Tensor, s: Sequence[int] | None = None, dim: Sequence[int] = (-2, -1), norm: str | None = "ortho"
+        x: torch.Tensor,
+        s: Sequence[int | None] | None = None,
+        dim: Sequence[int] = (-2, -1),
+        norm: str | None = "ortho",
     ) -> torch.Tensor:
         """Transform a half spectrum that is sharded along ``dim[0]``, and return data sharded along ``dim[1]``.
 

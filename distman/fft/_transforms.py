@@ -15,7 +15,7 @@ from distman.collectives._validation import (
     shard_sizes,
 )
 from distman.fft._arguments import (
-    as_integers,
+    as_lengths,
     check_among,
     check_dims,
     check_norm,
@@ -34,7 +34,7 @@ from distman.fft._resharding import execute
 @collective
 def fftn(
     tensor: torch.Tensor,
-    s: Sequence[int] | None = None,
+    s: Sequence[int | None] | None = None,
     dim: Sequence[int] | None = None,
     norm: str | None = None,
     *,
@@ -90,7 +90,7 @@ def fftn(
 @collective
 def ifftn(
     tensor: torch.Tensor,
-    s: Sequence[int] | None = None,
+    s: Sequence[int | None] | None = None,
     dim: Sequence[int] | None = None,
     norm: str | None = None,
     *,
@@ -112,7 +112,7 @@ def ifftn(
 @collective
 def rfftn(
     tensor: torch.Tensor,
-    s: Sequence[int] | None = None,
+    s: Sequence[int | None] | None = None,
     dim: Sequence[int] | None = None,
     norm: str | None = None,
     *,
@@ -148,7 +148,7 @@ def rfftn(
 @collective
 def irfftn(
     tensor: torch.Tensor,
-    s: Sequence[int] | None = None,
+    s: Sequence[int | None] | None = None,
     dim: Sequence[int] | None = None,
     norm: str | None = None,
     *,
@@ -171,7 +171,7 @@ def irfftn(
 @collective
 def fft2(
     tensor: torch.Tensor,
-    s: Sequence[int] | None = None,
+    s: Sequence[int | None] | None = None,
     dim: Sequence[int] = (-2, -1),
     norm: str | None = None,
     *,
@@ -191,7 +191,7 @@ def fft2(
 @collective
 def ifft2(
     tensor: torch.Tensor,
-    s: Sequence[int] | None = None,
+    s: Sequence[int | None] | None = None,
     dim: Sequence[int] = (-2, -1),
     norm: str | None = None,
     *,
@@ -211,7 +211,7 @@ def ifft2(
 @collective
 def rfft2(
     tensor: torch.Tensor,
-    s: Sequence[int] | None = None,
+    s: Sequence[int | None] | None = None,
     dim: Sequence[int] = (-2, -1),
     norm: str | None = None,
     *,
@@ -231,7 +231,7 @@ def rfft2(
 @collective
 def irfft2(
     tensor: torch.Tensor,
-    s: Sequence[int] | None = None,
+    s: Sequence[int | None] | None = None,
     dim: Sequence[int] = (-2, -1),
     norm: str | None = None,
     *,
@@ -253,7 +253,7 @@ def _transform(
     kind: Kind,
     name: str,
     tensor: torch.Tensor,
-    s: Sequence[int] | None,
+    s: Sequence[int | None] | None,
     dim: Sequence[int] | None,
     norm: str | None,
     shard_dim: int | None,
@@ -265,7 +265,7 @@ def _transform(
     members = resolve_group(group)
     check_tensor(tensor, members)
     tensor = computable(name, kind, tensor)
-    wanted = None if s is None else as_integers("s", s)
+    wanted = None if s is None else as_lengths(s)
     dims = check_dims(dim, wanted, tensor.ndim)
     there = dims if kind in ("fft", "rfft") else dims[::-1]
     shard = there[0] if shard_dim is None else check_among("shard_dim", shard_dim, dims, tensor.ndim)
