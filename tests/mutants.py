@@ -125,6 +125,12 @@ MUTANTS = (
     ),
     *_mutants("fft/_hermitian.py", "fft/test_transforms.py", ("owned > length // 2", "owned >= length // 2")),
     *_mutants(
+        "fft/_rearrangement.py",
+        "fft/test_one_dim.py",
+        ("near, far = length - far, length - near", "near, far = length - near, length - far"),
+    ),
+    *_mutants("fft/_long_line.py", "fft/test_one_dim.py", ("(length - 1) // 2)", "length // 2)")),
+    *_mutants(
         "fft/_plan.py",
         "fft/test_transforms.py",
         ("[0, length // 2] if length % 2 == 0 else [0]", "[0, length // 2] if length % 2 == 1 else [0]"),
