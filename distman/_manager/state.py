@@ -45,17 +45,22 @@ class SharedState:
     """
 
     _shared_state: ClassVar[dict[str, Any]] = {}
-    _state: ManagerState
 
     def __init__(self) -> None:
         self.__dict__ = type(self)._shared_state
-        if "_state" not in self.__dict__:
+        if not self.is_initialized():
             raise _not_initialized()
 
-    def __getattr__(self, name: str) -> Any:
-        if name == "_state":
+    def __reduce__(self) -> tuple[object, ...]:
+        """Be copied, and sent to other processes, as a view of the one state that there is there."""
+        return _view, (type(self),)
+
+    @property
+    def _state(self) -> ManagerState:
+        state: ManagerState | None = type(self)._shared_state.get("_state")
+        if state is None:
             raise _not_initialized()
-        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        return state
 
     @classmethod
     def is_initialized(cls) -> bool:
@@ -64,6 +69,13 @@ class SharedState:
         Local.
         """
         return "_state" in cls._shared_state
+
+
+def _view(cls: type[SharedState]) -> SharedState:
+    """Return an instance, whether or not there is a job yet: a program may read a model before it initializes."""
+    view = cls.__new__(cls)
+    view.__dict__ = cls._shared_state
+    return view
 
 
 def _not_initialized() -> NotInitializedError:
