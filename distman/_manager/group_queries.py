@@ -9,6 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from distman._coordination.sections import ExclusiveSections
 from distman._groups.registry import Group
+from distman._manager.instance_property import instance_property
 from distman._manager.state import SharedState
 from distman.errors import undefined_group
 
@@ -16,12 +17,12 @@ from distman.errors import undefined_group
 class GroupQueries(SharedState):
     """The part of :class:`distman.DistributedManager` that is asked about groups."""
 
-    @property
+    @instance_property
     def global_mesh(self) -> DeviceMesh | None:
         """The mesh that :meth:`initialize_mesh` made; None before."""
         return self._state.mesh
 
-    @property
+    @instance_property
     def mesh_dims(self) -> dict[str, int]:
         """Length of each axis of the mesh by its name; empty without a mesh."""
         if self._state.mesh is None:
@@ -93,7 +94,7 @@ class GroupQueries(SharedState):
             return self.group()
         return self.group(names[0] if len(names) == 1 else self._state.groups.over_axes(self.mesh_dims, names))
 
-    @property
+    @instance_property
     def group_names(self) -> tuple[str, ...]:
         """Names of the groups that this rank has made or used, in that order."""
         return self._state.groups.names
@@ -175,7 +176,7 @@ class GroupQueries(SharedState):
         """
         return self._group(group) if group is None or isinstance(group, str) else self._state.groups.of(group)
 
-    @property
+    @instance_property
     def node_sections(self) -> ExclusiveSections | None:
         """What some ranks of this host do while its others wait; None where there is nobody to wait."""
         return self._state.groups.node_sections
