@@ -19,12 +19,14 @@ from distman._coordination.sync import wait_for_all
 from distman._coordination.wait_scope import WaitScope
 from distman._device import check_backend, requested_device
 from distman._groups.registry import Groups
+from distman._job.job import Limits
 from distman._job.shutdown import leave, wait_for_gloo
 from distman._job.start import adopt, start, watch
 from distman._manager import settings
 from distman._manager.ddp import check_wrappable, wrap
 from distman._manager.group_creation import GroupCreation
 from distman._manager.group_queries import GroupQueries
+from distman._manager.one_at_a_time import OneAtATime
 from distman._manager.place import Place
 from distman._manager.state import ManagerState
 from distman._process_state import puts_back
@@ -33,6 +35,9 @@ from distman.environments import detect
 from distman.errors import DistmanError
 
 __all__ = ["DistributedManager", "initialize_ddp"]
+
+_turns = OneAtATime()
+os.register_at_fork(after_in_child=_turns.forget)
 
 
 class DistributedManager(Place, GroupQueries, GroupCreation):
@@ -59,7 +64,8 @@ class DistributedManager(Place, GroupQueries, GroupCreation):
         """Find out who this process is, bring the job together, and return the manager.
 
         Collective. Writes nothing into ``os.environ`` and prints nothing. A second call warns and changes
-        nothing; a call that failed leaves no trace and can be repeated. A default process group that other
+        nothing; a call that failed leaves no trace and can be repeated. Of threads that call at once one
+        initializes, the others wait and have its answer or its error. A default process group that other
         code made is adopted, and left in place by :meth:`cleanup`.
 
         Args:
@@ -80,13 +86,27 @@ class DistributedManager(Place, GroupQueries, GroupCreation):
                 the address is not reachable.
             RankFailedError: On every rank that arrived: another rank raised before it got here.
             ValueError: An argument, or the variable that stands for it, has no meaning.
+            TypeError: An argument is of the wrong type.
         """
-        if cls.is_initialized():
-            _log.logger.warning("DistributedManager is already initialized: this call changes nothing")
-            return cls()
-        limits = settings.limits(timeout, rendezvous_timeout)
+        with _turns.start() as is_first:
+            if is_first and not cls.is_initialized():
+                limits = settings.limits(timeout, rendezvous_timeout)
+                cls._start(method, backend, requested_device(device), limits, use_distributed, settings.seed(seed))
+            else:
+                _log.logger.warning("DistributedManager is already initialized: this call changes nothing")
+        return cls()
+
+    @classmethod
+    def _start(
+        cls,
+        method: str | None,
+        backend: str | None,
+        requested: torch.device | None,
+        limits: Limits,
+        use_distributed: bool | None,
+        seed: int | None,
+    ) -> None:
         watch_limits = settings.watch_limits()
-        requested = requested_device(device)
         if backend is not None:
             check_backend(backend)
         find_unused = settings.finds_unused_parameters()
@@ -97,7 +117,7 @@ class DistributedManager(Place, GroupQueries, GroupCreation):
             environment = settings.environment(method, use_distributed=use_distributed)
             settings.warn_of_misspelt(environment.rank)
             job = start(environment, backend, requested, limits)
-        cls._shared_state["_state"] = ManagerState(
+        state = ManagerState(
             job=job,
             groups=Groups(job),
             watcher=watch(job, watch_limits),
@@ -109,7 +129,7 @@ class DistributedManager(Place, GroupQueries, GroupCreation):
         atexit.register(cls._cleanup_at_exit, os.getpid())
         if seed is not None:
             seed_generators(seed + job.peer.rank)
-        return cls()
+        cls._shared_state["_state"] = state  # last: other threads may ask from now on
 
     @classmethod
     def cleanup(cls, barrier: bool = False) -> None:
@@ -121,9 +141,14 @@ class DistributedManager(Place, GroupQueries, GroupCreation):
         Args:
             barrier: Wait for the other ranks first.
         """
-        if not cls.is_initialized():
+        if not cls.is_initialized() or _turns.is_here:
             return
-        state = cls()._state
+        with _turns.end():
+            if cls.is_initialized():  # no other thread was faster
+                cls._leave(cls()._state, barrier=barrier)
+
+    @classmethod
+    def _leave(cls, state: ManagerState, *, barrier: bool) -> None:
         if barrier and state.job.backend:
             cls().barrier("cleanup")
         if state.watcher is not None:

@@ -11,6 +11,7 @@ from distman._job.job import Limits
 from distman._log import logger
 from distman.environments import LaunchEnvironment, detect, misspelt_variables
 from distman.environments._base import read_flag
+from distman.topology._partition import is_whole_number
 
 # Variables of the environment, with the seconds that hold without them.
 _TIMEOUT = ("DISTMAN_TIMEOUT", 3600.0)  # ranks may do different work for long, such as saving on one of them
@@ -24,6 +25,17 @@ _FIND_UNUSED = "DDP_FIND_UNUSED_PARAMETERS"
 def limits(timeout: float | datetime.timedelta | None, rendezvous_timeout: float | datetime.timedelta | None) -> Limits:
     """Return how long to wait: what the program says, else the variables."""
     return Limits(seconds(timeout, *_TIMEOUT), seconds(rendezvous_timeout, *_RENDEZVOUS_TIMEOUT))
+
+
+def seed(value: int | None) -> int | None:
+    """Return the seed as an integer of Python's; it is checked before the ranks meet."""
+    if value is None:
+        return None
+    if isinstance(value, bool) or not is_whole_number(value):
+        raise TypeError(f"seed must be an integer, got {value!r}. Pass one, the same on all ranks, or None.")
+    if value < 0:
+        raise ValueError(f"seed must be 0 or more, got {value}. Pass one, the same on all ranks, or None.")
+    return int(value)
 
 
 def finds_unused_parameters() -> bool:
