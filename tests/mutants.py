@@ -100,7 +100,7 @@ MUTANTS = (
         ('if first["digest"] != digest:', 'if first["digest"] == digest:'),
     ),
     *_mutants(
-        "_groups/queries.py",
+        "_manager/group_creation.py",
         "groups/test_registry.py",
         ("inner.orthogonal(outer)", "inner.orthogonal()"),
     ),
