@@ -13,9 +13,9 @@ import torch.distributed as dist
 
 from distman import _log
 from distman._coordination import protocol, tracking
+from distman._coordination.barrier import wait_for_all
 from distman._coordination.failure import hook
 from distman._coordination.preemption import StopAgreement, requeue
-from distman._coordination.sync import wait_for_all
 from distman._coordination.wait_scope import WaitScope
 from distman._device import check_backend, requested_device
 from distman._groups.registry import Groups
@@ -202,7 +202,7 @@ class DistributedManager(Place, GroupQueries, GroupCreation):
         with WaitScope(f"barrier {name!r}" if name else "barrier"):
             tracking.check_all_run_here(range(job.world_size))
             if store_group is not None:
-                key = protocol.barrier(next(job.barriers), name)
+                key = protocol.barrier(next(job.barriers[name]), name)
                 locate = functools.partial(self._state.watcher.locate, key) if self._state.watcher is not None else None
                 wait_for_all(store_group, key, timeout=seconds, locate=locate)
 

@@ -6,7 +6,7 @@ import datetime
 import os
 import threading
 
-from distman._coordination.monitor.watcher import WatchLimits
+from distman._coordination.monitor.context import WatchLimits
 from distman._job.job import Limits
 from distman._log import logger
 from distman.environments import LaunchEnvironment, detect, misspelt_variables
