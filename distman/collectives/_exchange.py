@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
+from distman._coordination.tracking import check_all_run_here
 from distman._coordination.wait_scope import collective
 from distman._groups.registry import Group
 
@@ -26,6 +27,8 @@ def exchange(sends: Sequence[torch.Tensor], receives: Sequence[torch.Tensor], gr
         receives: One tensor for each rank, of shape and dtype of what it sends; views of an output may be strided.
         group: The group.
     """
+    # Before the first message, so that none is left behind. A forward pass has asked already.
+    check_all_run_here(group.ranks, "the backward pass of a collective")
     buffers = {
         rank: piece if piece.is_contiguous() else torch.empty_like(piece, memory_format=torch.contiguous_format)
         for rank, piece in enumerate(receives)
