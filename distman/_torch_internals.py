@@ -269,6 +269,16 @@ def with_type(storage: torch.UntypedStorage, dtype: torch.dtype) -> torch.TypedS
     return torch.TypedStorage(wrap_storage=storage, dtype=dtype, _internal=True)  # type: ignore[no-untyped-call]
 
 
+def own_parameters(module: torch.nn.Module) -> dict[str, torch.nn.Parameter | None]:
+    """Return a module's own parameters by their names, those of its submodules left out."""
+    return module._parameters
+
+
+def forward_pre_hooks(module: torch.nn.Module) -> dict[int, Callable[..., Any]]:
+    """Return what a module calls before its forward pass; to delete one takes it away."""
+    return module._forward_pre_hooks
+
+
 def versions_in(state: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return which versions of themselves the modules saved a state by, by the modules' names."""
     return getattr(state, "_metadata", None) or {}
