@@ -165,7 +165,10 @@ def test_nothing_but_the_test_kit_and_the_choice_of_an_interface_writes_into_the
     writes = re.compile(rf"environ\[[^]]+\] = |del os\.environ|environ\.({methods})\(|putenv|unsetenv")
     sources = [path.relative_to(REPOSITORY) for path in (REPOSITORY / "distman").rglob("*.py")]
     writing = {path for path in sources if writes.search(read(path))}
-    assert {path.name if path.parent.name != "testing" else "testing" for path in writing} == {"testing", "interface.py"}
+    assert {path.name if path.parent.name != "testing" else "testing" for path in writing} == {
+        "testing",
+        "interface.py",
+    }
 
 
 def public_names():
