@@ -60,8 +60,8 @@ JOINED = "joined"
 store rank when it has to end."""
 
 MEMBERSHIP_EVENT = "membership event"
-"""``full``, ``failure`` or ``judged``: a reason to look. The last to join, the store rank, a rank that is interrupted or
-rank 0 writes it, all read it."""
+"""``full``, ``failure`` or ``judged``: a reason to look. The last to join, the store rank, a rank that is interrupted,
+or rank 0 writes it, all read it."""
 
 VERDICT = "verdict"
 """Who takes part, or what is wrong, compressed. Rank 0 writes it, the first one if two claim that rank; all read it."""
@@ -89,8 +89,8 @@ several times a second, and at the rest only when it has changed."""
 
 FAILURE = "failure"
 """Fields of the ``FailureRecord`` of the first failure. The rank that fails writes it, or the one that finds another
-dead; before the verdict the store rank, for a rank that told the handshake server; after it a process that came too late,
-where the job may be made of two. All read it."""
+dead; before the verdict the store rank, for a rank that told the handshake server; after it a process that came too
+late, where the job may be made of two. All read it."""
 
 FAILURE_SEEN = "failure seen"
 """Counter of ranks that know of FAILURE. Each adds itself; the store rank, if it fails, stays until all have."""
