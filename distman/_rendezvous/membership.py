@@ -24,18 +24,8 @@ from distman._coordination import protocol
 from distman._coordination.failure.record import FailureRecord
 from distman._coordination.timeouts import run_with_timeout
 from distman._log import logger
-from distman._rendezvous.peers import (
-    OWN_RANK,
-    JoinRecord,
-    Origin,
-    Peers,
-    complete,
-    describe_claim,
-    describe_missing,
-    describe_present,
-    find_faults,
-    is_mixed,
-)
+from distman._rendezvous.join_record import OWN_RANK, JoinRecord, Origin, describe_claim, is_mixed
+from distman._rendezvous.peers import Peers, complete, describe_missing, describe_present, find_faults
 from distman._rendezvous.store import JobStore
 from distman.errors import RankFailedError, RendezvousError
 
