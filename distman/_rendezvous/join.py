@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from distman._coordination import protocol
-from distman._device import has_own_devices, is_sharing_allowed, visible_devices
+from distman._device import is_sharing_allowed, visible_devices
 from distman._rendezvous.address import find_endpoint
 from distman._rendezvous.join_record import JoinRecord, Origin
 from distman._rendezvous.membership import establish_membership
@@ -138,7 +138,7 @@ def join_record_of(
         device_type=device_type,
         device=str(device) if device else None,
         visible=visible,
-        has_own_devices=has_own_devices(environ),
+        has_own_devices=LAUNCHERS[environment.launcher].gives_own_gpus(environ),
         is_sharing_allowed=is_sharing_allowed(environ),
         torch=str(torch.__version__),
         distman=VERSION,

@@ -6,7 +6,7 @@ import dataclasses
 import os
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
 from pathlib import Path
 
 from distman._rendezvous.ancestry import start_time
@@ -15,6 +15,14 @@ _MAX_COMMAND = 60  # characters: a message has several
 _SAME_START = 30.0  # seconds between the starts of ranks of one job, as far as they are told from those of another
 OWN_PORT = "If these are two jobs, give each its own MASTER_PORT or DISTMAN_JOB_ID."
 OWN_RANK = f"Give each process its own rank. {OWN_PORT}"
+
+COMMON = {
+    "world_size": f"Start all ranks with one command. {OWN_PORT}",
+    "backend": "Let all ranks see the same kind of device, and ask for the same backend.",
+    "distman": "Install one version of distman on all hosts.",
+    "torch": "Install one version of torch on all hosts.",
+}
+"""What all ranks of a job must have in common, and what to do where they have not."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,6 +106,11 @@ class JoinRecord:
 
     def __str__(self) -> str:
         return f"rank {self.rank} ({self.host}, pid {self.pid})"
+
+    @property
+    def common(self) -> tuple[Hashable, ...]:
+        """The values of what all ranks of a job must have in common, in the order of :data:`COMMON`."""
+        return self.world_size, self.backend, self.distman, ".".join(self.torch.split(".")[:2])
 
 
 def describe_claim(claim: JoinRecord) -> str:

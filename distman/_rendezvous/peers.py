@@ -9,7 +9,7 @@ from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import TypeVar, overload
 
 from distman._device import pick_index
-from distman._rendezvous.join_record import OWN_PORT, OWN_RANK, JoinRecord, describe_claim
+from distman._rendezvous.join_record import COMMON, OWN_RANK, JoinRecord, describe_claim
 
 _MAX_LISTED = 16  # entries of a list in a message: two lines of a terminal
 K = TypeVar("K", bound=Hashable)
@@ -102,14 +102,8 @@ def find_faults(arrived: Sequence[JoinRecord], world_size: int) -> list[str]:
         for rank, claims in sorted(by_rank.items())
         if len(claims) > 1
     ]
-    for name, remedy in (
-        ("world_size", f"Start all ranks with one command. {OWN_PORT}"),
-        ("backend", "Let all ranks see the same kind of device, and ask for the same backend."),
-        ("distman", "Install one version of distman on all hosts."),
-    ):
-        faults += _unlike(name, [(getattr(join_record, name), join_record) for join_record in arrived], remedy)
-    minor_versions = [(".".join(join_record.torch.split(".")[:2]), join_record) for join_record in arrived]
-    faults += _unlike("torch", minor_versions, "Install one version of torch on all hosts.")
+    for index, (name, remedy) in enumerate(COMMON.items()):
+        faults += _unlike(name, [(join_record.common[index], join_record) for join_record in arrived], remedy)
     if not faults and len(by_rank) == world_size:
         faults += _device_faults(arrived)
     return faults
