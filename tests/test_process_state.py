@@ -32,6 +32,7 @@ CHANGES = (
     "sys.excepthook = ",
     "threading.Thread.start = ",
     "torch.library.Library",
+    "os.environ[_VARIABLE] = ",
 )
 
 
