@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import inspect
 import operator
-import os
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
@@ -24,7 +23,6 @@ from distman._coordination.wait_scope import WaitScope
 from distman._groups.registry import Group
 from distman.collectives._objects import broadcast_data
 from distman.collectives._validation import GroupLike
-from distman.environments import is_env_distributed
 from distman.manager import DistributedManager
 
 __all__ = [
@@ -300,9 +298,8 @@ class _First(AbstractContextManager[None]):
 
 def _members(group: GroupLike) -> Group | None:
     """Return the group; None in a process that is alone and has not initialized the manager."""
-    if not DistributedManager.is_initialized() and not is_env_distributed(os.environ):
-        return None
-    return DistributedManager().resolve_group(group)
+    manager = DistributedManager.find()
+    return manager.resolve_group(group) if manager is not None else None
 
 
 def _whole_ranks(rank: int | Iterable[int]) -> tuple[int, ...]:

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, ClassVar
+import os
+from typing import Any, ClassVar, TypeVar
 
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from distman._coordination.monitor.watcher import Watcher
 from distman._coordination.preemption import StopAgreement
 from distman._groups.registry import Groups
 from distman._job.job import Job
+from distman.environments import is_env_distributed
 from distman.errors import NotInitializedError
+
+View = TypeVar("View", bound="SharedState")
 
 
 @dataclasses.dataclass
@@ -70,6 +75,21 @@ class SharedState:
         """
         return "_state" in cls._shared_state
 
+    @classmethod
+    def find(cls: type[View]) -> View | None:
+        """Return the manager, or None in a process that is alone and has not initialized it.
+
+        Local. For code that must work, too, where there is no job.
+
+        Raises:
+            NotInitializedError: It is not initialized, though a launcher or a process group says that this process is
+                a rank of a job, be it the only one.
+            LaunchEnvironmentError: The variables of the launcher contradict each other.
+        """
+        if cls.is_initialized() or dist.is_initialized() or is_env_distributed(os.environ):
+            return cls()
+        return None
+
 
 def _view(cls: type[SharedState]) -> SharedState:
     """Return an instance, whether or not there is a job yet: a program may read a model before it initializes."""
@@ -79,6 +99,11 @@ def _view(cls: type[SharedState]) -> SharedState:
 
 
 def _not_initialized() -> NotInitializedError:
+    if dist.is_initialized():
+        return NotInitializedError(
+            "DistributedManager must be initialized before it is used, got a process group alone. Call "
+            "DistributedManager.initialize() once on every rank of the group: it adopts the group."
+        )
     return NotInitializedError(
         "DistributedManager must be initialized before it is used. Call DistributedManager.initialize() "
         "once at the start of the script."

@@ -205,7 +205,8 @@ def _run(work: Callable[[], None]) -> None:
 
 
 def _own_error(failure: CheckpointException) -> BaseException | None:
-    rank = DistributedManager().rank if DistributedManager.is_initialized() else 0
+    manager = DistributedManager.find()
+    rank = manager.rank if manager is not None else 0
     return failure.failures[rank][0] if rank in failure.failures else None
 
 
