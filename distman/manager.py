@@ -66,7 +66,7 @@ class DistributedManager(Place, GroupQueries, GroupCreation):
         Collective. Writes nothing into ``os.environ`` and prints nothing. A second call warns and changes
         nothing; a call that failed leaves no trace and can be repeated. Of threads that call at once one
         initializes, the others wait and have its answer or its error. A default process group that other
-        code made is adopted, and left in place by :meth:`cleanup`.
+        code made is adopted, with its backend and timeout, and left in place by :meth:`cleanup`.
 
         Args:
             method: Name of the launcher to believe, any case; None asks
@@ -76,8 +76,8 @@ class DistributedManager(Place, GroupQueries, GroupCreation):
             timeout: Seconds that a collective may take; None asks ``DISTMAN_TIMEOUT``, then takes 3,600.
             rendezvous_timeout: Seconds to wait for the other ranks; None asks
                 ``DISTMAN_RENDEZVOUS_TIMEOUT``, then takes 300.
-            use_distributed: True fails where no launcher speaks; False is one process whatever they say; None
-                believes them.
+            use_distributed: True fails where no launcher speaks; False is one process whatever they say, and
+                whatever process group there is; None believes them.
             seed: Seeds Python, NumPy and torch with ``seed + rank``; None seeds nothing.
 
         Raises:
@@ -110,7 +110,8 @@ class DistributedManager(Place, GroupQueries, GroupCreation):
         if backend is not None:
             check_backend(backend)
         find_unused = settings.finds_unused_parameters()
-        if dist.is_initialized():
+        if dist.is_initialized() and use_distributed is not False:
+            settings.check_adopted_backend(backend)
             settings.warn_of_misspelt(dist.get_rank())
             job = adopt(detect(os.environ, method).environment, requested, limits)
         else:

@@ -6,6 +6,8 @@ import datetime
 import os
 import threading
 
+import torch.distributed as dist
+
 from distman._coordination.monitor.watcher import WatchLimits
 from distman._job.job import Limits
 from distman._log import logger
@@ -41,6 +43,22 @@ def seed(value: int | None) -> int | None:
 def finds_unused_parameters() -> bool:
     """Return whether the environment lets DDP look for unused parameters."""
     return read_flag(os.environ, _FIND_UNUSED)
+
+
+def check_adopted_backend(backend: str | None) -> None:
+    """Check that the process group that is adopted has the backend that the program asks for.
+
+    Raises:
+        ValueError: It has another one.
+    """
+    there = dict(part.split(":") for part in dist.get_backend_config().split(",") if ":" in part)
+    for part in (backend or "").split(","):
+        device, _, name = part.rpartition(":")
+        if name and {there.get(device)} != {name} and {*there.values()} != {name}:
+            raise ValueError(
+                f"backend must be that of the process group that is adopted, {dist.get_backend_config()!r}, got "
+                f"{backend!r}. Leave it out, or name it where the group is made."
+            )
 
 
 def environment(method: str | None, *, use_distributed: bool | None) -> LaunchEnvironment:
