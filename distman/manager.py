@@ -32,7 +32,6 @@ from distman._manager.state import ManagerState
 from distman._process_state import puts_back
 from distman._seeds import seed_generators
 from distman.environments import detect
-from distman.errors import DistmanError
 
 __all__ = ["DistributedManager", "initialize_ddp"]
 
@@ -87,8 +86,11 @@ class DistributedManager(Place, GroupQueries, GroupCreation):
             RankFailedError: On every rank that arrived: another rank raised before it got here.
             ValueError: An argument, or the variable that stands for it, has no meaning.
             TypeError: An argument is of the wrong type.
+            DistmanError: Called in a process forked from a rank, which cannot be a rank of that job, too.
         """
         with _turns.start() as is_first:
+            if cls.is_initialized() and tracking.is_outside() and cls()._state.job.rendezvous is None:
+                cls._forget(cls()._state)  # forked from a process that was alone: it may become a rank of its own
             if is_first and not cls.is_initialized():
                 limits = settings.limits(timeout, rendezvous_timeout)
                 cls._start(method, backend, requested_device(device), limits, use_distributed, settings.seed(seed))
@@ -106,6 +108,8 @@ class DistributedManager(Place, GroupQueries, GroupCreation):
         use_distributed: bool | None,
         seed: int | None,
     ) -> None:
+        if use_distributed is not False:
+            tracking.check_speaks_for_rank("initialize() of a rank")
         watch_limits = settings.watch_limits()
         if backend is not None:
             check_backend(backend)
@@ -137,37 +141,59 @@ class DistributedManager(Place, GroupQueries, GroupCreation):
         """Leave the job: destroy the process group that :meth:`initialize` made, and forget everything.
 
         Local; collective with ``barrier=True``. Done at the end of the program by itself; harmless where
-        nothing is initialized.
+        nothing is initialized. In a process forked from the rank it forgets, and the rank stays in the job.
 
         Args:
             barrier: Wait for the other ranks first.
+
+        Raises:
+            DistmanError: Asked to wait in a process forked from the rank.
         """
         if not cls.is_initialized() or _turns.is_here:
             return
+        if barrier:
+            tracking.check_speaks_for_rank("cleanup(barrier=True)")
         with _turns.end():
-            if cls.is_initialized():  # no other thread was faster
-                cls._leave(cls()._state, barrier=barrier)
+            if not cls.is_initialized():  # another thread was faster
+                return
+            state = cls()._state
+            if tracking.is_outside():
+                cls._forget(state)
+                return
+            if barrier and state.job.backend:
+                cls().barrier("cleanup")
+            cls._leave(state)
 
     @classmethod
-    def _leave(cls, state: ManagerState, *, barrier: bool) -> None:
-        if barrier and state.job.backend:
-            cls().barrier("cleanup")
+    def _leave(cls, state: ManagerState, *, stays_known: bool = False) -> None:
         if state.watcher is not None:
             state.watcher.stop()  # first: a failure elsewhere must not interrupt what follows
         state.stop.restore()
-        cls._shared_state.clear()
-        atexit.unregister(cls._cleanup_at_exit)
+        if stays_known:
+            tracking.end_rank_process()
+        else:
+            cls._forget(state)
         hook.set_reporter(None)
-        _log.set_rank(None)
-        tracking.leave_rank_process()
         state.groups.close()
         leave(state.job, state.watcher)
         if state.watcher is not None:
             state.watcher.close()
 
     @classmethod
+    def _forget(cls, state: ManagerState) -> None:
+        """Forget the job; a child that was forked from one of several ranks stays one."""
+        cls._shared_state.clear()
+        atexit.unregister(cls._cleanup_at_exit)
+        _log.set_rank(None)
+        if state.job.rendezvous is None or not tracking.is_outside():
+            tracking.leave_rank_process()
+
+    @classmethod
     def _cleanup_at_exit(cls, pid: int) -> None:
-        """Clean up at the end of the program; after an uncaught exception, wait for nobody."""
+        """Leave the job at the end of the program; after an uncaught exception, wait for nobody.
+
+        What is known stays, for exit handlers that come later since they were registered before ``initialize()``.
+        """
         if os.getpid() != pid or not cls.is_initialized():
             return
         hook.report_uncaught()
@@ -177,8 +203,11 @@ class DistributedManager(Place, GroupQueries, GroupCreation):
                 watcher.stop()
                 watcher.close()
             wait_for_gloo()
+            tracking.end_rank_process()
         else:
-            cls.cleanup()
+            with _turns.end():
+                if cls.is_initialized():
+                    cls._leave(cls()._state, stays_known=True)
 
     def barrier(self, name: str | None = None, timeout: float | datetime.timedelta | None = None) -> None:
         """Wait until all ranks have come here.
@@ -211,7 +240,11 @@ class DistributedManager(Place, GroupQueries, GroupCreation):
         """Ask all ranks to stop at the next step that :meth:`should_stop` agrees on.
 
         Local. Any rank may call it, at any time, from any thread.
+
+        Raises:
+            DistmanError: Called in a process forked from the rank.
         """
+        tracking.check_speaks_for_rank("request_stop()")
         self._state.stop.request()
 
     def should_stop(self, step: int | None = None) -> bool:
@@ -228,8 +261,7 @@ class DistributedManager(Place, GroupQueries, GroupCreation):
             PlanMismatchError: The ranks ask at different steps.
             DistmanError: Called in a process forked from the rank.
         """
-        if tracking.is_child():
-            raise DistmanError(f"should_stop() must be called in the process of the rank, got its child {os.getpid()}.")
+        tracking.check_speaks_for_rank("should_stop()")
         self._state.stop.listen()
         return self._state.stop.decide(step)
 
@@ -261,8 +293,10 @@ class DistributedManager(Place, GroupQueries, GroupCreation):
         Raises:
             TypeError: It is no module, or DistributedDataParallel has no such option.
             ValueError: No parameter requires a gradient.
+            DistmanError: Called in a process forked from the rank.
         """
         check_wrappable(module, kwargs)
+        tracking.check_speaks_for_rank("wrap_ddp()")
         if self.world_size == 1:
             return module
         options: dict[str, Any] = {"find_unused_parameters": self.find_unused_parameters}

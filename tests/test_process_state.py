@@ -113,7 +113,7 @@ def test_reset_leaves_the_job_and_forgets_it(caplog):
     assert not DistributedManager.is_initialized()
     assert sys.excepthook is before
     assert not hook.has_failed()
-    assert (tracking.waits(), tracking.restriction(), tracking.is_child(), tracking.describe_here()) == (
+    assert (tracking.waits(), tracking.restriction(), tracking.is_outside(), tracking.describe_here()) == (
         [],
         None,
         False,

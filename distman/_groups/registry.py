@@ -18,7 +18,8 @@ from distman._coordination import protocol
 from distman._coordination.abortable_store import AbortableStore, GaveUpError
 from distman._coordination.consensus import Consensus
 from distman._coordination.sections import ExclusiveSections
-from distman._coordination.tracking import call_site
+from distman._coordination.tracking import call_site, check_all_run_here, check_speaks_for_rank
+from distman._coordination.wait_scope import WaitScope
 from distman._device import is_pure_gloo
 from distman._job.job import Job
 from distman._log import logger
@@ -123,6 +124,11 @@ class Groups:
             consensus.require_success(step, None)
         self._made[name] = self._make(name, ranks, key, self._store(protocol.failure_of(step)))
         return self._made[name]
+        with WaitScope(f"group({name!r})"):
+            check_all_run_here(ranks)
+            return self._make_at_first_use(name, ranks)
+
+    def _make_at_first_use(self, name: str, ranks: tuple[int, ...]) -> Group:
 
     def ranks(self, name: str) -> tuple[int, ...]:
         """Return the ranks in the world of the group of that name that this rank belongs to.
@@ -262,7 +268,13 @@ class Groups:
 
     def _agree(self, make_plan: Callable[[], Plan], world_name: str, consensus: Consensus | None, key: str) -> Plan:
         """Return the plan that all ranks have; a rank that cannot make one tells the others why."""
+            DistmanError: Called where only some ranks run, or in a process forked from the rank.
         plan = Plan({})
+        with WaitScope("group creation"):
+            check_all_run_here(range(self._job.world_size))
+            self._create(make_plan, world_name, verbose=verbose, place_matters=place_matters)
+
+    def _create(self, make_plan: Callable[[], Plan], world_name: str, *, verbose: bool, place_matters: bool) -> None:
         problem: Exception | None = None
         try:
             plan = make_plan()
@@ -310,6 +322,7 @@ class Groups:
         if not members:
             return mesh_without_groups(device_type, ranks, names)
         return DeviceMesh.from_group(members, device_type, mesh=ranks, mesh_dim_names=names)
+        check_speaks_for_rank("destroy_group()")
 
     def over_axes(self, dims: Mapping[str, int], names: Sequence[str]) -> str:
         """Return the name of the groups over several axes of a mesh; it is given at the first call.
