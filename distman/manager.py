@@ -32,6 +32,7 @@ from distman._manager.state import ManagerState
 from distman._process_state import puts_back
 from distman._seeds import seed_generators
 from distman.environments import detect
+from distman.errors import check_seconds
 
 __all__ = ["DistributedManager", "initialize_ddp"]
 
@@ -225,10 +226,11 @@ class DistributedManager(Place, GroupQueries, GroupCreation):
             RankFailedError: On every rank that came: another one failed, or left the job; on one that came later: the
                 others had given up.
             DistmanError: Called where only some ranks run.
+            TypeError: The timeout is no number of seconds.
         """
         job = self._state.job
         store_group = job.store_group()
-        seconds = settings.seconds(timeout, "", job.limits.collective)
+        seconds = job.limits.collective if timeout is None else check_seconds("timeout", timeout)
         with WaitScope(f"barrier {name!r}" if name else "barrier"):
             tracking.check_all_run_here(range(job.world_size))
             if store_group is not None:
@@ -321,14 +323,14 @@ def _clean_up() -> None:
 
 
 def initialize_ddp(
-    timeout: datetime.timedelta | None = None,
+    timeout: float | datetime.timedelta | None = None,
 ) -> tuple[bool, int, int, int, torch.device] | None:
     """Initialize the manager, and return what it found; None where it is initialized already.
 
     Collective.
 
     Args:
-        timeout: Limit of a collective; None takes 60 minutes.
+        timeout: Seconds that a collective may take; None asks ``DISTMAN_TIMEOUT``, then takes 3,600.
 
     Returns:
         ``(distributed, rank, local_rank, world_size, device)``, or None.

@@ -23,8 +23,15 @@ from distman._coordination.wait_scope import WaitScope
 from distman._device import is_pure_gloo
 from distman._job.job import Job
 from distman._log import logger
-from distman._torch_internals import default_store, device_types, make_gloo_default, make_group, mesh_without_groups
-from distman.errors import DistmanError, undefined_group
+from distman._torch_internals import (
+    default_store,
+    device_types,
+    is_registered,
+    make_gloo_default,
+    make_group,
+    mesh_without_groups,
+)
+from distman.errors import DistmanError, UndefinedGroupError, undefined_group
 from distman.topology import GridPartition, ListedPartition, Partition, Plan
 from distman.topology._plan import READY_MADE, check_new_names
 
@@ -88,6 +95,8 @@ class Groups:
         self._numbers = itertools.count()
         self._uses: dict[tuple[str, tuple[int, ...]], Iterator[int]] = {}
         self._world_names = {"world"}
+        self._world_partition = GridPartition.whole(job.world_size)
+        self._ready_made = _by_hosts(job)
         self.world = self._group("world", tuple(range(job.world_size)), dist.group.WORLD if job.backend else None)
 
     @property
@@ -106,15 +115,20 @@ class Groups:
             BarrierTimeoutError: Not all of its members asked for a group that is made at its first use.
         """
         if name in self._made:
-            return self._made[name]
+            return self._alive(self._made[name])
         if name in self._world_names:
-            return self.world
+            return self._alive(self.world)
         ranks = self.ranks(name)
         if self._job.peer.rank not in ranks:
             raise ValueError(
                 f"group {name!r} must be asked for by its members, ranks {list(ranks)}, got rank "
                 f"{self._job.peer.rank}. Ask only there."
             )
+        with WaitScope(f"group({name!r})"):
+            check_all_run_here(ranks)
+            return self._make_at_first_use(name, ranks)
+
+    def _make_at_first_use(self, name: str, ranks: tuple[int, ...]) -> Group:
         use = next(self._uses.setdefault((name, ranks), itertools.count()))
         digest = hashlib.sha256(str(ranks).encode()).hexdigest()[:16]
         key = f"{name} {digest} {use}"
@@ -124,11 +138,6 @@ class Groups:
             consensus.require_success(step, None)
         self._made[name] = self._make(name, ranks, key, self._store(protocol.failure_of(step)))
         return self._made[name]
-        with WaitScope(f"group({name!r})"):
-            check_all_run_here(ranks)
-            return self._make_at_first_use(name, ranks)
-
-    def _make_at_first_use(self, name: str, ranks: tuple[int, ...]) -> Group:
 
     def ranks(self, name: str) -> tuple[int, ...]:
         """Return the ranks in the world of the group of that name that this rank belongs to.
@@ -149,9 +158,11 @@ class Groups:
             UndefinedGroupError: There is no group of that name.
         """
         if name is None or name in self._world_names:
-            return GridPartition.whole(self._job.world_size)
-        if name in READY_MADE:
+            return self._world_partition
+        if name in self._ready_made:
             return self._ready_made[name]
+        if name in READY_MADE:
+            raise DistmanError("all ranks must be known to say which of them share a host. Start without a fake group.")
         if name not in self._partitions:
             known = {*self._partitions, *self._world_names, *READY_MADE}
             raise undefined_group(name, known, "the name of a group")
@@ -177,19 +188,33 @@ class Groups:
             ValueError: This rank is no member of it.
         """
         if process_group is self.world.process_group:
-            return self.world
+            return self._alive(self.world)
         for made in self._made.values():
             if made.process_group is process_group:
-                return made
+                return self._alive(made)
         if not isinstance(process_group, dist.ProcessGroup):
             raise ValueError(
                 f"group must be a process group of which rank {self._job.peer.rank} is a member, a name or None, got "
                 f"{process_group!r}. Call only on its members."
             )
+        if not is_registered(process_group):
+            raise _destroyed("the process group")
         if process_group not in self._seen:
             ranks = tuple(dist.get_process_group_ranks(process_group))
             self._seen[process_group] = self._group("", ranks, process_group)
         return self._seen[process_group]
+
+    def _alive(self, group: Group) -> Group:
+        """Return a group that torch still has; other code may have destroyed it.
+
+        Raises:
+            UndefinedGroupError: It was destroyed.
+        """
+        if self._job.backend is not None and not torch.compiler.is_compiling():
+            process_group = group.process_group
+            if process_group is None or not is_registered(process_group):
+                raise _destroyed(f"group {group.name!r}")
+        return group
 
     @functools.cached_property
     def node_sections(self) -> ExclusiveSections | None:
@@ -243,7 +268,13 @@ class Groups:
             PlanMismatchError: On every rank: the ranks plan differently, or not all of them can.
             RankFailedError: On every other rank: a rank could not make its groups.
             BarrierTimeoutError: On every rank that came: some did not come in time; it names them.
+            DistmanError: Called where only some ranks run, or in a process forked from the rank.
         """
+        with WaitScope("group creation"):
+            check_all_run_here(range(self._job.world_size))
+            self._create(make_plan, world_name, verbose=verbose, place_matters=place_matters)
+
+    def _create(self, make_plan: Callable[[], Plan], world_name: str, *, verbose: bool, place_matters: bool) -> None:
         consensus = self._consensus(range(self._job.world_size), self._job.limits.rendezvous)
         number = next(self._numbers)
         plan = self._agree(make_plan, world_name, consensus, protocol.groups(number))
@@ -268,13 +299,7 @@ class Groups:
 
     def _agree(self, make_plan: Callable[[], Plan], world_name: str, consensus: Consensus | None, key: str) -> Plan:
         """Return the plan that all ranks have; a rank that cannot make one tells the others why."""
-            DistmanError: Called where only some ranks run, or in a process forked from the rank.
         plan = Plan({})
-        with WaitScope("group creation"):
-            check_all_run_here(range(self._job.world_size))
-            self._create(make_plan, world_name, verbose=verbose, place_matters=place_matters)
-
-    def _create(self, make_plan: Callable[[], Plan], world_name: str, *, verbose: bool, place_matters: bool) -> None:
         problem: Exception | None = None
         try:
             plan = make_plan()
@@ -297,6 +322,7 @@ class Groups:
             UndefinedGroupError: There is no group of that name.
             ValueError: It is the world.
         """
+        check_speaks_for_rank("destroy_group()")
         self.partition(name)
         if name in self._world_names:
             raise ValueError(f"the group to destroy must not be the world, got {name!r}. Call cleanup() for that.")
@@ -322,7 +348,6 @@ class Groups:
         if not members:
             return mesh_without_groups(device_type, ranks, names)
         return DeviceMesh.from_group(members, device_type, mesh=ranks, mesh_dim_names=names)
-        check_speaks_for_rank("destroy_group()")
 
     def over_axes(self, dims: Mapping[str, int], names: Sequence[str]) -> str:
         """Return the name of the groups over several axes of a mesh; it is given at the first call.
@@ -341,18 +366,6 @@ class Groups:
     def _consensus(self, ranks: Sequence[int], timeout: float, store: dist.Store | None = None) -> Consensus | None:
         store_group = self._job.store_group(ranks, store)
         return Consensus(store_group, timeout) if store_group is not None else None
-
-    @functools.cached_property
-    def _ready_made(self) -> dict[str, Partition]:
-        if len(self._job.roll_call) < self._job.world_size:
-            raise DistmanError("all ranks must be known to say which of them share a host. Start without a fake group.")
-        ranks_of: dict[int, list[int]] = {}
-        for peer in self._job.roll_call:
-            ranks_of.setdefault(peer.node_rank, []).append(peer.rank)
-        nodes = sorted(tuple(ranks) for ranks in ranks_of.values())
-        others = [(rank,) for ranks in nodes for rank in ranks[1:]]
-        leaders = tuple(ranks[0] for ranks in nodes)
-        return {"node": ListedPartition(tuple(nodes)), "leaders": ListedPartition((leaders, *others))}
 
     def _check_new(self, names: Iterable[str]) -> None:
         check_new_names(names, {*self._partitions, *self._world_names, *READY_MADE})
@@ -432,6 +445,26 @@ class Groups:
                 )
 
 
+def _by_hosts(job: Job) -> dict[str, Partition]:
+    """Return the partitions that every job has; none where not all ranks are known.
+
+    At once and not at the first use, which may be in a function that ``torch.compile`` traces.
+    """
+    if len(job.roll_call) < job.world_size:
+        return {}
+    ranks_of: dict[int, list[int]] = {}
+    for peer in job.roll_call:
+        ranks_of.setdefault(peer.node_rank, []).append(peer.rank)
+    nodes = sorted(tuple(ranks) for ranks in ranks_of.values())
+    others = [(rank,) for ranks in nodes for rank in ranks[1:]]
+    leaders = tuple(ranks[0] for ranks in nodes)
+    return {"node": ListedPartition(tuple(nodes)), "leaders": ListedPartition((leaders, *others))}
+
+
+def _destroyed(what: str) -> UndefinedGroupError:
+    return UndefinedGroupError(f"{what} must be there to be used, got one that was destroyed. Make it again.")
+
+
 def _destroy(group: Group) -> None:
-    if group.process_group is not None:
+    if group.process_group is not None and is_registered(group.process_group):  # other code may have been faster
         dist.destroy_process_group(group.process_group)

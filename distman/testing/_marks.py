@@ -10,6 +10,8 @@ from typing import TypeVar
 
 import pytest
 
+from distman.errors import check_seconds
+
 _Test = TypeVar("_Test", bound=Callable[..., object])
 _GIVEN_IN_THE_WORKER = ("rank", "world_size")
 
@@ -58,7 +60,8 @@ def ranks(
         A decorator that marks the function and returns the same function.
 
     Raises:
-        TypeError: Something else than a plain function is decorated, or a world size is not an integer.
+        TypeError: Something else than a plain function is decorated, a world size is not an integer, or the timeout
+            no number of seconds.
         ValueError: No world size, one below 1, a rank outside the world, or a timeout that is not positive.
 
     Example:
@@ -70,7 +73,7 @@ def ranks(
                 torch.distributed.all_reduce(value)
                 assert value == sum(range(world_size))
     """
-    spec = RanksSpec(tuple(world_sizes), float(timeout), manager, tuple(dies))
+    spec = RanksSpec(tuple(world_sizes), check_seconds("timeout", timeout), manager, tuple(dies))
     _check(spec)
 
     def mark(function: _Test) -> _Test:
@@ -91,8 +94,6 @@ def _check(spec: RanksSpec) -> None:
             raise ValueError(f"world sizes must be at least 1, got {size}.")
     if len(set(spec.world_sizes)) < len(spec.world_sizes):
         raise ValueError(f"world sizes must differ from each other, got {spec.world_sizes}.")
-    if spec.timeout <= 0:
-        raise ValueError(f"timeout must be positive, got {spec.timeout} seconds.")
     for rank in spec.dies:
         if not 0 <= rank < min(spec.world_sizes):
             raise ValueError(f"dies must name ranks of every world size, got rank {rank} with {spec.world_sizes}.")
