@@ -8,31 +8,24 @@ import itertools
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from distman._coordination import protocol
-from distman._coordination.abortable_store import AbortableStore, GaveUpError
+from distman._coordination.abortable_store import GaveUpError
 from distman._coordination.consensus import Consensus
 from distman._coordination.sections import ExclusiveSections
 from distman._coordination.tracking import call_site, check_all_run_here, check_speaks_for_rank
 from distman._coordination.wait_scope import WaitScope
-from distman._device import is_pure_gloo
+from distman._groups.connecting import connect, members_store
+from distman._groups.hosts import partitions_by_host, warn_of_crossing
 from distman._job.job import Job
 from distman._log import logger
-from distman._torch_internals import (
-    default_store,
-    device_types,
-    is_registered,
-    make_gloo_default,
-    make_group,
-    mesh_without_groups,
-)
+from distman._torch_internals import device_types, is_registered, mesh_without_groups
 from distman.errors import DistmanError, UndefinedGroupError, undefined_group
-from distman.topology import GridPartition, ListedPartition, Partition, Plan
+from distman.topology import GridPartition, Partition, Plan
 from distman.topology._plan import READY_MADE, check_new_names
 
 
@@ -96,7 +89,7 @@ class Groups:
         self._uses: dict[tuple[str, tuple[int, ...]], Iterator[int]] = {}
         self._world_names = {"world"}
         self._world_partition = GridPartition.whole(job.world_size)
-        self._ready_made = _by_hosts(job)
+        self._ready_made = partitions_by_host(job)  # not at the first use, which torch.compile may trace
         self.world = self._group("world", tuple(range(job.world_size)), dist.group.WORLD if job.backend else None)
 
     @property
@@ -136,7 +129,7 @@ class Groups:
         consensus = self._consensus(ranks, self._job.limits.rendezvous)
         if consensus is not None and len(ranks) > 1:
             consensus.require_success(step, None)
-        self._made[name] = self._make(name, ranks, key, self._store(protocol.failure_of(step)))
+        self._made[name] = self._make(name, ranks, key, members_store(self._job, protocol.failure_of(step)))
         return self._made[name]
 
     def ranks(self, name: str) -> tuple[int, ...]:
@@ -293,7 +286,7 @@ class Groups:
         self._made |= made
         self._world_names.add(world_name)
         if place_matters:
-            self._warn_of_crossing(made)
+            warn_of_crossing(self._job, {name: group.ranks for name, group in made.items()})
         if verbose and self._job.peer.rank == 0:
             logger.info("process groups\n%s", plan)
 
@@ -372,7 +365,7 @@ class Groups:
 
     def _make_all(self, plan: Plan, number: int) -> tuple[dict[str, Group], Exception | None]:
         made: dict[str, Group] = {}
-        store = self._store(protocol.failure_of(protocol.groups_made(number)))
+        store = members_store(self._job, protocol.failure_of(protocol.groups_made(number)))
         try:
             for name, partition in plan.partitions.items():
                 ranks = partition.block_of(self._job.peer.rank)
@@ -383,36 +376,9 @@ class Groups:
             return made, error
         return made, None
 
-    @property
-    def _is_pure_gloo(self) -> bool:
-        """Whether no backend uses the store from its own threads, which must not call into Python."""
-        return is_pure_gloo(self._job.backend or "")
-
-    def _store(self, failure_key: str) -> dist.Store | None:
-        """Return the store over which members of a new group find each other; None on one process.
-
-        Over gloo alone they wait there no longer than the rendezvous may take, or until the key is set.
-        """
-        if self._job.rendezvous is None:
-            return default_store() if dist.group.WORLD is not None else None
-        store = self._job.rendezvous.store
-        return AbortableStore(store, failure_key, self._job.limits.rendezvous) if self._is_pure_gloo else store
-
     def _make(self, name: str, ranks: tuple[int, ...], key: str, store: dist.Store | None) -> Group:
         """Make one group; only its members take part."""
-        if self._job.backend is None:
-            return self._group(name, ranks, None)
-        process_group = make_group(
-            ranks,
-            ranks.index(self._job.peer.rank),
-            name=f"distman/{key}",
-            description=name,
-            store=store,
-            timeout=timedelta(seconds=self._job.limits.collective),
-        )
-        if is_pure_gloo(dist.get_backend()):
-            make_gloo_default(process_group)
-        return replace(self._group(name, ranks, process_group), store=store)
+        return replace(self._group(name, ranks, connect(self._job, name, ranks, key, store)), store=store)
 
     def _group(self, name: str, ranks: tuple[int, ...], process_group: dist.ProcessGroup | None) -> Group:
         consensus = None
@@ -425,40 +391,6 @@ class Groups:
         return Group(
             name, ranks, ranks.index(self._job.peer.rank), reference, tuple(sorted(types)), consensus, sections
         )
-
-    def _warn_of_crossing(self, made: dict[str, Group]) -> None:
-        """Warn where a group crosses hosts though it would fit on one, and no group as large stays on one."""
-        peers = self._job.roll_call
-        if self._job.peer.num_nodes < 2:
-            return
-        crossing = {name: group for name, group in made.items() if len({peers[r].node_rank for r in group.ranks}) > 1}
-        largest = max((group.size for name, group in made.items() if name not in crossing), default=1)
-        for name, group in crossing.items():
-            room = max(peers[rank].local_world_size for rank in group.ranks)
-            if largest < group.size <= room and group.rank == 0:
-                logger.warning(
-                    "group %r would fit on one host, but its ranks %s are on several. Make it the last axis of the "
-                    "mesh, and start a multiple of %d ranks on each host.",
-                    name,
-                    list(group.ranks),
-                    group.size,
-                )
-
-
-def _by_hosts(job: Job) -> dict[str, Partition]:
-    """Return the partitions that every job has; none where not all ranks are known.
-
-    At once and not at the first use, which may be in a function that ``torch.compile`` traces.
-    """
-    if len(job.roll_call) < job.world_size:
-        return {}
-    ranks_of: dict[int, list[int]] = {}
-    for peer in job.roll_call:
-        ranks_of.setdefault(peer.node_rank, []).append(peer.rank)
-    nodes = sorted(tuple(ranks) for ranks in ranks_of.values())
-    others = [(rank,) for ranks in nodes for rank in ranks[1:]]
-    leaders = tuple(ranks[0] for ranks in nodes)
-    return {"node": ListedPartition(tuple(nodes)), "leaders": ListedPartition((leaders, *others))}
 
 
 def _destroyed(what: str) -> UndefinedGroupError:
