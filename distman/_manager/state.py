@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copyreg
 import dataclasses
 import os
 from typing import Any, ClassVar, TypeVar
@@ -51,14 +52,19 @@ class SharedState:
 
     _shared_state: ClassVar[dict[str, Any]] = {}
 
+    def __new__(cls: type[View], *_: object, **__: object) -> View:
+        """Return a view, whether or not there is a job yet: a program may read a model before it initializes."""
+        view = super().__new__(cls)
+        view.__dict__ = cls._shared_state
+        return view
+
     def __init__(self) -> None:
-        self.__dict__ = type(self)._shared_state
         if not self.is_initialized():
             raise _not_initialized()
 
     def __reduce__(self) -> tuple[object, ...]:
         """Be copied, and sent to other processes, as a view of the one state that there is there."""
-        return _view, (type(self),)
+        return copyreg.__newobj__, (type(self),)  # type: ignore[attr-defined]  # the stub lacks what pickles name
 
     @property
     def _state(self) -> ManagerState:
@@ -89,13 +95,6 @@ class SharedState:
         if cls.is_initialized() or dist.is_initialized() or is_env_distributed(os.environ):
             return cls()
         return None
-
-
-def _view(cls: type[SharedState]) -> SharedState:
-    """Return an instance, whether or not there is a job yet: a program may read a model before it initializes."""
-    view = cls.__new__(cls)
-    view.__dict__ = cls._shared_state
-    return view
 
 
 def _not_initialized() -> NotInitializedError:

@@ -82,11 +82,22 @@ def test_a_copy_of_a_model_that_keeps_the_manager_is_whole(how):
 @pytest.mark.parametrize("how", COPIES)
 def test_a_copy_of_a_subclass_is_of_that_class(how):
     DistributedManager.initialize(device="cpu")
-    assert type(COPIES[how](Own())) is Own
+    assert type(COPIES[how](Own(argument=3))) is Own
 
 
 class Own(DistributedManager):
-    """A manager with a method of its own."""
+    """A manager that is made with an argument."""
+
+    def __init__(self, argument=None):
+        super().__init__()
+        self.given = argument
+
+
+def test_a_saved_model_names_public_modules_only():
+    """Private ones may move, and the file must be read then, too."""
+    DistributedManager.initialize(device="cpu")
+    for protocol in range(pickle.HIGHEST_PROTOCOL + 1):
+        assert b"distman._" not in pickle.dumps(DistributedManager(), protocol)
 
 
 @ranks(2)
