@@ -17,6 +17,7 @@ from torch.distributed.distributed_c10d import _world
 
 from distman import (
     BarrierTimeoutError,
+    DistmanError,
     DistributedManager,
     PlanMismatchError,
     ProcessGroupConfig,
@@ -27,6 +28,7 @@ from distman import (
 from distman._coordination.consensus import Consensus
 from distman._groups import connecting
 from distman._process_state import reset
+from distman.decorators import on_rank
 from distman.testing import ranks
 
 SOON = 10  # seconds within which all ranks hear of a disagreement
@@ -781,3 +783,25 @@ def test_a_member_that_comes_too_late_to_the_first_use_is_named_and_told(rank):
             manager.group("node")
     manager.barrier(timeout=30)
     check("node", [0, 1])
+
+
+@ranks(2, timeout=20)
+def test_groups_are_not_made_where_only_some_ranks_run(rank):
+    manager = DistributedManager()
+
+    @on_rank(0)
+    def make_alone():
+        for make in (
+            lambda: manager.create_process_subgroup("pair", 2),
+            lambda: manager.initialize_mesh((2,), ("row",)),
+            lambda: manager.group("node"),
+        ):
+            with pytest.raises(
+                DistmanError, match=r"must be called where all its ranks run, got a call within on_rank"
+            ):
+                make()
+
+    make_alone()
+    manager.create_process_subgroup("pair", 2)
+    assert manager.group_ranks("pair") == manager.group_ranks("node") == (0, 1)
+    assert manager.group_rank("pair") == rank

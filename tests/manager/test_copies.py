@@ -129,8 +129,17 @@ def test_a_view_in_a_new_process_asks_the_manager_there():
     process.join()
 
 
-def test_the_workers_of_an_executor_get_a_view():
+@pytest.mark.parametrize("is_forked", [False, True])
+def test_a_view_in_a_worker_of_an_executor_asks_the_manager_there(is_forked, monkeypatch):
+    monkeypatch.setattr("distman.executor._device_pool.may_fork", lambda: is_forked)
     DistributedManager.initialize(device="cpu")
     layer = Layer()
+
+    def ask_twice():
+        is_there = DistributedManager.is_initialized()
+        DistributedManager.initialize(device="cpu", use_distributed=False)
+        return is_there, layer.manager.world_size, layer.manager.barrier()
+
     with ParallelExecutor(devices=["cpu"], pass_device=False) as executor:
-        assert executor.run(lambda: type(layer.manager).__name__) == ["DistributedManager"]
+        assert executor.run(ask_twice) == [(False, 1, None)]
+    assert DistributedManager().rank == 0
