@@ -94,6 +94,11 @@ def count_groups_from_zero() -> None:
     distributed_c10d._world.group_count = 0
 
 
+def is_registered(process_group: dist.ProcessGroup) -> bool:
+    """Return whether torch still has a group: one that was destroyed is good for nothing, though objects hold it."""
+    return process_group in distributed_c10d._world.pg_map
+
+
 def default_store() -> dist.Store:
     """Return the store of the default process group; a group that is written in Python may not hold it itself."""
     store: dist.Store = distributed_c10d._get_default_store()

@@ -21,10 +21,13 @@ Wrong arguments are ``ValueError`` or ``TypeError``; their messages read
 
 from __future__ import annotations
 
+import datetime
 import difflib
 import functools
 import reprlib
+import threading
 from collections.abc import Iterable, Mapping
+from numbers import Real
 
 __all__ = [
     "BarrierTimeoutError",
@@ -39,6 +42,7 @@ __all__ = [
     "UndefinedGroupError",
     "WorkerError",
     "check_options",
+    "check_seconds",
     "undefined_group",
 ]
 
@@ -166,6 +170,33 @@ def check_options(options: Mapping[str, object], known: Iterable[str], method: s
             close = difflib.get_close_matches(name, names, n=1)
             hint = f"Did you mean {close[0]}?" if close else f"It takes {', '.join(names)}."
             raise TypeError(f"{name} must be an option that {method}() takes, got {name}={reprlib.repr(value)}. {hint}")
+
+
+def check_seconds(name: str, value: object, *, below: float | None = None) -> float:
+    """Return a duration in seconds.
+
+    Local.
+
+    Args:
+        name: Name of the argument.
+        value: A number of seconds, or a timedelta.
+        below: What the number must be below; None takes what Python can wait for, some 292 years.
+
+    Raises:
+        TypeError: It is neither.
+        ValueError: It is not positive, or too large.
+    """
+    number = value.total_seconds() if isinstance(value, datetime.timedelta) else value
+    if isinstance(number, bool) or not isinstance(number, Real):
+        raise TypeError(f"{name} must be a number of seconds or a timedelta, got {value!r}. Pass 300 for five minutes.")
+    seconds = float(number)
+    if not 0 < seconds < (below or threading.TIMEOUT_MAX):
+        most = f" below {below:,.0f}" if below is not None else ""
+        raise ValueError(
+            f"{name} must be a positive number of seconds{most}, got {value} from the call. Leave it out for the "
+            "default."
+        )
+    return seconds
 
 
 def undefined_group(name: str, known: Iterable[str], what: str) -> UndefinedGroupError:

@@ -26,6 +26,9 @@ _waiting: dict[int, TrackedWait] = {}
 
 _guard: RegionGuard | None = None
 _home: int | None = None
+_NOBODY = -1
+"""Stands for the process of a rank that has left its job, while the program ends."""
+
 _last = ""
 
 
@@ -129,6 +132,12 @@ def leave_rank_process() -> None:
     _home = None
 
 
+def end_rank_process() -> None:
+    """Let the rank have no process any more: it has left its job, and only exit handlers still run."""
+    global _home
+    _home = _NOBODY
+
+
 @puts_back
 def _forget() -> None:
     global _home, _last, _guard
@@ -140,12 +149,35 @@ def _forget() -> None:
         _guard = None
 
 
-def is_child() -> bool:
-    """Return whether this process was forked from a rank, as the workers of a data loader are.
+def is_outside() -> bool:
+    """Return whether this process does not speak for a rank, though it knows one.
 
-    It shares connections with its parent, which must not be used from two sides.
+    It was forked from the rank, as the workers of a data loader are, and shares connections with its parent, which must
+    not be used from two sides. Or the rank has left its job at the end of the program.
     """
     return _home is not None and os.getpid() != _home
+
+
+def check_speaks_for_rank(what: str) -> None:
+    """Check that this process may do what concerns the other ranks.
+
+    Args:
+        what: What it wants to do, such as ``"request_stop()"``.
+
+    Raises:
+        DistmanError: It was forked from the rank, or the rank has left its job at the end of the program.
+    """
+    if not is_outside():
+        return
+    if _home == _NOBODY:
+        raise DistmanError(
+            f"{what} must be made before the rank leaves its job at the end of the program, got one at {call_site()} "
+            "in an exit handler. Register the handler after initialize(): it runs first then."
+        )
+    raise DistmanError(
+        f"{what} must be made in the process of the rank, pid {_home}, got one at {call_site()} in its child "
+        f"{os.getpid()}. Move it out of the data loader's worker."
+    )
 
 
 def check_all_run_here(ranks: Iterable[int], operation: str = "") -> None:
@@ -156,13 +188,9 @@ def check_all_run_here(ranks: Iterable[int], operation: str = "") -> None:
         operation: What waits; empty for what this thread is found waiting in.
 
     Raises:
-        DistmanError: It is in a region that not all of them run through, or in a child of a rank.
+        DistmanError: It is in a region that not all of them run through, or see :func:`check_speaks_for_rank`.
     """
-    if is_child():
-        raise DistmanError(
-            f"a call that waits for others must be made in the process of the rank, pid {_home}, got one at "
-            f"{call_site()} in its child {os.getpid()}. Move it out of the data loader's worker."
-        )
+    check_speaks_for_rank("a call that waits for others")
     region = restriction()
     if region is None or region.ranks.issuperset(ranks):
         return

@@ -74,9 +74,13 @@ def broadcast_data(data: T, src: int = 0, group: GroupLike = None) -> T:
 def broadcast_if_ddp(data: T, src: int = 0) -> T:
     """Return rank ``src``'s data on all ranks; the data itself where there is no job of several processes.
 
-    Collective if the manager is initialized; else local. See :func:`broadcast_data`.
+    Collective if the manager is initialized; local in a process that is alone. See :func:`broadcast_data`.
+
+    Raises:
+        NotInitializedError: The manager is not initialized, though a launcher or a process group says that there is a
+            job.
     """
-    return broadcast_data(data, src) if DistributedManager.is_initialized() else data
+    return data if DistributedManager.find() is None else broadcast_data(data, src)
 
 
 @collective

@@ -16,6 +16,7 @@ from typing import Any, Literal, ParamSpec, TypeVar
 import torch
 
 from distman._device import resolve_device
+from distman.errors import check_seconds
 from distman.executor._device_pool import DevicePool
 from distman.executor._task_loop import Task
 
@@ -39,7 +40,7 @@ class ParallelExecutor(Executor):
         timeout: Seconds that a call may take on a worker, None for no limit.
 
     Raises:
-        TypeError: A device is neither a text nor a ``torch.device``.
+        TypeError: A device is neither a text nor a ``torch.device``, or ``timeout`` is no number of seconds.
         ValueError: There are not as many GPUs, ``devices`` is empty, both are given, or ``timeout`` is not a positive
             number below two million.
     """
@@ -52,11 +53,8 @@ class ParallelExecutor(Executor):
         devices: Sequence[str | torch.device] | None = None,
         timeout: float | None = None,
     ) -> None:
-        if timeout is not None and not 0 < timeout < _MOST_SECONDS:
-            raise ValueError(
-                f"timeout must be a positive number of seconds below {_MOST_SECONDS:,}, got {timeout!r}. "
-                "Pass None for no limit."
-            )
+        if timeout is not None:
+            timeout = check_seconds("timeout", timeout, below=_MOST_SECONDS)
         self.devices: tuple[torch.device, ...] = _choose_devices(num_gpus, devices)
         self._pass_device = pass_device
         self._timeout = timeout
@@ -140,10 +138,13 @@ class ParallelExecutor(Executor):
             The results in the order of the elements; the exceptions are those of ``run``.
 
         Raises:
-            ValueError: ``chunksize`` is below 1.
+            ValueError: ``chunksize`` is below 1, or ``timeout`` is not positive.
+            TypeError: ``timeout`` is no number of seconds.
         """
         if chunksize < 1:
             raise ValueError(f"chunksize must be at least 1, got {chunksize}.")
+        if timeout is not None:
+            timeout = check_seconds("timeout", timeout)
         return super().map(fn, *iterables, timeout=timeout)
 
     def _task(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Task:

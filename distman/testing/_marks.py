@@ -11,6 +11,8 @@ from typing import Any, TypeVar, cast
 
 import pytest
 
+from distman.errors import check_seconds
+
 _Test = TypeVar("_Test", bound=Callable[..., object])
 GIVEN_IN_THE_WORKER = ("rank", "world_size")
 
@@ -65,7 +67,8 @@ def ranks(
         a class, it marks the methods whose names begin with "test" and that are not marked yet.
 
     Raises:
-        TypeError: Something else than a function or a class is decorated, or a world size is not an integer.
+        TypeError: Something else than a function or a class is decorated, a world size is not an integer, or the timeout
+            no number of seconds.
         ValueError: No world size, one below 1, a rank outside the world, or a timeout that is not positive.
 
     Example:
@@ -77,7 +80,7 @@ def ranks(
                 torch.distributed.all_reduce(value)
                 assert value == sum(range(world_size))
     """
-    spec = RanksSpec(tuple(world_sizes), float(timeout), manager, tuple(dies))
+    spec = RanksSpec(tuple(world_sizes), check_seconds("timeout", timeout), manager, tuple(dies))
     _check(spec)
 
     def mark(test: _Test) -> _Test:
@@ -156,8 +159,6 @@ def _check(spec: RanksSpec) -> None:
             raise ValueError(f"world sizes must be at least 1, got {size}.")
     if len(set(spec.world_sizes)) < len(spec.world_sizes):
         raise ValueError(f"world sizes must differ from each other, got {spec.world_sizes}.")
-    if spec.timeout <= 0:
-        raise ValueError(f"timeout must be positive, got {spec.timeout} seconds.")
     for rank in spec.dies:
         if not 0 <= rank < min(spec.world_sizes):
             raise ValueError(f"dies must name ranks of every world size, got rank {rank} with {spec.world_sizes}.")

@@ -223,7 +223,7 @@ def test_an_executor_travels_as_one_of_its_own(pair):
         ({"num_gpus": True}, "num_gpus must be a number from 1 to the"),
         ({"timeout": 0}, "timeout must be a positive number of seconds below 2,000,000, got 0"),
         ({"timeout": float("nan")}, "timeout must be a positive number of seconds .*, got nan"),
-        ({"timeout": float("inf")}, "timeout must be a positive number of seconds .*, got inf. Pass None"),
+        ({"timeout": float("inf")}, "timeout must be a positive number of seconds .*, got inf from the call"),
     ],
 )
 def test_wrong_arguments(arguments, message):
