@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
+from collections.abc import Callable
 
 from distman._coordination.failure import hook
 from distman._coordination.failure.job_abort import abort_job_after
 from distman._coordination.failure.record import FailureRecord
+from distman._coordination.timeouts import begin
 from distman._rendezvous.early_failure import tell_waiting_ranks
 from distman.environments import detect
 from distman.errors import LaunchEnvironmentError
@@ -23,8 +26,9 @@ def watch() -> None:
         hook.install(_tell)
 
 
-def _tell(error: BaseException) -> None:
+def _tell(error: BaseException) -> Callable[[], object]:
     environment = detect(os.environ).environment
     abort_job_after(error, environment)
     record = FailureRecord.of(error, environment.rank)
-    tell_waiting_ranks(dataclasses.asdict(record), os.environ)
+    wait = begin(lambda: tell_waiting_ranks(dataclasses.asdict(record), os.environ))  # while the error is printed
+    return functools.partial(wait, None)  # it has a limit of its own

@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from distman import _log
 from distman._coordination import protocol, tracking
 from distman._coordination.failure import hook
-from distman._coordination.monitor.watcher import WatchLimits
+from distman._coordination.monitor.watcher import WatchLimits, raise_if_failed
 from distman._coordination.preemption import StopAgreement, requeue
 from distman._coordination.sync import wait_for_all
 from distman._coordination.wait_scope import WaitScope
@@ -174,7 +174,7 @@ class DistributedManager(GroupQueries):
         """Clean up at the end of the program; after an uncaught exception, wait for nobody."""
         if os.getpid() != pid or not cls.is_initialized():
             return
-        hook.report_uncaught()
+        hook.report_at_end()
         if hook.has_failed():
             watcher = cls()._state.watcher
             if watcher is not None:
@@ -302,6 +302,7 @@ class DistributedManager(GroupQueries):
         seconds = _seconds(timeout, "", job.limits.collective)
         with WaitScope(f"barrier {name!r}" if name else "barrier"):
             tracking.check_all_run_here(range(job.world_size))
+            raise_if_failed()
             if store_group is not None:
                 key = protocol.barrier(next(job.barriers), name)
                 locate = functools.partial(self._state.watcher.locate, key) if self._state.watcher is not None else None

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, TypeVar
 import torch.distributed as dist
 
 from distman._coordination import protocol, tracking
-from distman._coordination.failure.record import shortened
 from distman._coordination.monitor.context import WatchContext
 from distman._log import logger
+from distman._text import shortened
 
 if TYPE_CHECKING:
     from torch.distributed import Store

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from distman._coordination import protocol
 from distman._coordination.failure import hook
 from distman._coordination.failure.interruption import Interruption
-from distman._coordination.failure.record import FailureRecord
+from distman._coordination.failure.record import DIED, SILENT, FailureRecord
 from distman._coordination.monitor.context import WatchContext
 from distman._coordination.monitor.hang import HangWatch, StackQueries
 from distman._coordination.monitor.peer_monitor import PeerMonitor, give_sign, read_sign
@@ -26,6 +26,7 @@ from distman._coordination.monitor.watchdog import Watchdog
 from distman._log import logger
 from distman._process_state import puts_back
 from distman._torch_internals import is_lost_connection
+from distman.errors import RankFailedError
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -94,6 +95,11 @@ class Watcher:
         self._watchdog = None if context.is_store_rank else Watchdog(limits.silence, self._store_rank_is_silent)
         self._thread = threading.Thread(target=self._run, name="distman-watcher", daemon=True)
 
+    @property
+    def rank(self) -> int:
+        """This process's rank."""
+        return self._context.rank
+
     def start(self) -> None:
         """Begin to watch.
 
@@ -152,6 +158,18 @@ class Watcher:
         except dist.DistError:
             return self._context.store_rank_is_gone()
         return self._context.store_rank_is_gone() if isinstance(error, dist.DistError) else None
+
+    def note(self, error: RankFailedError) -> None:
+        """Tell an error that a wait raises because the job has failed from one that concerns the waited-for alone."""
+        record = FailureRecord.of(error, error.rank)
+        if record in (self.record, self._record_in_store()) or record.error_type in (DIED, SILENT):
+            self._interruption.note(error)
+
+    def _record_in_store(self) -> FailureRecord | None:
+        try:
+            return FailureRecord.read(self._context.store)
+        except dist.DistError:
+            return None
 
     @property
     def _answer_patience(self) -> float:
@@ -255,6 +273,22 @@ def _stop_current() -> None:
 def is_watching() -> bool:
     """Return whether this process has a watcher."""
     return _current is not None
+
+
+def note_raised(error: BaseException | None) -> None:
+    """Say that a wait raises an error, which the watcher then need not raise itself if it tells of the same failure."""
+    if _current is not None and isinstance(error, RankFailedError):
+        _current.note(error)
+
+
+def raise_if_failed() -> None:
+    """Begin nothing that waits for other ranks once one has failed.
+
+    Raises:
+        RankFailedError: The failure.
+    """
+    if _current is not None and _current.record is not None and _current.record.rank != _current.rank:
+        raise _current.record.to_error()
 
 
 def failure_behind(error: BaseException, operation: str = "a collective") -> FailureRecord | None:
