@@ -77,6 +77,7 @@ class DistributedManager(GroupQueries):
         rendezvous_timeout: float | datetime.timedelta | None = None,
         use_distributed: bool | None = None,
         seed: int | None = None,
+        fail_with_threads: bool = False,
     ) -> DistributedManager:
         """Find out who this process is, bring the job together, and return the manager.
 
@@ -95,6 +96,8 @@ class DistributedManager(GroupQueries):
             use_distributed: True fails where no launcher speaks; False is one process whatever they say; None
                 believes them.
             seed: Seeds Python, NumPy and torch with ``seed + rank``; None seeds nothing.
+            fail_with_threads: Whether an exception that ends a thread other than the main one ends the job; else
+                it is printed, and the program goes on, as it does in Python.
 
         Raises:
             LaunchEnvironmentError: Variables of the launcher are missing or contradict each other.
@@ -126,6 +129,8 @@ class DistributedManager(GroupQueries):
             stop=StopAgreement(job.store_group()),
             find_unused_parameters=find_unused,
         )
+        watcher = cls._shared_state["_state"].watcher
+        hook.set_thread_reporter(watcher.fail if fail_with_threads and watcher is not None else None)
         tracking.enter_rank_process()
         _log.set_rank(job.peer.rank if job.backend else None, job.world_size)
         atexit.register(cls._cleanup_at_exit, os.getpid())
@@ -162,6 +167,7 @@ class DistributedManager(GroupQueries):
         cls._shared_state.clear()
         atexit.unregister(cls._cleanup_at_exit)
         hook.set_reporter(None)
+        hook.set_thread_reporter(None)
         _log.set_rank(None)
         tracking.leave_rank_process()
         state.groups.close()

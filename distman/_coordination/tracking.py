@@ -165,6 +165,24 @@ def call_site() -> str:
     return f"{name}:{line}"
 
 
+def line_of_main_thread() -> str:
+    """Return where in the user's program the main thread is, such as ``train.py:31 in step, in all_reduce()``.
+
+    Not for the main thread.
+    """
+    innermost = sys._current_frames().get(threading.main_thread().ident or 0)
+    if innermost is None:
+        return ""
+    frame = _frame_of_user(innermost)
+    place = f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"
+    return place if frame is innermost else f"{place}, in {innermost.f_code.co_name}()"
+
+
+def is_internal(filename: str) -> bool:
+    """Return whether a file is one of this package or of torch, in which a user does not look for a mistake."""
+    return filename.startswith(_hidden())
+
+
 def stacks() -> str:
     """Return the stack of every thread of this process but the calling one, the main thread's first."""
     main = threading.main_thread().ident
@@ -178,10 +196,15 @@ def stacks() -> str:
 
 
 def _line_of_user(frame: FrameType) -> tuple[str, int]:
+    frame = _frame_of_user(frame)
+    return frame.f_code.co_filename, frame.f_lineno
+
+
+def _frame_of_user(frame: FrameType) -> FrameType:
     hidden = _hidden()
     while frame.f_back is not None and frame.f_code.co_filename.startswith(hidden):
         frame = frame.f_back
-    return frame.f_code.co_filename, frame.f_lineno
+    return frame
 
 
 @functools.lru_cache(maxsize=1)

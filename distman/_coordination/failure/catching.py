@@ -58,13 +58,11 @@ def handler_of(error: BaseException) -> Handler:
 
 
 def is_program_running(frame: FrameType | None) -> bool:
-    """Return whether a stack is that of a program, not of the interpreter's end or of a kernel that waits for work."""
+    """Return whether a stack is that of a program, not of a kernel or a session of pytest that is between two."""
     names = set()
     while frame is not None:
         package = _package(frame)
         names |= {package, (package, frame.f_code.co_name)}
-        if frame.f_back is None and (package, frame.f_code.co_name) == ("threading", "_shutdown"):
-            return False
         frame = frame.f_back
     if "ipykernel" in names:
         return ("IPython", _RUNNERS["IPython"]) in names

@@ -7,14 +7,17 @@ import contextlib
 import logging
 import os
 import sys
+import threading
 from collections.abc import Callable
 from types import TracebackType
 from typing import Any, Protocol
 
 from distman._coordination.failure.pending_work import complete_all, is_anything_left
 from distman._coordination.failure.record import FailureRecord
+from distman._coordination.failure.short_traceback import folded_traceback
 from distman._coordination.timeouts import run_with_timeout
 from distman._process_state import puts_back
+from distman.errors import RankFailedError
 
 EXIT_CODE = 76
 """Exit code of a process whose program cannot be ended by another rank's failure, or has swallowed it.
@@ -25,6 +28,10 @@ Source:
 
 _PATIENCE = 1.0  # seconds; standard error may be a pipe that nobody reads
 _PRINT_PATIENCE = 10.0  # seconds; a terminal over a slow line shows a long traceback in less
+_ONLY_A_THREAD = (
+    "The other ranks are not told, and the program goes on, as Python programs do. To end the job instead, call "
+    "initialize(fail_with_threads=True)."
+)
 _SWALLOWED = (
     f"This rank's program ended without having handled that error, so its exit code is {EXIT_CODE}. To handle an error "
     "of another rank, catch RankFailedError by name."
@@ -55,6 +62,8 @@ class _Hook:
 
     def __init__(self) -> None:
         self.previous: Callable[..., Any] = sys.excepthook
+        self.previous_in_threads: Callable[[threading.ExceptHookArgs], Any] = threading.excepthook
+        self.thread_reporter: Callable[[BaseException], None] | None = None
         self.reporter: Reporter | None = None
         self.pid = os.getpid()
         self.actions: list[Callable[[], None]] = []
@@ -79,12 +88,31 @@ class _Hook:
             if finish is not None:
                 finish()
 
+    def in_thread(self, args: threading.ExceptHookArgs) -> None:
+        """Show an error that ended another thread, and let it end the job where the program wants that."""
+        is_mine = self.reporter is not None and os.getpid() == self.pid
+        if not is_mine or args.exc_value is None or issubclass(args.exc_type, SystemExit):
+            self.previous_in_threads(args)
+        elif self.thread_reporter is not None:
+            self.thread_reporter(args.exc_value)
+            self.previous_in_threads(args)
+        else:
+            self.previous_in_threads(args)
+            write(f"distman: {args.exc_type.__name__} ended a thread of this rank. {_ONLY_A_THREAD}")
+
     def show(self, error_type: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         """Print an error by the hook before this one; the interpreter's own may find standard error blocked."""
         if self.previous is not sys.__excepthook__:
             self.previous(error_type, error, trace)
-        elif not run_with_timeout(lambda: self.previous(error_type, error, trace), _PRINT_PATIENCE):
+        elif not run_with_timeout(lambda: self._show(error_type, error, trace), _PRINT_PATIENCE):
             self.exit_code = 1  # the end of the interpreter would wait for the same lock
+
+    def _show(self, error_type: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        text = folded_traceback(error) if isinstance(error, RankFailedError) else ""
+        if text:
+            _write(text)
+        else:
+            self.previous(error_type, error, trace)
 
     def report_swallowed(self) -> None:
         """Let the process end with an error if its program has swallowed another rank's failure."""
@@ -125,6 +153,7 @@ def install(reporter: Reporter) -> None:
     if _hook is None:
         _hook = _Hook()
         sys.excepthook = _hook
+        threading.excepthook = _hook.in_thread
         atexit.register(_hook.at_exit)
     _hook.reporter = reporter
 
@@ -136,6 +165,8 @@ def uninstall() -> None:
     if _hook is not None:
         if sys.excepthook is _hook:
             sys.excepthook = _hook.previous
+        if threading.excepthook == _hook.in_thread:
+            threading.excepthook = _hook.previous_in_threads
         atexit.unregister(_hook.at_exit)
         _hook.reporter = None
         _hook = None
@@ -150,6 +181,12 @@ def set_reporter(reporter: Reporter | None) -> None:
         _hook.reporter = reporter
     elif reporter is not None:
         install(reporter)
+
+
+def set_thread_reporter(reporter: Callable[[BaseException], None] | None) -> None:
+    """Let an error that ends another thread be told by somebody; None only says that it is not told."""
+    if _hook is not None:
+        _hook.thread_reporter = reporter
 
 
 def has_failed() -> bool:

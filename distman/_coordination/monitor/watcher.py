@@ -25,6 +25,7 @@ from distman._coordination.monitor.peer_monitor import PeerMonitor, give_sign, r
 from distman._coordination.monitor.watchdog import Watchdog
 from distman._log import logger
 from distman._process_state import puts_back
+from distman._text import printable
 from distman._torch_internals import is_lost_connection
 from distman.errors import RankFailedError
 
@@ -88,6 +89,7 @@ class Watcher:
         self._limits = limits
         self._patience = patience
         self._is_stuck = False
+        self._has_failed_thread = False
         self._is_known = threading.Event()
         self._is_stopping = threading.Event()
         self._interruption = Interruption(abort_job, self._is_stopping)
@@ -159,6 +161,13 @@ class Watcher:
             return self._context.store_rank_is_gone()
         return self._context.store_rank_is_gone() if isinstance(error, dist.DistError) else None
 
+    def fail(self, error: BaseException) -> None:
+        """Let an error that ended another thread end the job, and the main thread of this rank with it."""
+        self._has_failed_thread = True
+        with contextlib.suppress(dist.DistError):  # the store is gone, and the watcher will say so
+            FailureRecord.of(error, self._context.rank).publish(self._context.store)
+            self._context.store.add(protocol.NEWS, 1)
+
     def note(self, error: RankFailedError) -> None:
         """Tell an error that a wait raises because the job has failed from one that concerns the waited-for alone."""
         record = FailureRecord.of(error, error.rank)
@@ -197,7 +206,7 @@ class Watcher:
         return dict(json.loads(store.get(found))) if store.check([found]) else {}
 
     def _last_seen(self, rank: int) -> str:
-        text = read_sign(self._context.store, rank).partition(" ")[2]
+        text = printable(read_sign(self._context.store, rank).partition(" ")[2])
         return NO_ANSWER + (f", last seen {text}" if text else "")
 
     def _run(self) -> None:
@@ -252,7 +261,7 @@ class Watcher:
     def _act(self, record: FailureRecord) -> None:
         self.record = record
         self._is_known.set()
-        if record.rank != self._context.rank or not record.traceback_text:
+        if record.rank != self._context.rank or not record.traceback_text or self._has_failed_thread:
             self._interruption.deliver(record)
 
 
