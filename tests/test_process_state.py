@@ -24,7 +24,14 @@ from .test_docs import read, rows
 PACKAGE = Path(distman.__file__).parent
 # These run in processes of the package's own.
 OWN_PROCESSES = ("_cli", "_workers", "executor", "testing")
-CHANGES = ("atexit.register", "register_at_fork(", "signal.signal(", "setrlimit(", "sys.excepthook = ")
+CHANGES = (
+    "atexit.register",
+    "register_at_fork(",
+    "signal.signal(",
+    "setrlimit(",
+    "sys.excepthook = ",
+    "threading.excepthook = ",
+)
 
 
 def sources():
