@@ -17,6 +17,7 @@ from distman._process_state import puts_back
 from distman.errors import DistmanError
 
 _PACKAGE = f"{Path(__file__).parent.parent}/"
+_LIBRARY = f"{Path(os.__file__).parent}/"  # Python's own, with what is installed in it
 
 _waiting: dict[int, TrackedWait] = {}
 """What each thread waits for, by the thread's identifier."""
@@ -173,7 +174,9 @@ def line_of_main_thread() -> str:
     innermost = sys._current_frames().get(threading.main_thread().ident or 0)
     if innermost is None:
         return ""
-    frame = _frame_of_user(innermost)
+    frame = innermost
+    while frame.f_back is not None and (is_internal(frame.f_code.co_filename) or _is_of_python(frame)):
+        frame = frame.f_back
     place = f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"
     return place if frame is innermost else f"{place}, in {innermost.f_code.co_name}()"
 
@@ -181,6 +184,11 @@ def line_of_main_thread() -> str:
 def is_internal(filename: str) -> bool:
     """Return whether a file is one of this package or of torch, in which a user does not look for a mistake."""
     return filename.startswith(_hidden())
+
+
+def _is_of_python(frame: FrameType) -> bool:
+    name = frame.f_code.co_filename
+    return name.startswith(_LIBRARY) and "-packages" not in name
 
 
 def stacks() -> str:
@@ -196,15 +204,10 @@ def stacks() -> str:
 
 
 def _line_of_user(frame: FrameType) -> tuple[str, int]:
-    frame = _frame_of_user(frame)
-    return frame.f_code.co_filename, frame.f_lineno
-
-
-def _frame_of_user(frame: FrameType) -> FrameType:
     hidden = _hidden()
     while frame.f_back is not None and frame.f_code.co_filename.startswith(hidden):
         frame = frame.f_back
-    return frame
+    return frame.f_code.co_filename, frame.f_lineno
 
 
 @functools.lru_cache(maxsize=1)

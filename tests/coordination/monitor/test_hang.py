@@ -1,10 +1,13 @@
 """The report of a hang: what it says, and where it is."""
 
 import logging
+import re
 import tempfile
+import threading
 from pathlib import Path
 
 import pytest
+import torch
 
 from distman._coordination.monitor.hang import Answer, write_report
 
@@ -53,3 +56,13 @@ def test_a_folder_that_cannot_be_written_is_passed_over(tmp_path, caplog):
 )
 def test_the_place_of_a_rank(answer, place):
     assert answer.place == place
+
+
+def test_a_collective_of_torch_is_found_in_the_users_program():
+    found, functions = [], {}
+    file = f"{torch.__path__[0]}/distributed/distributed_c10d.py"
+    exec(compile("def all_reduce(thread): thread.start(); thread.join()", file, "exec"), functions)  # noqa: S102
+    functions["all_reduce"](threading.Thread(target=lambda: found.append(Answer.here())))
+    (answer,) = found
+    assert re.fullmatch(rf"at {__file__}:\d+ in test_a_collective_of_torch_\w+, in \w+\(\)", answer.place)
+    assert file in answer.stacks
