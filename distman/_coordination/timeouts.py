@@ -6,6 +6,7 @@ import os
 import queue
 import threading
 from collections.abc import Callable
+from types import FrameType
 
 from distman._process_state import puts_back
 
@@ -17,9 +18,10 @@ _kept: list[_Thread] = []
 
 
 class _Thread:
-    """A thread that does one piece of work after another."""
+    """A thread that does one piece of work, or one after another if it is kept."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, is_kept: bool) -> None:
+        self.is_kept = is_kept
         self.pid = os.getpid()
         self.work: queue.SimpleQueue[tuple[Callable[[], None], threading.Event] | None] = queue.SimpleQueue()
         threading.Thread(target=self._run, name="distman-timeout", daemon=True).start()
@@ -35,24 +37,28 @@ class _Thread:
             return False
         work, is_done = task
         work()
-        is_kept = len(_kept) < _NUM_KEPT
-        if is_kept:
+        if self.is_kept:
             _kept.append(self)  # before anyone is told, who may want a thread again
         is_done.set()
-        return is_kept
+        return self.is_kept
 
 
 def keep_threads() -> None:
     """Have threads ready for :func:`run_with_timeout`, which then needs no new one."""
     _kept[:] = [thread for thread in _kept if thread.pid == os.getpid()]  # a forked child has none of them
     while len(_kept) < _NUM_KEPT:
-        _kept.append(_Thread())
+        _kept.append(_Thread(is_kept=True))
 
 
 @puts_back
 def _end_threads() -> None:
     while _kept:
         _kept.pop().work.put(None)
+
+
+def is_idle(frame: FrameType) -> bool:
+    """Return whether the stack of a thread is that of one which is kept, and has nothing to do."""
+    return frame.f_code is _Thread._do_next.__code__
 
 
 def begin(work: Callable[[], object]) -> Callable[[float | None], bool]:
@@ -100,4 +106,4 @@ def _thread() -> _Thread:
         thread = _kept.pop()
         if thread.pid == os.getpid():
             return thread
-    return _Thread()
+    return _Thread(is_kept=False)

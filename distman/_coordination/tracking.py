@@ -13,6 +13,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from types import FrameType, TracebackType
 
+from distman._coordination.timeouts import is_idle
 from distman._process_state import puts_back
 from distman.errors import DistmanError
 
@@ -198,6 +199,8 @@ def stacks() -> str:
     frames = {ident: frame for ident, frame in sys._current_frames().items() if ident != threading.get_ident()}
     texts = []
     for ident in sorted(frames, key=lambda ident: ident != main):
+        if is_idle(frames[ident]):
+            continue
         lines = "".join(traceback.format_stack(frames[ident]))
         texts.append(f"thread {names.get(ident, ident)}\n{lines}")
     return "\n".join(texts)

@@ -17,11 +17,19 @@ from types import CodeType, FrameType
 
 from distman.errors import DistmanError
 
-_REPORTERS = frozenset({"IPython", "_pytest", "code", "distman.testing._tracebacks", "doctest", "unittest"})
-"""Packages that run a program and show its errors, as the interpreter does when an error leaves the main program."""
+_RUNNERS = {
+    "IPython": "run_code",
+    "_pytest": "from_call",
+    "code": "runcode",
+    "distman.testing._tracebacks": "attempt",
+    "doctest": "__run",
+    "unittest": "testPartExecutor",
+}
+"""The function, by package, that runs a program and shows its errors, as the interpreter does with those that leave the
+main program."""
 
-_RUNNERS = {"IPython": "run_code", "_pytest": "from_call"}
-"""In packages that wait for work themselves, the function that runs a program."""
+_WAITING = {"IPython": "IPython", "ipykernel": "IPython", "_pytest": "_pytest"}
+"""Packages that wait for programs to run in the main thread, and which of those above then runs them."""
 
 _MAX_CHAINED = 100  # errors that are looked through for one: a chain may be a ring
 
@@ -52,21 +60,21 @@ def handler_of(error: BaseException) -> Handler:
     trace = error.__traceback__
     if trace is None:
         return Handler.CATCHES_ALL
-    if _package(trace.tb_frame) in _REPORTERS:
+    if _RUNNERS.get(_package(trace.tb_frame)) == trace.tb_frame.f_code.co_name:
         return Handler.SHOWS_IT
     return Handler.NAMES_IT if _Frame(trace.tb_frame).names(type(error), trace.tb_lasti) else Handler.CATCHES_ALL
 
 
 def is_program_running(frame: FrameType | None) -> bool:
     """Return whether a stack is that of a program, not of a kernel or a session of pytest that is between two."""
-    names = set()
+    packages, runners = set(), set()
     while frame is not None:
         package = _package(frame)
-        names |= {package, (package, frame.f_code.co_name)}
+        packages.add(package)
+        if _RUNNERS.get(package) == frame.f_code.co_name:
+            runners.add(package)
         frame = frame.f_back
-    if "ipykernel" in names:
-        return ("IPython", _RUNNERS["IPython"]) in names
-    return all((package, function) in names for package, function in _RUNNERS.items() if package in names)
+    return all(runner in runners for package, runner in _WAITING.items() if package in packages)
 
 
 def errors_in(error: BaseException | None) -> Iterator[BaseException]:

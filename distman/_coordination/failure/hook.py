@@ -15,7 +15,7 @@ from typing import Any, Protocol
 from distman._coordination.failure.pending_work import complete_all, is_anything_left
 from distman._coordination.failure.record import FailureRecord
 from distman._coordination.failure.short_traceback import folded_traceback
-from distman._coordination.timeouts import run_with_timeout
+from distman._coordination.timeouts import keep_threads, run_with_timeout
 from distman._process_state import puts_back
 from distman.errors import RankFailedError
 
@@ -83,10 +83,12 @@ class _Hook:
             if reporter is not None and os.getpid() == self.pid:
                 finish = reporter(error)
         finally:  # memory may be out, say
-            _flush_in_time()
-            show()
-            if finish is not None:
-                finish()
+            try:
+                _flush_in_time()
+                show()
+            finally:
+                if finish is not None:
+                    finish()
 
     def in_thread(self, args: threading.ExceptHookArgs) -> None:
         """Show an error that ended another thread, and let it end the job where the program wants that."""
@@ -177,6 +179,8 @@ def set_reporter(reporter: Reporter | None) -> None:
 
     The hook is put in place if it was not, since the launcher became known after the import.
     """
+    if reporter is not None:
+        keep_threads()  # while there is memory for them
     if _hook is not None:
         _hook.reporter = reporter
     elif reporter is not None:

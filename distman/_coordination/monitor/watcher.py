@@ -171,7 +171,7 @@ class Watcher:
     def note(self, error: RankFailedError) -> None:
         """Tell an error that a wait raises because the job has failed from one that concerns the waited-for alone."""
         record = FailureRecord.of(error, error.rank)
-        if record in (self.record, self._record_in_store()) or record.error_type in (DIED, SILENT):
+        if record.error_type in (DIED, SILENT) or record == self.record or record == self._record_in_store():
             self._interruption.note(error)
 
     def _record_in_store(self) -> FailureRecord | None:
