@@ -11,6 +11,7 @@ import torch
 
 from distman._coordination.monitor.watcher import failure_behind, note_raised, raise_if_failed
 from distman._coordination.tracking import TrackedWait
+from distman.errors import RankFailedError
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -31,10 +32,8 @@ class WaitScope(TrackedWait):
         is_mine = self.is_outermost and isinstance(error, RuntimeError)
         record = failure_behind(error, self.operation) if error is not None and is_mine else None
         if record is not None:
-            failure = record.to_error()
-            note_raised(failure)
-            raise failure from error
-        if self.is_outermost:
+            raise note_raised(record.to_error()) from error
+        if self.is_outermost and isinstance(error, RankFailedError):
             note_raised(error)
 
 

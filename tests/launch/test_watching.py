@@ -261,6 +261,22 @@ def test_an_error_of_another_rank_cannot_be_swallowed(free_port):
         assert "catch RankFailedError by name" in rank.stderr
 
 
+def test_a_rank_that_cannot_say_anything_is_heard(free_port):
+    with Job(free_port, "speechless") as job:
+        finished = job.wait()
+    for rank in (finished[0], finished[2]):
+        assert rank.returncode == 1
+        assert re.search(r"RankFailedError: rank 1 \(.*\) raised SpeechlessError: \(its __str__ raised", rank.stderr)
+
+
+def test_an_error_in_another_thread_ends_the_job_where_that_is_wanted(free_port):
+    with Job(free_port, "in_another_thread") as job:
+        finished = job.wait()
+    assert [rank.returncode for rank in finished] == [1, 1, 1]
+    for rank in finished:
+        assert re.search(r"RankFailedError: rank 1 \(.*\) raised ValueError: invalid literal", rank.stderr)
+
+
 def test_a_rank_out_of_memory_has_last_words(free_port):
     with Job(free_port, "out_of_memory") as job:
         finished = job.wait()

@@ -5,6 +5,8 @@ from __future__ import annotations
 import atexit
 import contextlib
 import logging
+import multiprocessing.process
+import multiprocessing.util
 import os
 import sys
 import threading
@@ -202,6 +204,8 @@ def require_handling(obligation: Obligation) -> None:
     """Let the process end with an error unless its program handles a failure."""
     if _hook is not None:
         _hook.obligations.append(obligation)
+        if multiprocessing.process.parent_process() is not None:  # such a process runs no exit handlers
+            multiprocessing.util.Finalize(None, _hook.at_exit, exitpriority=0)
 
 
 def end_job_at_exit(action: Callable[[], None]) -> None:
@@ -232,11 +236,9 @@ def exit_now(code: int) -> None:
 
 def _end_daemons() -> None:
     """End the daemonic processes of ``multiprocessing``, as the exit handlers would: one may hold a launcher's pipe."""
-    multiprocessing = sys.modules.get("multiprocessing")
-    if multiprocessing is not None:
-        for child in multiprocessing.active_children():
-            if child.daemon:
-                child.terminate()
+    for child in multiprocessing.process.active_children():
+        if child.daemon:
+            child.terminate()
 
 
 def report_at_end() -> None:

@@ -152,7 +152,10 @@ class Interruption:
         error = delivery.next_error() if delivery is not None and self._may_raise(delivery, frame) else None
         self._is_answered.set()
         if error is not None:
-            raise error
+            try:
+                raise error
+            finally:
+                del error  # else it would hold its own frames, and whatever is in their variables
 
     def _may_raise(self, delivery: Delivery, frame: FrameType | None) -> bool:
         if self._is_awaited or self._is_done(delivery) or not is_program_running(frame):

@@ -284,10 +284,11 @@ def is_watching() -> bool:
     return _current is not None
 
 
-def note_raised(error: BaseException | None) -> None:
-    """Say that a wait raises an error, which the watcher then need not raise itself if it tells of the same failure."""
-    if _current is not None and isinstance(error, RankFailedError):
+def note_raised(error: RankFailedError) -> RankFailedError:
+    """Return an error that a wait raises; the watcher then need not raise one itself if it is of the same failure."""
+    if _current is not None:
         _current.note(error)
+    return error
 
 
 def raise_if_failed() -> None:

@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import multiprocessing
 import os
 import sys
 import threading
@@ -144,6 +145,18 @@ def test_one_that_was_handled_is_not(seen):
     hook.report_at_end()
     assert seen == []
     assert not hook.has_failed()
+
+
+def swallow():
+    hook.install(lambda _: None)
+    hook.require_handling(Delivery(failure_on(1)))
+
+
+def test_a_process_of_multiprocessing_ends_with_an_error_too():
+    process = multiprocessing.get_context("fork").Process(target=swallow)
+    process.start()
+    process.join(60)
+    assert process.exitcode == hook.EXIT_CODE
 
 
 def test_a_traceback_leaves_out_what_is_not_the_users(monkeypatch):

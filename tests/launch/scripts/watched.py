@@ -238,6 +238,26 @@ def out_of_memory(manager):
     wait_in_python()
 
 
+class SpeechlessError(Exception):
+    def __str__(self):
+        sys.exit(0)
+
+
+def speechless(manager):
+    """Rank 1 can say nothing here, and its error nothing of itself."""
+    if manager.rank == 1:
+        sys.stdout.close()
+        sys.stderr = None
+        raise SpeechlessError
+    wait_in_python()
+
+
+def in_another_thread(manager):
+    if manager.rank == 1:
+        threading.Thread(target=int, args=["boom"]).start()
+    wait_in_python()
+
+
 def swallowed(manager):
     """A rank that catches whatever comes, once, and ends as if nothing had happened."""
     if manager.rank == 1:
@@ -309,5 +329,5 @@ if __name__ == "__main__":
         thread.start()
         thread.join()
     else:
-        DistributedManager.initialize(rendezvous_timeout=60)
+        DistributedManager.initialize(rendezvous_timeout=60, fail_with_threads=True)
     globals()[scenario](DistributedManager())
