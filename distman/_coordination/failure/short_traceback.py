@@ -23,12 +23,13 @@ def folded_traceback(error: BaseException) -> str:
         return ""
 
 
-def _fold(shown: traceback.TracebackException | None) -> bool:
-    """Drop frames of an error and of those that led to it, and return whether there were any; some frame stays."""
+def _fold(error: traceback.TracebackException) -> bool:
+    """Drop frames of an error and of those that led to it, and return whether there were any; one of its own stays."""
     is_folded = False
+    shown: traceback.TracebackException | None = error
     while shown is not None:
         kept = [frame for frame in shown.stack if not is_internal(frame.filename)]
-        if 0 < len(kept) < len(shown.stack):
+        if len(kept) < len(shown.stack) and (kept or shown is not error):
             shown.stack[:] = kept
             is_folded = True
         shown = shown.__cause__ or shown.__context__

@@ -8,7 +8,9 @@ import contextlib
 import sys
 import weakref
 
+import hypothesis
 import pytest
+from hypothesis import strategies as st
 
 from distman import errors
 from distman._coordination.failure.catching import Handler, errors_in, handler_of, is_program_running
@@ -338,6 +340,50 @@ def test_who_catches_it(case):
     function, by = CASES[case]
     function()
     assert handler_of(raised[-1]) is by
+
+
+WRAPPINGS = {
+    "name": "try:\n BODY\nexcept (OSError, RankFailedError):\n hits.append(True)",
+    "name with a variable": "try:\n BODY\nexcept RankFailedError as error:\n hits.append(True)",
+    "name, then again": "try:\n BODY\nexcept DistmanError:\n raise",
+    "suppressed by name": "with contextlib.suppress(RankFailedError):\n BODY\n hits.append(None)\nhits.append(True)",
+    "everything": "try:\n BODY\nexcept Exception:\n hits.append(False)",
+    "everything, then again": "try:\n BODY\nexcept BaseException as error:\n raise error",
+    "bare": "try:\n BODY\nexcept:\n hits.append(False)",
+    "suppressed": "with contextlib.suppress(OSError, Exception):\n BODY\n hits.append(None)\nhits.append(False)",
+    "another": "try:\n BODY\nexcept ValueError:\n hits.append(False)\nexcept OSError as error:\n pass\nelse:\n pass",
+    "finally": "try:\n BODY\nfinally:\n len(hits)",
+    "finally, then break": "for _ in range(1):\n try:\n  BODY\n finally:\n  hits.append(False)\n  break",
+    "with": "with nothing() as it, nothing():\n BODY",
+    "function": "def step():\n BODY\nstep()",
+    "generator": "def steps():\n yield 1\n BODY\nfor _ in steps():\n pass",
+    "comprehension": "def step():\n BODY\n[step() for _ in range(2)]",
+    "loop": "while True:\n BODY\n break",
+}
+
+
+def indented(text, depth):
+    return text.replace("\n", "\n" + " " * depth)
+
+
+def program(wrappings):
+    """Return the source of a call that fails within handlers, the innermost first, and within one of everything."""
+    source = "fail()"
+    for wrapping in (*wrappings, "everything"):
+        text = WRAPPINGS[wrapping]
+        depth = len(text.partition("BODY")[0].rpartition("\n")[2])
+        source = text.replace("BODY", indented(source, depth))
+    return source
+
+
+@hypothesis.given(st.lists(st.sampled_from(sorted(WRAPPINGS)), max_size=6), st.booleans())
+def test_who_catches_it_in_any_program(wrappings, is_function):
+    hits = []
+    variables = {**globals(), "hits": hits}
+    source = program(wrappings)
+    exec(f"def main():\n {indented(source, 1)}\nmain()" if is_function else source, variables)  # noqa: S102
+    by_name = next(hit for hit in hits if hit is not None)
+    assert (handler_of(raised[-1]) is Handler.NAMES_IT) is by_name
 
 
 def test_an_error_that_was_never_raised_was_caught_by_nobody():
