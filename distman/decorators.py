@@ -24,6 +24,7 @@ from distman._groups.registry import Group
 from distman._log import logger
 from distman.collectives._objects import broadcast_data
 from distman.collectives._validation import GroupLike
+from distman.errors import RankFailedError
 from distman.manager import DistributedManager
 
 __all__ = [
@@ -231,6 +232,9 @@ def _run_and_tell(section: ExclusiveSection, run: Callable[[], R], region: Restr
     try:
         with region:
             return run()
+    except RankFailedError as error:  # it says all there is to say, and is the one that the watcher raised, perhaps
+        section.fail(error)
+        raise
     except Exception as error:
         raise section.fail(error).to_error() from error
     except BaseException as error:  # SystemExit and KeyboardInterrupt end this process, and concern the others

@@ -29,6 +29,8 @@ import threading
 from collections.abc import Iterable, Mapping
 from numbers import Real
 
+from distman._text import printable, printable_lines
+
 __all__ = [
     "BarrierTimeoutError",
     "CheckpointError",
@@ -80,7 +82,8 @@ class RankFailedError(DistmanError):
         pid: Its process id on that host.
         error_type: Name of the type that was raised there, such as ``"ValueError"``; of a rank that did not raise,
             ``"died"``, ``"left"`` or ``"silent"``.
-        error_text: Text of that error, or what is known.
+        error_text: Text of that error, or what is known; as that rank gave it, while the message of this error escapes
+            control characters and ends of lines.
         traceback_text: The traceback as that rank printed it; empty if it did not raise.
     """
 
@@ -93,11 +96,11 @@ class RankFailedError(DistmanError):
         self.error_type = error_type
         self.error_text = error_text
         self.traceback_text = traceback_text
-        who = f"rank {rank} ({host}, pid {pid})"
+        who, text = printable(f"rank {rank} ({host}, pid {pid})"), printable(error_text)
         super().__init__(
-            f"{who} raised {error_type}: {error_text}\n\nIts traceback:\n{traceback_text.rstrip()}"
+            f"{who} raised {printable(error_type)}: {text}\n\nIts traceback:\n{printable_lines(traceback_text)}"
             if traceback_text
-            else f"{who}{error_text if error_text.startswith(',') else f' {error_text}'}"
+            else f"{who}{text if text.startswith(',') else f' {text}'}"
         )
 
     def __reduce__(self) -> tuple[object, ...]:

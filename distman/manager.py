@@ -15,6 +15,7 @@ from distman import _log
 from distman._coordination import protocol, tracking
 from distman._coordination.barrier import wait_for_all
 from distman._coordination.failure import hook
+from distman._coordination.monitor.watcher import raise_if_failed
 from distman._coordination.preemption import StopAgreement, requeue
 from distman._coordination.wait_scope import WaitScope
 from distman._device import check_backend, requested_device
@@ -60,14 +61,15 @@ class DistributedManager(Place, GroupQueries, GroupCreation):
         rendezvous_timeout: float | datetime.timedelta | None = None,
         use_distributed: bool | None = None,
         seed: int | None = None,
+        fail_with_threads: bool = False,
     ) -> DistributedManager:
         """Find out who this process is, bring the job together, and return the manager.
 
-        Collective. Prints nothing, and writes nothing into ``os.environ`` but the interface for gloo where it would choose
-        the loopback. A second call warns and changes
-        nothing; a call that failed leaves no trace and can be repeated. Of threads that call at once one
-        initializes, the others wait and have its answer or its error. A default process group that other
-        code made is adopted, with its backend and timeout, and left in place by :meth:`cleanup`.
+        Collective. Prints nothing, and writes nothing into ``os.environ`` but the interface for gloo where it would
+        choose the loopback. A second call warns and changes nothing; a call that failed leaves no trace and can be
+        repeated. Of threads that call at once one initializes, the others wait and have its answer or its error. A
+        default process group that other code made is adopted, with its backend and timeout, and left in place by
+        :meth:`cleanup`.
 
         Args:
             method: Name of the launcher to believe, any case; None asks
@@ -80,6 +82,8 @@ class DistributedManager(Place, GroupQueries, GroupCreation):
             use_distributed: True fails where no launcher speaks; False is one process whatever they say, and
                 whatever process group there is; None believes them.
             seed: Seeds Python, NumPy and torch with ``seed + rank``; None seeds nothing.
+            fail_with_threads: Whether an exception that ends a thread other than the main one ends the job; else
+                it is printed, and the program goes on, as it does in Python.
 
         Raises:
             LaunchEnvironmentError: Variables of the launcher are missing or contradict each other.
@@ -96,6 +100,9 @@ class DistributedManager(Place, GroupQueries, GroupCreation):
             if is_first and not cls.is_initialized():
                 limits = settings.limits(timeout, rendezvous_timeout)
                 cls._start(method, backend, requested_device(device), limits, use_distributed, settings.seed(seed))
+                watcher = cls()._state.watcher
+                if fail_with_threads and watcher is not None:
+                    hook.set_thread_reporter(watcher.fail)
             else:
                 _log.logger.warning("DistributedManager is already initialized: this call changes nothing")
         return cls()
@@ -176,6 +183,7 @@ class DistributedManager(Place, GroupQueries, GroupCreation):
         else:
             cls._forget(state)
         hook.set_reporter(None)
+        hook.set_thread_reporter(None)
         state.groups.close()
         leave(state.job, state.watcher)
         if state.watcher is not None:
@@ -198,7 +206,7 @@ class DistributedManager(Place, GroupQueries, GroupCreation):
         """
         if os.getpid() != pid or not cls.is_initialized():
             return
-        hook.report_uncaught()
+        hook.report_at_end()
         if hook.has_failed():
             watcher = cls()._state.watcher
             if watcher is not None:
@@ -234,6 +242,7 @@ class DistributedManager(Place, GroupQueries, GroupCreation):
         seconds = job.limits.collective if timeout is None else check_seconds("timeout", timeout)
         with WaitScope(f"barrier {name!r}" if name else "barrier"):
             tracking.check_all_run_here(range(job.world_size))
+            raise_if_failed()
             if store_group is not None:
                 key = protocol.barrier(next(job.barriers[name]), name)
                 locate = functools.partial(self._state.watcher.locate, key) if self._state.watcher is not None else None

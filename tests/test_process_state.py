@@ -33,6 +33,7 @@ CHANGES = (
     "threading.Thread.start = ",
     "torch.library.Library",
     "os.environ[_VARIABLE] = ",
+    "threading.excepthook = ",
 )
 
 

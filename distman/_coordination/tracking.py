@@ -14,12 +14,14 @@ from pathlib import Path
 from types import FrameType, TracebackType
 
 from distman._coordination.region_guard import RegionGuard
+from distman._coordination.timeouts import is_idle
 from distman._process_state import puts_back
 from distman._torch_internals import regions, set_regions
 from distman.errors import DistmanError
 
 _PACKAGE = f"{Path(__file__).parent.parent}/"
 _MAKING_GUARD = threading.Lock()
+_LIBRARY = f"{Path(os.__file__).parent}/"  # Python's own, with what is installed in it
 
 _waiting: dict[int, TrackedWait] = {}
 """What each thread waits for, by the thread's identifier."""
@@ -223,6 +225,31 @@ def call_site() -> str:
     return f"{name}:{line}"
 
 
+def line_of_main_thread() -> str:
+    """Return where in the user's program the main thread is, such as ``train.py:31 in step, in all_reduce()``.
+
+    Not for the main thread.
+    """
+    innermost = sys._current_frames().get(threading.main_thread().ident or 0)
+    if innermost is None:
+        return ""
+    frame = innermost
+    while frame.f_back is not None and (is_internal(frame.f_code.co_filename) or _is_of_python(frame)):
+        frame = frame.f_back
+    place = f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"
+    return place if frame is innermost else f"{place}, in {innermost.f_code.co_name}()"
+
+
+def is_internal(filename: str) -> bool:
+    """Return whether a file is one of this package or of torch, in which a user does not look for a mistake."""
+    return filename.startswith(_hidden())
+
+
+def _is_of_python(frame: FrameType) -> bool:
+    name = frame.f_code.co_filename
+    return name.startswith(_LIBRARY) and "-packages" not in name
+
+
 def stacks() -> str:
     """Return the stack of every thread of this process but the calling one, the main thread's first."""
     main = threading.main_thread().ident
@@ -230,6 +257,8 @@ def stacks() -> str:
     frames = {ident: frame for ident, frame in sys._current_frames().items() if ident != threading.get_ident()}
     texts = []
     for ident in sorted(frames, key=lambda ident: ident != main):
+        if is_idle(frames[ident]):
+            continue
         lines = "".join(traceback.format_stack(frames[ident]))
         texts.append(f"thread {names.get(ident, ident)}\n{lines}")
     return "\n".join(texts)

@@ -9,8 +9,9 @@ from typing import ParamSpec, TypeVar
 
 import torch
 
-from distman._coordination.monitor.watcher import failure_behind
+from distman._coordination.monitor.watcher import failure_behind, note_raised, raise_if_failed
 from distman._coordination.tracking import TrackedWait
+from distman.errors import RankFailedError
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -31,7 +32,9 @@ class WaitScope(TrackedWait):
         is_mine = self.is_outermost and isinstance(error, RuntimeError)
         record = failure_behind(error, self.operation) if error is not None and is_mine else None
         if record is not None:
-            raise record.to_error() from error
+            raise note_raised(record.to_error()) from error
+        if self.is_outermost and isinstance(error, RankFailedError):
+            note_raised(error)
 
 
 def collective(func: Callable[P, R]) -> Callable[P, R]:
@@ -45,6 +48,7 @@ def collective(func: Callable[P, R]) -> Callable[P, R]:
         if torch.compiler.is_compiling():
             return func(*args, **kwargs)
         with WaitScope(func.__name__):
+            raise_if_failed()
             return func(*args, **kwargs)
 
     return call

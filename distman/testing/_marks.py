@@ -67,8 +67,8 @@ def ranks(
         a class, it marks the methods whose names begin with "test" and that are not marked yet.
 
     Raises:
-        TypeError: Something else than a function or a class is decorated, a world size is not an integer, or the timeout
-            no number of seconds.
+        TypeError: Something else than a function or a class is decorated, a world size is not an integer, or the
+            timeout no number of seconds.
         ValueError: No world size, one below 1, a rank outside the world, or a timeout that is not positive.
 
     Example:

@@ -199,7 +199,7 @@ def test_a_huge_error_is_shortened(free_port):
     with Job(free_port, "huge_error") as job:
         finished = job.wait()
     for rank in (finished[0], finished[2]):
-        assert re.search(r"RankFailedError: rank 1 \(.*\) raised ValueError: x+\n", rank.stderr)
+        assert re.search(r"RankFailedError: rank 1 \(.*\) raised ValueError: x+\\n", rank.stderr)
         assert "characters left out" in rank.stderr
 
 
@@ -250,6 +250,49 @@ def test_an_error_of_another_rank_can_be_handled(free_port):
     assert [rank.returncode for rank in finished] == [0, 1, 0]
     for rank in (finished[0], finished[2]):
         assert re.search(r"saved because rank 1 \(.*\) raised ValueError: boom", rank.stdout)
+
+
+def test_an_error_of_another_rank_cannot_be_swallowed(free_port):
+    with Job(free_port, "swallowed") as job:
+        finished = job.wait()
+    assert [rank.returncode for rank in finished] == [76, 1, 76]
+    for rank in (finished[0], finished[2]):
+        assert "caught RankFailedError" in rank.stdout
+        assert re.search(r"distman: rank 1 \(.*\) raised ValueError: boom", rank.stderr)
+        assert "catch RankFailedError by name" in rank.stderr
+
+
+def test_a_rank_that_cannot_say_anything_is_heard(free_port):
+    with Job(free_port, "speechless") as job:
+        finished = job.wait()
+    for rank in (finished[0], finished[2]):
+        assert rank.returncode == 1
+        assert re.search(r"RankFailedError: rank 1 \(.*\) raised SpeechlessError: \(its __str__ raised", rank.stderr)
+
+
+def test_an_error_in_another_thread_ends_the_job_where_that_is_wanted(free_port):
+    with Job(free_port, "in_another_thread") as job:
+        finished = job.wait()
+    assert [rank.returncode for rank in finished] == [1, 1, 1]
+    for rank in finished:
+        assert re.search(r"RankFailedError: rank 1 \(.*\) raised ValueError: invalid literal", rank.stderr)
+
+
+def test_a_rank_out_of_memory_has_last_words(free_port):
+    with Job(free_port, "out_of_memory") as job:
+        finished = job.wait()
+    assert [rank.returncode for rank in finished] == [1, 1, 1]
+    for rank in (finished[0], finished[2]):
+        assert re.search(r"RankFailedError: rank 1 \(.*\) raised MemoryError", rank.stderr)
+
+
+def test_a_job_that_another_thread_started_ends_all_the_same(free_port):
+    with Job(free_port, "in_a_thread") as job:
+        finished = job.wait()
+    assert [rank.returncode for rank in finished] == [76, 1, 76]
+    for rank in (finished[0], finished[2]):
+        assert re.search(r"distman: rank 1 \(.*\) raised ValueError: boom", rank.stderr)
+        assert "This process could not be interrupted" in rank.stderr
 
 
 def test_an_adopted_group_is_watched_too(free_port):

@@ -18,8 +18,9 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from distman._coordination import protocol
-from distman._coordination.failure.record import FailureRecord, Place, shortened
+from distman._coordination.failure.record import FailureRecord, Place
 from distman._process_state import puts_back
+from distman._text import shortened
 
 if TYPE_CHECKING:
     from torch.distributed import Store
