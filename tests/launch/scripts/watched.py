@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader
 
-from distman import DistributedManager, on_rank
+from distman import DistributedManager, RankFailedError, on_rank
 from distman.collectives import fused_all_reduce
 
 
@@ -84,6 +84,45 @@ def in_uninterruptible_code(manager):
     lock = ctypes.create_string_buffer(64)
     take(lock)
     take(lock)  # never returns
+
+
+def keep_the_interpreter(seconds):
+    ctypes.PyDLL(None).sleep(seconds)
+
+
+FAULTS = {
+    "stopped": lambda: os.kill(os.getpid(), signal.SIGSTOP),
+    "keeps the GIL": lambda: keep_the_interpreter(6),
+    "killed": lambda: os.kill(os.getpid(), signal.SIGKILL),
+    "exits": lambda: os._exit(3),
+    "raises": lambda: {}["boom"],
+}
+
+
+def blamed(manager):
+    """A rank fails, in Python code or in a barrier of the others; who hears of it ends at once, without a word."""
+    fault, failing, place = sys.argv[2:5]
+    try:
+        manager.barrier()
+        if manager.rank == int(failing):
+            time.sleep(0.5)  # the others leave the barrier
+            FAULTS[fault]()
+        if place == "barrier":
+            manager.barrier("never opens")
+        wait_in_python()
+    except RankFailedError as error:
+        say(f"blames {error.rank}")
+        os._exit(1)
+
+
+def cut_off(_manager):
+    """Each host has one rank; the test cuts one of them off."""
+    say("ready")
+    try:
+        wait_in_python()
+    except RankFailedError as error:
+        say(f"blames {error.rank}: {error.error_text}")
+        os._exit(1)
 
 
 def with_a_child(manager):
