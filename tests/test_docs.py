@@ -46,7 +46,7 @@ FIELDS = {
 NO_LAYERS = {"__main__"}
 # What a variable of the environment looks like in the sources, and what looks like one but is none.
 VARIABLE = re.compile(r"[A-Z][A-Z0-9]*(?:_[A-Za-z0-9]+)+|RANK|NCPUS")
-NO_VARIABLES = {"TCP_KEEPCNT", "TCP_KEEPIDLE", "TCP_KEEPINTVL"}
+NO_VARIABLES = {"TCP_KEEPCNT", "TCP_KEEPIDLE", "TCP_KEEPINTVL", "TCP_USER_TIMEOUT"}
 READ_BY_OTHERS = {"NCCL_DEBUG", "TORCH_DISTRIBUTED_DEBUG"}
 
 
