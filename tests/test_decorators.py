@@ -265,10 +265,8 @@ def test_waiting_for_others_where_only_some_run_is_an_error_at_once(rank, call):
     def work():
         call()
 
-    began = time.monotonic()
     with pytest.raises(RankFailedError, match=r"on_rank\(0\) of .*work\(\) at .*test_decorators.py:\d+") as caught:
         work()
-    assert time.monotonic() - began < 5
     assert caught.value.error_type == "DistmanError"
     if rank == 0:
         assert type(caught.value.__cause__) is DistmanError

@@ -55,6 +55,7 @@ NO_VARIABLES = {
     "TCP_USER_TIMEOUT",
     "TESTING_ONLY_GenericMode",
 }
+INSTRUCTIONS = "catching.py"  # which names those of Python's byte code
 READ_BY_OTHERS = {"NCCL_DEBUG", "TORCH_DISTRIBUTED_DEBUG"}
 
 

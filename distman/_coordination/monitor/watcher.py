@@ -27,7 +27,7 @@ from distman._log import logger
 from distman._process_state import puts_back
 from distman._text import printable
 from distman._torch_internals import is_lost_connection, is_unreachable
-from distman.errors import RankFailedError
+from distman.errors import DistmanError, RankFailedError
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -369,5 +369,6 @@ def failure_behind(error: BaseException, operation: str = "a collective") -> Fai
         error: The error of the connection.
         operation: What this rank was doing.
     """
-    watcher = _current
-    return watcher.explain(error, operation) if watcher is not None and is_lost_connection(error) else None
+    if _current is None or isinstance(error, DistmanError) or not is_lost_connection(error):
+        return None  # an error of the package knows its cause, whatever words of others it quotes
+    return _current.explain(error, operation)

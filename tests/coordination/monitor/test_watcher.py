@@ -172,6 +172,7 @@ def test_a_connection_that_a_rank_broke_by_leaving_is_explained():
         leave(store, 1)
         record = failure_behind(LOST, "all_gather_v")
         assert failure_behind(ValueError("boom")) is None
+        assert failure_behind(failure_on(1, text=str(LOST)).to_error()) is None
     assert (record.rank, record.error_type) == (2, LEFT), "the first to leave"
     assert failure_behind(LOST) is None
 

@@ -89,6 +89,45 @@ def in_uninterruptible_code(manager):
     take(lock)  # never returns
 
 
+def keep_the_interpreter(seconds):
+    ctypes.PyDLL(None).sleep(seconds)
+
+
+FAULTS = {
+    "stopped": lambda: os.kill(os.getpid(), signal.SIGSTOP),
+    "keeps the GIL": lambda: keep_the_interpreter(6),
+    "killed": lambda: os.kill(os.getpid(), signal.SIGKILL),
+    "exits": lambda: os._exit(3),
+    "raises": lambda: {}["boom"],
+}
+
+
+def blamed(manager):
+    """A rank fails, in Python code or in a barrier of the others; who hears of it ends at once, without a word."""
+    fault, failing, place = sys.argv[2:5]
+    try:
+        manager.barrier()
+        if manager.rank == int(failing):
+            time.sleep(0.5)  # the others leave the barrier
+            FAULTS[fault]()
+        if place == "barrier":
+            manager.barrier("never opens")
+        wait_in_python()
+    except RankFailedError as error:
+        say(f"blames {error.rank}")
+        os._exit(1)
+
+
+def cut_off(_manager):
+    """Each host has one rank; the test cuts one of them off."""
+    say("ready")
+    try:
+        wait_in_python()
+    except RankFailedError as error:
+        say(f"blames {error.rank}: {error.error_text}")
+        os._exit(1)
+
+
 def with_a_child(manager):
     """A rank has a forked child that outlives it: its copies of connections must not hide the death."""
     if manager.rank == int(sys.argv[2]):
