@@ -12,9 +12,13 @@ import traceback
 from collections.abc import Iterable
 from pathlib import Path
 from types import FrameType, TracebackType
+from typing import TYPE_CHECKING
 
 from distman._process_state import puts_back
 from distman.errors import DistmanError
+
+if TYPE_CHECKING:
+    from distman._coordination.monitor.mismatch import Call
 
 _PACKAGE = f"{Path(__file__).parent.parent}/"
 
@@ -35,7 +39,7 @@ class TrackedWait:
         operation: What it waits in, such as ``all_gather_v``.
     """
 
-    __slots__ = ("is_outermost", "line", "operation", "since", "thread")
+    __slots__ = ("call", "is_outermost", "line", "mismatch", "note", "operation", "since", "thread")
 
     def __init__(self, operation: str) -> None:
         self.operation = operation
@@ -46,6 +50,9 @@ class TrackedWait:
         if self.is_outermost:
             self.line = _line_of_user(sys._getframe(1))
             self.since = time.monotonic()
+            self.call: Call | None = None  # what it waits in now, of all that its operation does
+            self.note = ""  # the collective and what must be equal on all ranks
+            self.mismatch = ""  # why its call does not match those of the others
             _waiting[self.thread] = self
         return self
 
@@ -146,6 +153,11 @@ def check_all_run_here(ranks: Iterable[int]) -> None:
         f"{wait.operation if wait else 'a call that waits for others'} must be called where all its ranks run, got a "
         f"call within {region.what} at {call_site()}. Move it out of there."
     )
+
+
+def current_wait() -> TrackedWait | None:
+    """Return what this thread waits for."""
+    return _waiting.get(threading.get_ident())
 
 
 def waits() -> list[TrackedWait]:

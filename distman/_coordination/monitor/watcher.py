@@ -21,8 +21,10 @@ from distman._coordination.failure.interruption import Interruption
 from distman._coordination.failure.record import FailureRecord
 from distman._coordination.monitor.context import WatchContext
 from distman._coordination.monitor.hang import HangWatch, StackQueries
+from distman._coordination.monitor.mismatch import mismatch
 from distman._coordination.monitor.peer_monitor import PeerMonitor, give_sign, read_sign
 from distman._coordination.monitor.watchdog import Watchdog
+from distman._coordination.tracking import TrackedWait
 from distman._log import logger
 from distman._process_state import puts_back
 from distman._torch_internals import is_lost_connection
@@ -154,6 +156,11 @@ class Watcher:
         return self._context.store_rank_is_gone() if isinstance(error, dist.DistError) else None
 
     @property
+    def store(self) -> Store:
+        """The job's store."""
+        return self._context.store
+
+    @property
     def _answer_patience(self) -> float:
         """Seconds within which another watcher answers: one look may be under way, the next one answers."""
         return 2 * self._context.interval + self._patience
@@ -255,6 +262,16 @@ def _stop_current() -> None:
 def is_watching() -> bool:
     """Return whether this process has a watcher."""
     return _current is not None
+
+
+def mismatch_behind(error: BaseException, wait: TrackedWait) -> str:
+    """Return why a call does not match those of other ranks, if its connection broke because of that, or nothing."""
+    watcher, call = _current, wait.call
+    if call is None or watcher is None or not (wait.mismatch or is_lost_connection(error)):
+        return ""
+    with contextlib.suppress(dist.DistError):  # then the store is gone
+        return wait.mismatch or mismatch(watcher.store, call)
+    return ""
 
 
 def failure_behind(error: BaseException, operation: str = "a collective") -> FailureRecord | None:
