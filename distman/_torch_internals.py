@@ -78,6 +78,25 @@ def _world_without_device() -> Iterator[None]:
         world.bound_device_id = device
 
 
+def batch_isend_irecv(operations: list[dist.P2POp]) -> list[dist.Work]:
+    """Do what torch's function of this name does, but let its group go on after an exception.
+
+    NCCL collects the operations of a batch. torch leaves that state open when one is refused or the main thread is
+    interrupted, and later reductions of the group would be collected and never done.
+    """
+    works: list[dist.Work]
+    group = operations[0].group
+    try:
+        works = dist.batch_isend_irecv(operations)
+    except BaseException:
+        world = distributed_c10d._world
+        if group is not None and world.pg_coalesce_state.pop(group, None) is not None:
+            with contextlib.suppress(RuntimeError):  # the first error counts
+                group._end_coalescing(operations[0].tensor.device)
+        raise
+    return works
+
+
 @contextlib.contextmanager
 def counting_no_failed_group() -> Iterator[None]:
     """Let a group that could not be made not count: the number is part of the store's keys, which all ranks share."""

@@ -195,6 +195,14 @@ def collective(number: int, group: object) -> str:
     return f"collective {number} of group {group}"
 
 
+def exchange(number: int, group: str) -> str:
+    """An exchange of messages in a process group that lasts: what two ranks wait in is compared.
+
+    What the first one waits in is deleted when its wait ends; what two wait in that differ lives on.
+    """
+    return f"exchange {number} of {group}"
+
+
 def section(depth: int) -> str:
     """The exclusive sections of a group, a sequence of operations; nested ones are apart from the outer one."""
     return f"section {depth}"

@@ -12,12 +12,16 @@ import traceback
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from types import FrameType, TracebackType
+from typing import TYPE_CHECKING
 
 from distman._coordination.region_guard import RegionGuard
 from distman._coordination.timeouts import is_idle
 from distman._process_state import puts_back
 from distman._torch_internals import regions, set_regions
 from distman.errors import DistmanError
+
+if TYPE_CHECKING:
+    from distman._coordination.monitor.mismatch import Call
 
 _PACKAGE = f"{Path(__file__).parent.parent}/"
 _MAKING_GUARD = threading.Lock()
@@ -43,7 +47,7 @@ class TrackedWait:
         operation: What it waits in, such as ``all_gather_v``.
     """
 
-    __slots__ = ("is_outermost", "line", "operation", "since", "thread")
+    __slots__ = ("call", "is_outermost", "line", "mismatch", "note", "operation", "since", "thread")
 
     def __init__(self, operation: str) -> None:
         self.operation = operation
@@ -54,6 +58,9 @@ class TrackedWait:
         if self.is_outermost:
             self.line = _line_of_user(sys._getframe(1))
             self.since = time.monotonic()
+            self.call: Call | None = None  # what it waits in now, of all that its operation does
+            self.note = ""  # the collective and what must be equal on all ranks
+            self.mismatch = ""  # why its call does not match those of the others
             _waiting[self.thread] = self
         return self
 
@@ -206,6 +213,11 @@ def check_all_run_here(ranks: Iterable[int], operation: str = "") -> None:
 
 def _check_collective(name: str, ranks: Sequence[int]) -> None:
     check_all_run_here(ranks, operation=f"torch's {name}")
+
+
+def current_wait() -> TrackedWait | None:
+    """Return what this thread waits for."""
+    return _waiting.get(threading.get_ident())
 
 
 def waits() -> list[TrackedWait]:

@@ -42,6 +42,7 @@ class Group:
         consensus: Agreement of its members over the store; None where there are no others to reach.
         sections: What some of its members do while the others wait; None where there are no others to reach.
         calls: Numbers of the next collectives, where ranks compare their calls.
+        exchanges: Numbers of the next exchanges of messages.
         store: The store under the process group: if it is written in Python, it must live as long.
     """
 
@@ -53,6 +54,7 @@ class Group:
     consensus: Consensus | None = None
     sections: ExclusiveSections | None = None
     calls: Iterator[int] = field(default_factory=itertools.count)
+    exchanges: Iterator[int] = field(default_factory=itertools.count)
     store: dist.Store | None = None
 
     @property

@@ -20,9 +20,11 @@ from distman._coordination.failure.interruption import Interruption
 from distman._coordination.failure.record import DIED, SILENT, FailureRecord
 from distman._coordination.monitor.context import WatchContext, WatchLimits, late_after
 from distman._coordination.monitor.hang import HangWatch, StackQueries
+from distman._coordination.monitor.mismatch import mismatch
 from distman._coordination.monitor.peer_monitor import PeerMonitor, give_sign, read_sign
 from distman._coordination.monitor.store_connection import limit_unanswered
 from distman._coordination.monitor.watchdog import Watchdog
+from distman._coordination.tracking import TrackedWait
 from distman._log import logger
 from distman._process_state import puts_back
 from distman._text import printable
@@ -200,6 +202,11 @@ class Watcher:
             return None
 
     @property
+    def store(self) -> Store:
+        """The job's store."""
+        return self._context.store
+
+    @property
     def _answer_patience(self) -> float:
         """Seconds within which another watcher answers: one look may be under way, the next one answers."""
         return 2 * self._context.interval + self._patience
@@ -358,6 +365,16 @@ def let_others_hear_first() -> None:
     """
     if _current is not None and _current.is_store_rank:
         _current.wait_until_known()
+
+
+def mismatch_behind(error: BaseException, wait: TrackedWait) -> str:
+    """Return why a call does not match those of other ranks, if its connection broke because of that, or nothing."""
+    watcher, call = _current, wait.call
+    if call is None or watcher is None or not (wait.mismatch or is_lost_connection(error)):
+        return ""
+    with contextlib.suppress(dist.DistError):  # then the store is gone
+        return wait.mismatch or mismatch(watcher.store, call)
+    return ""
 
 
 def failure_behind(error: BaseException, operation: str = "a collective") -> FailureRecord | None:
