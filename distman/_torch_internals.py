@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import pickle
 import re
 import sys
 from collections import OrderedDict
@@ -257,6 +258,31 @@ def without_type(storage: torch.TypedStorage) -> torch.UntypedStorage:
 def with_type(storage: torch.UntypedStorage, dtype: torch.dtype) -> torch.TypedStorage:
     """Return memory as a typed storage, without the warning that its public constructor gives."""
     return torch.TypedStorage(wrap_storage=storage, dtype=dtype, _internal=True)  # type: ignore[no-untyped-call]
+
+
+def reduce_tensor(tensor: torch.Tensor) -> Any:
+    """Return how a tensor is made again, as ``__reduce_ex__`` does, in a way that works for all dtypes.
+
+    For the newer ones, such as float8, torch names a function that takes what ``torch.load`` hands it alone.
+    """
+    reduced: Any = tensor.__reduce_ex__(pickle.HIGHEST_PROTOCOL)  # type: ignore[no-untyped-call]
+    if not isinstance(reduced, tuple):
+        return reduced
+    make, args, *rest = reduced
+    if make is torch._tensor._rebuild_from_type_v2:
+        args = (_takes_untyped(args[0]), *args[1:])
+    return (_takes_untyped(make), args, *rest)
+
+
+def _takes_untyped(make: Callable[..., Any]) -> Callable[..., Any]:
+    return _rebuild_tensor if make is torch._utils._rebuild_tensor_v3 else make
+
+
+def _rebuild_tensor(storage: torch.UntypedStorage, *args: Any) -> torch.Tensor:
+    rebuild: Any = torch._utils._rebuild_tensor_v3
+    with torch.no_grad():  # it writes to what may require a gradient
+        tensor: torch.Tensor = rebuild(with_type(storage, torch.uint8), *args)
+    return tensor
 
 
 def versions_in(state: Mapping[str, Any]) -> Mapping[str, Any]:
