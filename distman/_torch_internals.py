@@ -178,9 +178,20 @@ class CollectiveGuard:
             namespace, _, name = full_name.partition("::")
             if namespace == "c10d" and name != "check_for_nan":  # it looks at this rank's tensors only
                 self._collectives.impl(name, _guarded(name, check), _GUARDED)
+        self._name_group = name_group = distributed_c10d._process_group_name
+
+        def name_guarded_group(ranks: Sequence[int], use_hashed_name: bool) -> Any:  # noqa: FBT001 - as torch calls it
+            if (
+                regions() and dist.is_initialized()
+            ):  # the ranks of the world count the groups that have no hash for a name
+                check("new_group", ranks if use_hashed_name else range(dist.get_world_size()))
+            return name_group(ranks, use_hashed_name)
+
+        distributed_c10d._process_group_name = name_guarded_group
 
     def remove(self) -> None:
         """Let all collectives start unasked."""
+        distributed_c10d._process_group_name = self._name_group
         self._collectives._destroy()
         self._others._destroy()
 
