@@ -181,9 +181,8 @@ class CollectiveGuard:
         self._name_group = name_group = distributed_c10d._process_group_name
 
         def name_guarded_group(ranks: Sequence[int], use_hashed_name: bool) -> Any:  # noqa: FBT001 - as torch calls it
-            if (
-                regions() and dist.is_initialized()
-            ):  # the ranks of the world count the groups that have no hash for a name
+            if regions() and dist.is_initialized():
+                # A group that is not named by its ranks is named by a number, which all ranks of the world count.
                 check("new_group", ranks if use_hashed_name else range(dist.get_world_size()))
             return name_group(ranks, use_hashed_name)
 

@@ -11,7 +11,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed import _functional_collectives as functional_collectives
-from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 from distman import DistmanError, DistributedManager, NotInitializedError, PlanMismatchError, RankFailedError
@@ -337,7 +336,6 @@ COLLECTIVES_OF_TORCH = {
     "functional": lambda: functional_collectives.all_reduce(torch.ones(1), "sum", dist.group.WORLD) + 1,
     "group": lambda: DistributedManager().group("node"),
     "new_group": lambda: dist.new_group([0]),
-    "mesh": lambda: init_device_mesh("cpu", (2,)),
     "groups": lambda: DistributedManager.create_process_subgroup("pair", 2),
     "thread": reduce_in_thread,
     "autograd's thread": lambda: Deep.apply(torch.ones(1, requires_grad=True), 70, dist.barrier).backward(),

@@ -68,7 +68,7 @@ def use(**options):
                       lambda device: 1 / 0, lambda device: sys.exit(3), lambda device: threading.Lock()):
             try:
                 executor.run(fault)
-            except WorkerError:
+            except (WorkerError, ZeroDivisionError):
                 pass
         pending = [executor.submit(lambda device: 1) for _ in range(9)]
     assert all(future.result() == 1 for future in pending)
