@@ -131,11 +131,21 @@ NO_JOB_WARNING = "torch.distributed is disabled"
 _LOST_CONNECTION = re.compile(r"gloo/transport|nccl(Remote|System)Error|Connection (closed|reset)")
 
 
+_UNREACHABLE = re.compile(r"Connection timed out|No route to host|(Network|Host) is unreachable")
+
+
 def is_lost_connection(error: BaseException) -> bool:
-    """Return whether an error says that another rank did not answer, or that its connection broke."""
-    return isinstance(error, dist.DistError) or (
-        isinstance(error, RuntimeError) and _LOST_CONNECTION.search(str(error)) is not None
-    )
+    """Return whether an error says that another rank did not answer, or that its connection broke.
+
+    Every error of a store does. Those of NCCL have a type derived from theirs, and may be about memory.
+    """
+    is_of_store = isinstance(error, dist.DistError) and not isinstance(error, dist.DistBackendError)
+    return is_of_store or (isinstance(error, RuntimeError) and _LOST_CONNECTION.search(str(error)) is not None)
+
+
+def is_unreachable(error: BaseException) -> bool:
+    """Return whether an error of a store says that its host does not answer, not even by breaking the connection."""
+    return _UNREACHABLE.search(str(error)) is not None
 
 
 # Collectives, whoever starts them
@@ -293,6 +303,16 @@ def _rebuild_tensor(storage: torch.UntypedStorage, *args: Any) -> torch.Tensor:
     with torch.no_grad():  # it writes to what may require a gradient
         tensor: torch.Tensor = rebuild(with_type(storage, torch.uint8), *args)
     return tensor
+
+
+def own_parameters(module: torch.nn.Module) -> dict[str, torch.nn.Parameter | None]:
+    """Return a module's own parameters by their names, those of its submodules left out."""
+    return module._parameters
+
+
+def forward_pre_hooks(module: torch.nn.Module) -> dict[int, Callable[..., Any]]:
+    """Return what a module calls before its forward pass; to delete one takes it away."""
+    return module._forward_pre_hooks
 
 
 def versions_in(state: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -15,8 +15,10 @@ import sysconfig
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 
+from . import preloaded
 from .hosts import SSH, NamespaceHosts
 from .processes import Finished, Running, launch, private_shared_memory, start
 
@@ -78,6 +80,15 @@ class MpiInstallation:
         self.flavour = flavour
         self.directory = Path(sys.prefix) / "mpi" / flavour.package
         self.python = self.directory / "bin" / "python"
+
+    @cached_property
+    def preloaded(self) -> "MpiInstallation":
+        """The same with preloaded ranks, for tests that do not ask what the MPI does with processes."""
+        (library,) = self.directory.glob("lib/libmpi.so.[0-9][0-9]")  # mpi4py looks for it beside its own interpreter
+        variables = {"MPI4PY_LIBMPI": str(library), "PYTHONPATH": str(self._site_packages)}
+        other = MpiInstallation(self.flavour)
+        other.python = preloaded.python_with(variables)
+        return other
 
     def install(self) -> "MpiInstallation":
         """Make the virtual environment unless it is there; only one test session at a time does so."""
@@ -160,7 +171,8 @@ class MpiInstallation:
         return self._base_environment(mpi4py=mpi4py)
 
     def _base_environment(self, *, mpi4py: bool) -> dict[str, str]:
-        variables = {"PATH": f"{self.directory / 'bin'}:{os.environ['PATH']}", **self.flavour.environment}
+        path = f"{self.python.parent}:{self.directory / 'bin'}:{os.environ['PATH']}"
+        variables = {"PATH": path, **self.flavour.environment}
         return variables if mpi4py else {**variables, "PYTHONPATH": str(WITHOUT_MPI4PY)}
 
     def _make_environment(self) -> None:
@@ -168,9 +180,13 @@ class MpiInstallation:
         _run(sys.executable, "-m", "venv", "--without-pip", self.directory)
         pip = [sys.executable, "-m", "pip", "--python", str(self.python), "install", "--quiet"]
         _run(*pip, "--constraint", CONSTRAINTS, "mpi4py", self.flavour.package)
-        (site_packages,) = self.directory.glob("lib/python*/site-packages")
         reachable = [sysconfig.get_paths()["purelib"], str(REPOSITORY)]
-        (site_packages / "main_environment.pth").write_text("\n".join(reachable) + "\n")
+        (self._site_packages / "main_environment.pth").write_text("\n".join(reachable) + "\n")
+
+    @property
+    def _site_packages(self) -> Path:
+        (found,) = self.directory.glob("lib/python*/site-packages")
+        return found
 
 
 def without_words_of_prrte(text: str) -> str:
