@@ -12,7 +12,8 @@
      ├── BarrierTimeoutError      names the ranks that did not come to a barrier
      ├── CheckpointError          a checkpoint is damaged, is none at all, or holds code; or a save failed
      ├── NonFiniteLossError       the loss of a training is NaN or infinite on some rank
-     └── WorkerError              a worker of a ParallelExecutor died, raised or was too late
+     └── WorkerError              a task of a ParallelExecutor has no answer, and no exception that could be sent
+          └── WorkerDiedError     its worker died, was too late, or did not start; also a BrokenExecutor
 
 Wrong arguments are ``ValueError`` or ``TypeError``; their messages read
 ``<name> must <condition>, got <value> [from <where>]. <What to do>.`` Messages of events read
@@ -27,6 +28,7 @@ import functools
 import reprlib
 import threading
 from collections.abc import Iterable, Mapping
+from concurrent.futures import BrokenExecutor
 from numbers import Real
 
 from distman._text import printable, printable_lines
@@ -42,6 +44,7 @@ __all__ = [
     "RankFailedError",
     "RendezvousError",
     "UndefinedGroupError",
+    "WorkerDiedError",
     "WorkerError",
     "check_options",
     "check_seconds",
@@ -121,9 +124,9 @@ class NonFiniteLossError(DistmanError):
 
 
 class WorkerError(DistmanError):
-    """A worker of a ``ParallelExecutor`` died, raised, ran out of time, or returned what cannot be sent.
+    """A worker of a ``ParallelExecutor`` died, ran out of time, or has an answer that cannot be sent.
 
-    The exception that the function raised is the ``__cause__``, where it can be pickled.
+    It is also the ``__cause__`` of an exception that the function raised, and says where that was.
 
     Attributes:
         device: The worker's device, such as ``"cuda:1"``.
@@ -152,6 +155,13 @@ class WorkerError(DistmanError):
         self.error_type = error_type
         self.traceback_text = traceback_text
         super().__init__(message)
+
+
+class WorkerDiedError(WorkerError, BrokenExecutor):
+    """A worker of a ``ParallelExecutor`` died, was too late, or did not start.
+
+    The next call starts a new one.
+    """
 
 
 def check_options(options: Mapping[str, object], known: Iterable[str], method: str) -> None:
