@@ -64,7 +64,8 @@ def ranks(
 
     Returns:
         A decorator that marks the function and returns the same function; of a coroutine, a function that runs it. Of
-        a class, it marks the methods whose names begin with "test" and that are not marked yet.
+        a class, it marks the methods that are not marked yet; ``rank`` and ``world_size`` go to those whose names begin
+        with "test".
 
     Raises:
         TypeError: Something else than a function or a class is decorated, a world size is not an integer, or the
@@ -86,7 +87,8 @@ def ranks(
     def mark(test: _Test) -> _Test:
         if isinstance(test, type):
             _mark_methods(test, mark)
-            return test
+            # For methods that another name makes tests, so that they do not run in the pytest process alone.
+            return cast("_Test", pytest.mark.ranks(spec)(test))
         if not isinstance(test, FunctionType):
             raise TypeError(f"ranks must decorate a test function or a class, got {test!r}.")
         function, problem = runnable(test)
@@ -127,11 +129,13 @@ def runnable(function: FunctionType) -> tuple[FunctionType, str]:
 
 def _mark_methods(cls: type, mark: Callable[[Any], Any]) -> None:
     for name in dir(cls):
-        method = inspect.getattr_static(cls, name)
-        if isinstance(method, type) and name.startswith("Test"):
-            _mark_methods(method, mark)
+        found = inspect.getattr_static(cls, name)
+        if isinstance(found, type) and name.startswith("Test"):
+            _mark_methods(found, mark)
+        method = found.__func__ if isinstance(found, staticmethod | classmethod) else found
         if isinstance(method, FunctionType) and name.startswith("test") and not _is_marked(method):
-            setattr(cls, name, mark(method if name in vars(cls) else _own(method)))
+            marked = mark(method if name in vars(cls) else _own(method))
+            setattr(cls, name, marked if found is method else type(found)(marked))
 
 
 def _is_marked(method: FunctionType) -> bool:
