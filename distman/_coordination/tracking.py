@@ -203,9 +203,7 @@ def line_of_main_thread() -> str:
     if innermost is None:
         return ""
     frame = innermost
-    while frame.f_back is not None and (
-        is_internal(frame.f_code.co_filename) or is_of_python(frame.f_code.co_filename)
-    ):
+    while frame.f_back is not None and not is_of_user(frame.f_code.co_filename):
         frame = frame.f_back
     place = f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"
     return place if frame is innermost else f"{place}, in {innermost.f_code.co_name}()"
