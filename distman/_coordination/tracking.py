@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import os
 import sys
 import threading
 import time
 import traceback
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING
 
+from distman._coordination.internal_files import internal_folders, is_of_user
 from distman._coordination.region_guard import RegionGuard
 from distman._coordination.timeouts import is_idle
 from distman._process_state import puts_back
@@ -23,9 +22,7 @@ from distman.errors import DistmanError
 if TYPE_CHECKING:
     from distman._coordination.monitor.mismatch import Call
 
-_PACKAGE = f"{Path(__file__).parent.parent}/"
 _MAKING_GUARD = threading.Lock()
-_LIBRARY = f"{Path(os.__file__).parent}/"  # Python's own, with what is installed in it
 
 _waiting: dict[int, TrackedWait] = {}
 """What each thread waits for, by the thread's identifier."""
@@ -246,20 +243,10 @@ def line_of_main_thread() -> str:
     if innermost is None:
         return ""
     frame = innermost
-    while frame.f_back is not None and (is_internal(frame.f_code.co_filename) or _is_of_python(frame)):
+    while frame.f_back is not None and not is_of_user(frame.f_code.co_filename):
         frame = frame.f_back
     place = f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"
     return place if frame is innermost else f"{place}, in {innermost.f_code.co_name}()"
-
-
-def is_internal(filename: str) -> bool:
-    """Return whether a file is one of this package or of torch, in which a user does not look for a mistake."""
-    return filename.startswith(_hidden())
-
-
-def _is_of_python(frame: FrameType) -> bool:
-    name = frame.f_code.co_filename
-    return name.startswith(_LIBRARY) and "-packages" not in name
 
 
 def stacks() -> str:
@@ -277,13 +264,7 @@ def stacks() -> str:
 
 
 def _line_of_user(frame: FrameType) -> tuple[str, int]:
-    hidden = _hidden()
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(hidden):
+    folders = internal_folders()
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(folders):
         frame = frame.f_back
     return frame.f_code.co_filename, frame.f_lineno
-
-
-@functools.lru_cache(maxsize=1)
-def _hidden() -> tuple[str, ...]:
-    torch = getattr(sys.modules.get("torch"), "__file__", None)
-    return (_PACKAGE, f"{Path(torch).parent}/") if torch else (_PACKAGE,)

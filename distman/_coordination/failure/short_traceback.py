@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import traceback
 
-from distman._coordination.tracking import is_internal
+from distman._coordination.internal_files import is_internal
 from distman.environments._base import read_flag
 
 _DEBUG = "DISTMAN_DEBUG"
