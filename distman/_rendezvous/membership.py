@@ -248,7 +248,8 @@ class _Membership:
             if waited > next_report:
                 report()
                 next_report += _PROGRESS_EVERY
-            if self.is_given_up.wait(pause):
+            time.sleep(pause)
+            if self.is_given_up.is_set():
                 raise RendezvousError("the rank was interrupted. Start the job again.")
             pause = min(_GROWTH * pause, longest)
         return found
