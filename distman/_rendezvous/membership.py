@@ -160,6 +160,7 @@ class _Membership:
         def tell() -> None:
             record = FailureRecord.of(error, self.me.rank).publish(self.store)
             self.store.set(protocol.MEMBERSHIP_EVENT, "failure")
+            self.store.add(protocol.NEWS, 1)  # they may have had their verdict
             if self.me.rank == 0:
                 self._publish(_Verdict(failure=dataclasses.asdict(record)))
             self._part(error, _WITHDRAWING, with_all=False)
