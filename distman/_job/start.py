@@ -50,10 +50,21 @@ def start(environment: LaunchEnvironment, backend: str | None, requested: torch.
     if not environment.is_launched:
         return _job_of_one(environment, requested, limits)
     keep_garbage_from_children()
+
+    def leave_it_to_the_meeting() -> None:
+        hook.set_reporter(functools.partial(abort_job, environment))
+
     try:
-        rendezvous = join(environment, os.environ, device=requested, backend=backend, timeout=limits.rendezvous)
+        rendezvous = join(
+            environment,
+            os.environ,
+            device=requested,
+            backend=backend,
+            timeout=limits.rendezvous,
+            on_meeting=leave_it_to_the_meeting,
+        )
     except (RendezvousError, RankFailedError):
-        hook.set_reporter(functools.partial(abort_job, environment))  # the others know already
+        leave_it_to_the_meeting()  # the others know already, or cannot be found
         raise
     peer = rendezvous.peers[environment.rank]
     device = torch.device(peer.device)

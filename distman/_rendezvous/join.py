@@ -8,7 +8,7 @@ import itertools
 import os
 import resource
 import socket
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 import torch.distributed as dist
@@ -50,6 +50,7 @@ def join(
     device: torch.device | None,
     backend: str | None,
     timeout: float,
+    on_meeting: Callable[[], None],
 ) -> Rendezvous:
     """Meet the other ranks of the job and exchange join records.
 
@@ -61,6 +62,7 @@ def join(
         device: The device that the program asked for; None leaves the choice to the rank's place.
         backend: The backend that the program asked for; None leaves the choice to the device.
         timeout: Seconds to wait for the others.
+        on_meeting: Called when this rank can be heard: from then on it is done here to tell the others of a failure.
 
     Raises:
         RendezvousError: Ranks are missing, double, unlike or share a GPU, or the address is not reachable.
@@ -77,6 +79,7 @@ def join(
     try:
         store = dist.PrefixStore(_prefix(environment, environ), job_store.store)
         me = join_record_of(environment, environ, device=device, backend=backend)
+        on_meeting()
         peers = join_at(job_store, store, me, timeout=timeout, source=source, environ=environ)
     except BaseException:
         job_store.close()

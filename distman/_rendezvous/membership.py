@@ -160,6 +160,7 @@ class _Membership:
         def tell() -> None:
             record = FailureRecord.of(error, self.me.rank).publish(self.store)
             self.store.set(protocol.MEMBERSHIP_EVENT, "failure")
+            self.store.add(protocol.NEWS, 1)  # they may have had their verdict
             if self.me.rank == 0:
                 self._publish(_Verdict(failure=dataclasses.asdict(record)))
             self._part(error, _WITHDRAWING, with_all=False)
@@ -248,7 +249,8 @@ class _Membership:
             if waited > next_report:
                 report()
                 next_report += _PROGRESS_EVERY
-            if self.is_given_up.wait(pause):
+            time.sleep(pause)
+            if self.is_given_up.is_set():
                 raise RendezvousError("the rank was interrupted. Start the job again.")
             pause = min(_GROWTH * pause, longest)
         return found
