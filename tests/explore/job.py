@@ -1,0 +1,266 @@
+"""One rank of a case: ``LINE FOLDER``.
+
+The failing rank waits until the others are at the place, so that each of them is where the line says.
+"""
+
+import atexit
+import ctypes
+import logging
+import os
+import socket
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from tests.explore.cases import IN_THE_LOOP, RENDEZVOUS_LIMIT, Case
+from tests.explore.records import Records
+
+FAULT_STEP = 5  # before it, all is well
+STEPS_AFTER = 20  # where all ranks take part in each
+PAUSE = 0.01  # seconds in each step
+SETTLING = 0.3  # seconds from the announcement that a rank goes to wait until it surely waits
+ACKNOWLEDGED = 5  # exit code of a program that catches the failure itself
+
+
+class Rank:
+    """What this rank does, and what it leaves in the folder."""
+
+    def __init__(self, case: Case, rank: int, records: Records) -> None:
+        self.case = case
+        self.rank = rank
+        self.records = records
+        self.fault = case.fault_of(rank)
+        self.exit_code: Any = 1
+        self.pid = os.getpid()
+
+    def play(self) -> None:
+        try:
+            SCENES.get(self.case.place, loop)(self)
+            self.exit_code = 0
+        except SystemExit as leaving:
+            self.exit_code = leaving.code or 0
+            raise
+
+    def arrive(self, settling: float = SETTLING) -> None:
+        """Say that this rank is at the place; on a failing rank, wait for the others, and fail."""
+        if self.fault is None:
+            self.records.write(self.rank, "arrived")
+        else:
+            self.fail(settling)
+
+    def fail(self, settling: float = SETTLING) -> None:
+        from tests.explore.faults import ACTIONS
+
+        assert self.fault is not None
+        self.records.wait_for("arrived", {*range(self.case.ranks)} - {fault.rank for fault in self.case.faults})
+        time.sleep(settling)
+        self.records.write(self.rank, "fault", moment=time.time())
+        ACTIONS[self.fault.name]()
+
+    def record_end(self) -> None:
+        if os.getpid() == self.pid:
+            self.records.write(self.rank, "end", code=self.exit_code)
+
+    def record_hard_exits(self) -> None:
+        """Record an exit that runs no exit handlers too."""
+        leave = os._exit
+
+        def record_and_leave(code: int) -> None:
+            if os.getpid() == self.pid:
+                self.exit_code = code
+                self.record_end()
+            leave(code)
+
+        os._exit = record_and_leave  # type: ignore[assignment]
+
+
+def initialize() -> Any:
+    from distman import DistributedManager
+
+    return DistributedManager.initialize(rendezvous_timeout=RENDEZVOUS_LIMIT)
+
+
+def loop(rank: Rank) -> None:
+    """Work in steps, in one of which it happens."""
+    from tests.explore.around import AROUND, WITH_ALL_RANKS, plain
+
+    before = descriptors()
+    initialize()
+    around = rank.case.around
+    if around == "acknowledge":
+        acknowledge(rank, before)
+    else:
+        takes_part = rank.fault is None or around in WITH_ALL_RANKS
+        (AROUND[around] if takes_part else plain)(steps(rank))
+
+
+def steps(rank: Rank) -> Iterator[Callable[[], None]]:
+    work = WORK[rank.case.place]
+    after = STEPS_AFTER
+    if rank.case.place == "python":
+        after = int((3.0 if rank.case.is_harmless else rank.case.limit + 5.0) / PAUSE)
+    for index in range(FAULT_STEP + after):
+        yield partial(work, rank, rank.arrive if index == FAULT_STEP else nothing)
+
+
+def acknowledge(rank: Rank, before: set[str]) -> None:
+    """Catch the failure, as a program may, and end the job in order; what is open then was left open."""
+    from distman import DistributedManager, RankFailedError
+    from tests.explore.around import plain
+
+    try:
+        plain(steps(rank))
+    except RankFailedError as error:
+        if rank.fault is not None:
+            raise
+        sys.stderr.write(f"RankFailedError: {error}\n")
+        del error
+        DistributedManager.cleanup()
+        left = sorted(descriptors() - before)
+        threads = [thread.name for thread in threading.enumerate() if thread is not threading.main_thread()]
+        rank.records.write(rank.rank, "clean", descriptors=left, threads=threads)
+        sys.exit(ACKNOWLEDGED)
+
+
+def descriptors() -> set[str]:
+    """Return what is open, each with its number."""
+    found = set()
+    for path in Path("/proc/self/fd").iterdir():
+        try:
+            found.add(f"{path.name}: {path.readlink()}")
+        except FileNotFoundError:  # what listed the folder
+            continue
+    return found
+
+
+def nothing() -> None:
+    """Let a step without a fault be like one with it."""
+
+
+def in_python(rank: Rank, arrive: Callable[[], None]) -> None:
+    arrive()
+    time.sleep(PAUSE)
+
+
+def in_a_collective(rank: Rank, arrive: Callable[[], None]) -> None:
+    import torch
+    import torch.distributed as dist
+
+    arrive()
+    dist.all_reduce(torch.ones(4))
+    time.sleep(PAUSE)
+
+
+def in_a_barrier(rank: Rank, arrive: Callable[[], None]) -> None:
+    from distman import DistributedManager
+
+    arrive()
+    DistributedManager().barrier("step")
+
+
+def in_on_rank(rank: Rank, arrive: Callable[[], None]) -> None:
+    """The first fault is in the function that one rank runs."""
+    from distman import on_rank
+
+    main = rank.case.faults[0].rank
+    if rank.rank != main:
+        arrive()
+    on_rank(main)(arrive)()
+
+
+def in_a_save(rank: Rank, arrive: Callable[[], None]) -> None:
+    """A fault of rank 0, which writes, is in the middle of the file."""
+    import torch
+
+    from distman.checkpoint import register_storage, save
+    from distman.checkpoint._local_storage import LocalStorage
+
+    class Storage(LocalStorage):
+        def resolve(self, path: str) -> str:
+            return super().resolve(path.removeprefix("explore://"))
+
+        @contextmanager
+        def create(self, place: str) -> Iterator[Any]:
+            with super().create(place) as file:
+                if rank.fault is not None and rank.fault.name != "full-disk":
+                    arrive()
+                yield file
+
+    register_storage("explore", Storage())
+    if rank.rank != 0 or rank.fault is None or rank.fault.name == "full-disk":
+        arrive()
+    save({"weights": torch.zeros(4)}, "explore://state.pt")
+
+
+def in_native_code(rank: Rank, arrive: Callable[[], None]) -> None:
+    """Wait for a lock of C that this thread holds itself, where no signal reaches Python."""
+    arrive()
+    take = ctypes.CDLL(None).pthread_mutex_lock
+    lock = ctypes.create_string_buffer(64)
+    take(lock)
+    take(lock)
+
+
+WORK: dict[str, Callable[[Rank, Callable[[], None]], None]] = {
+    "python": in_python,
+    "collective": in_a_collective,
+    "barrier": in_a_barrier,
+    "on_rank": in_on_rank,
+    "save": in_a_save,
+    "native": in_native_code,
+}
+
+
+def at_the_start(rank: Rank) -> None:
+    rank.arrive()
+    initialize()
+
+
+def at_the_end(rank: Rank) -> None:
+    initialize()
+    in_a_collective(rank, nothing)
+    rank.arrive(settling=0.0)
+
+
+SCENES: dict[str, Callable[[Rank], None]] = {"start": at_the_start, "end": at_the_end}
+
+
+def main(line: str, folder: str) -> None:
+    from distman import environments
+
+    number = environments.detect(os.environ).environment.rank
+    records = Records(Path(folder))
+    keep_outputs(records, number)
+    records.write(number, "identity", host=socket.gethostname(), pid=os.getpid())
+    import torch  # noqa: F401 - it takes its time, which is not the fault's
+
+    import distman.checkpoint  # noqa: F401 - the same
+
+    case = Case.parse(line)
+    if case.place in IN_THE_LOOP:
+        import tests.explore.around
+    logging.basicConfig(level=logging.INFO)
+    rank = Rank(case, number, records)
+    rank.record_hard_exits()
+    atexit.register(rank.record_end)
+    rank.play()
+
+
+def keep_outputs(records: Records, number: int) -> None:
+    """Send all that this rank says to the folder, where it can be told from what others say; so for files it makes."""
+    with (records.folder / f"{number}.said").open("ab") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    os.environ["TMPDIR"] = str(records.folder / f"{number}.tmp")
+    (records.folder / f"{number}.tmp").mkdir()
+    tempfile.tempdir = None
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
