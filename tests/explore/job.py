@@ -22,8 +22,9 @@ from tests.explore.cases import IN_THE_LOOP, RENDEZVOUS_LIMIT, Case
 from tests.explore.records import Records
 
 FAULT_STEP = 5  # before it, all is well
-STEPS_AFTER = 20  # where all ranks take part in each
 PAUSE = 0.01  # seconds in each step
+HARMLESS = 3.0  # seconds of work after a fault that harms nobody
+MORE = 5.0  # seconds of work beyond those within which the job must have ended
 SETTLING = 0.3  # seconds from the announcement that a rank goes to wait until it surely waits
 ACKNOWLEDGED = 5  # exit code of a program that catches the failure itself
 
@@ -102,10 +103,8 @@ def loop(rank: Rank) -> None:
 
 def steps(rank: Rank) -> Iterator[Callable[[], None]]:
     work = WORK[rank.case.place]
-    after = STEPS_AFTER
-    if rank.case.place == "python":
-        after = int((3.0 if rank.case.is_harmless else rank.case.limit + 5.0) / PAUSE)
-    for index in range(FAULT_STEP + after):
+    seconds = HARMLESS if rank.case.is_harmless else rank.case.limit + MORE
+    for index in range(FAULT_STEP + int(seconds / PAUSE)):
         yield partial(work, rank, rank.arrive if index == FAULT_STEP else nothing)
 
 
@@ -162,6 +161,7 @@ def in_a_barrier(rank: Rank, arrive: Callable[[], None]) -> None:
 
     arrive()
     DistributedManager().barrier("step")
+    time.sleep(PAUSE)
 
 
 def in_on_rank(rank: Rank, arrive: Callable[[], None]) -> None:
@@ -172,6 +172,7 @@ def in_on_rank(rank: Rank, arrive: Callable[[], None]) -> None:
     if rank.rank != main:
         arrive()
     on_rank(main)(arrive)()
+    time.sleep(PAUSE)
 
 
 def in_a_save(rank: Rank, arrive: Callable[[], None]) -> None:
@@ -196,10 +197,13 @@ def in_a_save(rank: Rank, arrive: Callable[[], None]) -> None:
     if rank.rank != 0 or rank.fault is None or rank.fault.name == "full-disk":
         arrive()
     save({"weights": torch.zeros(4)}, "explore://state.pt")
+    time.sleep(PAUSE)
 
 
 def in_native_code(rank: Rank, arrive: Callable[[], None]) -> None:
     """Wait for a lock of C that this thread holds itself, where no signal reaches Python."""
+    if arrive is nothing:
+        return
     arrive()
     take = ctypes.CDLL(None).pthread_mutex_lock
     lock = ctypes.create_string_buffer(64)

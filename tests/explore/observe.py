@@ -20,7 +20,7 @@ from .records import Records
 from .starters import Job, start_case
 
 HANG = 30.0  # seconds beyond the promised time after which nothing more is waited for
-START_PATIENCE = 60.0  # seconds for all ranks to start and to come to the place, on a loaded machine
+START_PATIENCE = 40.0  # seconds for all ranks to start and to come to the place, on a loaded machine
 TIDYING = 5.0  # seconds for the last processes of a job to go
 LOOKS_PER_MEASUREMENT = 20  # of which a hundred are made in a second
 LONGEST_TEXT = 20_000  # characters of what a rank said that are kept
@@ -167,7 +167,7 @@ def _observe(case: Case, job: Job, watch: Watch, work: Path) -> Outcome:
             _continue(case, watch)
         return _is_over(job, watch, expected)
 
-    has_ended = watch.until(is_over, case.limit + HANG)
+    has_ended = watch.until(is_over, case.limit + HANG if watch.moment is not None else 0.0)
     ended, code = time.time(), job.code
     if has_ended:
         watch.until(lambda: watch.are_gone(expected if waits_for_stopped else everyone), _tidying(case, job))
