@@ -109,7 +109,9 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0, help="of the cases to draw (default: %(default)s)")
     parser.add_argument("--minutes", type=float, default=10.0, help="draw no more after so long (default: %(default)s)")
     parser.add_argument("--count", type=int, help="draw no more than so many cases")
-    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="run so many at once (default: %(default)s)")
+    parser.add_argument(
+        "--jobs", type=int, default=os.cpu_count() or 1, help="run so many at once (default: %(default)s)"
+    )
     parser.add_argument("--launcher", action="append", choices=LAUNCHERS, help="only this one; may be repeated")
     parser.add_argument("--fault", action="append", choices=FAULTS, help="the same")
     parser.add_argument("--case", action="append", type=Case.parse, help="run this case; may be repeated")

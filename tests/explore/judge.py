@@ -12,7 +12,9 @@ from .job import ACKNOWLEDGED
 from .observe import End, Outcome
 
 # A sentence that says that a rank failed: `rank 2 (n1, pid 77) raised`, with what it is for the job in between.
-BLAME = re.compile(r"\brank (\d+) \(([^,()]*), pid (\d+)\)(?:, which served the job's store[^,]*,)? (?:raised|died|has been silent|left)")
+BLAME = re.compile(
+    r"\brank (\d+) \(([^,()]*), pid (\d+)\)(?:, which served the job's store[^,]*,)? (?:raised|died|has been silent|left)"
+)
 MISSING = re.compile(r"missing: ((?:rank \d+(?: \([^)]*\))?(?:, | and )?)+)")
 OPENS_STORE = "must open the job's store"  # rank 0, by whatever name
 EXITS = ("sys.exit(0)", "os._exit(0)")
@@ -145,5 +147,3 @@ def _left(case: Case, outcome: Outcome, survivors: list[End]) -> Iterator[str]:
     for end in survivors:
         yield from (f"rank {end.rank} left {what}" for what in end.left if end.exit_code is not None)
         yield from (f"rank {end.rank} left open {what}" for what in end.open)
-
-

