@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 
 import torch
 from torch.utils.data import DataLoader, Dataset
@@ -33,10 +34,8 @@ def retry(steps: Steps) -> None:
 
 def bare(steps: Steps) -> None:
     for step in steps:
-        try:
+        with suppress(BaseException):
             step()
-        except:  # noqa: E722, S110 - as programs do
-            pass
 
 
 class Lazy:

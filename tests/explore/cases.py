@@ -203,7 +203,8 @@ class Case:
         """Whether the job must go on to its end: nothing failed, or nobody waits for who left."""
         if self.effects == {Effect.NONE}:
             return True
-        return self.effects == {Effect.LEAVES} and self.place == "python" and self.around != "ddp"
+        is_awaited = self.place != "python" and not (self.place == "save" and self.faults[0].rank != 0)
+        return self.effects == {Effect.LEAVES} and not is_awaited and self.around != "ddp"
 
     @property
     def is_possible(self) -> bool:
@@ -221,7 +222,6 @@ class Case:
             and all(self._can_happen(fault) for fault in self.faults)
             and (len(self.faults) == 1 or self.faults[1].name in SECOND_FAULTS)
             and (len(self.faults) == 1 or not self.effects & {Effect.NONE, Effect.CUT, Effect.LEAVES})
-            and not (self.is_harmless and self.around == "acknowledge")
         )
 
     def _can_happen(self, fault: Fault) -> bool:

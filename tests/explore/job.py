@@ -5,6 +5,7 @@ The failing rank waits until the others are at the place, so that each of them i
 
 import atexit
 import ctypes
+import gc
 import logging
 import os
 import socket
@@ -113,17 +114,20 @@ def acknowledge(rank: Rank, before: set[str]) -> None:
     from distman import DistributedManager, RankFailedError
     from tests.explore.around import plain
 
+    failure = ""
     try:
         plain(steps(rank))
     except RankFailedError as error:
         if rank.fault is not None:
             raise
-        sys.stderr.write(f"RankFailedError: {error}\n")
-        del error
-        DistributedManager.cleanup()
-        left = sorted(descriptors() - before)
-        threads = [thread.name for thread in threading.enumerate() if thread is not threading.main_thread()]
-        rank.records.write(rank.rank, "clean", descriptors=left, threads=threads)
+        failure = f"RankFailedError: {error}\n"
+    DistributedManager.cleanup()
+    gc.collect()
+    left = sorted(descriptors() - before)
+    threads = [thread.name for thread in threading.enumerate() if thread is not threading.main_thread()]
+    rank.records.write(rank.rank, "clean", descriptors=left, threads=threads)
+    if failure:
+        sys.stderr.write(failure)
         sys.exit(ACKNOWLEDGED)
 
 
@@ -142,12 +146,12 @@ def nothing() -> None:
     """Let a step without a fault be like one with it."""
 
 
-def in_python(rank: Rank, arrive: Callable[[], None]) -> None:
+def in_python(_rank: Rank, arrive: Callable[[], None]) -> None:
     arrive()
     time.sleep(PAUSE)
 
 
-def in_a_collective(rank: Rank, arrive: Callable[[], None]) -> None:
+def in_a_collective(_rank: Rank, arrive: Callable[[], None]) -> None:
     import torch
     import torch.distributed as dist
 
@@ -156,7 +160,7 @@ def in_a_collective(rank: Rank, arrive: Callable[[], None]) -> None:
     time.sleep(PAUSE)
 
 
-def in_a_barrier(rank: Rank, arrive: Callable[[], None]) -> None:
+def in_a_barrier(_rank: Rank, arrive: Callable[[], None]) -> None:
     from distman import DistributedManager
 
     arrive()
@@ -200,7 +204,7 @@ def in_a_save(rank: Rank, arrive: Callable[[], None]) -> None:
     time.sleep(PAUSE)
 
 
-def in_native_code(rank: Rank, arrive: Callable[[], None]) -> None:
+def in_native_code(_rank: Rank, arrive: Callable[[], None]) -> None:
     """Wait for a lock of C that this thread holds itself, where no signal reaches Python."""
     if arrive is nothing:
         return

@@ -13,7 +13,8 @@ from .observe import End, Outcome
 
 # A sentence that says that a rank failed: `rank 2 (n1, pid 77) raised`, with what it is for the job in between.
 BLAME = re.compile(
-    r"\brank (\d+) \(([^,()]*), pid (\d+)\)(?:, which served the job's store[^,]*,)? (?:raised|died|has been silent|left)"
+    r"\brank (\d+) \([^,()]*, pid \d+\)(?:, which served the job's store[^,]*,)?"
+    r" (?:raised|died|has been silent|left)"
 )
 MISSING = re.compile(r"missing: ((?:rank \d+(?: \([^)]*\))?(?:, | and )?)+)")
 OPENS_STORE = "must open the job's store"  # rank 0, by whatever name
@@ -30,14 +31,14 @@ def judge(case: Case, outcome: Outcome) -> list[str]:
         *_hangs(case, outcome, survivors),
         *_late(case, outcome, survivors),
         *(_goes_wrong(case, outcome) if _must_end_well(case) else _goes_on(case, outcome, survivors)),
-        *_left(case, outcome, survivors),
+        *_left(outcome, survivors),
     ]
 
 
 def blamed(text: str) -> set[int]:
     """Return the ranks of which a text says that they failed."""
     missing = {int(rank) for found in MISSING.findall(text) for rank in re.findall(r"rank (\d+)", found)}
-    return {int(rank) for rank, _, _ in BLAME.findall(text)} | missing
+    return {int(rank) for rank in BLAME.findall(text)} | missing
 
 
 def last_error(text: str) -> str:
@@ -90,9 +91,9 @@ def _goes_on(case: Case, outcome: Outcome, survivors: list[End]) -> Iterator[str
             yield f"rank {end.rank} raised and must not end with 0"
     if outcome.launcher_code == 0:
         yield "the launcher must not end with 0"
-    if all(end.exit_code is None for end in survivors) and not _is_ended_by_launcher(case):
-        if not any(blamed(end.said) for end in survivors):
-            yield "no survivor says why it ended"
+    has_reason = any(end.exit_code is not None or blamed(end.said) for end in survivors)
+    if not has_reason and not _is_ended_by_launcher(case):
+        yield "no survivor says why it ended"
 
 
 def _wrong_end(case: Case, outcome: Outcome, end: End) -> Iterator[str]:
@@ -142,7 +143,7 @@ def _is_ended_by_launcher(case: Case) -> bool:
     return case.launcher != "srun"
 
 
-def _left(case: Case, outcome: Outcome, survivors: list[End]) -> Iterator[str]:
+def _left(outcome: Outcome, survivors: list[End]) -> Iterator[str]:
     yield from (f"left behind: {what}" for what in outcome.left_behind)
     for end in survivors:
         yield from (f"rank {end.rank} left {what}" for what in end.left if end.exit_code is not None)

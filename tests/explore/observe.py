@@ -179,7 +179,7 @@ def _observe(case: Case, job: Job, watch: Watch, work: Path) -> Outcome:
     outcome = Outcome(
         places=watch.places,
         has_failed=moment is not None,
-        ends=tuple(_end(case, job, watch, rank, since) for rank in range(case.ranks)),
+        ends=tuple(_end(job, watch, rank, since) for rank in range(case.ranks)),
         launcher_seconds=max(0.0, ended - since) if has_ended and job.has_launcher else None,
         launcher_code=code,
         left_behind=(*left_behind, *_left_files(case, work)),
@@ -211,7 +211,7 @@ def _continue(case: Case, watch: Watch) -> None:
             os.kill(watch.places[fault.rank][1], signal.SIGCONT)
 
 
-def _end(case: Case, job: Job, watch: Watch, rank: int, since: float) -> End:
+def _end(job: Job, watch: Watch, rank: int, since: float) -> End:
     records = watch.records
     code = job.code_of(rank)
     exit_code = (code if code >= 0 else None) if code is not None else records.read(rank, "end").get("code")
@@ -250,8 +250,8 @@ def _left_behind(case: Case, job: Job, watch: Watch) -> tuple[str, ...]:
 def _left_files(case: Case, folder: Path) -> list[str]:
     """Return the files that should not be there; a process that dies while it saves leaves an unfinished one."""
     dies_saving = case.place == "save" and (fault := case.fault_of(0)) and fault.effect is not Effect.RAISES
-    expected = "state.pt*" if dies_saving else "state.pt"
-    return [str(path) for path in folder.rglob("*") if path.is_file() and not path.match(expected)]
+    found = [path.name for path in folder.rglob("*") if path.is_file() and path.name != "state.pt"]
+    return [name for name in found if not (dies_saving and name.startswith(".state.pt"))]
 
 
 def _stands_for(process: Process, pids: set[int]) -> bool:
