@@ -30,7 +30,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     cases = iter(options.case) if options.case else _wanted(options)
     findings = _Explorer(cases, options).run()
     if options.output:
-        options.output.write_text(as_markdown(findings, options.seed))
+        command = f"python -m tests.explore --seed {options.seed} --count {len(findings)} --output {options.output}"
+        options.output.write_text(as_markdown(findings, command))
     broken = [finding for finding in findings if finding.complaints]
     for finding in broken:
         _say("\n    ".join([f"python -m tests.explore --case '{finding.case}'", *finding.complaints]))

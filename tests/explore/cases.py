@@ -235,18 +235,19 @@ class Case:
 
 
 def draw(seed: int) -> Iterator[Case]:
-    """Return the cases of a seed, without an end and without repetition."""
+    """Return the cases of a seed, without end or repetition: each fault once, then each again, and so on."""
     source = random.Random(seed)  # noqa: S311 - nothing to protect
-    seen = set()
+    seen: set[Case] = set()
     while True:
-        case = _draw_one(source)
-        if case.is_possible and case not in seen:
+        for fault in source.sample(list(FAULTS), len(FAULTS)):
+            case = _draw_one(source, fault)
+            while not case.is_possible or case in seen:
+                case = _draw_one(source, fault)
             seen.add(case)
             yield case
 
 
-def _draw_one(source: random.Random) -> Case:
-    fault = source.choice(list(FAULTS))
+def _draw_one(source: random.Random, fault: str) -> Case:
     kind = FAULTS[fault]
     (launcher,) = source.choices(LAUNCHERS, WEIGHTS)
     ranks = min(source.randint(2, MOST_RANKS), source.randint(2, MOST_RANKS))  # few are cheaper than many
@@ -254,11 +255,12 @@ def _draw_one(source: random.Random) -> Case:
     faults = [Fault(fault, rank)]
     if source.random() < SHARE_OF_TWO_FAULTS:
         faults.append(Fault(source.choice(SECOND_FAULTS), source.randrange(ranks)))
+    place = source.choice(list(kind.places))
     return Case(
         launcher="env" if kind.needs_hosts else launcher,
         hosts=2 if kind.needs_hosts or source.random() < SHARE_OF_TWO_HOSTS else 1,
         ranks=ranks,
-        place=source.choice(list(kind.places)),
+        place=place,
         faults=tuple(faults),
-        around=source.choice(AROUND),
+        around=source.choice(AROUND) if place in IN_THE_LOOP else "plain",
     )

@@ -92,12 +92,11 @@ def loop(rank: Rank) -> None:
     """Work in steps, in one of which it happens."""
     from tests.explore.around import AROUND, WITH_ALL_RANKS, plain
 
-    before = descriptors()
-    initialize()
     around = rank.case.around
     if around == "acknowledge":
-        acknowledge(rank, before)
+        acknowledge(rank)
     else:
+        initialize()
         takes_part = rank.fault is None or around in WITH_ALL_RANKS
         (AROUND[around] if takes_part else plain)(steps(rank))
 
@@ -109,11 +108,19 @@ def steps(rank: Rank) -> Iterator[Callable[[], None]]:
         yield partial(work, rank, rank.arrive if index == FAULT_STEP else nothing)
 
 
-def acknowledge(rank: Rank, before: set[str]) -> None:
-    """Catch the failure, as a program may, and end the job in order; what is open then was left open."""
+def acknowledge(rank: Rank) -> None:
+    """Catch the failure, as a program may, and end the job in order; what is open then was left open.
+
+    What the library under torch's store keeps for the whole process is not: a first store has opened it.
+    """
+    import torch.distributed as dist
+
     from distman import DistributedManager, RankFailedError
     from tests.explore.around import plain
 
+    dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    before = descriptors()
+    initialize()
     failure = ""
     try:
         plain(steps(rank))

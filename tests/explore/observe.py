@@ -78,10 +78,10 @@ class Outcome:
         launcher = f"launcher: {self.launcher_code} after {self.launcher_seconds} s\n{self.said}"
         return "\n--- ".join(["", *ends, launcher])
 
-    @property
-    def survivors_seconds(self) -> float | None:
-        """When the last rank whose end is known had ended."""
-        return max((end.seconds for end in self.ends if end.seconds is not None), default=None)
+    def survivors_seconds(self, case: Case) -> float | None:
+        """Return when the last survivor had ended, None if one has not."""
+        seconds = [end.seconds for end in self.ends if end.rank in case.survivors]
+        return None if None in seconds else max(seconds)
 
 
 class Watch:
