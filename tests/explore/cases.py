@@ -20,6 +20,8 @@ LATENESS = 4.0  # seconds by which a limit of the library may be passed
 SILENCE = 12.0  # seconds within which everyone has missed a silent rank, and has ended
 START_LIMIT = 10.0  # seconds that a rank stays at its end for those that still start
 WORKER_LIMIT = 5.0  # seconds after which a DataLoader looks whether its workers are alive
+COLLECTIVE_LIMIT = 15  # seconds, for DISTMAN_TIMEOUT: until torch gives up a collective
+GIVING_IN = 10.0  # seconds after which a program that swallows the failure is ended
 
 IN_THE_LOOP = ("python", "collective", "barrier", "on_rank", "save")
 PLACES = ("start", *IN_THE_LOOP, "native", "end")
@@ -37,6 +39,10 @@ AROUND = (
     "notebook",
     "acknowledge",
 )
+
+
+SWALLOWING = ("retry", "bare", "logging", "del", "callback")  # where the failure is caught, and the program goes on
+JOINING = ("asyncio", "thread")  # where the program waits at its end for a thread that is in the collective
 
 
 class Effect(Enum):
@@ -178,14 +184,19 @@ class Case:
     @property
     def limit(self) -> float:
         """Seconds from the fault within which the last survivor must have ended."""
-        slowness = WORKER_LIMIT if self.faults[0].name in ("kill-worker", "exit-worker") else 0.0
         if self.place == "end":
             return SHORTEST + START_LIMIT
         if self.place == "start" and self.effects != {Effect.RAISES}:
             return RENDEZVOUS_LIMIT + LATENESS
-        if self.effects & {Effect.SILENT, Effect.CUT}:
-            return SILENCE
-        return SHORTEST + slowness
+        is_silent = bool(self.effects & {Effect.SILENT, Effect.CUT})
+        limit = SILENCE if is_silent else SHORTEST
+        if self.faults[0].name in ("kill-worker", "exit-worker"):
+            limit += WORKER_LIMIT
+        if self.around in SWALLOWING:
+            limit += GIVING_IN
+        if self.around in JOINING and self.place == "collective" and is_silent:
+            limit += COLLECTIVE_LIMIT
+        return limit
 
     @property
     def effects(self) -> set[Effect]:

@@ -215,7 +215,7 @@ def _end(job: Job, watch: Watch, rank: int, since: float) -> End:
     records = watch.records
     code = job.code_of(rank)
     exit_code = (code if code >= 0 else None) if code is not None else records.read(rank, "end").get("code")
-    temporary = records.folder / f"{rank}.tmp"
+    temporary = records.folder / f"{rank}.tmp"  # where a loader's worker that is terminated leaves its folder pymp-*
     clean = records.read(rank, "clean")
     pid = watch.places.get(rank, ("", 0))[1]
     return End(
@@ -224,7 +224,7 @@ def _end(job: Job, watch: Watch, rank: int, since: float) -> End:
         exit_code=exit_code,
         said=records.said(rank)[-LONGEST_TEXT:],
         left=(
-            *(f"$TMPDIR/{path.relative_to(temporary)}" for path in temporary.rglob("*")),
+            *(f"$TMPDIR/{path.name}" for path in temporary.glob("*") if not path.name.startswith("pymp-")),
             *(str(path) for path in Path("/dev/shm").glob(f"*_{pid}_*") if pid),  # noqa: S108 - that is where they are
         ),
         open=(*clean.get("descriptors", ()), *(f"thread {name}" for name in clean.get("threads", ()))),
@@ -248,8 +248,12 @@ def _left_behind(case: Case, job: Job, watch: Watch) -> tuple[str, ...]:
 
 
 def _left_files(case: Case, folder: Path) -> list[str]:
-    """Return the files that should not be there; a process that dies while it saves leaves an unfinished one."""
-    dies_saving = case.place == "save" and (fault := case.fault_of(0)) and fault.effect is not Effect.RAISES
+    """Return the files that should not be there.
+
+    Rank 0 may leave an unfinished one if it dies while it saves, or is killed by its launcher.
+    """
+    fault = case.fault_of(0)
+    dies_saving = case.place == "save" and (case.launcher != "env" or (fault and fault.effect is not Effect.RAISES))
     found = [path.name for path in folder.rglob("*") if path.is_file() and path.name != "state.pt"]
     return [name for name in found if not (dies_saving and name.startswith(".state.pt"))]
 

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from textwrap import fill
 
-from .cases import FAULTS, LAUNCHERS, RENDEZVOUS_LIMIT, SILENCE_LIMIT, Case
+from .cases import COLLECTIVE_LIMIT, FAULTS, LAUNCHERS, RENDEZVOUS_LIMIT, SILENCE_LIMIT, Case
 from .observe import Outcome
 
 BROKEN = " !"
@@ -29,7 +29,7 @@ nobody.
 {counts}
 
 In the table, `3: 0.9 s` are three jobs, and the longest time from the fault until the last survivor was gone; a job in
-which a promise was broken is marked !. All jobs ran with `DISTMAN_TIMEOUT=15`, `DISTMAN_SILENCE_TIMEOUT={silence}` and
+which a promise was broken is marked !. All jobs ran with `DISTMAN_TIMEOUT={collective}`, `DISTMAN_SILENCE_TIMEOUT={silence}` and
 `rendezvous_timeout={rendezvous}`, on a machine of {cpus} cores. After a fault that harms nobody, the time is that of
 the work which was left.
 
@@ -57,6 +57,7 @@ def as_markdown(findings: Sequence[Finding], command: str) -> str:
     """Return the page: the table of launchers and faults, what was drawn besides, and every broken promise."""
     head = HEAD.format(
         counts=fill(_counts(findings), 120),
+        collective=COLLECTIVE_LIMIT,
         silence=SILENCE_LIMIT,
         rendezvous=RENDEZVOUS_LIMIT,
         cpus=os.cpu_count(),

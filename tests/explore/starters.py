@@ -19,13 +19,13 @@ from tests.launch.processes import Process, Running, kill_all, marked, start
 from tests.launch.slurm import PROGRAMS, SlurmCluster
 from tests.launch.torchrun import Torchrun
 
-from .cases import OF_MPI, SILENCE_LIMIT, Case
+from .cases import COLLECTIVE_LIMIT, OF_MPI, SILENCE_LIMIT, Case
 from .faults import NETWORK_OF_LAUNCH
 
 SCRIPT = Path(__file__).parent / "job.py"
 PORTS = range(10_000, 23_000)  # that nobody gets who asks Linux, or the library, for any
 VARIABLES = {
-    "DISTMAN_TIMEOUT": "15",
+    "DISTMAN_TIMEOUT": str(COLLECTIVE_LIMIT),
     "DISTMAN_SILENCE_TIMEOUT": str(SILENCE_LIMIT),
     "OMP_NUM_THREADS": "1",
 }
