@@ -29,9 +29,9 @@ nobody.
 {counts}
 
 In the table, `3: 0.9 s` are three jobs, and the longest time from the fault until the last survivor was gone; a job in
-which a promise was broken is marked !. All jobs ran with `DISTMAN_TIMEOUT={collective}`, `DISTMAN_SILENCE_TIMEOUT={silence}` and
-`rendezvous_timeout={rendezvous}`, on a machine of {cpus} cores. After a fault that harms nobody, the time is that of
-the work which was left.
+which a promise was broken is marked !. After a fault that harms nobody, the time is that of the work which was left.
+All jobs ran with `DISTMAN_TIMEOUT={collective}`, `DISTMAN_SILENCE_TIMEOUT={silence}` and
+`rendezvous_timeout={rendezvous}`, on a machine of {cpus} cores.
 
 `{command}` runs the same jobs and writes this page; `python -m tests.explore --case LINE` repeats one.
 
