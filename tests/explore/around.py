@@ -5,16 +5,21 @@ A function gets the steps of the work, in each of which a failure may arrive, an
 
 import asyncio
 import logging
+import os
 import sys
+import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, Dataset
 
 Steps = Iterable[Callable[[], object]]
+
 log = logging.getLogger("program")
 
 
@@ -119,15 +124,37 @@ def in_ddp(steps: Steps) -> None:
 
 
 def in_a_notebook(steps: Steps) -> None:
-    """Each step is a cell; as a notebook that is run by a command, it ends with the first that fails."""
-    from IPython.core.interactiveshell import InteractiveShell
-    from traitlets.config import Config
+    """Be a notebook's kernel, in which each step is a cell; what runs a notebook ends it with the first error."""
+    from ipykernel.kernelapp import IPKernelApp
 
-    shell = InteractiveShell.instance(config=Config(HistoryManager={"enabled": False}))
+    os.environ["IPYTHONDIR"] = tempfile.mkdtemp(prefix="kernel-")
+    file = tempfile.mktemp(prefix="kernel-", suffix=".json")  # noqa: S306 - the kernel writes it
+    kernel = IPKernelApp.instance(connection_file=file, outstream_class=None, log_level="ERROR")
+    kernel.initialize(["--HistoryManager.enabled=False"])
+    errors: list[str] = []
+    threading.Thread(target=run_cells, args=(kernel, steps, errors), daemon=True).start()
+    kernel.start()
+    if errors:
+        sys.stderr.write("\n".join(errors) + "\n")
+        sys.exit(1)
+
+
+def run_cells(kernel: Any, steps: Steps, errors: list[str]) -> None:
+    """Be the notebook: let the kernel run a cell after another."""
+    from jupyter_client import BlockingKernelClient
+
+    client = BlockingKernelClient()
+    client.load_connection_info(kernel.get_connection_info())
+    client.start_channels()
+    client.wait_for_ready()
     for step in steps:
-        shell.user_ns["step"] = step
-        if not shell.run_cell("step()", silent=True).success:
-            sys.exit(1)
+        kernel.shell.user_ns["step"] = step
+        client.execute("step()", store_history=False)
+        content = client.get_shell_msg()["content"]
+        if content["status"] != "ok":
+            errors += content["traceback"]
+            break
+    client.shutdown()
 
 
 AROUND: dict[str, Callable[[Steps], None]] = {

@@ -22,6 +22,8 @@ from .starters import Job, start_case
 HANG = 30.0  # seconds beyond the promised time after which nothing more is waited for
 START_PATIENCE = 40.0  # seconds for all ranks to start and to come to the place, on a loaded machine
 TIDYING = 5.0  # seconds for the last processes of a job to go
+PRINTING = 12.0  # seconds more for a rank that cannot print why it failed: it tries for ten
+NOT_OURS = ("pymp-", "kernel-")  # what a loader's worker, or a kernel, leaves in its temporary folder when it is ended
 LOOKS_PER_MEASUREMENT = 20  # of which a hundred are made in a second
 LONGEST_TEXT = 20_000  # characters of what a rank said that are kept
 
@@ -201,7 +203,9 @@ def _is_over(job: Job, watch: Watch, expected: list[int]) -> bool:
 
 def _tidying(case: Case, job: Job) -> float:
     """Return the seconds to wait for the ranks that failed: those that are silent need not end by themselves."""
-    return 0.5 if Effect.SILENT in case.effects and not job.has_launcher else TIDYING
+    if Effect.SILENT in case.effects and not job.has_launcher:
+        return 0.5
+    return TIDYING + PRINTING * any(fault.name == "raise-blocked-stderr" for fault in case.faults)
 
 
 def _continue(case: Case, watch: Watch) -> None:
@@ -215,7 +219,7 @@ def _end(job: Job, watch: Watch, rank: int, since: float) -> End:
     records = watch.records
     code = job.code_of(rank)
     exit_code = (code if code >= 0 else None) if code is not None else records.read(rank, "end").get("code")
-    temporary = records.folder / f"{rank}.tmp"  # where a loader's worker that is terminated leaves its folder pymp-*
+    temporary = records.folder / f"{rank}.tmp"
     clean = records.read(rank, "clean")
     pid = watch.places.get(rank, ("", 0))[1]
     return End(
@@ -224,7 +228,7 @@ def _end(job: Job, watch: Watch, rank: int, since: float) -> End:
         exit_code=exit_code,
         said=records.said(rank)[-LONGEST_TEXT:],
         left=(
-            *(f"$TMPDIR/{path.name}" for path in temporary.glob("*") if not path.name.startswith("pymp-")),
+            *(f"$TMPDIR/{path.name}" for path in temporary.glob("*") if not path.name.startswith(NOT_OURS)),
             *(str(path) for path in Path("/dev/shm").glob(f"*_{pid}_*") if pid),  # noqa: S108 - that is where they are
         ),
         open=(*clean.get("descriptors", ()), *(f"thread {name}" for name in clean.get("threads", ()))),
