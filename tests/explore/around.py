@@ -152,7 +152,7 @@ def run_cells(kernel: Any, steps: Steps, errors: list[str]) -> None:
         client.execute("step()", store_history=False)
         content = client.get_shell_msg()["content"]
         if content["status"] != "ok":
-            errors += content["traceback"]
+            errors += [*content["traceback"], str(content["ename"])]
             break
     client.shutdown()
 

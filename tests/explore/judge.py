@@ -7,7 +7,7 @@ nothing is left. Of a fault that harms nobody: every rank goes on and ends with 
 import re
 from collections.abc import Iterator
 
-from .cases import FAULTS, Case, Effect
+from .cases import FAULTS, OF_MPI, Case, Effect, Fault
 from .job import ACKNOWLEDGED
 from .observe import End, Outcome
 
@@ -31,7 +31,7 @@ def judge(case: Case, outcome: Outcome) -> list[str]:
         *_hangs(case, outcome, survivors),
         *_late(case, outcome, survivors),
         *(_goes_wrong(case, outcome) if _must_end_well(case) else _goes_on(case, outcome, survivors)),
-        *_left(outcome, survivors),
+        *_left(case, outcome, survivors),
     ]
 
 
@@ -137,14 +137,20 @@ def _sentence(text: str, ranks: set[int]) -> str:
 
 
 def _is_ended_by_launcher(case: Case) -> bool:
-    """Return whether the launcher ends the survivors, which may then say nothing."""
-    if case.launcher == "env" or case.effects & {Effect.SILENT, Effect.LEAVES} or case.faults[0].name == "os._exit(0)":
-        return case.faults[0].name == "sys.exit(3)" and case.launcher in ("torchrun", "openmpi", "srun-K")
-    return case.launcher != "srun"
+    """Return whether the launcher ends the survivors because of a fault, so that they may say nothing."""
+    return any(_ends_the_rest(case.launcher, fault) for fault in case.faults)
 
 
-def _left(outcome: Outcome, survivors: list[End]) -> Iterator[str]:
+def _ends_the_rest(launcher: str, fault: Fault) -> bool:
+    if fault.name == "sys.exit(3)":
+        return launcher in ("torchrun", "openmpi", "srun-K")
+    is_noticed = fault.effect in (Effect.RAISES, Effect.DIES) and fault.name != "os._exit(0)"
+    return is_noticed and launcher not in ("env", "srun")
+
+
+def _left(case: Case, outcome: Outcome, survivors: list[End]) -> Iterator[str]:
     yield from (f"left behind: {what}" for what in outcome.left_behind)
     for end in survivors:
         yield from (f"rank {end.rank} left {what}" for what in end.left if end.exit_code is not None)
-        yield from (f"rank {end.rank} left open {what}" for what in end.open)
+        if case.launcher not in OF_MPI:  # MPI itself stays as it is to the end of the process
+            yield from (f"rank {end.rank} left open {what}" for what in end.open)
