@@ -20,7 +20,8 @@ LATENESS = 4.0  # seconds by which a limit of the library may be passed
 SILENCE = 12.0  # seconds within which everyone has missed a silent rank, and has ended
 START_LIMIT = 10.0  # seconds that a rank stays at its end for those that still start
 WORKER_LIMIT = 5.0  # seconds after which a DataLoader looks whether its workers are alive
-COLLECTIVE_LIMIT = 15  # seconds, for DISTMAN_TIMEOUT: until torch gives up a collective
+COLLECTIVE_LIMIT = 15  # seconds, for DISTMAN_TIMEOUT
+HANDLING = 60.0  # seconds for which a program may be busy with the failure, such as by waiting for a thread
 GIVING_IN = 10.0  # seconds after which a program that swallows the failure is ended
 
 IN_THE_LOOP = ("python", "collective", "barrier", "on_rank", "save")
@@ -42,7 +43,7 @@ AROUND = (
 
 
 SWALLOWING = ("retry", "bare", "logging", "del", "callback")  # where the failure is caught, and the program goes on
-JOINING = ("asyncio", "thread")  # where the program waits at its end for a thread that is in the collective
+JOINING = ("asyncio", "thread")  # where the program waits for a thread, which may be waiting for the rank that failed
 
 
 class Effect(Enum):
@@ -194,8 +195,9 @@ class Case:
             limit += WORKER_LIMIT
         if self.around in SWALLOWING:
             limit += GIVING_IN
-        if self.around in JOINING and self.place == "collective" and is_silent:
-            limit += COLLECTIVE_LIMIT
+        # A rank that cannot print why it failed is there, and silent, for as long as it tries.
+        if self.around in JOINING and (is_silent or self.faults[0].name == "raise-blocked-stderr"):
+            limit += HANDLING
         return limit
 
     @property

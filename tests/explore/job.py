@@ -11,7 +11,6 @@ import os
 import socket
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -130,9 +129,7 @@ def acknowledge(rank: Rank) -> None:
         failure = f"RankFailedError: {error}\n"
     DistributedManager.cleanup()
     gc.collect()
-    left = sorted(descriptors() - before)
-    threads = [thread.name for thread in threading.enumerate() if thread is not threading.main_thread()]
-    rank.records.write(rank.rank, "clean", descriptors=left, threads=threads)
+    rank.records.write(rank.rank, "clean", descriptors=sorted(descriptors() - before))
     if failure:
         sys.stderr.write(failure)
         sys.exit(ACKNOWLEDGED)

@@ -14,7 +14,7 @@ from typing import Any
 from tests.launch.processes import Process, poll
 from tests.launch.slurm import SlurmCluster
 
-from .cases import Case, Effect
+from .cases import SWALLOWING, Case, Effect
 from .faults import memory_group
 from .records import Records
 from .starters import Job, start_case
@@ -38,7 +38,7 @@ class End:
         exit_code: As it saw it itself; None where a signal ended it.
         said: The end of its standard output and standard error.
         left: Files and shared memory that it left behind.
-        open: Descriptors and threads that were left when it had caught the failure and ended the job.
+        open: Descriptors that were left when it had caught the failure and ended the job.
     """
 
     rank: int
@@ -220,7 +220,6 @@ def _end(job: Job, watch: Watch, rank: int, since: float) -> End:
     code = job.code_of(rank)
     exit_code = (code if code >= 0 else None) if code is not None else records.read(rank, "end").get("code")
     temporary = records.folder / f"{rank}.tmp"
-    clean = records.read(rank, "clean")
     pid = watch.places.get(rank, ("", 0))[1]
     return End(
         rank=rank,
@@ -231,7 +230,7 @@ def _end(job: Job, watch: Watch, rank: int, since: float) -> End:
             *(f"$TMPDIR/{path.name}" for path in temporary.glob("*") if not path.name.startswith(NOT_OURS)),
             *(str(path) for path in Path("/dev/shm").glob(f"*_{pid}_*") if pid),  # noqa: S108 - that is where they are
         ),
-        open=(*clean.get("descriptors", ()), *(f"thread {name}" for name in clean.get("threads", ()))),
+        open=tuple(records.read(rank, "clean").get("descriptors", ())),
     )
 
 
@@ -254,10 +253,11 @@ def _left_behind(case: Case, job: Job, watch: Watch) -> tuple[str, ...]:
 def _left_files(case: Case, folder: Path) -> list[str]:
     """Return the files that should not be there.
 
-    Rank 0 may leave an unfinished one if it dies while it saves, or is killed by its launcher.
+    Rank 0 may leave an unfinished one if it dies while it saves, or is ended by its launcher, or for not giving in.
     """
     fault = case.fault_of(0)
-    dies_saving = case.place == "save" and (case.launcher != "env" or (fault and fault.effect is not Effect.RAISES))
+    is_ended = case.launcher != "env" or case.around in SWALLOWING
+    dies_saving = case.place == "save" and (is_ended or (fault is not None and fault.effect is not Effect.RAISES))
     found = [path.name for path in folder.rglob("*") if path.is_file() and path.name != "state.pt"]
     return [name for name in found if not (dies_saving and name.startswith(".state.pt"))]
 
