@@ -130,11 +130,105 @@ NO_JOB_WARNING = "torch.distributed is disabled"
 _LOST_CONNECTION = re.compile(r"gloo/transport|nccl(Remote|System)Error|Connection (closed|reset)")
 
 
+_UNREACHABLE = re.compile(r"Connection timed out|No route to host|(Network|Host) is unreachable")
+
+
 def is_lost_connection(error: BaseException) -> bool:
-    """Return whether an error says that another rank did not answer, or that its connection broke."""
-    return isinstance(error, dist.DistError) or (
-        isinstance(error, RuntimeError) and _LOST_CONNECTION.search(str(error)) is not None
-    )
+    """Return whether an error says that another rank did not answer, or that its connection broke.
+
+    Every error of a store does. Those of NCCL have a type derived from theirs, and may be about memory.
+    """
+    is_of_store = isinstance(error, dist.DistError) and not isinstance(error, dist.DistBackendError)
+    return is_of_store or (isinstance(error, RuntimeError) and _LOST_CONNECTION.search(str(error)) is not None)
+
+
+def is_unreachable(error: BaseException) -> bool:
+    """Return whether an error of a store says that its host does not answer, not even by breaking the connection."""
+    return _UNREACHABLE.search(str(error)) is not None
+
+
+# Collectives, whoever starts them
+
+_GUARDED = "TESTING_ONLY_GenericMode"
+"""A key of the dispatcher that torch uses in its own tests only."""
+_REGIONS = "distman.regions"
+_PUBLIC_NAMES = {
+    "allreduce_": "all_reduce",
+    "allreduce_coalesced_": "all_reduce_coalesced",
+    "allgather_": "all_gather",
+    "_allgather_base_": "all_gather_into_tensor",
+    "allgather_coalesced_": "all_gather_coalesced",
+    "allgather_into_tensor_coalesced_": "all_gather_into_tensor",
+    "_reduce_scatter_base_": "reduce_scatter_tensor",
+    "reduce_scatter_tensor_coalesced_": "reduce_scatter_tensor",
+    "alltoall_": "all_to_all",
+    "alltoall_base_": "all_to_all_single",
+    "recv_any_source_": "recv from any rank",
+}
+
+
+class CollectiveGuard:
+    """Asks before torch starts a collective in a thread that has regions, in Python or in C++, as DDP does.
+
+    Every collective is an operation of torch's dispatcher. A kernel for a key that only the threads with regions have
+    costs the others nothing, and autograd's threads have the keys of the thread whose backward pass they run. The key
+    is part of what a compiled function depends on: it is compiled once more there.
+
+    Args:
+        check: Takes the name of the collective and the ranks in the world that it needs, and raises if they will not
+            come.
+    """
+
+    def __init__(self, check: Callable[[str, Sequence[int]], None]) -> None:
+        library: Any = torch.library.Library
+        self._others, self._collectives = library("_", "IMPL"), library("c10d", "IMPL")
+        self._others.fallback(torch.library.fallthrough_kernel, _GUARDED)
+        for full_name in torch._C._dispatch_get_all_op_names():
+            namespace, _, name = full_name.partition("::")
+            if namespace == "c10d" and name != "check_for_nan":  # it looks at this rank's tensors only
+                self._collectives.impl(name, _guarded(name, check), _GUARDED)
+
+    def remove(self) -> None:
+        """Let all collectives start unasked."""
+        self._collectives._destroy()
+        self._others._destroy()
+
+
+def _guarded(name: str, check: Callable[[str, Sequence[int]], None]) -> Callable[..., Any]:
+    """Return a kernel that asks, and then lets the operation's own kernel run."""
+    operation = getattr(torch.ops.c10d, name).default
+    places = {argument.name: place for place, argument in enumerate(operation._schema.arguments)}
+    public_name = _PUBLIC_NAMES.get(name, name.strip("_"))
+    key = torch._C.DispatchKeySet(torch._C._dispatch_key_parse(_GUARDED))
+
+    def kernel(*args: Any) -> Any:
+        process_group = dist.ProcessGroup.unbox(args[places["process_group"]])
+        ranks = list(distributed_c10d._world.pg_group_ranks.get(process_group, ()))
+        peer = places.get("dst", places.get("src"))
+        try:
+            check(public_name, ranks if peer is None else ranks[args[peer] :][:1])
+        except BaseException:
+            # else torch would believe that the caller is still collecting a batch, and only collect from then on
+            distributed_c10d._world.pg_coalesce_state.pop(process_group, None)
+            raise
+        with torch._C._ExcludeDispatchKeyGuard(key):
+            return operation(*args)
+
+    return kernel
+
+
+def regions() -> tuple[Any, ...]:
+    """Return the regions that this thread is in, or for one of autograd's threads, those of the backward pass."""
+    return torch._C._get_obj_in_tls(_REGIONS) if torch._C._is_key_in_tls(_REGIONS) else ()
+
+
+def set_regions(those: tuple[Any, ...]) -> None:
+    """Put this thread, and the backward passes that it starts, into regions where a guard is asked; or into none."""
+    if those:
+        torch._C._stash_obj_in_tls(_REGIONS, those)
+    elif torch._C._is_key_in_tls(_REGIONS):
+        torch._C._remove_obj_from_tls(_REGIONS)
+    torch._C._dispatch_tls_set_dispatch_key_included(_GUARDED, bool(those))
 
 
 # Compiled programs
@@ -173,6 +267,16 @@ def without_type(storage: torch.TypedStorage) -> torch.UntypedStorage:
 def with_type(storage: torch.UntypedStorage, dtype: torch.dtype) -> torch.TypedStorage:
     """Return memory as a typed storage, without the warning that its public constructor gives."""
     return torch.TypedStorage(wrap_storage=storage, dtype=dtype, _internal=True)  # type: ignore[no-untyped-call]
+
+
+def own_parameters(module: torch.nn.Module) -> dict[str, torch.nn.Parameter | None]:
+    """Return a module's own parameters by their names, those of its submodules left out."""
+    return module._parameters
+
+
+def forward_pre_hooks(module: torch.nn.Module) -> dict[int, Callable[..., Any]]:
+    """Return what a module calls before its forward pass; to delete one takes it away."""
+    return module._forward_pre_hooks
 
 
 def versions_in(state: Mapping[str, Any]) -> Mapping[str, Any]:

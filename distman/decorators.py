@@ -11,9 +11,9 @@ import inspect
 import operator
 import os
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, asynccontextmanager, contextmanager, nullcontext
 from types import TracebackType
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar, cast
 
 import torch
 
@@ -22,6 +22,7 @@ from distman._coordination.sections import ExclusiveSection, ExclusiveSections
 from distman._coordination.tracking import Restricted, call_site, check_all_run_here, depth, is_child, restriction
 from distman._coordination.wait_scope import WaitScope
 from distman._groups.registry import Group
+from distman._log import logger
 from distman.collectives._objects import broadcast_data
 from distman.collectives._validation import GroupLike
 from distman.environments import is_env_distributed
@@ -38,6 +39,8 @@ __all__ = [
 
 P = ParamSpec("P")
 R = TypeVar("R")
+# Of the functions that contextlib's decorators return, whatever they decorate.
+_CODES_OF_CONTEXT_MANAGERS = [contextmanager(iter).__code__, asynccontextmanager(aiter).__code__]
 _MAX_SHOWN = 8  # ranks listed in a message; more of them would hide the rest of the sentence
 
 
@@ -50,6 +53,9 @@ def on_rank(
     function or block of this module, where not all ranks of the group run, it waits for nobody; nor in a process forked
     from the rank, such as a worker of a data loader.
 
+    A rank that the group does not have is left out, so that a script also runs on fewer ranks. Where it has none of
+    them, the function runs nowhere and a warning says so.
+
     Args:
         rank: The rank, or several of them, in the group.
         barrier: Let the ranks that run wait for the others as well.
@@ -57,39 +63,32 @@ def on_rank(
         group: A process group, the name of one, or None for the world.
 
     Returns:
-        A decorator. The decorated function returns the result where it ran, and None elsewhere, unless it is
-        broadcast. It raises
+        A decorator for functions, methods, class methods and static methods. The decorated function returns the
+        result where it ran, and None elsewhere, unless it is broadcast. It raises
 
         * :class:`~distman.RankFailedError` on every rank of the group, if it raised on one: with the type, text and
           traceback of that error, which is the cause on the rank where it was raised. There SystemExit and
           KeyboardInterrupt go on as they are, and so does the error of a result that cannot be pickled.
-        * :class:`~distman.DistmanError`, if it comes to a collective or barrier for which ranks are needed that wait.
-        * ValueError, if there is no such rank.
+        * :class:`~distman.DistmanError`, if it comes to a collective or barrier for which ranks are needed that wait:
+          of this package or of torch, in a backward pass or a thread that it started too.
 
     Raises:
-        TypeError: The rank is no integer, or the function a generator or coroutine.
-        ValueError: There is no rank in the list.
+        TypeError: The rank is no integer; or what is decorated is no function that runs when it is called, but a
+            class, a property, a generator, a coroutine or a context manager.
+        ValueError: There is no rank in the list, or a negative one.
     """
     ranks = _whole_ranks(rank)
+    warned: set[str] = set()
 
-    def decorate(func: Callable[P, R]) -> Callable[P, R | None]:
-        name = _name_of(func)
-        what = f"on_rank({_shown(ranks)}) of {name}"
+    def run_there(run: Callable[[], Any], what: str) -> Any:
+        members = _members(group)
+        size = members.size if members is not None else 1
+        present = [rank for rank in ranks if rank < size]
+        if present:
+            return _run_on(present, run, what, members, barrier=barrier, broadcast=broadcast)
+        return _warn_of_nobody(what, f"of {size} {'rank' if size == 1 else 'ranks'}", members, warned)
 
-        @functools.wraps(func)
-        def call(*args: P.args, **kwargs: P.kwargs) -> R | None:
-            members = _members(group)
-            size = members.size if members is not None else 1
-            if ranks[-1] >= size:
-                raise ValueError(
-                    f"rank must be below {size}, got {ranks[-1]} for {name}. Valid ranks are 0 to {size - 1}."
-                )
-            run = functools.partial(func, *args, **kwargs)
-            return _run_on(ranks, run, what, members, barrier=barrier, broadcast=broadcast)
-
-        return call
-
-    return decorate
+    return _decorator(f"on_rank({_shown(ranks)})", run_there)
 
 
 def rank_zero_only(func: Callable[P, R]) -> Callable[P, R | None]:
@@ -110,45 +109,35 @@ def on_local_rank(
     Args:
         local_rank: Index of the rank on its host; hosts with fewer ranks are left out.
         barrier: Let the ranks that run wait for the others as well.
-        broadcast: Return the result of each host on all of its ranks.
+        broadcast: Return the result of each host on all of its ranks; None where it ran on none of them.
 
     Returns:
-        A decorator; what the decorated function returns and raises, :func:`on_rank` says. It raises ValueError if
-        no host has such a rank, or one does not and its ranks want a result.
+        A decorator; what the decorated function returns and raises, :func:`on_rank` says.
 
     Raises:
-        TypeError: The rank is no integer, or the function a generator or coroutine.
-        ValueError: It is negative.
+        TypeError: As :func:`on_rank`.
+        ValueError: The rank is negative, or there are several.
     """
-    (local_rank,) = _whole_ranks(operator.index(local_rank))
+    ranks = _whole_ranks(local_rank)
+    if len(ranks) > 1:
+        raise ValueError(f"local_rank must be one rank of each host, got {local_rank!r}. Pass one integer.")
+    warned: set[str] = set()
 
-    def decorate(func: Callable[P, R]) -> Callable[P, R | None]:
-        name = _name_of(func)
-        what = f"on_local_rank({local_rank}) of {name}"
+    def run_there(run: Callable[[], Any], what: str) -> Any:
+        members = _members(None)
+        present = [rank for rank in ranks if rank == 0]
+        if members is not None:
+            present = DistributedManager().ranks_with_local_rank(ranks[0])
+        if not present:
+            return _warn_of_nobody(what, "on any host", members, warned)
+        result = _run_on(present, run, what, members, barrier=barrier)
+        if not broadcast or members is None:
+            return result
+        node = DistributedManager().resolve_group("node")
+        src = next((index for index, rank in enumerate(node.ranks) if rank in present), None)
+        return broadcast_data(result, src, "node") if src is not None else None
 
-        @functools.wraps(func)
-        def call(*args: P.args, **kwargs: P.kwargs) -> R | None:
-            members = _members(None)
-            run = functools.partial(func, *args, **kwargs)
-            ranks, num_nodes = ([0] if local_rank == 0 else []), 1
-            if members is not None:
-                manager = DistributedManager()
-                ranks, num_nodes = manager.ranks_with_local_rank(local_rank), manager.num_nodes
-            if len(ranks) < (num_nodes if broadcast else 1):
-                raise ValueError(
-                    f"local rank must be one that {'each host' if broadcast else 'a host'} has, got {local_rank} for "
-                    f"{name}. Choose one that exists, or start more ranks on each host."
-                )
-            result = _run_on(ranks, run, what, members, barrier=barrier)
-            if not broadcast or members is None:
-                return result
-            node = DistributedManager().resolve_group("node")
-            src = next(index for index, rank in enumerate(node.ranks) if rank in ranks)
-            return broadcast_data(result, src, "node")
-
-        return call
-
-    return decorate
+    return _decorator(f"on_local_rank({_shown(ranks)})", run_there)
 
 
 def rank_zero_first() -> AbstractContextManager[None]:
@@ -305,9 +294,48 @@ def _members(group: GroupLike) -> Group | None:
     return DistributedManager().resolve_group(group)
 
 
-def _whole_ranks(rank: int | Iterable[int]) -> tuple[int, ...]:
-    given = [rank] if isinstance(rank, int) or not isinstance(rank, Iterable) else list(rank)
-    if any(isinstance(one, bool) for one in given):
+def _decorator(
+    where: str, run_there: Callable[[Callable[[], Any], str], Any]
+) -> Callable[[Callable[P, R]], Callable[P, R | None]]:
+    """Return a decorator for functions, also within ``classmethod`` and ``staticmethod``.
+
+    Args:
+        where: Where they run, for messages.
+        run_there: Is given a call to run there, and what it is, for messages.
+    """
+
+    def decorate(func: Any) -> Any:
+        if isinstance(func, classmethod | staticmethod):
+            return type(func)(decorate(func.__func__))
+        what = f"{where} of {_name_of(func)}"
+
+        @functools.wraps(func)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return run_there(functools.partial(func, *args, **kwargs), what)
+
+        return call
+
+    return decorate
+
+
+def _warn_of_nobody(what: str, among: str, members: Group | None, warned: set[str]) -> None:
+    """Say that a function runs nowhere, once in the group and once for each that is not among the warned."""
+    if what not in warned and (members is None or members.rank == 0):
+        warned.add(what)
+        logger.warning("%s runs nowhere and returns None: there is no such rank %s. Name another one.", what, among)
+
+
+def _whole_ranks(rank: object) -> tuple[int, ...]:
+    if callable(rank):
+        raise TypeError(
+            f"rank must be an integer or a list of integers, got {rank!r}. Write @on_rank(0), with parentheses, or "
+            "@rank_zero_only."
+        )
+    try:
+        given: list[Any] = list(cast(Iterable[object], rank))
+    except TypeError:  # one number, of whatever library
+        given = [rank]
+    if any(isinstance(one, bool) or not hasattr(one, "__index__") for one in given):
         raise TypeError(f"rank must be an integer or a list of integers, got {rank!r}. Pass ranks.")
     ranks = sorted({operator.index(one) for one in given})
     if not ranks or ranks[0] < 0:
@@ -321,10 +349,27 @@ def _shown(ranks: Sequence[int]) -> str:
     return str(ranks[0] if len(ranks) == 1 else list(ranks))
 
 
-def _name_of(func: Callable[..., object]) -> str:
-    if inspect.isgeneratorfunction(func) or inspect.iscoroutinefunction(func) or inspect.isasyncgenfunction(func):
+def _name_of(func: object) -> str:
+    """Return the name of a function that runs when it is called.
+
+    Raises:
+        TypeError: It is something else.
+    """
+    if not callable(func) or isinstance(func, type):
         raise TypeError(
-            f"the function must run when it is called, got the generator or coroutine {func!r}. Decorate the "
-            "function that iterates over it or awaits it."
+            f"what runs on some ranks must be a function, got {func!r}. Decorate a function: below @property and its "
+            "like, or one that makes an object of the class."
         )
-    return f"{getattr(func, '__qualname__', type(func).__name__)}()"
+    bare = func.func if isinstance(func, functools.partial) else func
+    if _is_lazy(bare) or _is_lazy(type(bare).__call__):
+        raise TypeError(
+            f"the function must run when it is called, got the generator, coroutine or context manager {func!r}. "
+            "Decorate the function that iterates over it, awaits it or enters it."
+        )
+    return f"{getattr(bare, '__qualname__', type(bare).__name__)}()"
+
+
+def _is_lazy(func: Callable[..., object]) -> bool:
+    """Return whether a function has done nothing yet when it returns."""
+    kinds = (inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.isasyncgenfunction)
+    return any(is_kind(func) for is_kind in kinds) or getattr(func, "__code__", None) in _CODES_OF_CONTEXT_MANAGERS

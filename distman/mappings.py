@@ -14,12 +14,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch.utils.weak import WeakIdKeyDictionary
 
 from distman._coordination.wait_scope import collective
 from distman._groups.registry import Group
+from distman._shared_parameters import add_mark, parameters_of, remove_mark
 from distman.collectives._all_gather import AllGather
-from distman.collectives._fused import all_reduce_sum
+from distman.collectives._all_reduce import all_reduce_sum
 from distman.collectives._validation import GroupLike, check_call, normalize_dim, resolve_group, shard_sizes
 from distman.topology import split_sizes
 
@@ -31,8 +31,6 @@ __all__ = [
     "scatter_to_parallel_region",
     "unmark_module_as_shared",
 ]
-
-_handles: WeakIdKeyDictionary = WeakIdKeyDictionary()  # hook of each parameter that is marked as shared
 
 
 @collective
@@ -146,7 +144,13 @@ def mark_module_as_shared(
 
     Local; each backward pass through the module becomes collective over the group, one reduction for each parameter,
     so all ranks must use the same parameters in it. What each pass adds to a gradient is summed once: gradients may be
-    accumulated over several passes.
+    accumulated over several passes. The gradients are those of the sum of all ranks' losses, to any order: a penalty on
+    the summed gradients that each rank adds to its loss counts once for each rank.
+
+    The mark belongs to the module and its submodules. Copies have it, saved modules (over a group with a name), and the
+    parameters that are frozen when it is given, take the place of others, or are put together by ``fully_shard``. Not
+    summed are the gradients of tensors that ``torch.func.functional_call`` puts in the place of parameters. A module
+    that ``torch.compile`` has compiled does not look for new parameters: mark it after they are there.
 
     Args:
         module: The module, with equal parameters on all ranks of the group.
@@ -159,16 +163,16 @@ def mark_module_as_shared(
 
     Raises:
         ValueError: A parameter is marked already; then nothing is changed.
+        DistmanError: In a later forward pass: a parameter has gone, to a parametrization say, or a module that was
+            loaded is shared over a group that is not there.
+        TypeError: In a later forward pass: a parameter is a DTensor where it is used.
     """
     members = resolve_group(process_group)
-    parameters = dict(module.named_parameters(recurse=recurse))
-    marked = [name for name, parameter in parameters.items() if parameter in _handles]
+    marked = [name for name, _, is_marked in parameters_of(module, recurse=recurse) if is_marked]
     if marked:
         raise ValueError(f"parameters must not be marked as shared already, got {marked}. Unmark the module first.")
-    for parameter in parameters.values():
-        if parameter.requires_grad:
-            hook = parameter.register_hook(lambda grad: all_reduce_sum(grad, members, use_fp32=use_fp32))
-            _handles[parameter] = hook
+    for one in module.modules() if recurse else [module]:
+        add_mark(one, members, use_fp32=use_fp32)
     return module
 
 
@@ -185,17 +189,15 @@ def unmark_module_as_shared(module: torch.nn.Module, recurse: bool = True) -> to
         The module itself.
 
     Raises:
-        ValueError: A parameter that requires a gradient is not marked; then nothing is changed.
+        ValueError: None of the parameters is marked.
     """
-    parameters = dict(module.named_parameters(recurse=recurse))
-    unmarked = [name for name, one in parameters.items() if one.requires_grad and one not in _handles]
-    if unmarked:
+    states = {name: is_marked for name, _, is_marked in parameters_of(module, recurse=recurse)}
+    if states and not any(states.values()):
         raise ValueError(
-            f"parameters must be marked as shared to be unmarked, got unmarked {unmarked}. Mark the module first."
+            f"parameters must be marked as shared to be unmarked, got unmarked {list(states)}. Mark the module first."
         )
-    for parameter in parameters.values():
-        if parameter in _handles:
-            _handles.pop(parameter).remove()
+    for one in module.modules() if recurse else [module]:
+        remove_mark(one)
     return module
 
 

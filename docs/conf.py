@@ -4,10 +4,12 @@ With ``-t online`` names of Python, torch and NumPy become links to their docume
 build that tests the documentation goes without.
 """
 
+import inspect
 import re
 
 from docutils import nodes
 from sphinx.application import Sphinx
+from sphinx.util.inspect import safe_getattr
 
 from distman._version import VERSION
 
@@ -64,8 +66,17 @@ def shorten_docstring(_app: Sphinx, _what: str, _name: str, _value: object, _opt
     lines[:] = [by_public_path(line) for line in lines]
 
 
+def get_member(cls: type, name: str, *default: object) -> object:
+    """Find properties, too, that refuse to be asked of a class."""
+    try:
+        return safe_getattr(cls, name)
+    except AttributeError:
+        return inspect.getattr_static(cls, name, *default)
+
+
 def setup(app: Sphinx) -> None:
     """Make all of it part of the build."""
+    app.add_autodoc_attrgetter(type, get_member)
     app.connect("doctree-resolved", let_names_break)
     app.connect("autodoc-process-signature", shorten_signature)
     app.connect("autodoc-process-docstring", shorten_docstring, priority=800)  # after napoleon

@@ -100,7 +100,7 @@ MUTANTS = (
         ('if first["digest"] != digest:', 'if first["digest"] == digest:'),
     ),
     *_mutants(
-        "_groups/queries.py",
+        "_manager/group_creation.py",
         "groups/test_registry.py",
         ("inner.orthogonal(outer)", "inner.orthogonal()"),
     ),
@@ -124,6 +124,12 @@ MUTANTS = (
         ("if num_blocks > 1:", "if num_blocks < 1:"),
     ),
     *_mutants("fft/_hermitian.py", "fft/test_transforms.py", ("owned > length // 2", "owned >= length // 2")),
+    *_mutants(
+        "fft/_rearrangement.py",
+        "fft/test_one_dim.py",
+        ("near, far = length - far, length - near", "near, far = length - near, length - far"),
+    ),
+    *_mutants("fft/_long_line.py", "fft/test_one_dim.py", ("(length - 1) // 2)", "length // 2)")),
     *_mutants(
         "fft/_plan.py",
         "fft/test_transforms.py",

@@ -1,15 +1,21 @@
 """Functions that run on some ranks only: the results, the errors and the store, against what the docstrings say."""
 
+import contextlib
+import functools
 import sys
 import threading
 import time
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed import _functional_collectives as functional_collectives
+from torch.nn.parallel import DistributedDataParallel
 
 from distman import DistmanError, DistributedManager, NotInitializedError, PlanMismatchError, RankFailedError
-from distman.collectives import all_gather_objects, fused_all_reduce
+from distman._log import logger
+from distman.collectives import all_gather_objects, all_gather_v, fused_all_reduce
 from distman.decorators import (
     local_rank_zero_first,
     on_local_rank,
@@ -282,30 +288,250 @@ def test_a_group_that_runs_there_as_a_whole_may_meet_there(rank):
     all_are_well()
 
 
+class Deep(torch.autograd.Function):
+    """Runs the backward pass of another one in its own, so often that autograd takes a thread of its pool."""
+
+    @staticmethod
+    def forward(ctx, tensor, depth, call):
+        ctx.arguments = depth, call
+        return tensor.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        depth, call = ctx.arguments
+        if not depth:
+            assert threading.current_thread() is not threading.main_thread()
+            call()
+            return grad, None, None
+        with torch.enable_grad():
+            inner = Deep.apply(torch.ones(1, requires_grad=True), depth - 1, call).sum()
+        inner.backward()
+        return grad, None, None
+
+
+def reduce_in_thread():
+    errors = []
+
+    def reduce():
+        try:
+            dist.all_reduce(torch.ones(1))
+        except DistmanError as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=reduce)
+    thread.start()
+    thread.join()
+    raise errors[0]
+
+
+COLLECTIVES_OF_TORCH = {
+    "all_reduce": lambda: dist.all_reduce(torch.ones(1)),
+    "async": lambda: dist.all_reduce(torch.ones(1), async_op=True),
+    "barrier": dist.barrier,
+    "objects": lambda: dist.broadcast_object_list([None]),
+    "send": lambda: dist.send(torch.ones(1), 1),
+    "recv": lambda: dist.recv(torch.ones(1), 1),
+    "batch": lambda: dist.batch_isend_irecv([dist.P2POp(dist.isend, torch.ones(1), 1)]),
+    "any": lambda: dist.recv(torch.ones(1)),
+    "functional": lambda: functional_collectives.all_reduce(torch.ones(1), "sum", dist.group.WORLD) + 1,
+    "group": lambda: DistributedManager().group("node"),
+    "groups": lambda: DistributedManager.create_process_subgroup("pair", 2),
+    "thread": reduce_in_thread,
+    "autograd's thread": lambda: Deep.apply(torch.ones(1, requires_grad=True), 70, dist.barrier).backward(),
+}
+
+
 @ranks(2)
-def test_a_rank_outside_the_world_is_an_error_at_the_call():
-    outside = on_rank([0, 2])(lambda: 1)
-    with pytest.raises(ValueError, match="rank must be below 2, got 2"):
-        outside()
+@pytest.mark.parametrize("name", COLLECTIVES_OF_TORCH)
+def test_torchs_collectives_are_an_error_at_once_where_only_some_run(name):
+    with pytest.raises(RankFailedError, match=r"must be called where all its ranks run, .* within on_rank\(0\) of"):
+        on_rank(0)(COLLECTIVES_OF_TORCH[name])()
+    all_are_well()
+    dist.all_reduce(total := torch.ones(1))
+    assert total == 2
+
+
+@ranks(2)
+def test_backward_passes_and_wrapped_models_are_an_error_at_once_where_only_some_run():
+    model = DistributedDataParallel(torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2)))
+    gathered = all_gather_v(torch.ones(1, requires_grad=True)).sum()
+    batch = torch.ones(3, 2)
+    model(batch).sum().backward()
+    loss = model(batch).sum()
+    for call in (lambda: model(batch), lambda: DistributedDataParallel(model.module), loss.backward, gathered.backward):
+        with pytest.raises(RankFailedError, match=r"must be called where all its ranks run, .* within on_rank\(0\) of"):
+            on_rank(0)(call)()
+    on_rank(0)(lambda: torch.nn.Linear(2, 2)(batch).sum().backward())()  # which needs nobody else
     all_are_well()
 
 
-@pytest.mark.parametrize(("rank", "kind"), [(-1, ValueError), ([], ValueError), (True, TypeError), ("0", TypeError)])
-def test_what_is_no_rank_is_an_error_at_once(rank, kind):
-    with pytest.raises(kind):
-        on_rank(rank)
+@ranks(3)
+def test_what_needs_only_ranks_that_run_there_works_there(rank):
+    pair, alone = dist.new_group([0, 1]), [dist.new_group([one]) for one in range(3)][rank]
+
+    @on_rank([0, 1])
+    def work():
+        model = DistributedDataParallel(torch.nn.Linear(1, 1), process_group=pair)
+        model(torch.full((1, 1), float(rank))).sum().backward()
+        dist.all_reduce(total := torch.ones(1), group=pair)
+        dist.all_reduce(mine := torch.ones(1), group=alone)
+        other = torch.zeros(1)
+        if rank == 0:
+            dist.send(total, 1)
+        else:
+            dist.recv(other, 0)
+        objects = [None, None]
+        dist.all_gather_object(objects, rank, pair)
+        return model.module.weight.grad.item(), total.item(), mine.item(), other.item(), objects
+
+    expected = [(0.5, 2, 1, 0, [0, 1]), (0.5, 2, 1, 2, [0, 1]), None][rank]
+    assert work() == expected
+    all_are_well()
 
 
-def test_what_does_not_run_when_it_is_called_is_refused():
-    async def coroutine():
-        pass
+@ranks(2)
+def test_threads_that_were_started_outside_may_talk_to_others_meanwhile(rank):
+    begun, entered = threading.Event(), threading.Event()
+    total, later = torch.ones(1), torch.ones(1)
 
-    def generator():
-        yield 1
+    def reduce_meanwhile():
+        begun.set()
+        entered.wait()
+        dist.all_reduce(total)
 
-    for function in (coroutine, generator):
-        with pytest.raises(TypeError, match="must run when it is called"):
-            on_rank(0)(function)
+    group = dist.new_group([0, 1])
+    outside = threading.Thread(target=reduce_meanwhile)
+    outside.start()
+    begun.wait()
+    over = threading.Event()
+    inside = threading.Thread(target=lambda: (over.wait(), dist.all_reduce(later, group=group)))
+
+    @on_rank(0)
+    def work():
+        entered.set()
+        outside.join()
+        inside.start()
+
+    if rank == 1:
+        entered.set()
+    work()
+    if rank == 1:
+        inside.start()
+    over.set()
+    for thread in (outside, inside):
+        thread.join()
+    assert (total, later) == (2, 2)
+    all_are_well()
+
+
+@ranks(1, 2)
+def test_a_rank_that_the_world_does_not_have_is_not_there(rank, world_size, monkeypatch):
+    warnings = []
+    monkeypatch.setattr(logger, "warning", lambda *message: warnings.append(message[1]))
+    assert on_rank([0, 2], broadcast=True)(lambda: rank)() == 0
+    assert on_rank(range(world_size - 1, 100))(lambda: rank)() == (rank if rank == world_size - 1 else None)
+    assert not warnings
+    for nobody in (on_rank([2, 3], barrier=True, broadcast=True), on_local_rank(2, broadcast=True)):
+        work = nobody(lambda: 1 / 0)
+        assert (work(), work()) == (None, None)
+    assert [what.partition(" of ")[0] for what in warnings] == ["on_rank([2, 3])", "on_local_rank(2)"] * (rank == 0)
+    all_are_well()
+
+
+@pytest.mark.parametrize(
+    ("rank", "kind"),
+    [
+        (-1, ValueError),
+        ([], ValueError),
+        ([0, -2], ValueError),
+        *((wrong, TypeError) for wrong in (True, [True], "0", "01", 1.0, [0.5], None, [[0]], len, dict)),
+    ],
+)
+@pytest.mark.parametrize("restrict", [on_rank, on_local_rank])
+def test_what_is_no_rank_is_an_error_at_once(restrict, rank, kind):
+    with pytest.raises(kind, match="with parentheses" if callable(rank) else r"^rank must "):
+        restrict(rank)
+
+
+@pytest.mark.parametrize(
+    "ranks", [np.int64(0), np.array([0, 1]), torch.tensor(0), torch.tensor([0]), {0: 1}, iter([0])]
+)
+def test_ranks_may_be_numbers_of_any_library(ranks):
+    assert on_rank(ranks)(lambda: 7)() == 7
+
+
+def generate():
+    yield 1
+
+
+async def wait():
+    pass
+
+
+class Lazy:
+    def __call__(self):
+        yield
+
+
+NO_FUNCTIONS = {
+    "generator": generate,
+    "coroutine": wait,
+    "callable generator": Lazy(),
+    "partial generator": functools.partial(generate),
+    "context manager": contextlib.contextmanager(generate),
+    "asynchronous one": contextlib.asynccontextmanager(generate),
+    "partial context manager": functools.partial(contextlib.contextmanager(generate)),
+    "class method that generates": classmethod(generate),
+    "class": Writer,
+    "property": property(len),
+    "cached property": functools.cached_property(len),
+    "partial method": functools.partialmethod(len),
+    "single dispatch method": functools.singledispatchmethod(len),
+    "number": 3,
+}
+
+
+@pytest.mark.parametrize("name", NO_FUNCTIONS)
+@pytest.mark.parametrize("restrict", [on_rank(0), rank_zero_only, on_local_rank(0)])
+def test_what_is_no_function_that_runs_when_it_is_called_is_refused(restrict, name):
+    with pytest.raises(TypeError, match=r"^(the function must run when it is called|what runs on some ranks must be)"):
+        restrict(NO_FUNCTIONS[name])
+
+
+class Methods:
+    @rank_zero_only
+    @classmethod
+    def outside_of_class_method(cls):
+        return cls.__name__
+
+    @classmethod
+    @on_rank(0)
+    def inside_of_class_method(cls):
+        return cls.__name__
+
+    @on_rank(0)
+    @staticmethod
+    def static(number):
+        return number
+
+    @property
+    @on_local_rank(0)
+    def below_property(self):
+        return 8
+
+
+def test_methods_of_all_kinds():
+    for owner in (Methods, Methods()):
+        found = owner.outside_of_class_method(), owner.inside_of_class_method(), owner.static(4)
+        assert found == ("Methods", "Methods", 4)
+    assert Methods().below_property == 8
+
+
+@pytest.mark.parametrize(
+    "function", [functools.partial(max, 3), functools.partial(complex, 3), abs, torch.nn.Identity()]
+)
+def test_whatever_can_be_called_runs(function):
+    assert on_rank(0)(function)(4) is not None
 
 
 @ranks(2)
@@ -326,10 +552,9 @@ def test_alone_and_not_initialized_it_runs_as_rank_zero(monkeypatch):
     assert on_local_rank(0, broadcast=True)(lambda: 8)() == 8
     with rank_zero_first(), local_rank_zero_first():
         pass
-    with pytest.raises(ValueError, match="rank must be below 1"):
-        on_rank(1)(lambda: 7)()
-    with pytest.raises(ValueError, match="local rank must be one"):
-        on_local_rank(1)(lambda: 7)()
+    assert on_rank(1)(lambda: 7)() is None
+    assert on_local_rank(1)(lambda: 7)() is None
+    assert on_rank([0, 1], broadcast=True)(lambda: 7)() == 7
     with pytest.raises(RankFailedError, match="boom") as caught:
         on_rank(0)(_raise_boom)()
     assert isinstance(caught.value.__cause__, ValueError)
@@ -350,8 +575,7 @@ def test_under_a_launcher_the_manager_must_be_initialized(monkeypatch):
 def test_on_local_rank_runs_on_one_rank_of_each_host(rank):
     assert on_local_rank(1)(lambda: rank)() == (1 if rank == 1 else None)
     assert on_local_rank(2, broadcast=True)(lambda: rank)() == 2
-    with pytest.raises(ValueError, match="local rank must be one that a host has, got 3"):
-        on_local_rank(3)(lambda: rank)()
+    assert on_local_rank(3)(lambda: rank)() is None
     with pytest.raises(RankFailedError, match="boom"):
         on_local_rank(1)(_raise_boom)()
     all_are_well()

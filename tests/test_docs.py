@@ -3,6 +3,7 @@
 import ast
 import doctest
 import importlib
+import inspect
 import itertools
 import os
 import re
@@ -46,7 +47,7 @@ FIELDS = {
 NO_LAYERS = {"__main__"}
 # What a variable of the environment looks like in the sources, and what looks like one but is none.
 VARIABLE = re.compile(r"[A-Z][A-Z0-9]*(?:_[A-Za-z0-9]+)+|RANK|NCPUS")
-NO_VARIABLES = {"TCP_KEEPCNT", "TCP_KEEPIDLE", "TCP_KEEPINTVL"}
+NO_VARIABLES = {"TCP_KEEPCNT", "TCP_KEEPIDLE", "TCP_KEEPINTVL", "TCP_USER_TIMEOUT", "TESTING_ONLY_GenericMode"}
 READ_BY_OTHERS = {"NCCL_DEBUG", "TORCH_DISTRIBUTED_DEBUG"}
 
 
@@ -199,13 +200,18 @@ def test_the_reference_has_every_public_name_once_and_no_others():
 PLACES = {"distman": distman, "manager": distman.DistributedManager, "handler": NNHandler}
 
 
+def attribute(owner, name):
+    """Return an attribute; of a class as it stands there, since a property of the manager refuses the class."""
+    return inspect.getattr_static(owner, name) if isinstance(owner, type) else getattr(owner, name)
+
+
 def target_of(name):
     """Return what a name in the tables of the page about moving stands for; AttributeError where there is nothing."""
     first, *parts = name.split(".")
     value = PLACES.get(first) or getattr(distman, first)
     for part in parts:
         is_module = value is distman and f"distman.{part}" in modules()
-        value = importlib.import_module(f"distman.{part}") if is_module else getattr(value, part)
+        value = importlib.import_module(f"distman.{part}") if is_module else attribute(value, part)
     return value
 
 
@@ -215,7 +221,8 @@ def test_new_names_of_old_ones_exist(row):
     assert new
     for name in new:
         if name in PLACES or name in modules():
-            assert [one for one in old if not hasattr(target_of(name), one)] == []
+            for one in old:
+                attribute(target_of(name), one)
         else:
             assert VARIABLE.fullmatch(name) or target_of(name) is not None
 

@@ -256,7 +256,7 @@ def test_a_barrier_names_who_did_not_come(rank):
     manager.barrier()
     manager.barrier("save")
     if rank != 1:
-        with pytest.raises(BarrierTimeoutError, match=r"barrier 2 'load'.*did not come: rank 1 \(.*, pid \d+\)"):
+        with pytest.raises(BarrierTimeoutError, match=r"barrier 0 'load'.*did not come: rank 1 \(.*, pid \d+\)"):
             manager.barrier("load", timeout=0.3)
 
 

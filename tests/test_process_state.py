@@ -24,7 +24,15 @@ from .test_docs import read, rows
 PACKAGE = Path(distman.__file__).parent
 # These run in processes of the package's own.
 OWN_PROCESSES = ("_cli", "_workers", "executor", "testing")
-CHANGES = ("atexit.register", "register_at_fork(", "signal.signal(", "setrlimit(", "sys.excepthook = ")
+CHANGES = (
+    "atexit.register",
+    "register_at_fork(",
+    "signal.signal(",
+    "setrlimit(",
+    "sys.excepthook = ",
+    "threading.Thread.start = ",
+    "torch.library.Library",
+)
 
 
 def sources():
@@ -101,18 +109,20 @@ def fresh_process():
 
 
 def test_reset_leaves_the_job_and_forgets_it(caplog):
-    before = sys.excepthook
+    before, start = sys.excepthook, threading.Thread.start
     DistributedManager.initialize(device="cpu")
     hook.install(logger.error)
     hook.end_job_at_exit(lambda: None)
     assert sys.excepthook is not before
     tracking.TrackedWait("barrier").__enter__()
     tracking.Restricted("on_rank(0)", frozenset({0})).__enter__()
+    assert threading.Thread.start is not start
     pending_work.register(lambda: None)
     reset()
     assert not DistributedManager.is_initialized()
     assert sys.excepthook is before
     assert not hook.has_failed()
+    assert threading.Thread.start is start
     assert (tracking.waits(), tracking.restriction(), tracking.is_child(), tracking.describe_here()) == (
         [],
         None,

@@ -7,8 +7,9 @@ import json
 from collections.abc import Mapping
 
 from distman._coordination import protocol
+from distman._coordination.barrier import wait_for_all
 from distman._coordination.failure.record import FailureRecord
-from distman._coordination.sync import StoreGroup, wait_for_all
+from distman._coordination.sync import StoreGroup
 from distman.errors import BarrierTimeoutError, PlanMismatchError
 
 

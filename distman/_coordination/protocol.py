@@ -92,10 +92,14 @@ FAILURE = "failure"
 dead; before the verdict the store rank, for a rank that told the handshake server. All read it."""
 
 FAILURE_SEEN = "failure seen"
-"""Counter of ranks that know of FAILURE. Each adds itself; the store rank, if it fails, stays until all have."""
+"""Counter of ranks that know of FAILURE, without the one that failed. Each adds itself; the store rank waits for all of
+them before its program learns of it, and may end."""
 
 LEFT = "left"
 """Counter of ranks that left the job. Each adds itself; who waits looks for left(rank) only if it is not 0."""
+
+FIRST_TO_LEAVE = "first to leave"
+"""The rank that was the first to leave. It writes it; who finds a connection broken reads it."""
 
 CLOSING = "closing"
 """Flag: the store will be closed. The store rank writes it when it leaves; all watchers read it."""
@@ -118,7 +122,10 @@ def beat(rank: int) -> str:
 
 
 def peer_address(rank: int) -> str:
-    """Hosts and port at which the rank's watcher accepts a connection. It writes it, the rank before reads it."""
+    """Hosts and port at which the rank's watcher accepts a connection, and the word that opens it.
+
+    It writes it, the rank before reads it.
+    """
     return f"peer address/{rank}"
 
 
@@ -129,6 +136,11 @@ HANG_REPORTER = "hang reporter"
 
 QUERIES = "queries"
 """Counter of queries. Who asks raises it; the watchers answer those that they have not seen. It lives on."""
+
+
+def answered(number: int) -> str:
+    """Counter of ranks that answered a query. Each adds itself; who asked waits for all of them, and deletes it."""
+    return f"answered {number}"
 
 
 def query(number: int) -> str:
@@ -158,7 +170,7 @@ def places(operation: str) -> str:
 
 
 def barrier(number: int, name: str | None) -> str:
-    """A barrier of all ranks."""
+    """A barrier of all ranks. Those of each name are counted by themselves."""
     return f"barrier {number}" + (f" {name!r}" if name else "")
 
 
@@ -214,23 +226,30 @@ def at(index: int) -> str:
 
 
 def arrived(operation: str) -> str:
-    """Counter of ranks that came to a barrier, less those that gave up. The last one to come deletes it."""
+    """Counter of ranks that came to a barrier. The last one to come deletes it."""
     return f"{operation}/count"
 
 
-def is_open(operation: str) -> str:
-    """Flag: all came. The last one to come to a barrier writes it, all read it."""
-    return f"{operation}/open"
+def outcome(operation: str) -> str:
+    """Whether a barrier is open, or who did not come and a ``FailureRecord``'s fields.
 
-
-def given_up(operation: str) -> str:
-    """Who did not come, and a ``FailureRecord``'s fields. Who gives up waiting writes it, all read it; it lives on."""
-    return f"{operation}/given up"
+    The last rank to come writes it, or the one that gives up; all read it. That of a barrier which was given up lives
+    on.
+    """
+    return f"{operation}/outcome"
 
 
 def passed(operation: str) -> str:
-    """Counter of ranks that left a barrier."""
+    """Counter of ranks that left a barrier; far below zero where it was given up. It lives on like the outcome."""
     return f"{operation}/left"
+
+
+def looker(operation: str, cause: str) -> str:
+    """The one rank that looks for those that do not come, because it is late or somebody left the job.
+
+    The first one to wait for too long writes it, or who takes its place; it deletes it when its own wait ends.
+    """
+    return f"{operation}/looks, {cause}"
 
 
 def first_proposal(operation: str) -> str:

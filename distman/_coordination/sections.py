@@ -87,7 +87,12 @@ class ExclusiveSection:
         def is_over() -> bool:
             return bool(store.check([self.key]))
 
-        self.store_group.wait_until(is_over, place=self.what, awaited=lambda: self.awaited)
+        def tell(record: FailureRecord) -> None:
+            store.compare_set(self.key, "", json.dumps([self.what, dataclasses.asdict(record)]))
+
+        self.store_group.wait_until(
+            is_over, place=self.what, awaited=lambda: self.awaited, operation=self.key, tell=tell
+        )
         what, record = json.loads(store.get(self.key))
         if what != self.what:
             raise PlanMismatchError(

@@ -1,17 +1,19 @@
-"""How ranks wait for each other over the store: store groups, sequences of keys, and the barrier."""
+"""How ranks wait for each other over the store: store groups, who looks for those that are missing, and keys."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
-import json
 import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
+import torch.distributed as dist
+
 from distman._coordination import protocol
-from distman._coordination.failure.record import LEFT, FailureRecord, Place
-from distman.errors import BarrierTimeoutError, RankFailedError
+from distman._coordination.failure.record import FailureRecord, Place
+from distman._coordination.monitor.watcher import let_others_hear_first
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -25,6 +27,8 @@ _PAUSE_PER_RANK = 50e-6  # seconds; 20,000 looks a second in all, about what a s
 _SHORTEST_LIMIT = 0.005  # seconds: longer pauses would delay a small job for nothing
 _LONGEST_LIMIT = 1.0  # seconds: longer ones would delay a large job more than its looks cost
 _LOOK_AROUND_PER_RANK = 1e-3  # seconds; at most 1,000 times a second in all
+_LOOKER_PATIENCE = 10.0  # seconds for who looks to find out; a rank that does not answer is waited for a second or two
+_LOOKER_PATIENCE_PER_RANK = 1e-3  # seconds; it asks the store once or twice for each rank
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,6 +62,11 @@ class StoreGroup:
         """Return who one of them is, such as ``rank 2 (n1, pid 812)``."""
         return str(self.peers[self.ranks[index]])
 
+    def looker(self, operation: str, cause: str) -> Looker:
+        """Return what elects one of these ranks to look for those that do not come to an operation."""
+        patience = _LOOKER_PATIENCE + _LOOKER_PATIENCE_PER_RANK * self.size
+        return Looker(self.store, protocol.looker(operation, cause), self.rank, patience)
+
     def wait_until(
         self,
         is_there: Callable[[], bool],
@@ -65,7 +74,8 @@ class StoreGroup:
         place: str,
         awaited: Callable[[], Iterable[int]],
         timeout: float | None = None,
-        look: Callable[[], None] = lambda: None,
+        operation: str | None = None,
+        tell: Callable[[FailureRecord], None] | None = None,
     ) -> bool:
         """Wait until something is in the store, and return whether it came in time.
 
@@ -76,43 +86,118 @@ class StoreGroup:
             place: What is waited at, for messages.
             awaited: Says which of these ranks, by index, have yet to bring it.
             timeout: Seconds to wait; None waits as long as the job goes on.
-            look: Called every now and then; what it raises ends the wait.
+            operation: Name of the operation, used once: one of the ranks that wait in it looks for awaited ones that
+                left the job. None where only this rank waits.
+            tell: Tells all that wait in the operation of such a rank, in a way that ``is_there`` sees.
 
         Raises:
-            RankFailedError: The job failed, or an awaited rank left it.
+            RankFailedError: The job failed; or an awaited rank left it, and there is no ``tell``.
         """
         began = time.monotonic()
-        look_around, left_since = began + self.look_around_every, began
+        look_around = began + self.look_around_every
         num_looks, pause = 0, _FIRST_PAUSE
         longest = min(max(_SHORTEST_LIMIT, _PAUSE_PER_RANK * self.size), _LONGEST_LIMIT)
-        while not is_there():
-            now = time.monotonic()
-            if timeout is not None and now > began + timeout:
-                return False
-            if now > look_around:
-                look()
-                record = self._look_around(place, awaited)
-                has_left = record is not None and record.error_type == LEFT
-                if not has_left:
-                    left_since = now
-                if record is not None and (not has_left or now - left_since > self.leaving) and not is_there():
-                    raise record.to_error()
-                look_around = now + max(self.look_around_every, _LOOK_AROUND_PER_RANK * self.size)
-            num_looks += 1
-            if num_looks > _LOOKS_WITHOUT_PAUSE:
-                time.sleep(pause)
-                pause = min(_GROWTH * pause, longest)
+        with contextlib.ExitStack() as stack:
+            looker = stack.enter_context(self.looker(operation, "left")) if operation is not None else None
+            leavers = _Leavers(self, place, awaited, looker)
+            while not is_there():
+                now = time.monotonic()
+                is_over = timeout is not None and now > began + timeout
+                if is_over or now > look_around:
+                    self._check_job(is_there)
+                    left = leavers.find(now)
+                    if left is not None and not is_there():
+                        if tell is None:
+                            raise left.to_error()
+                        tell(left)
+                    look_around = now + max(self.look_around_every, _LOOK_AROUND_PER_RANK * self.size)
+                if is_over:
+                    return is_there()
+                num_looks += 1
+                if num_looks > _LOOKS_WITHOUT_PAUSE:
+                    time.sleep(pause)
+                    pause = min(_GROWTH * pause, longest)
         return True
 
-    def _look_around(self, place: str, awaited: Callable[[], Iterable[int]]) -> FailureRecord | None:
-        """Return why there is nothing to wait for any more, or None."""
+    def _check_job(self, is_there: Callable[[], bool]) -> None:
+        """Raise the failure of another rank, if the job has failed."""
         record = FailureRecord.read(self.job_store)
-        if record is not None and record.rank != self.ranks[self.rank]:
-            return record
-        if not self.job_store.add(protocol.LEFT, 0):
-            return None
-        left = (index for index in awaited() if self.job_store.check([protocol.left(self.ranks[index])]))
-        return next((FailureRecord.left(self.peers[self.ranks[index]], place) for index in left), None)
+        if record is not None and record.rank != self.ranks[self.rank] and not is_there():
+            let_others_hear_first()
+            raise record.to_error()
+
+
+class Looker:
+    """Elects the one of several waiting ranks that looks for those which do not come; the others read its answer.
+
+    If each looked for each, a thousand ranks would ask the store a million times. Where the answer does not come for
+    long, another rank takes its place. A context manager: who is elected stands down when its own wait ends.
+
+    Args:
+        store: What the waiting ranks share.
+        key: Where the elected one stands, used by one wait.
+        rank: This process's index among them.
+        patience: Seconds for the answer.
+    """
+
+    def __init__(self, store: Store, key: str, rank: int, patience: float) -> None:
+        self._store = store
+        self._key = key
+        self._me = str(rank)
+        self._patience = patience
+        self._elected = ""
+        self._since = 0.0
+
+    def __enter__(self) -> Looker:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._elected == self._me:
+            with contextlib.suppress(dist.DistError):  # the store may be what ended the wait
+                self._store.delete_key(self._key)
+
+    def is_me(self) -> bool:
+        """Return whether this rank is the one that looks, now that it would like to."""
+        if self._elected == self._me:
+            return True
+        now = time.monotonic()
+        is_overdue = bool(self._elected) and now - self._since > self._patience
+        elected = self._store.compare_set(self._key, self._elected if is_overdue else "", self._me).decode()
+        if elected != self._elected:
+            self._elected, self._since = elected, now
+        return elected == self._me
+
+
+class _Leavers:
+    """Finds awaited ranks that left the job; it looks again only when another rank has left."""
+
+    def __init__(
+        self, store_group: StoreGroup, place: str, awaited: Callable[[], Iterable[int]], looker: Looker | None
+    ) -> None:
+        self._group = store_group
+        self._place = place
+        self._awaited = awaited
+        self._looker = looker
+        self._num_left = 0
+        self._found: FailureRecord | None = None
+        self._since = 0.0
+
+    def find(self, now: float) -> FailureRecord | None:
+        """Return that an awaited rank left, once that is known for a while; None where another rank looks."""
+        if self._found is None:
+            self._look(now)
+        return self._found if self._found is not None and now - self._since > self._group.leaving else None
+
+    def _look(self, now: float) -> None:
+        group = self._group
+        num_left = group.job_store.add(protocol.LEFT, 0)
+        if num_left == self._num_left or (self._looker is not None and not self._looker.is_me()):
+            return
+        self._num_left = num_left
+        left = (index for index in self._awaited() if group.job_store.check([protocol.left(group.ranks[index])]))
+        first = next(left, None)
+        if first is not None:
+            self._found, self._since = FailureRecord.left(group.peers[group.ranks[first]], self._place), now
 
 
 class KeySequence:
@@ -157,77 +242,3 @@ class KeySequence:
             for beside in self._beside:
                 self._store.delete_key(beside(key))
             self._store.delete_key(key)
-
-
-def wait_for_all(
-    store_group: StoreGroup,
-    key: str,
-    *,
-    timeout: float,
-    locate: Callable[[Sequence[int]], dict[int, str]] | None = None,
-) -> None:
-    """Wait until every rank of the group has called this with the same key.
-
-    Collective. Blocking. A key serves once; the last rank to leave deletes what the barrier wrote.
-
-    Args:
-        store_group: The ranks.
-        key: Name of this barrier, the same on all of them and never used before.
-        timeout: Seconds to wait for the others.
-        locate: Finds out where ranks of the world are, as far as it can.
-
-    Raises:
-        BarrierTimeoutError: On every rank that came: some did not come within ``timeout`` seconds.
-        RankFailedError: On a rank that came when the others had given up; and on every one, if the job failed or an
-            awaited rank left it.
-    """
-    store = store_group.store
-    store.set(protocol.at(store_group.rank), key)
-    is_last = store.add(protocol.arrived(key), 1) == store_group.size
-    if is_last:
-        store.set(protocol.is_open(key), "yes")
-        store.delete_key(protocol.arrived(key))
-
-    def missing() -> list[int]:
-        keys = [protocol.at(index) for index in range(store_group.size)]
-        return [index for index, at in enumerate(keys) if not store.check([at]) or store.get(at).decode() != key]
-
-    def is_open() -> bool:
-        return is_last or bool(store.check([protocol.is_open(key)]))
-
-    def look() -> None:
-        if store.check([protocol.given_up(key)]):
-            absent, record = json.loads(store.get(protocol.given_up(key)))
-            is_late = store_group.rank in absent
-            raise RankFailedError(**record) if is_late else BarrierTimeoutError(record["error_text"])
-
-    while not store_group.wait_until(is_open, place=key, awaited=missing, timeout=timeout, look=look):
-        look()  # the others may have given up before this one came, longer ago than its timeout
-        absent = missing()
-        if absent and not is_open():  # else the last one came while we looked
-            store.add(protocol.arrived(key), -1)  # who comes later must not find it full
-            error = BarrierTimeoutError(_message(store_group, key, timeout, absent, locate))
-            record = FailureRecord.of(error, store_group.ranks[store_group.rank])
-            store.set(protocol.given_up(key), json.dumps([absent, dataclasses.asdict(record)]))
-            raise error
-    if store.add(protocol.passed(key), 1) == store_group.size:
-        store.delete_key(protocol.is_open(key))
-        store.delete_key(protocol.passed(key))
-
-
-def _message(
-    store_group: StoreGroup,
-    key: str,
-    timeout: float,
-    absent: Sequence[int],
-    locate: Callable[[Sequence[int]], dict[int, str]] | None,
-) -> str:
-    ranks = [store_group.ranks[index] for index in absent]
-    found = locate(ranks) if locate is not None else {}
-    named = [
-        f"{store_group.describe(i)}{f', {found[r]}' if r in found else ''}" for i, r in zip(absent, ranks, strict=True)
-    ]
-    return (
-        f"{key} failed: within {timeout:g} s, {len(named)} of {store_group.size} ranks did not come: "
-        f"{'; '.join(named)}. See what they do instead."
-    )

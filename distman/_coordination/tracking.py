@@ -9,19 +9,22 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from types import FrameType, TracebackType
 
+from distman._coordination.region_guard import RegionGuard
 from distman._process_state import puts_back
+from distman._torch_internals import regions, set_regions
 from distman.errors import DistmanError
 
 _PACKAGE = f"{Path(__file__).parent.parent}/"
+_MAKING_GUARD = threading.Lock()
 
 _waiting: dict[int, TrackedWait] = {}
 """What each thread waits for, by the thread's identifier."""
 
-_region = threading.local()
+_guard: RegionGuard | None = None
 _home: int | None = None
 _last = ""
 
@@ -62,37 +65,55 @@ class TrackedWait:
         return f"{self.operation} at {self.line[0]}:{self.line[1]}"
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(eq=False)
 class Restricted:
     """For the length of a ``with`` block only some ranks run here, so nothing may wait for all.
+
+    That holds for the threads that are started there, too, until the block is left.
 
     Attributes:
         what: The region, such as ``on_rank(0) of save()``.
         ranks: The ranks that run in it.
+        is_over: Whether the block was left.
     """
 
     what: str
     ranks: frozenset[int]
+    is_over: bool = dataclasses.field(default=False, init=False)
 
     def __enter__(self) -> Restricted:
-        _region.stack = [*getattr(_region, "stack", ()), self]
+        _guard_regions()
+        set_regions((*regions(), self))
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        _region.stack = getattr(_region, "stack", ())[:-1]
+        self.is_over = True
+        set_regions(regions()[:-1])
+
+
+def _guard_regions() -> None:
+    """Refuse torch's collectives in regions from now on, and let new threads inherit the regions."""
+    global _guard
+    with _MAKING_GUARD:
+        if _guard is None:
+            _guard = RegionGuard(_check_collective)
+
+
+def _current() -> list[Restricted]:
+    """Return the regions that this thread is in; one that it has inherited may be over."""
+    return [region for region in regions() if not region.is_over]
 
 
 def restriction() -> Restricted | None:
     """Return the innermost restricted region that this thread is in, or None."""
-    regions = getattr(_region, "stack", None)
-    return regions[-1] if regions else None
+    return next(reversed(_current()), None)
 
 
 def depth() -> int:
     """Return how many restricted regions this thread is in."""
-    return len(getattr(_region, "stack", ()))
+    return len(_current())
 
 
 def enter_rank_process() -> None:
@@ -110,10 +131,13 @@ def leave_rank_process() -> None:
 
 @puts_back
 def _forget() -> None:
-    global _home, _last
+    global _home, _last, _guard
     _home, _last = None, ""
     _waiting.clear()
-    vars(_region).clear()
+    set_regions(())
+    if _guard is not None:
+        _guard.remove()
+        _guard = None
 
 
 def is_child() -> bool:
@@ -124,11 +148,12 @@ def is_child() -> bool:
     return _home is not None and os.getpid() != _home
 
 
-def check_all_run_here(ranks: Iterable[int]) -> None:
+def check_all_run_here(ranks: Iterable[int], operation: str = "") -> None:
     """Check that this thread may wait for these ranks: that all of them run where it runs.
 
     Args:
         ranks: Ranks in the world.
+        operation: What waits; empty for what this thread is found waiting in.
 
     Raises:
         DistmanError: It is in a region that not all of them run through, or in a child of a rank.
@@ -142,10 +167,15 @@ def check_all_run_here(ranks: Iterable[int]) -> None:
     if region is None or region.ranks.issuperset(ranks):
         return
     wait = _waiting.get(threading.get_ident())
+    operation = operation or (wait.operation if wait else "a call that waits for others")
     raise DistmanError(
-        f"{wait.operation if wait else 'a call that waits for others'} must be called where all its ranks run, got a "
-        f"call within {region.what} at {call_site()}. Move it out of there."
+        f"{operation} must be called where all its ranks run, got a call within {region.what} at {call_site()}. Move "
+        "it out of there, or pass a group whose ranks all run there."
     )
+
+
+def _check_collective(name: str, ranks: Sequence[int]) -> None:
+    check_all_run_here(ranks, operation=f"torch's {name}")
 
 
 def waits() -> list[TrackedWait]:

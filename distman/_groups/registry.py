@@ -18,7 +18,7 @@ from distman._coordination import protocol
 from distman._coordination.abortable_store import AbortableStore, GaveUpError
 from distman._coordination.consensus import Consensus
 from distman._coordination.sections import ExclusiveSections
-from distman._coordination.tracking import call_site
+from distman._coordination.tracking import call_site, check_all_run_here
 from distman._device import is_pure_gloo
 from distman._job.job import Job
 from distman._log import logger
@@ -114,6 +114,7 @@ class Groups:
                 f"group {name!r} must be asked for by its members, ranks {list(ranks)}, got rank "
                 f"{self._job.peer.rank}. Ask only there."
             )
+        check_all_run_here(ranks, f"the first use of group {name!r}")
         use = next(self._uses.setdefault((name, ranks), itertools.count()))
         digest = hashlib.sha256(str(ranks).encode()).hexdigest()[:16]
         key = f"{name} {digest} {use}"
@@ -239,6 +240,7 @@ class Groups:
             BarrierTimeoutError: On every rank that came: some did not come in time; it names them.
         """
         consensus = self._consensus(range(self._job.world_size), self._job.limits.rendezvous)
+        check_all_run_here(range(self._job.world_size), "the creation of groups")
         number = next(self._numbers)
         plan = self._agree(make_plan, world_name, consensus, protocol.groups(number))
         made, error = self._make_all(plan, number)

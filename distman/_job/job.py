@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -44,7 +45,7 @@ class Job:
         environment: What the launcher said.
         rendezvous: Where the ranks met; None on one process without a group.
         is_adopted: Whether other code made the process group.
-        barriers: Numbers of the barriers to come.
+        barriers: Numbers of the barriers to come, for each name by itself.
     """
 
     peer: Peer
@@ -56,7 +57,9 @@ class Job:
     environment: LaunchEnvironment
     rendezvous: Rendezvous | None = None
     is_adopted: bool = False
-    barriers: Iterator[int] = dataclasses.field(default_factory=itertools.count)
+    barriers: Mapping[str | None, Iterator[int]] = dataclasses.field(
+        default_factory=lambda: collections.defaultdict(itertools.count)
+    )
 
     def store_group(self, ranks: Sequence[int] | None = None, store: dist.Store | None = None) -> StoreGroup | None:
         """Return ranks that exchange messages over the store of the job; None on one process without a group.

@@ -61,7 +61,8 @@ def _say_farewell(job: Job, rendezvous: Rendezvous, *, is_counted: bool) -> None
     def tell() -> None:
         with contextlib.suppress(dist.DistError):  # the rank that served the store may be gone
             store.set(protocol.left(job.peer.rank), "yes")
-            store.add(protocol.LEFT, 1)
+            if store.add(protocol.LEFT, 1) == 1:
+                store.set(protocol.FIRST_TO_LEAVE, str(job.peer.rank))
             store.add(protocol.GONE, 0 if is_counted else 1)
             if store.add(protocol.STARTED, 0) >= job.world_size:
                 all_started.set()

@@ -15,8 +15,8 @@ import torch.distributed as dist
 from distman._coordination import protocol
 from distman._coordination.failure import hook
 from distman._coordination.failure.reporter import JobReporter
-from distman._coordination.monitor.context import WatchContext
-from distman._coordination.monitor.watcher import Watcher, WatchLimits, announce_unwatched
+from distman._coordination.monitor.context import WatchContext, WatchLimits
+from distman._coordination.monitor.watcher import Watcher, announce_unwatched
 from distman._device import backend_for, is_pure_gloo, pick_device
 from distman._job.job import Job, Limits, abort_job
 from distman._process_state import keep_garbage_from_children

@@ -8,8 +8,10 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
+from distman._coordination.tracking import check_all_run_here
 from distman._coordination.wait_scope import collective
 from distman._groups.registry import Group
+from distman.errors import DistmanError
 
 _connected: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
 _TAG = 0x646D  # keeps our messages from meeting sends and receives of the program
@@ -26,13 +28,15 @@ def exchange(sends: Sequence[torch.Tensor], receives: Sequence[torch.Tensor], gr
         receives: One tensor for each rank, of shape and dtype of what it sends; views of an output may be strided.
         group: The group.
     """
+    # Before the first message, so that none is left behind. A forward pass has asked already.
+    check_all_run_here(group.ranks, "the backward pass of a collective")
     buffers = {
         rank: piece if piece.is_contiguous() else torch.empty_like(piece, memory_format=torch.contiguous_format)
         for rank, piece in enumerate(receives)
         if rank != group.rank and piece.numel()
     }
     peer = dict(enumerate(group.ranks))
-    pg = group.process_group
+    pg = process_group_of(group)
     operations = [dist.P2POp(dist.irecv, _as_real(buffer), peer[rank], pg, _TAG) for rank, buffer in buffers.items()]
     packed: dict[int, torch.Tensor] = {}
     for step in range(1, group.size):
@@ -52,6 +56,21 @@ def exchange(sends: Sequence[torch.Tensor], receives: Sequence[torch.Tensor], gr
     for rank, buffer in buffers.items():
         if buffer is not receives[rank]:
             receives[rank].copy_(buffer)
+
+
+def process_group_of(group: Group) -> dist.ProcessGroup | None:
+    """Return what carries the collectives of a group; None on one process without a process group.
+
+    Raises:
+        DistmanError: It was destroyed; torch would take None for the world.
+    """
+    process_group = group.process_group
+    if process_group is None and group.size > 1:
+        raise DistmanError(
+            f"group {group.name!r} of ranks {list(group.ranks)} must exist as long as it is used, backward passes "
+            "included, got one that was destroyed. Run them first."
+        )
+    return process_group
 
 
 def _connect(device: torch.device, process_group: dist.ProcessGroup | None) -> None:
@@ -98,11 +117,11 @@ def all_gather_numbers(numbers: Sequence[int], group: Group, device: torch.devic
         group: The group.
         device: See :func:`control_device`.
     """
-    if group.process_group is None or group.size == 1:
+    if group.size == 1:
         return [list(numbers)]
     mine = torch.tensor(numbers, dtype=torch.int64, device=device)
     full = mine.new_empty(group.size * len(numbers))
-    dist.all_gather_single(full, mine, group=group.process_group)
+    dist.all_gather_single(full, mine, group=process_group_of(group))
     rows: list[list[int]] = full.view(group.size, -1).tolist()
     return rows
 
@@ -119,10 +138,10 @@ def broadcast_numbers(numbers: Sequence[int], src: int, group: Group, device: to
         group: The group.
         device: See :func:`control_device`.
     """
-    if group.process_group is None or group.size == 1:
+    if group.size == 1:
         return list(numbers)
     message = torch.tensor(numbers, dtype=torch.int64, device=device)
-    dist.broadcast(message, group=group.process_group, group_src=src)
+    dist.broadcast(message, group=process_group_of(group), group_src=src)
     received: list[int] = message.tolist()
     return received
 

@@ -92,25 +92,6 @@ def fused_all_reduce(
     return rebuild(tensors, iter(_launch(values, layout, members)()))
 
 
-@collective
-def all_reduce_sum(tensor: torch.Tensor, group: Group, *, use_fp32: bool) -> torch.Tensor:
-    """Return the sum of one tensor over a group, as a new tensor.
-
-    Collective. Blocking.
-
-    Args:
-        tensor: The tensor, of one shape and dtype on all ranks; never changed.
-        group: The group.
-        use_fp32: Add 16-bit floats up in float32.
-    """
-    is_16_bit = tensor.dtype in (torch.float16, torch.bfloat16)
-    total = tensor.detach().to(torch.float32 if use_fp32 and is_16_bit else tensor.dtype, copy=True)
-    total = total.contiguous()
-    if group.size > 1:
-        dist.all_reduce(total, group=group.process_group)
-    return total.to(tensor.dtype)
-
-
 class FusedWork:
     """A reduction under way.
 

@@ -1,10 +1,11 @@
-"""Fourier transforms of a tensor that is sharded over ranks, along one of the transformed dims."""
+"""Fourier transforms of a tensor that is sharded over ranks, along a transformed dim or another one."""
 
 from __future__ import annotations
 
+from distman.fft._frequencies import fftfreq, fftshift, ifftshift, rfftfreq
+from distman.fft._model_parallel import DistributedIRFFT2, DistributedRFFT2
+from distman.fft._one_dim import fft, hfft, ifft, ihfft, irfft, rfft
 from distman.fft._transforms import (
-    DistributedIRFFT2,
-    DistributedRFFT2,
     fft2,
     fftn,
     ifft2,
@@ -18,12 +19,22 @@ from distman.fft._transforms import (
 __all__ = [
     "DistributedIRFFT2",
     "DistributedRFFT2",
+    "fft",
     "fft2",
+    "fftfreq",
     "fftn",
+    "fftshift",
+    "hfft",
+    "ifft",
     "ifft2",
     "ifftn",
+    "ifftshift",
+    "ihfft",
+    "irfft",
     "irfft2",
     "irfftn",
+    "rfft",
     "rfft2",
+    "rfftfreq",
     "rfftn",
 ]

@@ -21,6 +21,9 @@ Kind = Literal["fft", "ifft", "rfft", "irfft"]
 _BLOCK_BYTES = 2**19  # bytes per thread: a block and its transform fit into a second-level cache of 1 MiB
 _FEWEST = 16  # numbers that lie side by side: fewer would leave most of a cache line unread
 
+ADJOINT: dict[Kind, Kind] = {"fft": "ifft", "ifft": "fft", "rfft": "irfft", "irfft": "rfft"}
+DUAL = {"backward": "forward", "forward": "backward", "ortho": "ortho"}  # the norm of the adjoint
+
 _TRANSFORMS = {"fft": torch.fft.fftn, "ifft": torch.fft.ifftn, "rfft": torch.fft.rfftn, "irfft": torch.fft.irfftn}
 _COMPLEX = {torch.float32: torch.complex64, torch.float64: torch.complex128}
 _REAL = {value: key for key, value in _COMPLEX.items()}
@@ -128,10 +131,12 @@ def blocks_of(
         yield index, block
 
 
-def transform(tensor: torch.Tensor, local: LocalTransform, runs: Sequence[Run] = ()) -> torch.Tensor:
-    """Return the transform of a tensor, in its place if it has the same shape and dtype."""
+def transform(
+    tensor: torch.Tensor, local: LocalTransform, runs: Sequence[Run] = (), *, keeps_input: bool = False
+) -> torch.Tensor:
+    """Return the transform of a tensor, in its place if it has the same shape and dtype and need not be kept."""
     shape = local.shape(tensor.shape)
-    result = tensor if local.kind in ("fft", "ifft") else None
+    result = tensor if local.kind in ("fft", "ifft") and not keeps_input else None
     for index, block in blocks_of(tensor, local, runs=runs):
         if list(block.shape) == shape:
             return block  # the only one

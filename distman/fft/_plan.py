@@ -3,52 +3,25 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from collections.abc import Iterator
 
 import torch
 
 from distman._groups.registry import Group
-from distman.collectives._exchange import exchange
 from distman.fft._blocks import (
+    ADJOINT,
+    DUAL,
     Index,
     Kind,
     LocalTransform,
-    Run,
     blocks_of,
-    empty_with_last,
     indices_of_blocks,
     scale_pairs,
     transform,
 )
 from distman.fft._hermitian import HermitianRows, negated
+from distman.fft._resharding import exchange_blocks, move, runs_of
 from distman.topology import split_sizes
-
-_ADJOINT: dict[Kind, Kind] = {"fft": "ifft", "ifft": "fft", "rfft": "irfft", "irfft": "rfft"}
-_DUAL = {"backward": "forward", "forward": "backward", "ortho": "ortho"}
-
-
-class _Transform(torch.autograd.Function):
-    """Runs a plan; its backward runs the adjoint plan, and so on."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, plan: Plan) -> torch.Tensor:
-        ctx.plan = plan
-        return plan.run(tensor).detach()  # no view, so that it may be changed in place
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
-        return execute(grad, ctx.plan.adjoint()), None
-
-
-def execute(tensor: torch.Tensor, plan: Plan) -> torch.Tensor:
-    """Transform a shard by a plan.
-
-    Collective. Blocking. Differentiable.
-    """
-    result: torch.Tensor = _Transform.apply(tensor, plan)
-    return result
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,12 +65,12 @@ class Plan:
         """Return the plan of the adjoint: the exponent's sign, the layouts and the padding are swapped."""
         return dataclasses.replace(
             self,
-            kind=_ADJOINT[self.kind],
+            kind=ADJOINT[self.kind],
             shard=self.out,
             sizes=self.out_sizes,
             out=self.shard,
             out_sizes=self.sizes,
-            norm=_DUAL[self.norm],
+            norm=DUAL[self.norm],
             is_weighted=self.kind in ("rfft", "irfft") and not self.is_weighted,
         )
 
@@ -149,8 +122,8 @@ class Plan:
         way, *others = self._others(last)
         length = self.lengths[way]
         parts = self._parts(way, length)
-        tensor = self._move(tensor, None, way, parts, last, self.sizes, self.lengths[last])
-        tensor = self._move(tensor, self._local("rfft", *others, last), last, self.out_sizes, way, parts, length)
+        tensor = move(self.group, tensor, None, way, parts, last, self.sizes, self.lengths[last])
+        tensor = move(self.group, tensor, self._local("rfft", *others, last), last, self.out_sizes, way, parts, length)
         return transform(tensor, self._local("fft", way))
 
     def _to_real(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -166,8 +139,8 @@ class Plan:
                 tensor, first, self._local("irfft", shard, last), out, self.lengths[out], self.lengths[shard]
             )
         parts = self._parts(last, self._half)
-        tensor = self._move(tensor, first, last, parts, shard, self.sizes, self.lengths[shard])
-        tensor = self._move(tensor, self._local("ifft", shard), shard, self.out_sizes, last, parts, self._half)
+        tensor = move(self.group, tensor, first, last, parts, shard, self.sizes, self.lengths[shard])
+        tensor = move(self.group, tensor, self._local("ifft", shard), shard, self.out_sizes, last, parts, self._half)
         return transform(tensor, self._local("irfft", last))
 
     def _pass(
@@ -190,9 +163,13 @@ class Plan:
             joined: Length of the dim of the shards then.
         """
         parts = self._parts(way, length)
-        tensor = self._move(tensor, first, way, parts, self.shard, self.sizes, joined)
+        tensor = move(self.group, tensor, first, way, parts, self.shard, self.sizes, joined)
         tensor = transform(tensor, second)
-        return tensor if self.out == way else self._move(tensor, None, self.shard, self.out_sizes, way, parts, length)
+        return (
+            tensor
+            if self.out == way
+            else move(self.group, tensor, None, self.shard, self.out_sizes, way, parts, length)
+        )
 
     def _to_half_mirrored(self, tensor: torch.Tensor) -> torch.Tensor:
         """Transform real data that is sharded along the last dim to half of its spectrum, sharded along another."""
@@ -201,7 +178,8 @@ class Plan:
         rows = HermitianRows.of(self.lengths[way], self.out_sizes, rank, tensor.device)
         first = self._local("rfft", *others, way)
         like = tensor.new_empty(0, dtype=first.dtype(tensor.dtype))
-        tensor = self._exchange(
+        tensor = exchange_blocks(
+            self.group,
             blocks_of(tensor, first),
             like,
             first.shape(tensor.shape),
@@ -232,12 +210,13 @@ class Plan:
         held = rows.to_computers(tensor.movedim(way, 0), self.group)
         shape = list(tensor.shape)
         shape[way], shape[last] = rows.num_computed[rank], self.lengths[last]
-        tensor = self._exchange(
+        tensor = exchange_blocks(
+            self.group,
             self._full_rows(held, rows),
             tensor,
             shape,
             last,
-            _runs(self.out_sizes),
+            runs_of(self.out_sizes),
             way,
             rows.num_computed,
             self.lengths[way] // 2 + 1,
@@ -269,82 +248,3 @@ class Plan:
     def _along_last(self, kind: Kind) -> LocalTransform:
         """Return a transform from complex to complex data along the last dim; weights are no part of it."""
         return LocalTransform(kind, self.dims[-1:], self.lengths[self.dims[-1]], self.norm)
-
-    def _move(
-        self,
-        tensor: torch.Tensor,
-        local: LocalTransform | None,
-        split: int,
-        parts: Sequence[int],
-        join: int,
-        sizes: Sequence[int],
-        length: int,
-    ) -> torch.Tensor:
-        """Transform a tensor that is sharded along ``join``, and return it sharded along ``split``.
-
-        Args:
-            tensor: The shard.
-            local: A transform of dims that are whole here; None for none.
-            split: Dim that is split over the ranks.
-            parts: The lengths of the parts; what they leave is dropped.
-            join: Dim along which the shards are put together.
-            sizes: Their lengths along it.
-            length: Length of the result along it; what the shards lack is zero.
-        """
-        blocks = blocks_of(tensor, local, whole=[split])
-        shape, dtype = list(tensor.shape), tensor.dtype
-        if local is not None:
-            shape, dtype = local.shape(shape), local.dtype(dtype)
-        like = tensor.new_empty(0, dtype=dtype)
-        return self._exchange(blocks, like, shape, split, _runs(parts), join, sizes, length)
-
-    def _exchange(
-        self,
-        blocks: Iterable[tuple[Index, torch.Tensor]],
-        like: torch.Tensor,
-        shape: list[int],
-        split: int,
-        parts: Sequence[Sequence[Run]],
-        join: int,
-        sizes: Sequence[int],
-        length: int,
-    ) -> torch.Tensor:
-        """Do what :meth:`_move` does with a tensor that comes in blocks; a part may consist of several runs.
-
-        In memory ``join`` comes last, for what is to be transformed along it.
-
-        Args:
-            blocks: The blocks, each with its place.
-            like: A tensor of their dtype and device.
-            shape: Shape of all of them together.
-            split: Dim that is split over the ranks.
-            parts: For each rank, the start and length of the runs that it gets.
-            join: Dim along which the shards are put together.
-            sizes: Their lengths along it.
-            length: Length of the result along it; what the shards lack is zero.
-        """
-        rank, shape = self.group.rank, list(shape)
-        lengths = [sum(number for _, number in runs) for runs in parts]
-        shape[split], shape[join] = lengths[rank], length
-        joined = empty_with_last(like, shape, [join])
-        joined.narrow(join, sum(sizes), length - sum(sizes)).zero_()
-        receives = list(joined.narrow(join, 0, sum(sizes)).split_with_sizes(list(sizes), join))
-        sends: list[torch.Tensor] = []
-        targets: list[tuple[torch.Tensor, Run]] = []
-        for other, runs in enumerate(parts):
-            shape[split], shape[join] = lengths[other], sizes[rank]
-            sends.append(receives[rank] if other == rank else empty_with_last(like, shape, [join]))
-            places = sends[other].split_with_sizes([number for _, number in runs], split)
-            targets += zip(places, runs, strict=True)
-        for index, block in blocks:
-            for target, run in targets:
-                target[index] = block.narrow(split, *run)
-        flat_sends, flat_receives = ([one.movedim(join, -1) for one in pieces] for pieces in (sends, receives))
-        flat_receives[rank] = flat_sends[rank]
-        exchange(flat_sends, flat_receives, self.group)
-        return joined
-
-
-def _runs(sizes: Sequence[int]) -> list[list[Run]]:
-    """Return parts of these lengths, one behind the other, as a run each."""
-    return [[(end - size, size)] for size, end in zip(sizes, itertools.accumulate(sizes), strict=True)]

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
-import operator
-from collections.abc import Callable, Sequence
-from typing import ParamSpec, TypeVar
+from collections.abc import Sequence
 
 import torch
 
@@ -13,27 +10,31 @@ from distman._coordination.wait_scope import collective
 from distman.collectives._validation import (
     GroupLike,
     check_call,
-    check_sizes,
     check_tensor,
-    normalize_dim,
     resolve_group,
     shard_sizes,
 )
+from distman.fft._arguments import (
+    as_lengths,
+    check_among,
+    check_dims,
+    check_norm,
+    check_out_sizes,
+    computable,
+    cut_shards,
+    fit,
+    outside_graphs,
+    signal_lengths,
+)
 from distman.fft._blocks import Kind
-from distman.fft._plan import Plan, execute
-from distman.topology import split_sizes
-
-P = ParamSpec("P")
-R = TypeVar("R")
-
-_NORMS = ("backward", "ortho", "forward")
-_SPATIAL = "spatial_parallel"
+from distman.fft._plan import Plan
+from distman.fft._resharding import execute
 
 
 @collective
 def fftn(
     tensor: torch.Tensor,
-    s: Sequence[int] | None = None,
+    s: Sequence[int | None] | None = None,
     dim: Sequence[int] | None = None,
     norm: str | None = None,
     *,
@@ -89,7 +90,7 @@ def fftn(
 @collective
 def ifftn(
     tensor: torch.Tensor,
-    s: Sequence[int] | None = None,
+    s: Sequence[int | None] | None = None,
     dim: Sequence[int] | None = None,
     norm: str | None = None,
     *,
@@ -111,7 +112,7 @@ def ifftn(
 @collective
 def rfftn(
     tensor: torch.Tensor,
-    s: Sequence[int] | None = None,
+    s: Sequence[int | None] | None = None,
     dim: Sequence[int] | None = None,
     norm: str | None = None,
     *,
@@ -147,7 +148,7 @@ def rfftn(
 @collective
 def irfftn(
     tensor: torch.Tensor,
-    s: Sequence[int] | None = None,
+    s: Sequence[int | None] | None = None,
     dim: Sequence[int] | None = None,
     norm: str | None = None,
     *,
@@ -170,7 +171,7 @@ def irfftn(
 @collective
 def fft2(
     tensor: torch.Tensor,
-    s: Sequence[int] | None = None,
+    s: Sequence[int | None] | None = None,
     dim: Sequence[int] = (-2, -1),
     norm: str | None = None,
     *,
@@ -190,7 +191,7 @@ def fft2(
 @collective
 def ifft2(
     tensor: torch.Tensor,
-    s: Sequence[int] | None = None,
+    s: Sequence[int | None] | None = None,
     dim: Sequence[int] = (-2, -1),
     norm: str | None = None,
     *,
@@ -210,7 +211,7 @@ def ifft2(
 @collective
 def rfft2(
     tensor: torch.Tensor,
-    s: Sequence[int] | None = None,
+    s: Sequence[int | None] | None = None,
     dim: Sequence[int] = (-2, -1),
     norm: str | None = None,
     *,
@@ -230,7 +231,7 @@ def rfft2(
 @collective
 def irfft2(
     tensor: torch.Tensor,
-    s: Sequence[int] | None = None,
+    s: Sequence[int | None] | None = None,
     dim: Sequence[int] = (-2, -1),
     norm: str | None = None,
     *,
@@ -247,58 +248,12 @@ def irfft2(
     return _transform("irfft", "irfft2", tensor, s, dim, norm, shard_dim, out_dim, sizes, out_sizes, group)
 
 
-class DistributedRFFT2:
-    """Half of the spectrum of real data in the layout of model-parallel networks, over the group "spatial_parallel"."""
-
-    @staticmethod
-    def apply(
-        x: torch.Tensor, s: Sequence[int] | None = None, dim: Sequence[int] = (-2, -1), norm: str | None = "ortho"
-    ) -> torch.Tensor:
-        """Transform data that is sharded along ``dim[1]``, and return the spectrum sharded along ``dim[0]``.
-
-        Collective. Blocking. Differentiable, twice too. See :func:`rfft2` for arguments, cost and errors.
-
-        Raises:
-            UndefinedGroupError: There is no group of that name.
-        """
-        return rfft2(x, s, dim, norm, shard_dim=dim[-1], out_dim=dim[0], group=_SPATIAL)
-
-
-class DistributedIRFFT2:
-    """The inverse of :class:`DistributedRFFT2`."""
-
-    @staticmethod
-    def apply(
-        x: torch.Tensor, s: Sequence[int] | None = None, dim: Sequence[int] = (-2, -1), norm: str | None = "ortho"
-    ) -> torch.Tensor:
-        """Transform a half spectrum that is sharded along ``dim[0]``, and return data sharded along ``dim[1]``.
-
-        Collective. Blocking. Differentiable, twice too. See :func:`irfft2` for arguments, cost and errors.
-
-        Raises:
-            UndefinedGroupError: There is no group of that name.
-        """
-        return irfft2(x, s, dim, norm, shard_dim=dim[0], out_dim=dim[-1], group=_SPATIAL)
-
-
-def _outside_graphs(func: Callable[P, R]) -> Callable[P, R]:
-    """Keep a function of arithmetic in NumPy and of messages out of the graphs of ``torch.compile``."""
-
-    def call(*args: P.args, **kwargs: P.kwargs) -> R:
-        if torch.compiler.is_compiling():  # not before, as it loads the compiler
-            result: R = torch.compiler.disable(func)(*args, **kwargs)
-            return result
-        return func(*args, **kwargs)
-
-    return call
-
-
-@_outside_graphs
+@outside_graphs
 def _transform(
     kind: Kind,
     name: str,
     tensor: torch.Tensor,
-    s: Sequence[int] | None,
+    s: Sequence[int | None] | None,
     dim: Sequence[int] | None,
     norm: str | None,
     shard_dim: int | None,
@@ -309,16 +264,14 @@ def _transform(
 ) -> torch.Tensor:
     members = resolve_group(group)
     check_tensor(tensor, members)
-    tensor = _computable(name, kind, tensor)
-    wanted = None if s is None else _as_integers("s", s)
-    dims = _check_dims(dim, wanted, tensor.ndim)
+    tensor = computable(name, kind, tensor)
+    wanted = None if s is None else as_lengths(s)
+    dims = check_dims(dim, wanted, tensor.ndim)
     there = dims if kind in ("fft", "rfft") else dims[::-1]
-    shard = there[0] if shard_dim is None else _check_among("shard_dim", shard_dim, dims, tensor.ndim)
+    shard = there[0] if shard_dim is None else check_among("shard_dim", shard_dim, dims, tensor.ndim)
     away = next(one for one in there[::-1] if one != shard)
-    out = away if out_dim is None else _check_among("out_dim", out_dim, dims, tensor.ndim)
-    norm = "backward" if norm is None else norm
-    if norm not in _NORMS:
-        raise ValueError(f"norm must be one of {', '.join(_NORMS)}, or None, got {norm!r}. Choose one of these.")
+    out = away if out_dim is None else check_among("out_dim", out_dim, dims, tensor.ndim)
+    norm = check_norm(norm)
     check_call(
         name,
         tensor,
@@ -335,105 +288,15 @@ def _transform(
     )
     tensor, shards, shard = shard_sizes(name, tensor, sizes, shard, members)
     full = {one: tensor.shape[one] for one in dims} | {shard: sum(shards)}
-    lengths = _signal_lengths(kind, name, full, wanted)
+    lengths = signal_lengths(kind, name, full, wanted)
     half = lengths | {dims[-1]: lengths[dims[-1]] // 2 + 1}
     taken, given = half if kind == "irfft" else lengths, half if kind == "rfft" else lengths
-    results = (
-        split_sizes(given[out], members.size) if out_sizes is None else check_sizes(out_sizes, members, "out_sizes")
-    )
-    if sum(results) != given[out]:
-        raise ValueError(
-            f"out_sizes must add up to the length {given[out]} of the result along dim {out}, got {results}. "
-            "Pass the lengths of the shards of the result."
-        )
+    results = check_out_sizes(out_sizes, out, given[out], members)
     if members.size == 1 and tensor.numel():  # torch fails on a batch of nothing
         whole: torch.Tensor = getattr(torch.fft, name)(tensor, list(lengths.values()), dims, norm)
         return whole
-    tensor, shards = _cut_shards(tensor, shard, shards, taken[shard], members.rank)
+    tensor, shards = cut_shards(tensor, shard, shards, taken[shard], members.rank)
     for one in dims:
         if one != shard:
-            tensor = _fit(tensor, one, taken[one])
+            tensor = fit(tensor, one, taken[one])
     return execute(tensor, Plan(kind, dims, lengths, shard, tuple(shards), out, tuple(results), norm, members))
-
-
-def _computable(name: str, kind: Kind, tensor: torch.Tensor) -> torch.Tensor:
-    """Return the tensor in a dtype that the transform is computed in."""
-    if kind == "rfft" and tensor.is_complex():
-        raise ValueError(f"the tensor of {name} must be real, got {tensor.dtype}. Use {name.replace('r', '', 1)}.")
-    if not (tensor.is_floating_point() or tensor.is_complex()):
-        tensor = tensor.to(torch.promote_types(torch.get_default_dtype(), torch.float32))
-    if tensor.dtype in (torch.float16, torch.bfloat16):
-        if not torch.is_autocast_enabled(tensor.device.type):
-            raise ValueError(
-                f"the tensor of {name} must be of 32 or 64 bits, got {tensor.dtype}. Convert it with .float()."
-            )
-        tensor = tensor.float()
-    return tensor if kind == "rfft" or tensor.is_complex() else tensor.to(tensor.dtype.to_complex())
-
-
-def _as_integers(name: str, values: Sequence[int]) -> tuple[int, ...]:
-    try:
-        return tuple(operator.index(value) for value in values)
-    except TypeError:
-        raise ValueError(f"{name} must be a sequence of integers, got {values!r}. Pass one for each dim.") from None
-
-
-def _check_dims(dim: Sequence[int] | None, s: tuple[int, ...] | None, ndim: int) -> tuple[int, ...]:
-    if dim is None:
-        dim = range(ndim) if s is None else range(-len(s), 0)
-    chosen = _as_integers("dim", dim)
-    dims = tuple(normalize_dim(one, ndim) for one in chosen)
-    if len(set(dims)) != len(dims) or len(dims) < 2:
-        raise ValueError(
-            f"dim must hold at least two different dims, got {chosen} for a tensor of {ndim} dims. A single dim "
-            "is transformed with torch.fft, after distributed_transpose if it is sharded."
-        )
-    if s is not None and len(s) != len(dims):
-        raise ValueError(f"s must hold one length for each of {len(dims)} dims, got {s}. Pass as many lengths as dims.")
-    return dims
-
-
-def _check_among(name: str, dim: int, dims: tuple[int, ...], ndim: int) -> int:
-    chosen = normalize_dim(dim, ndim, name)
-    if chosen not in dims:
-        raise ValueError(
-            f"{name} must be one of the transformed dims {dims}, got {dim}. Where no transformed dim is sharded, each "
-            "rank can use torch.fft."
-        )
-    return chosen
-
-
-def _signal_lengths(kind: Kind, name: str, full: dict[int, int], s: tuple[int, ...] | None) -> dict[int, int]:
-    """Return the length of the signal along each transformed dim, from the tensor's lengths and those asked for."""
-    *_, last = full_dims = tuple(full)
-    lengths = dict(full)
-    if kind == "irfft":
-        lengths[last] = 2 * (lengths[last] - 1)
-    if s is not None:
-        lengths |= {one: length for one, length in zip(full_dims, s, strict=True) if length != -1}
-    if min(lengths.values()) < 1:
-        raise ValueError(
-            f"the signal of {name} must have at least one point along each of its dims, got {list(lengths.values())}. "
-            "Pass s with lengths of 1 or more, or -1 for the length that is there."
-        )
-    return lengths
-
-
-def _cut_shards(
-    tensor: torch.Tensor, dim: int, sizes: list[int], length: int, rank: int
-) -> tuple[torch.Tensor, list[int]]:
-    """Cut the shards off behind a full length; what they lack of it is filled up on the way."""
-    ends = [min(end, length) for end in itertools.accumulate(sizes)]
-    kept = [end - start for start, end in itertools.pairwise([0, *ends])]
-    return tensor if kept[rank] == sizes[rank] else tensor.narrow(dim, 0, kept[rank]), kept
-
-
-def _fit(tensor: torch.Tensor, dim: int, length: int) -> torch.Tensor:
-    """Cut a tensor to a length along a dim, or fill it up with zeros."""
-    missing = length - tensor.shape[dim]
-    if missing == 0:
-        return tensor
-    if missing < 0:
-        return tensor.narrow(dim, 0, length)
-    filling = tensor.new_zeros([missing if one == dim else size for one, size in enumerate(tensor.shape)])
-    return torch.cat([tensor, filling], dim)

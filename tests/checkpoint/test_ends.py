@@ -1,12 +1,12 @@
 """What is left when a process is killed while it saves, and what is finished when it ends."""
 
 import re
-import sys
 import tempfile
 from pathlib import Path
 
 import pytest
 
+from ..launch.preloaded import PYTHON
 from ..launch.processes import launch
 
 SCRIPT = Path(__file__).parent / "scripts" / "forked.py"
@@ -17,7 +17,7 @@ KILLS = 80
 def finished():
     """What the script printed; it saves in memory: few kills should meet a process that waits for a disk."""
     with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
-        yield launch([sys.executable, SCRIPT, folder, str(KILLS)], timeout=120)
+        yield launch([PYTHON, SCRIPT, folder, str(KILLS)], timeout=120)
 
 
 def test_what_was_saved_survives_a_kill_at_any_moment(finished):
@@ -48,6 +48,6 @@ def test_a_process_that_ends_finishes_what_it_saves_in_the_background_or_says_wh
 
 
 def test_a_process_that_ends_finishes_what_it_saves_through_coroutines(tmp_path):
-    finished = launch([sys.executable, SCRIPT.with_name("asynchronous.py"), tmp_path])
+    finished = launch([PYTHON, SCRIPT.with_name("asynchronous.py"), tmp_path])
     assert (finished.returncode, finished.stderr) == (0, "")
     assert [path.name for path in tmp_path.iterdir()] == ["state.pt"]

@@ -5,6 +5,7 @@ import dataclasses
 
 from torch.distributed import HashStore
 
+from distman._coordination import protocol
 from distman._coordination.failure.record import FailureRecord
 from distman._coordination.sync import StoreGroup
 
@@ -44,3 +45,9 @@ def at_once(*calls):
 
 def failure_on(rank, text="boom"):
     return FailureRecord(rank, "n1", 100 + rank, "ValueError", text, f"Traceback ...\nValueError: {text}")
+
+
+def leave(store, rank):
+    store.set(protocol.left(rank), "yes")
+    if store.add(protocol.LEFT, 1) == 1:
+        store.set(protocol.FIRST_TO_LEAVE, str(rank))

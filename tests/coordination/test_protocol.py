@@ -17,6 +17,8 @@ TAKE_KEYS = {
     "KeySequence": (1, "name"),
     "AbortableStore": (1, "failure_key"),
     "ExclusiveSection": (1, "key"),
+    "Looker": (1, "key"),
+    "looker": (0, "operation"),
     "wait_for_all": (1, "key"),
     "consensus.agree": (0, "key"),
     "consensus.compare": (0, "key"),

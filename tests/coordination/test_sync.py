@@ -1,5 +1,6 @@
 """Waits, barriers, and keys that are deleted after use and never before, over a store in memory."""
 
+import dataclasses
 import functools
 import random
 
@@ -7,10 +8,11 @@ import pytest
 from torch.distributed import HashStore
 
 from distman._coordination import protocol
-from distman._coordination.sync import KeySequence, wait_for_all
-from distman.errors import BarrierTimeoutError, RankFailedError
+from distman._coordination.failure.record import LEFT
+from distman._coordination.sync import KeySequence, Looker
+from distman.errors import RankFailedError
 
-from .ranks import at_once, failure_on, store_groups
+from .ranks import at_once, failure_on, leave, store_groups
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -72,11 +74,6 @@ def test_a_failure_of_this_rank_does_not():
     assert not wait(group)
 
 
-def leave(store, rank):
-    store.set(protocol.left(rank), "yes")
-    store.add(protocol.LEFT, 1)
-
-
 def test_an_awaited_rank_that_left_ends_the_wait():
     group, *_ = store_groups(3)
     leave(group.job_store, 2)
@@ -98,49 +95,47 @@ def test_what_came_before_a_rank_left_counts():
     assert group.wait_until(lambda: next(looks, True), place="the gate", awaited=lambda: [1])
 
 
-def test_what_a_look_raises_ends_the_wait():
+def test_a_wait_that_is_over_asks_for_a_failure_before_it_says_that_nobody_came():
     group, _ = store_groups(2)
-
-    def look():
-        raise InterruptedError
-
-    with pytest.raises(InterruptedError):
-        wait(group, look=look)
-
-
-@pytest.mark.parametrize("num_ranks", [1, 2, 5])
-def test_a_barrier_opens_when_all_have_come_and_leaves_no_keys(num_ranks):
-    groups = store_groups(num_ranks)
-    come = [functools.partial(wait_for_all, group, "barrier 0", timeout=10) for group in groups]
-    assert at_once(*come) == [None] * num_ranks
-    at = {protocol.at(rank) for rank in range(num_ranks)}
-    assert all(groups[0].store.check([key]) for key in at)
-    assert groups[0].store.num_keys() - len(at) == groups[0].store.check([protocol.LEFT])  # a look makes that counter
+    failure_on(1).publish(group.job_store)
+    with pytest.raises(RankFailedError, match="boom"):
+        dataclasses.replace(group, look_around_every=60.0).wait_until(
+            lambda: False, place="the gate", awaited=lambda: [1], timeout=0.0
+        )
 
 
-def test_all_that_came_to_a_barrier_learn_who_did_not():
-    first, second, _ = store_groups(3)
-    results = at_once(
-        lambda: wait_for_all(first, "barrier 0", timeout=0.05, locate=lambda ranks: dict.fromkeys(ranks, "in main")),
-        lambda: wait_for_all(second, "barrier 0", timeout=60),
-    )
-    for error in results:
-        assert isinstance(error, BarrierTimeoutError)
-        assert "barrier 0 failed: within 0.05 s, 1 of 3 ranks did not come: rank 2 (n1, pid 102), in main" in str(error)
+def lookers(num_ranks, patience):
+    store = HashStore()
+    return store, [Looker(store, "who looks", rank, patience) for rank in range(num_ranks)]
 
 
-def test_a_rank_that_comes_after_the_others_gave_up_is_told():
-    first, second = store_groups(2)
-    with pytest.raises(BarrierTimeoutError):
-        wait_for_all(first, "barrier 0", timeout=0)
-    with pytest.raises(RankFailedError, match=r"rank 0 .* raised BarrierTimeoutError"):
-        wait_for_all(second, "barrier 0", timeout=60)
+def test_one_of_several_looks():
+    _store, ranks = lookers(3, patience=60.0)
+    assert [looker.is_me() for looker in ranks] == [True, False, False]
+    with ranks[0]:
+        pass
+    assert [looker.is_me() for looker in ranks[1:]] == [True, False]
 
 
-def test_ranks_at_two_barriers_miss_each_other():
-    first, second = store_groups(2)
-    results = at_once(
-        lambda: wait_for_all(first, "barrier 0 'a'", timeout=0.05),
-        lambda: wait_for_all(second, "barrier 0 'b'", timeout=0.05),
-    )
-    assert [type(error) for error in results] == [BarrierTimeoutError] * 2
+def test_who_looks_for_too_long_is_relieved_by_one():
+    _store, ranks = lookers(3, patience=0.0)
+    assert [looker.is_me() for looker in ranks] == [True, False, False]
+    assert [looker.is_me() for looker in ranks[1:]] == [True, False]
+
+
+def test_one_rank_looks_for_those_that_left_and_all_hear_of_it():
+    groups = store_groups(4)
+    leave(groups[0].job_store, 3)
+    looked, told = [], []
+
+    def wait_for_three(group):
+        def awaited():
+            looked.append(group.rank)
+            return [3]
+
+        group.wait_until(lambda: bool(told), place="the gate", awaited=awaited, operation="gate 0", tell=told.append)
+
+    assert at_once(*(functools.partial(wait_for_three, group) for group in groups[:3])) == [None] * 3
+    assert len(looked) == 1
+    assert [(record.rank, record.error_type) for record in told] == [(3, LEFT)]
+    assert not groups[0].store.check([protocol.looker("gate 0", "left")])

@@ -18,15 +18,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from tests.explore.cases import IN_THE_LOOP, RENDEZVOUS_LIMIT, Case
-from tests.explore.records import Records
+sys.path[0] = str(Path(__file__).parents[2])  # the repository, whatever starts this file
+
+from tests.explore.cases import ACKNOWLEDGED, IN_THE_LOOP, RENDEZVOUS_LIMIT, Case  # noqa: E402
+from tests.explore.records import Records  # noqa: E402
 
 FAULT_STEP = 5  # before it, all is well
 PAUSE = 0.01  # seconds in each step
 HARMLESS = 3.0  # seconds of work after a fault that harms nobody
 MORE = 5.0  # seconds of work beyond those within which the job must have ended
 SETTLING = 0.3  # seconds from the announcement that a rank goes to wait until it surely waits
-ACKNOWLEDGED = 5  # exit code of a program that catches the failure itself
 
 
 class Rank:

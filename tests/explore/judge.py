@@ -7,8 +7,7 @@ nothing is left. Of a fault that harms nobody: every rank goes on and ends with 
 import re
 from collections.abc import Iterator
 
-from .cases import FAULTS, OF_MPI, Case, Effect, Fault
-from .job import ACKNOWLEDGED
+from .cases import ACKNOWLEDGED, FAULTS, OF_MPI, Case, Effect, Fault
 from .observe import End, Outcome
 
 # A sentence that says that a rank failed: `rank 2 (n1, pid 77) raised`, with what it is for the job in between.

@@ -13,13 +13,13 @@ from pathlib import Path
 from typing import Any
 
 from tests.launch.hosts import NamespaceHosts
-from tests.launch.mpi import INTEL_MPI, MPICH, OPENMPI, REPOSITORY, MpiInstallation
+from tests.launch.mpi import INTEL_MPI, MPICH, OPENMPI, MpiInstallation
 from tests.launch.preloaded import PYTHON
 from tests.launch.processes import Process, Running, kill_all, marked, start
 from tests.launch.slurm import PROGRAMS, SlurmCluster
 from tests.launch.torchrun import Torchrun
 
-from .cases import COLLECTIVE_LIMIT, OF_MPI, SILENCE_LIMIT, Case
+from .cases import COLLECTIVE_LIMIT, SILENCE_LIMIT, Case
 from .faults import NETWORK_OF_LAUNCH
 
 SCRIPT = Path(__file__).parent / "job.py"
@@ -119,9 +119,9 @@ def _start_mpi(mpi: MpiInstallation, case: Case, script: Words, env: Mapping[str
     with ExitStack() as stack:
         hosts = stack.enter_context(NamespaceHosts(2)) if case.hosts == 2 else None
         if hosts is None:
-            starting = mpi.start(*script, ranks=case.ranks, env=env, cwd=cwd)
+            starting = mpi.preloaded.start(*script, ranks=case.ranks, env=env, cwd=cwd)
         else:
-            starting = mpi.start_on(hosts, *script, ranks_per_host=case.ranks // 2, env=env, cwd=cwd)
+            starting = mpi.preloaded.start_on(hosts, *script, ranks_per_host=case.ranks // 2, env=env, cwd=cwd)
         yield stack.enter_context(_launched(starting))
 
 
@@ -161,7 +161,7 @@ def no_hosts() -> str:
 
 
 def _install(flavour: Any) -> MpiInstallation:
-    return MpiInstallation(flavour, is_preloaded=True).install()
+    return MpiInstallation(flavour).install()
 
 
 STARTERS = {
@@ -169,9 +169,9 @@ STARTERS = {
     "torchrun": Starter("preloaded_torchrun", lambda: Torchrun(PYTHON), _start_torchrun, _nothing),
     "srun": Starter("slurm_cluster", SlurmCluster, _start_srun, _no_slurm),
     "srun-K": Starter("slurm_cluster", SlurmCluster, _start_srun_kill, _no_slurm),
-    "openmpi": Starter("preloaded_openmpi", partial(_install, OPENMPI), _start_mpi, _nothing),
-    "mpich": Starter("preloaded_mpich", partial(_install, MPICH), _start_mpi, _nothing),
-    "intel-mpi": Starter("preloaded_intel_mpi", partial(_install, INTEL_MPI), _start_mpi, _nothing),
+    "openmpi": Starter("openmpi", partial(_install, OPENMPI), _start_mpi, _nothing),
+    "mpich": Starter("mpich", partial(_install, MPICH), _start_mpi, _nothing),
+    "intel-mpi": Starter("intel_mpi", partial(_install, INTEL_MPI), _start_mpi, _nothing),
 }
 
 
@@ -199,8 +199,7 @@ class Workshop:
 def start_case(case: Case, launcher: Any, records: Path, cwd: Path) -> AbstractContextManager[Job]:
     """Start a case with what its launcher's fixture gives."""
     script: Words = [SCRIPT, str(case), str(records)]
-    path = {} if case.launcher in OF_MPI else {"PYTHONPATH": str(REPOSITORY)}  # an MPI adds its mpi4py to it
-    return STARTERS[case.launcher].start(launcher, case, script, {**VARIABLES, **path}, cwd)
+    return STARTERS[case.launcher].start(launcher, case, script, VARIABLES, cwd)
 
 
 def _free_port() -> int:

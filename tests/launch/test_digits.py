@@ -31,6 +31,6 @@ def test_plain_python():
     assert_learned(launch([PYTHON, DIGITS], timeout=LIMIT), ranks=1, method="single")
 
 
-def test_torchrun(torchrun):
-    finished = torchrun.run(DIGITS, ranks=2, env={"OMP_NUM_THREADS": "1"}, timeout=LIMIT)
+def test_torchrun(preloaded_torchrun):
+    finished = preloaded_torchrun.run(DIGITS, ranks=2, env={"OMP_NUM_THREADS": "1"}, timeout=LIMIT)
     assert_learned(finished, ranks=2, method="torchrun")

@@ -157,7 +157,9 @@ def test_a_job_script_runs_under_slurm(page, number, request, tmp_path):
     script, job = job_scripts(page)[number]
     (tmp_path / "train.py").write_text(script)
     variables = (
-        request.getfixturevalue("openmpi").batch_environment() if "mpirun" in job.text else preloaded.variables()
+        request.getfixturevalue("openmpi").preloaded.batch_environment()
+        if "mpirun" in job.text
+        else preloaded.variables()
     )
     cluster = request.getfixturevalue("slurm_cluster")
     finished = cluster.sbatch(job.text, timeout=LIMIT, env={**variables, **MANY_RANKS}, cwd=tmp_path)
@@ -210,7 +212,7 @@ def run_here(_request, words, variables, cwd):
 
 
 def run_mpi(request, words, variables, cwd):
-    environment = {**request.getfixturevalue("openmpi").environment(), **MANY_RANKS, **variables}
+    environment = {**request.getfixturevalue("openmpi").preloaded.environment(), **MANY_RANKS, **variables}
     return launch(words, env=environment, timeout=LIMIT, cwd=cwd)
 
 

@@ -18,8 +18,8 @@ LIMIT = 60
 @pytest.mark.parametrize(("when", "failing_rank"), [("before", 0), ("after", 1)])
 @pytest.mark.parametrize("mpi", ["openmpi", "mpich", "intel_mpi"])
 def test_a_rank_that_raises_ends_a_job_on_two_hosts(request, namespace_hosts, mpi, when, failing_rank):
-    """With interpreters that the launcher itself has started, which the ranks of the explorer are not."""
-    launcher = request.getfixturevalue(mpi)
+    """On one host, and under the other launchers, the explorer looks at it."""
+    launcher = request.getfixturevalue(mpi).preloaded
     finished = launcher.run_on(namespace_hosts, RAISE, when, failing_rank, ranks_per_host=1, timeout=LIMIT)
     assert f"rank {failing_rank} raises" in finished.stdout
     assert finished.returncode != 0
@@ -90,14 +90,14 @@ def test_two_processes_that_claim_one_rank_are_named_on_all(free_port):
 
 
 def test_mpi_on_two_hosts_without_mpi4py_says_what_to_set(namespace_hosts, mpich):
-    finished = mpich.run_on(namespace_hosts, "-c", INITIALIZE, ranks_per_host=1, mpi4py=False, timeout=LIMIT)
+    finished = mpich.preloaded.run_on(namespace_hosts, "-c", INITIALIZE, ranks_per_host=1, mpi4py=False, timeout=LIMIT)
     assert finished.returncode != 0
     assert "importing mpi4py failed" in finished.stderr
     assert "set MASTER_ADDR to the name of rank 0's node on all ranks" in finished.stderr
 
 
-def test_torchrun_restarts_on_the_same_store(torchrun):
+def test_torchrun_restarts_on_the_same_store(preloaded_torchrun):
     options = ("--max-restarts=2",)
-    finished = torchrun.run(SCRIPTS / "restarted.py", ranks=2, options=options, timeout=LIMIT)
+    finished = preloaded_torchrun.run(SCRIPTS / "restarted.py", ranks=2, options=options, timeout=LIMIT)
     assert finished.returncode == 0
     assert finished.lines == ["rank 0 finished attempt 1 with 2", "rank 1 finished attempt 1 with 2"]

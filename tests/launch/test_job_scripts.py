@@ -4,6 +4,7 @@ import json
 import re
 import sys
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,9 @@ from .slurm import PROGRAMS, SlurmCluster
 REPOSITORY = Path(__file__).parents[2]
 LAUNCHERS = REPOSITORY / "launchers"
 DIGITS = REPOSITORY / "docs" / "examples" / "digits.py"
-WATCHED = Path(__file__).parent / "scripts" / "watched.py"
+SCRIPTS = Path(__file__).parent / "scripts"
+RANKS = SCRIPTS / "ranks.py"
+WATCHED = SCRIPTS / "watched.py"
 LIMIT = 180
 SAY_ARGUMENTS = "import json, sys\nprint(json.dumps(sys.argv[1:]))\n"
 ARGUMENTS = ["--name=a b", "it's", '"$HOME" `id` $(id)', "-x", "--", "*", "", "two\n#SBATCH --nodes=9", "ä;&|<>\\"]
@@ -40,11 +43,19 @@ def cluster(large_cluster):
     large_cluster.cancel_jobs()
 
 
-@pytest.fixture
-def folder(tmp_path):
-    """A folder whose train.py is the example on real data."""
-    (tmp_path / "train.py").symlink_to(DIGITS)
-    return tmp_path
+def folder_with(train, folder):
+    """Return the folder with a train.py."""
+    (folder / "train.py").symlink_to(train)
+    return folder
+
+
+def assert_started(finished, *, ranks, nodes, method):
+    assert finished.returncode == 0
+    found = [json.loads(line) for line in finished.stdout.splitlines() if line.startswith("{")]
+    per_node = ranks // nodes
+    places = [(rank, f"n{1 + rank // per_node}", rank % per_node, ranks, method) for rank in range(ranks)]
+    names = ("rank", "host", "local_rank", "world_size", "launcher")
+    assert sorted(tuple(rank[name] for name in names) for rank in found) == places
 
 
 def assert_learned(finished, *, ranks, nodes, method):
@@ -63,25 +74,31 @@ def assert_learned(finished, *, ranks, nodes, method):
     [("slurm_one_node", 4, 1), ("slurm_one_gpu_per_node", 4, 4), ("slurm_many_nodes", 8, 2)],
 )
 @pytest.mark.parametrize(("ending", "method"), [("", "slurm"), ("_torchrun", "torchrun")], ids=["srun", "torchrun"])
-def test_slurm(cluster, folder, name, ending, method, ranks, nodes):
+def test_slurm(cluster, tmp_path, name, ending, method, ranks, nodes):
+    """The scripts of one node train on real data; the others say where their ranks are."""
     jobs = []
     script = (LAUNCHERS / f"{name}{ending}.sh").read_text()
+    train, assert_done = (DIGITS, assert_learned) if nodes == 1 else (RANKS, assert_started)
+    folder = folder_with(train, tmp_path)
     finished = cluster.sbatch(script, env=preloaded.variables(), timeout=LIMIT, cwd=folder, meanwhile=jobs.append)
-    assert_learned(finished, ranks=ranks, nodes=nodes, method=method)
+    assert_done(finished, ranks=ranks, nodes=nodes, method=method)
     assert cluster.wait_for_end(jobs[0].id) == "COMPLETED"
     assert ending or finished.stderr == "", "torchrun may complain at its end that others end too"
 
 
 @pytest.mark.parametrize(("name", "mpi4py"), [("openmpi", True), ("mpich", False)], ids=["openmpi", "mpich alone"])
-def test_mpi_over_two_hosts(request, namespace_hosts, folder, name, mpi4py):
-    environment = request.getfixturevalue(name).environment_on_hosts(mpi4py=mpi4py)
+def test_mpi_over_two_hosts(request, namespace_hosts, tmp_path, name, mpi4py):
+    environment = request.getfixturevalue(name).preloaded.environment_on_hosts(mpi4py=mpi4py)
     command = ["bash", LAUNCHERS / f"{name}.sh", "n1,n2"]
+    folder = folder_with(RANKS, tmp_path)
     finished = namespace_hosts.run(command, env=environment, timeout=LIMIT, cwd=folder)
-    assert_learned(finished, ranks=4, nodes=2, method="openmpi" if name == "openmpi" else "hydra")
+    assert_started(finished, ranks=4, nodes=2, method="openmpi" if name == "openmpi" else "hydra")
     assert without_words_of_prrte(finished.stderr) == ""
 
 
-def test_torchrun_on_two_hosts(namespace_hosts, folder):
+def test_torchrun_on_two_hosts(namespace_hosts, tmp_path):
+    folder = folder_with(RANKS, tmp_path)
+
     def command(host):
         return [*namespace_hosts.enter(host, cwd=folder), "bash", LAUNCHERS / "torchrun.sh", "n1"]
 
@@ -91,8 +108,8 @@ def test_torchrun_on_two_hosts(namespace_hosts, folder):
         ]
         finished = [node.wait(timeout=LIMIT) for node in nodes]
     assert [node.returncode for node in finished] == [0, 0]
-    told = next(node for node in finished if node.stdout)
-    assert_learned(told, ranks=4, nodes=2, method="torchrun")
+    told = replace(finished[0], stdout="".join(node.stdout for node in finished))
+    assert_started(told, ranks=4, nodes=2, method="torchrun")
 
 
 def test_a_preempted_job_is_queued_again_and_goes_on(cluster, tmp_path):
@@ -102,7 +119,9 @@ def test_a_preempted_job_is_queued_again_and_goes_on(cluster, tmp_path):
         job.wait_for_output("epoch 2/", timeout=LIMIT)
         job.cancel("--signal=TERM")
 
-    finished = cluster.sbatch(render(request), timeout=LIMIT, cwd=tmp_path, meanwhile=preempt)
+    finished = cluster.sbatch(
+        render(request), env=preloaded.variables(), timeout=LIMIT, cwd=tmp_path, meanwhile=preempt
+    )
     assert_learned(finished, ranks=2, nodes=2, method="slurm")
     first, second = finished.stdout.split("asked to stop; saved in")
     assert "epoch 6/6" not in first
@@ -118,7 +137,9 @@ def test_a_preempted_torchrun_waits_until_the_job_is_queued_again(cluster, tmp_p
         job.wait_for_output("ready", times=2, timeout=LIMIT)
         job.cancel("--signal=TERM")
 
-    finished = cluster.sbatch(render(request), timeout=LIMIT, cwd=tmp_path, meanwhile=preempt)
+    finished = cluster.sbatch(
+        render(request), env=preloaded.variables(), timeout=LIMIT, cwd=tmp_path, meanwhile=preempt
+    )
     assert finished.returncode == 0
     assert sorted(finished.stdout.splitlines()) == [
         f"{rank}: {said}" for rank in (0, 1) for said in ("done in the second run", "ready", "saved")
@@ -135,7 +156,7 @@ def test_a_cancelled_job_is_not_queued_again(cluster, tmp_path):
         job.wait_for_output("ready", timeout=LIMIT)
         job.cancel()
 
-    finished = cluster.sbatch(render(request), timeout=LIMIT, cwd=tmp_path, meanwhile=cancel)
+    finished = cluster.sbatch(render(request), env=preloaded.variables(), timeout=LIMIT, cwd=tmp_path, meanwhile=cancel)
     assert cluster.wait_for_end(jobs[0].id) == "CANCELLED"
     assert finished.stdout.count("ready") == 1
     assert "saved" in finished.stdout

@@ -2,13 +2,13 @@
 
 import json
 import os
-import sys
 import uuid
 from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
+from .preloaded import PYTHON
 from .processes import launch, start
 from .test_docs import REPOSITORY, scripts
 
@@ -41,7 +41,7 @@ def variables(site, rank):
 def test_two_ranks_find_each_other_and_sum(site, is_installed):
     if is_installed:
         install(site)
-    command = [sys.executable, SCRIPT, *([] if is_installed else ["ourrun"])]
+    command = [PYTHON, SCRIPT, *([] if is_installed else ["ourrun"])]
     job = {"OURRUN_JOB": uuid.uuid4().hex}
     with ExitStack() as stack:
         ranks = [stack.enter_context(start(command, env=job | variables(site, rank))) for rank in range(2)]
@@ -52,7 +52,7 @@ def test_two_ranks_find_each_other_and_sum(site, is_installed):
 
 def test_the_command_line_knows_it_by_its_entry_point(site):
     install(site)
-    command = [sys.executable, "-m", "distman", "env", "--json"]
+    command = [PYTHON, "-m", "distman", "env", "--json"]
     found = json.loads(launch(command, env=variables(site, 1), timeout=LIMIT).stdout)
     assert (found["launcher"], found["rank"], found["world_size"]) == ("ourrun", 1, 2)
     assert "slurm was passed over" in " ".join(found["explanation"])

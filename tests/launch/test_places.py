@@ -103,13 +103,13 @@ def test_one_gpu_per_task_is_device_zero(slurm_cluster):
 @pytest.mark.parametrize("mpi4py", [True, False], ids=["with mpi4py", "without mpi4py"])
 @pytest.mark.parametrize("name", ["openmpi", "mpich", "intel_mpi"])
 def test_mpi_on_one_host(request, name, mpi4py):
-    finished = request.getfixturevalue(name).run(RANKS, ranks=2, mpi4py=mpi4py, timeout=LIMIT)
+    finished = request.getfixturevalue(name).preloaded.run(RANKS, ranks=2, mpi4py=mpi4py, timeout=LIMIT)
     assert [place[2:] for place in places(finished)] == [(0, 0, 2), (0, 1, 2)]
 
 
 @pytest.mark.parametrize("name", ["mpich", "intel_mpi"])  # the page about MPI submits one of Open MPI
 def test_mpirun_inside_sbatch(request, slurm_cluster, name):
-    command = shlex.join(request.getfixturevalue(name).batch_command(RANKS, ranks=4))
+    command = shlex.join(request.getfixturevalue(name).preloaded.batch_command(RANKS, ranks=4))
     options = ("-N2", "-n4", "--ntasks-per-node=2")
     finished = slurm_cluster.sbatch(f"#!/bin/bash\n{command}\n", *options, timeout=LIMIT)
     assert places(finished) == [(0, "n1", 0, 0, 2), (1, "n1", 0, 1, 2), (2, "n2", 1, 0, 2), (3, "n2", 1, 1, 2)]
@@ -117,7 +117,7 @@ def test_mpirun_inside_sbatch(request, slurm_cluster, name):
 
 @pytest.mark.parametrize("name", ["openmpi", "mpich"])
 def test_mpi_over_two_hosts(request, namespace_hosts, name):
-    finished = request.getfixturevalue(name).run_on(namespace_hosts, RANKS, ranks_per_host=2, timeout=LIMIT)
+    finished = request.getfixturevalue(name).preloaded.run_on(namespace_hosts, RANKS, ranks_per_host=2, timeout=LIMIT)
     expected = [(0, "n1", 0, 0, 2), (1, "n1", 0, 1, 2), (2, "n2", 1, 0, 2), (3, "n2", 1, 1, 2)]
     assert places(finished) == expected
 
@@ -134,10 +134,8 @@ def test_a_stranger_on_the_first_port_is_passed_by():
         assert second != first
 
 
-@pytest.mark.parametrize("attempt", range(2))
-def test_jobs_at_the_same_moment_on_one_host(mpich, attempt):
-    """Five jobs are ten pairs of jobs, any of which could meet."""
-    del attempt
+def test_jobs_at_the_same_moment_on_one_host(mpich):
+    """Five jobs are ten pairs of jobs, any of which could meet; their launchers, the parents, tell them apart."""
     with ExitStack() as stack:
         jobs = [stack.enter_context(mpich.start(RANKS, ranks=2, mpi4py=False)) for _ in range(5)]
         for job in [job.wait(timeout=LIMIT) for job in jobs]:

@@ -2,7 +2,6 @@
 
 import re
 import signal
-import sys
 from pathlib import Path
 
 import torch
@@ -15,8 +14,8 @@ LIMIT = 120
 EX_TEMPFAIL = 75
 
 
-def command(folder, python=sys.executable):
-    return ("-N2", "-n4", python, DIGITS, f"--epochs={EPOCHS}", f"--folder={folder}")
+def command(folder):
+    return ("-N2", "-n4", PYTHON, DIGITS, f"--epochs={EPOCHS}", f"--folder={folder}")
 
 
 def ranks_of(cluster):
@@ -44,7 +43,7 @@ def assert_equal(one, other):
 
 
 def test_a_job_that_is_killed_and_then_asked_to_stop_ends_as_one_that_was_left_alone(slurm_cluster, tmp_path):
-    left_alone = slurm_cluster.srun(*command(tmp_path / "left alone", PYTHON), timeout=LIMIT)
+    left_alone = slurm_cluster.srun(*command(tmp_path / "left alone"), timeout=LIMIT)
     assert left_alone.returncode == 0
     assert float(re.search(r"test accuracy ([\d.]+)", left_alone.stdout)[1]) >= 0.97
 
@@ -63,7 +62,7 @@ def test_a_job_that_is_killed_and_then_asked_to_stop_ends_as_one_that_was_left_a
     assert "asked to stop; saved in" in finished.stdout
     assert f"epoch {EPOCHS}/" not in finished.stdout
 
-    resumed = slurm_cluster.srun(*command(tmp_path / "disturbed", PYTHON), timeout=LIMIT)
+    resumed = slurm_cluster.srun(*command(tmp_path / "disturbed"), timeout=LIMIT)
     assert (resumed.returncode, resumed.stderr) == (0, "")
     for one, other in zip(result_of(tmp_path / "disturbed"), result_of(tmp_path / "left alone"), strict=True):
         assert_equal(one, other)

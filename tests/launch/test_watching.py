@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from . import preloaded
 from .preloaded import PYTHON
 from .processes import kill_all, marked, start
 
@@ -285,7 +286,7 @@ import os, sys, time
 import torch.multiprocessing as mp
 
 def work(rank, port):
-    os.environ.update(RANK=str(rank), WORLD_SIZE="3", MASTER_ADDR="localhost", MASTER_PORT=port)
+    os.environ.update(RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="localhost", MASTER_PORT=port)
     from distman import DistributedManager
     manager = DistributedManager.initialize()
     if rank == 1:
@@ -294,7 +295,7 @@ def work(rank, port):
     manager.barrier("end")
 
 if __name__ == "__main__":
-    mp.spawn(work, (sys.argv[1],), nprocs=3)
+    mp.spawn(work, (sys.argv[1],), nprocs=2)
 """
 
 
@@ -308,9 +309,9 @@ def test_spawned_processes_end_with_the_error_of_the_first(free_port, tmp_path):
 
 
 def test_a_job_that_stops_is_queued_again(slurm_cluster):
-    step = f"srun -N2 -n2 {sys.executable} {WATCHED} train_twice"
-    script = f"#!/bin/sh\nexport OMP_NUM_THREADS=1\nexec {step}\n"
-    finished = slurm_cluster.sbatch(script, "-N2", "-n2", "--requeue", "--open-mode=append", timeout=LIMIT)
+    script = f"#!/bin/sh\nexport OMP_NUM_THREADS=1\nexec srun -N2 -n2 python {WATCHED} train_twice\n"
+    options = ("-N2", "-n2", "--requeue", "--open-mode=append")
+    finished = slurm_cluster.sbatch(script, *options, env=preloaded.variables(), timeout=LIMIT)
     assert finished.returncode == 0
     saved = re.findall(r"saved at step (\d+)", finished.stdout)
     assert len(saved) == 2

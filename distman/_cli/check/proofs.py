@@ -180,11 +180,12 @@ def _comes_together(length: int, manager: DistributedManager) -> bool:
 
 def _barrier(manager: DistributedManager) -> bool:
     """The last rank comes late, when all others are there: whoever has left the barrier must know that it came."""
-    store_group, number = manager._state.job.store_group(), next(manager._state.job.barriers)
+    name = "of the check"
+    store_group, number = manager._state.job.store_group(), next(manager._state.job.barriers[name])
     if store_group is None:
         return False
-    operation, store = protocol.barrier(number, "of the check"), store_group.job_store
-    waiting, late = protocol.arrived(operation), protocol.is_open(operation)
+    operation, store = protocol.barrier(number, name), store_group.job_store
+    waiting, late = protocol.arrived(operation), protocol.outcome(operation)
     if store_group.rank == store_group.size - 1:
         store_group.wait_until(
             lambda: store.add(waiting, 0) == store_group.size - 1,

@@ -36,7 +36,7 @@ def gather_reports(manager: DistributedManager, name: str, report: object) -> li
     store_group = manager._state.job.store_group()
     if store_group is None:
         return [report]
-    number = next(manager._state.job.barriers)  # the next act of all ranks, which no other one has
+    number = next(manager._state.job.barriers[name])  # the next act of all ranks, which no other one has
     keys = [protocol.report(number, name, rank) for rank in range(store_group.size)]
     if not manager.is_main:
         store_group.store.set(keys[manager.rank], json.dumps(report))
@@ -78,7 +78,7 @@ def hand_out(manager: DistributedManager, name: str, message: object) -> Any:
     store_group = manager._state.job.store_group()
     if store_group is None:
         return message
-    key = protocol.message(next(manager._state.job.barriers), name)
+    key = protocol.message(next(manager._state.job.barriers[name]), name)
     if manager.is_main:
         store_group.store.set(key, json.dumps(message))
         return message

@@ -110,6 +110,16 @@ class FailureRecord:
         return cls(place.rank, place.host, place.pid, SILENT, text)
 
     @classmethod
+    def unreachable(cls, place: Place, seconds: float, *, last_seen: str = "", role: str = "") -> FailureRecord:
+        """Return the record of a rank whose host does not answer at all; the arguments are those of :meth:`silent`."""
+        text = (
+            f"{role}is on a host that has not answered for {seconds:.0f} s"
+            f"{f', last seen {last_seen}' if last_seen else ''}: that host, or the one that says so, has lost power or "
+            "its network. See whether both are up."
+        )
+        return cls(place.rank, place.host, place.pid, SILENT, text)
+
+    @classmethod
     def told(cls, fields: Any) -> FailureRecord:
         """Return the record that a process told of itself before it joined, be it of another release of the package."""
         try:

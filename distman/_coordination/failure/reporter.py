@@ -80,7 +80,7 @@ class JobReporter:
             raise dist.DistNetworkError(self.store_host)
         first.append(mine.publish(self.store))
         self.store.add(protocol.NEWS, 1)
-        if not is_watching():  # else the watcher says so, once
+        if not is_watching() and first[0].rank != self.rank:  # else the watcher says so, once
             self.store.add(protocol.FAILURE_SEEN, 1)
         if self.is_host:
             self._stay_until_seen()
@@ -90,5 +90,5 @@ class JobReporter:
         leaving.start()
         leaving.join(_STAY)
         until = time.monotonic() + _STAY + interval(self.num_others + 1)
-        while self.store.add(protocol.FAILURE_SEEN, 0) <= self.num_others and time.monotonic() < until:
+        while self.store.add(protocol.FAILURE_SEEN, 0) < self.num_others and time.monotonic() < until:
             time.sleep(_PAUSE)

@@ -33,6 +33,31 @@ def late_after(world_size: int) -> float:
     return 1.0 + 2 * interval(world_size)
 
 
+_UNREACHABLE_SHARE = 0.15
+"""Of the silence that a rank is allowed: 45 s by default, and who allows more for a bad network gets more."""
+
+_SHORTEST_UNREACHABLE = 10.0
+"""Seconds; switches and links come back within them."""
+
+
+@dataclasses.dataclass(frozen=True)
+class WatchLimits:
+    """How long to wait, in seconds.
+
+    Attributes:
+        silence: For a sign of life of another rank.
+        hang: For a collective of the package before all ranks are asked for their stacks; None never asks.
+    """
+
+    silence: float
+    hang: float | None = None
+
+    @property
+    def unreachable(self) -> float:
+        """For any answer of another host: a system answers even while the process is stopped or busy."""
+        return min(self.silence, max(_SHORTEST_UNREACHABLE, _UNREACHABLE_SHARE * self.silence))
+
+
 @dataclasses.dataclass(frozen=True)
 class WatchContext:
     """What a watcher knows of its job.
@@ -74,6 +99,14 @@ class WatchContext:
             role = f", which serves the job's store at {self.url}, "
             return FailureRecord.silent(self.peers[self.store_rank], seconds, role=role)
         text = f"got no answer from the job's store at {self.url} for {seconds:.0f} s. See what stopped who serves it."
+        return FailureRecord(self.me.rank, self.me.host, self.me.pid, SILENT, text)
+
+    def store_rank_is_unreachable(self, seconds: float) -> FailureRecord:
+        """Return the record that the host of the store does not answer."""
+        if self.store_rank is not None:
+            role = f", which serves the job's store at {self.url}, "
+            return FailureRecord.unreachable(self.peers[self.store_rank], seconds, role=role)
+        text = f"lost the job's store: its host has not answered for {seconds:.0f} s at {self.url}. See its network."
         return FailureRecord(self.me.rank, self.me.host, self.me.pid, SILENT, text)
 
     def store_rank_has_left(self, operation: str) -> FailureRecord:

@@ -87,17 +87,16 @@ class StackQueries:
         self.store.set(protocol.query(number), json.dumps(list(ranks)))
         self.store.add(protocol.NEWS, 1)
         until = time.monotonic() + timeout
-        waiting = set(ranks)
-        answers: dict[int, Answer] = {}
-        while waiting and time.monotonic() < until:
+        while self.store.add(protocol.answered(number), 0) < len(ranks) and time.monotonic() < until:
             time.sleep(_PAUSE)
-            for rank in sorted(waiting):
-                key = protocol.answer(number, rank)
-                if self.store.check([key]):
-                    answers[rank] = Answer(**json.loads(self.store.get(key)))
-                    self.store.delete_key(key)
-                    waiting.discard(rank)
+        self.store.delete_key(protocol.answered(number))
         self.store.delete_key(protocol.query(number))
+        answers = {}
+        for rank in ranks:
+            key = protocol.answer(number, rank)
+            if self.store.check([key]):
+                answers[rank] = Answer(**json.loads(self.store.get(key)))
+                self.store.delete_key(key)
         return answers
 
     def answer(self) -> None:
@@ -108,6 +107,7 @@ class StackQueries:
             with contextlib.suppress(dist.DistStoreError):  # who asked may have given up just now
                 if self.store.check([key]) and self.rank in json.loads(self.store.get(key)):
                     self.store.set(protocol.answer(number, self.rank), json.dumps(dataclasses.asdict(Answer.here())))
+                    self.store.add(protocol.answered(number), 1)
         self.num_seen = num_asked
 
 
@@ -195,7 +195,7 @@ def _write(text: str, folder: Path) -> Path:
     name = f"distman-hang-{time.strftime('%Y%m%d-%H%M%S')}-{time.monotonic_ns() % 10**6:06d}.txt"
     for place in (folder, Path(tempfile.gettempdir())):
         try:
-            (place / name).write_text(text, encoding="utf-8")
+            (place / name).write_text(text, encoding="utf-8", errors="backslashreplace")  # of paths, say
         except OSError:
             continue
         return place / name

@@ -1,10 +1,15 @@
-"""A connection from each rank to the next one: it breaks when that process ends, whatever ended it."""
+"""A connection from each rank to the next one: it breaks when that process ends, whatever ended it.
+
+Neighbours tell each other over it why the job fails, for those that lose the store before they read it there.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import os
+import secrets
 import selectors
 import socket
 import time
@@ -13,7 +18,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from distman._coordination import protocol
-from distman._coordination.failure.record import Place
+from distman._coordination.failure.record import FailureRecord, Place, shortened
 from distman._process_state import puts_back
 
 if TYPE_CHECKING:
@@ -21,10 +26,12 @@ if TYPE_CHECKING:
 
 
 _PATIENCE = 2.0  # seconds; a host that needs longer to connect is cut off or behind a firewall
-# Seconds, seconds, number: a host that is gone is found after 10 + 4 * 5 = 30 seconds.
-_KEEP_ALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 4}
+_NUM_PROBES = 4  # that stay unanswered, as many seconds apart as a connection may be idle before the first one
 _MAX_GUESTS = 64  # one is the rank before; more only while ranks leave, or from port scanners
 _RETRY_EVERY = 10.0  # seconds; each try may block a look for as long as the patience per address
+_MAX_NOTICE = 5_000  # characters of each text: a notice must fit into an idle connection at once
+_MAX_BYTES = 1_000_000  # more than any notice
+_PAUSE = 0.01  # seconds between two looks for a notice
 
 _connections: weakref.WeakSet[PeerConnection] = weakref.WeakSet()
 
@@ -33,16 +40,24 @@ class PeerConnection:
     """This rank's ends of the connections: one to the next rank, and those of ranks that watch over this one.
 
     The system closes them when a process dies; one that leaves says so in the store first. A host that is gone is
-    found by the system's keep-alive probes, in about 30 seconds.
+    found by the system's keep-alive probes, which the system answers for a process that is stopped or busy.
 
     Args:
         store: The job's store, where the addresses are.
         rank: This process's rank.
         peers: All ranks, in rank order.
         is_one_host: Whether all of them run on one host; then no other host can connect.
+        patience: Seconds for which a host may leave probes unanswered.
+
+    Attributes:
+        is_unanswered: Whether the host of the next rank did not answer the probes, nor anything since.
+        notice: Why the job fails, as a neighbour told; None as long as none did.
     """
 
-    def __init__(self, store: Store, rank: int, peers: Sequence[Place], *, is_one_host: bool) -> None:
+    def __init__(self, store: Store, rank: int, peers: Sequence[Place], *, is_one_host: bool, patience: float) -> None:
+        self.is_unanswered = False
+        self.notice: FailureRecord | None = None
+        self._probe_every = max(1, round(patience / (1 + _NUM_PROBES)))
         self._store = store
         self._is_one_host = is_one_host
         self._rank = rank
@@ -51,6 +66,8 @@ class PeerConnection:
         self._next_try = 0.0
         self._connection: socket.socket | None = None
         self._guests: list[socket.socket] = []
+        self._received: weakref.WeakKeyDictionary[socket.socket, bytes] = weakref.WeakKeyDictionary()
+        self._word = secrets.token_hex(8)  # who knows it has read the store; a port scanner has not
         self._selector = selectors.DefaultSelector()
         self._wake_end, self._woken_end = socket.socketpair()
         self._woken_end.settimeout(0)
@@ -59,7 +76,7 @@ class PeerConnection:
         self._listener.settimeout(0)
         self._selector.register(self._listener, selectors.EVENT_READ)
         addresses = ["127.0.0.1"] if is_one_host else own_addresses()
-        store.set(protocol.peer_address(rank), json.dumps([addresses, self._listener.getsockname()[1]]))
+        store.set(protocol.peer_address(rank), json.dumps([addresses, self._listener.getsockname()[1], self._word]))
         _connections.add(self)
 
     @property
@@ -85,11 +102,41 @@ class PeerConnection:
                 self._woken_end.recv(64)
             elif key.fileobj is self._listener:
                 self._admit()
-            elif self._connection is not None:
+            elif key.fileobj is self._connection and self._connection is not None:
                 died = self._read(self._connection)
                 if died is not None:
                     return died
         return None
+
+    def tell(self, record: FailureRecord) -> None:
+        """Tell the neighbours why the job fails."""
+        record = dataclasses.replace(
+            record,
+            error_text=shortened(record.error_text, _MAX_NOTICE),
+            traceback_text=shortened(record.traceback_text, _MAX_NOTICE),
+        )
+        while self._admit():
+            pass
+        for end in (self._connection, *self._guests):
+            if end is not None:
+                with contextlib.suppress(OSError):  # who is gone needs no notice
+                    end.send(record.to_json().encode() + b"\n")
+
+    def hear(self, seconds: float) -> FailureRecord | None:
+        """Return why the job fails, as a neighbour tells within so many seconds; None if none does.
+
+        Blocking. The connections are not used any more after it.
+        """
+        until = time.monotonic() + seconds
+        while self.notice is None and time.monotonic() < until:
+            while self._admit():
+                pass
+            for end in (self._connection, *self._guests):
+                if end is not None:
+                    with contextlib.suppress(OSError):  # its process is gone; what it told before has come
+                        self._take_notice(end, self._word if end is not self._connection else None)
+            time.sleep(_PAUSE)
+        return self.notice
 
     def close(self) -> None:
         """Close all connections."""
@@ -106,7 +153,7 @@ class PeerConnection:
         rank = self.watched
         if rank is None or time.monotonic() < self._next_try or not self._store.check([protocol.peer_address(rank)]):
             return True
-        addresses, port = json.loads(self._store.get(protocol.peer_address(rank)))
+        addresses, port, word = json.loads(self._store.get(protocol.peer_address(rank)))
         is_refused = False
         for address in addresses:
             try:
@@ -117,27 +164,36 @@ class PeerConnection:
         else:
             has_left = self._has_left(rank)
             self._step += has_left
+            self.is_unanswered = self.is_unanswered and not has_left and not is_refused
             self._next_try = 0.0 if has_left else time.monotonic() + _RETRY_EVERY
             return has_left or not (self._is_one_host and is_refused)
+        self.is_unanswered = False
         self._connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        for option, value in _KEEP_ALIVE.items():
+        every = self._probe_every
+        for option, value in {"TCP_KEEPIDLE": every, "TCP_KEEPINTVL": every, "TCP_KEEPCNT": _NUM_PROBES}.items():
             if hasattr(socket, option):
                 self._connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
         self._connection.settimeout(0)
+        with contextlib.suppress(OSError):  # what broke is found by reading
+            self._connection.send(f"{word}\n".encode())
         self._selector.register(self._connection, selectors.EVENT_READ)
         return True
 
-    def _admit(self) -> None:
-        with contextlib.suppress(OSError):
+    def _admit(self) -> bool:
+        """Accept a connection, and return whether there was one."""
+        try:
             guest, _ = self._listener.accept()
-            guest.settimeout(0)
-            for gone in [other for other in self._guests if _is_closed(other)]:
-                self._guests.remove(gone)
-                gone.close()
-            if len(self._guests) < _MAX_GUESTS:
-                self._guests.append(guest)
-            else:
-                guest.close()
+        except OSError:
+            return False
+        guest.settimeout(0)
+        for gone in [other for other in self._guests if _is_closed(other)]:
+            self._guests.remove(gone)
+            gone.close()
+        if len(self._guests) < _MAX_GUESTS:
+            self._guests.append(guest)
+        else:
+            guest.close()
+        return True
 
     def _read(self, connection: socket.socket) -> Place | None:
         """Return the watched rank if its end is closed and it did not leave.
@@ -146,13 +202,12 @@ class PeerConnection:
         """
         rank = self.watched
         try:
-            is_closed = not connection.recv(64)
-        except BlockingIOError:
-            return None
+            is_closed = not self._take_notice(connection, None)
         except ConnectionError:
             is_closed = True
-        except OSError:
+        except OSError:  # timed out, or there is no way to the host
             is_closed = False
+            self.is_unanswered = True
             self._let_go()
         if not is_closed or rank is None:
             return None
@@ -161,6 +216,21 @@ class PeerConnection:
             return self._peers[rank]
         self._step += 1
         return None
+
+    def _take_notice(self, end: socket.socket, word: str | None) -> bool:
+        """Read what has come, and return False at its end. A notice counts after the word, where one is asked for."""
+        try:
+            data = end.recv(_MAX_BYTES)
+        except BlockingIOError:
+            return True
+        self._received[end] = self._received.get(end, b"") + data
+        lines = self._received[end].split(b"\n")[:-1]
+        if word is not None:
+            lines = lines[1:] if lines[:1] == [word.encode()] else []
+        for line in lines:
+            with contextlib.suppress(ValueError, TypeError):  # of another release of the package
+                self.notice = self.notice or FailureRecord(**json.loads(line))
+        return bool(data)
 
     def _has_left(self, rank: int) -> bool:
         """Return whether a rank left of its own accord, or let go because the rank that serves the store does."""
@@ -181,7 +251,7 @@ class PeerConnection:
 
 def _is_closed(connection: socket.socket) -> bool:
     try:
-        return not connection.recv(64)
+        return not connection.recv(1, socket.MSG_PEEK)  # a notice stays, for when it is wanted
     except BlockingIOError:
         return False
     except OSError:

@@ -11,12 +11,16 @@ from typing import TYPE_CHECKING
 
 from distman._coordination import protocol, tracking
 from distman._coordination.failure.record import FailureRecord
-from distman._coordination.monitor.context import INTERVALS_PER_BEAT, WatchContext, late_after
+from distman._coordination.monitor.context import INTERVALS_PER_BEAT, WatchContext, WatchLimits, late_after
 from distman._coordination.monitor.hang import HangWatch, StackQueries
 from distman._coordination.monitor.peer_connection import PeerConnection
 
 if TYPE_CHECKING:
     from torch.distributed import Store
+
+
+_PATIENCE = 0.5  # seconds for neighbours to tell, who have lost the store at the same moment
+_PAUSE = 0.02  # seconds between two looks whether the others know: short beside their own interval
 
 
 class PeerMonitor:
@@ -25,7 +29,7 @@ class PeerMonitor:
     Args:
         store: The job's store, over a connection of the caller's own.
         context: The job.
-        silence: Seconds without a sign of life after which a rank is taken for failed.
+        limits: How long to wait for signs of life.
         hangs: Reports waits that last too long; None does not.
         is_stopping: Set when this rank leaves: then no other one is said to have failed.
         clock: Tells the seconds, from any moment on.
@@ -38,7 +42,7 @@ class PeerMonitor:
         self,
         store: Store,
         context: WatchContext,
-        silence: float,
+        limits: WatchLimits,
         hangs: HangWatch | None,
         is_stopping: threading.Event,
         clock: Callable[[], float] = time.monotonic,
@@ -46,12 +50,14 @@ class PeerMonitor:
         self.is_closing = False
         self._store = store
         self._context = context
-        self._silence = silence
+        self._limits = limits
         self._hangs = hangs
         self._is_stopping = is_stopping
         self._clock = clock
         self._stack_queries = StackQueries(store, context.rank)
-        self._connection = PeerConnection(store, context.rank, context.peers, is_one_host=context.is_one_host)
+        self._connection = PeerConnection(
+            store, context.rank, context.peers, is_one_host=context.is_one_host, patience=limits.unreachable
+        )
         self._neighbour = _Neighbour()
         self._num_news = 0
         self._last_beat = -math.inf
@@ -84,11 +90,36 @@ class PeerMonitor:
         if self._hangs is not None:
             self._hangs.look(self._stack_queries)
         died = self._connection.wait(self._context.interval)
-        if died is None or self._is_stopping.is_set():
+        if self._is_stopping.is_set():
             return None
-        if died.rank == self._context.store_rank:
-            return self._context.store_rank_is_gone()  # the store went with it
-        return self._publish(FailureRecord.died(died))
+        if died is not None and died.rank == self._context.store_rank:
+            return self.first_cause(self._context.store_rank_is_gone())  # the store went with it
+        verdict = FailureRecord.died(died) if died is not None else self._connection.notice
+        if verdict is None or self._connection.watched == self._context.store_rank:
+            return verdict  # the rank that serves the store tells what is in the store, and may be gone
+        return self._publish(verdict)
+
+    def first_cause(self, verdict: FailureRecord) -> FailureRecord:
+        """Return why the job fails where the store cannot be asked: what a neighbour tells, else this rank's verdict.
+
+        Blocking, for half a second.
+        """
+        return self._connection.hear(_PATIENCE) or verdict
+
+    def tell(self, record: FailureRecord) -> None:
+        """Tell the neighbours why the job fails, in case that they lose the store."""
+        self._connection.tell(record)
+
+    def wait_until_others_know(self) -> None:
+        """Wait until all other ranks that can know why the job fails do, except the one that failed.
+
+        Blocking, not longer than it takes all of them to look.
+        """
+        num_others, until = len(self._context.peers) - 1, self._clock() + late_after(len(self._context.peers))
+        while self._clock() < until and not self._is_stopping.is_set():
+            if self._store.add(protocol.FAILURE_SEEN, 0) + self._store.add(protocol.GONE, 0) >= num_others:
+                return
+            self._is_stopping.wait(_PAUSE)
 
     def wake(self) -> None:
         """End the wait of a look under way in another thread."""
@@ -101,8 +132,7 @@ class PeerMonitor:
     def _read_news(self) -> FailureRecord | None:
         record = FailureRecord.read(self._store)
         if record is not None:
-            self._store.add(protocol.FAILURE_SEEN, 1)
-            return record
+            return self._seen(record)
         self._stack_queries.answer()
         if self._store.check([protocol.CLOSING]):
             self.is_closing = True
@@ -117,17 +147,23 @@ class PeerMonitor:
             return None
         longest = 2 * INTERVALS_PER_BEAT * self._context.interval  # more, and this process was suspended itself
         silent_for = self._neighbour.silence(rank, read_sign(self._store, rank), min(seconds, longest))
-        if not self._neighbour.beat or silent_for <= self._silence:  # without a beat, it is not watching
+        is_unanswered = self._connection.is_unanswered
+        limit = self._limits.unreachable if is_unanswered else self._limits.silence
+        if not self._neighbour.beat or silent_for <= limit:  # without a beat, it is not watching
             return None
-        last_seen = self._neighbour.beat.partition(" ")[2]
-        return FailureRecord.silent(self._context.peers[rank], silent_for, last_seen=last_seen)
+        make = FailureRecord.unreachable if is_unanswered else FailureRecord.silent
+        return make(self._context.peers[rank], silent_for, last_seen=self._neighbour.beat.partition(" ")[2])
 
     def _publish(self, record: FailureRecord) -> FailureRecord:
         """Make a failure known to all, and return the first one, which counts."""
         first = record.publish(self._store)
         self._store.add(protocol.NEWS, 1)
-        self._store.add(protocol.FAILURE_SEEN, 1)
-        return first
+        return self._seen(first)
+
+    def _seen(self, record: FailureRecord) -> FailureRecord:
+        if record.rank != self._context.rank:
+            self._store.add(protocol.FAILURE_SEEN, 1)
+        return record
 
 
 @dataclasses.dataclass
@@ -149,7 +185,8 @@ class _Neighbour:
 
 def give_sign(store: Store, rank: int) -> None:
     """Say that a rank is alive, and what it waits in."""
-    store.set(protocol.beat(rank), f"{time.time()} {tracking.describe_here()}")
+    beat = f"{time.time()} {tracking.describe_here()}"
+    store.set(protocol.beat(rank), beat.encode(errors="backslashreplace"))  # type: ignore[arg-type]  # a path of bytes
 
 
 def read_sign(store: Store, rank: int) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import json
 import os
@@ -19,13 +18,14 @@ from distman._coordination import protocol
 from distman._coordination.failure import hook
 from distman._coordination.failure.interruption import Interruption
 from distman._coordination.failure.record import FailureRecord
-from distman._coordination.monitor.context import WatchContext
+from distman._coordination.monitor.context import WatchContext, WatchLimits, late_after
 from distman._coordination.monitor.hang import HangWatch, StackQueries
 from distman._coordination.monitor.peer_monitor import PeerMonitor, give_sign, read_sign
+from distman._coordination.monitor.store_connection import limit_unanswered
 from distman._coordination.monitor.watchdog import Watchdog
 from distman._log import logger
 from distman._process_state import puts_back
-from distman._torch_internals import is_lost_connection
+from distman._torch_internals import is_lost_connection, is_unreachable
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -36,22 +36,10 @@ NO_ANSWER = "which does not answer"
 
 _PATIENCE = 1.0  # seconds for a failure to become known, and for a watcher to answer: far more than a free host needs
 _JOIN_PATIENCE = 2.0  # seconds for the threads to end, which takes milliseconds unless the store is stuck
-_PAUSE = 0.01  # seconds between two looks for an answer that another rank is about to write
+_PAUSE = 0.01  # seconds between two looks for an answer that another rank, or thread, is about to write
+_MAX_ERRORS = 10  # looks that fail for no known reason; one may be bad luck, and to be watched is worth another try
 
 _current: Watcher | None = None
-
-
-@dataclasses.dataclass(frozen=True)
-class WatchLimits:
-    """How long to wait, in seconds.
-
-    Attributes:
-        silence: For a sign of life of another rank.
-        hang: For a collective of the package before all ranks are asked for their stacks; None never asks.
-    """
-
-    silence: float
-    hang: float | None = None
 
 
 class Watcher:
@@ -135,23 +123,54 @@ class Watcher:
     def explain(self, error: BaseException, operation: str) -> FailureRecord | None:
         """Return because of whom a connection broke: a rank that failed, or left, or served the store.
 
-        Blocking, for a second at most.
+        Blocking, for a second, or as long as the watcher needs to learn what is on record.
         """
         with self._interruption.awaited():
             self._is_known.wait(self._patience)
-        if self.record is not None:
-            return self.record
-        if self.has_let_go:
+            verdict = self.record or self._verdict(error)
+            if verdict is not None:
+                self.wait_until_known()
+        if self.record is None and self.has_let_go:
             return self._context.store_rank_has_left(operation)
-        store = self._context.store
+        return self.record or verdict or self._departure(operation)
+
+    def wait_until_known(self) -> None:
+        """Wait until the watcher, which has to learn of a failure now, lets this rank act on it.
+
+        Blocking, for as long as two looks into the store may take.
+        """
+        until = time.monotonic() + 2 * late_after(len(self._context.peers))
+        while self._thread.is_alive() and time.monotonic() < until and not self._is_known.wait(_PAUSE):
+            pass
+
+    def _verdict(self, error: BaseException) -> FailureRecord | None:
+        """Return the failure on record; where the store cannot be asked, who served it; else None."""
+        if self.has_let_go:
+            return None
         try:
-            if store.add(protocol.LEFT, 0):
-                others = (peer for peer in self._context.peers if peer.rank != self._context.rank)
-                left = (peer for peer in others if store.check([protocol.left(peer.rank)]))
-                return next((FailureRecord.left(peer, operation) for peer in left), None)
-        except dist.DistError:
-            return self._context.store_rank_is_gone()
-        return self._context.store_rank_is_gone() if isinstance(error, dist.DistError) else None
+            record = FailureRecord.read(self._context.store)
+        except dist.DistError as lost:
+            return self._lost_store(lost)
+        return self._lost_store(error) if record is None and isinstance(error, dist.DistNetworkError) else record
+
+    def _departure(self, operation: str) -> FailureRecord | None:
+        """Return that a rank left the job, if one did: the first, after which others may have had to."""
+        store, first = self._context.store, protocol.FIRST_TO_LEAVE
+        try:
+            rank = int(store.get(first)) if store.check([first]) else self._context.rank
+        except dist.DistError as lost:
+            return self._lost_store(lost)
+        return FailureRecord.left(self._context.peers[rank], operation) if rank != self._context.rank else None
+
+    def _lost_store(self, error: BaseException) -> FailureRecord:
+        if is_unreachable(error):
+            return self._context.store_rank_is_unreachable(self._limits.unreachable)
+        return self._context.store_rank_is_gone()
+
+    @property
+    def is_store_rank(self) -> bool:
+        """Whether this process serves the store."""
+        return self._context.is_store_rank
 
     @property
     def _answer_patience(self) -> float:
@@ -190,26 +209,48 @@ class Watcher:
             self._give_up(error)
             return
         try:
-            while not self._is_stopping.is_set() and self.record is None and not monitor.is_closing:
-                with self._calling():
-                    record = monitor.look()
-                if record is not None:
-                    self._act(record)
-            self.has_let_go = monitor.is_closing
-        except dist.DistError:
-            self.has_let_go = monitor.is_late
-            if not self.has_let_go and not self._is_stopping.is_set():
-                self._act(self._context.store_rank_is_gone())
+            self._watch(monitor)
+        except dist.DistError as error:
+            if not self._is_stopping.is_set():
+                self._lose_store(monitor, error)
         except Exception as error:  # noqa: BLE001 - whatever it is, the program goes on without the watcher
             self._give_up(error)
         if self.has_let_go:
             monitor.close()
 
+    def _watch(self, monitor: PeerMonitor) -> None:
+        num_errors = 0
+        while not self._is_stopping.is_set() and self.record is None and not monitor.is_closing:
+            try:
+                with self._calling():
+                    record = monitor.look()
+                if record is not None:
+                    self._act(record)
+            except dist.DistError:
+                raise
+            except Exception:
+                num_errors += 1
+                if num_errors > _MAX_ERRORS:
+                    raise
+                logger.warning("a look at the other ranks failed; they are watched on", exc_info=True)
+                self._is_stopping.wait(self._context.interval)
+        self.has_let_go = monitor.is_closing
+
+    def _lose_store(self, monitor: PeerMonitor, error: Exception) -> None:
+        verdict = self._lost_store(error)
+        cause = monitor.first_cause(verdict)
+        if cause is verdict and monitor.is_late:
+            self.has_let_go = True
+        else:
+            self._act(cause)
+
     def _open_monitor(self) -> PeerMonitor:
         context, limits = self._context, self._limits
         store: Store = context.store.clone()  # type: ignore[attr-defined]  # torch's stub lacks it
+        if not (context.is_one_host or context.is_store_rank):
+            limit_unanswered(store, limits.unreachable)
         hangs = HangWatch(context, limits.hang, self._answer_patience) if limits.hang is not None else None
-        return PeerMonitor(store, context, limits.silence, hangs, self._is_stopping)
+        return PeerMonitor(store, context, limits, hangs, self._is_stopping)
 
     def _calling(self) -> AbstractContextManager[None]:
         """For the length of a ``with`` block, the store has to answer; if this process serves it, it does."""
@@ -219,9 +260,9 @@ class Watcher:
         """Watch no more, and give no sign of life that others could miss; unless it is the store that is gone."""
         try:
             announce_unwatched(self._context.store, self._context.rank)
-        except dist.DistError:
+        except dist.DistError as lost:
             if not self._is_stopping.is_set():
-                self._act(self._context.store_rank_is_gone())
+                self._act(self._lost_store(lost))
             return
         self.is_counted = True
         logger.warning("the other ranks are not watched any more: %r. DISTMAN_WATCH=0 switches this off", error)
@@ -229,10 +270,19 @@ class Watcher:
     def _store_rank_is_silent(self, seconds: float) -> None:
         if self.record is None and not self._is_stopping.is_set():
             self._is_stuck = True
-            self._act(self._context.store_rank_is_silent(seconds))
+            verdict = self._context.store_rank_is_silent(seconds)
+            self._act(self._monitor.first_cause(verdict) if self._monitor is not None else verdict)
 
     def _act(self, record: FailureRecord) -> None:
+        """End this rank's work, once others do not take its end for the cause."""
+        if self.record is not None:
+            return
         self.record = record
+        if self._monitor is not None:
+            self._monitor.tell(record)
+            if self._context.is_store_rank:
+                with contextlib.suppress(dist.DistError):
+                    self._monitor.wait_until_others_know()
         self._is_known.set()
         if record.rank != self._context.rank or not record.traceback_text:
             self._interruption.deliver(record)
@@ -255,6 +305,15 @@ def _stop_current() -> None:
 def is_watching() -> bool:
     """Return whether this process has a watcher."""
     return _current is not None
+
+
+def let_others_hear_first() -> None:
+    """If this process serves the store, wait until the others know the failure on record too.
+
+    Blocking. The program may end at once when it learns of a failure, and the others would then miss the store only.
+    """
+    if _current is not None and _current.is_store_rank:
+        _current.wait_until_known()
 
 
 def failure_behind(error: BaseException, operation: str = "a collective") -> FailureRecord | None:

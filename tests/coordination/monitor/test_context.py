@@ -3,7 +3,7 @@
 import pytest
 from torch.distributed import HashStore
 
-from distman._coordination.monitor.context import WatchContext, interval, late_after
+from distman._coordination.monitor.context import WatchContext, WatchLimits, interval, late_after
 
 from ..ranks import places
 
@@ -44,6 +44,11 @@ def test_a_store_whose_rank_left(store_rank, who):
     record = context(store_rank).store_rank_has_left("barrier 'a'")
     assert record.rank == who
     assert "nobody can tell whose end broke barrier 'a'" in record.error_text
+
+
+@pytest.mark.parametrize(("silence", "unreachable"), [(2, 2), (30, 10), (300, 45), (1800, 270)])
+def test_a_host_may_be_unreachable_for_less_than_a_rank_may_be_silent(silence, unreachable):
+    assert WatchLimits(silence=silence).unreachable == unreachable
 
 
 def test_many_ranks_look_less_often():

@@ -4,10 +4,13 @@ import contextlib
 import socket
 from collections import namedtuple
 
+import pytest
 from torch.distributed import HashStore
 
 from distman._coordination import protocol
 from distman._coordination.monitor.peer_connection import PeerConnection
+
+from ..ranks import failure_on
 
 Place = namedtuple("Place", "rank host pid")
 PEERS = [Place(rank, "n1", 100 + rank) for rank in range(3)]
@@ -16,7 +19,9 @@ PEERS = [Place(rank, "n1", 100 + rank) for rank in range(3)]
 @contextlib.contextmanager
 def connections(num_ranks):
     store = HashStore()
-    made = [PeerConnection(store, rank, PEERS[:num_ranks], is_one_host=True) for rank in range(num_ranks)]
+    made = [
+        PeerConnection(store, rank, PEERS[:num_ranks], is_one_host=True, patience=45.0) for rank in range(num_ranks)
+    ]
     try:
         yield store, made
     finally:
@@ -76,6 +81,48 @@ def test_strangers_do_not_push_out_the_rank_that_watches():
             assert turn(made) == set()
         made[1].close()
         assert turn([made[0], None]) == {(0, 1)}
+
+
+@pytest.mark.parametrize(("teller", "hearer"), [(1, 0), (0, 1)])
+def test_neighbours_tell_each_other_why_the_job_fails(teller, hearer):
+    with connections(3) as (_, made):
+        turn(made)
+        made[teller].tell(failure_on(2))
+        made[teller].close()  # what it told before stays
+        assert made[hearer].hear(60) == failure_on(2)
+
+
+def test_a_notice_is_read_before_its_teller_is_taken_for_dead():
+    with connections(3) as (_, made):
+        turn(made)
+        made[1].tell(failure_on(2))
+        made[1].close()
+        while made[0].notice is None:
+            assert made[0].wait(60) is None
+        assert made[0].notice == failure_on(2)
+
+
+def test_a_huge_error_makes_a_short_notice():
+    with connections(2) as (_, made):
+        turn(made)
+        made[1].tell(failure_on(2, text="x" * 10_000_000))
+        assert made[0].hear(60).error_text.startswith("x" * 2_000)
+
+
+def test_a_stranger_tells_nothing():
+    with connections(2) as (_, made), socket.socket() as stranger:
+        stranger.connect(("127.0.0.1", made[1]._listener.getsockname()[1]))
+        stranger.sendall(b"guess\n" + failure_on(2).to_json().encode() + b"\n")
+        assert made[1].hear(0.1) is None
+
+
+def test_what_no_release_of_the_package_tells_is_passed_over():
+    with connections(2) as (_, made):
+        turn(made)
+        for text in (b"\xff\n", b"[]\n", b'{"rank": 1}\n', b"{\n"):
+            made[1]._guests[0].send(text)
+        made[1].tell(failure_on(2))
+        assert made[0].hear(60) == failure_on(2)
 
 
 def test_waking_ends_the_wait():

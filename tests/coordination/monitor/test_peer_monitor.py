@@ -6,11 +6,11 @@ import threading
 import pytest
 from torch.distributed import HashStore
 
-from distman._coordination import protocol
+from distman._coordination import protocol, tracking
 from distman._coordination.failure.record import DIED, SILENT, FailureRecord
-from distman._coordination.monitor.context import WatchContext
+from distman._coordination.monitor.context import WatchContext, WatchLimits
 from distman._coordination.monitor.hang import StackQueries
-from distman._coordination.monitor.peer_monitor import PeerMonitor
+from distman._coordination.monitor.peer_monitor import PeerMonitor, read_sign
 
 from ..ranks import at_once, failure_on, places
 
@@ -25,7 +25,9 @@ class Ranks:
             for rank in range(num_ranks)
         ]
         self.monitors = [
-            PeerMonitor(self.store, context, 300.0, None, self.is_stopping, clock=lambda: self.seconds)
+            PeerMonitor(
+                self.store, context, WatchLimits(silence=300.0), None, self.is_stopping, clock=lambda: self.seconds
+            )
             for context in contexts
         ]
 
@@ -129,6 +131,43 @@ def test_the_death_of_the_rank_that_serves_the_store_is_told_nobody(make_ranks):
     assert FailureRecord.read(ranks.store) is None
 
 
+def test_who_serves_the_store_tells_its_neighbour_before_it_dies(make_ranks):
+    ranks = make_ranks(3, store_rank=0)
+    assert [ranks.look(rank) for rank in (0, 1, 2)] == [None] * 3
+    ranks.monitors[0].tell(failure_on(1))
+    ranks.monitors[0].close()
+    assert ranks.look_until_found(2) == failure_on(1)
+
+
+@pytest.mark.parametrize("teller", [0, 2])
+def test_who_cannot_ask_the_store_asks_its_neighbours(make_ranks, teller):
+    ranks = make_ranks(3)
+    assert [ranks.look(rank) for rank in (0, 1, 2)] == [None] * 3
+    ranks.monitors[teller].tell(failure_on(teller))
+    assert ranks.monitors[1].first_cause(failure_on(1)) == failure_on(teller)
+    assert ranks.monitors[0 if teller else 2].first_cause(failure_on(1)) == failure_on(teller)
+
+
+def test_who_hears_nothing_keeps_to_what_it_saw(make_ranks):
+    ranks = make_ranks(3)
+    assert ranks.monitors[1].first_cause(failure_on(0)) == failure_on(0)
+
+
+def test_the_others_are_waited_for_unless_they_have_gone(make_ranks):
+    ranks = make_ranks(4)
+    ranks.store.add(protocol.GONE, 1)
+    ranks.store.add(protocol.FAILURE_SEEN, 2)
+    ranks.monitors[0].wait_until_others_know()
+    assert ranks.seconds == 0, "on the clock of the test it would never end"
+
+
+def test_a_path_that_is_no_text_is_a_sign_of_life(make_ranks, monkeypatch):
+    monkeypatch.setattr(tracking, "describe_here", lambda: "in barrier at /data/\udcff/train.py:3")
+    ranks = make_ranks()
+    assert ranks.look() is None
+    assert read_sign(ranks.store, 0).endswith(r"in barrier at /data/\udcff/train.py:3")
+
+
 @pytest.mark.parametrize("key", [protocol.left(1), protocol.CLOSING])
 def test_a_rank_that_leaves_has_not_died(make_ranks, key):
     ranks = make_ranks(2)
@@ -161,6 +200,17 @@ def test_a_rank_that_gives_no_sign_of_life_is_told_of(make_ranks):
     assert found == [None] * len(found)
     assert (last.rank, last.error_type) == (1, SILENT)
     assert FailureRecord.read(ranks.store) == last
+
+
+def test_a_rank_whose_host_does_not_answer_is_told_of_sooner(make_ranks):
+    ranks = make_ranks()
+    ranks.look(1)
+    ranks.look()
+    ranks.monitors[0]._connection.is_unanswered = True
+    *found, last = looks_at(ranks, *range(0, 48, 2))
+    assert found == [None] * len(found)
+    assert (last.rank, last.error_type) == (1, SILENT)
+    assert "is on a host that has not answered for 46 s" in last.error_text
 
 
 def test_a_rank_that_gives_signs_of_life_is_not(make_ranks):

@@ -1,6 +1,7 @@
 """The watcher's thread, over a store in memory; the other ranks are played by the test."""
 
 import contextlib
+import dataclasses
 import signal
 import threading
 
@@ -9,20 +10,19 @@ import torch.distributed as dist
 from torch.distributed import HashStore
 
 from distman._coordination import protocol
-from distman._coordination.failure.record import DIED, LEFT
-from distman._coordination.monitor.context import WatchContext
+from distman._coordination.failure.record import DIED, LEFT, SILENT
+from distman._coordination.monitor.context import WatchContext, WatchLimits
 from distman._coordination.monitor.hang import StackQueries
 from distman._coordination.monitor.watcher import (
     NO_ANSWER,
     Watcher,
-    WatchLimits,
     failure_behind,
     is_lost_connection,
     is_watching,
 )
 from distman.errors import RankFailedError
 
-from ..ranks import at_once, failure_on, places
+from ..ranks import at_once, failure_on, leave, places
 
 
 def make(store, rank=0, store_rank=None, num_ranks=2, patience=0.0):
@@ -101,6 +101,8 @@ class BrokenStore(HashStore):
     def add(self, *_):
         raise dist.DistNetworkError("Broken pipe")
 
+    check = add
+
 
 def test_a_store_that_is_gone_is_raised_as_the_death_of_its_rank():
     watcher = make(BrokenStore(), store_rank=1)
@@ -130,11 +132,11 @@ def test_a_connection_that_a_rank_broke_by_leaving_is_explained():
     store = HashStore()
     with watching(store, num_ranks=3):
         assert failure_behind(LOST) is None
-        store.set(protocol.left(2), "yes")
-        store.add(protocol.LEFT, 1)
+        leave(store, 2)
+        leave(store, 1)
         record = failure_behind(LOST, "all_gather_v")
         assert failure_behind(ValueError("boom")) is None
-    assert (record.rank, record.error_type) == (2, LEFT)
+    assert (record.rank, record.error_type) == (2, LEFT), "the first to leave"
     assert failure_behind(LOST) is None
 
 
@@ -149,10 +151,74 @@ def test_an_error_of_the_store_itself_is_explained():
     assert (record.rank, record.error_type) == (1, DIED)
 
 
-@pytest.mark.parametrize("error", [LOST, RuntimeError("ncclRemoteError"), dist.DistBackendError("NCCL")])
+def test_a_store_that_answers_is_not_taken_for_gone():
+    timed_out = dist.DistStoreError("wait timeout after 300000ms, keys: /default_pg/0")
+    (record,) = at_once(lambda: make(HashStore(), store_rank=1).explain(timed_out, "a collective"))
+    assert record is None
+
+
+@pytest.mark.parametrize("text", ["Connection timed out", "No route to host", "Network is unreachable"])
+def test_a_store_whose_host_does_not_answer_has_not_died(text):
+    error = dist.DistNetworkError(text)
+    (record,) = at_once(lambda: make(HashStore(), store_rank=1).explain(error, "all_gather_v"))
+    assert (record.rank, record.error_type) == (1, SILENT)
+    assert (
+        "which serves the job's store at tcp://n1:5, is on a host that has not answered for 45 s" in record.error_text
+    )
+
+
+def test_who_serves_the_store_learns_last_of_a_failure():
+    """Its program may end at once, and take the store with it."""
+    store = HashStore()
+    watcher = make(store, store_rank=0, num_ranks=3)
+    watcher._context = dataclasses.replace(watcher._context, peers=places(3))
+    tell(store, failure_on(1))
+    seen = []
+
+    def another():
+        while not store.add(protocol.FAILURE_SEEN, 0):
+            pass
+        seen.append(watcher._is_known.is_set())
+        store.add(protocol.FAILURE_SEEN, 1)
+
+    thread = threading.Thread(target=another)
+    thread.start()
+    with pytest.raises(RankFailedError, match="boom"):
+        run_until_raised(watcher)
+    thread.join(60)
+    assert seen == [False]
+    assert watcher._is_known.is_set()
+
+
+def test_a_look_that_fails_is_reported_and_the_next_one_is_made(caplog):
+    class Odd(HashStore):
+        num_odd = 2
+
+        def add(self, key, value):
+            if threading.current_thread().name == "distman-watcher" and self.num_odd:
+                self.num_odd -= 1
+                raise UnicodeEncodeError("utf-8", "\udcff", 0, 1, "surrogates not allowed")
+            return super().add(key, value)
+
+        def clone(self):
+            return self
+
+    store = Odd()
+    tell(store, failure_on(1))
+    with pytest.raises(RankFailedError, match="boom"):
+        run_until_raised(make(store))
+    assert caplog.text.count("UnicodeEncodeError: ") == 2
+
+
+@pytest.mark.parametrize("error", [LOST, RuntimeError("ncclRemoteError"), dist.DistNetworkError("Broken pipe")])
 def test_a_lost_connection_is_known_by_its_error(error):
     assert is_lost_connection(error)
     assert not is_lost_connection(ValueError(str(error)))
+
+
+def test_an_error_of_nccl_need_not_be_about_a_connection():
+    assert not is_lost_connection(dist.DistBackendError("CUDA out of memory"))
+    assert is_lost_connection(dist.DistBackendError("ncclRemoteError: a call failed, maybe another process exited"))
 
 
 def test_ranks_are_located_by_one_and_shown_to_all():

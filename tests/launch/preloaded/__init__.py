@@ -4,7 +4,7 @@ Importing torch takes two seconds of a core, and the tests of launchers start th
 each process of pytest (`server`) imports torch, and forks for whoever asks. What a launcher starts is `bin/python`: it
 hands arguments, environment, folder, namespaces and open files to a fork, passes signals on, and ends as the fork ends.
 The fork is another process than the one that the launcher started, and its parent is the server: where that matters
-(who is killed by whom, process ids, parents, groups of processes), and under every MPI, a test starts the interpreter.
+(who is killed by whom, process ids, parents, groups of processes), a test starts the interpreter.
 
 What a test starts itself is the fork, without anything in between: see `Fork`.
 """
@@ -16,11 +16,11 @@ import select
 import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 BIN = Path(__file__).parent / "bin"
 PYTHON = BIN / "python"
@@ -36,6 +36,18 @@ def server_variables() -> dict[str, str]:
 def variables() -> dict[str, str]:
     """Return what makes the commands ``python``, ``torchrun`` and ``distman`` preloaded too."""
     return {**server_variables(), "PATH": f"{BIN}:{Path(sys.executable).parent}:{os.environ['PATH']}"}
+
+
+def python_with(variables: Mapping[str, str]) -> Path:
+    """Return a `PYTHON` that brings variables with it, to hosts to which its launcher hands none; set ones win."""
+    defaults = {**server_variables(), **variables}
+    exports = [f'export {name}="${{{name}-{value}}}"\n' for name, value in defaults.items()]
+    folder = Path(tempfile.mkdtemp(dir=Path(_server().path).parent))
+    folder.chmod(0o755)
+    python = folder / "python"
+    python.write_text(f'#!/bin/sh\n{"".join(exports)}exec {PYTHON} "$@"\n')
+    python.chmod(0o755)
+    return python
 
 
 class Fork:
@@ -84,7 +96,7 @@ class Server:
     """The process that has imported torch; it ends when this one does."""
 
     def __init__(self) -> None:
-        self._folder = TemporaryDirectory(prefix="distman-preloaded-")
+        self._folder = tempfile.TemporaryDirectory(prefix="distman-preloaded-")
         Path(self._folder.name).chmod(0o755)
         self.path = f"{self._folder.name}/socket"
         padding = "x" * ROOM

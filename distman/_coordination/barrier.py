@@ -1,0 +1,123 @@
+"""The barrier: ranks wait for each other over the store, and learn who did not come."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable, Sequence
+
+from distman._coordination import protocol
+from distman._coordination.failure.record import FailureRecord
+from distman._coordination.sync import StoreGroup
+from distman.errors import BarrierTimeoutError, RankFailedError
+
+_OPEN = "open"
+_GIVEN_UP = -(2**40)
+"""What is added to the counter of ranks that passed, so that each of them knows without another call: more ranks than
+there will ever be."""
+
+_NEXT_ROUND = 1.0
+"""Seconds after which a rank that is late asks again whether it shall look for the missing: it costs a call."""
+
+Locate = Callable[[Sequence[int]], dict[int, str]]
+"""Finds out where ranks of the world are, as far as it can."""
+
+
+def wait_for_all(store_group: StoreGroup, key: str, *, timeout: float, locate: Locate | None = None) -> None:
+    """Wait until every rank of the group has called this with the same key.
+
+    Collective. Blocking. A key serves once; the last rank to leave deletes what the barrier wrote.
+
+    Args:
+        store_group: The ranks.
+        key: Name of this barrier, the same on all of them and never used before.
+        timeout: Seconds to wait for the others.
+        locate: Finds out where ranks of the world are, as far as it can.
+
+    Raises:
+        BarrierTimeoutError: On every rank that came: some did not come within ``timeout`` seconds of one of them.
+        RankFailedError: On a rank that came when the others had given up; and on every one, if the job failed or an
+            awaited rank left it.
+    """
+    _Barrier(store_group, key).wait(timeout, locate)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Barrier:
+    """One barrier. Its outcome is what is written first: by the last rank to come, or by one that gives up."""
+
+    store_group: StoreGroup
+    key: str
+
+    def wait(self, timeout: float, locate: Locate | None) -> None:
+        store, group = self.store_group.store, self.store_group
+        store.set(protocol.at(group.rank), self.key)
+        if store.add(protocol.arrived(self.key), 1) == group.size:
+            store.compare_set(protocol.outcome(self.key), "", _OPEN)
+            store.delete_key(protocol.arrived(self.key))
+        elif not self._wait_for_outcome(timeout):
+            self._wait_for_answer(timeout, locate)
+        num_passed = store.add(protocol.passed(self.key), 1)
+        if num_passed <= 0:
+            self._raise_if_given_up()
+        elif num_passed == group.size:
+            store.delete_key(protocol.outcome(self.key))
+            store.delete_key(protocol.passed(self.key))
+
+    def _wait_for_outcome(self, timeout: float) -> bool:
+        return self.store_group.wait_until(
+            lambda: bool(self.store_group.store.check([protocol.outcome(self.key)])),
+            place=self.key,
+            awaited=self._missing,
+            timeout=timeout,
+            operation=self.key,
+            tell=lambda record: self._give_up(self._missing(), record),
+        )
+
+    def _wait_for_answer(self, timeout: float, locate: Locate | None) -> None:
+        """Give up if this is the rank that looks who is missing, or wait for its answer."""
+        with self.store_group.looker(self.key, "late") as looker:
+            while True:
+                missing = self._missing() if looker.is_me() else []
+                if missing:
+                    error = BarrierTimeoutError(self._message(timeout, missing, locate))
+                    self._give_up(missing, FailureRecord.of(error, self.store_group.ranks[self.store_group.rank]))
+                if self._wait_for_outcome(_NEXT_ROUND):  # whoever was missing may have come while we looked
+                    return
+
+    def _missing(self) -> list[int]:
+        """Return who has not come, by index: a call or two for each rank of the group."""
+        store, keys = self.store_group.store, [protocol.at(index) for index in range(self.store_group.size)]
+        known = keys if store.check(keys) else [key for key in keys if store.check([key])]
+        come = {key for key, at in zip(known, store.multi_get(known), strict=True) if at.decode() == self.key}
+        return [index for index, key in enumerate(keys) if key not in come]
+
+    def _give_up(self, missing: Sequence[int], record: FailureRecord) -> None:
+        """Let all that came know why, unless the last rank came at this moment."""
+        store, outcome = self.store_group.store, json.dumps([list(missing), dataclasses.asdict(record)])
+        store.add(protocol.passed(self.key), _GIVEN_UP)  # first: who sees the outcome must see this too
+        if store.compare_set(protocol.outcome(self.key), "", outcome).decode() != outcome:
+            store.add(protocol.passed(self.key), -_GIVEN_UP)
+
+    def _raise_if_given_up(self) -> None:
+        outcome = self.store_group.store.get(protocol.outcome(self.key)).decode()
+        if outcome == _OPEN:
+            return
+        missing, fields = json.loads(outcome)
+        is_late = self.store_group.rank in missing
+        if is_late or fields["error_type"] != BarrierTimeoutError.__name__:
+            raise RankFailedError(**fields)
+        raise BarrierTimeoutError(fields["error_text"])
+
+    def _message(self, timeout: float, missing: Sequence[int], locate: Locate | None) -> str:
+        group = self.store_group
+        ranks = [group.ranks[index] for index in missing]
+        found = locate(ranks) if locate is not None else {}
+        named = [
+            f"{group.describe(index)}{f', {found[rank]}' if rank in found else ''}"
+            for index, rank in zip(missing, ranks, strict=True)
+        ]
+        return (
+            f"{self.key} failed: within {timeout:g} s, {len(named)} of {group.size} ranks did not come: "
+            f"{'; '.join(named)}. See what they do instead."
+        )

@@ -1,0 +1,202 @@
+"""What the manager says of groups and meshes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from distman._coordination.sections import ExclusiveSections
+from distman._groups.registry import Group
+from distman._manager.instance_property import instance_property
+from distman._manager.state import SharedState
+from distman.errors import undefined_group
+
+
+class GroupQueries(SharedState):
+    """The part of :class:`distman.DistributedManager` that is asked about groups."""
+
+    @instance_property
+    def global_mesh(self) -> DeviceMesh | None:
+        """The mesh that :meth:`initialize_mesh` made; None before."""
+        return self._state.mesh
+
+    @instance_property
+    def mesh_dims(self) -> dict[str, int]:
+        """Length of each axis of the mesh by its name; empty without a mesh."""
+        if self._state.mesh is None:
+            return {}
+        return dict(zip(self._state.mesh.mesh_dim_names or (), self._state.mesh.mesh.shape, strict=True))
+
+    def mesh_names(self) -> tuple[str, ...]:
+        """Return the names of the mesh's axes.
+
+        Local.
+        """
+        return tuple(self.mesh_dims)
+
+    def mesh_sizes(self) -> tuple[int, ...]:
+        """Return the lengths of the mesh's axes.
+
+        Local.
+        """
+        return tuple(self.mesh_dims.values())
+
+    def mesh(self, name: str | Sequence[str] | None = None) -> DeviceMesh:
+        """Return the part of the mesh along one axis, or several, that holds this rank.
+
+        Local.
+
+        Args:
+            name: Name of an axis, or names of several; None is the whole mesh.
+
+        Raises:
+            UndefinedGroupError: There is no mesh, or no axis of that name.
+            ValueError: The axes are not in the order of the mesh.
+        """
+        names = [name] if isinstance(name, str) else list(name or ())
+        for one in names:
+            if one not in self.mesh_dims:
+                raise undefined_group(one, self.mesh_dims, "an axis of the mesh")
+        if self._state.mesh is None:
+            raise undefined_group("the mesh", (), "there before it is used")
+        if names != [axis for axis in self.mesh_dims if axis in names]:
+            raise ValueError(
+                f"name must list axes in the order of the mesh, {self.mesh_names()}, got {names}. Reorder them."
+            )
+        if not names:
+            return self._state.mesh
+        if self._state.job.backend is None:  # torch cannot slice a mesh without a process group
+            return self._state.groups.device_mesh((1,) * len(names), tuple(names))
+        return self._state.mesh[tuple(names)]
+
+    def get_mesh_group(self, mesh: DeviceMesh) -> dist.ProcessGroup | None:
+        """Return the process group of all ranks of a mesh.
+
+        Local for the whole mesh and one axis; for a part along several axes collective over the ranks of that
+        part, at the first use.
+
+        Args:
+            mesh: :attr:`global_mesh`, or a part that :meth:`mesh` returned.
+
+        Returns:
+            The group; None on one process without a process group.
+
+        Raises:
+            UndefinedGroupError: The mesh is no part of this job's mesh.
+        """
+        names = mesh.mesh_dim_names or ()
+        for one in names:
+            if one not in self.mesh_dims:
+                raise undefined_group(one, self.mesh_dims, "an axis of the mesh")
+        if mesh == self._state.mesh:
+            return self.group()
+        return self.group(names[0] if len(names) == 1 else self._state.groups.over_axes(self.mesh_dims, names))
+
+    @instance_property
+    def group_names(self) -> tuple[str, ...]:
+        """Names of the groups that this rank has made or used, in that order."""
+        return self._state.groups.names
+
+    def group(self, name: str | None = None) -> dist.ProcessGroup | None:
+        """Return this rank's process group of that name.
+
+        Local; ``"node"`` (the ranks of this host) and ``"leaders"`` (the first rank of each host) are made by
+        their members at their first use.
+
+        Args:
+            name: The name; None or ``"world"`` is the world.
+
+        Returns:
+            The group; None on one process without a process group.
+
+        Raises:
+            UndefinedGroupError: There is no group of that name.
+            ValueError: This rank is no member of it.
+        """
+        return self._group(name).process_group
+
+    def group_size(self, name: str | None = None) -> int:
+        """Return the number of ranks in this rank's group of that name.
+
+        Local.
+
+        Raises:
+            UndefinedGroupError: There is no group of that name.
+        """
+        return len(self.group_ranks(name))
+
+    def group_rank(self, name: str | None = None) -> int:
+        """Return this rank's index in its group of that name.
+
+        Local.
+
+        Raises:
+            UndefinedGroupError: There is no group of that name.
+            ValueError: This rank is no member of it.
+        """
+        ranks = self.group_ranks(name)
+        rank = self._state.job.peer.rank
+        if rank not in ranks:
+            raise ValueError(f"rank must be one of {list(ranks)} to be in group {name!r}, got {rank}. Ask only there.")
+        return ranks.index(rank)
+
+    def group_ranks(self, name: str | None = None) -> tuple[int, ...]:
+        """Return the ranks in the world of this rank's group of that name, ascending.
+
+        Local.
+
+        Raises:
+            UndefinedGroupError: There is no group of that name.
+        """
+        return self._state.groups.ranks(name or "world")
+
+    def group_name(self, group: dist.ProcessGroup | None = None) -> str:
+        """Return the name of a process group.
+
+        Local.
+
+        Raises:
+            UndefinedGroupError: The manager did not make it.
+        """
+        return self._state.groups.name_of(group)
+
+    def resolve_group(self, group: dist.ProcessGroup | str | None = None) -> Group:
+        """Return what is known of a group: its ranks, this rank's place in it, and what carries its messages.
+
+        Local, with the exception of :meth:`group`.
+
+        Args:
+            group: A process group, the name of one, or None for the world.
+
+        Raises:
+            UndefinedGroupError: There is no group of that name.
+            ValueError: This rank is no member of it.
+        """
+        return self._group(group) if group is None or isinstance(group, str) else self._state.groups.of(group)
+
+    @instance_property
+    def node_sections(self) -> ExclusiveSections | None:
+        """What some ranks of this host do while its others wait; None where there is nobody to wait."""
+        return self._state.groups.node_sections
+
+    def ranks_with_local_rank(self, local_rank: int) -> list[int]:
+        """Return the ranks that have this local rank, one of each host that has it.
+
+        Local.
+        """
+        return self._state.groups.by_local_rank.get(local_rank, [])
+
+    def destroy_group(self, name: str) -> None:
+        """Destroy the groups of a name.
+
+        Local. Every rank does it, when no collective of the group is under way.
+
+        Raises:
+            UndefinedGroupError: There is no group of that name.
+        """
+        self._state.groups.destroy(name)
+
+    def _group(self, name: str | None) -> Group:
+        return self._state.groups.world if name is None else self._state.groups.get(name)

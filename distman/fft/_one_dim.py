@@ -1,0 +1,284 @@
+"""Fourier transforms of one dim of a sharded tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from distman._coordination.wait_scope import collective
+from distman._groups.registry import Group
+from distman.collectives._validation import (
+    GroupLike,
+    check_call,
+    check_tensor,
+    normalize_dim,
+    resolve_group,
+    shard_sizes,
+)
+from distman.fft._arguments import (
+    as_length,
+    check_norm,
+    check_out_sizes,
+    computable,
+    cut_shards,
+    fit,
+    outside_graphs,
+    signal_lengths,
+)
+from distman.fft._blocks import DUAL, Kind, LocalTransform
+from distman.fft._line import LinePlan
+from distman.fft._long_line import num_columns, transform_long
+from distman.fft._rearrangement import resized
+from distman.fft._resharding import execute
+
+
+@collective
+def fft(
+    tensor: torch.Tensor,
+    n: int | None = None,
+    dim: int = -1,
+    norm: str | None = None,
+    *,
+    shard_dim: int | None = None,
+    out_dim: int | None = None,
+    sizes: Sequence[int] | None = None,
+    out_sizes: Sequence[int] | None = None,
+    group: GroupLike = None,
+) -> torch.Tensor:
+    """Transform one dim of a sharded tensor, as ``torch.fft.fft`` does a full one.
+
+    Collective. Blocking. Differentiable, twice too; the backward is the exact adjoint, with as much work and traffic.
+
+    Where another dim is sharded, the transformed one is whole on every rank, and nothing travels but what ``out_dim``
+    demands. Where the transformed dim is sharded, the ranks exchange their shards, so that it is whole and another dim
+    is sharded meanwhile. What travels, of which each of n ranks keeps one part in n:
+
+    ==================== ============================ =========================================
+    ``shard_dim``        ``out_dim``                  travels
+    ==================== ============================ =========================================
+    another than ``dim`` the same                     nothing
+    another than ``dim`` any other                    the spectrum, once
+    ``dim``              another                      the data, once
+    ``dim``              ``dim``                      the data, then the spectrum
+    ==================== ============================ =========================================
+
+    In the last row the other dim is the longest one. If it is shorter than there are ranks, as in a tensor of one dim,
+    the line is transformed as a matrix of ``n = rows * columns`` points, where ``columns`` is the largest divisor of n
+    up to its root. Complex data, also of real signals, travel three times then, besides what changes its rank because
+    no row is cut. A rank needs memory for about five times its part, one in ``min(ranks, columns)``, beside the input.
+    Only where n is a prime, the first ranks hold a whole line each.
+
+    Args:
+        tensor: This rank's shard, real or complex, shape ``(*, m, *)`` with m at ``shard_dim``; m may differ between
+            ranks and be 0.
+        n: Length of the full signal, cut or filled up with zeros at the end; None keeps the length.
+        dim: The transformed dim.
+        norm: ``"backward"`` (None) scales the inverse by one over the number of points, ``"forward"`` this one,
+            ``"ortho"`` both by the root.
+        shard_dim: The dim along which the input is sharded; None: the transformed one.
+        out_dim: The dim along which the result shall be sharded; None: ``shard_dim``.
+        sizes: Lengths of all input shards along ``shard_dim``, the same list on all ranks; None lets the ranks
+            exchange them.
+        out_sizes: Lengths of the result's shards along ``out_dim``; None: those of the input where that is sharded
+            along the same dim and another one is transformed, else :func:`distman.split_sizes`.
+        group: A process group, the name of one, or None for the world.
+
+    Returns:
+        This rank's shard of the spectrum: complex64 for 32-bit input, complex128 for 64-bit input. Half-precision input
+        is computed in float32 under autocast. It need not be contiguous.
+
+    Raises:
+        ValueError: Dims, lengths, norm, sizes, dtype or group do not fit; without ``sizes`` on every rank: the shards
+            differ in dtype or in another dim.
+        PlanMismatchError: In debug mode, on every rank: the ranks call differently.
+
+    Example:
+        The spectrum of a signal of which each rank has a part::
+
+            spectrum = fft.fft(part)
+            assert torch.allclose(fft.ifft(spectrum).real, part)
+    """
+    return _transform("fft", "fft", tensor, n, dim, norm, shard_dim, out_dim, sizes, out_sizes, group)
+
+
+@collective
+def ifft(
+    tensor: torch.Tensor,
+    n: int | None = None,
+    dim: int = -1,
+    norm: str | None = None,
+    *,
+    shard_dim: int | None = None,
+    out_dim: int | None = None,
+    sizes: Sequence[int] | None = None,
+    out_sizes: Sequence[int] | None = None,
+    group: GroupLike = None,
+) -> torch.Tensor:
+    """Undo :func:`fft`, as ``torch.fft.ifft`` does.
+
+    Collective. Blocking. Differentiable, twice too. Arguments, cost and errors are those of :func:`fft`.
+    """
+    return _transform("ifft", "ifft", tensor, n, dim, norm, shard_dim, out_dim, sizes, out_sizes, group)
+
+
+@collective
+def rfft(
+    tensor: torch.Tensor,
+    n: int | None = None,
+    dim: int = -1,
+    norm: str | None = None,
+    *,
+    shard_dim: int | None = None,
+    out_dim: int | None = None,
+    sizes: Sequence[int] | None = None,
+    out_sizes: Sequence[int] | None = None,
+    group: GroupLike = None,
+) -> torch.Tensor:
+    """Transform real data along one dim to half of their spectrum, as ``torch.fft.rfft`` does.
+
+    Collective. Blocking. Differentiable, twice too. Arguments, cost and errors are those of :func:`fft`; the tensor
+    must be real. The result has length ``n // 2 + 1`` along ``dim``; half of a spectrum has as many bytes as the data.
+    """
+    return _transform("rfft", "rfft", tensor, n, dim, norm, shard_dim, out_dim, sizes, out_sizes, group)
+
+
+@collective
+def irfft(
+    tensor: torch.Tensor,
+    n: int | None = None,
+    dim: int = -1,
+    norm: str | None = None,
+    *,
+    shard_dim: int | None = None,
+    out_dim: int | None = None,
+    sizes: Sequence[int] | None = None,
+    out_sizes: Sequence[int] | None = None,
+    group: GroupLike = None,
+) -> torch.Tensor:
+    """Transform half of a spectrum along one dim to real data, as ``torch.fft.irfft`` does: undoes :func:`rfft`.
+
+    Collective. Blocking. Differentiable, twice too. Arguments, cost and errors are those of :func:`fft`; ``n`` counts
+    the points of the real signal, by default an even number, ``2 * (m - 1)`` for m frequencies: pass an odd one.
+    """
+    return _transform("irfft", "irfft", tensor, n, dim, norm, shard_dim, out_dim, sizes, out_sizes, group)
+
+
+@collective
+def hfft(
+    tensor: torch.Tensor,
+    n: int | None = None,
+    dim: int = -1,
+    norm: str | None = None,
+    *,
+    shard_dim: int | None = None,
+    out_dim: int | None = None,
+    sizes: Sequence[int] | None = None,
+    out_sizes: Sequence[int] | None = None,
+    group: GroupLike = None,
+) -> torch.Tensor:
+    """Transform half of a Hermitian signal along one dim to its real spectrum, as ``torch.fft.hfft`` does.
+
+    Collective. Blocking. Differentiable, twice too. Arguments, cost and errors are those of :func:`fft`; ``n`` counts
+    the points of the spectrum, by default an even number, ``2 * (m - 1)`` for m points of the signal.
+    """
+    return _transform("irfft", "hfft", tensor, n, dim, norm, shard_dim, out_dim, sizes, out_sizes, group)
+
+
+@collective
+def ihfft(
+    tensor: torch.Tensor,
+    n: int | None = None,
+    dim: int = -1,
+    norm: str | None = None,
+    *,
+    shard_dim: int | None = None,
+    out_dim: int | None = None,
+    sizes: Sequence[int] | None = None,
+    out_sizes: Sequence[int] | None = None,
+    group: GroupLike = None,
+) -> torch.Tensor:
+    """Transform a real spectrum along one dim to half of its signal, as ``torch.fft.ihfft`` does: undoes :func:`hfft`.
+
+    Collective. Blocking. Differentiable, twice too. Arguments, cost and errors are those of :func:`fft`; the tensor
+    must be real. The result has length ``n // 2 + 1`` along ``dim``.
+    """
+    return _transform("rfft", "ihfft", tensor, n, dim, norm, shard_dim, out_dim, sizes, out_sizes, group)
+
+
+@outside_graphs
+def _transform(
+    kind: Kind,
+    name: str,
+    tensor: torch.Tensor,
+    n: int | None,
+    dim: int,
+    norm: str | None,
+    shard_dim: int | None,
+    out_dim: int | None,
+    sizes: Sequence[int] | None,
+    out_sizes: Sequence[int] | None,
+    group: GroupLike,
+) -> torch.Tensor:
+    members = resolve_group(group)
+    check_tensor(tensor, members)
+    tensor = computable(name, kind, tensor)
+    dim = normalize_dim(dim, tensor.ndim)
+    shard = dim if shard_dim is None else normalize_dim(shard_dim, tensor.ndim, "shard_dim")
+    out = shard if out_dim is None else normalize_dim(out_dim, tensor.ndim, "out_dim")
+    norm, wanted = check_norm(norm), as_length(n)
+    check_call(
+        name,
+        tensor,
+        members,
+        free_dim=shard,
+        unites_grad=sizes is None,
+        dim=dim,
+        n=wanted,
+        norm=norm,
+        shard_dim=shard,
+        out_dim=out,
+        sizes=sizes,
+        out_sizes=out_sizes,
+    )
+    needs_no_sizes = shard == out != dim and out_sizes is None
+    shards: list[int] = []
+    if sizes is not None or not needs_no_sizes:
+        tensor, shards, shard = shard_sizes(name, tensor, sizes, shard, members)
+    full = dict(enumerate(tensor.shape)) | ({shard: sum(shards)} if shards else {})
+    length = signal_lengths(kind, name, {dim: full[dim]}, (wanted,))[dim]
+    full[dim] = length // 2 + 1 if kind == "rfft" else length
+    results = shards if needs_no_sizes else check_out_sizes(out_sizes, out, full[out], members)
+    if name in ("hfft", "ihfft"):
+        norm = DUAL[norm]
+    local = LocalTransform(kind, (dim,), length, norm)
+    result = _transform_shard(tensor.conj() if name == "hfft" else tensor, local, shard, shards, out, results, members)
+    return result.conj_physical() if name == "ihfft" else result
+
+
+def _transform_shard(
+    tensor: torch.Tensor,
+    local: LocalTransform,
+    shard: int,
+    shards: list[int],
+    out: int,
+    out_shards: list[int],
+    group: Group,
+) -> torch.Tensor:
+    (dim,), length = local.dims, local.length
+    if group.size == 1 and tensor.numel():  # torch fails on a batch of nothing
+        whole: torch.Tensor = getattr(torch.fft, local.kind)(tensor, length, dim, local.norm)
+        return whole
+    taken = length // 2 + 1 if local.kind == "irfft" else length
+    if shard != dim:
+        tensor = fit(tensor, dim, taken)
+        plan = LinePlan(local, shard, tuple(shards), out, tuple(out_shards), out, group)
+        result = execute(tensor, plan)
+        return resized(result, out, shards, out_shards, group) if shard == out else result
+    tensor, shards = cut_shards(tensor, dim, shards, taken, group.rank)
+    others = [one for one in range(tensor.ndim) if one != dim]
+    way = max(others, key=tensor.size) if others else tensor.ndim
+    if out == dim and (not others or tensor.shape[way] < group.size) and num_columns(length) > 1:
+        return transform_long(tensor, local, shards, out_shards, group)
+    plan = LinePlan(local, dim, tuple(shards), out, tuple(out_shards), way, group)
+    return execute(tensor, plan) if others else execute(tensor.unsqueeze(-1), plan).squeeze(-1)

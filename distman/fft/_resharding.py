@@ -1,0 +1,131 @@
+"""What linear maps of sharded tensors have in common: an adjoint, and the exchange that shards along another dim."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Sequence
+from typing import Any, Protocol
+
+import torch
+
+from distman._groups.registry import Group
+from distman.collectives._exchange import exchange
+from distman.fft._blocks import Index, LocalTransform, Run, blocks_of, empty_with_last
+
+
+class LinearMap(Protocol):
+    """A linear map from the shards of one tensor to the shards of another."""
+
+    def run(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Map a shard, which is left as it is.
+
+        Collective. Blocking.
+        """
+
+    def adjoint(self) -> LinearMap:
+        """Return the adjoint map."""
+
+
+class _Apply(torch.autograd.Function):
+    """Applies a map; its backward applies the adjoint, and so on."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, linear: LinearMap) -> torch.Tensor:
+        ctx.linear = linear
+        return linear.run(tensor).detach()  # no view, so that it may be changed in place
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+        return execute(grad, ctx.linear.adjoint()), None
+
+
+def execute(tensor: torch.Tensor, linear: LinearMap) -> torch.Tensor:
+    """Map a shard.
+
+    Collective. Blocking. Differentiable.
+    """
+    result: torch.Tensor = _Apply.apply(tensor, linear)
+    return result
+
+
+def move(
+    group: Group,
+    tensor: torch.Tensor,
+    local: LocalTransform | None,
+    split: int,
+    parts: Sequence[int],
+    join: int,
+    sizes: Sequence[int],
+    length: int,
+) -> torch.Tensor:
+    """Transform a tensor that is sharded along ``join``, and return it sharded along ``split``.
+
+    Args:
+        group: The group.
+        tensor: The shard.
+        local: A transform of dims that are whole here; None for none.
+        split: Dim that is split over the ranks.
+        parts: The lengths of the parts; what they leave is dropped.
+        join: Dim along which the shards are put together.
+        sizes: Their lengths along it.
+        length: Length of the result along it; what the shards lack is zero.
+    """
+    blocks = blocks_of(tensor, local, whole=[split])
+    shape, dtype = list(tensor.shape), tensor.dtype
+    if local is not None:
+        shape, dtype = local.shape(shape), local.dtype(dtype)
+    like = tensor.new_empty(0, dtype=dtype)
+    return exchange_blocks(group, blocks, like, shape, split, runs_of(parts), join, sizes, length)
+
+
+def exchange_blocks(
+    group: Group,
+    blocks: Iterable[tuple[Index, torch.Tensor]],
+    like: torch.Tensor,
+    shape: list[int],
+    split: int,
+    parts: Sequence[Sequence[Run]],
+    join: int,
+    sizes: Sequence[int],
+    length: int,
+) -> torch.Tensor:
+    """Do what :func:`move` does with a tensor that comes in blocks; a part may consist of several runs.
+
+    In memory ``join`` comes last, for what is to be transformed along it.
+
+    Args:
+        group: The group.
+        blocks: The blocks, each with its place.
+        like: A tensor of their dtype and device.
+        shape: Shape of all of them together.
+        split: Dim that is split over the ranks.
+        parts: For each rank, the start and length of the runs that it gets.
+        join: Dim along which the shards are put together.
+        sizes: Their lengths along it.
+        length: Length of the result along it; what the shards lack is zero.
+    """
+    rank, shape = group.rank, list(shape)
+    lengths = [sum(number for _, number in runs) for runs in parts]
+    shape[split], shape[join] = lengths[rank], length
+    joined = empty_with_last(like, shape, [join])
+    joined.narrow(join, sum(sizes), length - sum(sizes)).zero_()
+    receives = list(joined.narrow(join, 0, sum(sizes)).split_with_sizes(list(sizes), join))
+    sends: list[torch.Tensor] = []
+    targets: list[tuple[torch.Tensor, Run]] = []
+    for other, runs in enumerate(parts):
+        shape[split], shape[join] = lengths[other], sizes[rank]
+        sends.append(receives[rank] if other == rank else empty_with_last(like, shape, [join]))
+        places = sends[other].split_with_sizes([number for _, number in runs], split)
+        targets += zip(places, runs, strict=True)
+    for index, block in blocks:
+        for target, run in targets:
+            target[index] = block.narrow(split, *run)
+    flat_sends, flat_receives = ([one.movedim(join, -1) for one in pieces] for pieces in (sends, receives))
+    flat_receives[rank] = flat_sends[rank]
+    exchange(flat_sends, flat_receives, group)
+    return joined
+
+
+def runs_of(sizes: Sequence[int]) -> list[list[Run]]:
+    """Return parts of these lengths, one behind the other, as a run each."""
+    return [[(end - size, size)] for size, end in zip(sizes, itertools.accumulate(sizes), strict=True)]

@@ -1,0 +1,145 @@
+"""The barrier over a store in memory: all that came hear the same, and what that costs does not grow with the ranks."""
+
+import functools
+import random
+import re
+from collections import Counter
+
+import pytest
+from torch.distributed import HashStore
+
+from distman._coordination import protocol, sync
+from distman._coordination.barrier import wait_for_all
+from distman._coordination.sync import StoreGroup
+from distman.errors import BarrierTimeoutError, RankFailedError
+
+from .ranks import at_once, leave, places, store_groups
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 5])
+def test_a_barrier_opens_when_all_have_come_and_leaves_no_keys(num_ranks):
+    groups = store_groups(num_ranks)
+    come = [functools.partial(wait_for_all, group, "barrier 0", timeout=10) for group in groups]
+    assert at_once(*come) == [None] * num_ranks
+    at = {protocol.at(rank) for rank in range(num_ranks)}
+    assert all(groups[0].store.check([key]) for key in at)
+    assert groups[0].store.num_keys() - len(at) == groups[0].store.check([protocol.LEFT])  # a look makes that counter
+
+
+def test_all_that_came_to_a_barrier_learn_who_did_not():
+    first, second, _ = store_groups(3)
+    results = at_once(
+        lambda: wait_for_all(first, "barrier 0", timeout=0.05, locate=lambda ranks: dict.fromkeys(ranks, "in main")),
+        lambda: wait_for_all(second, "barrier 0", timeout=60),
+    )
+    for error in results:
+        assert isinstance(error, BarrierTimeoutError)
+        assert "barrier 0 failed: within 0.05 s, 1 of 3 ranks did not come: rank 2 (n1, pid 102), in main" in str(error)
+
+
+def test_a_rank_that_comes_after_the_others_gave_up_is_told():
+    first, second = store_groups(2)
+    with pytest.raises(BarrierTimeoutError):
+        wait_for_all(first, "barrier 0", timeout=0)
+    with pytest.raises(RankFailedError, match=r"rank 0 .* raised BarrierTimeoutError"):
+        wait_for_all(second, "barrier 0", timeout=60)
+
+
+def test_ranks_at_two_barriers_miss_each_other():
+    first, second = store_groups(2)
+    results = at_once(
+        lambda: wait_for_all(first, "barrier 0 'a'", timeout=0.05),
+        lambda: wait_for_all(second, "barrier 0 'b'", timeout=0.05),
+    )
+    assert [type(error) for error in results] == [BarrierTimeoutError] * 2
+
+
+def test_a_rank_that_left_is_found_by_one_and_told_to_all():
+    first, second, third = store_groups(3)
+    leave(first.job_store, 2)
+    results = at_once(*(functools.partial(wait_for_all, group, "barrier 0", timeout=60) for group in (first, second)))
+    for error in results:
+        assert isinstance(error, RankFailedError)
+        assert (error.rank, error.error_type) == (2, "left")
+    with pytest.raises(RankFailedError, match="left the job"):
+        wait_for_all(third, "barrier 0", timeout=60)
+
+
+def test_who_looks_without_an_answer_is_relieved(monkeypatch):
+    monkeypatch.setattr(sync, "_LOOKER_PATIENCE", 0.0)
+    monkeypatch.setattr(sync, "_LOOKER_PATIENCE_PER_RANK", 0.0)
+    group, *_ = store_groups(3)
+    group.store.set(protocol.looker("barrier 0", "late"), "1")  # and is stopped, or dead
+    with pytest.raises(BarrierTimeoutError, match="2 of 3 ranks did not come"):
+        wait_for_all(group, "barrier 0", timeout=0.0)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_all_that_come_hear_the_same(seed):
+    """Ranks come at any time with any limit, or leave; who comes passes with all others, or hears what they hear."""
+    rng = random.Random(seed)  # noqa: S311 - it draws no secrets
+    groups = store_groups(rng.randint(2, 6))
+    fates = {group.rank: rng.choice(["comes", "comes", "comes", "leaves", "stays away"]) for group in groups}
+    moments = {group.rank: rng.choice([0.0, 0.02, 0.04]) for group in groups}
+    limits = {group.rank: rng.choice([0.0, 0.02, 0.04]) for group in groups}
+
+    def go(group):
+        group.wait_until(lambda: False, place="a moment", awaited=list, timeout=moments[group.rank])
+        if fates[group.rank] == "leaves":
+            leave(group.job_store, group.rank)
+        if fates[group.rank] == "comes":
+            wait_for_all(group, "barrier 0", timeout=limits[group.rank])
+
+    results = at_once(*(functools.partial(go, group) for group in groups))
+    heard = {cause(results[rank]) for rank, fate in fates.items() if fate == "comes"}
+    assert len(heard) <= 1, f"{fates} {moments} {limits}"
+    assert None not in heard or set(fates.values()) == {"comes"}
+
+
+def cause(error):
+    """What was heard, whether as the error of the barrier or as that of a rank which gave up."""
+    text = re.sub(r".* raised BarrierTimeoutError: ", "", str(error)).partition("\n")[0]
+    return text if error is not None else None
+
+
+class CountingStore(HashStore):
+    """Counts what is asked, without the looks at the outcome: how many there are depends on the time they wait."""
+
+    def __init__(self):
+        super().__init__()
+        self.asked = Counter()
+
+    def check(self, keys):
+        if keys != [protocol.outcome("barrier 1")]:
+            self.asked["check"] += 1
+        return super().check(keys)
+
+
+for name in ("add", "compare_set", "delete_key", "get", "multi_get", "set"):
+
+    def method(self, *arguments, name=name):
+        self.asked[name] += 1
+        return getattr(HashStore, name)(self, *arguments)
+
+    setattr(CountingStore, name, method)
+
+
+def calls_per_rank(num_ranks, end):
+    """The calls of a barrier at which one rank of many does not come."""
+    store = CountingStore()
+    groups = [
+        StoreGroup(store, store, rank, range(num_ranks), places(num_ranks), look_around_every=60.0, leaving=0.0)
+        for rank in range(num_ranks)
+    ]
+    for rank in range(0, num_ranks, 2):  # the others have been at no barrier yet
+        store.set(protocol.at(rank), "barrier 0")
+    store.asked.clear()
+    end(store, num_ranks - 1)
+    errors = at_once(*(functools.partial(wait_for_all, group, "barrier 1", timeout=0.2) for group in groups[:-1]))
+    assert len(set(map(cause, errors))) == 1
+    return sum(store.asked.values()) / num_ranks
+
+
+@pytest.mark.parametrize("end", [lambda _store, _rank: None, leave], ids=["missing", "left"])
+def test_what_a_barrier_that_fails_costs_does_not_grow_with_the_ranks(end):
+    assert max(calls_per_rank(num_ranks, end) for num_ranks in (25, 100)) < 25

@@ -1,0 +1,68 @@
+"""Regions belong to a thread and to the threads that it starts; nothing is left of them afterwards."""
+
+import threading
+
+import torch
+
+from distman._coordination.tracking import Restricted, depth, restriction
+from distman._torch_internals import regions
+
+
+def seen_by_a_thread(seen):
+    thread = threading.Thread(target=lambda: seen.append(restriction()))
+    thread.start()
+    thread.join()
+
+
+def test_new_threads_are_in_the_regions_of_their_maker():
+    seen = []
+    with Restricted("outer", frozenset({0, 1})), Restricted("inner", frozenset({0})) as inner:
+        seen_by_a_thread(seen)
+        assert depth() == 2
+    seen_by_a_thread(seen)
+    assert seen == [inner, None]
+
+
+def test_a_thread_outlives_the_region_that_it_was_started_in():
+    over, seen = threading.Event(), []
+    thread = threading.Thread(target=lambda: (over.wait(), seen.append((depth(), restriction()))))
+    with Restricted("outer", frozenset({0})) as outer:
+        with Restricted("inner", frozenset({0})):
+            thread.start()
+        assert restriction() is outer
+        over.set()
+        thread.join()
+    assert seen == [(1, outer)]
+
+
+def test_a_backward_pass_has_the_regions_of_its_caller_in_every_thread():
+    seen = []
+
+    class Look(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, tensor, depth):
+            ctx.depth = depth
+            return tensor.clone()
+
+        @staticmethod
+        def backward(ctx, grad):
+            if not ctx.depth:
+                seen.append((threading.current_thread() is threading.main_thread(), restriction()))
+                return grad, None
+            with torch.enable_grad():
+                inner = Look.apply(torch.ones(1, requires_grad=True), ctx.depth - 1).sum()
+            inner.backward()
+            return grad, None
+
+    with Restricted("region", frozenset({0})) as region:
+        for depth_ in (0, 70):  # so deep that autograd takes a thread of its pool
+            Look.apply(torch.ones(1, requires_grad=True), depth_).backward()
+    assert seen == [(True, region), (False, region)]
+
+
+def test_nothing_is_asked_outside_of_regions():
+    included = torch._C._dispatch_tls_local_include_set
+    before = str(included())
+    with Restricted("region", frozenset({0})):
+        assert str(included()) != before
+    assert (str(included()), regions(), depth()) == (before, (), 0)

@@ -1,0 +1,69 @@
+"""What is asked of the class instead of an instance, or by a name that does not exist, is an error."""
+
+import inspect
+import pydoc
+import typing
+from unittest import mock
+
+import pytest
+
+from distman import DistributedManager
+from distman._process_state import reset
+
+
+@pytest.fixture(autouse=True)
+def fresh_process():
+    reset()
+    yield
+    reset()
+
+
+def is_property(name):
+    return isinstance(inspect.getattr_static(DistributedManager, name), property)
+
+
+PROPERTIES = [name for name in dir(DistributedManager) if is_property(name) and not name.startswith("_")]
+
+
+def test_the_properties_are_seen():
+    assert {"rank", "is_main", "device", "mesh_dims", "group_names", "broadcast_buffers"} <= set(PROPERTIES)
+
+
+@pytest.mark.parametrize("is_initialized", [False, True])
+@pytest.mark.parametrize("name", PROPERTIES)
+def test_a_property_of_the_class_is_an_error_that_shows_the_parentheses(name, is_initialized):
+    if is_initialized:
+        DistributedManager.initialize(device="cpu")
+    with pytest.raises(AttributeError, match=rf"got the class .*\. Write DistributedManager\(\)\.{name}, with"):
+        getattr(DistributedManager, name)
+
+
+def test_a_subclass_is_named():
+    class Own(DistributedManager):
+        pass
+
+    with pytest.raises(AttributeError, match=r"Write Own\(\)\.rank, with parentheses"):
+        _ = Own.rank
+
+
+@pytest.mark.parametrize("name", PROPERTIES)
+def test_tools_find_a_property_of_the_class(name):
+    found = dict(inspect.getmembers(DistributedManager))
+    assert isinstance(found[name], property)
+    assert f" |  {name}\n" in pydoc.render_doc(DistributedManager, renderer=pydoc.plaintext)
+    assert hasattr(mock.create_autospec(DistributedManager), name)
+
+
+@pytest.mark.parametrize("name", PROPERTIES)
+def test_a_property_has_a_type(name):
+    hints = typing.get_type_hints(inspect.getattr_static(DistributedManager, name).fget)
+    assert hints["return"] is not typing.Any
+
+
+@pytest.mark.parametrize("name", ["rnk", "group_sizes", "_rank", "__wrapped__"])
+def test_a_name_that_does_not_exist_is_an_error_for_type_checkers_too(name):
+    """A method ``__getattr__`` would answer for any name, and no type checker would find a misspelt one."""
+    assert inspect.getattr_static(DistributedManager, "__getattr__", None) is None
+    manager = DistributedManager.initialize(device="cpu")
+    with pytest.raises(AttributeError, match=f"has no attribute '{name}'"):
+        getattr(manager, name)

@@ -1,0 +1,125 @@
+"""A copy of the manager is the manager: however it is made, it is a view of the one state that there is where it is."""
+
+import copy
+import functools
+import io
+import multiprocessing
+import pickle
+
+import cloudpickle
+import pytest
+import torch
+from torch.optim.swa_utils import AveragedModel
+
+from distman import DistributedManager, NotInitializedError, ParallelExecutor
+from distman._process_state import reset
+from distman.handler import NNHandler
+from distman.testing import ranks
+
+from .views import Layer, ask
+
+
+@pytest.fixture(autouse=True)
+def fresh_process():
+    reset()
+    yield
+    reset()
+
+
+def saved_by_torch(value):
+    file = io.BytesIO()
+    torch.save(value, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+def pickled(value, protocol):
+    return pickle.loads(pickle.dumps(value, protocol))  # noqa: S301 - our own
+
+
+COPIES = {
+    "copy": copy.copy,
+    "deepcopy": copy.deepcopy,
+    "torch.save": saved_by_torch,
+    "cloudpickle": lambda value: cloudpickle.loads(cloudpickle.dumps(value)),
+    **{
+        f"pickle {protocol}": functools.partial(pickled, protocol=protocol)
+        for protocol in range(pickle.HIGHEST_PROTOCOL + 1)
+    },
+}
+
+
+def check_view(view):
+    """Check that a view follows the state: it goes with the job, and sees the next one."""
+    manager = DistributedManager()
+    assert type(view) is DistributedManager
+    assert (view.rank, view.world_size, view.group_size()) == (manager.rank, manager.world_size, manager.world_size)
+    view.find_unused_parameters = not manager.find_unused_parameters
+    assert view.find_unused_parameters == manager.find_unused_parameters
+    DistributedManager.cleanup()
+    with pytest.raises(NotInitializedError):
+        _ = view.rank
+    DistributedManager.initialize(device="cpu")
+    assert view.device == torch.device("cpu")
+
+
+@pytest.mark.parametrize("how", COPIES)
+@ranks(1, 2)
+def test_a_copy_is_a_view_of_the_same_state(how):
+    check_view(COPIES[how](DistributedManager()))
+
+
+@pytest.mark.parametrize("how", COPIES)
+@ranks(1, 2)
+def test_a_copy_of_a_model_that_keeps_the_manager_is_whole(how):
+    layer = COPIES[how](Layer())
+    layer(torch.ones(3, 2)).sum().backward()
+    assert layer.place["manager"].rank == layer.manager.rank
+    assert layer.size_of() == DistributedManager().world_size
+    check_view(layer.manager)
+
+
+@pytest.mark.parametrize("how", COPIES)
+def test_a_copy_of_a_subclass_is_of_that_class(how):
+    DistributedManager.initialize(device="cpu")
+    assert type(COPIES[how](Own())) is Own
+
+
+class Own(DistributedManager):
+    """A manager with a method of its own."""
+
+
+@ranks(2)
+def test_an_average_of_a_model_that_keeps_the_manager():
+    model = DistributedManager().wrap_ddp(Layer())
+    average = AveragedModel(model)
+    average.update_parameters(model)
+    check_view(average.module.module.manager)
+
+
+@ranks(2)
+def test_the_handler_averages_a_model_that_keeps_the_manager(rank):
+    handler = NNHandler(Layer, device="cpu")
+    handler.set_optimizer(torch.optim.SGD, lr=0.1)
+    handler.set_loss_fn(torch.nn.MSELoss())
+    data = torch.utils.data.TensorDataset(torch.ones(8, 2), torch.ones(8, 1))
+    handler.set_train_loader(data, batch_size=2)
+    handler.train(epochs=1, ema_decay=0.9)
+    assert handler.module.manager.rank == rank
+
+
+@ranks(2)
+def test_a_view_in_a_new_process_asks_the_manager_there():
+    context = multiprocessing.get_context("spawn")
+    answers = context.Queue()
+    process = context.Process(target=ask, args=(DistributedManager(), answers))
+    process.start()
+    assert answers.get(timeout=60) == (0, 1)
+    process.join()
+
+
+def test_the_workers_of_an_executor_get_a_view():
+    DistributedManager.initialize(device="cpu")
+    layer = Layer()
+    with ParallelExecutor(devices=["cpu"], pass_device=False) as executor:
+        assert executor.run(lambda: type(layer.manager).__name__) == ["DistributedManager"]

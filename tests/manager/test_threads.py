@@ -1,0 +1,161 @@
+"""Threads that start or end the job at once: one does it, the others wait and have the same answer or error."""
+
+import contextlib
+import os
+import random
+import signal
+import socket
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from distman import DistmanError, DistributedManager, NotInitializedError, RendezvousError
+from distman._manager.one_at_a_time import OneAtATime
+from distman._process_state import reset
+from distman.testing import ranks
+
+NUM_THREADS = 6
+
+
+@pytest.fixture(autouse=True)
+def fresh_process():
+    reset()
+    yield
+    reset()
+
+
+def at_once(function, num_threads=NUM_THREADS):
+    """Call a function in several threads at once, and return what each of them returned or raised."""
+    together = threading.Barrier(num_threads)
+
+    def call():
+        together.wait()
+        try:
+            return function()
+        except DistmanError as error:
+            return error
+
+    with ThreadPoolExecutor(num_threads) as pool:
+        return [future.result() for future in [pool.submit(call) for _ in range(num_threads)]]
+
+
+@pytest.mark.parametrize("num_threads", [2, 3, 8])
+@ranks(1, 2, 3, manager=False)
+def test_threads_that_initialize_at_once_share_the_answer(rank, world_size, num_threads):
+    for _ in range(3):
+        managers = at_once(DistributedManager.initialize, num_threads)
+        assert [(manager.rank, manager.world_size) for manager in managers] == [(rank, world_size)] * num_threads
+        DistributedManager().barrier()
+        at_once(DistributedManager.cleanup, num_threads)
+        assert not DistributedManager.is_initialized()
+
+
+def test_threads_that_initialize_at_once_share_the_error(monkeypatch):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    environ = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    errors = at_once(lambda: DistributedManager.initialize(rendezvous_timeout=1))
+    assert isinstance(errors[0], RendezvousError)
+    assert all(error is errors[0] for error in errors)
+    assert DistributedManager.initialize(use_distributed=False).world_size == 1
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_threads_that_start_and_end_at_random_disturb_nobody(seed):
+    generators = iter([random.Random(f"{seed} {index}") for index in range(NUM_THREADS)])  # noqa: S311 - a test
+
+    def work():
+        generator = next(generators)
+        for _ in range(50):
+            generator.choice([lambda: DistributedManager.initialize(device="cpu"), DistributedManager.cleanup])()
+            with contextlib.suppress(NotInitializedError):
+                assert DistributedManager().rank == 0
+
+    outcomes = at_once(work)
+    assert all(outcome is None or isinstance(outcome, NotInitializedError) for outcome in outcomes)
+    DistributedManager.cleanup()
+    assert DistributedManager.initialize(device="cpu").world_size == 1
+
+
+def test_a_start_within_a_start_of_the_same_thread_is_refused(monkeypatch):
+    seen = []
+
+    def start_again(*_):
+        DistributedManager.cleanup()
+        with pytest.raises(DistmanError, match="must not be called while this thread starts or ends the job") as error:
+            DistributedManager.initialize()
+        seen.append(error)
+
+    monkeypatch.setattr("distman.manager.requested_device", start_again)
+    DistributedManager.initialize()
+    assert len(seen) == 1
+    assert DistributedManager().world_size == 1
+
+
+class InterruptedByOtherError(Exception):
+    """What a signal handler raises, as the failure of another rank does."""
+
+
+def interrupt(*_):
+    raise InterruptedByOtherError
+
+
+@pytest.mark.parametrize("wait", ["start", "end"])
+def test_who_waits_for_another_thread_can_be_interrupted(wait):
+    turns, is_held, goes_on = OneAtATime(), threading.Event(), threading.Event()
+
+    def hold():
+        with turns.start():
+            is_held.set()
+            goes_on.wait()
+
+    def wait_for_holder():
+        signal.setitimer(signal.ITIMER_REAL, 0.05)  # seconds; without it the wait would not end
+        with getattr(turns, wait)():
+            pass
+
+    holder = threading.Thread(target=hold)
+    holder.start()
+    is_held.wait()
+    before = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        with pytest.raises(InterruptedByOtherError):
+            wait_for_holder()
+    finally:
+        signal.signal(signal.SIGALRM, before)
+        goes_on.set()
+        holder.join()
+    with turns.start() as is_first:
+        assert is_first
+
+
+def test_a_forked_child_does_not_wait_for_a_thread_of_its_parent():
+    is_held, goes_on = threading.Event(), threading.Event()
+
+    def hold():
+        from distman.manager import _turns
+
+        with _turns.start():
+            is_held.set()
+            goes_on.wait()
+
+    holder = threading.Thread(target=hold)
+    holder.start()
+    is_held.wait()
+    child = os.fork()
+    if child == 0:
+        signal.alarm(30)
+        os._exit(DistributedManager.initialize(use_distributed=False).rank)
+    goes_on.set()
+    holder.join()
+    assert os.waitpid(child, 0)[1] == 0
+
+
+@pytest.mark.parametrize(("seed", "error"), [("7", TypeError), (1.5, TypeError), (True, TypeError), (-1, ValueError)])
+def test_a_wrong_seed_is_refused_before_there_is_a_job(seed, error):
+    with pytest.raises(error, match="seed must be"):
+        DistributedManager.initialize(seed=seed)
+    assert not DistributedManager.is_initialized()
