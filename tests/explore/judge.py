@@ -15,7 +15,7 @@ BLAME = re.compile(
     r"\brank (\d+) \([^,()]*, pid \d+\)(?:, which served the job's store[^,]*,)?"
     r" (?:raised|died|has been silent|left)"
 )
-MISSING = re.compile(r"missing: ((?:rank \d+(?: \([^)]*\))?(?:, | and )?)+)")
+MISSING = re.compile(r"missing: ranks? (.*)\. Present")  # such as `ranks 2 (expected on n3), 4`
 OPENS_STORE = "must open the job's store"  # rank 0, by whatever name
 EXITS = ("sys.exit(0)", "os._exit(0)")
 
@@ -36,7 +36,7 @@ def judge(case: Case, outcome: Outcome) -> list[str]:
 
 def blamed(text: str) -> set[int]:
     """Return the ranks of which a text says that they failed."""
-    missing = {int(rank) for found in MISSING.findall(text) for rank in re.findall(r"rank (\d+)", found)}
+    missing = {int(rank) for found in MISSING.findall(text) for rank in re.findall(r"(?:^|, )(\d+)", found)}
     return {int(rank) for rank in BLAME.findall(text)} | missing
 
 

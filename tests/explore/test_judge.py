@@ -120,7 +120,11 @@ def test_kept_promises(case, outcome):
         (BARRIER, seen(ended(0), ended(1, left=("$TMPDIR/x",))), "rank 1 left $TMPDIR/x"),
         (CAUGHT, seen(ended(0, code=5), ended(1, code=5, open=("7: pipe",))), "rank 1 left open 7: pipe"),
         (CAUGHT, seen(ended(0, code=5), ended(1, code=1)), "must end with 5, got 1"),
-        (EARLY, seen(*each("missing: rank 1 (expected on n3)")[:1], ended(1, said="missing: rank 2")), "got [1]"),
+        (
+            EARLY,
+            seen(*each("missing: rank 1 (expected on n3). Present")[:1], ended(1, said="missing: rank 2. Present")),
+            "got [1]",
+        ),
         (LAST, seen(done(0), ended(1)), "rank 1 must end with 0, got 1"),
         (HARMLESS, seen(done(0), ended(1), failing=done(2)), "rank 1 must end with 0, got 1"),
         (HARMLESS, seen(done(0), ended(1, code=0), failing=done(2)), "rank 1 names [2] though nobody waits"),
@@ -136,7 +140,10 @@ def test_who_is_said_to_have_failed():
     served = "rank 0 (vm, pid 7), which served the job's store at tcp://127.0.0.1:31419, died: its connection broke"
     assert blamed(served) == {0}
     assert blamed("rank 1 (vm, pid 7) waits in barrier 3; rank 2 (vm, pid 8), at train.py:7") == set()
-    assert blamed("1 of 3 ranks joined within 6 s; missing: rank 1 (expected on n2), rank 2. Present: rank 0") == {1, 2}
+    assert blamed("1 of 3 ranks joined within 6 s; missing: ranks 1 (expected on n2), 2. Present: 0 (n1, pid 5).") == {
+        1,
+        2,
+    }
 
 
 def test_the_page():
