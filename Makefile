@@ -21,9 +21,9 @@ demo: $(installed)  ## Train a small model on two processes.
 check: lint  ## Check the style, and run the unit tests.
 	$(python) -m pytest -m unit --numprocesses=2 --dist=worksteal
 
-test: lint  ## Check the style, run all tests, build the documentation.
+test: $(installed)  ## Check the style, build the documentation, run all tests.
+	$(MAKE) --jobs=2 --output-sync lint docs  # each keeps one core busy
 	$(python) -m pytest --numprocesses=4 --dist=worksteal
-	$(MAKE) docs
 
 # What is pinned for the ordinary tests is the oldest torch that setup.cfg allows.
 test-newest:  ## Run the tests that need no launcher with the newest torch.

@@ -9,7 +9,9 @@ import torch
 import torch.distributed as dist
 
 from distman._log import logger
+from distman.environments import LAUNCHERS, detect
 from distman.environments._base import read_flag
+from distman.errors import LaunchEnvironmentError
 
 _ALLOW_SHARED = "DISTMAN_ALLOW_SHARED_GPU"
 _BACKENDS = {"cpu": "cpu:gloo", "cuda": "cpu:gloo,cuda:nccl", "xpu": "cpu:gloo,xpu:xccl"}
@@ -30,6 +32,8 @@ def pick_device(local_rank: int = 0, local_world_size: int | None = None) -> tor
     device_type, count = _accelerator()
     if device_type == "cpu":
         return torch.device("cpu")
+    if has_own_devices(os.environ):
+        local_rank, local_world_size = 0, 1
     index = pick_index(count, local_rank, local_world_size, shared=is_sharing_allowed(os.environ))
     return torch.device(device_type, index)
 
@@ -58,6 +62,15 @@ def pick_index(visible: int, local_rank: int, local_world_size: int | None = Non
             f"(srun --gpus-per-task=1), or set {_ALLOW_SHARED}=1 to let ranks share."
         )
     return local_rank % visible
+
+
+def has_own_devices(environ: Mapping[str, str]) -> bool:
+    """Return whether the launcher says that no other rank sees the devices that this process sees."""
+    try:
+        launcher = LAUNCHERS[detect(environ).environment.launcher]
+    except (LaunchEnvironmentError, ValueError):
+        return False
+    return launcher.has_own_gpus is not None and launcher.has_own_gpus(environ)
 
 
 def is_sharing_allowed(environ: Mapping[str, str]) -> bool:

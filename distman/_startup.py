@@ -8,7 +8,7 @@ import os
 from distman._coordination.failure import hook
 from distman._coordination.failure.job_abort import abort_job_after
 from distman._coordination.failure.record import FailureRecord
-from distman._rendezvous.early_failure import tell_waiting_ranks
+from distman._rendezvous.early_failure import is_started_by_rank, tell_waiting_ranks
 from distman.environments import detect
 from distman.errors import LaunchEnvironmentError
 
@@ -24,7 +24,12 @@ def watch() -> None:
 
 
 def _tell(error: BaseException) -> None:
+    if is_started_by_rank(os.environ):
+        return
     environment = detect(os.environ).environment
     abort_job_after(error, environment)
-    record = FailureRecord.of(error, environment.rank)
-    tell_waiting_ranks(dataclasses.asdict(record), os.environ)
+    record = dataclasses.asdict(FailureRecord.of(error, environment.rank))
+    if isinstance(error, KeyboardInterrupt):
+        tell_waiting_ranks(record, os.environ, patience=0)  # whoever pressed Ctrl-C wants it to end
+    else:
+        tell_waiting_ranks(record, os.environ)

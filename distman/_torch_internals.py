@@ -254,6 +254,11 @@ def all_reduce_traced(tensor: torch.Tensor, operation: str, process_group: dist.
 # Tensors, their memory, and the states of modules
 
 
+def is_forward_mode() -> bool:
+    """Return whether derivatives are being computed forward, so that a tensor may carry a tangent."""
+    return torch.autograd.forward_ad._current_level >= 0
+
+
 def norms(tensors: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
     """Return the 2-norm of each tensor, by one kernel for all of them."""
     return torch._foreach_norm(tensors)

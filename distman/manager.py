@@ -63,7 +63,8 @@ class DistributedManager(Place, GroupQueries, GroupCreation):
     ) -> DistributedManager:
         """Find out who this process is, bring the job together, and return the manager.
 
-        Collective. Writes nothing into ``os.environ`` and prints nothing. A second call warns and changes
+        Collective. Prints nothing, and writes nothing into ``os.environ`` but the interface for gloo where it would choose
+        the loopback. A second call warns and changes
         nothing; a call that failed leaves no trace and can be repeated. Of threads that call at once one
         initializes, the others wait and have its answer or its error. A default process group that other
         code made is adopted, and left in place by :meth:`cleanup`.

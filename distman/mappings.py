@@ -211,6 +211,10 @@ class _Copy(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
         return _Reduce.apply(grad, ctx.group), None
 
+    @staticmethod
+    def jvp(ctx: Any, tangent: torch.Tensor, *_: None) -> Any:
+        return _Copy.apply(tangent, ctx.group)
+
 
 class _Reduce(torch.autograd.Function):
     @staticmethod
@@ -222,6 +226,10 @@ class _Reduce(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
         # A view would let two gradients share memory: autograd keeps a gradient that nobody else holds as it is.
         return _Copy.apply(grad, ctx.group) if torch.is_grad_enabled() else grad, None
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: torch.Tensor, *_: None) -> Any:
+        return _Reduce.apply(tangent, ctx.group)
 
 
 class _Scatter(torch.autograd.Function):
@@ -235,6 +243,10 @@ class _Scatter(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
         return _Gather.apply(grad, *ctx.arguments), None, None, None
 
+    @staticmethod
+    def jvp(ctx: Any, tangent: torch.Tensor, *_: None) -> Any:
+        return _Scatter.apply(tangent, *ctx.arguments)
+
 
 class _Gather(torch.autograd.Function):
     @staticmethod
@@ -246,3 +258,7 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
         return _Scatter.apply(grad, *ctx.arguments), None, None, None
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: torch.Tensor, *_: None) -> Any:
+        return _Gather.apply(tangent, *ctx.arguments)

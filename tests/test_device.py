@@ -53,6 +53,16 @@ def test_shared_gpus_are_taken_in_turn():
     assert [pick_index(2, local_rank, 4, shared=True) for local_rank in range(4)] == [0, 1, 0, 1]
 
 
+def test_a_task_of_slurm_with_gpus_of_its_own_takes_the_first(see, monkeypatch):
+    see(2)
+    for name, value in (fake_environment("slurm", tasks=3)[2] | {"SLURMD_TRES_BIND": "gpu:per_task:2"}).items():
+        monkeypatch.setenv(name, value)
+    assert pick_device(2, 3) == torch.device("cuda:0")
+    monkeypatch.setenv("SLURMD_TRES_BIND", "gpu:closest")
+    with pytest.raises(ValueError, match="3 ranks on this host and 2 GPUs"):
+        pick_device(2, 3)
+
+
 def test_without_a_gpu_a_rank_computes_on_the_cpu():
     assert pick_device(3, 4) == torch.device("cpu")
 

@@ -9,6 +9,7 @@ import threading
 from collections.abc import Sequence
 from pathlib import Path
 
+from distman._rendezvous.sockets import addresses_of, is_own
 from distman.environments._diagnostics import Host
 
 _LIMIT = 1.0
@@ -30,7 +31,7 @@ def this_host() -> Host:
         first_open_port=_first_open_port(),
         max_open_files=None if soft_limit == resource.RLIM_INFINITY else soft_limit,
         resolve=_resolve,
-        is_own=_is_own,
+        is_own=is_own,
         is_reachable=_is_reachable,
     )
 
@@ -51,21 +52,9 @@ def _resolve(name: str) -> Sequence[str] | None:
 
 def _addresses(name: str) -> list[str]:
     try:
-        answers = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
-    except (OSError, UnicodeError):  # a name may be too long or empty in parts
-        return []
-    return list(dict.fromkeys(str(place[0]) for *_, place in answers))
-
-
-def _is_own(address: str) -> bool:
-    """Return whether a socket can have the address, which only a host's own can."""
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    try:
-        with socket.socket(family, socket.SOCK_DGRAM) as one:
-            one.bind((address, 0))
+        return addresses_of(name)
     except OSError:
-        return False
-    return True
+        return []
 
 
 def _is_reachable(address: str, port: int) -> bool:

@@ -15,6 +15,7 @@ from distman._coordination.failure import hook
 from distman._coordination.monitor.context import late_after
 from distman._coordination.monitor.watcher import Watcher
 from distman._coordination.timeouts import run_with_timeout
+from distman._job.interface import forget_interface
 from distman._job.job import Job
 from distman._rendezvous.join import Rendezvous
 from distman._torch_internals import GLOO_THREADS
@@ -50,6 +51,7 @@ def leave(job: Job, watcher: Watcher | None) -> None:
     if dist.is_initialized():
         dist.destroy_process_group()
     wait_for_gloo()
+    forget_interface()
     job.rendezvous.job_store.close()
 
 

@@ -8,6 +8,7 @@ import os
 import weakref
 from collections.abc import Iterator
 from datetime import timedelta
+from urllib.parse import urlsplit
 
 import torch
 import torch.distributed as dist
@@ -18,6 +19,7 @@ from distman._coordination.failure.reporter import JobReporter
 from distman._coordination.monitor.context import WatchContext, WatchLimits
 from distman._coordination.monitor.watcher import Watcher, announce_unwatched
 from distman._device import backend_for, is_pure_gloo, pick_device
+from distman._job.interface import choose_interface
 from distman._job.job import Job, Limits, abort_job
 from distman._process_state import keep_garbage_from_children
 from distman._rendezvous.join import Rendezvous, join, join_at, join_record_of
@@ -65,7 +67,7 @@ def start(environment: LaunchEnvironment, backend: str | None, requested: torch.
         environment=environment,
     )
     try:
-        _make_process_group(job, rendezvous.store)
+        _make_process_group(job, rendezvous.store, rendezvous.job_store.url)
         rendezvous.store.add(protocol.STARTED, 1)
     except BaseException:  # Ctrl-C too: a store without a process group would make the others wait
         rendezvous.job_store.close()
@@ -136,9 +138,11 @@ def _job_of_one(environment: LaunchEnvironment, requested: torch.device | None, 
     return Job(peers[0], 1, device, None, limits, peers, environment)
 
 
-def _make_process_group(job: Job, store: dist.Store) -> None:
+def _make_process_group(job: Job, store: dist.Store, url: str) -> None:
     if job.device.type == "cuda":
         torch.cuda.set_device(job.device)
+    if job.peer.num_nodes > 1:
+        choose_interface(_other_hosts(job, url))
     with counting_no_failed_group():
         dist.init_process_group(
             backend=job.backend,
@@ -150,6 +154,14 @@ def _make_process_group(job: Job, store: dist.Store) -> None:
         )
     if job.backend is not None and is_pure_gloo(job.backend) and dist.group.WORLD is not None:
         make_gloo_default(dist.group.WORLD)
+
+
+def _other_hosts(job: Job, url: str) -> Iterator[str]:
+    """Generate names of other hosts: where the ranks met, which all of them know, then those that ranks have."""
+    yield urlsplit(url).hostname or ""
+    for host, _ in itertools.groupby(peer.host for peer in job.roll_call):
+        if host != job.peer.host:
+            yield host
 
 
 def _join_in_group(me: JoinRecord, limits: Limits) -> Rendezvous:

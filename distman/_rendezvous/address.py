@@ -6,9 +6,10 @@ import dataclasses
 import hashlib
 import os
 from collections.abc import Mapping
-from pathlib import Path
 
 from distman._rendezvous import mpi
+from distman._rendezvous.ancestry import ancestors
+from distman._rendezvous.sockets import means_loopback
 from distman.environments import LAUNCHERS, Family, LaunchEnvironment
 from distman.errors import RendezvousError
 
@@ -17,7 +18,6 @@ _FIRST_PORT = 23000
 _NUM_PORTS = 9000  # so many that two jobs of one host seldom derive the same one
 _NUM_CANDIDATES = 8  # ports tried in turn; jobs of one host seldom take more than a few
 _LOCALHOST = "127.0.0.1"
-_LOOPBACK_NAMES = ("localhost", "127.0.0.1", "::1")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,6 +32,7 @@ class Endpoint:
         is_host: Whether this process opens the store.
         host: Who opens the store, for messages, such as ``"rank 0"``.
         has_agent: Whether a launcher's agent already serves a TCPStore there.
+        is_on_one_host: Whether the launcher says that all ranks run on this host.
     """
 
     job_id: str
@@ -41,6 +42,7 @@ class Endpoint:
     is_host: bool
     host: str = "rank 0"
     has_agent: bool = False
+    is_on_one_host: bool = False
 
     @property
     def url(self) -> str:
@@ -63,6 +65,8 @@ def find_endpoint(environment: LaunchEnvironment, environ: Mapping[str, str]) ->
     job_id = environment.job_id or _anonymous_job(environment)
     if launcher.agent is not None and launcher.agent.is_serving(environ):
         return _agent_point(environment, job_id)
+    if environment.world_size == 1:
+        return _lone_point(job_id)
     address, address_source = _address(environment, environ)
     if address is None:
         if launcher.family is Family.MPI:
@@ -79,6 +83,7 @@ def find_endpoint(environment: LaunchEnvironment, environ: Mapping[str, str]) ->
         source=f"address from {address_source}, port {port_source}",
         is_host=is_host,
         host="the first task of the first node" if by_place and not environment.is_on_one_node else "rank 0",
+        is_on_one_host=environment.is_on_one_node,
     )
 
 
@@ -109,6 +114,18 @@ def _agent_point(environment: LaunchEnvironment, job_id: str) -> Endpoint:
     )
 
 
+def _lone_point(job_id: str) -> Endpoint:
+    """Return where nobody else comes: other jobs, of one rank too, may have the same name and port."""
+    return Endpoint(
+        job_id=f"{job_id}/{os.getpid()}",
+        addresses=(_LOCALHOST,),
+        ports=(),
+        source="the job has one rank, which meets nobody",
+        is_host=True,
+        is_on_one_host=True,
+    )
+
+
 def _main_variables(environment: LaunchEnvironment) -> str:
     return " and ".join(_variable(environment, field) for field in ("main_address", "main_port"))
 
@@ -122,7 +139,7 @@ def _variable(environment: LaunchEnvironment, field: str) -> str:
 def _address(environment: LaunchEnvironment, environ: Mapping[str, str]) -> tuple[str | None, str]:
     given = environ.get("MASTER_ADDR")
     if given:
-        if given in _LOOPBACK_NAMES and _spans_nodes(environment):
+        if means_loopback(given) and _spans_nodes(environment):
             raise RendezvousError(
                 f"MASTER_ADDR must be an address that all nodes reach, got {given!r} from the environment of "
                 "a job on several nodes. Unset it, or set it to the name of rank 0's node."
@@ -135,7 +152,8 @@ def _address(environment: LaunchEnvironment, environ: Mapping[str, str]) -> tupl
         return _LOCALHOST, "the launcher, which says that all ranks run on one node"
     if launcher.family is Family.MPI and (environment.main_address is None or mpi.is_installed()):
         return None, ""
-    return environment.main_address, f"the variables of {environment.launcher}"
+    without = ", which are a guess without mpi4py" if launcher.family is Family.MPI else ""
+    return environment.main_address, f"the variables of {environment.launcher}{without}"
 
 
 def _spans_nodes(environment: LaunchEnvironment) -> bool:
@@ -166,17 +184,8 @@ def _anonymous_job(environment: LaunchEnvironment) -> str:
 
 def _launcher_pid(process_names: tuple[str, ...]) -> int:
     """Return the pid of the launcher's process on this host, passing over shells in between."""
-    pid = os.getppid()
-    while pid > 1:
-        try:
-            stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8")
-        except OSError:
-            break
-        name, _, rest = stat.partition("(")[2].rpartition(")")
-        if name.startswith(process_names):
-            return pid
-        pid = int(rest.split()[1])
-    return os.getppid()
+    named = (ancestor.pid for ancestor in ancestors() if ancestor.name.startswith(process_names))
+    return next(named, os.getppid())
 
 
 def _no_address(environment: LaunchEnvironment) -> str:

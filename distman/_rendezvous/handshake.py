@@ -27,7 +27,7 @@ from distman.errors import RendezvousError
 
 _MAX_LINE_BYTES = 1 << 20  # a failure with a long traceback fits; a foreign service cannot fill the memory
 _PATIENCE = 3.0  # seconds: a foreign service may accept and never answer, a handshake server takes milliseconds
-_BACKLOG = 4096  # connections: all ranks of a large job come at once
+_SHORTEST_PATIENCE = 0.2  # seconds, also where no time is left: a server on another host answers in milliseconds
 _FIRST_PAUSE = 0.01  # seconds: ranks of one launch start within milliseconds of each other
 _LONGEST_PAUSE = 0.5  # seconds: more would delay a job whose first rank starts late
 
@@ -47,35 +47,6 @@ class Identity:
     def of(cls, job_id: str) -> Identity:
         """Return the identity of the job of this name under this user."""
         return cls(job=job_id, user=str(os.getuid()))
-
-
-def bind_listener(address: str, port: int) -> socket.socket:
-    """Return a socket that listens at the port; port 0 takes any free one.
-
-    IPv4 is preferred where the address has both: a listener for both would see IPv4 clients as
-    ``::ffff:a.b.c.d``, a name that ``/etc/hosts`` does not know, and the look-up of each goes to the DNS.
-    An address of the loopback is listened to alone, so that nobody outside reaches the port.
-
-    Raises:
-        OSError: The port is taken, or the address is not known.
-    """
-    family, resolved = _resolve(address)
-    is_loopback = resolved.startswith("127.") or resolved == "::1"
-    listener = socket.socket(family, socket.SOCK_STREAM)
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind((resolved if is_loopback else "", port))
-        listener.listen(_BACKLOG)
-    except OSError:
-        listener.close()
-        raise
-    return listener
-
-
-def _resolve(address: str) -> tuple[socket.AddressFamily, str]:
-    found = socket.getaddrinfo(address, None, type=socket.SOCK_STREAM)
-    family, _, _, _, place = min(found, key=lambda entry: entry[0] != socket.AF_INET)
-    return family, str(place[0])
 
 
 class HandshakeServer:
@@ -255,7 +226,8 @@ def find_server(
         for address in point.addresses:
             for port in point.ports:
                 try:
-                    answer = probe(address, port, identity, failure=failure)
+                    patience = min(max(deadline - time.monotonic(), _SHORTEST_PATIENCE), _PATIENCE)
+                    answer = probe(address, port, identity, failure=failure, patience=patience)
                     if answer["session"] not in left:
                         return address, port, answer
                     reasons[f"{address}:{port}"] = "the store of an earlier start is still open"

@@ -1,7 +1,7 @@
 """Membership: every rank writes a join record into the store, rank 0 looks, and all learn the same verdict.
 
 Each join record is a key of its own, so nothing is lost when two processes claim one rank. What travels is JSON.
-Rank 0 waits for one key, the event, that the last arrival or a failed rank sets; the others wait for the
+Rank 0 reads the records as they come, and judges as soon as one contradicts another; the others wait for the
 verdict. They ask again and again, ever more slowly, instead of blocking inside the store: so Ctrl-C works,
 and no time-out of a wait is printed by torch.
 """
@@ -12,6 +12,7 @@ import contextlib
 import dataclasses
 import datetime
 import json
+import threading
 import time
 import zlib
 from collections.abc import Callable, Mapping
@@ -23,7 +24,18 @@ from distman._coordination import protocol
 from distman._coordination.failure.record import FailureRecord
 from distman._coordination.timeouts import run_with_timeout
 from distman._log import logger
-from distman._rendezvous.peers import JoinRecord, Peer, Peers, complete, describe_missing, describe_present, find_faults
+from distman._rendezvous.peers import (
+    OWN_RANK,
+    JoinRecord,
+    Origin,
+    Peers,
+    complete,
+    describe_claim,
+    describe_missing,
+    describe_present,
+    find_faults,
+    is_mixed,
+)
 from distman._rendezvous.store import JobStore
 from distman.errors import RankFailedError, RendezvousError
 
@@ -36,6 +48,8 @@ _LONGEST_LIMIT = 1.0  # seconds: longer ones would delay a large job more than i
 _PROGRESS_EVERY = 10.0  # seconds between two lines of the log that name who is missing
 _GRACE = 1.0  # seconds that the others wait longer than rank 0, whose verdict is better than theirs
 _JUDGING = 2.0  # seconds; rank 0 judges 10,000 ranks in less
+_QUIET = 1.0  # seconds without a word in a failed start: longer looks like a hang
+_WITHDRAWING = 2.5  # seconds that Ctrl-C may take at the worst, where the process that serves the store is stopped
 _PARTING = 2.0  # seconds for the others to read the verdict, when all had the time they were given
 _PARTING_WITH_ALL = 10.0  # seconds also for ranks that are still on their way, to tell them why the job ended
 
@@ -72,8 +86,11 @@ def establish_membership(
     peers: list[Peers] = []
 
     def take_part() -> None:
-        membership.join_record()
-        peers.append(membership.accept(membership.judge() if me.rank == 0 else membership.wait_for_verdict()))
+        try:
+            membership.join_record()
+            peers.append(membership.accept(membership.judge() if me.rank == 0 else membership.wait_for_verdict()))
+        finally:
+            membership.is_over.set()
 
     try:
         if not run_with_timeout(take_part, timeout + _PARTING_WITH_ALL + _GRACE):
@@ -87,6 +104,11 @@ def establish_membership(
             f"joining failed: the store at {job_store.url} was lost: {str(error).splitlines()[0]} [{source}]. "
             "See what ended the process that serves it."
         ) from error
+    except (RendezvousError, RankFailedError):
+        raise
+    except BaseException as error:  # Ctrl-C, or what the handler of a signal raised
+        membership.withdraw(error)
+        raise
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,23 +142,39 @@ class _Membership:
 
     def __post_init__(self) -> None:
         self.started = time.monotonic()
-        self.num_arrived = 0
+        self.arrived: dict[int, JoinRecord] = {}
         self.has_waited = False
+        self.is_given_up = threading.Event()
+        self.is_over = threading.Event()
 
     def join_record(self) -> None:
         if self.job_store.is_host:
             self.store.set(protocol.STORE_RANK, str(self.me.rank))
         place = self.store.add(protocol.JOINED, 1)
-        self.store.set(protocol.join_record(place), json.dumps(vars(self.me)))
+        self.arrived[place] = self.me
+        self.store.set(protocol.join_record(place), json.dumps(dataclasses.asdict(self.me)))
         if place >= self.me.world_size:
             self.store.set(protocol.MEMBERSHIP_EVENT, "full")
 
     def judge(self) -> _Verdict:
         """Return rank 0's verdict, and publish it."""
         verdict = self._wait(self._look, self.timeout, self._log_progress) or _Verdict(error=self._missing())
-        self.store.set(protocol.VERDICT, verdict.pack())  # type: ignore[arg-type]  # bytes do as well
-        self.store.set(protocol.MEMBERSHIP_EVENT, "judged")
-        return verdict
+        return self._publish(verdict)
+
+    def withdraw(self, error: BaseException) -> None:
+        """Tell the ranks that are here why this one ends, and end its part: a thread in the store aborts the exit."""
+        self.is_given_up.set()
+
+        def tell() -> None:
+            record = FailureRecord.of(error, self.me.rank).publish(self.store)
+            self.store.set(protocol.MEMBERSHIP_EVENT, "failure")
+            if self.me.rank == 0:
+                self._publish(_Verdict(failure=dataclasses.asdict(record)))
+            self._part(error, _WITHDRAWING, with_all=False)
+
+        with contextlib.suppress(dist.DistError):  # the process that serves the store may be interrupted too
+            run_with_timeout(tell, _WITHDRAWING)
+        self.is_over.wait(_WITHDRAWING)
 
     def wait_for_verdict(self) -> _Verdict:
         return self._wait(self._verdict, self.timeout + _GRACE) or _Verdict(error=self._missing())
@@ -146,19 +184,27 @@ class _Membership:
             self._check_my_place(verdict.peers)
             self.job_store.store_rank = verdict.store_rank
             return verdict.peers
-        self._part()
-        if verdict.failure is not None:
-            raise RankFailedError(**verdict.failure)
-        raise RendezvousError(verdict.error)
+        error = RendezvousError(verdict.error) if verdict.failure is None else RankFailedError(**verdict.failure)
+        is_late = time.monotonic() - self.started > self.timeout
+        self._part(error, _PARTING if is_late else _PARTING_WITH_ALL, with_all=not is_late)
+        raise error
+
+    def _publish(self, verdict: _Verdict) -> _Verdict:
+        """Make this the verdict unless another process that claims rank 0 has judged, and return the one there is."""
+        own = verdict.pack()
+        found = self.store.compare_set(protocol.VERDICT, "", own)  # type: ignore[arg-type]  # bytes do as well
+        self.store.set(protocol.MEMBERSHIP_EVENT, "judged")
+        return verdict if found == own else _Verdict.unpack(found)
 
     def _look(self) -> _Verdict | None:
-        if not self.store.check([protocol.MEMBERSHIP_EVENT]):
+        if not self._read_arrivals() and not self.store.check([protocol.MEMBERSHIP_EVENT]):
             return None
-        arrived = self._arrived()
+        arrived = list(self.arrived.values())
+        missing = describe_missing(arrived, self.me.world_size, {})
         faults = find_faults(arrived, self.me.world_size)
         if faults:
-            return _Verdict(error=self._with_missing(faults, arrived))
-        if describe_missing(arrived, self.me.world_size, {}):
+            return _Verdict(error=" ".join([*faults, f"Not there yet: {missing}."] if missing else faults))
+        if missing:
             record = FailureRecord.read(self.store)
             return _Verdict(failure=dataclasses.asdict(record)) if record is not None else None
         return _Verdict(complete(arrived), store_rank=self._store_rank())
@@ -175,14 +221,19 @@ class _Membership:
                 self.store.wait([protocol.VERDICT], datetime.timedelta(seconds=_JUDGING))
         return _Verdict.unpack(self.store.get(protocol.VERDICT)) if self.store.check([protocol.VERDICT]) else None
 
-    def _arrived(self) -> list[JoinRecord]:
-        """Return all join records so far; one that is just being written is left for the next look."""
-        keys = [protocol.join_record(place) for place in range(1, self.store.add(protocol.JOINED, 0) + 1)]
-        if not self.store.check(keys):
-            keys = [key for key in keys if self.store.check([key])]
-        arrived = [_join(text) for text in (self.store.multi_get(keys) if keys else [])]
-        self.num_arrived = len(arrived)
-        return arrived
+    def _read_arrivals(self) -> bool:
+        """Read the join records that came since the last time, and return whether there were any.
+
+        One that is just being written is left for the next time.
+        """
+        places = range(1, self.store.add(protocol.JOINED, 0) + 1)
+        new = [place for place in places if place not in self.arrived]
+        if new and not self.store.check([protocol.join_record(place) for place in new]):
+            new = [place for place in new if self.store.check([protocol.join_record(place)])]
+        if new:
+            texts = self.store.multi_get([protocol.join_record(place) for place in new])
+            self.arrived.update(zip(new, map(_join, texts), strict=True))
+        return bool(new)
 
     def _wait(
         self,
@@ -201,7 +252,8 @@ class _Membership:
             if waited > next_report:
                 report()
                 next_report += _PROGRESS_EVERY
-            time.sleep(pause)
+            if self.is_given_up.wait(pause):
+                raise RendezvousError("the rank was interrupted. Start the job again.")
             pause = min(_GROWTH * pause, longest)
         return found
 
@@ -213,11 +265,12 @@ class _Membership:
             self.store.set(protocol.MEMBERSHIP_EVENT, "failure")
 
     def _log_progress(self) -> None:
-        missing = describe_missing(self._arrived(), self.me.world_size, self.expected)
+        self._read_arrivals()
+        missing = describe_missing(self.arrived.values(), self.me.world_size, self.expected)
         if missing:
             logger.warning(
                 "%d of %d ranks joined %s after %.0f s; missing: %s",
-                self.num_arrived,
+                len(self.arrived),
                 self.me.world_size,
                 self.job_store.url,
                 time.monotonic() - self.started,
@@ -225,53 +278,65 @@ class _Membership:
             )
 
     def _missing(self) -> str:
-        arrived = self._arrived()
-        return self._with_missing(find_faults(arrived, self.me.world_size), arrived)
-
-    def _with_missing(self, faults: list[str], arrived: list[JoinRecord]) -> str:
+        self._read_arrivals()
+        arrived = list(self.arrived.values())
+        faults = find_faults(arrived, self.me.world_size)
         missing = describe_missing(arrived, self.me.world_size, self.expected)
         if not missing:
             return " ".join(faults) or f"rank 0 gave no verdict within {self.timeout:g} s. See its error."
-        present = describe_present(arrived)
         sentence = (
             f"{len({join_record.rank for join_record in arrived})} of {self.me.world_size} ranks joined "
             f"{self.job_store.url} within {time.monotonic() - self.started:.0f} s; missing: {missing}. "
-            f"Present: {present} [{self.source}]. See whether the missing ranks started and reached "
+            f"Present: {describe_present(arrived)} [{self.source}]. See whether the missing ranks started and reached "
             "DistributedManager.initialize(); set rendezvous_timeout for slow starts."
         )
         return " ".join([*faults, sentence])
 
     def _check_my_place(self, peers: Peers) -> None:
+        """Refuse to take part where another process holds this rank, and end a job that may be made of two."""
         holder = peers[self.me.rank] if self.me.rank < len(peers) else None
-        if holder is None or (holder.host, holder.pid) != (self.me.host, self.me.pid):
-            raise RendezvousError(
-                f"rank {self.me.rank} must be one process, got pid {self.me.pid} on {self.me.host} "
-                f"after all ranks had joined{_held_by(holder)}. Give each process its own rank, and each "
-                "job its own address and port."
-            )
+        if holder is not None and (holder.host, holder.pid) == (self.me.host, self.me.pid):
+            return
+        self._read_arrivals()
+        places = {(peer.rank, peer.host, peer.pid) for peer in peers}
+        members = [one for one in self.arrived.values() if (one.rank, one.host, one.pid) in places]
+        holders = [one for one in members if one.rank == self.me.rank]
+        held_by = "".join(f", and {describe_claim(one)}" for one in holders)
+        error = RendezvousError(
+            f"rank {self.me.rank} must be one process, got {describe_claim(self.me)} after all ranks had joined"
+            f"{held_by}. {OWN_RANK}"
+        )
+        if any(is_mixed(self.me, one, members) for one in holders):
+            # Without a traceback: that of a rank's own error is for the others, and this one is for the holder too.
+            dataclasses.replace(FailureRecord.of(error, self.me.rank), traceback_text="").publish(self.store)
+            self.store.add(protocol.NEWS, 1)
+        raise error
 
-    def _part(self) -> None:
+    def _part(self, error: BaseException, seconds: float, *, with_all: bool) -> None:
         """Leave a failed start: who serves the store stays until the others have heard of it.
 
-        Those that are still on their way are waited for too, unless they had all the time they were given.
+        Args:
+            error: Why it failed.
+            seconds: How long to stay at most.
+            with_all: Wait for ranks that are still on their way, too.
         """
         self.store.add(protocol.VERDICT_HEARD, 1)
         server = self.job_store.server
         if server is None:
             return
-        is_late = time.monotonic() - self.started > self.timeout
-        until = time.monotonic() + (_PARTING if is_late else _PARTING_WITH_ALL)
-        while time.monotonic() < until:
+        now = time.monotonic()
+        until, report_at = now + seconds, now + _QUIET
+        while time.monotonic() < until and not (with_all and self.is_given_up.is_set()):
             all_left = self.store.add(protocol.VERDICT_HEARD, 0) >= self.store.add(protocol.JOINED, 0)
-            if all_left and (is_late or server.num_answered >= self.me.world_size - 1):
+            if all_left and (not with_all or server.num_answered >= self.me.world_size - 1):
                 break
+            if time.monotonic() > report_at:
+                reason = str(error).partition("\n")[0]
+                logger.warning("%s Ending in %.0f s: ranks that are on their way will be told.", reason, seconds)
+                report_at = until
             time.sleep(_SHORTEST_LIMIT)
-
-
-def _held_by(holder: Peer | None) -> str:
-    return f", and pid {holder.pid} on {holder.host}" if holder else ""
 
 
 def _join(text: bytes) -> JoinRecord:
     fields = json.loads(text)
-    return JoinRecord(**{**fields, "visible": tuple(fields["visible"])})
+    return JoinRecord(**{**fields, "visible": tuple(fields["visible"]), "origin": Origin(**fields["origin"])})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import time
 from collections import defaultdict
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import TypeVar, overload
@@ -11,8 +12,30 @@ from typing import TypeVar, overload
 from distman._device import pick_index
 
 _MAX_LISTED = 16  # entries of a list in a message: two lines of a terminal
+_SAME_START = 30.0  # seconds between the starts of ranks of one job, as far as they are told from those of another
+OWN_PORT = "If these are two jobs, give each its own MASTER_PORT or DISTMAN_JOB_ID."
+OWN_RANK = f"Give each process its own rank. {OWN_PORT}"
 K = TypeVar("K", bound=Hashable)
 V = TypeVar("V")
+
+
+@dataclasses.dataclass(frozen=True)
+class Origin:
+    """Where a process comes from. None of it must be alike on all ranks of a job; it speaks where two claim one rank.
+
+    Attributes:
+        started: When the process started, in seconds of :func:`time.time`.
+        command: The program and its arguments, fit to be printed.
+        folder: Its working directory.
+        parent: Process id of its parent.
+        session: Id of its session, such as that of a terminal.
+    """
+
+    started: float
+    command: str
+    folder: str
+    parent: int
+    session: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,9 +56,11 @@ class JoinRecord:
         device_type: Type of device it computes on.
         device: The device that the program asked for; None leaves the choice to the rank's place.
         visible: UUIDs of the devices it sees, in the order of their indices; empty for the CPU.
+        has_own_devices: Whether the launcher says that no other rank sees these devices.
         is_sharing_allowed: Whether it accepts to share its GPU with other ranks.
         torch: Version of torch.
         distman: Version of distman.
+        origin: Where its process comes from, which may tell its job from another one.
     """
 
     rank: int
@@ -51,9 +76,11 @@ class JoinRecord:
     device_type: str
     device: str | None
     visible: tuple[str, ...]
+    has_own_devices: bool
     is_sharing_allowed: bool
     torch: str
     distman: str
+    origin: Origin
 
     def __str__(self) -> str:
         return f"rank {self.rank} ({self.host}, pid {self.pid})"
@@ -141,14 +168,12 @@ def find_faults(arrived: Sequence[JoinRecord], world_size: int) -> list[str]:
     """
     by_rank = _grouped((join_record.rank, join_record) for join_record in arrived)
     faults = [
-        f"rank {rank} must be one process, got {len(claims)}: "
-        f"{_listed(f'pid {claim.pid} on {claim.host}' for claim in claims)}. "
-        "Give each process its own rank, and each job its own address and port."
+        f"rank {rank} must be one process, got {len(claims)}: {_listed(map(describe_claim, claims))}. {OWN_RANK}"
         for rank, claims in sorted(by_rank.items())
         if len(claims) > 1
     ]
     for name, remedy in (
-        ("world_size", "Start all ranks with one command."),
+        ("world_size", f"Start all ranks with one command. {OWN_PORT}"),
         ("backend", "Let all ranks see the same kind of device, and ask for the same backend."),
         ("distman", "Install one version of distman on all hosts."),
     ):
@@ -158,6 +183,36 @@ def find_faults(arrived: Sequence[JoinRecord], world_size: int) -> list[str]:
     if not faults and len(by_rank) == world_size:
         faults += _device_faults(arrived)
     return faults
+
+
+def describe_claim(claim: JoinRecord) -> str:
+    """Return which process claims a rank, such as ``pid 812 on n1 (train.py --lr 1, started 12:00:07)``."""
+    started = time.strftime("%H:%M:%S", time.localtime(claim.origin.started))
+    return f"pid {claim.pid} on {claim.host} ({claim.origin.command}, started {started})"
+
+
+def is_mixed(surplus: JoinRecord, holder: JoinRecord, members: Iterable[JoinRecord]) -> bool:
+    """Return whether a complete job may consist of ranks of two, now that another process claims one of its ranks.
+
+    A job that was complete long before is not blamed for a later one that takes the same port. Two that start together
+    may have met in any order: unless each other member of the job is more like the holder of the rank than like the
+    process that came too late, nobody can tell which of them belongs to it.
+
+    Args:
+        surplus: The process that came too late.
+        holder: The one that holds its rank.
+        members: All of the job.
+    """
+    if abs(surplus.origin.started - holder.origin.started) > _SAME_START:
+        return False
+    others = (member for member in members if member.rank != holder.rank)
+    return any(_in_common(member, surplus) >= _in_common(member, holder) for member in others)
+
+
+def _in_common(one: JoinRecord, other: JoinRecord) -> set[str]:
+    """Return which signs of one job two processes share; ids of processes mean something on one host only."""
+    signs = ("command", "folder", "parent", "session") if one.host == other.host else ("command", "folder")
+    return {sign for sign in signs if getattr(one.origin, sign) == getattr(other.origin, sign)}
 
 
 def describe_missing(arrived: Iterable[JoinRecord], world_size: int, expected: Mapping[int, str]) -> str:
@@ -192,14 +247,16 @@ def complete(arrived: Sequence[JoinRecord]) -> Peers:
         arrived: One join record of each rank, in any order.
     """
     ranked = sorted(arrived, key=lambda join_record: join_record.rank)
-    by_host = _grouped((join_record.host, join_record.rank) for join_record in ranked)
+    by_host = _grouped((join_record.host, join_record) for join_record in ranked)
     node_ranks = {host: index for index, host in enumerate(by_host)}
     peers = []
     for join_record in ranked:
         neighbours = by_host[join_record.host]
-        local_rank = _either(join_record.local_rank, neighbours.index(join_record.rank))
+        local_rank = _either(join_record.local_rank, neighbours.index(join_record))
         local_world_size = _either(join_record.local_world_size, max(len(neighbours), local_rank + 1))
-        device, device_uuid = _device_of(join_record, local_rank, local_world_size)
+        device, device_uuid = _device_of(
+            join_record, *_place_at_devices(join_record, neighbours, local_rank, local_world_size)
+        )
         peers.append(
             Peer(
                 rank=join_record.rank,
@@ -217,6 +274,23 @@ def complete(arrived: Sequence[JoinRecord]) -> Peers:
             )
         )
     return Peers.of(peers)
+
+
+def _place_at_devices(
+    me: JoinRecord, neighbours: Sequence[JoinRecord], local_rank: int, local_world_size: int
+) -> tuple[int, int]:
+    """Return the index of a rank among those of its host that see the same devices, and their number.
+
+    They are all ranks of the host, unless the launcher has given each task, or some of them, devices of its own.
+    """
+    if me.has_own_devices:
+        return 0, 1
+    mine = set(me.visible)
+    sharers = [one for one in neighbours if mine == set(one.visible)]
+    is_apart = all(one in sharers or mine.isdisjoint(one.visible) for one in neighbours)
+    if not mine or not is_apart or len(sharers) == len(neighbours):
+        return local_rank, local_world_size
+    return sharers.index(me), len(sharers)
 
 
 def _device_of(join_record: JoinRecord, local_rank: int, local_world_size: int) -> tuple[str, str]:

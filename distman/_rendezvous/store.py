@@ -12,6 +12,7 @@ import os
 import socket
 from collections.abc import Callable
 from datetime import timedelta
+from typing import Any
 
 import torch.distributed as dist
 
@@ -23,11 +24,11 @@ from distman._rendezvous.handshake import (
     ForeignServiceError,
     HandshakeServer,
     Identity,
-    bind_listener,
     explain,
     find_server,
     probe,
 )
+from distman._rendezvous.sockets import addresses_of, bind_listener, is_own
 from distman.environments import LaunchEnvironment
 from distman.errors import RendezvousError
 
@@ -117,24 +118,29 @@ def open_store(point: Endpoint, timeout: float) -> JobStore:
     this rank came twice.
 
     Raises:
-        RendezvousError: The port that the user named is taken.
+        RendezvousError: The port that the user named is taken, or the others look for it on another host.
     """
     identity = Identity.of(point.job_id)
     taken = []
     for port in point.ports or (_ANY_PORT,):
         try:
-            listener = bind_listener(point.addresses[0], port)
+            listener = bind_listener(point.addresses[0], port, is_on_one_host=point.is_on_one_host)
         except socket.gaierror:
             listener = bind_listener("0.0.0.0", port)  # noqa: S104 - the name is known to others only
         except OSError as error:
             if error.errno != errno.EADDRINUSE:
                 raise RendezvousError(_cannot_listen(point, port, error)) from error
-            occupant = _who_is_there(point.addresses[0], port, identity)
-            if occupant is None:
+            try:
+                answer = probe(point.addresses[0], port, identity)
+            except (OSError, ForeignServiceError) as reason:
+                taken.append(f"{port} ({explain(reason)})")
+                continue
+            if answer["session"] in _left:
                 return join_store(point, timeout)
-            taken.append(f"{port} ({occupant})")
-            continue
-        return _open_behind(listener, identity, point, timeout)
+            return _join_behind(point.addresses[0], port, answer, point, timeout)
+        job_store = _open_behind(listener, identity, point, timeout)
+        _check_is_found(point, identity, job_store)
+        return job_store
     raise RendezvousError(
         f"opening the store of the job failed: no port is free on this host: {', '.join(taken)} "
         f"[{point.source}]. Set MASTER_PORT to a free port on all ranks, or unset it to have one derived."
@@ -150,12 +156,7 @@ def join_store(point: Endpoint, timeout: float) -> JobStore:
         RendezvousError: The host of the store did not appear within ``timeout`` seconds.
         RankFailedError: It failed on its way here.
     """
-    address, port, answer = find_server(point, timeout, left=_left)
-    if answer.get("failure"):
-        raise FailureRecord.told(answer["failure"]).to_error()
-    store = _connect(address, answer["store_port"], timeout, point.source)
-    prober = functools.partial(probe, address, port, Identity.of(point.job_id))
-    return JobStore(store, f"tcp://{address}:{port}", prober=prober, session=answer["session"])
+    return _join_behind(*find_server(point, timeout, left=_left), point, timeout)
 
 
 def tell_over_mpi(environment: LaunchEnvironment, job_id: str, timeout: float) -> JobStore:
@@ -183,9 +184,9 @@ def tell_over_mpi(environment: LaunchEnvironment, job_id: str, timeout: float) -
 
 
 def _open_behind(listener: socket.socket, identity: Identity, point: Endpoint, timeout: float) -> JobStore:
-    store_listener = bind_listener(listener.getsockname()[0], _ANY_PORT)
-    loopback = "::1" if store_listener.family == socket.AF_INET6 else "127.0.0.1"
     host = listener.getsockname()[0]
+    store_listener = bind_listener(host, _ANY_PORT)
+    loopback = "::1" if store_listener.family == socket.AF_INET6 else "127.0.0.1"
     store_port = store_listener.getsockname()[1]
     store = dist.TCPStore(
         loopback if host in ("0.0.0.0", "::") else host,  # noqa: S104 - compared, not listened to
@@ -198,6 +199,41 @@ def _open_behind(listener: socket.socket, identity: Identity, point: Endpoint, t
     )
     server = HandshakeServer(listener, identity, store_port=store_port)
     return JobStore(store, f"tcp://{point.addresses[0]}:{server.port}", server=server)
+
+
+def _join_behind(address: str, port: int, answer: dict[str, Any], point: Endpoint, timeout: float) -> JobStore:
+    if answer.get("failure"):
+        raise FailureRecord.told(answer["failure"]).to_error()
+    store = _connect(address, answer["store_port"], timeout, point.source)
+    prober = functools.partial(probe, address, port, Identity.of(point.job_id))
+    return JobStore(store, f"tcp://{address}:{port}", prober=prober, session=answer["session"])
+
+
+def _check_is_found(point: Endpoint, identity: Identity, job_store: JobStore) -> None:
+    """Refuse to wait for ranks that look for the store on another host.
+
+    An address that is not this host's own may lead here all the same, through a translation of addresses: so it is
+    tried. A name that this host does not know is left to the others.
+    """
+    address, server = point.addresses[0], job_store.server
+    try:
+        addresses = addresses_of(address)
+    except OSError:
+        return
+    if server is None or any(map(is_own, addresses)):
+        return
+    try:
+        if probe(address, server.port, identity)["session"] == server.session:
+            return
+    except (OSError, ForeignServiceError):
+        pass  # nobody is there, or somebody else
+    job_store.close()
+    named = "" if addresses == [address] else f" ({', '.join(addresses)})"
+    raise RendezvousError(
+        f"{point.host} must run on the host at which the ranks meet, got {address}{named}, which is not this host, "
+        f"{socket.gethostname()} [{point.source}]. Set MASTER_ADDR to {socket.gethostname()} on all ranks, or start "
+        f"{point.host} on {address}."
+    )
 
 
 def _connect(address: str, port: int, timeout: float, source: str) -> dist.TCPStore:
@@ -215,17 +251,6 @@ def _connect(address: str, port: int, timeout: float, source: str) -> dist.TCPSt
             f"the store at tcp://{address}:{port} could not be reached from this host within {timeout:g} s: "
             f"{_first_line(error)} [{source}]. See that no firewall closes the port and the name is right."
         ) from error
-
-
-def _who_is_there(address: str, port: int, identity: Identity) -> str | None:
-    """Return who holds a taken port, in words, or None where it is this very job."""
-    try:
-        probe(address, port, identity)
-    except ForeignServiceError as error:
-        return str(error)
-    except OSError as error:
-        return explain(error)
-    return None
 
 
 def _first_line(error: Exception) -> str:

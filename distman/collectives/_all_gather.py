@@ -86,3 +86,7 @@ class AllGather(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
         return _reduce_scatter.ReduceScatter.apply(grad, *ctx.arguments), None, None, None, None
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: torch.Tensor, *_: None) -> Any:
+        return AllGather.apply(tangent, *ctx.arguments)

@@ -175,7 +175,7 @@ class AllToAll(torch.autograd.Function):
         incoming: list[int],
         group: Group,
     ) -> torch.Tensor:
-        ctx.arguments = join_dim, incoming, split_dim, outgoing, group
+        ctx.arguments = split_dim, outgoing, join_dim, incoming, group
         shape = list(tensor.shape)
         shape[split_dim] = outgoing[group.rank]
         shape[join_dim] = sum(incoming)
@@ -185,4 +185,9 @@ class AllToAll(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
-        return AllToAll.apply(grad, *ctx.arguments), None, None, None, None, None
+        split_dim, outgoing, join_dim, incoming, group = ctx.arguments
+        return AllToAll.apply(grad, join_dim, incoming, split_dim, outgoing, group), None, None, None, None, None
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: torch.Tensor, *_: None) -> Any:
+        return AllToAll.apply(tangent, *ctx.arguments)

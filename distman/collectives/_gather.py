@@ -74,3 +74,7 @@ class Gather(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
         return _scatter.Scatter.apply(grad, *ctx.arguments), None, None, None, None
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: torch.Tensor, *_: None) -> Any:
+        return Gather.apply(tangent, *ctx.arguments)

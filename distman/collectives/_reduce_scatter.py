@@ -79,3 +79,7 @@ class ReduceScatter(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
         return _all_gather.AllGather.apply(grad, *ctx.arguments), None, None, None, None
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: torch.Tensor, *_: None) -> Any:
+        return ReduceScatter.apply(tangent, *ctx.arguments)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 
 from distman._coordination.wait_scope import collective
 from distman._groups.registry import Group
@@ -18,6 +19,7 @@ from distman.collectives._validation import (
     check_member,
     check_sizes,
     check_tensor,
+    has_tangent,
     normalize_dim,
     resolve_group,
 )
@@ -63,15 +65,15 @@ def scatter_v(
     if members.rank == src:
         try:
             header = _describe(tensor, sizes, dim, members)
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, NotImplementedError) as error:
             problem = error  # raised below, when the others know that there is one
     dtype, needs_grad, axis, ndim, *shape = broadcast_numbers(header, src, members, control_device(members, device))
     if problem is not None:
         raise problem
     if dtype < 0:
         raise ValueError(
-            f"the tensor on rank {members.ranks[src]} must fit sizes {sizes} and dim {dim}, got one that does not. "
-            "See that rank's error."
+            f"the tensor on rank {members.ranks[src]} must fit sizes {sizes} and dim {dim}, got one that cannot be "
+            "sent. See that rank's error."
         )
     if members.rank == src and tensor is not None:
         full = tensor
@@ -103,12 +105,35 @@ class Scatter(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
         return _gather.Gather.apply(grad, *ctx.arguments), None, None, None, None
 
+    @staticmethod
+    def jvp(ctx: Any, tangent: torch.Tensor, *_: None) -> Any:
+        return Scatter.apply(tangent, *ctx.arguments)
+
+
+class _Receiver(torch.autograd.Function):
+    """An empty tensor in the place of what a rank that only receives has passed, whose gradient is then zero.
+
+    It keeps nothing for the backward pass: the source keeps nothing either, and under activation checkpointing a rank
+    repeats its forward pass when it needs what it kept.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, given: torch.Tensor, empty: torch.Tensor) -> torch.Tensor:
+        ctx.like = given.shape, given.dtype, given.device
+        return empty
+
+    @staticmethod
+    def backward(ctx: Any, _: torch.Tensor) -> tuple[Any, ...]:
+        shape, dtype, device = ctx.like
+        return torch.zeros(shape, dtype=dtype, device=device), None
+
 
 def _onto_graph(empty: torch.Tensor, given: torch.Tensor | None) -> torch.Tensor:
     """Return the empty tensor as one that requires a gradient, and gives what was passed here one of zeros."""
     if given is None or not given.requires_grad:
         return empty.requires_grad_()
-    return empty + given.reshape(-1)[:0].abs().sum().to(empty.dtype)
+    full: torch.Tensor = _Receiver.apply(forward_ad.unpack_dual(given).primal, empty)
+    return full
 
 
 def _describe(tensor: torch.Tensor | None, sizes: list[int], dim: int, group: Group) -> list[int]:
@@ -116,6 +141,11 @@ def _describe(tensor: torch.Tensor | None, sizes: list[int], dim: int, group: Gr
     if tensor is None:
         raise ValueError("tensor must be a tensor on rank src, got None. Pass the full tensor there.")
     check_tensor(tensor, group)
+    if has_tangent(tensor):
+        raise NotImplementedError(
+            "scatter_v has no forward-mode derivative, since the other ranks have no tangents. Use all_to_all_v, or "
+            "scatter_to_parallel_region."
+        )
     axis = normalize_dim(dim, tensor.ndim)
     if tensor.shape[axis] != sum(sizes):
         raise ValueError(

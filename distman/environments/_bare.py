@@ -54,6 +54,7 @@ BARE = Launcher(
     expected_hosts=None,
     cancel_command=None,
     may_bind_gpus=True,
+    has_own_gpus=None,
     gives_terminals=False,
     fake=fake_bare,
 )

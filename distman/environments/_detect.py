@@ -168,9 +168,15 @@ def _search(environ: Mapping[str, str]) -> Detection:
             chosen, warnings = _settle_contradiction(launcher, environment, environ)
             if chosen is BARE:
                 environment = BARE.read(environ) or environment
+            warnings = (*warnings, *_lone_warnings(chosen, environment, environ))
             explain_choice = functools.partial(_explain_search, launcher, chosen, environment, environ, warnings)
             return Detection(environment, warnings, explain_choice)
     _check_complete(environ)
+    for allocation in [launcher.allocation for launcher in _asked()]:
+        environment = None if allocation is None else _task_without_step(allocation, environ)
+        if allocation is not None and environment is not None:
+            sentences = (_chosen(allocation, environment, environ), _believed_without_step(allocation, environ))
+            return Detection(environment, sentences[1:], functools.partial(tuple, sentences))
     warnings = tuple(_allocation_warnings(environ))
     return Detection(LaunchEnvironment.lone(), warnings, functools.partial(_explain_single, environ, warnings))
 
@@ -255,10 +261,66 @@ def _settle_contradiction(
             f"RANK and WORLD_SIZE must agree with the MPI that started this process, got {both}. Unset RANK, "
             f"LOCAL_RANK and WORLD_SIZE, or choose: {METHOD}={BARE.name} or {METHOD}={launcher.name}."
         )
+    if other.world_size == 1:
+        raise LaunchEnvironmentError(
+            f"WORLD_SIZE must not be 1 in a task of several, got {both}: each task would be a job of its own. Unset "
+            f"RANK, LOCAL_RANK and WORLD_SIZE, or choose: {METHOD}={launcher.name} or {METHOD}={BARE.name}."
+        )
     return BARE, (
         f"RANK, LOCAL_RANK and WORLD_SIZE are believed: {both}; a launcher inside the {launcher.name} step must "
         f"have set them. To believe {launcher.name}, set {METHOD}={launcher.name}.",
     )
+
+
+def _lone_warnings(chosen: Launcher, environment: LaunchEnvironment, environ: Mapping[str, str]) -> Iterator[str]:
+    """Tell the one rank of a launcher that an outer one has started more of them."""
+    if environment.world_size > 1 or chosen.family is not Family.ENV:
+        return
+    outer = [other.launcher for other in spoken(environ) if other.world_size > 1 and other.launcher != chosen.name]
+    for name in outer[:1]:
+        yield (
+            f"This is the only rank of its job: {name} says {_place(LAUNCHERS[name], environ)}, but {chosen.name} says "
+            f"{_place(chosen, environ)}, so there are several jobs of one rank. To make them one, start the ranks by "
+            f"{name} alone, or tell each {chosen.name} of the others."
+        )
+
+
+def _task_without_step(allocation: Allocation, environ: Mapping[str, str]) -> LaunchEnvironment | None:
+    """Return the place of a task whose step is not told, as where a container hands on only some variables.
+
+    Whatever else runs in an allocation knows its job, and is task 0 or none.
+
+    Raises:
+        LaunchEnvironmentError: A task other than 0 knows its job but not its step: task 0 would run alone.
+    """
+    job_variables = allocation.fields.get("job_id", ())
+    environment = None
+    if allocation.tells_place and job_variables:
+        with contextlib.suppress(LaunchEnvironmentError):  # left over from elsewhere: nobody asked for them
+            environment = allocation.read(environ)
+    if environment is None or environment.world_size == 1:
+        return None
+    if read_text(environ, *job_variables) is None:
+        return environment
+    if environment.rank == 0:
+        return None
+    raise LaunchEnvironmentError(
+        f"{_missing_step(allocation, environ)} must be set in a task of {allocation.command}, got "
+        f"{_place(allocation, environ)} alone. Hand on all variables of {allocation.title}, or choose: "
+        f"{METHOD}={allocation.name} or {METHOD}={SINGLE.name}."
+    )
+
+
+def _believed_without_step(allocation: Allocation, environ: Mapping[str, str]) -> str:
+    return (
+        f"{_place(allocation, environ)} are believed, although {_missing_step(allocation, environ)} are not set: what "
+        f"started this process does not hand on all variables of {allocation.title}. To run one process, set "
+        f"{METHOD}={SINGLE.name}."
+    )
+
+
+def _missing_step(allocation: Allocation, environ: Mapping[str, str]) -> str:
+    return " and ".join(_spelled(names) for names in LAUNCHERS[allocation.name].missing(environ))
 
 
 def _allocation_warnings(environ: Mapping[str, str]) -> Iterator[str]:
@@ -322,5 +384,5 @@ def _spelled(names: Iterable[str]) -> str:
     return " or ".join(names)
 
 
-def _place(launcher: Launcher, environ: Mapping[str, str]) -> str:
+def _place(launcher: Launcher | Allocation, environ: Mapping[str, str]) -> str:
     return " and ".join(str(source_of(field, launcher.fields, environ)) for field in ("rank", "world_size"))

@@ -204,7 +204,9 @@ def _gpus(job: _Job) -> Iterator[str]:
     devices = [device.strip() for device in text.split(",")]
     visible = list(itertools.takewhile(lambda device: device not in ("", "-1", *_NO_DEVICES), devices))
     ranks = job.local_world_size
-    one_for_each_task = len(visible) == 1 and job.launcher.may_bind_gpus
+    has_own_gpus = job.launcher.has_own_gpus
+    is_bound = has_own_gpus is not None and has_own_gpus(job.environ)
+    has_its_own = is_bound or (len(visible) == 1 and job.launcher.may_bind_gpus)
     if not visible and job.host.num_gpus:
         yield (
             f"CUDA_VISIBLE_DEVICES={text!r} hides all GPUs of this host: the job computes on the CPU. Unset it, or ask "
@@ -212,7 +214,7 @@ def _gpus(job: _Job) -> Iterator[str]:
         )
     elif len(set(visible)) < len(visible):
         yield f"CUDA_VISIBLE_DEVICES={text!r} names a GPU twice, which CUDA refuses. Name each once."
-    elif 0 < len(visible) < ranks and not one_for_each_task and not read_flag(job.environ, "DISTMAN_ALLOW_SHARED_GPU"):
+    elif 0 < len(visible) < ranks and not has_its_own and not read_flag(job.environ, "DISTMAN_ALLOW_SHARED_GPU"):
         gpus = "1 GPU" if len(visible) == 1 else f"{len(visible)} GPUs"
         yield (
             f"CUDA_VISIBLE_DEVICES={text!r} shows {gpus} to {ranks} ranks on this host: some would share one, which "
@@ -255,19 +257,6 @@ def _wrong_host(job: _Job, name: str, what: str, addresses: Sequence[str]) -> It
         yield (
             f"This host cannot reach {what}, {addresses[0]}, on port {port}: a firewall or another network "
             "is in the way. Set MASTER_ADDR to an address that all nodes reach, or MASTER_PORT to an open port."
-        )
-
-
-def _own_name(job: _Job) -> Iterator[str]:
-    """The name of this host resolves to a loopback address, which gloo would tell the other nodes."""
-    if not job.is_on_several_nodes or read_text(job.environ, "GLOO_SOCKET_IFNAME"):
-        return
-    addresses = job.host.resolve(job.host.name)
-    if addresses and all(map(_is_loopback, addresses)):
-        yield (
-            f"The name of this host, {job.host.name!r}, resolves to {addresses[0]} here: gloo tells the other nodes "
-            "that address, and they would connect to themselves. Correct /etc/hosts, or set GLOO_SOCKET_IFNAME to the "
-            "interface of the network."
         )
 
 
@@ -372,7 +361,6 @@ _CHECKS: tuple[Callable[[_Job], Iterator[str]], ...] = (
     _other_launchers,
     _idle_nodes,
     _main_address,
-    _own_name,
     _port,
     _gpus,
     _threads,

@@ -209,8 +209,10 @@ class Launcher(_Variables):
         process_names: How the names of its processes on each host begin, of which the ranks are children. The pid of
             such a process names a job on one node where nothing else does.
         expected_hosts: Returns the host of each rank, in rank order; nothing where that cannot be told.
-        cancel_command: Returns the command that ends the job, for a launcher that waits although a rank is stuck.
+        cancel_command: Returns the command that ends the job, for a launcher that waits although a rank is stuck;
+            nothing where the job is not known.
         may_bind_gpus: Whether it may show each rank a GPU of its own.
+        has_own_gpus: Says whether no other rank sees the GPUs that this process sees; None where it does not say.
         gives_terminals: Whether a rank's standard output is a terminal of its own, wherever that of the job goes.
         fake: Returns the variables that it would set, for :func:`distman.testing.fake_environment`; None sets the
             first spelling of each field to the plain value.
@@ -227,6 +229,7 @@ class Launcher(_Variables):
     expected_hosts: Callable[[Environ], list[str]] | None = None
     cancel_command: Callable[[Environ], Sequence[str]] | None = None
     may_bind_gpus: bool = True
+    has_own_gpus: Callable[[Environ], bool] | None = None
     gives_terminals: bool = False
     fake: Callable[[Place], dict[str, str]] | None = None
 

@@ -64,6 +64,7 @@ OPENMPI = Launcher(
     expected_hosts=None,
     cancel_command=None,
     may_bind_gpus=True,
+    has_own_gpus=None,
     gives_terminals=True,
     fake=_fake,
 )

@@ -30,6 +30,7 @@ SINGLE = Launcher(
     expected_hosts=None,
     cancel_command=None,
     may_bind_gpus=True,
+    has_own_gpus=None,
     gives_terminals=False,
     fake=_fake,
 )

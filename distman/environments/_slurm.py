@@ -74,8 +74,14 @@ def _job_id(environ: Mapping[str, str]) -> str | None:
     return None if job is None else f"slurm-{job}.{read_index(environ, *_STEP_ID) or 0}"
 
 
+def _has_own_gpus(environ: Mapping[str, str]) -> bool:
+    """Read how slurmd has bound the task's GPUs: ``--gpus-per-task`` does it for each task, unless told otherwise."""
+    return "gpu:per_task:" in environ.get("SLURMD_TRES_BIND", "")
+
+
 def _cancel_command(environ: Mapping[str, str]) -> list[str]:
-    return ["scancel", "--quiet", f"{read_text(environ, *_JOB_ID)}.{read_text(environ, *_STEP_ID)}"]
+    job, step = read_text(environ, *_JOB_ID), read_text(environ, *_STEP_ID)
+    return ["scancel", "--quiet", f"{job}.{step}"] if job is not None and step is not None else []
 
 
 def _fake(place: Place) -> dict[str, str]:
@@ -141,6 +147,7 @@ SLURM = Launcher(
     expected_hosts=_expected_hosts,
     cancel_command=_cancel_command,
     may_bind_gpus=True,
+    has_own_gpus=_has_own_gpus,
     gives_terminals=False,
     fake=_fake,
 )

@@ -54,6 +54,7 @@ TORCHRUN = Launcher(
     expected_hosts=None,
     cancel_command=None,
     may_bind_gpus=False,
+    has_own_gpus=None,
     gives_terminals=False,
     fake=_fake,
 )

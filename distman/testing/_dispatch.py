@@ -5,41 +5,62 @@ from __future__ import annotations
 import inspect
 import os
 import sys
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import pytest
 
 from distman.environments import LAUNCHERS
 from distman.environments._detect import METHOD
+from distman.testing._coverage import coverage_config
 from distman.testing._messages import RankReport, RankTask
 from distman.testing._serialization import pack
 
 if TYPE_CHECKING:
+    from distman.testing._debugger import Debugger
     from distman.testing._marks import RanksSpec
     from distman.testing._rank_pool import RankPool
 
 
+WORLD_SIZE = "distman_world_size"
+"""The parameter that makes one test of each world size."""
+
 _GROUP_MARGIN_SECONDS = 60.0
 """A collective gives up so long after the test's own limit, so that the report shows where it was stuck."""
+_DEBUGGED_SECONDS = 86400.0
+"""The same where a debugger may hold another rank: nobody looks at one failure for longer than a day."""
 
 
-def run_on_workers(pool: RankPool, item: pytest.Function, spec: RanksSpec, world_size: int) -> list[RankReport]:
-    """Run a test on that many workers.
+def arguments_of(item: pytest.Function) -> dict[str, object]:
+    """Return the arguments of a test by name, without ``rank`` and ``world_size``."""
+    return {name: item.funcargs[name] for name in inspect.signature(item.obj).parameters}
+
+
+def run_on_workers(
+    pool: RankPool,
+    item: pytest.Function,
+    function: Callable[..., object],
+    arguments: Mapping[str, object],
+    spec: RanksSpec,
+    debugger: Debugger | None,
+) -> list[RankReport]:
+    """Run a test on as many workers as it is to have ranks.
 
     Blocks until every rank has ended or was ended.
 
     Args:
         pool: The workers.
-        item: The test, with its fixtures made.
+        item: The test.
+        function: What is called.
+        arguments: Its arguments by name, without ``rank`` and ``world_size``.
         spec: What ``@ranks`` was told.
-        world_size: Number of ranks.
+        debugger: Where a rank that fails is debugged; None for nowhere.
     """
     __tracebackhide__ = True
-    names = inspect.signature(item.obj).parameters
-    arguments = {name: item.funcargs[name] for name in names}
-    call = pack(item.obj, arguments, spec.parameters, _own_modules(item))
+    world_size = cast("int", item.callspec.params[WORLD_SIZE])
+    call = pack(function, arguments, spec.parameters, _own_modules(item))
     environ = _worker_environ()
 
     def make_task(rank: int, store_file: str) -> RankTask:
@@ -48,7 +69,7 @@ def run_on_workers(pool: RankPool, item: pytest.Function, spec: RanksSpec, world
             rank=rank,
             world_size=world_size,
             store_file=store_file,
-            group_timeout=spec.timeout + _GROUP_MARGIN_SECONDS,
+            group_timeout=spec.timeout + (_GROUP_MARGIN_SECONDS if debugger is None else _DEBUGGED_SECONDS),
             uses_manager=spec.uses_manager,
             environ={**environ, **_place(rank, world_size)},
             directory=str(Path.cwd()),
@@ -56,10 +77,12 @@ def run_on_workers(pool: RankPool, item: pytest.Function, spec: RanksSpec, world
             report_directory=str(item.config.invocation_params.dir),
             traceback_style=item.config.getoption("tbstyle"),
             shows_locals=item.config.getoption("showlocals"),
+            coverage=coverage_config(),
+            debugs=debugger is not None,
             call=call,
         )
 
-    return pool.run(make_task, world_size, spec.timeout, spec.dies)
+    return pool.run(make_task, world_size, spec.timeout, spec.dies, debugger)
 
 
 def server_environ() -> dict[str, str]:

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass, replace
 from types import FunctionType
-from typing import TypeVar
+from typing import Any, TypeVar, cast
 
 import pytest
 
 _Test = TypeVar("_Test", bound=Callable[..., object])
-_GIVEN_IN_THE_WORKER = ("rank", "world_size")
+GIVEN_IN_THE_WORKER = ("rank", "world_size")
 
 
 @dataclass(frozen=True)
@@ -24,6 +25,8 @@ class RanksSpec:
         uses_manager: Whether the ``DistributedManager`` is initialized before the test.
         dies: The ranks that the test expects to die.
         parameters: Those of ``rank`` and ``world_size`` that the function takes.
+        problem: Why the function cannot be run; empty if it can.
+        signature: That of the function, with ``rank`` and ``world_size``.
     """
 
     world_sizes: tuple[int, ...]
@@ -31,19 +34,22 @@ class RanksSpec:
     uses_manager: bool
     dies: tuple[int, ...]
     parameters: tuple[str, ...] = ()
+    problem: str = ""
+    signature: inspect.Signature | None = None
 
 
 def ranks(
     *world_sizes: int, timeout: float = 60.0, manager: bool = True, dies: Sequence[int] = ()
 ) -> Callable[[_Test], _Test]:
-    """Run a pytest test function on several ranks at once, once for each of the world sizes.
+    """Run a pytest test function, or all of a class, on several ranks at once, once for each of the world sizes.
 
     Local. Every run gets resident worker processes on the CPU and a fresh gloo process group as the default
     group. The function may take ``rank`` and ``world_size``, and any fixtures and parametrized arguments:
     those are made in the pytest process and sent to the workers by (cloud)pickle. ``monkeypatch`` is each
     rank's own. The environment is that of the pytest process with ``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK``
     and ``LOCAL_WORLD_SIZE`` added, and other launchers' variables removed; random generators are seeded by
-    test and rank.
+    test and rank. A coroutine is run by ``asyncio.run`` on each rank. Under Hypothesis's ``@given``, above or below,
+    values are drawn in the pytest process, and every example is run on all ranks.
 
     Args:
         world_sizes: Numbers of ranks.
@@ -55,10 +61,11 @@ def ranks(
             pass.
 
     Returns:
-        A decorator that marks the function and returns the same function.
+        A decorator that marks the function and returns the same function; of a coroutine, a function that runs it. Of
+        a class, it marks the methods whose names begin with "test" and that are not marked yet.
 
     Raises:
-        TypeError: Something else than a plain function is decorated, or a world size is not an integer.
+        TypeError: Something else than a function or a class is decorated, or a world size is not an integer.
         ValueError: No world size, one below 1, a rank outside the world, or a timeout that is not positive.
 
     Example:
@@ -73,12 +80,70 @@ def ranks(
     spec = RanksSpec(tuple(world_sizes), float(timeout), manager, tuple(dies))
     _check(spec)
 
-    def mark(function: _Test) -> _Test:
-        if not isinstance(function, FunctionType) or inspect.iscoroutinefunction(function):
-            raise TypeError(f"ranks must decorate a plain test function, got {function!r}.")
-        return pytest.mark.ranks(_hide_parameters(function, spec))(function)
+    def mark(test: _Test) -> _Test:
+        if isinstance(test, type):
+            _mark_methods(test, mark)
+            return test
+        if not isinstance(test, FunctionType):
+            raise TypeError(f"ranks must decorate a test function or a class, got {test!r}.")
+        function, problem = runnable(test)
+        marked = pytest.mark.ranks(replace(_hide_parameters(function, spec), problem=problem))(function)
+        return cast("_Test", marked)
 
     return mark
+
+
+def runnable(function: FunctionType) -> tuple[FunctionType, str]:
+    """Return a plain function that does what a function does, and why there is none: a generator does nothing.
+
+    Pytest and its plugins have ways of their own with coroutines and generators, which end the collection of a module
+    or run the test where it was not meant to.
+    """
+    if inspect.iscoroutinefunction(function):
+        coroutine = cast("Callable[..., Coroutine[Any, Any, object]]", function)
+
+        @functools.wraps(function)
+        def run(*args: object, **kwargs: object) -> object:
+            import asyncio
+
+            return asyncio.run(coroutine(*args, **kwargs))
+
+        return cast("FunctionType", run), ""
+    if not (inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function)):
+        return function, ""
+
+    @functools.wraps(function)
+    def refuse(*args: object, **kwargs: object) -> None:
+        """Stand for the generator, so that the tests beside it are collected."""
+
+    problem = (
+        f"@ranks must decorate a function without yield, got the generator {function.__qualname__!r}. Assert in it."
+    )
+    return cast("FunctionType", refuse), problem
+
+
+def _mark_methods(cls: type, mark: Callable[[Any], Any]) -> None:
+    for name in dir(cls):
+        method = inspect.getattr_static(cls, name)
+        if isinstance(method, type) and name.startswith("Test"):
+            _mark_methods(method, mark)
+        if isinstance(method, FunctionType) and name.startswith("test") and not _is_marked(method):
+            setattr(cls, name, mark(method if name in vars(cls) else _own(method)))
+
+
+def _is_marked(method: FunctionType) -> bool:
+    return any(one.name == "ranks" for one in getattr(method, "pytestmark", []))
+
+
+def _own(method: FunctionType) -> FunctionType:
+    """Return a function that calls an inherited method, which the base class keeps as it is."""
+
+    @functools.wraps(method)
+    def call(*args: object, **kwargs: object) -> object:
+        __tracebackhide__ = True
+        return method(*args, **kwargs)
+
+    return cast("FunctionType", call)
 
 
 def _check(spec: RanksSpec) -> None:
@@ -101,7 +166,7 @@ def _check(spec: RanksSpec) -> None:
 def _hide_parameters(function: FunctionType, spec: RanksSpec) -> RanksSpec:
     """Let pytest see a signature without ``rank`` and ``world_size``, which are no fixtures."""
     signature = inspect.signature(function)
-    own = tuple(name for name in _GIVEN_IN_THE_WORKER if name in signature.parameters)
+    own = tuple(name for name in GIVEN_IN_THE_WORKER if name in signature.parameters)
     seen = [parameter for name, parameter in signature.parameters.items() if name not in own]
     function.__signature__ = signature.replace(parameters=seen)  # type: ignore[attr-defined]
-    return RanksSpec(spec.world_sizes, spec.timeout, spec.uses_manager, spec.dies, own)
+    return replace(spec, parameters=own, signature=signature)

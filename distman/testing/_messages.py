@@ -3,6 +3,9 @@
 One test is three exchanges per worker: ``RankTask`` there, ``Joined`` back; once every rank has joined the process
 group, ``Begin`` there, ``RankResult`` back; once every rank has ended, ``Release`` there, ``Released`` back. So no
 rank can fail while another is still connecting to it, and none leaves the group while another still uses it.
+
+With a debugger, a rank that fails says ``Failing`` before its ``RankResult`` and waits for ``Debug``. If that chooses
+it, it says ``DebuggerOutput`` and ``DebuggerInput``, which a line of text answers, until it says ``DebuggerEnd``.
 """
 
 from __future__ import annotations
@@ -36,7 +39,11 @@ class SeenWarning:
 
 @dataclass(frozen=True)
 class RankTask:
-    """One rank's part of one test."""
+    """One rank's part of one test.
+
+    ``coverage`` is how coverage.py measures, as its own text; empty if it does not. ``debugs`` says whether a rank that
+    fails asks for a debugger.
+    """
 
     test: str
     rank: int
@@ -50,6 +57,8 @@ class RankTask:
     report_directory: str
     traceback_style: str
     shows_locals: bool
+    coverage: str
+    debugs: bool
     call: bytes
 
 
@@ -62,6 +71,41 @@ class RankResult:
     detail: str
     ended_at: float
     warnings: list[SeenWarning]
+    types: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Failing:
+    """The test has failed on this rank, which still has its frames."""
+
+    headline: str
+    detail: str
+
+
+@dataclass(frozen=True)
+class Debug:
+    """Whether the debugger is to look at this rank."""
+
+    is_chosen: bool
+
+
+@dataclass(frozen=True)
+class DebuggerOutput:
+    """What the debugger shows."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class DebuggerInput:
+    """The debugger waits for a line."""
+
+
+@dataclass(frozen=True)
+class DebuggerEnd:
+    """The debugger was left, by ``quit`` or to go on with the next test."""
+
+    quits: bool
 
 
 @dataclass(frozen=True)
@@ -99,6 +143,7 @@ class RankReport:
         stdout: What it wrote to standard output during the test.
         stderr: The same for standard error.
         warnings: The warnings it showed.
+        types: The types of what it raised, the most special one first, as ``module:name``.
     """
 
     rank: int
@@ -109,3 +154,4 @@ class RankReport:
     stdout: str
     stderr: str
     warnings: tuple[SeenWarning, ...] = ()
+    types: tuple[str, ...] = ()

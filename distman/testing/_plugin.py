@@ -6,21 +6,26 @@ with the first test that is marked, and end with the session.
 
 from __future__ import annotations
 
-import sys
-import warnings
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 import pytest
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from distman.testing._marks import RanksSpec
-    from distman.testing._messages import RankReport, SeenWarning
     from distman.testing._rank_pool import RankPool
 
 _POOL = pytest.StashKey["RankPool"]()
-_WORLD_SIZE = "distman_world_size"
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Let the user choose the rank of ``--pdb``."""
+    parser.getgroup("general").addoption(
+        "--pdb-rank",
+        type=int,
+        metavar="RANK",
+        help="With --pdb, debug a failed test of several ranks on this one, if it failed there; else on the lowest "
+        "that failed.",
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -34,9 +39,18 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Make one test of each world size."""
     spec = _spec_of(metafunc.definition)
     if spec is not None:
-        metafunc.fixturenames.append(_WORLD_SIZE)
+        from distman.testing._dispatch import WORLD_SIZE
+
+        metafunc.fixturenames.append(WORLD_SIZE)
         names = ["1 rank" if size == 1 else f"{size} ranks" for size in spec.world_sizes]
-        metafunc.parametrize(_WORLD_SIZE, spec.world_sizes, ids=names)
+        metafunc.parametrize(WORLD_SIZE, spec.world_sizes, ids=names)
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Refuse a marked test that cannot be run, before its fixtures are made."""
+    spec = _spec_of(item)
+    if spec is not None and spec.problem:
+        raise pytest.fail.Exception(spec.problem, pytrace=False)
 
 
 def pytest_runtest_call(item: pytest.Item) -> None:
@@ -55,19 +69,13 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     if spec is None:
         return None
     from distman._workers.server_process import WorkerStartError
-    from distman.testing._dispatch import run_on_workers
+    from distman.testing._item import run_item
     from distman.testing._serialization import UnpicklableError
 
-    world_size = pyfuncitem.callspec.params[_WORLD_SIZE]
     try:
-        reports = run_on_workers(_pool_of(pyfuncitem.config), pyfuncitem, spec, cast("int", world_size))
+        run_item(pyfuncitem, spec, _pool_of(pyfuncitem.config))
     except (UnpicklableError, WorkerStartError) as error:
         raise pytest.fail.Exception(str(error), pytrace=False) from None
-    for report in reports:
-        _show_output(pyfuncitem, report)
-        for seen in report.warnings:
-            _warn_again(seen)
-    _conclude(reports, spec)
     return True
 
 
@@ -93,37 +101,3 @@ def _pool_of(config: pytest.Config) -> RankPool:
         config.stash[_POOL] = pool = RankPool(server_environ, config.get_verbosity())
         config.add_cleanup(pool.close)
     return config.stash[_POOL]
-
-
-def _show_output(item: pytest.Function, report: RankReport) -> None:
-    for name, text in (("stdout", report.stdout), ("stderr", report.stderr)):
-        if not text:
-            continue
-        if item.config.getoption("capture") == "no":
-            sys.stdout.writelines(f"[rank {report.rank}] {line}\n" for line in text.splitlines())
-        else:
-            item.add_report_section("call", f"rank {report.rank} {name}", text)
-
-
-def _warn_again(seen: SeenWarning) -> None:
-    """Hand a worker's warning to pytest, which lists it in its summary."""
-    category = getattr(sys.modules.get(seen.category_module), seen.category_name, UserWarning)
-    with warnings.catch_warnings():
-        # What the test's filters had to say about it was said in the worker.
-        warnings.simplefilter("always")
-        warnings.warn_explicit(seen.text, category, seen.file, seen.line)
-
-
-def _conclude(reports: Sequence[RankReport], spec: RanksSpec) -> None:
-    """End the test the way its ranks did, with a report of every rank if they failed or disagree."""
-    __tracebackhide__ = True
-    from distman.testing._messages import RankStatus
-    from distman.testing._report import failed, report_failure
-
-    statuses = {report.status for report in reports}
-    if statuses == {RankStatus.SKIPPED}:
-        raise pytest.skip.Exception(reports[0].headline, _use_item_location=True)
-    if statuses == {RankStatus.XFAILED}:
-        raise pytest.xfail.Exception(reports[0].headline)
-    if failed(reports, spec.dies):
-        raise pytest.fail.Exception(report_failure(reports, spec.dies), pytrace=False)

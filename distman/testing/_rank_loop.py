@@ -7,6 +7,7 @@ import os
 import shutil
 import sys
 import time
+import unittest
 import warnings
 import zlib
 from collections.abc import Iterator, Sequence
@@ -27,6 +28,8 @@ from distman._torch_internals import count_groups_from_zero
 from distman._workers.fork_server import STACK_SIGNAL, Work
 from distman._workers.output import flush_output, only_this_process
 from distman.manager import DistributedManager
+from distman.testing._coverage import WorkerCoverage
+from distman.testing._debugger import offer_debugger
 from distman.testing._messages import (
     Begin,
     Joined,
@@ -69,6 +72,7 @@ def _work(_: dict[str, object], descriptors: Sequence[int]) -> None:
     faulthandler.enable()
     faulthandler.register(STACK_SIGNAL, file=stacks, all_threads=True)
     torch.set_num_threads(1)
+    coverage = WorkerCoverage()
     with Connection(connection) as pytest_process:
         while True:
             try:
@@ -76,13 +80,14 @@ def _work(_: dict[str, object], descriptors: Sequence[int]) -> None:
             except EOFError:
                 return
             if isinstance(task, RankTask):
-                _perform(task, pytest_process)
+                _perform(task, pytest_process, coverage)
 
 
-def _perform(task: RankTask, connection: _Connection) -> None:
+def _perform(task: RankTask, connection: _Connection, coverage: WorkerCoverage) -> None:
     """Run one test, say how it ended, and put everything back once all ranks have ended."""
     with preserved_state():
-        result = _run(task, connection)
+        with coverage.measured(task.coverage):
+            result = _run(task, connection)
         flush_output()
         connection.send(result)
         if result.status is not RankStatus.PASSED:
@@ -103,7 +108,10 @@ def _expect(kind: type, connection: _Connection) -> None:
 def _run(task: RankTask, connection: _Connection) -> RankResult:
     with warnings.catch_warnings(record=True) as seen:
         error = attempt(partial(_test, task, connection))
-        return _describe(task, error, seen)
+        result = _describe(task, error, seen)
+        if task.debugs and error is not None and result.status is RankStatus.RAISED:
+            offer_debugger(result.headline, result.detail, error.__traceback__, connection)
+        return result
 
 
 def _test(task: RankTask, connection: _Connection) -> None:
@@ -135,6 +143,8 @@ def _set_filters(filters: Sequence[WarningFilter]) -> None:
     warnings.resetwarnings()
     for one in reversed(filters):
         warnings.filterwarnings(one.action, one.message, one.category, one.module, one.line)  # type: ignore[arg-type]
+    # Hypothesis draws in the pytest process and knows of no test here.
+    warnings.filterwarnings("ignore", "Using `(assume|reject)` outside a property-based test")
 
 
 def _join_group(task: RankTask) -> None:
@@ -164,12 +174,13 @@ def _describe(task: RankTask, error: BaseException | None, seen: list[warnings.W
     shown = [_warning(message) for message in seen]
     if error is None:
         return RankResult(RankStatus.PASSED, "", "", ended_at, shown)
-    if isinstance(error, pytest.skip.Exception):
-        return RankResult(RankStatus.SKIPPED, str(error.msg), "", ended_at, shown)
+    if isinstance(error, pytest.skip.Exception | unittest.SkipTest):
+        return RankResult(RankStatus.SKIPPED, str(error), "", ended_at, shown)
     if isinstance(error, pytest.xfail.Exception):
         return RankResult(RankStatus.XFAILED, str(error.msg), "", ended_at, shown)
     headline, detail = describe_error(error, task.traceback_style, shows_locals=task.shows_locals)
-    return RankResult(RankStatus.RAISED, headline, detail, ended_at, shown)
+    types = tuple(f"{one.__module__}:{one.__qualname__}" for one in type(error).__mro__)
+    return RankResult(RankStatus.RAISED, headline, detail, ended_at, shown, types)
 
 
 def _warning(message: warnings.WarningMessage) -> SeenWarning:

@@ -6,12 +6,15 @@ import shutil
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 from distman._workers.server_process import ResidentServer, ServerProcess, WorkerStartError, spawn_server
 from distman.testing._messages import RankReport, RankTask
 from distman.testing._rank_process import RankProcess, open_log
 from distman.testing._test_run import TestRun
+
+if TYPE_CHECKING:
+    from distman.testing._debugger import Debugger
 
 # By name: it imports torch, which the pytest process need not load.
 _ENTRY = "distman.testing._rank_loop:prepare"
@@ -45,7 +48,12 @@ class RankPool:
             shutil.rmtree(self._stores, ignore_errors=True)  # the server may have done so
 
     def run(
-        self, make_task: Callable[[int, str], RankTask], world_size: int, timeout: float, dies: Sequence[int]
+        self,
+        make_task: Callable[[int, str], RankTask],
+        world_size: int,
+        timeout: float,
+        dies: Sequence[int],
+        debugger: Debugger | None,
     ) -> list[RankReport]:
         """Run one test and return what became of each rank, in rank order.
 
@@ -54,6 +62,7 @@ class RankPool:
             world_size: Number of ranks.
             timeout: Seconds until ranks that have not ended are stuck.
             dies: Ranks whose death is no failure.
+            debugger: Looks at a rank that fails; None for none.
 
         Raises:
             WorkerStartError: No workers can be started; then again at every later test, at once.
@@ -67,7 +76,7 @@ class RankPool:
             raise
         self._num_tests += 1
         store_file = stores / str(self._num_tests)
-        test_run = TestRun(self._workers[:world_size], timeout, dies)
+        test_run = TestRun(self._workers[:world_size], timeout, dies, debugger)
         try:
             test_run.start([make_task(rank, str(store_file)) for rank in range(world_size)])
             return test_run.finish()

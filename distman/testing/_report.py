@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from distman.testing._messages import RankReport, RankStatus
 
@@ -35,6 +35,12 @@ def report_failure(reports: Sequence[RankReport], dies: Sequence[int]) -> str:
     return "\n".join(lines)
 
 
+def common_types(reports: Sequence[RankReport], dies: Sequence[int]) -> list[str]:
+    """Return the types that whatever went wrong by itself on any rank is of, the most special one first."""
+    causes = _causes(reports, dies, _echoes(reports, dies))
+    return [one for one in causes[0].types if all(one in cause.types for cause in causes)] if causes else []
+
+
 def _echoes(reports: Sequence[RankReport], dies: Sequence[int]) -> set[int]:
     """Return the ranks that failed only because another one did; none if no other did."""
     echoes = {
@@ -42,12 +48,15 @@ def _echoes(reports: Sequence[RankReport], dies: Sequence[int]) -> set[int]:
         for report in reports
         if report.status is RankStatus.RAISED and _ECHO.search(report.headline) is not None
     }
-    causes = [
+    return echoes if _causes(reports, dies, echoes) else set()
+
+
+def _causes(reports: Sequence[RankReport], dies: Sequence[int], echoes: Collection[int]) -> list[RankReport]:
+    return [
         report
         for report in reports
         if failed([report], dies) and report.status is not RankStatus.STOPPED and report.rank not in echoes
     ]
-    return echoes if causes else set()
 
 
 def _importance(report: RankReport, dies: Sequence[int], *, is_echo: bool) -> tuple[bool, bool, int, float]:

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import time
 from collections.abc import Iterable, Sequence
 from multiprocessing.connection import wait
+from typing import TYPE_CHECKING
 
 from distman._workers.output import describe_exit
 from distman._workers.worker_process import END_SECONDS
 from distman.testing._messages import (
     Begin,
+    Debug,
+    Failing,
     Joined,
     RankReport,
     RankResult,
@@ -22,6 +26,9 @@ from distman.testing._messages import (
 from distman.testing._rank_process import RankProcess
 from distman.testing._stacks import readable_stacks
 
+if TYPE_CHECKING:
+    from distman.testing._debugger import Debugger
+
 # After the first failure the others are in a collective, which the failed rank's leaving ends at once, or on
 # their way to a failure of their own; whoever needs longer than this will not end by itself.
 _GRACE_SECONDS = 2.0
@@ -32,6 +39,8 @@ _STACK_SECONDS = 2.0
 _STACK_POLL_SECONDS = 0.02  # nothing says when a process has written its stacks to the end
 # A process that dies closes its connection first, and is waited for by its server a moment later.
 _DEATH_SECONDS = 5.0
+# Ranks that fail alike do so at about the same time; the debugger looks at the lowest of them.
+_CHOICE_SECONDS = 1.0
 
 
 class TestRun:
@@ -41,13 +50,19 @@ class TestRun:
         workers: One per rank, in rank order.
         timeout: Seconds until ranks that have not ended are stuck.
         dies: Ranks whose death is no failure.
+        debugger: Looks at a rank that fails; None for none.
     """
 
-    def __init__(self, workers: Sequence[RankProcess], timeout: float, dies: Sequence[int]) -> None:
+    def __init__(
+        self, workers: Sequence[RankProcess], timeout: float, dies: Sequence[int], debugger: Debugger | None = None
+    ) -> None:
         self._workers = dict(enumerate(workers))
         self._timeout = timeout
         self._dies = frozenset(dies)
         self._deadline = time.monotonic() + timeout
+        self._debugger = debugger
+        self._failing: dict[int, Failing] = {}
+        self._choice_at = math.inf
         self._first_failure: int | None = None
         self._results: dict[int, RankResult] = {}
         self._running = set(self._workers)
@@ -81,11 +96,13 @@ class TestRun:
         """Wait for the next message or death, and note what it says."""
         connections = {self._workers[rank].connection: rank for rank in self._running - self._closed}
         lives = [self._workers[rank].life for rank in self._running]
-        heard = wait([*connections, *lives], max(0.0, self._deadline - time.monotonic()))
+        heard = wait([*connections, *lives], max(0.0, min(self._deadline, self._choice_at) - time.monotonic()))
         for rank in [connections[one] for one in connections if one in heard]:
             self._take_message(rank)
         if any(life in heard for life in lives):
             self._note_deaths()
+        if self._failing and (time.monotonic() >= self._choice_at or self._running <= self._failing.keys()):
+            self._debug()
 
     def _take_message(self, rank: int) -> None:
         message = self._receive(rank)
@@ -95,6 +112,22 @@ class TestRun:
             self._running.discard(rank)
             self._unreleased.add(rank)
             self._note(rank, message)
+        elif isinstance(message, Failing):
+            if self._debugger is None or self._debugger.was_used:
+                self._tell([rank], Debug(is_chosen=False))
+            else:
+                self._failing[rank] = message
+                self._choice_at = min(self._choice_at, time.monotonic() + _CHOICE_SECONDS)
+
+    def _debug(self) -> None:
+        """Let the user look at one of the ranks that have failed, while the others wait."""
+        failing, self._failing, self._choice_at = self._failing, {}, math.inf
+        if self._debugger is None:
+            return
+        chosen, start = self._debugger.choose(failing), time.monotonic()
+        self._debugger.converse(chosen, failing[chosen], self._workers[chosen].connection)
+        self._tell(failing.keys() - {chosen}, Debug(is_chosen=False))
+        self._deadline += time.monotonic() - start
 
     def _note_joined(self, rank: int) -> None:
         """Begin the test when the last rank has joined the group, or failed to."""
@@ -212,4 +245,5 @@ class TestRun:
             worker.stdout,
             worker.stderr,
             tuple(result.warnings),
+            result.types,
         )

@@ -2,7 +2,11 @@
 
 import pytest
 import torch
+from torch.autograd import forward_ad
+from torch.utils.checkpoint import checkpoint
 
+import distman.collectives
+import distman.mappings
 from distman import DistributedManager, split_sizes
 from distman.collectives import (
     all_gather_v,
@@ -14,8 +18,16 @@ from distman.collectives import (
     reduce_scatter_v,
     scatter_v,
 )
+from distman.mappings import (
+    copy_to_parallel_region,
+    gather_from_parallel_region,
+    reduce_from_parallel_region,
+    scatter_to_parallel_region,
+)
 from distman.testing import ranks
 from tests.collectives.reference import check_against_one_process, different_on_each, random_tensor
+
+pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # which forward mode uses
 
 LENGTH = 4  # along dim 1, of the tensors of all ranks
 
@@ -72,6 +84,19 @@ OPERATIONS = {
     ),
 }
 each_operation = pytest.mark.parametrize("name", list(OPERATIONS))
+
+# Parallel regions are functions of what all ranks hold alike, so their gradients have another reference.
+REGIONS = {
+    "copy_to_parallel_region": lambda tensor, _: copy_to_parallel_region(tensor),
+    "reduce_from_parallel_region": lambda tensor, _: reduce_from_parallel_region(tensor),
+    "scatter_to_parallel_region": lambda tensor, _: scatter_to_parallel_region(tensor, 1),
+    "gather_from_parallel_region": lambda tensor, _: gather_from_parallel_region(tensor, 1),
+}
+DIFFERENTIABLE = {
+    **{name: (lambda tensor, size, call=call: call(tensor, size, None)) for name, (call, _) in OPERATIONS.items()},
+    **REGIONS,
+}
+each_differentiable = pytest.mark.parametrize("name", list(DIFFERENTIABLE))
 
 
 def make_inputs(num_ranks, dtype=torch.float64, *shape):
@@ -147,3 +172,97 @@ def test_neither_results_nor_gradients_share_memory_with_what_was_given(rank, wo
         result += 1
     assert torch.equal(mine.grad, before)
     assert torch.equal(mine, make_inputs(world_size)[rank])
+
+
+def test_every_differentiable_function_is_here():
+    public = {
+        name: getattr(module, name) for module in (distman.collectives, distman.mappings) for name in module.__all__
+    }
+    assert {name for name, one in public.items() if "Differentiable" in (one.__doc__ or "")} == set(DIFFERENTIABLE)
+
+
+@each_differentiable
+@ranks(1, 2, 3)
+def test_forward_mode_is_right_or_refused_on_all_ranks(rank, world_size, name):
+    operation = DIFFERENTIABLE[name]
+    values, directions = (random_tensor(3, LENGTH, seed=10 * kind + rank) for kind in range(2))
+    expected = operation(directions, world_size)  # all of them are linear
+    with forward_ad.dual_level():
+        if name == "scatter_v":
+            with pytest.raises((NotImplementedError, ValueError), match=r"has no forward-mode|See that rank's error"):
+                operation(forward_ad.make_dual(values, directions), world_size)
+        else:
+            dual = operation(forward_ad.make_dual(values, directions).square(), world_size)
+            result, tangent = forward_ad.unpack_dual(dual)
+            torch.testing.assert_close(result, operation(values.square(), world_size))
+            torch.testing.assert_close(tangent, operation(2 * values * directions, world_size))
+    torch.testing.assert_close(operation(directions, world_size), expected)
+
+
+@pytest.mark.parametrize("name", sorted({*OPERATIONS} - {"scatter_v"}))
+@ranks(2)
+def test_forward_over_backward_equals_backward_twice(rank, name):
+    values, directions = (random_tensor(3, LENGTH, seed=10 * kind + rank) for kind in range(2))
+
+    def gradient(tensor):
+        return torch.autograd.grad(DIFFERENTIABLE[name](tensor, 2).tanh().sum(), tensor, create_graph=True)[0]
+
+    with forward_ad.dual_level():
+        dual = gradient(forward_ad.make_dual(values.clone().requires_grad_(), directions))
+        forward = forward_ad.unpack_dual(dual).tangent
+    mine = values.clone().requires_grad_()
+    (twice,) = torch.autograd.grad(gradient(mine), mine, directions)
+    torch.testing.assert_close(forward.detach(), twice)
+
+
+@each_differentiable
+@ranks(2)
+def test_transforms_of_functions_are_refused(rank, name):
+    tensor = random_tensor(3, LENGTH, seed=rank)
+
+    def function(values):
+        return DIFFERENTIABLE[name](values, 2)
+
+    for transform in (lambda: torch.func.jvp(function, (tensor,), (tensor,)), lambda: torch.func.vjp(function, tensor)):
+        with pytest.raises((RuntimeError, ValueError), match=r"setup_context|forward-mode|See that rank's error"):
+            transform()
+    assert function(tensor).dtype == tensor.dtype
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+@each_differentiable
+@ranks(1, 2, 3)
+def test_activation_checkpoints(rank, world_size, name, use_reentrant):
+    operation = DIFFERENTIABLE[name]
+
+    def layer(tensor):
+        return operation(tensor.tanh(), world_size).sin() + operation(tensor, world_size)
+
+    found = []
+    for run in (layer, lambda tensor: checkpoint(layer, tensor, use_reentrant=use_reentrant)):
+        mine = random_tensor(3, LENGTH, seed=rank).requires_grad_()
+        (run(mine) * (rank + 1)).sum().backward()
+        found.append(mine.grad)
+    torch.testing.assert_close(*found)
+
+
+@ranks(2)
+def test_a_checkpoint_around_a_scatter_whose_receivers_pass_nothing(rank):
+    weight = torch.ones(2, requires_grad=True)
+    full = torch.arange(4.0).requires_grad_() if rank == 0 else None
+    result = checkpoint(lambda given: scatter_v(given, [2, 2]) * weight, full, use_reentrant=False)
+    result.sum().backward()
+    assert weight.grad.tolist() == [[0, 1], [2, 3]][rank]
+    assert full is None or full.grad.tolist() == [1] * 4
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64, torch.int16, torch.bool], ids=str)
+@each_differentiable
+@ranks(2)
+def test_autocast_changes_nothing(rank, name, dtype):
+    tensor = random_tensor(3, LENGTH, dtype=dtype, seed=rank)
+    plain = DIFFERENTIABLE[name](tensor, 2)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        result = DIFFERENTIABLE[name](tensor, 2)
+    assert result.dtype == dtype
+    assert torch.equal(result, plain)

@@ -3,6 +3,7 @@ from collections import OrderedDict, namedtuple
 import pytest
 import torch
 import torch.distributed as dist
+from torch.autograd import forward_ad
 
 from distman import DistributedManager, PlanMismatchError
 from distman.collectives import fused_all_reduce
@@ -153,6 +154,42 @@ def test_asynchronously(rank, length):
     assert not result["x"].requires_grad
 
 
+@pytest.mark.parametrize("length", [1, LARGE])
+@ranks(1, 2)
+def test_before_the_end_the_results_are_this_ranks_values(rank, world_size, length):
+    mine = random_tensor(length, 2, seed=rank).t()
+    (result,), work = fused_all_reduce([mine], async_op=True)
+    assert work.is_completed() == (world_size == 1)
+    assert torch.equal(result, mine)
+    work.wait()
+    torch.testing.assert_close(result, sum(random_tensor(length, 2, seed=one).t() for one in range(world_size)))
+    torch.testing.assert_close(mine, random_tensor(length, 2, seed=rank).t())
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # which forward mode uses
+@ranks(2)
+def test_tangents_beside_tensors_without(rank):
+    values = {"x": random_tensor(3, seed=rank), "y": torch.ones(2), "z": torch.ones(2, dtype=torch.complex64)}
+    with forward_ad.dual_level():
+        values["x"] = forward_ad.make_dual(values["x"], torch.full((3,), rank + 1.0, dtype=torch.float64))
+        total = {key: forward_ad.unpack_dual(value) for key, value in fused_all_reduce(values, op="avg").items()}
+    assert total["x"].tangent.tolist() == [1.5] * 3
+    for key in "yz":
+        assert total[key].primal.eq(1).all()
+        assert not total[key].tangent.any()
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # which forward mode uses
+@ranks(2)
+def test_tangents_on_one_rank_and_of_a_maximum_are_refused(rank):
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(torch.ones(2), torch.ones(2))
+        with pytest.raises(PlanMismatchError, match=r"rank 0: sum with tangents in torch.float32"):
+            fused_all_reduce(torch.ones(2) if rank else dual)
+        with pytest.raises(ValueError, match="must sum or average to have a gradient, got max"):
+            fused_all_reduce(dual, op="max")
+
+
 @ranks(4)
 def test_a_group_without_rank_0(rank):
     DistributedManager.create_process_subgroup("pairs", 2)
@@ -207,6 +244,21 @@ def test_the_difference_is_named(rank):
         fused_all_reduce(other_keys(rank))
 
 
+@pytest.mark.parametrize(
+    ("tensors", "arguments", "message"),
+    [
+        ({"a": 1.0}, {}, r"got float at \['a'\]"),
+        (None, {}, "got NoneType at the top"),
+        (torch.ones(1), {"op": 3}, "op must be one of sum, .* got 3"),
+        (torch.ones(1), {"buffer_dtype": "float64"}, "buffer_dtype must be a torch.dtype or None, got 'float64'"),
+        (torch.ones(1), {"device": 1.5}, "device"),
+    ],
+)
+def test_wrong_types_are_found_without_a_manager(tensors, arguments, message):
+    with pytest.raises(TypeError, match=message):
+        fused_all_reduce(tensors, **arguments)
+
+
 @ranks(2)
 @pytest.mark.parametrize(
     ("tensors", "arguments", "error", "message"),
@@ -232,6 +284,16 @@ def test_it_can_be_compiled(rank):
     assert total["b"].tolist() == [2, 2, 2]
     ((total["a"] + mine).sum() * (rank + 1)).backward()
     assert mine.grad.tolist() == [3 + rank + 1] * 2
+
+
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.bfloat16, torch.int32], ids=str)
+@ranks(2)
+def test_every_dtype_can_be_compiled(rank, dtype):
+    compiled = torch.compile(lambda tensors: fused_all_reduce(tensors), fullgraph=True, backend="aot_eager")
+    tensors = {"a": random_tensor(2, 3, dtype=dtype, seed=rank), "b": random_tensor(3, dtype=dtype, seed=rank)}
+    found, expected = compiled(tensors), fused_all_reduce(tensors)
+    for key in tensors:
+        torch.testing.assert_close(found[key], expected[key])
 
 
 @ranks(2)
@@ -265,6 +327,6 @@ def test_an_error_stays_an_error(rank):
 
 @ranks(2)
 def test_a_buffer_of_no_use():
-    for dtype in (torch.bool, torch.complex64):
-        with pytest.raises(ValueError, match="buffer_dtype must be a float or integer dtype"):
+    for dtype in (torch.bool, torch.complex64, torch.int16, torch.uint16):
+        with pytest.raises(ValueError, match="buffer_dtype must be a float or integer dtype that"):
             fused_all_reduce(torch.ones(1), buffer_dtype=dtype)

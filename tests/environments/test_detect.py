@@ -82,7 +82,7 @@ def test_no_variables_are_one_process():
     "stale",
     [
         {"SLURM_CONF": "/etc/slurm/slurm.conf", "SLURM_CLUSTER_NAME": "big"},
-        {"SLURM_PROCID": "0", "SLURM_NTASKS": "4", "SLURM_LOCALID": "0", "SLURM_NODEID": "0"},
+        {"SLURM_PROCID": "0", "SLURM_NTASKS": "1", "SLURM_LOCALID": "0", "SLURM_NODEID": "0"},
         {"PMI_RANK": "0", "PMI_SIZE": "4", "PMI_FD": "9"},
         {"PMI_RANK": "0"},
         {"PMIX_RANK": "0", "PMIX_NAMESPACE": "slurm.pmix.8.0", "PMIX_SERVER_URI2": "1.0;tcp4://127.0.0.1:38005"},
@@ -119,6 +119,44 @@ def test_python_without_srun_in_an_allocation_is_one_process_and_is_told_of_srun
     (warning,) = detection.warnings
     assert "Slurm allocation 7 " in warning
     assert "start it with: srun python" in warning
+
+
+@pytest.mark.parametrize("rank", range(3))
+def test_tasks_that_are_not_told_their_step_are_no_lone_processes(rank):
+    detection = detect({"SLURM_PROCID": str(rank), "SLURM_LOCALID": "0", "SLURM_NTASKS": "3"})
+    assert place(detection) == ("slurm", rank, 3)
+    (warning,) = detection.warnings
+    assert f"SLURM_PROCID={rank} and SLURM_NTASKS=3 are believed, although SLURM_STEP_ID" in warning
+    assert warning in detection.explanation
+
+
+@pytest.mark.parametrize("rank", [1, 3])
+def test_a_task_that_knows_its_allocation_but_not_its_step_does_not_run_alone(rank):
+    """The batch script, too, knows the allocation and no step, but it is task 0."""
+    with pytest.raises(
+        LaunchEnvironmentError, match=r"SLURM_STEP_ID .* must be set in a task of srun, got SLURM_PROCID"
+    ):
+        detect(allocation(4, 2, SLURM_PROCID=str(rank), SLURM_LOCALID="0", SLURM_NODEID="0"))
+
+
+LONE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
+
+
+@pytest.mark.parametrize("launcher", ["slurm", "flux", "jsrun"])
+def test_a_task_of_several_does_not_run_alone_because_of_variables_from_elsewhere(launcher):
+    with pytest.raises(LaunchEnvironmentError, match=f"WORLD_SIZE must not be 1 in a task of several.*{launcher} says"):
+        detect(rank_of(launcher) | LONE)
+    assert place(detect(fake_environment(launcher, tasks=1)[0] | LONE)) == (launcher, 0, 1)
+    assert place(detect(rank_of(launcher) | LONE, "env")) == ("env", 0, 1)
+
+
+@pytest.mark.parametrize("launcher", ["slurm", "openmpi", "flux"])
+def test_one_rank_of_torchrun_in_each_task_is_told_that_it_is_alone(launcher):
+    detection = detect(rank_of(launcher) | fake_environment("torchrun", tasks=1)[0])
+    assert place(detection) == ("torchrun", 0, 1)
+    (warning,) = detection.warnings
+    assert f"This is the only rank of its job: {launcher} says" in warning
+    assert detect(rank_of(launcher) | fake_environment("torchrun", tasks=2)[0]).warnings == ()
 
 
 def test_the_warning_counts_tasks_and_nodes():

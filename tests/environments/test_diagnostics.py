@@ -133,6 +133,12 @@ def test_visible_gpus_are_compared_with_the_ranks_of_the_host(devices, launcher,
         assert bool(shared) is ("shows" not in sentence)
 
 
+def test_gpus_of_one_task_alone_are_not_compared_with_the_other_tasks():
+    bound = {"CUDA_VISIBLE_DEVICES": "2,3", "SLURMD_TRES_BIND": "gpu:per_task:2"}
+    assert warnings(on("slurm", nodes=1, tasks=4, **bound)) == []
+    assert "2 GPUs to 4 ranks" in one(on("torchrun", nodes=1, tasks=4, **bound))
+
+
 def test_no_gpu_is_hidden_where_there_is_none():
     assert warnings(on("slurm", CUDA_VISIBLE_DEVICES=""), host(num_gpus=0)) == []
 
@@ -175,15 +181,6 @@ def test_an_address_that_does_not_answer_is_told_by_the_ranks_that_look_for_it()
     )
     assert asked == [("10.0.0.1", 23456)]
     assert warnings(on("slurm", 0, MASTER_ADDR="n1", MASTER_PORT="23456"), host(1, is_reachable=None)) == []
-
-
-def test_a_host_whose_name_means_itself_cannot_be_found_by_gloo():
-    where = host(2, name="lonely")
-    assert one(on("slurm", 3), where).startswith(
-        "The name of this host, 'lonely', resolves to 127.0.1.1 here: gloo tells "
-    )
-    assert warnings(on("slurm", 3, GLOO_SOCKET_IFNAME="eth0"), where) == []
-    assert warnings(on("slurm", 3, nodes=1), where) == []
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ SSH = Path(__file__).parent / "ssh"
 BECOME_HOST = """
 set -e
 echo "$1" > /proc/sys/kernel/hostname
-mount --bind "$2/hosts" /etc/hosts
+mount --bind "$2/hosts of $1" /etc/hosts
 mount -t tmpfs tmpfs /dev/shm
 ip link set lo up
 echo ready
@@ -35,12 +35,17 @@ class NamespaceHosts:
 
     Each has its own host name, network with ``lo`` and one more interface, ``/etc/hosts`` and ``/dev/shm``.
     All other files are the machine's.
+
+    Args:
+        num_hosts: Number of hosts beside ``ctl``.
+        own_address: What each host's own name resolves to on it; None is its address, ``127.0.1.1`` Debian's default.
     """
 
-    def __init__(self, num_hosts: int = 2) -> None:
+    def __init__(self, num_hosts: int = 2, *, own_address: str | None = None) -> None:
         self.names = tuple(f"n{index}" for index in range(1, num_hosts + 1))
         self.addresses = {"ctl": f"{NETWORK}.1"}
         self.addresses |= {name: f"{NETWORK}.{10 + index}" for index, name in enumerate(self.names, start=1)}
+        self._own_address = own_address
         self._pids: dict[str, int] = {}
         self._networks: set[str] = set()
         self._started: list[subprocess.Popen[str]] = []
@@ -50,8 +55,8 @@ class NamespaceHosts:
             self.directory = Path(tempfile.mkdtemp(prefix="distman-hosts-"))
             undo.callback(shutil.rmtree, self.directory, ignore_errors=True)
             undo.callback(self._kill_everything)
-            self._write_hosts_file()
             for name in self.addresses:
+                self._write_hosts_file(name)
                 self._add(name)
             self._connect()
             self._undo = undo.pop_all()
@@ -114,12 +119,13 @@ class NamespaceHosts:
         """Return everything that runs on the hosts."""
         return processes(lambda folder: _network(folder) in self._networks)
 
-    def _write_hosts_file(self) -> None:
+    def _write_hosts_file(self, host: str) -> None:
         names = {"localhost": "127.0.0.1", **self.addresses}
+        names[host] = self._own_address or names[host]
         lines = [f"{address} {name}\n" for name, address in names.items()]
         # The name of a client whose IPv4 address is seen through an IPv6 socket, which torch looks up.
         lines += [f"::ffff:{address} {name}-through-ipv6\n" for name, address in names.items()]
-        (self.directory / "hosts").write_text("".join(lines))
+        (self.directory / f"hosts of {host}").write_text("".join(lines))
 
     def _add(self, name: str) -> None:
         unshare = ["unshare", "--net", "--uts", "--mount"]

@@ -1,6 +1,6 @@
 """Sign-ins of ranks that exist on paper only."""
 
-from distman._rendezvous.peers import JoinRecord
+from distman._rendezvous.peers import JoinRecord, Origin
 
 
 def join_record(rank, world_size=2, **changes):
@@ -18,8 +18,10 @@ def join_record(rank, world_size=2, **changes):
         "device_type": "cpu",
         "device": None,
         "visible": (),
+        "has_own_devices": False,
         "is_sharing_allowed": False,
         "torch": "2.13.0+cpu",
         "distman": "0.1.0",
+        "origin": Origin(started=1000.0, command="train.py", folder="/home", parent=50, session=40),
     }
     return JoinRecord(**{**fields, **changes})

@@ -81,13 +81,19 @@ def test_open_mpi_4_tells_the_node_of_mpirun_where_mpi4py_is_missing(monkeypatch
     assert agreed(points("openmpi", nodes=2, **uri))[1] == ("10.0.0.9",)
 
 
+@pytest.mark.parametrize("launcher", ["env", "slurm", "openmpi", "flux"])
+def test_the_only_rank_of_a_job_meets_nobody_at_the_port_of_another_one(launcher):
+    (point,) = points(launcher, tasks=1, MASTER_ADDR="n1", MASTER_PORT="29500")
+    assert (point.addresses, point.ports, point.is_host) == (("127.0.0.1",), (), True)
+
+
 @pytest.mark.parametrize("launcher", ["flux", "jsrun"])
 def test_a_launcher_that_does_not_say_needs_an_address_on_several_nodes(launcher):
     with pytest.raises(RendezvousError, match=f"MASTER_ADDR must be set when {launcher} does not say"):
         points(launcher, nodes=2)
 
 
-@pytest.mark.parametrize("address", ["localhost", "127.0.0.1", "::1"])
+@pytest.mark.parametrize("address", ["localhost", "127.0.0.1", "127.0.1.1", "::1"])
 def test_localhost_is_no_address_for_several_nodes(address):
     with pytest.raises(RendezvousError, match="MASTER_ADDR must be an address that all nodes reach"):
         points("slurm", nodes=2, MASTER_ADDR=address)

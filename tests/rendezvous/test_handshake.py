@@ -13,10 +13,10 @@ from distman._rendezvous.handshake import (
     ForeignServiceError,
     HandshakeServer,
     Identity,
-    bind_listener,
     find_server,
     probe,
 )
+from distman._rendezvous.sockets import bind_listener
 from distman.errors import RendezvousError
 
 MINE = Identity.of("job-1")
@@ -120,12 +120,6 @@ def test_nobody_there_says_what_was_tried_and_where_it_came_from(silent_port):
     assert f"127.0.0.1:{silent_port}: another program listens there" in text
     assert "127.0.0.1:1: Connection refused" in text
     assert "[the test]" in text
-
-
-def test_loopback_listens_to_this_host_only():
-    with bind_listener("localhost", 0) as listener:
-        assert listener.family == socket.AF_INET
-        assert listener.getsockname()[0] == "127.0.0.1"
 
 
 def test_the_port_is_free_after_closing(server):

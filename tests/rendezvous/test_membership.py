@@ -1,15 +1,21 @@
 """Membership over a real store, with a thread for each rank."""
 
 import concurrent.futures
+import contextlib
+import dataclasses
+import random
 import time
 
 import pytest
 import torch.distributed as dist
 
+from distman._coordination import protocol
+from distman._coordination.failure.record import FailureRecord
 from distman._rendezvous import membership
 from distman._rendezvous.address import Endpoint
-from distman._rendezvous.handshake import Identity, bind_listener, probe
+from distman._rendezvous.handshake import ForeignServiceError, Identity, probe
 from distman._rendezvous.membership import establish_membership
+from distman._rendezvous.sockets import bind_listener
 from distman._rendezvous.store import join_store, open_store
 from distman.errors import RankFailedError, RendezvousError
 
@@ -70,7 +76,34 @@ def test_double_ranks_are_named_on_all(point):
         assert isinstance(error, RendezvousError)
         assert "pid 7 on n1" in str(error)
         assert "pid 8 on n2" in str(error)
-        assert "missing: rank 2" in str(error)
+        assert "Not there yet: rank 2." in str(error)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_what_contradicts_is_told_at_once_whoever_else_is_missing(point, seed):
+    """Ranks come in any order; one is double or unlike the others, and at least one never comes."""
+    draw = random.Random(seed)  # noqa: S311 - no secret
+    world_size = draw.randint(4, 9)
+    coming = sorted(draw.sample(range(1, world_size), draw.randint(1, world_size - 2)))
+    records = [join_record(rank, world_size) for rank in (0, *coming)]
+    odd = draw.choice(records)
+    field, value = draw.choice([("pid", 7), ("world_size", world_size + 1), ("distman", "0.2.0"), ("torch", "1.0")])
+    if field == "pid":
+        records.append(dataclasses.replace(odd, pid=value))
+    else:
+        records[records.index(odd)] = dataclasses.replace(odd, **{field: value})
+    draw.shuffle(records)
+    with concurrent.futures.ThreadPoolExecutor(len(records)) as pool:
+        futures = [pool.submit(attend, point, me, 600.0) for me in records]
+        while sum(not future.done() for future in futures) > 1:
+            time.sleep(0.01)
+        while not all(future.done() for future in futures):  # the host stays for those who never come: be them
+            with contextlib.suppress(OSError, ForeignServiceError):
+                probe("127.0.0.1", point.ports[0], Identity.of(point.job_id))
+            time.sleep(0.01)
+    results = [future.exception() for future in futures]
+    told = f"rank {odd.rank} must be one process" if field == "pid" else f"{field} must be the same on all ranks"
+    assert all(isinstance(error, RendezvousError) and told in str(error) for error in results), results
 
 
 def test_a_second_rank_zero_is_named_on_all(point):
@@ -83,20 +116,50 @@ def test_unlike_world_sizes_are_an_error_on_all(point):
     assert all("world_size must be the same on all ranks" in str(error) for error in results), results
 
 
-def test_a_rank_that_comes_after_the_verdict_is_told_who_holds_its_place(point):
+@pytest.fixture
+def job_of_two(point):
+    """A host and a call into its store, after ranks 0 and 1 have met there."""
     host = open_store(point, 10)
     store = dist.PrefixStore("membership", host.store)
 
     def call(me):
         return establish_membership(host, store, me, timeout=10, source="the test", expected={})
 
-    try:
-        with concurrent.futures.ThreadPoolExecutor(2) as pool:
-            list(pool.map(call, [join_record(0), join_record(1)]))
-        with pytest.raises(RendezvousError, match=r"got pid 9 on n1 after .* and pid 101 on n1"):
-            call(join_record(1, pid=9))
-    finally:
-        host.close()
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        list(pool.map(call, [join_record(0), join_record(1)]))
+    yield call, store
+    host.close()
+
+
+def comes_later(rank, seconds, **changes):
+    record = join_record(rank, pid=9)
+    return dataclasses.replace(
+        record, origin=dataclasses.replace(record.origin, started=record.origin.started + seconds, **changes)
+    )
+
+
+def test_a_rank_that_comes_after_the_verdict_is_told_who_holds_its_place(job_of_two):
+    call, store = job_of_two
+    with pytest.raises(RendezvousError, match=r"got pid 9 on n1 .* after .* and pid 101 on n1"):
+        call(comes_later(1, 3600))
+    assert FailureRecord.read(store) is None
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_job_that_may_be_made_of_two_is_told(job_of_two, rank):
+    call, store = job_of_two
+    with pytest.raises(RendezvousError, match=f"rank {rank} must be one process"):
+        call(comes_later(rank, 1))
+    assert f"rank {rank} must be one process" in FailureRecord.read(store).error_text
+    assert store.add(protocol.NEWS, 0) == 1
+
+
+def test_a_second_rank_zero_does_not_change_the_verdict(job_of_two):
+    call, store = job_of_two
+    before = store.get(protocol.VERDICT)
+    with pytest.raises(RendezvousError, match="rank 0 must be one process"):
+        call(comes_later(0, 3600))
+    assert store.get(protocol.VERDICT) == before
 
 
 FAILURE = {

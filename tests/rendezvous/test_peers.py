@@ -1,10 +1,11 @@
 """What follows from the join records of all ranks."""
 
 import dataclasses
+import random
 
 import pytest
 
-from distman._rendezvous.peers import complete, describe_missing, find_faults
+from distman._rendezvous.peers import complete, describe_missing, find_faults, is_mixed
 
 from .join_records import join_record
 
@@ -19,7 +20,39 @@ def test_a_sound_job_has_no_faults():
 
 def test_two_processes_of_one_rank_are_named_with_pid_and_host():
     (fault,) = find_faults([join_record(0, 3), join_record(1, 3), join_record(1, 3, pid=7, host="n2")], 3)
-    assert "rank 1 must be one process, got 2: pid 101 on n1, pid 7 on n2" in fault
+    assert "rank 1 must be one process, got 2: pid 101 on n1 (train.py, started " in fault
+    assert "), pid 7 on n2 (train.py, started " in fault
+    assert "give each its own MASTER_PORT" in fault
+
+
+def of_job(rank, *, started=1000.0, host="n1", **changes):
+    record = join_record(rank, host=host)
+    return dataclasses.replace(record, origin=dataclasses.replace(record.origin, started=started, **changes))
+
+
+@pytest.mark.parametrize(
+    ("members", "surplus", "expected"),
+    [
+        # two jobs that one script starts at once: rank 1 of the other one has taken the place of this one's
+        ([{}, {"command": "b.py"}], {}, True),
+        # nothing tells the two apart
+        ([{}, {}], {}, True),
+        # the second job comes from another terminal, or runs another program
+        ([{}, {}], {"session": 41, "parent": 51}, False),
+        ([{}, {}], {"command": "b.py"}, False),
+        # a rank in each of two terminals; the second job in the same ones
+        ([{"session": 1}, {"session": 2}], {"session": 2}, True),
+        ([{"session": 1}, {"session": 2}], {"session": 2, "started": 1100.0}, False),
+        # the job was complete long before
+        ([{}, {}], {"started": 1031.0}, False),
+        # on several hosts ids of processes say nothing
+        ([{"host": "n2", "session": 7}, {}], {"session": 8}, True),
+        ([{"host": "n2", "session": 7}, {}], {"session": 7, "command": "b.py"}, False),
+    ],
+)
+def test_a_process_too_many_ends_the_job_only_where_it_may_belong_to_it(members, surplus, expected):
+    ranks = [of_job(rank, **changes) for rank, changes in enumerate(members)]
+    assert is_mixed(of_job(1, **surplus), ranks[1], ranks) is expected
 
 
 @pytest.mark.parametrize(
@@ -64,6 +97,36 @@ def test_gpus_follow_the_local_rank():
 def test_one_visible_gpu_is_index_zero_whatever_the_local_rank():
     peers = complete([on_gpus(0, ["a"]), on_gpus(1, ["b"])])
     assert [(peer.local_rank, peer.device) for peer in peers] == [(0, "cuda:0"), (1, "cuda:0")]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_gpus_that_are_divided_among_the_ranks_of_a_host_are_used_in_turn(seed):
+    """Each part of the GPUs is seen by some of the ranks, at most as many as it has."""
+    draw = random.Random(seed)  # noqa: S311 - no secret
+    parts = [[f"GPU-{part}-{number}" for number in range(draw.randint(1, 4))] for part in range(draw.randint(2, 4))]
+    views = [part for part in parts for _ in range(draw.randint(1, len(part)))]
+    draw.shuffle(views)
+    told = draw.choice([True, False])
+    ranks = [
+        on_gpus(rank, view, world_size=len(views), local_rank=rank if told else None) for rank, view in enumerate(views)
+    ]
+    assert find_faults(ranks, len(ranks)) == []
+    used = [(int(peer.device.removeprefix("cuda:")), peer.device_uuid) for peer in complete(ranks)]
+    assert all(views[rank][index] == uuid for rank, (index, uuid) in enumerate(used))
+    assert len({uuid for _, uuid in used}) == len(views)
+
+
+@pytest.mark.parametrize("uuids", [["a", "b"], ["", ""]])
+def test_a_task_that_has_gpus_of_its_own_takes_the_first(uuids):
+    ranks = [on_gpus(rank, uuids, world_size=3, has_own_devices=True, host=f"n{rank}") for rank in range(3)]
+    assert [peer.device for peer in complete(ranks)] == ["cuda:0"] * 3
+    together = [dataclasses.replace(one, host="n0", visible=(f"{one.rank}", f"{one.rank}b")) for one in ranks]
+    assert [peer.device for peer in complete(together)] == ["cuda:0"] * 3
+
+
+def test_gpus_that_overlap_follow_the_local_rank():
+    ranks = [on_gpus(0, ["a"], world_size=3), *(on_gpus(rank, ["a", "b", "c"], world_size=3) for rank in (1, 2))]
+    assert [peer.device_uuid for peer in complete(ranks)] == ["a", "b", "c"]
 
 
 def test_a_named_device_is_taken():

@@ -1,3 +1,4 @@
+import functools
 import inspect
 import os
 import signal
@@ -33,13 +34,40 @@ def test_wrong_arguments_are_named(arguments, options, error, message):
         ranks(*arguments, **options)
 
 
-def test_only_plain_functions_can_be_decorated():
-    async def test_async():
-        pass
-
-    for thing in (test_async, type("TestClass", (), {}), 3):
-        with pytest.raises(TypeError, match="plain test function"):
+def test_only_functions_and_classes_can_be_decorated():
+    for thing in (3, staticmethod(lambda: None), functools.partial(print)):
+        with pytest.raises(TypeError, match="must decorate a test function or a class, got"):
             ranks(2)(thing)
+
+
+def test_a_class_marks_its_methods_but_not_those_of_its_base():
+    class Base:
+        def test_inherited(self, rank):
+            return rank
+
+    @ranks(2)
+    class TestClass(Base):
+        limit = 3
+
+        def test_own(self, world_size):
+            return world_size
+
+        @ranks(3)
+        def test_marked(self):
+            pass
+
+        def check(self, rank):
+            pass
+
+    def world_sizes(function):
+        return [mark.args[0].world_sizes for mark in getattr(function, "pytestmark", [])]
+
+    names = ["test_inherited", "test_own", "test_marked", "check"]
+    assert [world_sizes(getattr(TestClass, name)) for name in names] == [[(2,)], [(2,)], [(3,)], []]
+    assert list(inspect.signature(TestClass.test_inherited).parameters) == ["self"]
+    assert TestClass().test_inherited(1) == 1
+    assert not world_sizes(Base.test_inherited)
+    assert list(inspect.signature(Base.test_inherited).parameters) == ["self", "rank"]
 
 
 def test_without_parentheses():

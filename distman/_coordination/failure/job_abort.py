@@ -90,8 +90,10 @@ def _abort() -> None:
 
 
 def _cancel(cancel_command: Callable[[Mapping[str, str]], Sequence[str]]) -> None:
-    time.sleep(_GRACE)
     command = list(cancel_command(os.environ))
+    if not command:
+        return
+    time.sleep(_GRACE)
     try:
         subprocess.run(command, check=False, timeout=_PATIENCE)
     except (OSError, subprocess.TimeoutExpired) as error:

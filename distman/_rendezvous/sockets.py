@@ -1,0 +1,86 @@
+"""Addresses of this host: where to listen, and whether a name means this host."""
+
+from __future__ import annotations
+
+import socket
+
+_BACKLOG = 4096  # connections: all ranks of a large job come at once
+_LOOPBACK_NAMES = ("localhost", "localhost.localdomain", "localhost4", "localhost6", "ip6-localhost")
+
+
+def bind_listener(address: str, port: int, *, is_on_one_host: bool = False) -> socket.socket:
+    """Return a socket that listens at the port; port 0 takes any free one.
+
+    IPv4 is preferred where the address has both: a listener for both would see IPv4 clients as
+    ``::ffff:a.b.c.d``, a name that ``/etc/hosts`` does not know, and the look-up of each goes to the DNS.
+    An address of the loopback is listened to alone, so that nobody outside reaches the port, unless it is one to this
+    host only: Debian lets the name of each host mean 127.0.1.1 there.
+
+    Args:
+        address: Name of this host, or one of its addresses.
+        port: The port.
+        is_on_one_host: Whether nobody on another host has to reach it.
+
+    Raises:
+        OSError: The port is taken, or the address is not known.
+    """
+    family, resolved = min(_resolve(address), key=lambda place: place[0] != socket.AF_INET)
+    is_private = _is_loopback(resolved) and (is_on_one_host or means_loopback(address))
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((resolved if is_private else "", port))
+        listener.listen(_BACKLOG)
+    except OSError:
+        listener.close()
+        raise
+    return listener
+
+
+def means_loopback(name: str) -> bool:
+    """Return whether a name or an address means, on every host, that host itself."""
+    return name in _LOOPBACK_NAMES or _is_loopback(name)
+
+
+def addresses_of(name: str) -> list[str]:
+    """Return the addresses of a name as this host sees them.
+
+    Raises:
+        OSError: The name is not known.
+    """
+    return list(dict.fromkeys(address for _, address in _resolve(name)))
+
+
+def is_own(address: str) -> bool:
+    """Return whether a socket can have the address, which only a host's own can."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    try:
+        with socket.socket(family, socket.SOCK_DGRAM) as one:
+            one.bind((address, 0))
+    except OSError:
+        return False
+    return True
+
+
+def address_towards(name: str) -> str | None:
+    """Return the address of this host on the way to another one; None where there is no way, or none is needed."""
+    try:
+        family, address = _resolve(name)[0]
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect((address, 9))  # sends nothing
+            own = str(probe.getsockname()[0])
+    except OSError:
+        return None
+    return None if _is_loopback(own) or own == address else own
+
+
+def _resolve(name: str) -> list[tuple[socket.AddressFamily, str]]:
+    try:
+        found = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
+    except UnicodeError as error:  # a name may be too long or empty in parts
+        raise socket.gaierror(socket.EAI_NONAME, "Name or service not known") from error
+    return [(family, str(place[0])) for family, _, _, _, place in found]
+
+
+def _is_loopback(address: str) -> bool:
+    return address.startswith("127.") or address == "::1"

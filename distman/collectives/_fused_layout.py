@@ -1,0 +1,160 @@
+"""How many tensors become one buffer, and what must be equal on all ranks for that."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from distman.collectives._headers import signed_message
+
+OPERATIONS = {
+    "sum": dist.ReduceOp.SUM,
+    "avg": dist.ReduceOp.AVG,
+    "max": dist.ReduceOp.MAX,
+    "min": dist.ReduceOp.MIN,
+    "product": dist.ReduceOp.PRODUCT,
+}
+_REAL = {torch.complex64: torch.float32, torch.complex128: torch.float64}  # dtype.to_real() cannot be compiled
+_BUFFER_DTYPES = (
+    *(torch.float64, torch.float32, torch.float16, torch.bfloat16),
+    *(torch.int64, torch.int32, torch.int8, torch.uint8),
+)
+"""What all backends reduce."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How tensors become one buffer.
+
+    Attributes:
+        operation: Name of the reduction.
+        dtype: Dtype of the buffer; complex numbers are pairs of it.
+        device: Device of the buffer.
+        rows: Path, shape, dtype and device of each tensor.
+        lengths: Number of elements of the buffer that each takes.
+        is_uniform: Whether all are of one shape and one real dtype, and on one device.
+        has_tangents: Whether some carry tangents of forward-mode differentiation.
+    """
+
+    operation: str
+    dtype: torch.dtype
+    device: torch.device
+    rows: tuple[tuple[str, torch.Size, torch.dtype, torch.device], ...]
+    lengths: list[int]
+    is_uniform: bool
+    has_tangents: bool
+
+    @functools.cached_property
+    def text(self) -> str:
+        """What must be equal on all ranks, as JSON."""
+        rows = [[path, shape, str(dtype)] for path, shape, dtype, _ in self.rows]
+        operation = f"{self.operation} with tangents" if self.has_tangents else self.operation
+        return json.dumps([operation, str(self.dtype), rows])
+
+    @functools.cached_property
+    def empty_message(self) -> torch.Tensor:
+        """The first message, without data."""
+        return signed_message(self.text, torch.float64 if self.dtype.is_floating_point else torch.int64, self.device)
+
+    @property
+    def is_sum(self) -> bool:
+        """Whether the ranks' buffers are added up."""
+        return self.operation in ("sum", "avg")
+
+    @property
+    def reduce_op(self) -> Any:
+        """Torch's name of what is done with the ranks' buffers."""
+        return dist.ReduceOp.SUM if self.is_sum else OPERATIONS[self.operation]
+
+    def pack(self, values: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Return the buffer with these values."""
+        with torch.autocast(self.device.type, enabled=False):  # it refuses to put 16-bit floats of two kinds together
+            if self.is_uniform:
+                return torch.stack(list(values)).to(self.device, self.dtype).contiguous().view(-1)
+            flat = [_as_real(value).reshape(-1).to(self.device, self.dtype) for value in values]
+            return torch.cat(flat) if flat else torch.empty(0, dtype=self.dtype, device=self.device)
+
+    def unpack(self, buffer: torch.Tensor) -> list[torch.Tensor]:
+        """Return new tensors with the contents of the buffer."""
+        if self.is_uniform:
+            _, shape, dtype, device = self.rows[0]
+            stacked = buffer.to(device, dtype).view(len(self.rows), *shape)
+            parts: Any = torch.unbind_copy(stacked)  # type: ignore[func-returns-value]  # typed as None
+            return list(parts)
+        pieces = zip(buffer.split(self.lengths), self.rows, strict=True)
+        return [_restore(part, shape, dtype, device) for part, (_, shape, dtype, device) in pieces]
+
+
+def _as_real(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
+
+
+def _restore(part: torch.Tensor, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    if dtype.is_complex:
+        return torch.view_as_complex(part.to(device, _REAL[dtype], copy=True).view(*shape, 2))
+    return part.to(device, dtype, copy=True).view(shape)
+
+
+def find_layout(
+    operation: str,
+    buffer_dtype: torch.dtype | None,
+    device: torch.device,
+    rows: tuple[tuple[str, torch.Size, torch.dtype, torch.device], ...],
+    *,
+    has_tangents: bool,
+) -> Layout:
+    """Return the layout for these tensors; a program asks for a few, again and again.
+
+    Raises:
+        ValueError: They cannot be reduced in one buffer, or not by this operation.
+    """
+    make = _make_layout.__wrapped__ if torch.compiler.is_compiling() else _make_layout
+    layout: Layout = make(operation, buffer_dtype, device, rows, has_tangents)
+    return layout
+
+
+@functools.lru_cache(maxsize=64)
+def _make_layout(
+    operation: str,
+    buffer_dtype: torch.dtype | None,
+    device: torch.device,
+    rows: tuple[tuple[str, torch.Size, torch.dtype, torch.device], ...],
+    has_tangents: bool,
+) -> Layout:
+    dtype = _buffer_dtype([dtype for _, _, dtype, _ in rows], operation, buffer_dtype)
+    lengths = [shape.numel() * (2 if kind.is_complex else 1) for _, shape, kind, _ in rows]
+    kinds = {row[1:] for row in rows}
+    is_uniform = len(kinds) == 1 and not rows[0][2].is_complex
+    return Layout(operation, dtype, device, rows, lengths, is_uniform, has_tangents)
+
+
+def _buffer_dtype(dtypes: Sequence[torch.dtype], operation: str, wish: torch.dtype | None) -> torch.dtype:
+    floats = [dtype for dtype in dtypes if dtype.is_floating_point or dtype.is_complex]
+    if any(dtype.is_complex for dtype in dtypes) and operation not in ("sum", "avg"):
+        raise ValueError(
+            f"complex tensors must be summed or averaged, got op {operation}. Reduce their real and imaginary parts."
+        )
+    if wish is not None:
+        if wish not in _BUFFER_DTYPES:
+            raise ValueError(
+                f"buffer_dtype must be a float or integer dtype that the backends reduce, got {wish}. Choose one such "
+                "as torch.float64."
+            )
+        return wish
+    if floats and len(floats) < len(dtypes):
+        raise ValueError(
+            "tensors must be all integers or all floats unless buffer_dtype says what to convert them to, got "
+            f"{', '.join(sorted({str(dtype) for dtype in dtypes}))}. Reduce the integers separately, or set "
+            "buffer_dtype."
+        )
+    if not floats and operation == "avg":
+        raise ValueError("integers must not be averaged, got op avg. Sum them, or set buffer_dtype to a float.")
+    if not floats:
+        return torch.int64
+    return functools.reduce(torch.promote_types, [_REAL.get(dtype, dtype) for dtype in floats], torch.float32)

@@ -1,0 +1,242 @@
+"""Marks, classes, coroutines, generators and examples of Hypothesis: what strangers combine with @ranks."""
+
+import re
+
+import pytest
+
+SUITE = """
+import asyncio
+import unittest
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import HealthCheck, assume, example, given, settings, strategies
+from distman.testing import ranks
+
+
+class OwnError(Exception):
+    def __init__(self, first, second):
+        super().__init__(first, second)
+
+
+class Special(OwnError, OSError):
+    pass
+
+
+@pytest.mark.xfail(raises=ValueError, strict=True)
+@ranks(2)
+def test_expects_an_error(rank):
+    if rank == 1:
+        raise UnicodeError("of a type that is a ValueError")
+    dist.barrier()
+
+
+@pytest.mark.xfail(raises=OwnError, strict=True)
+@ranks(2)
+def test_expects_an_error_of_this_module():
+    raise Special("one", "two")
+
+
+@pytest.mark.xfail(raises=ValueError)
+@ranks(2)
+def test_expects_another_error():
+    raise KeyError("not expected")
+
+
+@pytest.mark.xfail(raises=ValueError)
+@ranks(2)
+def test_expects_the_error_of_one_rank(rank):
+    raise [ValueError, KeyError][rank]("of one rank")
+
+
+@pytest.mark.xfail(raises=ValueError)
+@ranks(2)
+def test_expects_no_death(rank):
+    if rank == 0:
+        raise ValueError("of the rank that lives")
+    import os
+    os._exit(3)
+
+
+class Base:
+    @pytest.mark.parametrize("offset", [0, 1])
+    def test_inherited(self, rank, offset):
+        assert total(rank) == self.expected
+
+
+@ranks(2)
+class TestClass(Base):
+    expected = 1
+
+    def test_own(self, world_size):
+        assert world_size == 2
+
+    @ranks(3)
+    def test_with_its_own_mark(self, world_size):
+        assert world_size == 3
+
+    class TestInner:
+        def test_inner(self):
+            assert total(1) == 2
+
+    async def test_coroutine(self, rank):
+        await asyncio.sleep(0)
+        assert total(rank) == self.expected
+
+
+class TestOfTheBase(Base):
+    @pytest.fixture
+    def rank(self):
+        return 1
+
+    expected = 1
+
+
+def total(value):
+    if not dist.is_initialized():
+        return 1  # not on the workers
+    tensor = torch.tensor(value)
+    dist.all_reduce(tensor)
+    return tensor.item()
+
+
+@ranks(2)
+def test_skips_in_another_way():
+    raise unittest.SkipTest("for another reason")
+
+
+@ranks(2)
+async def test_coroutine(rank):
+    await asyncio.sleep(0)
+    assert total(rank) == 1
+
+
+@ranks(2)
+async def test_coroutine_that_fails(rank):
+    await asyncio.sleep(0)
+    raise ValueError("in the coroutine")
+
+
+@ranks(2)
+def test_generator():
+    yield
+
+
+@ranks(2)
+async def test_asynchronous_generator():
+    yield
+
+
+@ranks(2)
+@settings(max_examples=5, database=None)
+@given(strategies.integers(0, 1000), strategies.data())
+def test_draws_that_cannot_travel(rank, number, data):
+    pass
+
+
+@ranks(2)
+@settings(max_examples=5, database=None)
+@given(number=strategies.integers(0, 1000))
+def test_draws_below(rank, number):
+    assert total(number) == 2 * number
+
+
+@settings(max_examples=5, database=None)
+@given(strategies.integers(0, 1000))
+@ranks(2)
+def test_draws_above(number, rank):
+    assert total(number) == 2 * number
+
+
+@ranks(2)
+class TestDraws:
+    @settings(max_examples=5, database=None)
+    @given(number=strategies.integers(0, 1000))
+    def test_method(self, rank, number):
+        assume(number > rank)
+        assert total(number) == 2 * number
+
+
+@ranks(2)
+@settings(database=None, derandomize=True)
+@given(number=strategies.integers())
+def test_shrinks(rank, number):
+    print("tried", number)
+    total(0)
+    if rank == 1:
+        assert number < 17
+
+
+@pytest.mark.xfail(raises=ZeroDivisionError, strict=True)
+@ranks(2)
+@settings(max_examples=5, database=None)
+@given(number=strategies.integers(0, 3))
+@example(number=0)
+def test_explicit_example(number):
+    1 / number
+
+
+@ranks(2)
+@settings(max_examples=5, database=None)
+@given(number=strategies.integers())
+def test_skips(number):
+    pytest.skip("for a reason")
+"""
+
+
+@pytest.fixture(scope="module")
+def run(project):
+    project.write(SUITE)
+    return project.run("-rA", "-p", "no:cacheprovider")
+
+
+def endings(run, word):
+    return set(re.findall(rf"^{word} test_it\.py::(\S+)\[", run.output, re.MULTILINE))
+
+
+def test_every_test_ends_as_it_would_in_one_process(run):
+    assert endings(run, "XFAIL") == {
+        "test_expects_an_error",
+        "test_expects_an_error_of_this_module",
+        "test_explicit_example",
+    }
+    assert endings(run, "FAILED") == {
+        "test_expects_another_error",
+        "test_expects_the_error_of_one_rank",
+        "test_expects_no_death",
+        "test_coroutine_that_fails",
+        "test_draws_that_cannot_travel",
+        "test_shrinks",
+    }
+    assert endings(run, "ERROR") == {"test_generator", "test_asynchronous_generator"}
+    assert endings(run, "PASSED") == {
+        "TestClass::test_inherited",
+        "TestClass::test_own",
+        "TestClass::test_with_its_own_mark",
+        "TestClass::TestInner::test_inner",
+        "TestClass::test_coroutine",
+        "TestOfTheBase::test_inherited",
+        "test_coroutine",
+        "test_draws_below",
+        "test_draws_above",
+        "TestDraws::test_method",
+    }
+    assert "TestClass::test_with_its_own_mark[3 ranks]" in run.output
+    assert "for a reason" in run.output
+    assert "for another reason" in run.output
+    assert run.counts()["skipped"] == 2
+
+
+def test_failures_say_why(run):
+    assert "ranks 0, 1 raised ValueError: in the coroutine" in run.report("test_coroutine_that_fails[2 ranks]")
+    assert "got the generator 'test_generator'" in run.report("ERROR at setup of test_generator[2 ranks]")
+    assert "The argument 'data' must be picklable" in run.report("test_draws_that_cannot_travel[2 ranks]")
+
+
+def test_a_failing_example_is_shrunk_and_reported_once(run):
+    report = run.report("test_shrinks[2 ranks]")
+    assert report.count("rank 1 raised AssertionError: assert 17 < 17") == 1
+    assert report.count("Failing test case") + report.count("Falsifying example") == 1
+    assert re.search(r"number=17,\n", report)
+    assert "rank=<each rank's own>" in report
+    assert report.count("tried 17") == 2  # by each rank, in the last call
