@@ -27,6 +27,7 @@ from distman.errors import (
     RankFailedError,
     RendezvousError,
     UndefinedGroupError,
+    WorkerDiedError,
     WorkerError,
 )
 from distman.topology import ProcessGroupConfig, ProcessGroupNode, split_sizes
@@ -61,6 +62,7 @@ __all__ = [
     "RankFailedError",
     "RendezvousError",
     "UndefinedGroupError",
+    "WorkerDiedError",
     "WorkerError",
     "explain",
     "initialize_ddp",

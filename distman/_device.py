@@ -32,7 +32,7 @@ def pick_device(local_rank: int = 0, local_world_size: int | None = None) -> tor
     device_type, count = _accelerator()
     if device_type == "cpu":
         return torch.device("cpu")
-    if has_own_devices(os.environ):
+    if _has_own_devices():
         local_rank, local_world_size = 0, 1
     index = pick_index(count, local_rank, local_world_size, shared=is_sharing_allowed(os.environ))
     return torch.device(device_type, index)
@@ -64,13 +64,12 @@ def pick_index(visible: int, local_rank: int, local_world_size: int | None = Non
     return local_rank % visible
 
 
-def has_own_devices(environ: Mapping[str, str]) -> bool:
-    """Return whether the launcher says that no other rank sees the devices that this process sees."""
+def _has_own_devices() -> bool:
     try:
-        launcher = LAUNCHERS[detect(environ).environment.launcher]
-    except (LaunchEnvironmentError, ValueError):
+        launcher = LAUNCHERS[detect(os.environ).environment.launcher]
+    except (LaunchEnvironmentError, ValueError):  # initialize() says what is wrong
         return False
-    return launcher.has_own_gpus is not None and launcher.has_own_gpus(environ)
+    return launcher.gives_own_gpus(os.environ)
 
 
 def is_sharing_allowed(environ: Mapping[str, str]) -> bool:

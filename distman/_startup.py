@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
+from collections.abc import Callable
 
 from distman._coordination.failure import hook
 from distman._coordination.failure.job_abort import abort_job_after
 from distman._coordination.failure.record import FailureRecord
+from distman._coordination.timeouts import begin
 from distman._rendezvous.early_failure import is_started_by_rank, tell_waiting_ranks
 from distman.environments import detect
 from distman.errors import LaunchEnvironmentError
@@ -23,13 +26,13 @@ def watch() -> None:
         hook.install(_tell)
 
 
-def _tell(error: BaseException) -> None:
+def _tell(error: BaseException) -> Callable[[], object]:
     if is_started_by_rank(os.environ):
-        return
+        return lambda: None
     environment = detect(os.environ).environment
     abort_job_after(error, environment)
     record = dataclasses.asdict(FailureRecord.of(error, environment.rank))
-    if isinstance(error, KeyboardInterrupt):
-        tell_waiting_ranks(record, os.environ, patience=0)  # whoever pressed Ctrl-C wants it to end
-    else:
-        tell_waiting_ranks(record, os.environ)
+    # Whoever pressed Ctrl-C wants it to end.
+    more = {"patience": 0} if isinstance(error, KeyboardInterrupt) else {}
+    wait = begin(lambda: tell_waiting_ranks(record, os.environ, **more))  # while the error is printed
+    return functools.partial(wait, None)  # it has a limit of its own

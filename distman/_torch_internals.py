@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import pickle
 import re
 import sys
 from collections import OrderedDict
@@ -78,6 +79,25 @@ def _world_without_device() -> Iterator[None]:
         world.bound_device_id = device
 
 
+def batch_isend_irecv(operations: list[dist.P2POp]) -> list[dist.Work]:
+    """Do what torch's function of this name does, but let its group go on after an exception.
+
+    NCCL collects the operations of a batch. torch leaves that state open when one is refused or the main thread is
+    interrupted, and later reductions of the group would be collected and never done.
+    """
+    works: list[dist.Work]
+    group = operations[0].group
+    try:
+        works = dist.batch_isend_irecv(operations)
+    except BaseException:
+        world = distributed_c10d._world
+        if group is not None and world.pg_coalesce_state.pop(group, None) is not None:
+            with contextlib.suppress(RuntimeError):  # the first error counts
+                group._end_coalescing(operations[0].tensor.device)
+        raise
+    return works
+
+
 @contextlib.contextmanager
 def counting_no_failed_group() -> Iterator[None]:
     """Let a group that could not be made not count: the number is part of the store's keys, which all ranks share."""
@@ -92,6 +112,11 @@ def counting_no_failed_group() -> Iterator[None]:
 def count_groups_from_zero() -> None:
     """Count the groups anew, as ``destroy_process_group`` does where there is one to destroy."""
     distributed_c10d._world.group_count = 0
+
+
+def is_registered(process_group: dist.ProcessGroup) -> bool:
+    """Return whether torch still has a group: one that was destroyed is good for nothing, though objects hold it."""
+    return process_group in distributed_c10d._world.pg_map
 
 
 def default_store() -> dist.Store:
@@ -187,9 +212,19 @@ class CollectiveGuard:
             namespace, _, name = full_name.partition("::")
             if namespace == "c10d" and name != "check_for_nan":  # it looks at this rank's tensors only
                 self._collectives.impl(name, _guarded(name, check), _GUARDED)
+        self._name_group = name_group = distributed_c10d._process_group_name
+
+        def name_guarded_group(ranks: Sequence[int], use_hashed_name: bool) -> Any:  # noqa: FBT001 - as torch calls it
+            if regions() and dist.is_initialized():
+                # A group that is not named by its ranks is named by a number, which all ranks of the world count.
+                check("new_group", ranks if use_hashed_name else range(dist.get_world_size()))
+            return name_group(ranks, use_hashed_name)
+
+        distributed_c10d._process_group_name = name_guarded_group
 
     def remove(self) -> None:
         """Let all collectives start unasked."""
+        distributed_c10d._process_group_name = self._name_group
         self._collectives._destroy()
         self._others._destroy()
 
@@ -272,6 +307,31 @@ def without_type(storage: torch.TypedStorage) -> torch.UntypedStorage:
 def with_type(storage: torch.UntypedStorage, dtype: torch.dtype) -> torch.TypedStorage:
     """Return memory as a typed storage, without the warning that its public constructor gives."""
     return torch.TypedStorage(wrap_storage=storage, dtype=dtype, _internal=True)  # type: ignore[no-untyped-call]
+
+
+def reduce_tensor(tensor: torch.Tensor) -> Any:
+    """Return how a tensor is made again, as ``__reduce_ex__`` does, in a way that works for all dtypes.
+
+    For the newer ones, such as float8, torch names a function that takes what ``torch.load`` hands it alone.
+    """
+    reduced: Any = tensor.__reduce_ex__(pickle.HIGHEST_PROTOCOL)  # type: ignore[no-untyped-call]
+    if not isinstance(reduced, tuple):
+        return reduced
+    make, args, *rest = reduced
+    if make is torch._tensor._rebuild_from_type_v2:
+        args = (_takes_untyped(args[0]), *args[1:])
+    return (_takes_untyped(make), args, *rest)
+
+
+def _takes_untyped(make: Callable[..., Any]) -> Callable[..., Any]:
+    return _rebuild_tensor if make is torch._utils._rebuild_tensor_v3 else make
+
+
+def _rebuild_tensor(storage: torch.UntypedStorage, *args: Any) -> torch.Tensor:
+    rebuild: Any = torch._utils._rebuild_tensor_v3
+    with torch.no_grad():  # it writes to what may require a gradient
+        tensor: torch.Tensor = rebuild(with_type(storage, torch.uint8), *args)
+    return tensor
 
 
 def own_parameters(module: torch.nn.Module) -> dict[str, torch.nn.Parameter | None]:

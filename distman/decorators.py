@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import inspect
 import operator
-import os
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, asynccontextmanager, contextmanager, nullcontext
 from types import TracebackType
@@ -19,13 +18,13 @@ import torch
 
 from distman._coordination.failure.record import FailureRecord
 from distman._coordination.sections import ExclusiveSection, ExclusiveSections
-from distman._coordination.tracking import Restricted, call_site, check_all_run_here, depth, is_child, restriction
+from distman._coordination.tracking import Restricted, call_site, check_all_run_here, depth, is_outside, restriction
 from distman._coordination.wait_scope import WaitScope
 from distman._groups.registry import Group
 from distman._log import logger
 from distman.collectives._objects import broadcast_data
 from distman.collectives._validation import GroupLike
-from distman.environments import is_env_distributed
+from distman.errors import RankFailedError
 from distman.manager import DistributedManager
 
 __all__ = [
@@ -208,7 +207,7 @@ def _run_on(
     if members is None:
         return _run_alone(run, what, 0)
     is_active = members.rank in ranks
-    if is_child():
+    if is_outside():
         return run() if is_active else None
     runners = frozenset(members.ranks[rank] for rank in ranks)
     region = restriction()
@@ -233,6 +232,9 @@ def _run_and_tell(section: ExclusiveSection, run: Callable[[], R], region: Restr
     try:
         with region:
             return run()
+    except RankFailedError as error:  # it says all there is to say, and is the one that the watcher raised, perhaps
+        section.fail(error)
+        raise
     except Exception as error:
         raise section.fail(error).to_error() from error
     except BaseException as error:  # SystemExit and KeyboardInterrupt end this process, and concern the others
@@ -267,7 +269,7 @@ class _First(AbstractContextManager[None]):
     def __enter__(self) -> None:
         store_group = self._sections.store_group
         region = restriction()
-        is_joint = not is_child() and (region is None or region.ranks.issuperset(store_group.ranks))
+        is_joint = not is_outside() and (region is None or region.ranks.issuperset(store_group.ranks))
         self._section = self._sections.begin(self._what, [self._first], depth=depth()) if is_joint else None
         if self._section is not None and store_group.rank != self._first:
             with WaitScope(self._what):
@@ -289,9 +291,8 @@ class _First(AbstractContextManager[None]):
 
 def _members(group: GroupLike) -> Group | None:
     """Return the group; None in a process that is alone and has not initialized the manager."""
-    if not DistributedManager.is_initialized() and not is_env_distributed(os.environ):
-        return None
-    return DistributedManager().resolve_group(group)
+    manager = DistributedManager.find()
+    return manager.resolve_group(group) if manager is not None else None
 
 
 def _decorator(

@@ -12,7 +12,8 @@
      ├── BarrierTimeoutError      names the ranks that did not come to a barrier
      ├── CheckpointError          a checkpoint is damaged, is none at all, or holds code; or a save failed
      ├── NonFiniteLossError       the loss of a training is NaN or infinite on some rank
-     └── WorkerError              a worker of a ParallelExecutor died, raised or was too late
+     └── WorkerError              a task of a ParallelExecutor has no answer, and no exception that could be sent
+          └── WorkerDiedError     its worker died, was too late, or did not start; also a BrokenExecutor
 
 Wrong arguments are ``ValueError`` or ``TypeError``; their messages read
 ``<name> must <condition>, got <value> [from <where>]. <What to do>.`` Messages of events read
@@ -21,10 +22,16 @@ Wrong arguments are ``ValueError`` or ``TypeError``; their messages read
 
 from __future__ import annotations
 
+import datetime
 import difflib
 import functools
 import reprlib
+import threading
 from collections.abc import Iterable, Mapping
+from concurrent.futures import BrokenExecutor
+from numbers import Real
+
+from distman._text import printable, printable_lines
 
 __all__ = [
     "BarrierTimeoutError",
@@ -37,8 +44,10 @@ __all__ = [
     "RankFailedError",
     "RendezvousError",
     "UndefinedGroupError",
+    "WorkerDiedError",
     "WorkerError",
     "check_options",
+    "check_seconds",
     "undefined_group",
 ]
 
@@ -76,7 +85,8 @@ class RankFailedError(DistmanError):
         pid: Its process id on that host.
         error_type: Name of the type that was raised there, such as ``"ValueError"``; of a rank that did not raise,
             ``"died"``, ``"left"`` or ``"silent"``.
-        error_text: Text of that error, or what is known.
+        error_text: Text of that error, or what is known; as that rank gave it, while the message of this error escapes
+            control characters and ends of lines.
         traceback_text: The traceback as that rank printed it; empty if it did not raise.
     """
 
@@ -89,11 +99,11 @@ class RankFailedError(DistmanError):
         self.error_type = error_type
         self.error_text = error_text
         self.traceback_text = traceback_text
-        who = f"rank {rank} ({host}, pid {pid})"
+        who, text = printable(f"rank {rank} ({host}, pid {pid})"), printable(error_text)
         super().__init__(
-            f"{who} raised {error_type}: {error_text}\n\nIts traceback:\n{traceback_text.rstrip()}"
+            f"{who} raised {printable(error_type)}: {text}\n\nIts traceback:\n{printable_lines(traceback_text)}"
             if traceback_text
-            else f"{who}{error_text if error_text.startswith(',') else f' {error_text}'}"
+            else f"{who}{text if text.startswith(',') else f' {text}'}"
         )
 
     def __reduce__(self) -> tuple[object, ...]:
@@ -114,9 +124,9 @@ class NonFiniteLossError(DistmanError):
 
 
 class WorkerError(DistmanError):
-    """A worker of a ``ParallelExecutor`` died, raised, ran out of time, or returned what cannot be sent.
+    """A worker of a ``ParallelExecutor`` died, ran out of time, or has an answer that cannot be sent.
 
-    The exception that the function raised is the ``__cause__``, where it can be pickled.
+    It is also the ``__cause__`` of an exception that the function raised, and says where that was.
 
     Attributes:
         device: The worker's device, such as ``"cuda:1"``.
@@ -147,6 +157,13 @@ class WorkerError(DistmanError):
         super().__init__(message)
 
 
+class WorkerDiedError(WorkerError, BrokenExecutor):
+    """A worker of a ``ParallelExecutor`` died, was too late, or did not start.
+
+    The next call starts a new one.
+    """
+
+
 def check_options(options: Mapping[str, object], known: Iterable[str], method: str) -> None:
     """Refuse options that a method does not take, with the name that was meant.
 
@@ -166,6 +183,33 @@ def check_options(options: Mapping[str, object], known: Iterable[str], method: s
             close = difflib.get_close_matches(name, names, n=1)
             hint = f"Did you mean {close[0]}?" if close else f"It takes {', '.join(names)}."
             raise TypeError(f"{name} must be an option that {method}() takes, got {name}={reprlib.repr(value)}. {hint}")
+
+
+def check_seconds(name: str, value: object, *, below: float | None = None) -> float:
+    """Return a duration in seconds.
+
+    Local.
+
+    Args:
+        name: Name of the argument.
+        value: A number of seconds, or a timedelta.
+        below: What the number must be below; None takes what Python can wait for, some 292 years.
+
+    Raises:
+        TypeError: It is neither.
+        ValueError: It is not positive, or too large.
+    """
+    number = value.total_seconds() if isinstance(value, datetime.timedelta) else value
+    if isinstance(number, bool) or not isinstance(number, Real):
+        raise TypeError(f"{name} must be a number of seconds or a timedelta, got {value!r}. Pass 300 for five minutes.")
+    seconds = float(number)
+    if not 0 < seconds < (below or threading.TIMEOUT_MAX):
+        most = f" below {below:,.0f}" if below is not None else ""
+        raise ValueError(
+            f"{name} must be a positive number of seconds{most}, got {value} from the call. Leave it out for the "
+            "default."
+        )
+    return seconds
 
 
 def undefined_group(name: str, known: Iterable[str], what: str) -> UndefinedGroupError:

@@ -15,6 +15,7 @@ from distman import _log
 from distman._coordination import protocol, tracking
 from distman._coordination.barrier import wait_for_all
 from distman._coordination.failure import hook
+from distman._coordination.monitor.watcher import raise_if_failed
 from distman._coordination.preemption import StopAgreement, requeue
 from distman._coordination.wait_scope import WaitScope
 from distman._device import check_backend, requested_device
@@ -32,7 +33,7 @@ from distman._manager.state import ManagerState
 from distman._process_state import puts_back
 from distman._seeds import seed_generators
 from distman.environments import detect
-from distman.errors import DistmanError
+from distman.errors import check_seconds
 
 __all__ = ["DistributedManager", "initialize_ddp"]
 
@@ -60,14 +61,15 @@ class DistributedManager(Place, GroupQueries, GroupCreation):
         rendezvous_timeout: float | datetime.timedelta | None = None,
         use_distributed: bool | None = None,
         seed: int | None = None,
+        fail_with_threads: bool = False,
     ) -> DistributedManager:
         """Find out who this process is, bring the job together, and return the manager.
 
-        Collective. Prints nothing, and writes nothing into ``os.environ`` but the interface for gloo where it would choose
-        the loopback. A second call warns and changes
-        nothing; a call that failed leaves no trace and can be repeated. Of threads that call at once one
-        initializes, the others wait and have its answer or its error. A default process group that other
-        code made is adopted, and left in place by :meth:`cleanup`.
+        Collective. Prints nothing, and writes nothing into ``os.environ`` but the interface for gloo where it would
+        choose the loopback. A second call warns and changes nothing; a call that failed leaves no trace and can be
+        repeated. Of threads that call at once one initializes, the others wait and have its answer or its error. A
+        default process group that other code made is adopted, with its backend and timeout, and left in place by
+        :meth:`cleanup`.
 
         Args:
             method: Name of the launcher to believe, any case; None asks
@@ -77,9 +79,11 @@ class DistributedManager(Place, GroupQueries, GroupCreation):
             timeout: Seconds that a collective may take; None asks ``DISTMAN_TIMEOUT``, then takes 3,600.
             rendezvous_timeout: Seconds to wait for the other ranks; None asks
                 ``DISTMAN_RENDEZVOUS_TIMEOUT``, then takes 300.
-            use_distributed: True fails where no launcher speaks; False is one process whatever they say; None
-                believes them.
+            use_distributed: True fails where no launcher speaks; False is one process whatever they say, and
+                whatever process group there is; None believes them.
             seed: Seeds Python, NumPy and torch with ``seed + rank``; None seeds nothing.
+            fail_with_threads: Whether an exception that ends a thread other than the main one ends the job; else
+                it is printed, and the program goes on, as it does in Python.
 
         Raises:
             LaunchEnvironmentError: Variables of the launcher are missing or contradict each other.
@@ -88,11 +92,17 @@ class DistributedManager(Place, GroupQueries, GroupCreation):
             RankFailedError: On every rank that arrived: another rank raised before it got here.
             ValueError: An argument, or the variable that stands for it, has no meaning.
             TypeError: An argument is of the wrong type.
+            DistmanError: Called in a process forked from a rank, which cannot be a rank of that job, too.
         """
         with _turns.start() as is_first:
+            if cls.is_initialized() and tracking.is_outside() and cls()._state.job.rendezvous is None:
+                cls._forget(cls()._state)  # forked from a process that was alone: it may become a rank of its own
             if is_first and not cls.is_initialized():
                 limits = settings.limits(timeout, rendezvous_timeout)
                 cls._start(method, backend, requested_device(device), limits, use_distributed, settings.seed(seed))
+                watcher = cls()._state.watcher
+                if fail_with_threads and watcher is not None:
+                    hook.set_thread_reporter(watcher.fail)
             else:
                 _log.logger.warning("DistributedManager is already initialized: this call changes nothing")
         return cls()
@@ -107,11 +117,14 @@ class DistributedManager(Place, GroupQueries, GroupCreation):
         use_distributed: bool | None,
         seed: int | None,
     ) -> None:
+        if use_distributed is not False:
+            tracking.check_speaks_for_rank("initialize() of a rank")
         watch_limits = settings.watch_limits()
         if backend is not None:
             check_backend(backend)
         find_unused = settings.finds_unused_parameters()
-        if dist.is_initialized():
+        if dist.is_initialized() and use_distributed is not False:
+            settings.check_adopted_backend(backend)
             settings.warn_of_misspelt(dist.get_rank())
             job = adopt(detect(os.environ, method).environment, requested, limits)
         else:
@@ -137,48 +150,74 @@ class DistributedManager(Place, GroupQueries, GroupCreation):
         """Leave the job: destroy the process group that :meth:`initialize` made, and forget everything.
 
         Local; collective with ``barrier=True``. Done at the end of the program by itself; harmless where
-        nothing is initialized.
+        nothing is initialized. In a process forked from the rank it forgets, and the rank stays in the job.
 
         Args:
             barrier: Wait for the other ranks first.
+
+        Raises:
+            DistmanError: Asked to wait in a process forked from the rank.
         """
         if not cls.is_initialized() or _turns.is_here:
             return
+        if barrier:
+            tracking.check_speaks_for_rank("cleanup(barrier=True)")
         with _turns.end():
-            if cls.is_initialized():  # no other thread was faster
-                cls._leave(cls()._state, barrier=barrier)
+            if not cls.is_initialized():  # another thread was faster
+                return
+            state = cls()._state
+            if tracking.is_outside():
+                cls._forget(state)
+                return
+            if barrier and state.job.backend:
+                cls().barrier("cleanup")
+            cls._leave(state)
 
     @classmethod
-    def _leave(cls, state: ManagerState, *, barrier: bool) -> None:
-        if barrier and state.job.backend:
-            cls().barrier("cleanup")
+    def _leave(cls, state: ManagerState, *, stays_known: bool = False) -> None:
         if state.watcher is not None:
             state.watcher.stop()  # first: a failure elsewhere must not interrupt what follows
         state.stop.restore()
-        cls._shared_state.clear()
-        atexit.unregister(cls._cleanup_at_exit)
+        if stays_known:
+            tracking.end_rank_process()
+        else:
+            cls._forget(state)
         hook.set_reporter(None)
-        _log.set_rank(None)
-        tracking.leave_rank_process()
+        hook.set_thread_reporter(None)
         state.groups.close()
         leave(state.job, state.watcher)
         if state.watcher is not None:
             state.watcher.close()
 
     @classmethod
+    def _forget(cls, state: ManagerState) -> None:
+        """Forget the job; a child that was forked from one of several ranks stays one."""
+        cls._shared_state.clear()
+        atexit.unregister(cls._cleanup_at_exit)
+        _log.set_rank(None)
+        if state.job.rendezvous is None or not tracking.is_outside():
+            tracking.leave_rank_process()
+
+    @classmethod
     def _cleanup_at_exit(cls, pid: int) -> None:
-        """Clean up at the end of the program; after an uncaught exception, wait for nobody."""
+        """Leave the job at the end of the program; after an uncaught exception, wait for nobody.
+
+        What is known stays, for exit handlers that come later since they were registered before ``initialize()``.
+        """
         if os.getpid() != pid or not cls.is_initialized():
             return
-        hook.report_uncaught()
+        hook.report_at_end()
         if hook.has_failed():
             watcher = cls()._state.watcher
             if watcher is not None:
                 watcher.stop()
                 watcher.close()
             wait_for_gloo()
+            tracking.end_rank_process()
         else:
-            cls.cleanup()
+            with _turns.end():
+                if cls.is_initialized():
+                    cls._leave(cls()._state, stays_known=True)
 
     def barrier(self, name: str | None = None, timeout: float | datetime.timedelta | None = None) -> None:
         """Wait until all ranks have come here.
@@ -196,12 +235,14 @@ class DistributedManager(Place, GroupQueries, GroupCreation):
             RankFailedError: On every rank that came: another one failed, or left the job; on one that came later: the
                 others had given up.
             DistmanError: Called where only some ranks run.
+            TypeError: The timeout is no number of seconds.
         """
         job = self._state.job
         store_group = job.store_group()
-        seconds = settings.seconds(timeout, "", job.limits.collective)
+        seconds = job.limits.collective if timeout is None else check_seconds("timeout", timeout)
         with WaitScope(f"barrier {name!r}" if name else "barrier"):
             tracking.check_all_run_here(range(job.world_size))
+            raise_if_failed()
             if store_group is not None:
                 key = protocol.barrier(next(job.barriers[name]), name)
                 locate = functools.partial(self._state.watcher.locate, key) if self._state.watcher is not None else None
@@ -211,7 +252,11 @@ class DistributedManager(Place, GroupQueries, GroupCreation):
         """Ask all ranks to stop at the next step that :meth:`should_stop` agrees on.
 
         Local. Any rank may call it, at any time, from any thread.
+
+        Raises:
+            DistmanError: Called in a process forked from the rank.
         """
+        tracking.check_speaks_for_rank("request_stop()")
         self._state.stop.request()
 
     def should_stop(self, step: int | None = None) -> bool:
@@ -228,8 +273,7 @@ class DistributedManager(Place, GroupQueries, GroupCreation):
             PlanMismatchError: The ranks ask at different steps.
             DistmanError: Called in a process forked from the rank.
         """
-        if tracking.is_child():
-            raise DistmanError(f"should_stop() must be called in the process of the rank, got its child {os.getpid()}.")
+        tracking.check_speaks_for_rank("should_stop()")
         self._state.stop.listen()
         return self._state.stop.decide(step)
 
@@ -261,8 +305,10 @@ class DistributedManager(Place, GroupQueries, GroupCreation):
         Raises:
             TypeError: It is no module, or DistributedDataParallel has no such option.
             ValueError: No parameter requires a gradient.
+            DistmanError: Called in a process forked from the rank.
         """
         check_wrappable(module, kwargs)
+        tracking.check_speaks_for_rank("wrap_ddp()")
         if self.world_size == 1:
             return module
         options: dict[str, Any] = {"find_unused_parameters": self.find_unused_parameters}
@@ -287,14 +333,14 @@ def _clean_up() -> None:
 
 
 def initialize_ddp(
-    timeout: datetime.timedelta | None = None,
+    timeout: float | datetime.timedelta | None = None,
 ) -> tuple[bool, int, int, int, torch.device] | None:
     """Initialize the manager, and return what it found; None where it is initialized already.
 
     Collective.
 
     Args:
-        timeout: Limit of a collective; None takes 60 minutes.
+        timeout: Seconds that a collective may take; None asks ``DISTMAN_TIMEOUT``, then takes 3,600.
 
     Returns:
         ``(distributed, rank, local_rank, world_size, device)``, or None.

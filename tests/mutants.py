@@ -90,9 +90,9 @@ MUTANTS = (
         ('if decision["step"] != step:', 'if decision["step"] > step:'),
     ),
     *_mutants(
-        "_coordination/sync.py",
-        "coordination",
-        ("store.add(protocol.arrived(key), -1)", "store.add(protocol.arrived(key), 0)"),
+        "_coordination/barrier.py",
+        "coordination/test_barrier.py",
+        ("store.add(protocol.passed(self.key), _GIVEN_UP)", "store.add(protocol.passed(self.key), 0)"),
     ),
     *_mutants(
         "_coordination/consensus.py",

@@ -265,10 +265,8 @@ def test_waiting_for_others_where_only_some_run_is_an_error_at_once(rank, call):
     def work():
         call()
 
-    began = time.monotonic()
     with pytest.raises(RankFailedError, match=r"on_rank\(0\) of .*work\(\) at .*test_decorators.py:\d+") as caught:
         work()
-    assert time.monotonic() - began < 5
     assert caught.value.error_type == "DistmanError"
     if rank == 0:
         assert type(caught.value.__cause__) is DistmanError
@@ -335,6 +333,7 @@ COLLECTIVES_OF_TORCH = {
     "any": lambda: dist.recv(torch.ones(1)),
     "functional": lambda: functional_collectives.all_reduce(torch.ones(1), "sum", dist.group.WORLD) + 1,
     "group": lambda: DistributedManager().group("node"),
+    "new_group": lambda: dist.new_group([0]),
     "groups": lambda: DistributedManager.create_process_subgroup("pair", 2),
     "thread": reduce_in_thread,
     "autograd's thread": lambda: Deep.apply(torch.ones(1, requires_grad=True), 70, dist.barrier).backward(),
@@ -347,7 +346,7 @@ def test_torchs_collectives_are_an_error_at_once_where_only_some_run(name):
     with pytest.raises(RankFailedError, match=r"must be called where all its ranks run, .* within on_rank\(0\) of"):
         on_rank(0)(COLLECTIVES_OF_TORCH[name])()
     all_are_well()
-    dist.all_reduce(total := torch.ones(1))
+    dist.all_reduce(total := torch.ones(1), group=dist.new_group([0, 1]))
     assert total == 2
 
 
@@ -374,6 +373,7 @@ def test_what_needs_only_ranks_that_run_there_works_there(rank):
         model = DistributedDataParallel(torch.nn.Linear(1, 1), process_group=pair)
         model(torch.full((1, 1), float(rank))).sum().backward()
         dist.all_reduce(total := torch.ones(1), group=pair)
+        dist.barrier(dist.new_group([0, 1], use_local_synchronization=True))
         dist.all_reduce(mine := torch.ones(1), group=alone)
         other = torch.zeros(1)
         if rank == 0:

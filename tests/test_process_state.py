@@ -32,6 +32,8 @@ CHANGES = (
     "sys.excepthook = ",
     "threading.Thread.start = ",
     "torch.library.Library",
+    "os.environ[_VARIABLE] = ",
+    "threading.excepthook = ",
 )
 
 
@@ -123,7 +125,7 @@ def test_reset_leaves_the_job_and_forgets_it(caplog):
     assert sys.excepthook is before
     assert not hook.has_failed()
     assert threading.Thread.start is start
-    assert (tracking.waits(), tracking.restriction(), tracking.is_child(), tracking.describe_here()) == (
+    assert (tracking.waits(), tracking.restriction(), tracking.is_outside(), tracking.describe_here()) == (
         [],
         None,
         False,

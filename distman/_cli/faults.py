@@ -49,7 +49,8 @@ def _verdict(manager: DistributedManager, beginning: str = "", reason: str = "")
     key = protocol.STANDING_STILL
     try:
         if store_group is not None and beginning and not store_group.job_store.check([key]):
-            store_group.job_store.compare_set(key, "", f"{beginning}{_who_stands_still(manager, reason)}")
+            text = f"{beginning}{_who_stands_still(manager, reason)}"
+            store_group.job_store.compare_set(key, "", text.encode(errors="backslashreplace").decode())  # of paths, say
         if store_group is not None and store_group.job_store.check([key]):
             return store_group.job_store.get(key).decode()
     except dist.DistError:  # who served the store has gone

@@ -60,11 +60,11 @@ JOINED = "joined"
 store rank when it has to end."""
 
 MEMBERSHIP_EVENT = "membership event"
-"""``full``, ``failure`` or ``judged``: a reason to look. The last to join, the store rank or rank 0 writes it, all
-read it."""
+"""``full``, ``failure`` or ``judged``: a reason to look. The last to join, the store rank, a rank that is interrupted,
+or rank 0 writes it, all read it."""
 
 VERDICT = "verdict"
-"""Who takes part, or what is wrong, compressed. Rank 0 writes it, all read it."""
+"""Who takes part, or what is wrong, compressed. Rank 0 writes it, the first one if two claim that rank; all read it."""
 
 VERDICT_HEARD = "verdict heard"
 """Counter of processes that know why the start failed. Each adds itself; the store rank waits for it."""
@@ -73,7 +73,7 @@ VERDICT_HEARD = "verdict heard"
 def join_record(place: int) -> str:
     """Fields of a ``JoinRecord``; the place is by arrival, since two may claim one rank.
 
-    The process writes it; rank 0 reads it, and so does who gives up waiting for the verdict.
+    The process writes it; rank 0 reads it, and so does who gives up waiting for the verdict, or finds its rank taken.
     """
     return f"join record/{place}"
 
@@ -89,7 +89,8 @@ several times a second, and at the rest only when it has changed."""
 
 FAILURE = "failure"
 """Fields of the ``FailureRecord`` of the first failure. The rank that fails writes it, or the one that finds another
-dead; before the verdict the store rank, for a rank that told the handshake server. All read it."""
+dead; before the verdict the store rank, for a rank that told the handshake server; after it a process that came too
+late, where the job may be made of two. All read it."""
 
 FAILURE_SEEN = "failure seen"
 """Counter of ranks that know of FAILURE, without the one that failed. Each adds itself; the store rank waits for all of
@@ -192,6 +193,14 @@ def first_use(group: str) -> str:
 def collective(number: int, group: object) -> str:
     """The comparison of a collective's calls in debug mode."""
     return f"collective {number} of group {group}"
+
+
+def exchange(number: int, group: str) -> str:
+    """An exchange of messages in a process group that lasts: what two ranks wait in is compared.
+
+    What the first one waits in is deleted when its wait ends; what two wait in that differ lives on.
+    """
+    return f"exchange {number} of {group}"
 
 
 def section(depth: int) -> str:

@@ -93,9 +93,10 @@ class StoreGroup:
         Raises:
             RankFailedError: The job failed; or an awaited rank left it, and there is no ``tell``.
         """
+        if any(is_there() for _ in range(_LOOKS_WITHOUT_PAUSE)):
+            return True
         began = time.monotonic()
-        look_around = began + self.look_around_every
-        num_looks, pause = 0, _FIRST_PAUSE
+        look_around, pause = began + self.look_around_every, _FIRST_PAUSE
         longest = min(max(_SHORTEST_LIMIT, _PAUSE_PER_RANK * self.size), _LONGEST_LIMIT)
         with contextlib.ExitStack() as stack:
             looker = stack.enter_context(self.looker(operation, "left")) if operation is not None else None
@@ -113,10 +114,8 @@ class StoreGroup:
                     look_around = now + max(self.look_around_every, _LOOK_AROUND_PER_RANK * self.size)
                 if is_over:
                     return is_there()
-                num_looks += 1
-                if num_looks > _LOOKS_WITHOUT_PAUSE:
-                    time.sleep(pause)
-                    pause = min(_GROWTH * pause, longest)
+                time.sleep(pause)
+                pause = min(_GROWTH * pause, longest)
         return True
 
     def _check_job(self, is_there: Callable[[], bool]) -> None:

@@ -2,19 +2,73 @@
 
 from __future__ import annotations
 
+import os
+import queue
 import threading
 from collections.abc import Callable
+from types import FrameType
+
+from distman._process_state import puts_back
+
+_NUM_KEPT = 3
+"""Threads that wait for work: one that publishes, one beside it that leaves the group, one that prints."""
+
+_kept: list[_Thread] = []
+"""Threads that are there before something fails: then memory may be out, or a limit of threads be reached."""
 
 
-def run_with_timeout(work: Callable[[], None], seconds: float) -> bool:
-    """Do something in a thread of its own, and return whether it was done in time.
+class _Thread:
+    """A thread that does one piece of work, or one after another if it is kept."""
 
-    Blocking. What is not done in time is left alone, and goes with the process.
+    def __init__(self, *, is_kept: bool) -> None:
+        self.is_kept = is_kept
+        self.pid = os.getpid()
+        self.work: queue.SimpleQueue[tuple[Callable[[], None], threading.Event] | None] = queue.SimpleQueue()
+        threading.Thread(target=self._run, name="distman-timeout", daemon=True).start()
 
-    Raises:
-        BaseException: What the work raised.
+    def _run(self) -> None:
+        while self._do_next():
+            pass
+
+    def _do_next(self) -> bool:
+        """Do the next piece of work, and return whether this thread is kept for another one."""
+        task = self.work.get()
+        if task is None:
+            return False
+        work, is_done = task
+        work()
+        if self.is_kept:
+            _kept.append(self)  # before anyone is told, who may want a thread again
+        is_done.set()
+        return self.is_kept
+
+
+def keep_threads() -> None:
+    """Have threads ready for :func:`run_with_timeout`, which then needs no new one."""
+    _kept[:] = [thread for thread in _kept if thread.pid == os.getpid()]  # a forked child has none of them
+    while len(_kept) < _NUM_KEPT:
+        _kept.append(_Thread(is_kept=True))
+
+
+@puts_back
+def _end_threads() -> None:
+    while _kept:
+        _kept.pop().work.put(None)
+
+
+def is_idle(frame: FrameType) -> bool:
+    """Return whether the stack of a thread is that of one which is kept, and has nothing to do."""
+    return frame.f_code is _Thread._do_next.__code__
+
+
+def begin(work: Callable[[], object]) -> Callable[[float | None], bool]:
+    """Begin something in another thread, and return what waits for it: some seconds, or for as long as it takes.
+
+    It says whether the work was done, and raises what that raised. Work that is not done in time is left alone, and
+    goes with the process. Where no thread can be had, it is done at once in this one, without a limit.
     """
     raised: list[BaseException] = []
+    is_done = threading.Event()
 
     def run() -> None:
         try:
@@ -22,9 +76,34 @@ def run_with_timeout(work: Callable[[], None], seconds: float) -> bool:
         except BaseException as error:  # noqa: BLE001 - it is raised in the thread that waits
             raised.append(error)
 
-    thread = threading.Thread(target=run, name="distman-timeout", daemon=True)
-    thread.start()
-    thread.join(seconds)
-    if raised:
-        raise raised[0]
-    return not thread.is_alive()
+    def wait(seconds: float | None) -> bool:
+        is_in_time = is_done.wait(seconds)
+        if raised:
+            raise raised[0]
+        return is_in_time
+
+    try:
+        _thread().work.put((run, is_done))
+    except (RuntimeError, MemoryError):
+        run()
+        is_done.set()
+    return wait
+
+
+def run_with_timeout(work: Callable[[], object], seconds: float) -> bool:
+    """Do something in another thread, see :func:`begin`, and return whether it was done in time.
+
+    Blocking.
+
+    Raises:
+        BaseException: What the work raised.
+    """
+    return begin(work)(seconds)
+
+
+def _thread() -> _Thread:
+    while _kept:
+        thread = _kept.pop()
+        if thread.pid == os.getpid():
+            return thread
+    return _Thread(is_kept=False)

@@ -12,20 +12,29 @@ import traceback
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from types import FrameType, TracebackType
+from typing import TYPE_CHECKING
 
 from distman._coordination.region_guard import RegionGuard
+from distman._coordination.timeouts import is_idle
 from distman._process_state import puts_back
 from distman._torch_internals import regions, set_regions
 from distman.errors import DistmanError
 
+if TYPE_CHECKING:
+    from distman._coordination.monitor.mismatch import Call
+
 _PACKAGE = f"{Path(__file__).parent.parent}/"
 _MAKING_GUARD = threading.Lock()
+_LIBRARY = f"{Path(os.__file__).parent}/"  # Python's own, with what is installed in it
 
 _waiting: dict[int, TrackedWait] = {}
 """What each thread waits for, by the thread's identifier."""
 
 _guard: RegionGuard | None = None
 _home: int | None = None
+_NOBODY = -1
+"""Stands for the process of a rank that has left its job, while the program ends."""
+
 _last = ""
 
 
@@ -38,7 +47,7 @@ class TrackedWait:
         operation: What it waits in, such as ``all_gather_v``.
     """
 
-    __slots__ = ("is_outermost", "line", "operation", "since", "thread")
+    __slots__ = ("call", "is_outermost", "line", "mismatch", "note", "operation", "since", "thread")
 
     def __init__(self, operation: str) -> None:
         self.operation = operation
@@ -49,6 +58,9 @@ class TrackedWait:
         if self.is_outermost:
             self.line = _line_of_user(sys._getframe(1))
             self.since = time.monotonic()
+            self.call: Call | None = None  # what it waits in now, of all that its operation does
+            self.note = ""  # the collective and what must be equal on all ranks
+            self.mismatch = ""  # why its call does not match those of the others
             _waiting[self.thread] = self
         return self
 
@@ -129,6 +141,12 @@ def leave_rank_process() -> None:
     _home = None
 
 
+def end_rank_process() -> None:
+    """Let the rank have no process any more: it has left its job, and only exit handlers still run."""
+    global _home
+    _home = _NOBODY
+
+
 @puts_back
 def _forget() -> None:
     global _home, _last, _guard
@@ -140,12 +158,35 @@ def _forget() -> None:
         _guard = None
 
 
-def is_child() -> bool:
-    """Return whether this process was forked from a rank, as the workers of a data loader are.
+def is_outside() -> bool:
+    """Return whether this process does not speak for a rank, though it knows one.
 
-    It shares connections with its parent, which must not be used from two sides.
+    It was forked from the rank, as the workers of a data loader are, and shares connections with its parent, which must
+    not be used from two sides. Or the rank has left its job at the end of the program.
     """
     return _home is not None and os.getpid() != _home
+
+
+def check_speaks_for_rank(what: str) -> None:
+    """Check that this process may do what concerns the other ranks.
+
+    Args:
+        what: What it wants to do, such as ``"request_stop()"``.
+
+    Raises:
+        DistmanError: It was forked from the rank, or the rank has left its job at the end of the program.
+    """
+    if not is_outside():
+        return
+    if _home == _NOBODY:
+        raise DistmanError(
+            f"{what} must be made before the rank leaves its job at the end of the program, got one at {call_site()} "
+            "in an exit handler. Register the handler after initialize(): it runs first then."
+        )
+    raise DistmanError(
+        f"{what} must be made in the process of the rank, pid {_home}, got one at {call_site()} in its child "
+        f"{os.getpid()}. Move it out of the data loader's worker."
+    )
 
 
 def check_all_run_here(ranks: Iterable[int], operation: str = "") -> None:
@@ -156,13 +197,9 @@ def check_all_run_here(ranks: Iterable[int], operation: str = "") -> None:
         operation: What waits; empty for what this thread is found waiting in.
 
     Raises:
-        DistmanError: It is in a region that not all of them run through, or in a child of a rank.
+        DistmanError: It is in a region that not all of them run through, or see :func:`check_speaks_for_rank`.
     """
-    if is_child():
-        raise DistmanError(
-            f"a call that waits for others must be made in the process of the rank, pid {_home}, got one at "
-            f"{call_site()} in its child {os.getpid()}. Move it out of the data loader's worker."
-        )
+    check_speaks_for_rank("a call that waits for others")
     region = restriction()
     if region is None or region.ranks.issuperset(ranks):
         return
@@ -176,6 +213,11 @@ def check_all_run_here(ranks: Iterable[int], operation: str = "") -> None:
 
 def _check_collective(name: str, ranks: Sequence[int]) -> None:
     check_all_run_here(ranks, operation=f"torch's {name}")
+
+
+def current_wait() -> TrackedWait | None:
+    """Return what this thread waits for."""
+    return _waiting.get(threading.get_ident())
 
 
 def waits() -> list[TrackedWait]:
@@ -195,6 +237,31 @@ def call_site() -> str:
     return f"{name}:{line}"
 
 
+def line_of_main_thread() -> str:
+    """Return where in the user's program the main thread is, such as ``train.py:31 in step, in all_reduce()``.
+
+    Not for the main thread.
+    """
+    innermost = sys._current_frames().get(threading.main_thread().ident or 0)
+    if innermost is None:
+        return ""
+    frame = innermost
+    while frame.f_back is not None and (is_internal(frame.f_code.co_filename) or _is_of_python(frame)):
+        frame = frame.f_back
+    place = f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"
+    return place if frame is innermost else f"{place}, in {innermost.f_code.co_name}()"
+
+
+def is_internal(filename: str) -> bool:
+    """Return whether a file is one of this package or of torch, in which a user does not look for a mistake."""
+    return filename.startswith(_hidden())
+
+
+def _is_of_python(frame: FrameType) -> bool:
+    name = frame.f_code.co_filename
+    return name.startswith(_LIBRARY) and "-packages" not in name
+
+
 def stacks() -> str:
     """Return the stack of every thread of this process but the calling one, the main thread's first."""
     main = threading.main_thread().ident
@@ -202,6 +269,8 @@ def stacks() -> str:
     frames = {ident: frame for ident, frame in sys._current_frames().items() if ident != threading.get_ident()}
     texts = []
     for ident in sorted(frames, key=lambda ident: ident != main):
+        if is_idle(frames[ident]):
+            continue
         lines = "".join(traceback.format_stack(frames[ident]))
         texts.append(f"thread {names.get(ident, ident)}\n{lines}")
     return "\n".join(texts)

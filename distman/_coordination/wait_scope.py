@@ -9,8 +9,9 @@ from typing import ParamSpec, TypeVar
 
 import torch
 
-from distman._coordination.monitor.watcher import failure_behind
+from distman._coordination.monitor.watcher import failure_behind, mismatch_behind, note_raised, raise_if_failed
 from distman._coordination.tracking import TrackedWait
+from distman.errors import PlanMismatchError, RankFailedError
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -19,7 +20,8 @@ R = TypeVar("R")
 class WaitScope(TrackedWait):
     """For the length of a ``with`` block this thread waits for other ranks, and says why if they do not come.
 
-    Where the failure of another rank broke a connection, ``RankFailedError`` takes the place of that error.
+    Where the failure of another rank broke a connection, ``RankFailedError`` takes the place of that error; where the
+    ranks wait in calls that do not match, ``PlanMismatchError`` does.
     """
 
     __slots__ = ()
@@ -29,9 +31,14 @@ class WaitScope(TrackedWait):
     ) -> None:
         super().__exit__(kind, error, trace)
         is_mine = self.is_outermost and isinstance(error, RuntimeError)
+        mismatch = mismatch_behind(error, self) if error is not None and is_mine else ""
+        if mismatch:
+            raise PlanMismatchError(mismatch) from error
         record = failure_behind(error, self.operation) if error is not None and is_mine else None
         if record is not None:
-            raise record.to_error() from error
+            raise note_raised(record.to_error()) from error
+        if self.is_outermost and isinstance(error, RankFailedError):
+            note_raised(error)
 
 
 def collective(func: Callable[P, R]) -> Callable[P, R]:
@@ -45,6 +52,7 @@ def collective(func: Callable[P, R]) -> Callable[P, R]:
         if torch.compiler.is_compiling():
             return func(*args, **kwargs)
         with WaitScope(func.__name__):
+            raise_if_failed()
             return func(*args, **kwargs)
 
     return call

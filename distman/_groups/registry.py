@@ -8,23 +8,24 @@ import itertools
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from distman._coordination import protocol
-from distman._coordination.abortable_store import AbortableStore, GaveUpError
+from distman._coordination.abortable_store import GaveUpError
 from distman._coordination.consensus import Consensus
 from distman._coordination.sections import ExclusiveSections
-from distman._coordination.tracking import call_site, check_all_run_here
-from distman._device import is_pure_gloo
+from distman._coordination.tracking import call_site, check_all_run_here, check_speaks_for_rank
+from distman._coordination.wait_scope import WaitScope
+from distman._groups.connecting import connect, members_store
+from distman._groups.hosts import partitions_by_host, warn_of_crossing
 from distman._job.job import Job
 from distman._log import logger
-from distman._torch_internals import default_store, device_types, make_gloo_default, make_group, mesh_without_groups
-from distman.errors import DistmanError, undefined_group
-from distman.topology import GridPartition, ListedPartition, Partition, Plan
+from distman._torch_internals import device_types, is_registered, mesh_without_groups
+from distman.errors import DistmanError, UndefinedGroupError, undefined_group
+from distman.topology import GridPartition, Partition, Plan
 from distman.topology._plan import READY_MADE, check_new_names
 
 
@@ -41,6 +42,7 @@ class Group:
         consensus: Agreement of its members over the store; None where there are no others to reach.
         sections: What some of its members do while the others wait; None where there are no others to reach.
         calls: Numbers of the next collectives, where ranks compare their calls.
+        exchanges: Numbers of the next exchanges of messages.
         store: The store under the process group: if it is written in Python, it must live as long.
     """
 
@@ -52,6 +54,7 @@ class Group:
     consensus: Consensus | None = None
     sections: ExclusiveSections | None = None
     calls: Iterator[int] = field(default_factory=itertools.count)
+    exchanges: Iterator[int] = field(default_factory=itertools.count)
     store: dist.Store | None = None
 
     @property
@@ -87,6 +90,8 @@ class Groups:
         self._numbers = itertools.count()
         self._uses: dict[tuple[str, tuple[int, ...]], Iterator[int]] = {}
         self._world_names = {"world"}
+        self._world_partition = GridPartition.whole(job.world_size)
+        self._ready_made = partitions_by_host(job)  # not at the first use, which torch.compile may trace
         self.world = self._group("world", tuple(range(job.world_size)), dist.group.WORLD if job.backend else None)
 
     @property
@@ -105,16 +110,20 @@ class Groups:
             BarrierTimeoutError: Not all of its members asked for a group that is made at its first use.
         """
         if name in self._made:
-            return self._made[name]
+            return self._alive(self._made[name])
         if name in self._world_names:
-            return self.world
+            return self._alive(self.world)
         ranks = self.ranks(name)
         if self._job.peer.rank not in ranks:
             raise ValueError(
                 f"group {name!r} must be asked for by its members, ranks {list(ranks)}, got rank "
                 f"{self._job.peer.rank}. Ask only there."
             )
-        check_all_run_here(ranks, f"the first use of group {name!r}")
+        with WaitScope(f"group({name!r})"):
+            check_all_run_here(ranks)
+            return self._make_at_first_use(name, ranks)
+
+    def _make_at_first_use(self, name: str, ranks: tuple[int, ...]) -> Group:
         use = next(self._uses.setdefault((name, ranks), itertools.count()))
         digest = hashlib.sha256(str(ranks).encode()).hexdigest()[:16]
         key = f"{name} {digest} {use}"
@@ -122,7 +131,7 @@ class Groups:
         consensus = self._consensus(ranks, self._job.limits.rendezvous)
         if consensus is not None and len(ranks) > 1:
             consensus.require_success(step, None)
-        self._made[name] = self._make(name, ranks, key, self._store(protocol.failure_of(step)))
+        self._made[name] = self._make(name, ranks, key, members_store(self._job, protocol.failure_of(step)))
         return self._made[name]
 
     def ranks(self, name: str) -> tuple[int, ...]:
@@ -144,9 +153,11 @@ class Groups:
             UndefinedGroupError: There is no group of that name.
         """
         if name is None or name in self._world_names:
-            return GridPartition.whole(self._job.world_size)
-        if name in READY_MADE:
+            return self._world_partition
+        if name in self._ready_made:
             return self._ready_made[name]
+        if name in READY_MADE:
+            raise DistmanError("all ranks must be known to say which of them share a host. Start without a fake group.")
         if name not in self._partitions:
             known = {*self._partitions, *self._world_names, *READY_MADE}
             raise undefined_group(name, known, "the name of a group")
@@ -172,19 +183,33 @@ class Groups:
             ValueError: This rank is no member of it.
         """
         if process_group is self.world.process_group:
-            return self.world
+            return self._alive(self.world)
         for made in self._made.values():
             if made.process_group is process_group:
-                return made
+                return self._alive(made)
         if not isinstance(process_group, dist.ProcessGroup):
             raise ValueError(
                 f"group must be a process group of which rank {self._job.peer.rank} is a member, a name or None, got "
                 f"{process_group!r}. Call only on its members."
             )
+        if not is_registered(process_group):
+            raise _destroyed("the process group")
         if process_group not in self._seen:
             ranks = tuple(dist.get_process_group_ranks(process_group))
             self._seen[process_group] = self._group("", ranks, process_group)
         return self._seen[process_group]
+
+    def _alive(self, group: Group) -> Group:
+        """Return a group that torch still has; other code may have destroyed it.
+
+        Raises:
+            UndefinedGroupError: It was destroyed.
+        """
+        if self._job.backend is not None and not torch.compiler.is_compiling():
+            process_group = group.process_group
+            if process_group is None or not is_registered(process_group):
+                raise _destroyed(f"group {group.name!r}")
+        return group
 
     @functools.cached_property
     def node_sections(self) -> ExclusiveSections | None:
@@ -238,9 +263,14 @@ class Groups:
             PlanMismatchError: On every rank: the ranks plan differently, or not all of them can.
             RankFailedError: On every other rank: a rank could not make its groups.
             BarrierTimeoutError: On every rank that came: some did not come in time; it names them.
+            DistmanError: Called where only some ranks run, or in a process forked from the rank.
         """
+        with WaitScope("group creation"):
+            check_all_run_here(range(self._job.world_size))
+            self._create(make_plan, world_name, verbose=verbose, place_matters=place_matters)
+
+    def _create(self, make_plan: Callable[[], Plan], world_name: str, *, verbose: bool, place_matters: bool) -> None:
         consensus = self._consensus(range(self._job.world_size), self._job.limits.rendezvous)
-        check_all_run_here(range(self._job.world_size), "the creation of groups")
         number = next(self._numbers)
         plan = self._agree(make_plan, world_name, consensus, protocol.groups(number))
         made, error = self._make_all(plan, number)
@@ -258,7 +288,7 @@ class Groups:
         self._made |= made
         self._world_names.add(world_name)
         if place_matters:
-            self._warn_of_crossing(made)
+            warn_of_crossing(self._job, {name: group.ranks for name, group in made.items()})
         if verbose and self._job.peer.rank == 0:
             logger.info("process groups\n%s", plan)
 
@@ -287,6 +317,7 @@ class Groups:
             UndefinedGroupError: There is no group of that name.
             ValueError: It is the world.
         """
+        check_speaks_for_rank("destroy_group()")
         self.partition(name)
         if name in self._world_names:
             raise ValueError(f"the group to destroy must not be the world, got {name!r}. Call cleanup() for that.")
@@ -331,24 +362,12 @@ class Groups:
         store_group = self._job.store_group(ranks, store)
         return Consensus(store_group, timeout) if store_group is not None else None
 
-    @functools.cached_property
-    def _ready_made(self) -> dict[str, Partition]:
-        if len(self._job.roll_call) < self._job.world_size:
-            raise DistmanError("all ranks must be known to say which of them share a host. Start without a fake group.")
-        ranks_of: dict[int, list[int]] = {}
-        for peer in self._job.roll_call:
-            ranks_of.setdefault(peer.node_rank, []).append(peer.rank)
-        nodes = sorted(tuple(ranks) for ranks in ranks_of.values())
-        others = [(rank,) for ranks in nodes for rank in ranks[1:]]
-        leaders = tuple(ranks[0] for ranks in nodes)
-        return {"node": ListedPartition(tuple(nodes)), "leaders": ListedPartition((leaders, *others))}
-
     def _check_new(self, names: Iterable[str]) -> None:
         check_new_names(names, {*self._partitions, *self._world_names, *READY_MADE})
 
     def _make_all(self, plan: Plan, number: int) -> tuple[dict[str, Group], Exception | None]:
         made: dict[str, Group] = {}
-        store = self._store(protocol.failure_of(protocol.groups_made(number)))
+        store = members_store(self._job, protocol.failure_of(protocol.groups_made(number)))
         try:
             for name, partition in plan.partitions.items():
                 ranks = partition.block_of(self._job.peer.rank)
@@ -359,36 +378,9 @@ class Groups:
             return made, error
         return made, None
 
-    @property
-    def _is_pure_gloo(self) -> bool:
-        """Whether no backend uses the store from its own threads, which must not call into Python."""
-        return is_pure_gloo(self._job.backend or "")
-
-    def _store(self, failure_key: str) -> dist.Store | None:
-        """Return the store over which members of a new group find each other; None on one process.
-
-        Over gloo alone they wait there no longer than the rendezvous may take, or until the key is set.
-        """
-        if self._job.rendezvous is None:
-            return default_store() if dist.group.WORLD is not None else None
-        store = self._job.rendezvous.store
-        return AbortableStore(store, failure_key, self._job.limits.rendezvous) if self._is_pure_gloo else store
-
     def _make(self, name: str, ranks: tuple[int, ...], key: str, store: dist.Store | None) -> Group:
         """Make one group; only its members take part."""
-        if self._job.backend is None:
-            return self._group(name, ranks, None)
-        process_group = make_group(
-            ranks,
-            ranks.index(self._job.peer.rank),
-            name=f"distman/{key}",
-            description=name,
-            store=store,
-            timeout=timedelta(seconds=self._job.limits.collective),
-        )
-        if is_pure_gloo(dist.get_backend()):
-            make_gloo_default(process_group)
-        return replace(self._group(name, ranks, process_group), store=store)
+        return replace(self._group(name, ranks, connect(self._job, name, ranks, key, store)), store=store)
 
     def _group(self, name: str, ranks: tuple[int, ...], process_group: dist.ProcessGroup | None) -> Group:
         consensus = None
@@ -402,25 +394,11 @@ class Groups:
             name, ranks, ranks.index(self._job.peer.rank), reference, tuple(sorted(types)), consensus, sections
         )
 
-    def _warn_of_crossing(self, made: dict[str, Group]) -> None:
-        """Warn where a group crosses hosts though it would fit on one, and no group as large stays on one."""
-        peers = self._job.roll_call
-        if self._job.peer.num_nodes < 2:
-            return
-        crossing = {name: group for name, group in made.items() if len({peers[r].node_rank for r in group.ranks}) > 1}
-        largest = max((group.size for name, group in made.items() if name not in crossing), default=1)
-        for name, group in crossing.items():
-            room = max(peers[rank].local_world_size for rank in group.ranks)
-            if largest < group.size <= room and group.rank == 0:
-                logger.warning(
-                    "group %r would fit on one host, but its ranks %s are on several. Make it the last axis of the "
-                    "mesh, and start a multiple of %d ranks on each host.",
-                    name,
-                    list(group.ranks),
-                    group.size,
-                )
+
+def _destroyed(what: str) -> UndefinedGroupError:
+    return UndefinedGroupError(f"{what} must be there to be used, got one that was destroyed. Make it again.")
 
 
 def _destroy(group: Group) -> None:
-    if group.process_group is not None:
+    if group.process_group is not None and is_registered(group.process_group):  # other code may have been faster
         dist.destroy_process_group(group.process_group)

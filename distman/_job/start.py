@@ -23,7 +23,8 @@ from distman._job.interface import choose_interface
 from distman._job.job import Job, Limits, abort_job
 from distman._process_state import keep_garbage_from_children
 from distman._rendezvous.join import Rendezvous, join, join_at, join_record_of
-from distman._rendezvous.peers import JoinRecord, complete
+from distman._rendezvous.join_record import JoinRecord
+from distman._rendezvous.peers import complete
 from distman._rendezvous.store import JobStore
 from distman._torch_internals import counting_no_failed_group, default_store, make_gloo_default
 from distman.environments import LaunchEnvironment

@@ -152,8 +152,8 @@ class GroupCreation(SharedState):
             raise ValueError(
                 f"a job must have one mesh, got {tuple(mesh_shape)} beside {self._state.mesh}. Use global_mesh."
             )
+        self._state.groups.create(lambda: mesh_plan(mesh_shape, mesh_dim_names, self._state.job.world_size))
         names = tuple(mesh_dim_names)
-        self._state.groups.create(lambda: mesh_plan(mesh_shape, names, self._state.job.world_size))
         shape = resolve_mesh_shape(mesh_shape, names, self._state.job.world_size)
         self._state.mesh = self._state.groups.device_mesh(shape, names)
         return self._state.mesh

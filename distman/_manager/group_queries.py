@@ -55,7 +55,7 @@ class GroupQueries(SharedState):
             UndefinedGroupError: There is no mesh, or no axis of that name.
             ValueError: The axes are not in the order of the mesh.
         """
-        names = [name] if isinstance(name, str) else list(name or ())
+        names = [name] if isinstance(name, str) else list(() if name is None else name)
         for one in names:
             if one not in self.mesh_dims:
                 raise undefined_group(one, self.mesh_dims, "an axis of the mesh")
@@ -150,7 +150,7 @@ class GroupQueries(SharedState):
         Raises:
             UndefinedGroupError: There is no group of that name.
         """
-        return self._state.groups.ranks(name or "world")
+        return self._state.groups.ranks("world" if name is None else name)
 
     def group_name(self, group: dist.ProcessGroup | None = None) -> str:
         """Return the name of a process group.
@@ -199,4 +199,4 @@ class GroupQueries(SharedState):
         self._state.groups.destroy(name)
 
     def _group(self, name: str | None) -> Group:
-        return self._state.groups.world if name is None else self._state.groups.get(name)
+        return self._state.groups.get("world" if name is None else name)

@@ -6,11 +6,14 @@ import datetime
 import os
 import threading
 
+import torch.distributed as dist
+
 from distman._coordination.monitor.context import WatchLimits
 from distman._job.job import Limits
 from distman._log import logger
 from distman.environments import LaunchEnvironment, detect, misspelt_variables
 from distman.environments._base import read_flag
+from distman.errors import check_seconds
 from distman.topology._partition import is_whole_number
 
 # Variables of the environment, with the seconds that hold without them.
@@ -24,7 +27,10 @@ _FIND_UNUSED = "DDP_FIND_UNUSED_PARAMETERS"
 
 def limits(timeout: float | datetime.timedelta | None, rendezvous_timeout: float | datetime.timedelta | None) -> Limits:
     """Return how long to wait: what the program says, else the variables."""
-    return Limits(seconds(timeout, *_TIMEOUT), seconds(rendezvous_timeout, *_RENDEZVOUS_TIMEOUT))
+    return Limits(
+        collective=_seconds("timeout", timeout, *_TIMEOUT),
+        rendezvous=_seconds("rendezvous_timeout", rendezvous_timeout, *_RENDEZVOUS_TIMEOUT),
+    )
 
 
 def seed(value: int | None) -> int | None:
@@ -43,6 +49,22 @@ def finds_unused_parameters() -> bool:
     return read_flag(os.environ, _FIND_UNUSED)
 
 
+def check_adopted_backend(backend: str | None) -> None:
+    """Check that the process group that is adopted has the backend that the program asks for.
+
+    Raises:
+        ValueError: It has another one.
+    """
+    there = dict(part.split(":") for part in dist.get_backend_config().split(",") if ":" in part)
+    for part in (backend or "").split(","):
+        device, _, name = part.rpartition(":")
+        if name and {there.get(device)} != {name} and {*there.values()} != {name}:
+            raise ValueError(
+                f"backend must be that of the process group that is adopted, {dist.get_backend_config()!r}, got "
+                f"{backend!r}. Leave it out, or name it where the group is made."
+            )
+
+
 def environment(method: str | None, *, use_distributed: bool | None) -> LaunchEnvironment:
     """Return what the launcher says, with its warnings in the log."""
     if use_distributed is False:
@@ -55,26 +77,30 @@ def environment(method: str | None, *, use_distributed: bool | None) -> LaunchEn
     return detection.environment
 
 
-def seconds(value: float | datetime.timedelta | None, variable: str, default: float) -> float:
+def _seconds(name: str, value: float | datetime.timedelta | None, variable: str, default: float) -> float:
     """Return a limit in seconds: the argument, else the variable, else the default."""
-    got = f"{value} from the call"
-    number = value.total_seconds() if isinstance(value, datetime.timedelta) else value
-    if number is None:
-        text = os.environ.get(variable)
-        if not text:
-            return default
-        number, got = _number(text), f"{text!r} from {variable}"
+    return _seconds_of(variable, default) if value is None else check_seconds(name, value)
+
+
+def _seconds_of(variable: str, default: float) -> float:
+    text = os.environ.get(variable)
+    if not text:
+        return default
+    number = _number(text)
     if number is None or not 0 < number < threading.TIMEOUT_MAX:
-        raise ValueError(f"a timeout must be a positive number of seconds, got {got}. Leave it out for the default.")
-    return float(number)
+        raise ValueError(
+            f"a timeout must be a positive number of seconds, got {text!r} from {variable}. Leave it out for the "
+            "default."
+        )
+    return number
 
 
 def watch_limits() -> WatchLimits | None:
     """Return the limits of the watcher; None where it is switched off."""
     if not read_flag(os.environ, _WATCH, default=True):
         return None
-    hang = seconds(None, _HANG_TIMEOUT, 0.0) or None
-    return WatchLimits(silence=seconds(None, *_SILENCE_TIMEOUT), hang=hang)
+    hang = _seconds_of(_HANG_TIMEOUT, 0.0) or None
+    return WatchLimits(silence=_seconds_of(*_SILENCE_TIMEOUT), hang=hang)
 
 
 def _number(text: str) -> float | None:

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import copyreg
 import dataclasses
-from typing import Any, ClassVar
+import os
+from typing import Any, ClassVar, TypeVar
 
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from distman._coordination.monitor.watcher import Watcher
 from distman._coordination.preemption import StopAgreement
 from distman._groups.registry import Groups
 from distman._job.job import Job
+from distman.environments import is_env_distributed
 from distman.errors import NotInitializedError
+
+View = TypeVar("View", bound="SharedState")
 
 
 @dataclasses.dataclass
@@ -46,14 +52,19 @@ class SharedState:
 
     _shared_state: ClassVar[dict[str, Any]] = {}
 
+    def __new__(cls: type[View], *_: object, **__: object) -> View:
+        """Return a view, whether or not there is a job yet: a program may read a model before it initializes."""
+        view = super().__new__(cls)
+        view.__dict__ = cls._shared_state
+        return view
+
     def __init__(self) -> None:
-        self.__dict__ = type(self)._shared_state
         if not self.is_initialized():
             raise _not_initialized()
 
     def __reduce__(self) -> tuple[object, ...]:
         """Be copied, and sent to other processes, as a view of the one state that there is there."""
-        return _view, (type(self),)
+        return copyreg.__newobj__, (type(self),)  # type: ignore[attr-defined]  # the stub lacks what pickles name
 
     @property
     def _state(self) -> ManagerState:
@@ -70,15 +81,28 @@ class SharedState:
         """
         return "_state" in cls._shared_state
 
+    @classmethod
+    def find(cls: type[View]) -> View | None:
+        """Return the manager, or None in a process that is alone and has not initialized it.
 
-def _view(cls: type[SharedState]) -> SharedState:
-    """Return an instance, whether or not there is a job yet: a program may read a model before it initializes."""
-    view = cls.__new__(cls)
-    view.__dict__ = cls._shared_state
-    return view
+        Local. For code that must work, too, where there is no job.
+
+        Raises:
+            NotInitializedError: It is not initialized, though a launcher or a process group says that this process is
+                a rank of a job, be it the only one.
+            LaunchEnvironmentError: The variables of the launcher contradict each other.
+        """
+        if cls.is_initialized() or dist.is_initialized() or is_env_distributed(os.environ):
+            return cls()
+        return None
 
 
 def _not_initialized() -> NotInitializedError:
+    if dist.is_initialized():
+        return NotInitializedError(
+            "DistributedManager must be initialized before it is used, got a process group alone. Call "
+            "DistributedManager.initialize() once on every rank of the group: it adopts the group."
+        )
     return NotInitializedError(
         "DistributedManager must be initialized before it is used. Call DistributedManager.initialize() "
         "once at the start of the script."

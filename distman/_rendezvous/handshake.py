@@ -17,16 +17,18 @@ import stat
 import threading
 import time
 import weakref
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
+from distman._log import logger
 from distman._process_state import puts_back
 from distman._rendezvous.address import Endpoint
 from distman.errors import RendezvousError
 
 _MAX_LINE_BYTES = 1 << 20  # a failure with a long traceback fits; a foreign service cannot fill the memory
 _PATIENCE = 3.0  # seconds: a foreign service may accept and never answer, a handshake server takes milliseconds
+_QUIET = 10.0  # seconds before a word on a foreign service in the way, which may be about to end
 _SHORTEST_PATIENCE = 0.2  # seconds, also where no time is left: a server on another host answers in milliseconds
 _FIRST_PAUSE = 0.01  # seconds: ranks of one launch start within milliseconds of each other
 _LONGEST_PAUSE = 0.5  # seconds: more would delay a job whose first rank starts late
@@ -219,10 +221,12 @@ def find_server(
         RendezvousError: None answered within ``timeout`` seconds.
     """
     identity = Identity.of(point.job_id)
-    deadline = time.monotonic() + timeout
+    started = time.monotonic()
+    deadline = started + timeout
     pause = _FIRST_PAUSE
+    is_said = False
     while True:
-        reasons = {}
+        reasons, is_foreign = {}, False
         for address in point.addresses:
             for port in point.ports:
                 try:
@@ -233,6 +237,10 @@ def find_server(
                     reasons[f"{address}:{port}"] = "the store of an earlier start is still open"
                 except (OSError, ForeignServiceError) as error:
                     reasons[f"{address}:{port}"] = explain(error)
+                    is_foreign |= isinstance(error, ForeignServiceError)
+        if is_foreign and not is_said and time.monotonic() - started > _QUIET:
+            is_said = True
+            logger.warning("waiting for %s at %s: %s", point.host, point.url, _listed(reasons))
         if time.monotonic() + pause > deadline:
             raise RendezvousError(_host_missing(point, timeout, reasons))
         time.sleep(pause)
@@ -246,12 +254,15 @@ def explain(error: Exception) -> str:
 
 
 def _host_missing(point: Endpoint, timeout: float, reasons: dict[str, str]) -> str:
-    tried = "; ".join(f"{place}: {reason}" for place, reason in reasons.items())
     return (
         f"{point.host} must open the job's store at {point.url} within {timeout:g} s, got no answer from it "
-        f"[{point.source}]. Tried {tried}. See whether {point.host} started, runs on {point.addresses[0]} "
+        f"[{point.source}]. Tried {_listed(reasons)}. See whether {point.host} started, runs on {point.addresses[0]} "
         "and reached DistributedManager.initialize(); set rendezvous_timeout for slow starts."
     )
+
+
+def _listed(reasons: Mapping[str, str]) -> str:
+    return "; ".join(f"{place}: {reason}" for place, reason in reasons.items())
 
 
 def _line(message: dict[str, Any]) -> bytes:

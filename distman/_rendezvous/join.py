@@ -8,25 +8,22 @@ import itertools
 import os
 import resource
 import socket
-import sys
 from collections.abc import Mapping
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 from distman._coordination import protocol
-from distman._device import has_own_devices, is_sharing_allowed, visible_devices
+from distman._device import is_sharing_allowed, visible_devices
 from distman._rendezvous.address import find_endpoint
-from distman._rendezvous.ancestry import start_time
+from distman._rendezvous.join_record import JoinRecord, Origin
 from distman._rendezvous.membership import establish_membership
-from distman._rendezvous.peers import JoinRecord, Origin, Peers
+from distman._rendezvous.peers import Peers
 from distman._rendezvous.store import JobStore, open_or_join, tell_over_mpi
 from distman._version import VERSION
 from distman.environments import LAUNCHERS, LaunchEnvironment
 
 _attempts = itertools.count()
-_MAX_COMMAND = 60  # characters: a few of them make a message
 _FILES_PER_RANK = 4  # the store serves two connections to each rank, and collectives open one or two
 _FILES_BESIDE = 512  # for data, libraries and the program itself
 
@@ -141,27 +138,11 @@ def join_record_of(
         device_type=device_type,
         device=str(device) if device else None,
         visible=visible,
-        has_own_devices=has_own_devices(environ),
+        has_own_devices=LAUNCHERS[environment.launcher].gives_own_gpus(environ),
         is_sharing_allowed=is_sharing_allowed(environ),
         torch=str(torch.__version__),
         distman=VERSION,
-        origin=_origin(),
-    )
-
-
-def _origin() -> Origin:
-    command = " ".join(sys.argv)
-    printable = "".join(character if character.isprintable() else "?" for character in command)
-    try:
-        folder = str(Path.cwd())
-    except OSError:  # it was removed
-        folder = ""
-    return Origin(
-        started=start_time(),
-        command=printable if len(printable) <= _MAX_COMMAND else f"{printable[:_MAX_COMMAND]} ...",
-        folder=folder,
-        parent=os.getppid(),
-        session=os.getsid(0),
+        origin=Origin.of_this_process(),
     )
 
 

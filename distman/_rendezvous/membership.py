@@ -15,7 +15,7 @@ import json
 import threading
 import time
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from typing import Any
 
 import torch.distributed as dist
@@ -24,18 +24,8 @@ from distman._coordination import protocol
 from distman._coordination.failure.record import FailureRecord
 from distman._coordination.timeouts import run_with_timeout
 from distman._log import logger
-from distman._rendezvous.peers import (
-    OWN_RANK,
-    JoinRecord,
-    Origin,
-    Peers,
-    complete,
-    describe_claim,
-    describe_missing,
-    describe_present,
-    find_faults,
-    is_mixed,
-)
+from distman._rendezvous.join_record import OWN_RANK, JoinRecord, Origin, describe_claim, is_mixed
+from distman._rendezvous.peers import Peers, complete, describe_missing, describe_present, find_faults
 from distman._rendezvous.store import JobStore
 from distman.errors import RankFailedError, RendezvousError
 
@@ -143,6 +133,8 @@ class _Membership:
     def __post_init__(self) -> None:
         self.started = time.monotonic()
         self.arrived: dict[int, JoinRecord] = {}
+        self.ranks: set[int] = set()
+        self.kinds: set[tuple[Hashable, ...]] = set()
         self.has_waited = False
         self.is_given_up = threading.Event()
         self.is_over = threading.Event()
@@ -151,7 +143,7 @@ class _Membership:
         if self.job_store.is_host:
             self.store.set(protocol.STORE_RANK, str(self.me.rank))
         place = self.store.add(protocol.JOINED, 1)
-        self.arrived[place] = self.me
+        self._receive({place: self.me})
         self.store.set(protocol.join_record(place), json.dumps(dataclasses.asdict(self.me)))
         if place >= self.me.world_size:
             self.store.set(protocol.MEMBERSHIP_EVENT, "full")
@@ -197,7 +189,9 @@ class _Membership:
         return verdict if found == own else _Verdict.unpack(found)
 
     def _look(self) -> _Verdict | None:
-        if not self._read_arrivals() and not self.store.check([protocol.MEMBERSHIP_EVENT]):
+        self._read_arrivals()
+        is_well = len(self.kinds) == 1 and len(self.ranks) == len(self.arrived)
+        if is_well and len(self.ranks) < self.me.world_size and not self.store.check([protocol.MEMBERSHIP_EVENT]):
             return None
         arrived = list(self.arrived.values())
         missing = describe_missing(arrived, self.me.world_size, {})
@@ -221,19 +215,21 @@ class _Membership:
                 self.store.wait([protocol.VERDICT], datetime.timedelta(seconds=_JUDGING))
         return _Verdict.unpack(self.store.get(protocol.VERDICT)) if self.store.check([protocol.VERDICT]) else None
 
-    def _read_arrivals(self) -> bool:
-        """Read the join records that came since the last time, and return whether there were any.
-
-        One that is just being written is left for the next time.
-        """
+    def _read_arrivals(self) -> None:
+        """Read the join records that came since the last time; one that is just being written is left for the next."""
         places = range(1, self.store.add(protocol.JOINED, 0) + 1)
         new = [place for place in places if place not in self.arrived]
         if new and not self.store.check([protocol.join_record(place) for place in new]):
             new = [place for place in new if self.store.check([protocol.join_record(place)])]
         if new:
             texts = self.store.multi_get([protocol.join_record(place) for place in new])
-            self.arrived.update(zip(new, map(_join, texts), strict=True))
-        return bool(new)
+            self._receive(dict(zip(new, map(_join, texts), strict=True)))
+
+    def _receive(self, join_records: Mapping[int, JoinRecord]) -> None:
+        """Take note of join records by their places, such that a contradiction shows without a look at all of them."""
+        self.arrived.update(join_records)
+        self.ranks.update(one.rank for one in join_records.values())
+        self.kinds.update(one.common for one in join_records.values())
 
     def _wait(
         self,

@@ -1,89 +1,19 @@
-"""Who takes part in a job, as values: what a rank says of itself, and what follows from all of it."""
+"""Who takes part in a job, as values: what follows from the join records of all."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
-import time
 from collections import defaultdict
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import TypeVar, overload
 
 from distman._device import pick_index
+from distman._rendezvous.join_record import COMMON, OWN_RANK, JoinRecord, describe_claim
 
 _MAX_LISTED = 16  # entries of a list in a message: two lines of a terminal
-_SAME_START = 30.0  # seconds between the starts of ranks of one job, as far as they are told from those of another
-OWN_PORT = "If these are two jobs, give each its own MASTER_PORT or DISTMAN_JOB_ID."
-OWN_RANK = f"Give each process its own rank. {OWN_PORT}"
 K = TypeVar("K", bound=Hashable)
 V = TypeVar("V")
-
-
-@dataclasses.dataclass(frozen=True)
-class Origin:
-    """Where a process comes from. None of it must be alike on all ranks of a job; it speaks where two claim one rank.
-
-    Attributes:
-        started: When the process started, in seconds of :func:`time.time`.
-        command: The program and its arguments, fit to be printed.
-        folder: Its working directory.
-        parent: Process id of its parent.
-        session: Id of its session, such as that of a terminal.
-    """
-
-    started: float
-    command: str
-    folder: str
-    parent: int
-    session: int
-
-
-@dataclasses.dataclass(frozen=True)
-class JoinRecord:
-    """What a rank says of itself when it arrives; ``None`` where its launcher is silent.
-
-    Attributes:
-        rank: Its rank.
-        world_size: The number of ranks it believes in.
-        local_rank: Its index on its host.
-        local_world_size: Number of ranks on its host.
-        node_rank: Index of its host.
-        num_nodes: Number of hosts.
-        host: Name of its host.
-        pid: Its process id there.
-        launcher: Who started it.
-        backend: Backend of the process group that it is about to make.
-        device_type: Type of device it computes on.
-        device: The device that the program asked for; None leaves the choice to the rank's place.
-        visible: UUIDs of the devices it sees, in the order of their indices; empty for the CPU.
-        has_own_devices: Whether the launcher says that no other rank sees these devices.
-        is_sharing_allowed: Whether it accepts to share its GPU with other ranks.
-        torch: Version of torch.
-        distman: Version of distman.
-        origin: Where its process comes from, which may tell its job from another one.
-    """
-
-    rank: int
-    world_size: int
-    local_rank: int | None
-    local_world_size: int | None
-    node_rank: int | None
-    num_nodes: int | None
-    host: str
-    pid: int
-    launcher: str
-    backend: str
-    device_type: str
-    device: str | None
-    visible: tuple[str, ...]
-    has_own_devices: bool
-    is_sharing_allowed: bool
-    torch: str
-    distman: str
-    origin: Origin
-
-    def __str__(self) -> str:
-        return f"rank {self.rank} ({self.host}, pid {self.pid})"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -172,47 +102,11 @@ def find_faults(arrived: Sequence[JoinRecord], world_size: int) -> list[str]:
         for rank, claims in sorted(by_rank.items())
         if len(claims) > 1
     ]
-    for name, remedy in (
-        ("world_size", f"Start all ranks with one command. {OWN_PORT}"),
-        ("backend", "Let all ranks see the same kind of device, and ask for the same backend."),
-        ("distman", "Install one version of distman on all hosts."),
-    ):
-        faults += _unlike(name, [(getattr(join_record, name), join_record) for join_record in arrived], remedy)
-    minor_versions = [(".".join(join_record.torch.split(".")[:2]), join_record) for join_record in arrived]
-    faults += _unlike("torch", minor_versions, "Install one version of torch on all hosts.")
+    for index, (name, remedy) in enumerate(COMMON.items()):
+        faults += _unlike(name, [(join_record.common[index], join_record) for join_record in arrived], remedy)
     if not faults and len(by_rank) == world_size:
         faults += _device_faults(arrived)
     return faults
-
-
-def describe_claim(claim: JoinRecord) -> str:
-    """Return which process claims a rank, such as ``pid 812 on n1 (train.py --lr 1, started 12:00:07)``."""
-    started = time.strftime("%H:%M:%S", time.localtime(claim.origin.started))
-    return f"pid {claim.pid} on {claim.host} ({claim.origin.command}, started {started})"
-
-
-def is_mixed(surplus: JoinRecord, holder: JoinRecord, members: Iterable[JoinRecord]) -> bool:
-    """Return whether a complete job may consist of ranks of two, now that another process claims one of its ranks.
-
-    A job that was complete long before is not blamed for a later one that takes the same port. Two that start together
-    may have met in any order: unless each other member of the job is more like the holder of the rank than like the
-    process that came too late, nobody can tell which of them belongs to it.
-
-    Args:
-        surplus: The process that came too late.
-        holder: The one that holds its rank.
-        members: All of the job.
-    """
-    if abs(surplus.origin.started - holder.origin.started) > _SAME_START:
-        return False
-    others = (member for member in members if member.rank != holder.rank)
-    return any(_in_common(member, surplus) >= _in_common(member, holder) for member in others)
-
-
-def _in_common(one: JoinRecord, other: JoinRecord) -> set[str]:
-    """Return which signs of one job two processes share; ids of processes mean something on one host only."""
-    signs = ("command", "folder", "parent", "session") if one.host == other.host else ("command", "folder")
-    return {sign for sign in signs if getattr(one.origin, sign) == getattr(other.origin, sign)}
 
 
 def describe_missing(arrived: Iterable[JoinRecord], world_size: int, expected: Mapping[int, str]) -> str:

@@ -39,7 +39,8 @@ def on_all_ranks(func: Callable[[], R]) -> R:
 
     named = func.func if isinstance(func, functools.partial) else func
     recorded.__qualname__ = getattr(named, "__qualname__", recorded.__qualname__)
-    world_size = DistributedManager().world_size if DistributedManager.is_initialized() else 1
+    manager = DistributedManager.find()
+    world_size = manager.world_size if manager is not None else 1
     try:
         return cast("R", on_rank(range(world_size))(recorded)())
     except RankFailedError:

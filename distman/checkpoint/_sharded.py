@@ -173,7 +173,7 @@ def _check(state: dict[str, Any]) -> None:
 
 def _write(state: dict[str, Any], storage: Storage, folder: str) -> None:
     with _quiet_on_one_process():
-        checkpoint.save(state, storage_writer=_Writer(folder, storage))
+        checkpoint.save(state, storage_writer=_Writer(folder, storage), no_dist=_is_one_process())
 
 
 def _publish(made: list[NewFolder]) -> None:
@@ -183,7 +183,9 @@ def _publish(made: list[NewFolder]) -> None:
 def _read(state: dict[str, Any], folder: Location, metadata: Metadata) -> None:
     try:
         with _quiet_on_one_process():
-            checkpoint.load(state, storage_reader=_Reader(folder, metadata), planner=_Planner())
+            checkpoint.load(
+                state, storage_reader=_Reader(folder, metadata), planner=_Planner(), no_dist=_is_one_process()
+            )
     except CheckpointException as failure:
         error = _own_error(failure)
         if error is None or isinstance(error, OSError | MemoryError | torch.OutOfMemoryError):
@@ -205,8 +207,15 @@ def _run(work: Callable[[], None]) -> None:
 
 
 def _own_error(failure: CheckpointException) -> BaseException | None:
-    rank = DistributedManager().rank if DistributedManager.is_initialized() else 0
+    manager = DistributedManager.find()
+    rank = manager.rank if manager is not None else 0
     return failure.failures[rank][0] if rank in failure.failures else None
+
+
+def _is_one_process() -> bool:
+    """Return whether this process saves and loads by itself, whatever process group other code has made."""
+    manager = DistributedManager.find()
+    return manager is None or not manager.distributed
 
 
 @contextlib.contextmanager

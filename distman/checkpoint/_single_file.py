@@ -108,7 +108,7 @@ def load(path: str | os.PathLike[str], *, device: str | torch.device | None = No
 
     Args:
         path: The file, or a URL.
-        device: Where the tensors go; None is the manager's device, the CPU where it is not initialized.
+        device: Where the tensors go; None is the manager's device, the CPU in a process that is alone.
 
     Raises:
         ValueError, ImportError: See :func:`save`.
@@ -120,7 +120,8 @@ def load(path: str | os.PathLike[str], *, device: str | torch.device | None = No
 
 
 def target_device(device: str | torch.device | None) -> torch.device:
-    """Return where loaded tensors go: None is the manager's device, the CPU where it is not initialized."""
-    if device is None:
-        device = DistributedManager().device if DistributedManager.is_initialized() else "cpu"
-    return torch.device(device)
+    """Return where loaded tensors go: None is the manager's device, the CPU in a process that is alone."""
+    if device is not None:
+        return torch.device(device)
+    manager = DistributedManager.find()
+    return manager.device if manager is not None else torch.device("cpu")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -9,9 +10,11 @@ import torch.distributed as dist
 
 from distman._coordination.wait_scope import collective
 from distman._groups.registry import Group
-from distman.collectives._exchange import process_group_of
+from distman.collectives._exchange import announce, exchange, layout_of, process_group_of, sum_pieces
+from distman.topology import split_sizes
 
 _IN_FLOAT32 = (torch.float16, torch.bfloat16)
+_MAX_BYTES_AT_ONCE = 16384  # from every rank to every rank; above that it pays to send each its part of the sum first
 _IN_INT32 = (torch.int16, torch.bool)  # no backend adds them up; a sum of truths is whether one is true
 
 
@@ -31,10 +34,33 @@ def all_reduce_sum(tensor: torch.Tensor, group: Group, *, use_fp32: bool) -> tor
         dtype = torch.float32
     elif dtype in _IN_INT32:
         dtype = torch.int32
-    total = tensor.detach().to(dtype, copy=True).contiguous()
-    if group.size > 1:
+    term = tensor.detach().to(dtype).contiguous()
+    return term.clone() if group.size == 1 else _sum(term, group).to(tensor.dtype).view(tensor.shape)
+
+
+def _sum(term: torch.Tensor, group: Group) -> torch.Tensor:
+    """Return the sum over a group of several ranks, as a new tensor; terms are added in rank order."""
+    what = f"sum of {layout_of(term)}"
+    if term.is_cuda:
+        announce(group, what)
+        total = term.clone()
         dist.all_reduce(total, group=process_group_of(group))
-    return total.to(tensor.dtype)
+        return total
+    flat = term.view(-1)
+    if flat.numel() * flat.itemsize <= _MAX_BYTES_AT_ONCE:
+        return _sum_of_received([flat] * group.size, group, what)
+    sizes = split_sizes(flat.numel(), group.size)
+    part = _sum_of_received(flat.split(sizes), group, what)
+    full = torch.empty_like(flat)
+    exchange([part] * group.size, full.split(sizes), group, what)
+    return full
+
+
+def _sum_of_received(sends: Sequence[torch.Tensor], group: Group, what: str) -> torch.Tensor:
+    mine = sends[group.rank]
+    received = [mine if rank == group.rank else torch.empty_like(mine) for rank in range(group.size)]
+    exchange(sends, received, group, what)
+    return sum_pieces(received, group.rank, use_fp32=False)
 
 
 class AllReduceSum(torch.autograd.Function):

@@ -7,9 +7,10 @@ from typing import Any
 
 import torch
 
+from distman._coordination.tracking import current_wait
 from distman._coordination.wait_scope import collective
 from distman._groups.registry import Group
-from distman.collectives._exchange import exchange
+from distman.collectives._exchange import exchange, layout_of
 from distman.collectives._validation import (
     GroupLike,
     check_call,
@@ -20,6 +21,7 @@ from distman.collectives._validation import (
 )
 from distman.topology import split_sizes
 
+_MAX_SHOWN = 16  # ranks; the sizes of more would take longer to write down than to send
 _INDEX_DTYPES = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
@@ -146,6 +148,7 @@ def distributed_transpose(
         raise ValueError(f"dim0 and dim1 must be two dims, got {dim0} twice. Choose two different dims.")
     tensor, lengths, dim1 = shard_sizes("distributed_transpose", tensor, sizes, dim1, members)
     parts = split_sizes(tensor.shape[dim0], members.size)
+    _note(f"sizes {lengths}")
     result: torch.Tensor = AllToAll.apply(tensor, dim0, parts, dim1, lengths, members)
     return result
 
@@ -158,8 +161,16 @@ def _send_slices(tensor: torch.Tensor, sizes: list[list[int]], dim: int, group: 
             f"{outgoing}. Make them agree."
         )
     incoming = [row[group.rank] for row in sizes]
+    _note(f"sizes {sizes}" if group.size <= _MAX_SHOWN else f"hash of sizes {hash(tuple(map(tuple, sizes)))}")
     result: torch.Tensor = AllToAll.apply(tensor, dim, outgoing, dim, incoming, group)
     return result
+
+
+def _note(text: str) -> None:
+    """Let the calls of ranks with unlike sizes be found to differ."""
+    wait = current_wait()
+    if wait is not None:
+        wait.note += f" {text}"
 
 
 class AllToAll(torch.autograd.Function):
@@ -180,7 +191,8 @@ class AllToAll(torch.autograd.Function):
         shape[split_dim] = outgoing[group.rank]
         shape[join_dim] = sum(incoming)
         joined = tensor.new_empty(shape)
-        exchange(tensor.split(outgoing, split_dim), joined.split(incoming, join_dim), group)
+        what = f"all_to_all {layout_of(tensor, split_dim, join_dim)} from dim {split_dim} to dim {join_dim}"
+        exchange(tensor.split(outgoing, split_dim), joined.split(incoming, join_dim), group, what)
         return joined
 
     @staticmethod

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 from distman._coordination import protocol
-from distman._coordination.tracking import call_site
+from distman._coordination.tracking import call_site, current_wait
 from distman._groups.registry import Group
 from distman.environments._base import read_flag
 
@@ -21,7 +21,7 @@ def compare(operation: str, group: Group, **details: object) -> None:
     """In debug mode, go on only if all ranks of the group call the same collective in the same way.
 
     Local; in debug mode collective over the group. It goes over the store, so that ranks which differ cannot hang
-    each other.
+    each other. Without it this only notes the operation, which is part of what messages are told apart by.
 
     Args:
         operation: Name of the collective.
@@ -32,6 +32,9 @@ def compare(operation: str, group: Group, **details: object) -> None:
         PlanMismatchError: On every rank of the group: the calls differ; a table shows each rank's.
         BarrierTimeoutError: On every rank that came: some did not come in time; it names them.
     """
+    wait = current_wait()
+    if wait is not None:
+        wait.note = operation
     if group.consensus is None or not is_on():
         return
     call = {"operation": operation, **{name: str(_plain(value)) for name, value in details.items()}}

@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+import zlib
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from distman._coordination.tracking import check_all_run_here
+from distman._coordination.monitor.mismatch import Call
+from distman._coordination.tracking import check_all_run_here, current_wait
 from distman._coordination.wait_scope import collective
 from distman._groups.registry import Group
-from distman.errors import DistmanError
+from distman._torch_internals import batch_isend_irecv
+from distman.errors import DistmanError, PlanMismatchError
 
 _connected: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
-_TAG = 0x646D  # keeps our messages from meeting sends and receives of the program
+_TAGS = 2**31  # tags are not negative, and of 32 bits
+_MAX_NUMBERS = 24  # broadcast by any call: then messages of calls that differ are of one length
 
 
 @collective
-def exchange(sends: Sequence[torch.Tensor], receives: Sequence[torch.Tensor], group: Group) -> None:
+def exchange(sends: Sequence[torch.Tensor], receives: Sequence[torch.Tensor], group: Group, what: str = "") -> None:
     """Send the i-th tensor to the i-th rank of the group, and fill the i-th receive with what that rank sent.
 
     Collective. Blocking. Empty pieces do not travel.
@@ -27,6 +32,7 @@ def exchange(sends: Sequence[torch.Tensor], receives: Sequence[torch.Tensor], gr
         sends: One tensor for each rank of the group, this one included; never changed.
         receives: One tensor for each rank, of shape and dtype of what it sends; views of an output may be strided.
         group: The group.
+        what: What must be equal on all ranks: messages of calls that differ do not meet.
     """
     # Before the first message, so that none is left behind. A forward pass has asked already.
     check_all_run_here(group.ranks, "the backward pass of a collective")
@@ -35,9 +41,9 @@ def exchange(sends: Sequence[torch.Tensor], receives: Sequence[torch.Tensor], gr
         for rank, piece in enumerate(receives)
         if rank != group.rank and piece.numel()
     }
-    peer = dict(enumerate(group.ranks))
     pg = process_group_of(group)
-    operations = [dist.P2POp(dist.irecv, _as_real(buffer), peer[rank], pg, _TAG) for rank, buffer in buffers.items()]
+    call, tag = announce(group, what)
+    operations = [_message(dist.irecv, buffer, rank, group, pg, tag) for rank, buffer in buffers.items()]
     packed: dict[int, torch.Tensor] = {}
     for step in range(1, group.size):
         rank = (group.rank + step) % group.size
@@ -45,17 +51,51 @@ def exchange(sends: Sequence[torch.Tensor], receives: Sequence[torch.Tensor], gr
             key = id(sends[rank])
             if key not in packed:
                 packed[key] = sends[rank].resolve_conj().resolve_neg().contiguous()
-            piece = packed[key]
-            operations.append(dist.P2POp(dist.isend, _as_real(piece), peer[rank], pg, _TAG))
+            operations.append(_message(dist.isend, packed[key], rank, group, pg, tag))
     _connect(receives[group.rank].device, pg)
-    works = dist.batch_isend_irecv(operations) if operations else ()
-    if receives[group.rank] is not sends[group.rank]:
-        receives[group.rank].copy_(sends[group.rank])  # while the others travel
-    for work in works:
-        work.wait()
+    try:
+        works = batch_isend_irecv(operations) if operations else ()
+        if receives[group.rank] is not sends[group.rank]:
+            receives[group.rank].copy_(sends[group.rank])  # while the others travel
+        for work in works:
+            work.wait()
+    except BaseException as error:
+        if not isinstance(error, RuntimeError) or isinstance(error, DistmanError):  # else the backend knows of it
+            call.interrupt()
+        raise
     for rank, buffer in buffers.items():
         if buffer is not receives[rank]:
             receives[rank].copy_(buffer)
+
+
+def announce(group: Group, what: str) -> tuple[Call, int]:
+    """Let this thread be found waiting in a call of the group, and return the call and a number for its messages.
+
+    Args:
+        group: The group; every member announces the same calls in the same order.
+        what: What must be equal on all of them, beside the operation and what it has noted of its arguments.
+    """
+    wait = current_wait()
+    note = wait.note if wait is not None else ""
+    text = f"{note or 'a backward pass'} {what}"
+    call = Call(group, next(group.exchanges), text)
+    if wait is not None:
+        wait.call = call
+    return call, zlib.crc32(text.encode())
+
+
+def layout_of(tensor: torch.Tensor, *free_dims: int) -> str:
+    """Return dtype and shape of a tensor, a star for the dims in which the ranks' tensors may differ in length."""
+    shape = ", ".join(["*" if dim in free_dims else str(length) for dim, length in enumerate(tensor.shape)])
+    return f"{str(tensor.dtype).removeprefix('torch.')} ({shape})"
+
+
+def _message(
+    operation: Callable[..., Any], piece: torch.Tensor, rank: int, group: Group, pg: dist.ProcessGroup | None, tag: int
+) -> dist.P2POp:
+    """Return a message whose tag differs from those of other calls and lengths: gloo would end the process for one."""
+    tag = (tag + piece.numel() * piece.itemsize) % _TAGS
+    return dist.P2POp(operation, _carried(piece), group.ranks[rank], pg, tag)
 
 
 def process_group_of(group: Group) -> dist.ProcessGroup | None:
@@ -120,9 +160,9 @@ def all_gather_numbers(numbers: Sequence[int], group: Group, device: torch.devic
     if group.size == 1:
         return [list(numbers)]
     mine = torch.tensor(numbers, dtype=torch.int64, device=device)
-    full = mine.new_empty(group.size * len(numbers))
-    dist.all_gather_single(full, mine, group=process_group_of(group))
-    rows: list[list[int]] = full.view(group.size, -1).tolist()
+    full = mine.new_empty(group.size, len(numbers))
+    exchange([mine] * group.size, full.unbind(), group, f"{len(numbers)} numbers")
+    rows: list[list[int]] = full.tolist()
     return rows
 
 
@@ -140,11 +180,21 @@ def broadcast_numbers(numbers: Sequence[int], src: int, group: Group, device: to
     """
     if group.size == 1:
         return list(numbers)
-    message = torch.tensor(numbers, dtype=torch.int64, device=device)
+    call, sign = announce(group, f"from group rank {src}")
+    numbers = list(numbers) if group.rank == src else [0] * len(numbers)
+    message = torch.tensor([sign, *numbers, *[0] * (_MAX_NUMBERS - len(numbers))], dtype=torch.int64, device=device)
     dist.broadcast(message, group=process_group_of(group), group_src=src)
-    received: list[int] = message.tolist()
-    return received
+    found, *received = message.tolist()
+    if found != sign:
+        raise PlanMismatchError(
+            f"rank {group.ranks[src]} must make the same call as this rank, got another one from there, and here: "
+            f"{call.text}. DISTMAN_DEBUG=1 shows both."
+        )
+    return received[: len(numbers)]
 
 
-def _as_real(tensor: torch.Tensor) -> torch.Tensor:
-    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+def _carried(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor with the memory of a contiguous one, of a dtype that all backends send."""
+    if tensor.is_complex():
+        return torch.view_as_real(tensor)
+    return tensor.view(-1).view(torch.uint8) if tensor.dtype == torch.int16 else tensor

@@ -13,7 +13,7 @@ from distman._coordination.wait_scope import collective
 from distman._groups.registry import Group
 from distman._torch_internals import all_reduce_traced, is_forward_mode
 from distman.collectives import _debug
-from distman.collectives._exchange import process_group_of
+from distman.collectives._exchange import announce, process_group_of
 from distman.collectives._fused_layout import OPERATIONS, Layout, find_layout
 from distman.collectives._headers import HEADER_WORDS, MESSAGE_WORDS, is_signed_by_all
 from distman.collectives._objects import all_gather_objects
@@ -148,6 +148,7 @@ def _launch(values: Sequence[torch.Tensor], layout: Layout, group: Group) -> Cal
     message = layout.empty_message.clone()
     fits = layout.is_sum and buffer.numel() <= MESSAGE_WORDS - HEADER_WORDS
     room = message[HEADER_WORDS : HEADER_WORDS + buffer.numel()].copy_(buffer) if fits else None
+    announce(group, "the first message")
     work = dist.all_reduce(message, group=process_group_of(group), async_op=True)
     if room is None:
         work.wait()

@@ -10,7 +10,7 @@ import torch
 from distman._coordination.wait_scope import collective
 from distman._groups.registry import Group
 from distman.collectives import _scatter  # the module, since each of the two needs the other
-from distman.collectives._exchange import exchange
+from distman.collectives._exchange import exchange, layout_of
 from distman.collectives._validation import (
     GroupLike,
     check_call,
@@ -68,7 +68,8 @@ class Gather(torch.autograd.Function):
         nothing = tensor.narrow(dim, 0, 0)
         sends = [tensor if rank == dst else nothing for rank in range(group.size)]
         receives = full.split(sizes, dim) if group.rank == dst else [full] * group.size
-        exchange(sends, receives, group)
+        what = f"gather {layout_of(tensor, dim)} dim {dim} sizes {sizes} dst {dst}"
+        exchange(sends, receives, group, what)
         return full
 
     @staticmethod

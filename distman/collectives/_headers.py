@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from distman._groups.registry import Group
-from distman.collectives._exchange import process_group_of
+from distman.collectives._exchange import announce, process_group_of
 
 MESSAGE_WORDS = 512
 """Words of 8 bytes in the first message. Its length is fixed, so that ranks which disagree still send equal messages;
@@ -69,6 +69,7 @@ def sum_numbers(numbers: Sequence[float], text: str, group: Group, device: torch
     end = HEADER_WORDS + len(numbers) if fits else HEADER_WORDS
     if fits:
         message[HEADER_WORDS:end] = data
+    announce(group, "sums of numbers")
     dist.all_reduce(message, group=process_group_of(group))
     header_and_sums: list[float] = message[:end].tolist()
     if not is_signed_by_all(header_and_sums[:HEADER_WORDS], group.size):

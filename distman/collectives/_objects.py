@@ -9,13 +9,14 @@ import pickle
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
-import cloudpickle
 import torch
 import torch.distributed as dist
 
 from distman._coordination.failure.record import FailureRecord
 from distman._coordination.wait_scope import collective
 from distman._groups.registry import Group
+from distman._tensor_pickling import StoragePickler, memory_of
+from distman._torch_internals import is_distributed_tensor
 from distman.collectives import _debug
 from distman.collectives._exchange import all_gather_numbers, broadcast_numbers, control_device, exchange
 from distman.collectives._validation import GroupLike, check_member, resolve_group
@@ -23,14 +24,15 @@ from distman.errors import RankFailedError
 from distman.manager import DistributedManager
 
 T = TypeVar("T")
-_LARGE_BYTES = 65_536  # from here on a tensor travels by itself: copying it into the message would cost more
+_LARGE_BYTES = 65_536  # from here on memory travels by itself: copying it into the message would cost more
 
 
 @collective
 def broadcast_data(data: T, src: int = 0, group: GroupLike = None) -> T:
     """Return one rank's data on all ranks of the group.
 
-    Collective. Blocking. Not differentiable. Large tensors travel beside the pickle, without a copy into it.
+    Collective. Blocking. Not differentiable. Large tensors travel beside the pickle, without a copy into it. A view
+    takes the whole tensor along that it shares its memory with; pass a clone to send less.
 
     Args:
         data: On ``src`` anything that cloudpickle takes; elsewhere it is ignored.
@@ -38,11 +40,13 @@ def broadcast_data(data: T, src: int = 0, group: GroupLike = None) -> T:
         group: A process group, the name of one, or None for the world.
 
     Returns:
-        On ``src`` the data itself; elsewhere an equal object, whose tensors are on the CPU where they were on the
-        CPU, and on this rank's device where they were on an accelerator.
+        On ``src`` the data itself; elsewhere an equal object, as a pickle would give it: with the types, strides and
+        attributes of its tensors. They are on the CPU where they were on the CPU, and on this rank's device where
+        they were on an accelerator.
 
     Raises:
         ValueError: The group has no rank ``src``.
+        TypeError: On ``src``: there is a tensor in the data of which each rank has a part.
         Exception: On the rank where pickling or unpickling failed: its error.
         RankFailedError: On the other ranks: that error.
         PlanMismatchError: In debug mode, on every rank: the ranks call differently.
@@ -63,10 +67,10 @@ def broadcast_data(data: T, src: int = 0, group: GroupLike = None) -> T:
     if not is_source and pickle_length:
         payload, error = _open(message, specs_length)
     _raise_everywhere(error, members, device)
-    for tensor in payload.tensors:
-        _broadcast_memory(tensor, src, members, device)
+    for memory in payload.memories:
+        _broadcast_memory(memory, src, members, device)
     if not is_source:
-        data, error = _unpickle(payload.pickle, payload.tensors)
+        data, error = _unpickle(payload.pickle, payload.memories)
     _raise_everywhere(error, members, device)
     return data
 
@@ -74,9 +78,13 @@ def broadcast_data(data: T, src: int = 0, group: GroupLike = None) -> T:
 def broadcast_if_ddp(data: T, src: int = 0) -> T:
     """Return rank ``src``'s data on all ranks; the data itself where there is no job of several processes.
 
-    Collective if the manager is initialized; else local. See :func:`broadcast_data`.
+    Collective if the manager is initialized; local in a process that is alone. See :func:`broadcast_data`.
+
+    Raises:
+        NotInitializedError: The manager is not initialized, though a launcher or a process group says that there is a
+            job.
     """
-    return broadcast_data(data, src) if DistributedManager.is_initialized() else data
+    return data if DistributedManager.find() is None else broadcast_data(data, src)
 
 
 @collective
@@ -154,17 +162,17 @@ class _Payload:
 
     Attributes:
         pickle: The pickle; empty where pickling failed.
-        tensors: Contiguous tensors that were left out of it.
-        specs: Dtype, shape and place of these tensors, as JSON.
+        memories: The memory of tensors that was left out of it, as bytes.
+        specs: Size and place of these memories, as JSON.
     """
 
     pickle: bytes = b""
-    tensors: Sequence[torch.Tensor] = ()
+    memories: Sequence[torch.Tensor] = ()
     specs: bytes = b""
 
 
-class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no types
-    """Leaves large tensors out, and takes tensors off their accelerator.
+class _Pickler(StoragePickler):
+    """Leaves large memories of tensors out, and takes small ones off their accelerator.
 
     Args:
         file: Where the pickle goes.
@@ -173,45 +181,48 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no
 
     def __init__(self, file: io.BytesIO, *, is_whole: bool) -> None:
         super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
-        self.tensors: list[torch.Tensor] = []
+        self.memories: list[torch.Tensor] = []
         self._is_whole = is_whole
-        self._ids: dict[int, tuple[Any, ...]] = {}
-        self._kept: list[torch.Tensor] = []  # what is gone may lend its id to something else
+        self._ids: dict[int, tuple[int, object]] = {}
+        self._kept: list[object] = []  # what is gone may lend its id to something else
 
-    def persistent_id(self, obj: object) -> tuple[Any, ...] | None:
-        if not isinstance(obj, torch.Tensor) or type(obj) not in (torch.Tensor, torch.nn.Parameter):
+    def persistent_id(self, obj: object) -> tuple[int, object] | None:
+        if not isinstance(obj, torch.UntypedStorage):
             return None
-        if obj.layout != torch.strided or obj.is_quantized or obj.device.type == "meta":
-            return None
-        is_left_out = not self._is_whole and obj.nbytes >= _LARGE_BYTES
+        is_left_out = not self._is_whole and obj.nbytes() >= _LARGE_BYTES
         if not is_left_out and obj.device.type == "cpu":
             return None
         if id(obj) not in self._ids:
-            kind = obj.requires_grad, isinstance(obj, torch.nn.Parameter)
-            plain = obj.detach().resolve_conj().resolve_neg().contiguous()
+            memory = memory_of(obj)
             if is_left_out:
-                self.tensors.append(plain)
-            self._ids[id(obj)] = (len(self._ids), *kind, len(self.tensors) - 1 if is_left_out else plain.cpu())
+                self.memories.append(memory)
+            self._ids[id(obj)] = (len(self._ids), len(self.memories) - 1 if is_left_out else _to_text(memory))
             self._kept.append(obj)
         return self._ids[id(obj)]
 
+    def reducer_override(self, obj: Any) -> Any:
+        if is_distributed_tensor(obj):
+            raise TypeError(
+                f"data must not hold a tensor of which each rank has a part, got a {type(obj).__name__}. Pass what "
+                "its to_local() or full_tensor() returns."
+            )
+        return super().reducer_override(obj)
+
 
 class _Unpickler(pickle.Unpickler):
-    """Puts the tensors that were left out into their places, and those of accelerators on this rank's device."""
+    """Puts the memories that were left out into their places, and those of accelerators on this rank's device."""
 
-    def __init__(self, file: io.BytesIO, tensors: Sequence[torch.Tensor]) -> None:
+    def __init__(self, file: io.BytesIO, memories: Sequence[torch.Tensor]) -> None:
         super().__init__(file)
-        self._tensors = tensors
-        self._made: dict[int, torch.Tensor] = {}
+        self._memories = memories
+        self._made: dict[int, torch.UntypedStorage] = {}
 
-    def persistent_load(self, pid: Any) -> torch.Tensor:
-        number, needs_grad, is_parameter, content = pid
+    def persistent_load(self, pid: Any) -> torch.UntypedStorage:
+        number, content = pid
         if number not in self._made:
             is_left_out = isinstance(content, int)
-            tensor = self._tensors[content] if is_left_out else content.to(DistributedManager().device)
-            self._made[number] = (
-                torch.nn.Parameter(tensor, needs_grad) if is_parameter else tensor.detach().requires_grad_(needs_grad)
-            )
+            memory = self._memories[content] if is_left_out else _to_bytes(content, DistributedManager().device)
+            self._made[number] = memory.untyped_storage()
         return self._made[number]
 
 
@@ -223,39 +234,34 @@ def _pack(data: object, *, is_whole: bool = False) -> tuple[_Payload, Exception 
         pickler.dump(data)
     except Exception as error:  # noqa: BLE001 - whatever a program's object raises is raised on all ranks
         return _Payload(), error
-    specs = [[str(one.dtype), list(one.shape), one.device.type == "cpu"] for one in pickler.tensors]
-    return _Payload(file.getvalue(), pickler.tensors, json.dumps(specs).encode()), None
+    specs = [[memory.numel(), memory.device.type == "cpu"] for memory in pickler.memories]
+    return _Payload(file.getvalue(), pickler.memories, json.dumps(specs).encode()), None
 
 
 def _open(message: torch.Tensor, specs_length: int) -> tuple[_Payload, Exception | None]:
-    """Return the payload with room for its tensors, or why there is none."""
+    """Return the payload with room for its memories, or why there is none."""
     text = _to_text(message)
     try:
-        tensors = [
-            torch.empty(
-                shape,
-                dtype=getattr(torch, dtype.removeprefix("torch.")),
-                device="cpu" if is_on_cpu else DistributedManager().device,
-            )
-            for dtype, shape, is_on_cpu in json.loads(text[:specs_length])
+        memories = [
+            _room(num_bytes, torch.device("cpu") if is_on_cpu else DistributedManager().device)
+            for num_bytes, is_on_cpu in json.loads(text[:specs_length])
         ]
     except (RuntimeError, MemoryError) as error:
         return _Payload(), error
-    return _Payload(text[specs_length:], tensors), None
+    return _Payload(text[specs_length:], memories), None
 
 
-def _unpickle(text: bytes, tensors: Sequence[torch.Tensor]) -> tuple[Any, Exception | None]:
+def _unpickle(text: bytes, memories: Sequence[torch.Tensor]) -> tuple[Any, Exception | None]:
     """Return the object, or why unpickling failed."""
     try:
-        return _Unpickler(io.BytesIO(text), tensors).load(), None
+        return _Unpickler(io.BytesIO(text), memories).load(), None
     except Exception as error:  # noqa: BLE001 - whatever a program's object raises is raised on all ranks
         return None, error
 
 
-def _broadcast_memory(tensor: torch.Tensor, src: int, group: Group, device: torch.device) -> None:
-    """Fill a contiguous tensor with what it holds on ``src``; by way of a device that the group can reach."""
-    memory = tensor.view(-1).view(torch.uint8)
-    is_reached = tensor.device.type in group.device_types
+def _broadcast_memory(memory: torch.Tensor, src: int, group: Group, device: torch.device) -> None:
+    """Fill a tensor of bytes with what it holds on ``src``; by way of a device that the group can reach."""
+    is_reached = memory.device.type in group.device_types
     staged = memory if is_reached else memory.to(device)
     dist.broadcast(staged, group=group.process_group, group_src=src)
     if not is_reached:

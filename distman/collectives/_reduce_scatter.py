@@ -10,7 +10,7 @@ import torch
 from distman._coordination.wait_scope import collective
 from distman._groups.registry import Group
 from distman.collectives import _all_gather  # the module, since each of the two needs the other
-from distman.collectives._exchange import exchange, sum_pieces
+from distman.collectives._exchange import exchange, layout_of, sum_pieces
 from distman.collectives._validation import GroupLike, check_call, check_sizes, normalize_dim, resolve_group
 
 
@@ -73,7 +73,8 @@ class ReduceScatter(torch.autograd.Function):
             mine if rank == group.rank else torch.empty_like(mine, memory_format=torch.contiguous_format)
             for rank in range(group.size)
         ]
-        exchange(parts, received, group)
+        what = f"reduce_scatter {layout_of(tensor)} dim {dim} sizes {sizes} use_fp32 {use_fp32}"
+        exchange(parts, received, group, what)
         return sum_pieces(received, group.rank, use_fp32=use_fp32)
 
     @staticmethod

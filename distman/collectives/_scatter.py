@@ -11,7 +11,7 @@ from torch.autograd import forward_ad
 from distman._coordination.wait_scope import collective
 from distman._groups.registry import Group
 from distman.collectives import _debug, _gather  # the module, since each of the two needs the other
-from distman.collectives._exchange import broadcast_numbers, control_device, exchange
+from distman.collectives._exchange import broadcast_numbers, control_device, exchange, layout_of
 from distman.collectives._validation import (
     DTYPES,
     MAX_NDIM,
@@ -98,7 +98,8 @@ class Scatter(torch.autograd.Function):
         nothing = tensor.narrow(dim, 0, 0)
         sends = tensor.split(sizes, dim) if group.rank == src else [nothing] * group.size
         receives = [part if rank == src else part.narrow(dim, 0, 0) for rank in range(group.size)]
-        exchange(sends, receives, group)
+        what = f"scatter {layout_of(tensor, dim)} dim {dim} sizes {sizes} src {src}"
+        exchange(sends, receives, group, what)
         return part
 
     @staticmethod

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.autograd import forward_ad
 
-from distman._coordination.tracking import check_all_run_here
+from distman._coordination.tracking import check_all_run_here, current_wait
 from distman._groups.registry import Group
 from distman._torch_internals import is_forward_mode
 from distman.collectives import _debug
@@ -79,6 +79,9 @@ def check_call(
             details["grad"] = _needs_grad(tensor)
     _debug.compare(operation, group, **details)
     check_tensor(tensor, group)
+    wait = current_wait()
+    if wait is not None and not unites_grad:
+        wait.note += f" gradient {_needs_grad(tensor)} tangent {has_tangent(tensor)}"
 
 
 def _from_front(dim: object, ndim: int) -> object:

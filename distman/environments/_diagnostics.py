@@ -204,9 +204,7 @@ def _gpus(job: _Job) -> Iterator[str]:
     devices = [device.strip() for device in text.split(",")]
     visible = list(itertools.takewhile(lambda device: device not in ("", "-1", *_NO_DEVICES), devices))
     ranks = job.local_world_size
-    has_own_gpus = job.launcher.has_own_gpus
-    is_bound = has_own_gpus is not None and has_own_gpus(job.environ)
-    has_its_own = is_bound or (len(visible) == 1 and job.launcher.may_bind_gpus)
+    has_its_own = job.launcher.gives_own_gpus(job.environ) or (len(visible) == 1 and job.launcher.may_bind_gpus)
     if not visible and job.host.num_gpus:
         yield (
             f"CUDA_VISIBLE_DEVICES={text!r} hides all GPUs of this host: the job computes on the CPU. Unset it, or ask "

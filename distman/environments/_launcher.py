@@ -254,6 +254,16 @@ class Launcher(_Variables):
             fnmatch.fnmatchcase(name, pattern) for pattern in self.variables
         )
 
+    def gives_own_gpus(self, environ: Environ) -> bool:
+        """Return whether it says that no other rank sees the GPUs that this process sees.
+
+        Local.
+
+        Args:
+            environ: Environment variables, usually ``os.environ``; never modified.
+        """
+        return self.has_own_gpus is not None and self.has_own_gpus(environ)
+
     def fake_variables(self, place: Place) -> dict[str, str]:
         """Return the variables that it would set for a rank.
 

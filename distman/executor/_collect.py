@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 
 from distman.errors import WorkerError
-from distman.executor._device_worker import DeviceWorker
+from distman.executor._device_worker import DeviceWorker, add_note
 
 # Seconds. A mistake in the function often shows on all devices at once, and a worker that comes to its own end within
 # this time need not be replaced.
@@ -20,12 +20,14 @@ def collect(workers: Sequence[DeviceWorker], timeout: float | None) -> list[obje
     After a failure the other workers are given half a second; those still busy are left so.
 
     Raises:
-        WorkerError: A worker failed, the first one in time, or was too late.
+        Exception: What the function raised on the worker that failed first.
+        WorkerError: That one has no answer that could be sent.
+        WorkerDiedError: It died, or was too late.
     """
     deadline = None if timeout is None else time.monotonic() + timeout
     waiting = list(workers)
     answers: dict[int, object] = {}
-    failures: list[WorkerError] = []
+    failures: list[Exception] = []
     while waiting:
         ready = _wait(waiting, deadline)
         if not ready:
@@ -36,7 +38,7 @@ def collect(workers: Sequence[DeviceWorker], timeout: float | None) -> list[obje
             waiting.remove(worker)
             try:
                 answers[worker.index] = worker.answer()
-            except WorkerError as error:
+            except Exception as error:  # noqa: BLE001 - whatever a function raises
                 failures.append(error)
         if failures:
             soon = time.monotonic() + _AFTER_FAILURE_SECONDS
@@ -57,11 +59,19 @@ def _wait(waiting: Sequence[DeviceWorker], deadline: float | None) -> list[Devic
     return [worker for worker in waiting if ready & {worker.connection.fileno(), worker.life.fileno()}]
 
 
-def _first(failures: Sequence[WorkerError], abandoned: Sequence[DeviceWorker]) -> WorkerError:
+def _first(failures: Sequence[Exception], abandoned: Sequence[DeviceWorker]) -> Exception:
     """Return the first failure, with a line on each of the other workers that have no answer."""
     first, *others = failures
-    lines = [str(other).partition("\n")[0] for other in others]
+    lines = [str(_described(other)).partition("\n")[0] for other in others]
     lines += [f"worker {worker.index} was still busy and is ended" for worker in abandoned]
-    if lines:
+    if _described(first) is first and lines:
         first.args = ("\n".join([str(first).rstrip(), "", *lines]),)
+    else:
+        for line in lines:
+            add_note(first, line)
     return first
+
+
+def _described(failure: Exception) -> BaseException:
+    """Return the error that says where and how a worker failed; what the function raised has that as its cause."""
+    return failure.__cause__ if isinstance(failure.__cause__, WorkerError) else failure

@@ -12,7 +12,7 @@ from functools import partial
 import torch
 
 from distman._workers.server_process import ResidentServer, ServerProcess, WorkerStartError, spawn_server
-from distman.errors import WorkerError
+from distman.errors import WorkerDiedError
 from distman.executor._collect import collect
 from distman.executor._device_worker import DeviceWorker
 from distman.executor._payload import Payload, pack
@@ -27,17 +27,19 @@ class DevicePool:
     Args:
         devices: The devices, in order.
         timeout: Seconds that a call may take, None for no limit.
+        initializer: What every new worker does first, None for nothing.
 
     Attributes:
         pid: The process that may use it.
         server: Forks the workers.
     """
 
-    def __init__(self, devices: Sequence[torch.device], timeout: float | None) -> None:
+    def __init__(self, devices: Sequence[torch.device], timeout: float | None, initializer: Task | None) -> None:
         self.pid = os.getpid()
         self.server = ResidentServer(partial(_start_server, on_cpu=all(device.type == "cpu" for device in devices)))
         self._devices = devices
         self._timeout = timeout
+        self._initializer = initializer
         self._locks = [threading.Lock() for _ in devices]
         self._workers: list[DeviceWorker | None] = [None] * len(devices)
         self._num_threads = max(1, torch.get_num_threads() // len(devices))
@@ -48,24 +50,42 @@ class DevicePool:
 
         Raises:
             TypeError: The task cannot be pickled.
-            WorkerError: A worker failed; of several the first one in time.
+            Exception: What the function raised.
+            WorkerError: A worker has no answer that can be sent.
+            WorkerDiedError: A worker died, was too late or did not start.
         """
         payload = _pack(task)
         with ExitStack() as stack:
             for index in indices:
                 stack.enter_context(self._locks[index])
             workers: list[DeviceWorker] = []
-            stack.callback(_end_busy, workers)
+            stack.callback(_end_unusable, workers)
             for index in indices:
                 workers.append(self._worker(index))  # noqa: PERF401 - known to the callback as soon as it is there
-            with _written(payload) as (shared_bytes, descriptor):
-                for worker in workers:
-                    worker.send(payload, shared_bytes, descriptor)
-            return collect(workers, self._timeout)
+            self._initialize([worker for worker in workers if not worker.is_ready])
+            return self._ask(workers, payload)
+
+    def _ask(self, workers: Sequence[DeviceWorker], payload: Payload) -> list[object]:
+        with _written(payload) as (shared_bytes, descriptor):
+            for worker in workers:
+                worker.send(payload, shared_bytes, descriptor)
+        return collect(workers, self._timeout)
+
+    def _initialize(self, workers: Sequence[DeviceWorker]) -> None:
+        if self._initializer is not None and workers:
+            try:
+                self._ask(workers, _pack(self._initializer))
+            except Exception as error:
+                places = ", ".join(f"{worker.index} ({self._devices[worker.index]})" for worker in workers)
+                message = f"worker {places} did not start: its initializer failed: {type(error).__name__}: {error}"
+                index = workers[0].index
+                raise WorkerDiedError(message, device=str(self._devices[index]), index=index) from error
+        for worker in workers:
+            worker.is_ready = True
 
     def _worker(self, index: int) -> DeviceWorker:
         worker = self._workers[index]
-        if worker is not None and worker.is_gone:
+        if worker is not None and (worker.is_gone or not worker.is_ready):
             worker.close()
             worker = None
         if worker is None:
@@ -79,7 +99,7 @@ class DevicePool:
             return self.server.start_worker(lambda server: DeviceWorker(server, settings))
         except WorkerStartError as error:
             message = f"worker {index} ({device}) did not start: {error} Its output on standard error says why."
-            raise WorkerError(message, device=device, index=index) from None
+            raise WorkerDiedError(message, device=device, index=index) from None
 
     def terminate(self) -> None:
         """End the workers, whatever they do; calls that wait for them fail."""
@@ -107,13 +127,12 @@ def _start_server(*, on_cpu: bool) -> ServerProcess:
     return forked or spawn_server(ENTRY)
 
 
-def _end_busy(workers: Sequence[DeviceWorker]) -> None:
-    for worker in workers:
-        if worker.is_busy:
-            worker.kill()
-    for worker in workers:
-        if worker.is_busy:
-            worker.end()
+def _end_unusable(workers: Sequence[DeviceWorker]) -> None:
+    unusable = [worker for worker in workers if not worker.is_closed and (worker.is_busy or not worker.is_ready)]
+    for worker in unusable:
+        worker.kill()
+    for worker in unusable:
+        worker.end()
 
 
 def _pack(task: Task) -> Payload:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import pickle
 import signal
@@ -10,7 +11,7 @@ from distman._workers.output import describe_exit
 from distman._workers.server_process import ServerProcess
 from distman._workers.sockets import is_readable, socket_pair
 from distman._workers.worker_process import END_SECONDS, WorkerProcess
-from distman.errors import WorkerError
+from distman.errors import WorkerDiedError, WorkerError
 from distman.executor._buffer_pool import MappedBuffers
 from distman.executor._channel import Kind, Message, receive, send
 from distman.executor._payload import Payload, unpack
@@ -30,6 +31,7 @@ class DeviceWorker(WorkerProcess):
     Attributes:
         connection: Readable when it has answered or ended.
         is_busy: Whether it has a task and has not answered.
+        is_ready: Whether it has been initialized.
 
     Raises:
         WorkerStartError: It did not start.
@@ -38,7 +40,7 @@ class DeviceWorker(WorkerProcess):
     def __init__(self, server: ServerProcess, settings: Settings) -> None:
         self._settings = settings
         self._mapped = MappedBuffers()
-        self.is_busy = False
+        self.is_busy = self.is_ready = False
         self.connection, theirs = socket_pair()
         with theirs:
             super().__init__(server, dataclasses.asdict(settings), theirs.fileno())
@@ -47,7 +49,7 @@ class DeviceWorker(WorkerProcess):
         """Give it a task, inline or as the descriptor of shared memory.
 
         Raises:
-            WorkerError: It has ended.
+            WorkerDiedError: It has ended.
         """
         free_buffers = self._mapped.take_freed()
         self.is_busy = True
@@ -62,7 +64,9 @@ class DeviceWorker(WorkerProcess):
         There must be an answer, or the worker must have ended.
 
         Raises:
-            WorkerError: The function raised, or the worker ended; then the worker is closed.
+            Exception: What the function raised.
+            WorkerError: That could not be sent, nor could what it returned.
+            WorkerDiedError: The worker ended, and is closed.
         """
         message = receive(self.connection, waits=False)
         if message is None:
@@ -79,7 +83,11 @@ class DeviceWorker(WorkerProcess):
             return value
         if not isinstance(value, Failure):
             raise TypeError(f"the answer must be a Failure, got {type(value).__name__}. This is a defect of distman.")
-        raise self._failed(value) from _load_error(value)
+        failed, raised = self._failed(value), _load_error(value)
+        if not value.is_exception or raised is None:
+            raise failed from raised
+        add_note(raised, f"It was raised on worker {self.index} ({self._settings.device}, pid {self.pid}).")
+        raise raised from failed
 
     def _open(self, message: Message) -> object:
         if not message.shared_bytes:
@@ -92,7 +100,11 @@ class DeviceWorker(WorkerProcess):
             self.end()
             what = f"{describe_exit(failure.exit_code)}: it {what}"
         return self._error(
-            what, error_type=failure.error_type, text=failure.traceback_text, exit_code=failure.exit_code
+            what,
+            WorkerError if failure.exit_code is None else WorkerDiedError,
+            error_type=failure.error_type,
+            text=failure.traceback_text,
+            exit_code=failure.exit_code,
         )
 
     def died(self) -> WorkerError:
@@ -101,7 +113,8 @@ class DeviceWorker(WorkerProcess):
         text = self.end()
         what = describe_exit(self.exit_code) if ended_itself else "closed its connection and was killed"
         hint = "Look whether memory ran out (dmesg). " if ended_itself and self.exit_code == -signal.SIGKILL else ""
-        return self._error(f"{what}. {hint}The next call starts a new one.", text=text, exit_code=self.exit_code)
+        what = f"{what}. {hint}The next call starts a new one."
+        return self._error(what, WorkerDiedError, text=text, exit_code=self.exit_code)
 
     def too_late(self, timeout: float) -> WorkerError:
         """Return the error for a worker that had no answer within the seconds given; it is ended and closed."""
@@ -109,7 +122,7 @@ class DeviceWorker(WorkerProcess):
         self.has_ended(_GRACE_SECONDS)
         text = self.end()
         what = f"did not answer within {timeout:g} s and was ended. Raise timeout=, or see below where it was."
-        return self._error(what, text=text, exit_code=self.exit_code)
+        return self._error(what, WorkerDiedError, text=text, exit_code=self.exit_code)
 
     def end(self) -> str:
         """End it, wait until it is gone, close it, and return the stacks that it wrote."""
@@ -133,13 +146,26 @@ class DeviceWorker(WorkerProcess):
     @property
     def is_gone(self) -> bool:
         """Whether it can get no more tasks."""
-        return self.connection.fileno() == -1 or is_readable(self.connection, self.life)
+        return self.is_closed or is_readable(self.connection, self.life)
 
-    def _error(self, what: str, *, error_type: str = "", text: str = "", exit_code: int | None = None) -> WorkerError:
+    @property
+    def is_closed(self) -> bool:
+        """Whether this side has closed its ends."""
+        return self.connection.fileno() == -1
+
+    def _error(
+        self,
+        what: str,
+        kind: type[WorkerError] = WorkerError,
+        *,
+        error_type: str = "",
+        text: str = "",
+        exit_code: int | None = None,
+    ) -> WorkerError:
         message = f"worker {self.index} ({self._settings.device}, pid {self.pid}) {what}"
         if text:
             message += f"\n\nIts traceback:\n{text.rstrip()}"
-        return WorkerError(
+        return kind(
             message,
             device=self._settings.device,
             index=self.index,
@@ -148,6 +174,12 @@ class DeviceWorker(WorkerProcess):
             error_type=error_type,
             traceback_text=text,
         )
+
+
+def add_note(error: BaseException, text: str) -> None:
+    """Add a line to what is shown of an exception, where Python can do that and the exception lets it."""
+    with contextlib.suppress(AttributeError):  # Python 3.10 has no notes, and a frozen dataclass takes none
+        error.add_note(text)  # type: ignore[attr-defined,unused-ignore]
 
 
 def _load_error(failure: Failure) -> BaseException | None:

@@ -16,6 +16,7 @@ from typing import Any, Literal, ParamSpec, TypeVar
 import torch
 
 from distman._device import resolve_device
+from distman.errors import check_seconds
 from distman.executor._device_pool import DevicePool
 from distman.executor._task_loop import Task
 
@@ -30,16 +31,21 @@ class ParallelExecutor(Executor):
     """One resident process for each device, started by the first call.
 
     It is a context manager and a ``concurrent.futures.Executor``. With ``pass_device`` every function is given its
-    device: as the first argument, or by keyword if it has a parameter ``device`` that is not its first.
+    device: as the first argument, or by keyword if it has a parameter ``device`` that is not its first, or takes
+    nothing but keywords.
 
     Args:
         num_gpus: How many GPUs to use, from the first one on; None takes all, or one CPU worker where there is no GPU.
         pass_device: Whether functions take the device.
         devices: The devices instead, such as ``["cpu", "cpu"]``; one may come several times.
         timeout: Seconds that a call may take on a worker, None for no limit.
+        initializer: A function that every worker calls when it starts, with its device like any other. If it fails,
+            so does the call that needs the worker, with :class:`~distman.WorkerDiedError`.
+        initargs: Its arguments after the device.
 
     Raises:
-        TypeError: A device is neither a text nor a ``torch.device``.
+        TypeError: A device is neither a text nor a ``torch.device``, ``timeout`` is no number of seconds, or
+            ``initializer`` cannot be called.
         ValueError: There are not as many GPUs, ``devices`` is empty, both are given, or ``timeout`` is not a positive
             number below two million.
     """
@@ -51,25 +57,29 @@ class ParallelExecutor(Executor):
         *,
         devices: Sequence[str | torch.device] | None = None,
         timeout: float | None = None,
+        initializer: Callable[..., object] | None = None,
+        initargs: Iterable[object] = (),
     ) -> None:
-        if timeout is not None and not 0 < timeout < _MOST_SECONDS:
-            raise ValueError(
-                f"timeout must be a positive number of seconds below {_MOST_SECONDS:,}, got {timeout!r}. "
-                "Pass None for no limit."
-            )
+        if initializer is not None and not callable(initializer):
+            raise TypeError(f"initializer must be a function, got {initializer!r}. Pass its arguments as initargs.")
+        if timeout is not None:
+            timeout = check_seconds("timeout", timeout, below=_MOST_SECONDS)
         self.devices: tuple[torch.device, ...] = _choose_devices(num_gpus, devices)
         self._pass_device = pass_device
         self._timeout = timeout
+        self._initializer, self._initargs = initializer, tuple(initargs)
         self._is_shut = False
         self._renew()
 
     def __reduce__(self) -> tuple[object, ...]:
         """Travel as an executor of the same devices, with workers of its own."""
-        return _make, ([str(device) for device in self.devices], self._pass_device, self._timeout)
+        devices = [str(device) for device in self.devices]
+        return _make, (devices, self._pass_device, self._timeout, self._initializer, self._initargs)
 
     def _renew(self) -> None:
         """Begin with no workers: at first, and in a copy of the program made by a fork."""
-        self._pool = DevicePool(self.devices, self._timeout)
+        first = self._task(self._initializer, self._initargs, {}) if self._initializer is not None else None
+        self._pool = DevicePool(self.devices, self._timeout, first)
         self._threads: ThreadPoolExecutor | None = None
         self._changed = threading.Condition()
         self._num_calls = 0
@@ -86,10 +96,12 @@ class ParallelExecutor(Executor):
             kwargs: Its keyword arguments.
 
         Raises:
+            Exception: What the function raised, from a ``WorkerError`` that has its traceback. Of several workers,
+                that of the first one to fail; what the others do is ended, and the next call works again.
             RuntimeError: The executor was shut down.
-            TypeError: Function or arguments cannot be pickled.
-            WorkerError: A worker died, raised, was too late, or returned what cannot be pickled. What the others
-                do is ended, and the next call works again.
+            TypeError: Function or arguments cannot be pickled, or ``kwargs`` has the device.
+            WorkerDiedError: A worker died, was too late, or did not start.
+            WorkerError: What the function returned or raised cannot be pickled, or is no ``Exception``.
         """
         self._begin()
         try:
@@ -140,14 +152,23 @@ class ParallelExecutor(Executor):
             The results in the order of the elements; the exceptions are those of ``run``.
 
         Raises:
-            ValueError: ``chunksize`` is below 1.
+            ValueError: ``chunksize`` is below 1, or ``timeout`` is not positive.
+            TypeError: ``timeout`` is no number of seconds.
         """
         if chunksize < 1:
             raise ValueError(f"chunksize must be at least 1, got {chunksize}.")
+        if timeout is not None:
+            timeout = check_seconds("timeout", timeout)
         return super().map(fn, *iterables, timeout=timeout)
 
     def _task(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Task:
-        return Task(function, args, kwargs, _device_place(function) if self._pass_device else "")
+        place = _device_place(function) if self._pass_device else ""
+        if place == "keyword" and "device" in kwargs:
+            raise TypeError(
+                f"device must be left to the executor, got {kwargs['device']!r}. Leave it out, or make the executor "
+                "with pass_device=False."
+            )
+        return Task(function, args, kwargs, place)
 
     def _call_here(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return self._pool.call(self._task(function, args, kwargs), [self._place.index])[0]
@@ -234,27 +255,39 @@ class ParallelExecutor(Executor):
         return False
 
 
-def _terminate_after_interrupt() -> None:
-    """End what was submitted where Ctrl-C is what ends the program.
+def _finish_or_terminate() -> None:
+    """Finish what was submitted before the program ends, or end it where Ctrl-C ends the program, now or before.
 
     In an interactive session Ctrl-C ends no more than a call, and may be long ago.
     """
-    if not hasattr(sys, "ps1") and isinstance(getattr(sys, "last_value", None), KeyboardInterrupt):
-        for executor in list(_with_threads):
+    executors = list(_with_threads)
+    is_interrupted = not hasattr(sys, "ps1") and isinstance(getattr(sys, "last_value", None), KeyboardInterrupt)
+    try:
+        for executor in executors if not is_interrupted else ():
+            executor._wait()
+    except BaseException:
+        is_interrupted = True
+        raise
+    finally:
+        for executor in executors if is_interrupted else ():
             executor._terminate()
 
 
-# Before the interpreter's end waits for the threads of concurrent.futures, and so for what they wait for; atexit comes
-# after that.
-threading._register_atexit(_terminate_after_interrupt)  # type: ignore[attr-defined]
+# Before the interpreter's end waits for the threads of concurrent.futures, and so for what they wait for, which Ctrl-C
+# does not end; atexit comes after that.
+threading._register_atexit(_finish_or_terminate)  # type: ignore[attr-defined]
 
 
 def _make(
     devices: list[str],
     pass_device: bool,  # noqa: FBT001 - unpickling calls it
     timeout: float | None,
+    initializer: Callable[..., object] | None,
+    initargs: tuple[object, ...],
 ) -> ParallelExecutor:
-    return ParallelExecutor(pass_device=pass_device, devices=devices, timeout=timeout)
+    return ParallelExecutor(
+        pass_device=pass_device, devices=devices, timeout=timeout, initializer=initializer, initargs=initargs
+    )
 
 
 def _choose_devices(num_gpus: int | None, devices: Sequence[str | torch.device] | None) -> tuple[torch.device, ...]:
@@ -299,6 +332,8 @@ def _find_device_place(function: Callable[..., Any]) -> str:
     except (TypeError, ValueError):  # a builtin without a signature
         return "first"
     for place, parameter in enumerate(parameters):
-        if parameter.name == "device" and parameter.kind is not parameter.POSITIONAL_ONLY:
+        if parameter.name == "device" and parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
             return "first" if place == 0 and parameter.kind is parameter.POSITIONAL_OR_KEYWORD else "keyword"
-    return "first"
+    kinds = [parameter.kind for parameter in parameters]
+    only_by_name = (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.VAR_KEYWORD)
+    return "keyword" if inspect.Parameter.VAR_KEYWORD in kinds and kinds[0] in only_by_name else "first"

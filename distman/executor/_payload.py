@@ -10,10 +10,8 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
-from distman._torch_internals import with_type, without_type
-from distman._workers.pickling import ModulePickler
+from distman._tensor_pickling import StoragePickler
 
 # A socket takes messages of up to some 200 KB by default, and below this size a copy costs less than a mapping.
 INLINE_BYTES = 64 * 1024
@@ -70,7 +68,7 @@ def pack(value: object) -> Payload:
         return False
 
     file = io.BytesIO()
-    _StoragePickler(file, protocol=5, buffer_callback=is_in_stream).dump(value)
+    StoragePickler(file, protocol=5, buffer_callback=is_in_stream).dump(value)
     return Payload(file.getvalue(), tuple(buffers))
 
 
@@ -89,26 +87,3 @@ def unpack(memory: memoryview, stream_bytes: int, num_buffers: int) -> Any:
 
 def _aligned(size: int) -> int:
     return -(-size // _ALIGNMENT) * _ALIGNMENT
-
-
-class _StoragePickler(ModulePickler):
-    """Hands the memory of tensors out, once for each storage, so that views stay views."""
-
-    def reducer_override(self, obj: Any) -> Any:
-        if isinstance(obj, torch.UntypedStorage):
-            return _untyped_storage, (pickle.PickleBuffer(_memory_of(obj).data),)
-        if isinstance(obj, torch.TypedStorage):
-            return with_type, (without_type(obj), obj.dtype)
-        return super().reducer_override(obj)
-
-
-def _memory_of(storage: Any) -> npt.NDArray[np.uint8]:
-    with torch.no_grad():
-        array: npt.NDArray[np.uint8] = torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage.cpu()).numpy()
-    return array
-
-
-def _untyped_storage(buffer: bytearray | memoryview) -> torch.UntypedStorage:
-    if len(buffer) == 0:
-        return torch.empty(0, dtype=torch.uint8, device="cpu").untyped_storage()
-    return torch.frombuffer(buffer, dtype=torch.uint8).untyped_storage()

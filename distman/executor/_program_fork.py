@@ -24,6 +24,7 @@ from distman._workers import supervisor
 from distman._workers.output import flush_output
 from distman._workers.server_process import ServerProcess
 from distman._workers.sockets import socket_pair
+from distman.manager import DistributedManager
 
 _HARMLESS = re.compile(r"/dev/(null|zero|full|u?random|tty|console|ptmx|pts/\d+|shm/.*)")
 _GO = b"go"
@@ -100,7 +101,8 @@ def _become_supervisor(gate: int, control: int, program: int, entry: str) -> NoR
 
 
 def _forget_program(control: int) -> None:
-    """Give back in the copy what belongs to the program: its files, streams, signal handlers and modes."""
+    """Give back in the copy what belongs to the program: its place in a job, files, streams, signal handlers, modes."""
+    DistributedManager.cleanup()  # a worker asks its own manager, as it does in a new interpreter
     signal.set_wakeup_fd(-1)
     for number in signal.valid_signals():
         if callable(signal.getsignal(number)):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import os
+import signal
 import socket
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -26,6 +27,7 @@ from distman.executor._payload import Payload, pack, unpack
 from distman.executor._shared_memory import create_shared_memory, map_shared_memory
 
 ENTRY = f"{__name__}:prepare"
+_RAISED = "raised "
 
 
 @dataclass(frozen=True)
@@ -70,6 +72,7 @@ class Failure:
         what: Such as ``"raised ValueError: no"``.
         error_type: Name of the type of the exception.
         traceback_text: Its traceback.
+        is_exception: Whether the function raised an ``Exception``, which is then the answer.
         error: The exception, pickled; None if it cannot be.
         exit_code: The code with which the worker leaves, None if it stays.
     """
@@ -77,6 +80,7 @@ class Failure:
     what: str
     error_type: str
     traceback_text: str
+    is_exception: bool = False
     error: bytes | None = None
     exit_code: int | None = None
 
@@ -110,7 +114,9 @@ def _serve(program: socket.socket, stacks: int, settings: Settings) -> None:
 
 
 def _answer(program: socket.socket, message: Message, pool: BufferPool, device: torch.device) -> int | None:
-    kind, payload, exit_code = _perform(message, device)
+    with only_this_process():  # what is pickled may fork as well
+        kind, payload, exit_code = _perform(message, device)
+    signal.setitimer(signal.ITIMER_REAL, 0)  # an alarm that it has set must not go off in the next task
     flush_output()
     try:
         _send(program, kind, payload, pool)
@@ -148,11 +154,11 @@ def _perform(message: Message, device: torch.device) -> tuple[Kind, Payload, int
     stage = "could not load its task: "
     try:
         task = _load(message)
-        stage = "raised "
+        stage = _RAISED
         with only_this_process():
-            value = as_cpu(_call(task, device))
+            value = _call(task, device)
         stage = "returned a value that cannot be pickled: "
-        return Kind.VALUE, pack(value), None
+        return Kind.VALUE, pack(as_cpu(value)), None
     except BaseException as error:  # noqa: BLE001 - the program is told, and decides
         failure = _describe(error, stage)
         return Kind.FAILURE, pack(failure), failure.exit_code
@@ -187,7 +193,8 @@ def _describe(error: BaseException, stage: str) -> Failure:
     exit_code = exit_code_of(error) if isinstance(error, SystemExit) else None
     if exit_code is not None:
         stage = "called sys.exit: "
-    return Failure(stage + headline, type(error).__name__, text, _dump(error), exit_code)
+    is_exception = stage == _RAISED and isinstance(error, Exception)
+    return Failure(stage + headline, type(error).__name__, text, is_exception, _dump(error), exit_code)
 
 
 def _without_own_frames(shown: TracebackType | None) -> TracebackType | None:

@@ -48,7 +48,7 @@ def draw(
     test: FunctionType = wrapper.hypothesis.inner_test
     function, _ = runnable(test)
     seen, own = inspect.signature(wrapper), inspect.signature(test)
-    instance = next(iter(own.parameters)) if item.cls is not None else None
+    instance = next(iter(own.parameters)) if inspect.ismethod(item.obj) else None
 
     @functools.wraps(test)
     def example(*args: object, **kwargs: object) -> None:

@@ -120,8 +120,9 @@ def _warn_again(seen: SeenWarning) -> None:
 
 
 def _debugger_of(item: pytest.Function) -> Debugger | None:
-    """Return the debugger that ``--pdb`` asks for, at pytest's terminal."""
+    """Return the debugger that ``--pdb`` asks for, at pytest's terminal; none where a failure is expected."""
     config = item.config
-    if not config.getoption("usepdb"):
+    is_expected = item.get_closest_marker("xfail") is not None and not config.getoption("runxfail")
+    if is_expected or not config.getoption("usepdb"):
         return None
     return Debugger(config.getoption("pdb_rank"), Terminal(config))

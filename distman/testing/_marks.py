@@ -11,6 +11,8 @@ from typing import Any, TypeVar, cast
 
 import pytest
 
+from distman.errors import check_seconds
+
 _Test = TypeVar("_Test", bound=Callable[..., object])
 GIVEN_IN_THE_WORKER = ("rank", "world_size")
 
@@ -62,10 +64,12 @@ def ranks(
 
     Returns:
         A decorator that marks the function and returns the same function; of a coroutine, a function that runs it. Of
-        a class, it marks the methods whose names begin with "test" and that are not marked yet.
+        a class, it marks the methods that are not marked yet; ``rank`` and ``world_size`` go to those whose names begin
+        with "test".
 
     Raises:
-        TypeError: Something else than a function or a class is decorated, or a world size is not an integer.
+        TypeError: Something else than a function or a class is decorated, a world size is not an integer, or the
+            timeout no number of seconds.
         ValueError: No world size, one below 1, a rank outside the world, or a timeout that is not positive.
 
     Example:
@@ -77,13 +81,14 @@ def ranks(
                 torch.distributed.all_reduce(value)
                 assert value == sum(range(world_size))
     """
-    spec = RanksSpec(tuple(world_sizes), float(timeout), manager, tuple(dies))
+    spec = RanksSpec(tuple(world_sizes), check_seconds("timeout", timeout), manager, tuple(dies))
     _check(spec)
 
     def mark(test: _Test) -> _Test:
         if isinstance(test, type):
             _mark_methods(test, mark)
-            return test
+            # For methods that another name makes tests, so that they do not run in the pytest process alone.
+            return cast("_Test", pytest.mark.ranks(spec)(test))
         if not isinstance(test, FunctionType):
             raise TypeError(f"ranks must decorate a test function or a class, got {test!r}.")
         function, problem = runnable(test)
@@ -124,11 +129,13 @@ def runnable(function: FunctionType) -> tuple[FunctionType, str]:
 
 def _mark_methods(cls: type, mark: Callable[[Any], Any]) -> None:
     for name in dir(cls):
-        method = inspect.getattr_static(cls, name)
-        if isinstance(method, type) and name.startswith("Test"):
-            _mark_methods(method, mark)
+        found = inspect.getattr_static(cls, name)
+        if isinstance(found, type) and name.startswith("Test"):
+            _mark_methods(found, mark)
+        method = found.__func__ if isinstance(found, staticmethod | classmethod) else found
         if isinstance(method, FunctionType) and name.startswith("test") and not _is_marked(method):
-            setattr(cls, name, mark(method if name in vars(cls) else _own(method)))
+            marked = mark(method if name in vars(cls) else _own(method))
+            setattr(cls, name, marked if found is method else type(found)(marked))
 
 
 def _is_marked(method: FunctionType) -> bool:
@@ -156,8 +163,6 @@ def _check(spec: RanksSpec) -> None:
             raise ValueError(f"world sizes must be at least 1, got {size}.")
     if len(set(spec.world_sizes)) < len(spec.world_sizes):
         raise ValueError(f"world sizes must differ from each other, got {spec.world_sizes}.")
-    if spec.timeout <= 0:
-        raise ValueError(f"timeout must be positive, got {spec.timeout} seconds.")
     for rank in spec.dies:
         if not 0 <= rank < min(spec.world_sizes):
             raise ValueError(f"dies must name ranks of every world size, got rank {rank} with {spec.world_sizes}.")

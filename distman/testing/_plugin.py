@@ -80,17 +80,17 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
 
 
 def _spec_of(node: pytest.Item | pytest.Collector) -> RanksSpec | None:
-    marks = list(node.iter_markers("ranks"))
-    if not marks:
+    mark = node.get_closest_marker("ranks")
+    if mark is None:
         return None
     from distman.testing._marks import RanksSpec
 
-    specs = [mark.args[0] for mark in marks if len(mark.args) == 1 and isinstance(mark.args[0], RanksSpec)]
-    if len(specs) != 1 or len(marks) != 1:
+    own = [one for one in node.own_markers if one.name == "ranks"] or [mark]
+    if len(own) != 1 or len(mark.args) != 1 or not isinstance(mark.args[0], RanksSpec):
         raise pytest.UsageError(
-            f"{node.nodeid}: the mark 'ranks' must be set once, by @distman.testing.ranks(2, 4), got {marks}."
+            f"{node.nodeid}: the mark 'ranks' must be set once, by @distman.testing.ranks(2, 4), got {own}."
         )
-    return specs[0]
+    return mark.args[0]
 
 
 def _pool_of(config: pytest.Config) -> RankPool:

@@ -8,6 +8,7 @@ import re
 _FRAME = re.compile(r'  File "(?P<file>.*)", line (?P<line>\d+) in (?P<function>.*)')
 _THREAD = re.compile(r"(Current thread|Thread) (?P<id>0x[0-9a-f]+)")
 _OWN_FILE = "distman/testing/_rank_loop.py"
+_IDLE = re.compile(r"distman/_coordination/timeouts\.py.* in _do_next$")  # a thread that waits for work of the package
 
 
 def readable_stacks(dump: str) -> str:
@@ -22,6 +23,8 @@ def readable_stacks(dump: str) -> str:
     others: list[str] = []
     for block in re.split(r"\n\s*\n", dump.strip()):
         title, *frames = block.splitlines()
+        if frames and _IDLE.search(frames[0]):
+            continue
         inner = _frames_of_test(frames)
         if len(inner) < len(frames):
             test += ["The thread of the test (innermost call last):", *_with_sources(inner)]

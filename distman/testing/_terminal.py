@@ -45,5 +45,9 @@ class Terminal:
         self._reporter.write(text, flush=True)
 
     def read(self) -> str:
-        """Return the next line, with its end; nothing where there is none."""
-        return sys.stdin.readline()
+        """Return the next line, with its end; nothing where there is none. Ctrl-C asks again, as in pdb."""
+        while True:
+            try:
+                return sys.stdin.readline()
+            except KeyboardInterrupt:
+                self.write("\n--KeyboardInterrupt--\n(Pdb) ")

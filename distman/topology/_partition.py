@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import abc
-import functools
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from numbers import Integral
 
 # How many blocks, and ranks of a block, a text shows: a plan of 65,536 ranks must fit into an error message.
@@ -118,6 +117,11 @@ class GridPartition(Partition):
 
     grid: tuple[int, ...]
     along: tuple[bool, ...]
+    _strides: tuple[int, ...] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        strides = tuple(math.prod(self.grid[axis + 1 :]) for axis in range(len(self.grid)))
+        object.__setattr__(self, "_strides", strides)
 
     @classmethod
     def of(cls, grid: Sequence[int], along: Iterable[int]) -> GridPartition:
@@ -140,10 +144,6 @@ class GridPartition(Partition):
         Local.
         """
         return cls.of([world_size], [0])
-
-    @functools.cached_property
-    def _strides(self) -> tuple[int, ...]:
-        return tuple(math.prod(self.grid[axis + 1 :]) for axis in range(len(self.grid)))
 
     @property
     def world_size(self) -> int:
@@ -250,19 +250,17 @@ class ListedPartition(Partition):
     """
 
     listed: tuple[tuple[int, ...], ...]
+    _block_by_rank: dict[int, tuple[int, ...]] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         ordered = tuple(sorted(tuple(sorted(block)) for block in self.listed if block))
         object.__setattr__(self, "listed", ordered)
+        object.__setattr__(self, "_block_by_rank", {rank: block for block in ordered for rank in block})
         if sorted(itertools.chain(*ordered)) != list(range(self.world_size)):
             raise ValueError(
                 f"blocks must hold every rank from 0 to {self.world_size - 1} once, got {ordered}. List each rank in "
                 "one block."
             )
-
-    @functools.cached_property
-    def _block_by_rank(self) -> dict[int, tuple[int, ...]]:
-        return {rank: block for block in self.listed for rank in block}
 
     @property
     def world_size(self) -> int:

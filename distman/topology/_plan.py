@@ -15,16 +15,23 @@ READY_MADE = ("node", "leaders")
 
 
 def check_new_names(names: Iterable[str], taken: Container[str]) -> None:
-    """Check that the names of groups are not in use.
+    """Check that the names of groups are names, and not in use.
 
     Args:
         names: Names of the groups to be made.
         taken: Those that there are.
 
     Raises:
-        ValueError: A name is in use.
+        TypeError: A name is no text.
+        ValueError: A name is empty, or in use.
     """
     for name in names:
+        if not isinstance(name, str):
+            raise TypeError(
+                f"the name of a group must be a str, got {name!r}. Choose a name; None stands for the world."
+            )
+        if not name:
+            raise ValueError("the name of a group must not be empty, got ''. Choose a name.")
         if name in taken:
             raise ValueError(f"the name of a group must not be taken, got {name!r}. Choose another name.")
 
@@ -78,6 +85,8 @@ def resolve_mesh_shape(mesh_shape: Sequence[int], mesh_dim_names: Sequence[str],
     Raises:
         ValueError: The mesh does not fit the world.
     """
+    if isinstance(mesh_dim_names, str):
+        raise TypeError(f"mesh_dim_names must be a sequence of names, got {mesh_dim_names!r}. Pass a tuple of names.")
     shape = tuple(mesh_shape)
     if not shape or len(shape) != len(mesh_dim_names) or len(set(mesh_dim_names)) != len(shape):
         raise ValueError(

@@ -104,12 +104,15 @@ def measure_membership(num_ranks: int = 1024) -> None:
     import torch.distributed as dist
 
     from distman._rendezvous.address import Endpoint, derive_ports
+    from distman._rendezvous.join_record import JoinRecord, Origin
     from distman._rendezvous.membership import establish_membership
-    from distman._rendezvous.peers import JoinRecord, Peers
+    from distman._rendezvous.peers import Peers
     from distman._rendezvous.store import join_store, open_store
 
     name = f"benchmark-{os.getpid()}"
     point = Endpoint(name, ("127.0.0.1",), derive_ports(name), "the benchmark", is_host=False)
+
+    origin = Origin.of_this_process()
 
     def join_record(rank: int) -> JoinRecord:
         place = {"local_rank": rank % 8, "local_world_size": 8, "node_rank": rank // 8, "num_nodes": num_ranks // 8}
@@ -123,9 +126,11 @@ def measure_membership(num_ranks: int = 1024) -> None:
             device_type="cuda",
             device=None,
             visible=tuple(f"GPU-{rank // 8}-{index}" for index in range(8)),
+            has_own_devices=False,
             is_sharing_allowed=False,
             torch="2.13.0",
             distman="0.1.0",
+            origin=origin,
             **place,
         )
 

@@ -1,8 +1,12 @@
 import dataclasses
+import math
+from random import Random
 
 import numpy as np
 import pytest
 import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from distman import DistributedManager, RankFailedError
 from distman.collectives import all_gather_objects, broadcast_data, broadcast_if_ddp, gather_objects
@@ -182,6 +186,117 @@ def test_conjugated_tensors(rank):
     complex_numbers = torch.full((LARGE,), 1 + 2j).conj()
     found = broadcast_data({"conjugated": complex_numbers} if rank == 0 else None)
     assert torch.equal(found["conjugated"], complex_numbers)
+
+
+class Tagged(torch.Tensor):
+    pass
+
+
+DTYPES = [
+    *(torch.bool, torch.uint8, torch.int8, torch.uint16, torch.int16, torch.uint32, torch.int32, torch.uint64),
+    *(torch.int64, torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex32, torch.complex64),
+    *(torch.complex128, torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e8m0fnu),
+]
+LAYOUTS = {
+    "plain": lambda tensor: tensor,
+    "transposed": lambda tensor: tensor.transpose(1, 3),
+    "channels last": lambda tensor: tensor.to(memory_format=torch.channels_last),
+    "every other": lambda tensor: tensor[..., ::2],
+    "part": lambda tensor: tensor[1:],
+    "expanded": lambda tensor: tensor[:1].expand(5, -1, -1, -1),
+    "scalar": lambda tensor: tensor.flatten()[0],
+    "empty": lambda tensor: tensor[:0],
+    "without dims": lambda tensor: tensor.new_empty(0),
+}
+
+
+def draw_tensor(random):
+    """A tensor of any type and layout, smaller or larger than what is pickled."""
+    shape = [random.choice([2, 3, 4]), 3, random.choice([1, 8, 64]), random.choice([1, 16, 128])]
+    dtype = random.choice(DTYPES)
+    num_bytes = math.prod(shape) * dtype.itemsize
+    values = torch.frombuffer(bytearray(random.randbytes(num_bytes)), dtype=torch.uint8) & 1
+    tensor = LAYOUTS[random.choice(list(LAYOUTS))](values.view(dtype).view(shape))
+    if dtype.is_complex and random.random() < 0.5:
+        tensor = tensor.conj()
+    kind = random.choice([torch.Tensor, torch.nn.Parameter, torch.nn.Buffer, Tagged])
+    if kind is torch.nn.Parameter:
+        tensor = torch.nn.Parameter(tensor, requires_grad=dtype.is_floating_point)
+    elif kind is torch.nn.Buffer:
+        tensor = torch.nn.Buffer(tensor)
+    elif kind is Tagged:
+        tensor = tensor.as_subclass(Tagged)
+    if kind is torch.Tensor and dtype.is_floating_point and random.random() < 0.5:
+        tensor.requires_grad_()
+    if random.random() < 0.5:
+        tensor.note = f"drawn {random.random()}"
+    return tensor
+
+
+def features(tensor):
+    plain = tensor.detach().as_subclass(torch.Tensor)
+    return {
+        "type": type(tensor),
+        "layout": (plain.dtype, plain.shape, plain.stride(), plain.storage_offset(), plain.is_conj()),
+        "grad": (tensor.requires_grad, tensor.is_leaf),
+        "attributes": vars(tensor),
+        "buffer": isinstance(tensor, torch.nn.Buffer),
+        "bytes": plain.resolve_conj().contiguous().view(-1).view(torch.uint8).tolist(),
+    }
+
+
+@ranks(2)
+@pytest.mark.filterwarnings("ignore:ComplexHalf")
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("default", ["cpu", "meta"])
+def test_tensors_of_any_type_layout_and_size_stay_what_they_are(rank, seed, default):
+    drawn = [draw_tensor(Random(f"{seed} {number}")) for number in range(60)]  # noqa: S311 - no secrets
+    expected = [features(tensor) for tensor in drawn]
+    with torch.device(default):
+        found = broadcast_data(drawn if rank == 0 else None)
+        gathered = all_gather_objects(drawn)[1 - rank]
+    assert [features(tensor) for tensor in found] == expected
+    assert [features(tensor) for tensor in gathered] == expected
+
+
+@pytest.mark.parametrize("size", [4, LARGE])
+@ranks(2)
+def test_views_of_one_tensor_stay_views_of_one_tensor(rank, size):
+    base = torch.zeros(size)
+    found, view, again = broadcast_data((base, base[1:3], base) if rank == 0 else None)
+    found[2] = 7
+    assert view.tolist() == [0, 7]
+    assert again is found
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # of torch, about how it loads quantized tensors
+@pytest.mark.parametrize("size", [4, LARGE])
+@ranks(2)
+def test_other_kinds_of_tensors(rank, size):
+    given = {
+        "sparse": torch.eye(4).repeat(1, size // 4).to_sparse(),
+        "csr": torch.eye(4).repeat(1, size // 4).to_sparse_csr(),
+        "quantized": torch.quantize_per_tensor(torch.arange(float(size)), 1.0, 0, torch.qint8),
+        "meta": torch.empty(size, device="meta"),
+        "storage": torch.ones(size).untyped_storage(),
+    }
+    found = broadcast_data(given if rank == 0 else None)
+    assert found["sparse"].is_sparse
+    assert torch.equal(found["sparse"].to_dense(), given["sparse"].to_dense())
+    assert found["csr"].layout == torch.sparse_csr
+    assert torch.equal(found["csr"].to_dense(), given["csr"].to_dense())
+    assert torch.equal(found["quantized"].int_repr(), given["quantized"].int_repr())
+    assert (found["meta"].device.type, found["meta"].shape) == ("meta", (size,))
+    assert bytes(found["storage"]) == bytes(given["storage"])
+
+
+@pytest.mark.parametrize("share", [broadcast, gather, all_gather])
+@ranks(2)
+def test_a_tensor_of_which_each_rank_has_a_part_is_one_error_on_all(rank, share):
+    mesh = init_device_mesh("cpu", (2,))
+    with pytest.raises((TypeError, RankFailedError), match=r"got a DTensor\. Pass what its to_local\(\)"):
+        share([distribute_tensor(torch.ones(4), mesh, [Shard(0)])], rank)
+    assert broadcast_data(rank) == 0
 
 
 @ranks(2)

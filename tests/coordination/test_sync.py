@@ -91,8 +91,13 @@ def test_a_rank_that_left_is_waited_for_a_while_longer():
 def test_what_came_before_a_rank_left_counts():
     group, _ = store_groups(2)
     leave(group.job_store, 1)
-    looks = iter([False])
-    assert group.wait_until(lambda: next(looks, True), place="the gate", awaited=lambda: [1])
+    looked = []
+
+    def awaited():
+        looked.append(True)
+        return [1]
+
+    assert group.wait_until(lambda: bool(looked), place="the gate", awaited=awaited)
 
 
 def test_a_wait_that_is_over_asks_for_a_failure_before_it_says_that_nobody_came():

@@ -68,7 +68,7 @@ def use(**options):
                       lambda device: 1 / 0, lambda device: sys.exit(3), lambda device: threading.Lock()):
             try:
                 executor.run(fault)
-            except WorkerError:
+            except (WorkerError, ZeroDivisionError):
                 pass
         pending = [executor.submit(lambda device: 1) for _ in range(9)]
     assert all(future.result() == 1 for future in pending)
@@ -181,6 +181,11 @@ def children(pid):
     return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
+def main_thread_runs(pid):
+    """Return whether the main thread of a process does anything but wait."""
+    return Path(f"/proc/{pid}/task/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "R"
+
+
 def wait_until(is_true, seconds):
     deadline = time.monotonic() + seconds
     while not is_true():
@@ -268,6 +273,16 @@ def test_ctrl_c_ends_what_was_submitted_outside_with(start, mark):
     os.killpg(program.pid, signal.SIGINT)
     _, errors = program.communicate(timeout=20)
     assert "KeyboardInterrupt" in errors.splitlines()[-1]
+    wait_until(lambda: not living(mark), 5)
+
+
+def test_ctrl_c_ends_what_was_submitted_when_the_program_has_come_to_its_end(start, mark):
+    program = start(SUBMITTED.replace("wait(futures)", ""))
+    assert program.stdout.readline() == "busy\n"
+    wait_until(lambda: not main_thread_runs(program.pid), 20)
+    os.killpg(program.pid, signal.SIGINT)
+    _, errors = program.communicate(timeout=20)
+    assert "KeyboardInterrupt" in errors
     wait_until(lambda: not living(mark), 5)
 
 

@@ -1,10 +1,13 @@
 # ruff: noqa: ARG001, ARG005 - a function that is called on a device need not look at it
 import dataclasses
+import functools
 import os
+import signal
 import threading
 import time
 from collections import namedtuple
-from concurrent.futures import as_completed
+from concurrent.futures import BrokenExecutor, ThreadPoolExecutor, as_completed, wait
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -37,10 +40,114 @@ def test_results_come_in_the_order_of_the_devices_from_processes_of_their_own(pa
         (lambda x, *, y, device: (device.type, x, y), (1,), {"y": 2}),
         (lambda device, /, x, y: (device.type, x, y), (1, 2), {}),
         (lambda *all_, **names: (all_[0].type, *all_[1:], *names.values()), (1,), {"y": 2}),
+        (lambda **names: (names["device"].type, names["x"], names["y"]), (), {"x": 1, "y": 2}),
+        (lambda *, x, **names: (names["device"].type, x, names["y"]), (), {"x": 1, "y": 2}),
+        (lambda d, **names: (d.type, *names.values()), (), {"x": 1, "y": 2}),
+        (lambda *device, x, y: (device[0].type, x, y), (), {"x": 1, "y": 2}),
+        (functools.partial(lambda x, y, device: (device.type, x, y), 1), (2,), {}),
     ],
 )
 def test_the_device_is_the_first_argument_or_goes_by_its_name(pair, function, arguments, keywords):
     assert pair.run(function, *arguments, **keywords) == [("cpu", 1, 2)] * 2
+
+
+def test_a_device_that_the_executor_would_replace_is_refused(pair):
+    for call in (pair.run, lambda *args, **kwargs: pair.submit(*args, **kwargs).result()):
+        with pytest.raises(TypeError, match="device must be left to the executor, got 'cuda'"):
+            call(lambda x, device: x, 1, device="cuda")
+        with pytest.raises(TypeError, match="multiple values for argument 'device'"):
+            call(lambda device: 1, device="cuda")
+
+
+def initialize(device, text):
+    os.environ["TEST_DISTMAN_INITIALIZED"] = f"{text} on {device}"
+
+
+def test_every_worker_is_initialized_once_also_one_that_takes_the_place_of_another():
+    def look(device):
+        return os.environ.pop("TEST_DISTMAN_INITIALIZED", None), os.getpid()
+
+    with ParallelExecutor(devices=["cpu", "cpu"], initializer=initialize, initargs=["set"]) as executor:
+        (first, pid), (second, _) = executor.run(look)
+        assert (first, second) == ("set on cpu", "set on cpu")
+        assert [found for found, _ in executor.run(look)] == [None, None]
+        os.kill(pid, signal.SIGKILL)
+        while Path(f"/proc/{pid}").exists():
+            pass
+        assert [found for found, _ in executor.run(look)] == ["set on cpu", None]
+
+
+def test_a_worker_whose_initializer_fails_does_not_start(tmp_path):
+    def initialize_by(folder):
+        what = (folder / "what").read_text()
+        if what == "raise":
+            raise ZeroDivisionError("no")
+        if what == "exit":
+            os._exit(4)
+        if what == "hang":
+            time.sleep(100)
+
+    messages = {
+        "raise": "did not start: its initializer failed: ZeroDivisionError: no",
+        "exit": "did not start: its initializer failed: WorkerDiedError: .* died with exit code 4",
+        "hang": "did not start: its initializer failed: .* did not answer within 1 s",
+    }
+    with ParallelExecutor(
+        devices=["cpu"], pass_device=False, initializer=initialize_by, initargs=[tmp_path], timeout=1
+    ) as executor:
+        for what, message in messages.items():
+            (tmp_path / "what").write_text(what)
+            for call in (executor.run, lambda function: executor.submit(function).result()):
+                with pytest.raises(BrokenExecutor, match=f"(?s){message}"):
+                    call(os.getpid)
+        (tmp_path / "what").write_text("nothing")
+        assert executor.run(abs, -3) == [3]
+
+
+def test_an_initializer_that_is_no_function_is_refused_as_elsewhere():
+    for kind in (ParallelExecutor, ThreadPoolExecutor):
+        with pytest.raises(TypeError, match="initializer must be a"):
+            kind(initializer=3)
+
+
+def double(x):
+    return 2 * x
+
+
+def test_it_answers_as_the_executor_of_the_standard_library_does():
+    def use(executor):
+        yield (
+            list(executor.map(double, [1, 2, 3])),
+            list(executor.map(double, [])),
+            list(executor.map(pow, [2, 3], [3])),
+        )
+        yield executor.submit(double, 2).result(), executor.submit(double, x="a").exception()
+        failed = executor.submit(int, "no").exception()
+        yield type(failed), failed.args, type(executor.submit(double).exception()), type(executor.submit(3).exception())
+        numbers = executor.map(int, ["1", "no", "3"])
+        yield next(numbers), _kind_of_error(next, numbers), _kind_of_error(next, numbers)
+        yield _kind_of_error(lambda: executor.map(abs, 3))
+        yield _kind_of_error(lambda: next(executor.map(time.sleep, [0.5, 0], timeout=0.05)))
+        busy = [executor.submit(time.sleep, 0.1) for _ in range(4)]
+        yield [future.cancel() for future in busy[::-1]][:1], wait(busy, 20).not_done
+        yield {future.result() for future in as_completed([executor.submit(double, 2) for _ in range(3)])}
+        late = [executor.submit(double, n) for n in range(3)]
+        executor.shutdown(wait=True)
+        yield [future.result() for future in late], [future.done() for future in late]
+        yield _kind_of_error(lambda: executor.submit(double, 1)), _kind_of_error(lambda: executor.map(double, [1]))
+        executor.shutdown()
+
+    ours = ParallelExecutor(devices=["cpu"], pass_device=False)
+    with ThreadPoolExecutor(1) as reference:
+        for found, expected in zip(use(ours), use(reference), strict=True):
+            assert repr(found) == repr(expected)
+
+
+def _kind_of_error(call, *args):
+    try:
+        return call(*args)
+    except Exception as error:  # noqa: BLE001 - it is compared
+        return type(error)
 
 
 def test_functions_without_a_signature_and_without_a_device():
@@ -136,6 +243,7 @@ def test_tensors_keep_what_they_are(pair, size):
             "complex": torch.complex(base, base).conj(),
             "half": base.to(torch.bfloat16),
             "bool": base > 1,
+            "float8": (base > 1).to(torch.float8_e4m3fn),
             "empty": torch.empty(0, 3),
             "sparse": torch.eye(3).to_sparse(),
             "scalar": torch.tensor(3),
@@ -146,6 +254,7 @@ def test_tensors_keep_what_they_are(pair, size):
         assert {name: tensor.dtype for name, tensor in result.items()} == {
             name: tensor.dtype for name, tensor in expected.items()
         }
+        assert result.pop("float8").float().sum() == size - 2
         assert all(
             torch.equal(tensor.to_dense(), expected[name].to_dense())
             if tensor.is_sparse
@@ -223,7 +332,7 @@ def test_an_executor_travels_as_one_of_its_own(pair):
         ({"num_gpus": True}, "num_gpus must be a number from 1 to the"),
         ({"timeout": 0}, "timeout must be a positive number of seconds below 2,000,000, got 0"),
         ({"timeout": float("nan")}, "timeout must be a positive number of seconds .*, got nan"),
-        ({"timeout": float("inf")}, "timeout must be a positive number of seconds .*, got inf. Pass None"),
+        ({"timeout": float("inf")}, "timeout must be a positive number of seconds .*, got inf from the call"),
     ],
 )
 def test_wrong_arguments(arguments, message):

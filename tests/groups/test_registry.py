@@ -17,6 +17,7 @@ from torch.distributed.distributed_c10d import _world
 
 from distman import (
     BarrierTimeoutError,
+    DistmanError,
     DistributedManager,
     PlanMismatchError,
     ProcessGroupConfig,
@@ -25,8 +26,9 @@ from distman import (
     UndefinedGroupError,
 )
 from distman._coordination.consensus import Consensus
-from distman._groups import registry
+from distman._groups import connecting
 from distman._process_state import reset
+from distman.decorators import on_rank
 from distman.testing import ranks
 
 SOON = 10  # seconds within which all ranks hear of a disagreement
@@ -368,7 +370,7 @@ def test_a_rank_that_makes_no_groups_is_named(rank):
 
 def fail_on(failing, rank, monkeypatch, after=0):
     """Let the making of groups fail on one rank, after some that succeed."""
-    make, calls = registry.make_group, iter(range(100))
+    make, calls = connecting.make_group, iter(range(100))
 
     def fail(*arguments, **options):
         if next(calls) >= after:
@@ -376,7 +378,7 @@ def fail_on(failing, rank, monkeypatch, after=0):
         return make(*arguments, **options)
 
     if rank == failing:
-        monkeypatch.setattr(registry, "make_group", fail)
+        monkeypatch.setattr(connecting, "make_group", fail)
 
 
 @pytest.mark.parametrize("size", [1, 2])
@@ -781,3 +783,25 @@ def test_a_member_that_comes_too_late_to_the_first_use_is_named_and_told(rank):
             manager.group("node")
     manager.barrier(timeout=30)
     check("node", [0, 1])
+
+
+@ranks(2, timeout=20)
+def test_groups_are_not_made_where_only_some_ranks_run(rank):
+    manager = DistributedManager()
+
+    @on_rank(0)
+    def make_alone():
+        for make in (
+            lambda: manager.create_process_subgroup("pair", 2),
+            lambda: manager.initialize_mesh((2,), ("row",)),
+            lambda: manager.group("node"),
+        ):
+            with pytest.raises(
+                DistmanError, match=r"must be called where all its ranks run, got a call within on_rank"
+            ):
+                make()
+
+    make_alone()
+    manager.create_process_subgroup("pair", 2)
+    assert manager.group_ranks("pair") == manager.group_ranks("node") == (0, 1)
+    assert manager.group_rank("pair") == rank

@@ -94,9 +94,18 @@ def test_plain_python_in_an_allocation_is_one_process_that_says_why(slurm_cluste
     assert "start it with: srun python" in finished.stderr
 
 
-def test_one_gpu_per_task_is_device_zero(slurm_cluster):
+def test_no_task_of_srun_runs_alone_because_of_variables_from_elsewhere(slurm_cluster):
+    lone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
+    finished = slurm_cluster.srun("-N2", "-n3", PYTHON, "-c", PLAIN, env=lone, timeout=LIMIT)
+    assert finished.returncode != 0
+    assert finished.stdout == ""
+    assert finished.stderr.count("LaunchEnvironmentError: WORLD_SIZE must not be 1 in a task of several") == 3
+
+
+def test_gpus_of_each_task_are_counted_from_zero(slurm_cluster):
     task = [PYTHON, SCRIPTS / "fake_gpus.py"]
     assert slurm_cluster.srun("-n2", "--gpus-per-task=1", *task, timeout=LIMIT).lines == ["0 cuda:0", "1 cuda:0"]
+    assert slurm_cluster.srun("-n2", "--gpus-per-task=2", *task, timeout=LIMIT).lines == ["0 cuda:0", "1 cuda:0"]
     assert slurm_cluster.srun("-n2", "--gpus-per-node=2", *task, timeout=LIMIT).lines == ["0 cuda:0", "1 cuda:1"]
 
 

@@ -1,7 +1,9 @@
 """What the other ranks learn when one raises, dies, leaves, is late or falls silent; and how all of them stop."""
 
 import os
+import random
 import re
+import shutil
 import signal
 import sys
 import time
@@ -71,7 +73,11 @@ def test_a_stopped_rank_was_last_seen_somewhere(free_port):
 
 
 def test_a_hang_is_reported_in_one_file(free_port, tmp_path):
-    command = [PYTHON, WATCHED, "hang"]
+    """The script lies in a folder whose name is no text, as old archives have it."""
+    folder = tmp_path / os.fsdecode(b"no\xfftext")
+    folder.mkdir()
+    script = shutil.copy(WATCHED, folder)
+    command = [PYTHON, script, "hang"]
     with ExitStack() as stack:
         ranks = [
             stack.enter_context(
@@ -83,7 +89,8 @@ def test_a_hang_is_reported_in_one_file(free_port, tmp_path):
     assert [rank.returncode for rank in finished] == [0, 0, 0]
     (report,) = tmp_path.glob("distman-hang-*.txt")
     text = report.read_text()
-    assert re.match(r"rank [02] \(.*\) waits in fused_all_reduce at .*watched.py:\d+ for [12] s\n", text)
+    assert re.match(r"rank [02] \(.*\) waits in fused_all_reduce at .*watched.py:\d+ for \d+ s\n", text)
+    assert r"no\udcfftext/watched.py" in text
     assert "in wait_in_python" in text
     assert all(f"rank {rank} (" in text for rank in range(3))
     (logged,) = (line for rank in finished for line in rank.stderr.splitlines())
@@ -199,7 +206,7 @@ def test_a_huge_error_is_shortened(free_port):
     with Job(free_port, "huge_error") as job:
         finished = job.wait()
     for rank in (finished[0], finished[2]):
-        assert re.search(r"RankFailedError: rank 1 \(.*\) raised ValueError: x+\n", rank.stderr)
+        assert re.search(r"RankFailedError: rank 1 \(.*\) raised ValueError: x+\\n", rank.stderr)
         assert "characters left out" in rank.stderr
 
 
@@ -244,12 +251,99 @@ def test_a_rank_that_is_silent_from_the_start_fails_the_job(free_port):
         assert re.search(r"RankFailedError: rank 2 \(.*\) has been silent for \d s", rank.stderr)
 
 
+@pytest.mark.parametrize("fault", ["stopped", "keeps the GIL", "killed", "exits", "raises"])
+def test_all_blame_the_rank_that_failed(free_port, fault):
+    """Whoever hears of it first may end at once, and take the store with it."""
+    rng = random.Random()  # noqa: S311 - it draws no secrets
+    world_size = rng.choice([3, 4, 5])
+    failing = rng.randrange(world_size)
+    drawn = fault, str(failing), rng.choice(["code", "barrier"])
+    with Job(free_port, "blamed", *drawn, world_size=world_size, DISTMAN_SILENCE_TIMEOUT="2") as job:
+        finished = job.wait(sorted({*range(world_size)} - {failing}))
+    assert {rank.stdout.partition(": ")[2] for rank in finished} == {f"blames {failing}\n"}, drawn
+
+
+@pytest.fixture
+def hosts_to_cut(namespace_hosts):
+    """The virtual hosts; the link of n2 may be taken down."""
+    yield namespace_hosts
+    namespace_hosts.run(["ip", "link", "set", "eth0", "up"], host="n2")
+
+
+def test_a_host_that_is_cut_off_is_known_long_before_a_silent_rank(hosts_to_cut, free_port):
+    """A stopped process is not cut off: its host answers. Rank 0's host serves the store, rank 1's watches it."""
+    silence, unreachable = 40, 6
+
+    def run(rank):
+        env = {**bare(rank, 2, free_port), "MASTER_ADDR": "n1", "DISTMAN_SILENCE_TIMEOUT": str(silence)}
+        return start([*hosts_to_cut.enter(f"n{rank + 1}"), PYTHON, WATCHED, "cut_off"], env=env)
+
+    with run(0) as first, run(1) as second:
+        for rank in (first, second):
+            rank.wait_for_output("ready", timeout=LIMIT)
+        for rank in (first, second):
+            os.kill(rank.pid, signal.SIGSTOP)
+            time.sleep(unreachable + 2)
+            os.kill(rank.pid, signal.SIGCONT)
+        assert (first.stdout, second.stdout) == ("0: ready\n", "1: ready\n")
+        began = time.monotonic()
+        hosts_to_cut.run(["ip", "link", "set", "eth0", "down"], host="n2")
+        finished = [rank.wait(timeout=LIMIT) for rank in (first, second)]
+        assert time.monotonic() - began < silence
+    assert f"blames 1: is on a host that has not answered for {unreachable}" in finished[0].stdout
+    assert "blames 0: , which serves the job's store at tcp://n1:" in finished[1].stdout
+    assert f"is on a host that has not answered for {unreachable} s" in finished[1].stdout
+
+
 def test_an_error_of_another_rank_can_be_handled(free_port):
     with Job(free_port, "caught") as job:
         finished = job.wait()
     assert [rank.returncode for rank in finished] == [0, 1, 0]
     for rank in (finished[0], finished[2]):
         assert re.search(r"saved because rank 1 \(.*\) raised ValueError: boom", rank.stdout)
+
+
+def test_an_error_of_another_rank_cannot_be_swallowed(free_port):
+    with Job(free_port, "swallowed") as job:
+        finished = job.wait()
+    assert [rank.returncode for rank in finished] == [76, 1, 76]
+    for rank in (finished[0], finished[2]):
+        assert "caught RankFailedError" in rank.stdout
+        assert re.search(r"distman: rank 1 \(.*\) raised ValueError: boom", rank.stderr)
+        assert "catch RankFailedError by name" in rank.stderr
+
+
+def test_a_rank_that_cannot_say_anything_is_heard(free_port):
+    with Job(free_port, "speechless") as job:
+        finished = job.wait()
+    for rank in (finished[0], finished[2]):
+        assert rank.returncode == 1
+        assert re.search(r"RankFailedError: rank 1 \(.*\) raised SpeechlessError: \(its __str__ raised", rank.stderr)
+
+
+def test_an_error_in_another_thread_ends_the_job_where_that_is_wanted(free_port):
+    with Job(free_port, "in_another_thread") as job:
+        finished = job.wait()
+    assert [rank.returncode for rank in finished] == [1, 1, 1]
+    for rank in finished:
+        assert re.search(r"RankFailedError: rank 1 \(.*\) raised ValueError: invalid literal", rank.stderr)
+
+
+def test_a_rank_out_of_memory_has_last_words(free_port):
+    with Job(free_port, "out_of_memory") as job:
+        finished = job.wait()
+    assert [rank.returncode for rank in finished] == [1, 1, 1]
+    for rank in (finished[0], finished[2]):
+        assert re.search(r"RankFailedError: rank 1 \(.*\) raised MemoryError", rank.stderr)
+
+
+def test_a_job_that_another_thread_started_ends_all_the_same(free_port):
+    with Job(free_port, "in_a_thread") as job:
+        finished = job.wait()
+    assert [rank.returncode for rank in finished] == [76, 1, 76]
+    for rank in (finished[0], finished[2]):
+        assert re.search(r"distman: rank 1 \(.*\) raised ValueError: boom", rank.stderr)
+        assert "This process could not be interrupted" in rank.stderr
 
 
 def test_an_adopted_group_is_watched_too(free_port):

@@ -82,11 +82,22 @@ def test_a_copy_of_a_model_that_keeps_the_manager_is_whole(how):
 @pytest.mark.parametrize("how", COPIES)
 def test_a_copy_of_a_subclass_is_of_that_class(how):
     DistributedManager.initialize(device="cpu")
-    assert type(COPIES[how](Own())) is Own
+    assert type(COPIES[how](Own(argument=3))) is Own
 
 
 class Own(DistributedManager):
-    """A manager with a method of its own."""
+    """A manager that is made with an argument."""
+
+    def __init__(self, argument=None):
+        super().__init__()
+        self.given = argument
+
+
+def test_a_saved_model_names_public_modules_only():
+    """Private ones may move, and the file must be read then, too."""
+    DistributedManager.initialize(device="cpu")
+    for protocol in range(pickle.HIGHEST_PROTOCOL + 1):
+        assert b"distman._" not in pickle.dumps(DistributedManager(), protocol)
 
 
 @ranks(2)
@@ -118,8 +129,17 @@ def test_a_view_in_a_new_process_asks_the_manager_there():
     process.join()
 
 
-def test_the_workers_of_an_executor_get_a_view():
+@pytest.mark.parametrize("is_forked", [False, True])
+def test_a_view_in_a_worker_of_an_executor_asks_the_manager_there(is_forked, monkeypatch):
+    monkeypatch.setattr("distman.executor._device_pool.may_fork", lambda: is_forked)
     DistributedManager.initialize(device="cpu")
     layer = Layer()
+
+    def ask_twice():
+        is_there = DistributedManager.is_initialized()
+        DistributedManager.initialize(device="cpu", use_distributed=False)
+        return is_there, layer.manager.world_size, layer.manager.barrier()
+
     with ParallelExecutor(devices=["cpu"], pass_device=False) as executor:
-        assert executor.run(lambda: type(layer.manager).__name__) == ["DistributedManager"]
+        assert executor.run(ask_twice) == [(False, 1, None)]
+    assert DistributedManager().rank == 0

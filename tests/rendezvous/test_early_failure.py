@@ -55,7 +55,6 @@ PYTHON = sys.executable
 SLURM = {"SLURM_PROCID": "1", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2"}
 
 
-@pytest.mark.parametrize("variables", [{"RANK": "1", "WORLD_SIZE": "2"}, SLURM], ids=["env", "slurm"])
 @pytest.mark.parametrize(
     ("command", "expected"),
     [
@@ -72,8 +71,13 @@ SLURM = {"SLURM_PROCID": "1", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2"}
     ],
     ids=lambda value: " ".join(map(str, value)).replace(PYTHON, "python") if isinstance(value, list) else str(value),
 )
-def test_a_process_that_a_rank_starts_does_not_speak_for_it(folder, variables, command, expected):
-    assert run(command, folder, variables) == expected
+def test_a_process_that_a_rank_starts_does_not_speak_for_it(folder, command, expected):
+    assert run(command, folder, {"RANK": "1", "WORLD_SIZE": "2"}) == expected
+
+
+def test_under_every_launcher_alike(folder):
+    assert run([PYTHON, "answer.py"], folder, SLURM) is False
+    assert run([PYTHON, "other.py"], folder, SLURM) is True
 
 
 def test_a_rank_whose_variables_a_program_sets_speaks_for_itself(folder):

@@ -1,5 +1,6 @@
 """The handshake tells its own job from foreign services, and those from silence."""
 
+import dataclasses
 import os
 import signal
 import socket
@@ -8,6 +9,7 @@ import threading
 import pytest
 
 from distman._process_state import reset
+from distman._rendezvous import handshake
 from distman._rendezvous.address import Endpoint
 from distman._rendezvous.handshake import (
     ForeignServiceError,
@@ -110,6 +112,16 @@ def test_a_server_that_opens_late_is_found():
     finally:
         timer.join()
         opened[0].close()
+
+
+def test_who_waits_behind_a_foreign_service_says_so_once(server, monkeypatch, caplog):
+    monkeypatch.setattr(handshake, "_QUIET", 0.0)
+    monkeypatch.setattr(handshake, "_LONGEST_PAUSE", 0.01)
+    with pytest.raises(RendezvousError, match="rank 0 must open the job's store"):
+        find_server(dataclasses.replace(point(server.port), job_id="job-2"), timeout=0.2)
+    (record,) = caplog.records
+    assert "waiting for rank 0 at tcp://127.0.0.1" in record.getMessage()
+    assert "job 'job-1' of user" in record.getMessage()
 
 
 def test_nobody_there_says_what_was_tried_and_where_it_came_from(silent_port):

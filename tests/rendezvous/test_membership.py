@@ -30,12 +30,17 @@ def point():
 
 
 def attend(point, me, timeout=10.0, expected=None):
-    job_store = open_store(point, timeout) if me.rank == 0 else join_store(point, timeout)
-    try:
-        store = dist.PrefixStore("membership", job_store.store)
-        return establish_membership(job_store, store, me, timeout=timeout, source="the test", expected=expected or {})
-    finally:
-        job_store.close()
+    with contextlib.closing(enter(point, me, timeout)) as job_store:
+        return take_part(job_store, me, timeout, expected)
+
+
+def enter(point, me, timeout=10.0):
+    return open_store(point, timeout) if me.rank == 0 else join_store(point, timeout)
+
+
+def take_part(job_store, me, timeout=10.0, expected=None):
+    store = dist.PrefixStore("membership", job_store.store)
+    return establish_membership(job_store, store, me, timeout=timeout, source="the test", expected=expected or {})
 
 
 def gather(point, *join_records, **options):
@@ -93,8 +98,14 @@ def test_what_contradicts_is_told_at_once_whoever_else_is_missing(point, seed):
     else:
         records[records.index(odd)] = dataclasses.replace(odd, **{field: value})
     draw.shuffle(records)
-    with concurrent.futures.ThreadPoolExecutor(len(records)) as pool:
-        futures = [pool.submit(attend, point, me, 600.0) for me in records]
+    with contextlib.ExitStack() as stack:
+
+        def attend_until_all_have(me):
+            # A process that has closed its store does not join it again; here all ranks are one process.
+            return take_part(stack.enter_context(contextlib.closing(enter(point, me, 60.0))), me, 60.0)
+
+        pool = stack.enter_context(concurrent.futures.ThreadPoolExecutor(len(records)))
+        futures = [pool.submit(attend_until_all_have, me) for me in records]
         while sum(not future.done() for future in futures) > 1:
             time.sleep(0.01)
         while not all(future.done() for future in futures):  # the host stays for those who never come: be them

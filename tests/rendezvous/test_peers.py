@@ -5,7 +5,8 @@ import random
 
 import pytest
 
-from distman._rendezvous.peers import complete, describe_missing, find_faults, is_mixed
+from distman._rendezvous.join_record import is_mixed
+from distman._rendezvous.peers import complete, describe_missing, find_faults
 
 from .join_records import join_record
 

@@ -71,9 +71,16 @@ class TestClass(Base):
     def test_own(self, world_size):
         assert world_size == 2
 
+    @staticmethod
+    def test_static(world_size):
+        assert total(1) == world_size
+
     @ranks(3)
     def test_with_its_own_mark(self, world_size):
         assert world_size == 3
+
+    def check_by_another_name(self):
+        assert total(1) == 2
 
     class TestInner:
         def test_inner(self):
@@ -187,7 +194,7 @@ def test_skips(number):
 @pytest.fixture(scope="module")
 def run(project):
     project.write(SUITE)
-    return project.run("-rA", "-p", "no:cacheprovider")
+    return project.run("-rA", "-p", "no:cacheprovider", "-o", "python_functions=test check_")
 
 
 def endings(run, word):
@@ -212,6 +219,8 @@ def test_every_test_ends_as_it_would_in_one_process(run):
     assert endings(run, "PASSED") == {
         "TestClass::test_inherited",
         "TestClass::test_own",
+        "TestClass::test_static",
+        "TestClass::check_by_another_name",
         "TestClass::test_with_its_own_mark",
         "TestClass::TestInner::test_inner",
         "TestClass::test_coroutine",

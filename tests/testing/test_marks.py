@@ -25,7 +25,8 @@ def test_exports_are_complete():
         (("2",), {}, TypeError, "must be integers, got '2'"),
         ((True,), {}, TypeError, "must be integers, got True"),
         ((2, 2), {}, ValueError, "must differ"),
-        ((2,), {"timeout": 0}, ValueError, "timeout must be positive"),
+        ((2,), {"timeout": 0}, ValueError, "timeout must be a positive number of seconds, got 0"),
+        ((2,), {"timeout": "5m"}, TypeError, "timeout must be a number of seconds or a timedelta, got '5m'"),
         ((2, 4), {"dies": [3]}, ValueError, "got rank 3"),
     ],
 )

@@ -64,6 +64,19 @@ def test_passes(rank):
     pass
 
 
+@pytest.mark.xfail
+@ranks(2)
+def test_is_expected_to_fail():
+    raise ValueError
+
+
+@ranks(2, timeout=5)
+def test_dies(rank):
+    if rank == 1:
+        import os
+        os._exit(3)
+
+
 @ranks(2)
 def test_is_left(rank):
     assert rank == 2
@@ -107,5 +120,5 @@ def test_the_debugger_stops_where_the_test_failed(project):
     assert "entering PDB >" not in output  # pytest's own would stop in the plugin
     assert ">       assert number < 17" in output
     assert "Exit: Quitting debugger" in output
-    assert "3 failed, 1 passed" in output
+    assert "4 failed, 1 passed, 1 xfailed" in output
     assert "Captured stdout" not in output  # the user saw it

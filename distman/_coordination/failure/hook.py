@@ -5,50 +5,137 @@ from __future__ import annotations
 import atexit
 import contextlib
 import logging
+import multiprocessing.process
+import multiprocessing.util
 import os
 import sys
+import threading
 from collections.abc import Callable
 from types import TracebackType
-from typing import Any
+from typing import Any, Protocol
 
 from distman._coordination.failure.pending_work import complete_all, is_anything_left
-from distman._coordination.timeouts import run_with_timeout
+from distman._coordination.failure.record import FailureRecord
+from distman._coordination.failure.short_traceback import folded_traceback
+from distman._coordination.timeouts import keep_threads, run_with_timeout
 from distman._process_state import puts_back
+from distman.errors import RankFailedError
+
+EXIT_CODE = 76
+"""Exit code of a process whose program cannot be ended by another rank's failure, or has swallowed it.
+
+Source:
+    ``EX_PROTOCOL`` of sysexits.h: a remote error.
+"""
 
 _PATIENCE = 1.0  # seconds; standard error may be a pipe that nobody reads
+_PRINT_PATIENCE = 10.0  # seconds; a terminal over a slow line shows a long traceback in less
+_ONLY_A_THREAD = (
+    "The other ranks are not told, and the program goes on, as Python programs do. To end the job instead, call "
+    "initialize(fail_with_threads=True)."
+)
+_SWALLOWED = (
+    f"This rank's program ended without having handled that error, so its exit code is {EXIT_CODE}. To handle an error "
+    "of another rank, catch RankFailedError by name."
+)
 _WORK_PATIENCE = 60.0  # seconds; a large checkpoint may be half written, but a job must end
 
-Reporter = Callable[[BaseException], object]
+Reporter = Callable[[BaseException], Callable[[], object] | None]
+"""Tells the other ranks of an error, and returns what is left to do when it is printed, if anything is."""
+
+
+class Obligation(Protocol):
+    """A failure of another rank that this program has to handle."""
+
+    @property
+    def record(self) -> FailureRecord:
+        """What failed."""
+
+    @property
+    def is_handled(self) -> bool:
+        """Whether the program has handled it."""
+
+    def conclude(self) -> None:
+        """Find out, at the end of the program, whether it has."""
 
 
 class _Hook:
-    """The exception hook: the one before it prints the traceback, then a reporter tells the other ranks."""
+    """The exception hook: a reporter tells the other ranks, and the hook before this one prints the traceback."""
 
     def __init__(self) -> None:
         self.previous: Callable[..., Any] = sys.excepthook
+        self.previous_in_threads: Callable[[threading.ExceptHookArgs], Any] = threading.excepthook
+        self.thread_reporter: Callable[[BaseException], None] | None = None
         self.reporter: Reporter | None = None
         self.pid = os.getpid()
         self.actions: list[Callable[[], None]] = []
+        self.obligations: list[Obligation] = []
         self.has_failed = False
+        self.exit_code: int | None = None
 
     def __call__(self, error_type: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        self.has_failed = True
-        self.previous(error_type, error, trace)
-        self.tell(error)
+        self.tell(error, lambda: self.show(error_type, error, trace))
 
-    def tell(self, error: BaseException) -> None:
-        """Tell the other ranks of an error that is already printed."""
+    def tell(self, error: BaseException, show: Callable[[], None] = lambda: None) -> None:
+        """Tell the other ranks of an error, and show it here: in this order, since to show it may block, or raise."""
         self.has_failed = True
-        _flush()
         reporter, self.reporter = self.reporter, None
-        if reporter is not None and os.getpid() == self.pid:
-            reporter(error)
+        finish: Callable[[], object] | None = None
+        try:
+            if reporter is not None and os.getpid() == self.pid:
+                finish = reporter(error)
+        finally:  # memory may be out, say
+            try:
+                _flush_in_time()
+                show()
+            finally:
+                if finish is not None:
+                    finish()
+
+    def in_thread(self, args: threading.ExceptHookArgs) -> None:
+        """Show an error that ended another thread, and let it end the job where the program wants that."""
+        is_mine = self.reporter is not None and os.getpid() == self.pid
+        if not is_mine or args.exc_value is None or issubclass(args.exc_type, SystemExit):
+            self.previous_in_threads(args)
+        elif self.thread_reporter is not None:
+            self.thread_reporter(args.exc_value)
+            self.previous_in_threads(args)
+        else:
+            self.previous_in_threads(args)
+            write(f"distman: {args.exc_type.__name__} ended a thread of this rank. {_ONLY_A_THREAD}")
+
+    def show(self, error_type: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        """Print an error by the hook before this one; the interpreter's own may find standard error blocked."""
+        if self.previous is not sys.__excepthook__:
+            self.previous(error_type, error, trace)
+        elif not run_with_timeout(lambda: self._show(error_type, error, trace), _PRINT_PATIENCE):
+            self.exit_code = 1  # the end of the interpreter would wait for the same lock
+
+    def _show(self, error_type: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        text = folded_traceback(error) if isinstance(error, RankFailedError) else ""
+        if text:
+            _write(text)
+        else:
+            self.previous(error_type, error, trace)
+
+    def report_swallowed(self) -> None:
+        """Let the process end with an error if its program has swallowed another rank's failure."""
+        for obligation in self.obligations:
+            obligation.conclude()
+        swallowed = [obligation.record for obligation in self.obligations if not obligation.is_handled]
+        if swallowed and not self.has_failed and os.getpid() == self.pid:
+            self.exit_code = EXIT_CODE
+            error = swallowed[0].to_error()
+            self.tell(error, lambda: write(f"distman: {error}\n\n{_SWALLOWED}"))
 
     def at_exit(self) -> None:
-        if not self.actions or os.getpid() != self.pid:
+        self.report_swallowed()
+        if os.getpid() != self.pid or not (self.actions or self.exit_code is not None):
             return
-        logging.shutdown()
-        _flush()
+        run_with_timeout(logging.shutdown, _PRINT_PATIENCE)
+        if self.exit_code is not None:
+            exit_now(self.exit_code)
+        _flush_in_time()
         self.abort_job()
 
     def abort_job(self) -> None:
@@ -70,6 +157,7 @@ def install(reporter: Reporter) -> None:
     if _hook is None:
         _hook = _Hook()
         sys.excepthook = _hook
+        threading.excepthook = _hook.in_thread
         atexit.register(_hook.at_exit)
     _hook.reporter = reporter
 
@@ -81,6 +169,8 @@ def uninstall() -> None:
     if _hook is not None:
         if sys.excepthook is _hook:
             sys.excepthook = _hook.previous
+        if threading.excepthook == _hook.in_thread:
+            threading.excepthook = _hook.previous_in_threads
         atexit.unregister(_hook.at_exit)
         _hook.reporter = None
         _hook = None
@@ -91,15 +181,31 @@ def set_reporter(reporter: Reporter | None) -> None:
 
     The hook is put in place if it was not, since the launcher became known after the import.
     """
+    if reporter is not None:
+        keep_threads()  # while there is memory for them
     if _hook is not None:
         _hook.reporter = reporter
     elif reporter is not None:
         install(reporter)
 
 
+def set_thread_reporter(reporter: Callable[[BaseException], None] | None) -> None:
+    """Let an error that ends another thread be told by somebody; None only says that it is not told."""
+    if _hook is not None:
+        _hook.thread_reporter = reporter
+
+
 def has_failed() -> bool:
     """Return whether an exception that nothing caught is ending this process."""
     return _hook is not None and _hook.has_failed
+
+
+def require_handling(obligation: Obligation) -> None:
+    """Let the process end with an error unless its program handles a failure."""
+    if _hook is not None:
+        _hook.obligations.append(obligation)
+        if multiprocessing.process.parent_process() is not None:  # such a process runs no exit handlers
+            multiprocessing.util.Finalize(None, _hook.at_exit, exitpriority=0)
 
 
 def end_job_at_exit(action: Callable[[], None]) -> None:
@@ -118,32 +224,49 @@ def exit_now(code: int) -> None:
     waited for, a minute at most.
     """
     try:
-        run_with_timeout(_flush, _PATIENCE)
+        _flush_in_time()
+        _end_daemons()
         if is_anything_left() and not run_with_timeout(complete_all, _WORK_PATIENCE):
-            run_with_timeout(
-                lambda: write(f"distman: what is being saved was not done in {_WORK_PATIENCE:g} s"), _PATIENCE
-            )
+            write(f"distman: what is being saved was not done in {_WORK_PATIENCE:g} s")
         if _hook is not None:
             _hook.abort_job()
     finally:
         os._exit(code)
 
 
-def report_uncaught() -> None:
-    """At the end of the program, do what the hook would have done, if the program replaced it."""
+def _end_daemons() -> None:
+    """End the daemonic processes of ``multiprocessing``, as the exit handlers would: one may hold a launcher's pipe."""
+    for child in multiprocessing.process.active_children():
+        if child.daemon:
+            child.terminate()
+
+
+def report_at_end() -> None:
+    """At the end of the program, do what the hook would have done if the program had not replaced or evaded it."""
+    if _hook is None:
+        return
     error = getattr(sys, "last_value", None)
-    if _hook is not None and not _hook.has_failed and isinstance(error, BaseException) and not hasattr(sys, "ps1"):
+    if not _hook.has_failed and isinstance(error, BaseException) and not hasattr(sys, "ps1"):
         _hook.tell(error)
-
-
-def _flush() -> None:
-    with contextlib.suppress(OSError, ValueError):
-        sys.stdout.flush()
-        sys.stderr.flush()
+    _hook.report_swallowed()
 
 
 def write(text: str) -> None:
-    """Print to standard error, whatever state it is in."""
-    with contextlib.suppress(OSError, ValueError):
-        sys.stderr.write(f"\n{text.rstrip()}\n")
+    """Print to standard error, whatever state it is in: closed, None, or a pipe that nobody reads."""
+    run_with_timeout(lambda: _write(f"\n{text.rstrip()}\n"), _PATIENCE)
+
+
+def _write(text: str) -> None:
+    with contextlib.suppress(Exception):  # a program's own stream may raise anything
+        sys.stderr.write(text)
     _flush()
+
+
+def _flush_in_time() -> None:
+    run_with_timeout(_flush, _PATIENCE)
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):  # None, closed, a full disk, or a program's own
+            stream.flush()

@@ -3,48 +3,75 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
 
 from distman._coordination.failure import hook
+from distman._coordination.failure.catching import is_program_running
+from distman._coordination.failure.delivery import Delivery, Fate
+from distman._coordination.failure.hook import EXIT_CODE
 from distman._coordination.failure.record import FailureRecord
 from distman._coordination.tracking import stacks
-
-EXIT_CODE = 76
-"""Exit code of a process that another rank's failure found in code that cannot be interrupted.
-
-Source:
-    ``EX_PROTOCOL`` of sysexits.h: a remote error.
-"""
+from distman.errors import RankFailedError
 
 _SIGNAL = signal.SIGURG  # ignored by default: harmless where it meets nobody
-_GRACE = 3.0  # seconds; a main thread that runs Python comes to a signal at once, after a busy call of numpy say
+_LONGEST_PAUSE = 1.0  # seconds; a program that swallows the error prints it each time, and is not in haste
+
+
+@dataclasses.dataclass(frozen=True)
+class Patience:
+    """How long the program may take, in seconds.
+
+    Attributes:
+        to_come: For the main thread to come back to the interpreter: a busy call of NumPy, say. One that runs Python
+            does at once.
+        to_handle: For handlers that do not name the error, ``finally`` among them, to be done with it: as long as the
+            end of a process waits for what is being saved.
+        to_give_in: From when the error was swallowed first. Launchers leave a process as long between SIGTERM and
+            SIGKILL (Docker 10, Slurm and torchrun 30).
+        between_looks: Between two looks what became of the error: short beside the interval of the watchers.
+    """
+
+    to_come: float = 3.0
+    to_handle: float = 60.0
+    to_give_in: float = 10.0
+    between_looks: float = 0.1
+
+
+_PATIENCE = Patience()
 
 
 class Interruption:
-    """Raises ``RankFailedError`` in the main thread from another thread.
+    """Raises ``RankFailedError`` in the main thread from another thread, until the program handles it.
 
     A signal handler of Python's does it, so calls of the system that wait come back. Code of C or C++ that does not
     return to the interpreter, such as a wait of gloo or CUDA, cannot be interrupted so: after some seconds the
-    process says why, and ends.
+    process says why, and ends. It does so too if the program catches the error again and again without naming it.
 
     Args:
         abort_job: Makes the launcher end the job after an error, where it would not do so by itself.
         is_over: Set when this rank leaves the job: then nothing has to be interrupted.
-        grace: Seconds within which the main thread must have come back to the interpreter.
+        patience: How long the program may take.
     """
 
     def __init__(
-        self, abort_job: Callable[[BaseException], None], is_over: threading.Event, *, grace: float = _GRACE
+        self,
+        abort_job: Callable[[BaseException], None],
+        is_over: threading.Event,
+        *,
+        patience: Patience = _PATIENCE,
     ) -> None:
         self._abort_job = abort_job
         self._is_over = is_over
-        self._grace = grace
-        self._record: FailureRecord | None = None
-        self._is_delivered = threading.Event()
+        self._patience = patience
+        self._delivery: Delivery | None = None
+        self._is_due = False
+        self._is_answered = threading.Event()
         self._is_awaited = False
         self._previous: Callable[[int, FrameType | None], Any] | int | None = None
         self._is_installed = threading.current_thread() is threading.main_thread()
@@ -66,31 +93,78 @@ class Interruption:
             signal.signal(_SIGNAL, self._previous if self._previous is not None else signal.SIG_DFL)
         self._is_installed = False
 
+    def note(self, error: RankFailedError) -> None:
+        """Take an error that a wait of the main thread raises of itself for the one to be raised."""
+        if threading.current_thread() is threading.main_thread():
+            delivery = self._begin(FailureRecord.of(error, error.rank))
+            if not delivery.is_handled:
+                delivery.error = error
+
     def deliver(self, record: FailureRecord) -> None:
-        """Make the main thread raise what the record says, or end the process.
+        """Make the main thread raise what the record says until the program has handled it, or end the process.
 
         Blocking. Not for the main thread.
         """
-        self._record = record
+        delivery = self._begin(record)
+        raised_at = swallowed_at = 0.0
+        while not self._is_done(delivery):
+            fate, now = delivery.look(), time.monotonic()
+            if delivery.is_handled:
+                return
+            if fate is Fate.BEING_HANDLED:
+                raised_at = now
+            elif delivery.num_swallowed or fate is not Fate.GONE:
+                raised_at = raised_at or now
+                swallowed_at = swallowed_at or (now if delivery.num_swallowed else 0.0)
+                is_late = fate is Fate.GONE and swallowed_at and now - swallowed_at > self._patience.to_give_in
+                if is_late or now - raised_at > self._patience.to_handle:
+                    self._exit(delivery, "This process did not end by it:")
+            if fate is Fate.GONE and not self._interrupt() and not self._is_done(delivery):
+                self._exit(delivery, "This process could not be interrupted:")
+            self._is_over.wait(min(self._patience.between_looks * (1 + delivery.num_swallowed), _LONGEST_PAUSE))
+
+    def _begin(self, record: FailureRecord) -> Delivery:
+        if self._delivery is None:
+            self._delivery = Delivery(record)
+            hook.require_handling(self._delivery)
+        return self._delivery
+
+    def _is_done(self, delivery: Delivery) -> bool:
+        return self._is_over.is_set() or hook.has_failed() or delivery.has_left
+
+    def _interrupt(self) -> bool:
+        """Let the main thread raise the error, unless it is not at its program, and return whether it came to it."""
+        self._is_answered.clear()
+        self._is_due = True
         main = threading.main_thread().ident
         if self._is_installed and main is not None:
             with contextlib.suppress(ProcessLookupError):
                 signal.pthread_kill(main, _SIGNAL)
-        if self._is_delivered.wait(self._grace) or self._is_over.is_set() or hook.has_failed():
-            return
-        self._exit(record)
+        return self._is_answered.wait(self._patience.to_come)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        record, self._record = self._record, None
-        if record is not None:
-            self._is_delivered.set()
-            if not (hook.has_failed() or self._is_awaited or self._is_over.is_set()):
-                raise record.to_error()
-        elif callable(self._previous):
-            self._previous(number, frame)
+        is_due, self._is_due = self._is_due, False
+        if not is_due:
+            if callable(self._previous):
+                self._previous(number, frame)
+            return
+        delivery = self._delivery
+        error = delivery.next_error() if delivery is not None and self._may_raise(delivery, frame) else None
+        self._is_answered.set()
+        if error is not None:
+            try:
+                raise error
+            finally:
+                del error  # else it would hold its own frames, and whatever is in their variables
 
-    def _exit(self, record: FailureRecord) -> None:
-        text = f"distman: {record.to_error()}\n\nThis process could not be interrupted:\n{stacks()}"
-        hook.write(text)
-        self._abort_job(record.to_error())
+    def _may_raise(self, delivery: Delivery, frame: FrameType | None) -> bool:
+        if self._is_awaited or self._is_done(delivery) or not is_program_running(frame):
+            return False
+        return delivery.look() is Fate.GONE and not delivery.is_handled
+
+    def _exit(self, delivery: Delivery, what: str) -> None:
+        error = delivery.record.to_error()
+        complaint = f"\n\n{delivery.complaint}" if delivery.num_swallowed else ""
+        hook.write(f"distman: {error}{complaint}\n\n{what}\n{stacks()}")
+        self._abort_job(error)
         hook.exit_now(EXIT_CODE)

@@ -10,6 +10,7 @@ import traceback
 from typing import TYPE_CHECKING, Any, Protocol
 
 from distman._coordination import protocol
+from distman._text import shortened
 from distman.errors import RankFailedError
 
 if TYPE_CHECKING:
@@ -62,7 +63,7 @@ class FailureRecord:
             pid=os.getpid(),
             error_type=type(error).__name__,
             error_text=shortened(_text_of(error), _MAX_TEXT),
-            traceback_text=shortened("".join(traceback.format_exception(error)), _MAX_TRACEBACK),
+            traceback_text=shortened(_traceback_of(error), _MAX_TRACEBACK),
         )
 
     @classmethod
@@ -150,16 +151,21 @@ class FailureRecord:
         return RankFailedError(**dataclasses.asdict(self))
 
 
-def shortened(text: str, limit: int) -> str:
-    """Return a text of at most about so many characters: a store takes no message of any size."""
-    if len(text) <= limit:
-        return text
-    half = limit // 2
-    return f"{text[:half]}\n... {len(text) - 2 * half} characters left out ...\n{text[-half:]}"
-
-
 def _text_of(error: BaseException) -> str:
     try:
         return str(error)
-    except Exception as broken:  # noqa: BLE001 - a program's exception may fail to describe itself
+    except BaseException as broken:  # noqa: BLE001 - a program's exception may raise anything instead of its text
         return f"(its __str__ raised {type(broken).__name__})"
+
+
+def _traceback_of(error: BaseException) -> str:
+    """Return the traceback as the interpreter prints it, or what can be had of it: a cause may raise anything too."""
+    try:
+        return "".join(traceback.format_exception(error))
+    except BaseException as broken:  # noqa: BLE001 - the same
+        without = f"Its chained errors are left out: to show them raised {type(broken).__name__}."
+    try:
+        frames = "".join(traceback.format_tb(error.__traceback__))
+        return f"{without}\nTraceback (most recent call last):\n{frames}{type(error).__name__}: {_text_of(error)}\n"
+    except Exception:  # noqa: BLE001 - memory is out, say
+        return f"{type(error).__name__}\n"

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-import threading
+import functools
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
@@ -55,24 +56,31 @@ class JobReporter:
     leave_group: Callable[[], None]
     abort_job: Callable[[BaseException], None]
 
-    def __call__(self, error: BaseException) -> None:
-        """Tell of an exception that nothing caught."""
-        cause = failure_behind(error)
+    def __call__(self, error: BaseException) -> Callable[[], None]:
+        """Tell of an exception that nothing caught, and return what is left to do when it is printed."""
+        cause = _failure_behind(error)
         self.abort_job(cause.to_error() if cause is not None else error)
         mine = cause or FailureRecord.of(error, self.rank)
         first: list[FailureRecord] = []
-        is_known = isinstance(error, RankFailedError | KeyboardInterrupt)
-        if mine.error_type != SILENT and not self._tell(mine, first) and cause is None and not is_known:
-            hook.write(f"distman: {self.store_host}, which served the job's store, is gone. See its error.")
-        cause = first[0] if first else cause
-        if cause is not None and cause.rank != self.rank and not is_known:
-            hook.write(f"distman: the job failed first elsewhere: {cause.to_error()}")
+        is_told = mine.error_type != SILENT and self._tell(mine, first)
+        return functools.partial(self._finish, error, first[0] if first else cause, is_told=is_told)
+
+    def _finish(self, error: BaseException, cause: FailureRecord | None, *, is_told: bool) -> None:
+        """Print what the error itself does not say, and stay until the others have read the record."""
+        if not isinstance(error, RankFailedError | KeyboardInterrupt):
+            if cause is not None and cause.rank != self.rank:
+                hook.write(f"distman: the job failed first elsewhere: {cause.to_error()}")
+            if not is_told and cause is None:
+                hook.write(f"distman: {self.store_host}, which served the job's store, is gone. See its error.")
+        if self.is_host and is_told:
+            run_with_timeout(self.leave_group, _STAY)
+            run_with_timeout(self._stay_until_seen, _PATIENCE)
 
     def _tell(self, mine: FailureRecord, first: list[FailureRecord]) -> bool:
         """Leave a record in the store, add the first one there to the list, and return whether that was possible."""
         try:
             return run_with_timeout(lambda: self._publish(mine, first), _PATIENCE + interval(self.num_others + 1))
-        except dist.DistError:
+        except Exception:  # noqa: BLE001 - the store is gone, or memory is out: the error has yet to be printed
             return False
 
     def _publish(self, mine: FailureRecord, first: list[FailureRecord]) -> None:
@@ -82,13 +90,16 @@ class JobReporter:
         self.store.add(protocol.NEWS, 1)
         if not is_watching() and first[0].rank != self.rank:  # else the watcher says so, once
             self.store.add(protocol.FAILURE_SEEN, 1)
-        if self.is_host:
-            self._stay_until_seen()
 
     def _stay_until_seen(self) -> None:
-        leaving = threading.Thread(target=self.leave_group, daemon=True)
-        leaving.start()
-        leaving.join(_STAY)
         until = time.monotonic() + _STAY + interval(self.num_others + 1)
-        while self.store.add(protocol.FAILURE_SEEN, 0) < self.num_others and time.monotonic() < until:
-            time.sleep(_PAUSE)
+        with contextlib.suppress(dist.DistError):
+            while self.store.add(protocol.FAILURE_SEEN, 0) < self.num_others and time.monotonic() < until:
+                time.sleep(_PAUSE)
+
+
+def _failure_behind(error: BaseException) -> FailureRecord | None:
+    try:
+        return failure_behind(error)
+    except BaseException:  # noqa: BLE001 - it asks a program's exception for its text, which may raise anything
+        return None

@@ -36,8 +36,8 @@ def late_after(world_size: int) -> float:
 _UNREACHABLE_SHARE = 0.15
 """Of the silence that a rank is allowed: 45 s by default, and who allows more for a bad network gets more."""
 
-_SHORTEST_UNREACHABLE = 10.0
-"""Seconds; switches and links come back within them."""
+_SHORTEST_UNREACHABLE = 5.0
+"""Seconds; what is lost on the way is sent again within them several times."""
 
 
 @dataclasses.dataclass(frozen=True)

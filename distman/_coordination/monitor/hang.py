@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
-import re
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -15,9 +14,9 @@ from typing import TYPE_CHECKING, TypeVar
 import torch.distributed as dist
 
 from distman._coordination import protocol, tracking
-from distman._coordination.failure.record import shortened
 from distman._coordination.monitor.context import WatchContext
 from distman._log import logger
+from distman._text import printable, printable_lines, shortened
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -37,10 +36,12 @@ class Answer:
     Attributes:
         waiting: What it waits in, or waited in last, in words; empty if it never did.
         stacks: The stacks of its threads.
+        line: Where in the user's program its main thread is.
     """
 
     waiting: str
     stacks: str
+    line: str
 
     @classmethod
     def here(cls) -> Answer:
@@ -48,16 +49,15 @@ class Answer:
 
         Not for the main thread, whose stack is wanted.
         """
-        return cls(tracking.describe_here(), shortened(tracking.stacks(), _MAX_STACKS))
+        stacks = shortened(tracking.stacks(), _MAX_STACKS)
+        return cls(tracking.describe_here(), stacks, tracking.line_of_main_thread())
 
     @property
     def place(self) -> str:
         """What the rank waits in and since when; of one that waits for nobody, the last line of its main thread."""
         if self.waiting.startswith("in "):
-            return self.waiting
-        lines = re.findall(r'File "(.+)", line (\d+), in (\S+)', self.stacks.partition("\n\n")[0])
-        place = f"at {lines[-1][0]}:{lines[-1][1]} in {lines[-1][2]}" if lines else ""
-        return ", ".join(filter(None, (place, self.waiting)))
+            return printable(self.waiting)
+        return printable(", ".join(filter(None, (f"at {self.line}" if self.line else "", self.waiting))))
 
 
 @dataclasses.dataclass
@@ -174,7 +174,7 @@ def write_report(reason: str, asker: int, answers: Mapping[int, Answer], names: 
             for rank in silent
         ),
     ]
-    parts += [f"{_named(ranks, names)}\n{place}\n\n{stacks.rstrip()}" for (place, stacks), ranks in alike]
+    parts += [f"{_named(ranks, names)}\n{place}\n\n{printable_lines(stacks)}" for (place, stacks), ranks in alike]
     path = _write("\n\n".join(parts) + "\n", folder)
     place_of_asker = _without_seconds(answers[asker].place)
     by_place = _grouped(answers, lambda answer: _without_seconds(answer.place))

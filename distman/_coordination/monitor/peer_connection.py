@@ -18,8 +18,9 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from distman._coordination import protocol
-from distman._coordination.failure.record import FailureRecord, Place, shortened
+from distman._coordination.failure.record import FailureRecord, Place
 from distman._process_state import puts_back
+from distman._text import shortened
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -32,6 +33,7 @@ _RETRY_EVERY = 10.0  # seconds; each try may block a look for as long as the pat
 _MAX_NOTICE = 5_000  # characters of each text: a notice must fit into an idle connection at once
 _MAX_BYTES = 1_000_000  # more than any notice
 _PAUSE = 0.01  # seconds between two looks for a notice
+_LOOPBACK = ("127.", "::1")  # how such addresses begin
 
 _connections: weakref.WeakSet[PeerConnection] = weakref.WeakSet()
 
@@ -156,6 +158,8 @@ class PeerConnection:
         addresses, port, word = json.loads(self._store.get(protocol.peer_address(rank)))
         is_refused = False
         for address in addresses:
+            if address.startswith(_LOOPBACK) and not self._is_one_host:
+                continue  # it would be this host's own, which says nothing of the other one
             try:
                 self._connection = socket.create_connection((address, port), timeout=_PATIENCE)
                 break

@@ -13,6 +13,7 @@ from distman._coordination import protocol, tracking
 from distman._coordination.failure.record import FailureRecord
 from distman._coordination.monitor.context import INTERVALS_PER_BEAT, WatchContext, WatchLimits, late_after
 from distman._coordination.monitor.hang import HangWatch, StackQueries
+from distman._coordination.monitor.mismatch import MismatchWatch
 from distman._coordination.monitor.peer_connection import PeerConnection
 
 if TYPE_CHECKING:
@@ -58,6 +59,7 @@ class PeerMonitor:
         self._connection = PeerConnection(
             store, context.rank, context.peers, is_one_host=context.is_one_host, patience=limits.unreachable
         )
+        self._mismatches = MismatchWatch(context.rank, context.peers)
         self._neighbour = _Neighbour()
         self._num_news = 0
         self._last_beat = -math.inf
@@ -76,7 +78,8 @@ class PeerMonitor:
         self._asked_at = self._clock()
         num_news = self._store.add(protocol.NEWS, 0)
         self._answered_at = self._asked_at
-        if num_news != self._num_news:
+        is_news = num_news != self._num_news
+        if is_news:
             self._num_news = num_news
             record = self._read_news()
             if record is not None or self.is_closing:
@@ -87,6 +90,7 @@ class PeerMonitor:
             self._last_beat = now
             if record is not None:
                 return self._publish(record)
+        self._mismatches.look(self._store, is_news=is_news)
         if self._hangs is not None:
             self._hangs.look(self._stack_queries)
         died = self._connection.wait(self._context.interval)

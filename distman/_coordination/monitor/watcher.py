@@ -17,15 +17,19 @@ import torch.distributed as dist
 from distman._coordination import protocol
 from distman._coordination.failure import hook
 from distman._coordination.failure.interruption import Interruption
-from distman._coordination.failure.record import FailureRecord
+from distman._coordination.failure.record import DIED, SILENT, FailureRecord
 from distman._coordination.monitor.context import WatchContext, WatchLimits, late_after
 from distman._coordination.monitor.hang import HangWatch, StackQueries
+from distman._coordination.monitor.mismatch import mismatch
 from distman._coordination.monitor.peer_monitor import PeerMonitor, give_sign, read_sign
 from distman._coordination.monitor.store_connection import limit_unanswered
 from distman._coordination.monitor.watchdog import Watchdog
+from distman._coordination.tracking import TrackedWait
 from distman._log import logger
 from distman._process_state import puts_back
+from distman._text import printable
 from distman._torch_internals import is_lost_connection, is_unreachable
+from distman.errors import DistmanError, RankFailedError
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -75,12 +79,18 @@ class Watcher:
         self._limits = limits
         self._patience = patience
         self._is_stuck = False
+        self._has_failed_thread = False
         self._is_known = threading.Event()
         self._is_stopping = threading.Event()
         self._interruption = Interruption(abort_job, self._is_stopping)
         self._monitor: PeerMonitor | None = None
         self._watchdog = None if context.is_store_rank else Watchdog(limits.silence, self._store_rank_is_silent)
         self._thread = threading.Thread(target=self._run, name="distman-watcher", daemon=True)
+
+    @property
+    def rank(self) -> int:
+        """This process's rank."""
+        return self._context.rank
 
     def start(self) -> None:
         """Begin to watch.
@@ -172,6 +182,30 @@ class Watcher:
         """Whether this process serves the store."""
         return self._context.is_store_rank
 
+    def fail(self, error: BaseException) -> None:
+        """Let an error that ended another thread end the job, and the main thread of this rank with it."""
+        self._has_failed_thread = True
+        with contextlib.suppress(dist.DistError):  # the store is gone, and the watcher will say so
+            FailureRecord.of(error, self._context.rank).publish(self._context.store)
+            self._context.store.add(protocol.NEWS, 1)
+
+    def note(self, error: RankFailedError) -> None:
+        """Tell an error that a wait raises because the job has failed from one that concerns the waited-for alone."""
+        record = FailureRecord.of(error, error.rank)
+        if record.error_type in (DIED, SILENT) or record == self.record or record == self._record_in_store():
+            self._interruption.note(error)
+
+    def _record_in_store(self) -> FailureRecord | None:
+        try:
+            return FailureRecord.read(self._context.store)
+        except dist.DistError:
+            return None
+
+    @property
+    def store(self) -> Store:
+        """The job's store."""
+        return self._context.store
+
     @property
     def _answer_patience(self) -> float:
         """Seconds within which another watcher answers: one look may be under way, the next one answers."""
@@ -198,7 +232,7 @@ class Watcher:
         return dict(json.loads(store.get(found))) if store.check([found]) else {}
 
     def _last_seen(self, rank: int) -> str:
-        text = read_sign(self._context.store, rank).partition(" ")[2]
+        text = printable(read_sign(self._context.store, rank).partition(" ")[2])
         return NO_ANSWER + (f", last seen {text}" if text else "")
 
     def _run(self) -> None:
@@ -284,7 +318,7 @@ class Watcher:
                 with contextlib.suppress(dist.DistError):
                     self._monitor.wait_until_others_know()
         self._is_known.set()
-        if record.rank != self._context.rank or not record.traceback_text:
+        if record.rank != self._context.rank or not record.traceback_text or self._has_failed_thread:
             self._interruption.deliver(record)
 
 
@@ -307,6 +341,23 @@ def is_watching() -> bool:
     return _current is not None
 
 
+def note_raised(error: RankFailedError) -> RankFailedError:
+    """Return an error that a wait raises; the watcher then need not raise one itself if it is of the same failure."""
+    if _current is not None:
+        _current.note(error)
+    return error
+
+
+def raise_if_failed() -> None:
+    """Begin nothing that waits for other ranks once one has failed.
+
+    Raises:
+        RankFailedError: The failure.
+    """
+    if _current is not None and _current.record is not None and _current.record.rank != _current.rank:
+        raise _current.record.to_error()
+
+
 def let_others_hear_first() -> None:
     """If this process serves the store, wait until the others know the failure on record too.
 
@@ -314,6 +365,16 @@ def let_others_hear_first() -> None:
     """
     if _current is not None and _current.is_store_rank:
         _current.wait_until_known()
+
+
+def mismatch_behind(error: BaseException, wait: TrackedWait) -> str:
+    """Return why a call does not match those of other ranks, if its connection broke because of that, or nothing."""
+    watcher, call = _current, wait.call
+    if call is None or watcher is None or not (wait.mismatch or is_lost_connection(error)):
+        return ""
+    with contextlib.suppress(dist.DistError):  # then the store is gone
+        return wait.mismatch or mismatch(watcher.store, call)
+    return ""
 
 
 def failure_behind(error: BaseException, operation: str = "a collective") -> FailureRecord | None:
@@ -325,5 +386,6 @@ def failure_behind(error: BaseException, operation: str = "a collective") -> Fai
         error: The error of the connection.
         operation: What this rank was doing.
     """
-    watcher = _current
-    return watcher.explain(error, operation) if watcher is not None and is_lost_connection(error) else None
+    if _current is None or isinstance(error, DistmanError) or not is_lost_connection(error):
+        return None  # an error of the package knows its cause, whatever words of others it quotes
+    return _current.explain(error, operation)

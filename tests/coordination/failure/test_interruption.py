@@ -1,59 +1,105 @@
 """A failure that ends what the main thread does, whatever that is."""
 
+import contextlib
 import os
 import signal
 import subprocess
 import sys
 import threading
+from pathlib import Path
 
 import pytest
 
-from distman._coordination.failure.interruption import EXIT_CODE, Interruption
+from distman._coordination.failure import hook
+from distman._coordination.failure.interruption import Interruption, Patience
 from distman.errors import RankFailedError
 
 from ..ranks import failure_on
 
-
-@pytest.fixture
-def interruption():
-    made = Interruption(lambda _: None, threading.Event(), grace=60.0)
-    yield made
-    made.restore()
+PROGRAM = Path(__file__).parent / "swallowing.py"
+PATIENCE = Patience(to_come=60.0, between_looks=0.01)
 
 
-def deliver(interruption, record):
-    """Deliver a record from another thread, as the watcher does, and wait for the signal to be handled here."""
+@contextlib.contextmanager
+def delivering(record, is_over=None):
+    """Let another thread deliver a record, as the watcher does, and wait until it is done."""
+    is_over = is_over or threading.Event()
+    interruption = Interruption(lambda _: None, is_over, patience=PATIENCE)
     thread = threading.Thread(target=interruption.deliver, args=[record])
-    thread.start()
-    thread.join(60)
-    assert not thread.is_alive()
+    try:
+        yield interruption, thread
+        thread.join(60)
+        assert not thread.is_alive()
+    finally:
+        is_over.set()
+        interruption.restore()
 
 
-def test_the_main_thread_raises_it(interruption):
-    with pytest.raises(RankFailedError, match=r"rank 1 .* raised ValueError: boom"):
-        deliver(interruption, failure_on(1))
+def wait_for_it(thread):
+    """Wait to be interrupted, which may happen before the thread is known to have started."""
+    if thread.ident is None:
+        thread.start()
+    threading.Event().wait(60)
 
 
-def test_a_main_thread_that_awaits_it_is_left_alone(interruption):
-    with interruption.awaited():
-        deliver(interruption, failure_on(1))
-    with pytest.raises(RankFailedError):
-        deliver(interruption, failure_on(1))
+def test_the_main_thread_raises_it_until_it_is_handled_by_name():
+    num_swallowed = 0
+    with delivering(failure_on(1)) as (_, thread):
+        while num_swallowed < 2:
+            try:
+                wait_for_it(thread)
+            except Exception:  # noqa: BLE001 - what must not end it
+                num_swallowed += 1
+        with pytest.raises(
+            RankFailedError, match=r"rank 1 .* raised ValueError: boom[^$]*caught 2 times .*in test_the"
+        ):
+            wait_for_it(thread)
+
+
+def test_an_error_that_the_main_thread_raises_itself_is_not_raised_again():
+    with delivering(failure_on(1)) as (interruption, thread):
+        with pytest.raises(RankFailedError):
+            raise_and_note(interruption)
+        thread.start()
+
+
+def raise_and_note(interruption):
+    error = failure_on(1).to_error()
+    interruption.note(error)
+    raise error
+
+
+def test_a_handler_that_names_it_is_left_alone():
+    with delivering(failure_on(1)) as (_, thread):
+        try:
+            raise failure_on(1).to_error()
+        except RankFailedError:
+            thread.start()
+            thread.join(10 * PATIENCE.between_looks)
+            assert thread.is_alive()
+
+
+def test_a_main_thread_that_awaits_it_is_left_alone():
+    with delivering(failure_on(1)) as (interruption, thread):
+        with interruption.awaited():
+            thread.start()
+            thread.join(10 * PATIENCE.between_looks)
+        with pytest.raises(RankFailedError):
+            wait_for_it(thread)
 
 
 def test_a_rank_that_has_left_the_job_is_left_alone():
     is_over = threading.Event()
-    interruption = Interruption(lambda _: None, is_over, grace=60.0)
     is_over.set()
-    deliver(interruption, failure_on(1))
-    interruption.restore()
+    with delivering(failure_on(1), is_over) as (_, thread):
+        thread.start()
 
 
 def test_a_signal_that_is_not_ours_goes_to_the_handler_before():
     received = []
     before = signal.signal(signal.SIGURG, lambda number, _: received.append(number))
     try:
-        interruption = Interruption(lambda _: None, threading.Event(), grace=60.0)
+        interruption = Interruption(lambda _: None, threading.Event())
         os.kill(os.getpid(), signal.SIGURG)
         assert received == [signal.SIGURG]
         interruption.restore()
@@ -63,26 +109,69 @@ def test_a_signal_that_is_not_ours_goes_to_the_handler_before():
         signal.signal(signal.SIGURG, before)
 
 
-CANNOT_BE_INTERRUPTED = """
-import threading
-from distman._coordination.failure.interruption import Interruption
-from distman._coordination.failure.record import FailureRecord
+SWALLOWED_FOR_EVER = (
+    "in_logging",
+    "in_a_destructor",
+    "in_a_callback_of_asyncio",
+    "for_each_item",
+    "by_a_bare_except",
+    "by_finally_and_return",
+    "in_a_callback_of_c",
+    "in_a_weak_reference",
+    "in_the_garbage_collector",
+    "by_suppress",
+    "for_too_long",
+    "in_finally_for_too_long",
+    "in_native_code",
+)
+SWALLOWED_AT_THE_END = ("and_saved_before_sys_exit_0", "once", "after_which_the_job_is_left")
+LEFT_THE_PROGRAM = ("by_tasks_of_asyncio", "and_raised_again")
+HANDLED = ("named_and_slow", "named_by_its_base_class", "named_in_a_tuple", "named_and_left", "shown_by_a_console")
 
-def interrupt():  # made in a thread, it has no handler of signals: nothing interrupts the main thread
-    tell = lambda error: print(f"told the launcher of {error.error_type}")
-    interruption = Interruption(tell, threading.Event(), grace=0)
-    interruption.deliver(FailureRecord(1, "n1", 101, "ValueError", "boom"))
 
-threading.Thread(target=interrupt).start()
-threading.Event().wait(60)
-"""
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory):
+    """What a program said, and its exit code, for each way of its to deal with the failure; all of them run at once."""
+    folder = tmp_path_factory.mktemp("swallowing")
+    names = (*SWALLOWED_FOR_EVER, *SWALLOWED_AT_THE_END, *LEFT_THE_PROGRAM, *HANDLED)
+    subprocess.run([sys.executable, PROGRAM, folder, *names], check=True, timeout=120)
+
+    def read(name):
+        stdout, stderr, code = ((folder / f"{name}.{what}").read_text() for what in ("stdout", "stderr", "code"))
+        return stdout, stderr, int(code)
+
+    return {name: read(name) for name in names}
 
 
-def test_a_process_that_cannot_be_interrupted_says_why_and_ends():
-    ended = subprocess.run(
-        [sys.executable, "-c", CANNOT_BE_INTERRUPTED], capture_output=True, text=True, timeout=60, check=False
-    )
-    assert ended.returncode == EXIT_CODE
-    assert ended.stdout == "told the launcher of ValueError\n"
-    assert "distman: rank 1 (n1, pid 101) boom" in ended.stderr
-    assert "This process could not be interrupted:\nthread MainThread" in ended.stderr
+@pytest.mark.parametrize("name", SWALLOWED_FOR_EVER)
+def test_a_program_that_does_not_end_by_it_is_ended(ended, name):
+    stdout, stderr, code = ended[name]
+    assert code == hook.EXIT_CODE, stderr
+    assert "told the launcher of ValueError" in stdout
+    assert "the end" not in stdout
+    assert "distman: rank 1 (n1, pid 101) raised ValueError: boom" in stderr
+    assert ":\nthread MainThread" in stderr
+
+
+@pytest.mark.parametrize("name", SWALLOWED_AT_THE_END)
+def test_a_program_that_swallowed_it_ends_with_an_error(ended, name):
+    _, stderr, code = ended[name]
+    assert code == hook.EXIT_CODE, stderr
+    assert "distman: rank 1 (n1, pid 101) raised ValueError: boom" in stderr
+    assert "catch RankFailedError by name" in stderr
+
+
+@pytest.mark.parametrize("name", LEFT_THE_PROGRAM)
+def test_a_program_that_lets_it_go_in_the_end_fails_by_it(ended, name):
+    _, stderr, code = ended[name]
+    assert code == 1, stderr
+    assert "RankFailedError: rank 1 (n1, pid 101) raised ValueError: boom" in stderr
+    assert "This error was caught" in stderr
+
+
+@pytest.mark.parametrize("name", HANDLED)
+def test_a_program_that_handles_it_goes_on(ended, name):
+    stdout, stderr, code = ended[name]
+    assert code == 0, stderr
+    assert stdout.endswith("the end\n")
+    assert "caught" not in stderr

@@ -3,7 +3,7 @@
 import pytest
 from torch.distributed import HashStore
 
-from distman._coordination.failure.record import DIED, LEFT, SILENT, FailureRecord, shortened
+from distman._coordination.failure.record import DIED, LEFT, SILENT, FailureRecord
 from distman.errors import RankFailedError
 
 from ..ranks import Place, failure_on
@@ -43,10 +43,14 @@ def test_an_error_that_cannot_say_what_it_is_is_told_all_the_same():
     assert FailureRecord.of(BrokenError(), 0).error_text == "(its __str__ raised LookupError)"
 
 
-def test_a_long_text_loses_its_middle():
-    text = shortened("a" * 600 + "b" * 600, 100)
-    assert text == "a" * 50 + "\n... 1100 characters left out ...\n" + "b" * 50
-    assert shortened("short", 100) == "short"
+def test_what_another_rank_said_can_neither_clear_a_screen_nor_forge_a_line():
+    text = "boom\x1b[2J\r\nINFO all is well\x85\u202e"
+    record = FailureRecord(1, "n\x071", 101, "Value\nError", text, f"Traceback\n{text}\nValueError: {text}\n")
+    lines = str(record.to_error()).split("\n")
+    assert all(line.isprintable() for line in lines)
+    assert lines[0] == r"rank 1 (n\x071, pid 101) raised Value\nError: boom\x1b[2J\r\nINFO all is well\x85\u202e"
+    assert all(line.startswith("  ") for line in lines[3:])
+    assert record.to_error().error_text == text
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,7 @@
 """A rank that fails tells the others, as far as the store is still there."""
 
+import sys
+
 import pytest
 import torch.distributed as dist
 from torch.distributed import HashStore
@@ -34,18 +36,19 @@ def reporter(store, *, is_host=False, is_store_there=True, num_others=1):
 def test_the_others_are_told(store, capsys):
     report, done = reporter(store)
     error = ValueError("boom")
-    report(error)
+    finish = report(error)
     record = FailureRecord.read(store)
     assert (record.rank, record.error_type, record.error_text) == (0, "ValueError", "boom")
     assert (store.add(protocol.NEWS, 0), store.add(protocol.FAILURE_SEEN, 0)) == (1, 0), "it counts the others"
     assert done == [error]
+    finish()
     assert capsys.readouterr().err == ""
 
 
 def test_a_failure_that_came_first_is_printed(store, capsys):
     failure_on(1).publish(store)
     report, _ = reporter(store)
-    report(RuntimeError("gloo"))
+    report(RuntimeError("gloo"))()
     assert FailureRecord.read(store) == failure_on(1)
     assert "distman: the job failed first elsewhere: rank 1 (n1, pid 101) raised ValueError" in capsys.readouterr().err
 
@@ -54,13 +57,13 @@ def test_a_failure_that_came_first_is_printed(store, capsys):
 def test_what_the_user_knows_already_is_not_said_again(store, capsys, error):
     failure_on(1).publish(store)
     report, _ = reporter(store)
-    report(error)
+    report(error)()
     assert capsys.readouterr().err == ""
 
 
 def test_a_silent_rank_is_not_told_of_over_a_store_that_may_be_its_own(store):
     report, _ = reporter(store)
-    report(FailureRecord.silent(Place(1), 300).to_error())
+    report(FailureRecord.silent(Place(1), 300).to_error())()
     assert FailureRecord.read(store) is None
     assert FailureRecord.silent(Place(1), 300).error_type == SILENT
 
@@ -68,7 +71,7 @@ def test_a_silent_rank_is_not_told_of_over_a_store_that_may_be_its_own(store):
 def test_a_store_that_is_gone_is_named(store, capsys):
     report, done = reporter(store, is_store_there=False)
     error = ValueError("boom")
-    report(error)
+    report(error)()
     assert done == [error]
     assert "the process that opened tcp://n1:5, which served the job's store, is gone" in capsys.readouterr().err
 
@@ -79,13 +82,39 @@ def test_a_store_that_breaks_meanwhile_is_named_too(capsys):
             raise dist.DistNetworkError("Broken pipe")
 
     report, _ = reporter(Broken())
-    report(ValueError("boom"))
+    report(ValueError("boom"))()
     assert "is gone. See its error" in capsys.readouterr().err
+
+
+class BrokenError(RuntimeError):
+    """A program's error of which nothing can be asked."""
+
+    def __str__(self):
+        sys.exit("no text")
+
+    @property
+    def __cause__(self):
+        raise KeyboardInterrupt
+
+
+def test_an_error_that_says_nothing_is_told_all_the_same(store):
+    report, _ = reporter(store)
+    try:
+        raise BrokenError
+    except BrokenError as error:
+        report(error)()
+    record = FailureRecord.read(store)
+    assert record.error_text == "(its __str__ raised SystemExit)"
+    assert "to show them raised KeyboardInterrupt" in record.traceback_text
+    assert record.traceback_text.endswith("BrokenError: (its __str__ raised SystemExit)\n")
 
 
 def test_who_serves_the_store_leaves_its_group_and_stays_until_all_know(store):
     store.add(protocol.FAILURE_SEEN, 2)
     report, done = reporter(store, is_host=True, num_others=2)
-    report(ValueError("boom"))
+    finish = report(ValueError("boom"))
+    assert FailureRecord.read(store).error_text == "boom"
+    assert len(done) == 1
+    finish()
     assert done[1:] == ["left the group"]
     assert store.add(protocol.FAILURE_SEEN, 0) == 2

@@ -1,20 +1,23 @@
 """The report of a hang: what it says, and where it is."""
 
 import logging
+import re
 import tempfile
+import threading
 from pathlib import Path
 
 import pytest
+import torch
 
 from distman._coordination.monitor.hang import Answer, write_report
 
 NAMES = [f"rank {rank} (n{rank // 8}, pid {rank})" for rank in range(16)]
-MAIN = 'thread MainThread\n  File "/train.py", line {line}, in {function}\n    step()\n\nthread other\n  File "x"'
+MAIN = 'thread MainThread\n  File "/train.py", line {line}, in main\n    step()\n\nthread other\n  File "x"'
 
 
 def answers(elsewhere):
-    waiting = Answer("in all_gather_v at /train.py:7 for 61 s", MAIN.format(line=7, function="main"))
-    computing = Answer("after all_gather_v at /train.py:7", MAIN.format(line=99, function="load"))
+    waiting = Answer("in all_gather_v at /train.py:7 for 61 s", MAIN.format(line=7), "/train.py:7 in main")
+    computing = Answer("after all_gather_v at /train.py:7", MAIN.format(line=99), "/train.py:99 in load")
     return {rank: computing if rank in elsewhere else waiting for rank in range(16) if rank != 5}
 
 
@@ -45,10 +48,21 @@ def test_a_folder_that_cannot_be_written_is_passed_over(tmp_path, caplog):
 @pytest.mark.parametrize(
     ("answer", "place"),
     [
-        (Answer("in barrier at a.py:1 for 3 s", ""), "in barrier at a.py:1 for 3 s"),
-        (Answer("", MAIN.format(line=3, function="main")), "at /train.py:3 in main"),
-        (Answer("after barrier at a.py:1", ""), "after barrier at a.py:1"),
+        (Answer("in barrier at a.py:1 for 3 s", "", "/train.py:3 in main"), "in barrier at a.py:1 for 3 s"),
+        (Answer("", "", "/train.py:3 in main"), "at /train.py:3 in main"),
+        (Answer("after barrier at a.py:1", "", ""), "after barrier at a.py:1"),
+        (Answer("", "", "/a/\x1b[2J\n.py:3 in main"), r"at /a/\x1b[2J\n.py:3 in main"),
     ],
 )
 def test_the_place_of_a_rank(answer, place):
     assert answer.place == place
+
+
+def test_a_collective_of_torch_is_found_in_the_users_program():
+    found, functions = [], {}
+    file = f"{torch.__path__[0]}/distributed/distributed_c10d.py"
+    exec(compile("def all_reduce(thread): thread.start(); thread.join()", file, "exec"), functions)  # noqa: S102
+    functions["all_reduce"](threading.Thread(target=lambda: found.append(Answer.here())))
+    (answer,) = found
+    assert re.fullmatch(rf"at {__file__}:\d+ in test_a_collective_of_torch_\w+, in \w+\(\)", answer.place)
+    assert file in answer.stacks

@@ -19,6 +19,7 @@ from distman._coordination.monitor.watcher import (
     failure_behind,
     is_lost_connection,
     is_watching,
+    raise_if_failed,
 )
 from distman.errors import RankFailedError
 
@@ -72,6 +73,41 @@ def test_a_failure_of_this_rank_is_not():
         tell(store, failure_on(0))
         watcher._thread.join(60)
     assert watcher.record == failure_on(0)
+
+
+def test_an_error_in_another_thread_of_this_rank_is_if_the_program_wants_it():
+    store = HashStore()
+    watcher = make(store)
+    watcher.fail(ValueError("boom"))
+    with pytest.raises(RankFailedError, match=r"rank 0 .* raised ValueError: boom"):
+        run_until_raised(watcher)
+    assert store.add(protocol.NEWS, 0) == 1
+
+
+def test_a_wait_that_raises_the_failure_itself_is_enough():
+    store = HashStore()
+    tell(store, failure_on(1))
+    watcher = make(store)
+    error = failure_on(1).to_error()
+    watcher.note(error)
+    with pytest.raises(RankFailedError):
+        raise error
+    watcher.start()
+    watcher._thread.join(60)
+    assert not watcher._thread.is_alive()
+    assert watcher.record == failure_on(1)
+    with pytest.raises(RankFailedError):
+        raise_if_failed()
+    watcher.stop()
+    watcher.close()
+    raise_if_failed()
+
+
+def test_an_error_of_one_function_on_one_rank_is_no_failure_of_the_job():
+    watcher = make(HashStore())
+    watcher.note(failure_on(1).to_error())
+    assert watcher._interruption._delivery is None
+    watcher.stop()
 
 
 def test_the_first_sign_of_life_is_there_at_once():
@@ -136,6 +172,7 @@ def test_a_connection_that_a_rank_broke_by_leaving_is_explained():
         leave(store, 1)
         record = failure_behind(LOST, "all_gather_v")
         assert failure_behind(ValueError("boom")) is None
+        assert failure_behind(failure_on(1, text=str(LOST)).to_error()) is None
     assert (record.rank, record.error_type) == (2, LEFT), "the first to leave"
     assert failure_behind(LOST) is None
 

@@ -3,15 +3,18 @@
 import ctypes
 import multiprocessing
 import os
+import resource
 import signal
 import sys
+import threading
 import time
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader
 
-from distman import DistributedManager, on_rank
+from distman import DistributedManager, RankFailedError, on_rank
 from distman.collectives import fused_all_reduce
 
 
@@ -84,6 +87,45 @@ def in_uninterruptible_code(manager):
     lock = ctypes.create_string_buffer(64)
     take(lock)
     take(lock)  # never returns
+
+
+def keep_the_interpreter(seconds):
+    ctypes.PyDLL(None).sleep(seconds)
+
+
+FAULTS = {
+    "stopped": lambda: os.kill(os.getpid(), signal.SIGSTOP),
+    "keeps the GIL": lambda: keep_the_interpreter(6),
+    "killed": lambda: os.kill(os.getpid(), signal.SIGKILL),
+    "exits": lambda: os._exit(3),
+    "raises": lambda: {}["boom"],
+}
+
+
+def blamed(manager):
+    """A rank fails, in Python code or in a barrier of the others; who hears of it ends at once, without a word."""
+    fault, failing, place = sys.argv[2:5]
+    try:
+        manager.barrier()
+        if manager.rank == int(failing):
+            time.sleep(0.5)  # the others leave the barrier
+            FAULTS[fault]()
+        if place == "barrier":
+            manager.barrier("never opens")
+        wait_in_python()
+    except RankFailedError as error:
+        say(f"blames {error.rank}")
+        os._exit(1)
+
+
+def cut_off(_manager):
+    """Each host has one rank; the test cuts one of them off."""
+    say("ready")
+    try:
+        wait_in_python()
+    except RankFailedError as error:
+        say(f"blames {error.rank}: {error.error_text}")
+        os._exit(1)
 
 
 def with_a_child(manager):
@@ -220,8 +262,57 @@ def caught(manager):
         if manager.rank == 1:
             raise ValueError("boom")
         wait_in_python()
-    except RuntimeError as error:
+    except RankFailedError as error:
         say(f"saved because {str(error).splitlines()[0]}")
+
+
+def out_of_memory(manager):
+    """Rank 1 has no memory left for its last words, nor for another thread."""
+    if manager.rank == 1:
+        in_use = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (in_use + 4_000_000, -1))
+        kept = []
+        while True:
+            kept.append(bytearray(100_000))
+    wait_in_python()
+
+
+class SpeechlessError(Exception):
+    def __str__(self):
+        sys.exit(0)
+
+
+def speechless(manager):
+    """Rank 1 can say nothing here, and its error nothing of itself."""
+    if manager.rank == 1:
+        sys.stdout.close()
+        sys.stderr = None
+        raise SpeechlessError
+    wait_in_python()
+
+
+def in_another_thread(manager):
+    if manager.rank == 1:
+        threading.Thread(target=int, args=["boom"]).start()
+    wait_in_python()
+
+
+def swallowed(manager):
+    """A rank that catches whatever comes, once, and ends as if nothing had happened."""
+    if manager.rank == 1:
+        raise ValueError("boom")
+    try:
+        wait_in_python()
+    except Exception as error:  # noqa: BLE001
+        say(f"caught {type(error).__name__}")
+
+
+def in_a_thread(manager):
+    """The initialization in another thread cannot interrupt the main thread."""
+    if manager.rank == 1:
+        time.sleep(0.5)
+        raise ValueError("boom")
+    wait_in_python()
 
 
 def train_until_stopped(manager):
@@ -272,4 +363,10 @@ if __name__ == "__main__":
     scenario = sys.argv[1]
     if "adopted" in sys.argv:
         dist.init_process_group("gloo")
-    globals()[scenario](DistributedManager.initialize(rendezvous_timeout=60))
+    if scenario == "in_a_thread":
+        thread = threading.Thread(target=DistributedManager.initialize)
+        thread.start()
+        thread.join()
+    else:
+        DistributedManager.initialize(rendezvous_timeout=60, fail_with_threads=True)
+    globals()[scenario](DistributedManager())

@@ -1,0 +1,147 @@
+"""Calls of one group that do not match: found when ranks wait in them for each other, at no cost before that.
+
+Messages of unlike calls have unlike tags, so they never meet, and both ranks wait. After a while each rank writes into
+the store what it waits in, and compares it with what the first one wrote.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+import torch.distributed as dist
+
+from distman._coordination import protocol, tracking
+from distman._coordination.failure.record import Place
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
+
+
+_PATIENCE = 1.0  # seconds that ranks may be apart before the store is asked; a hang is not worse for them
+_AT_ONCE = timedelta(milliseconds=1)
+_TAG = 0x646D  # nobody sends such a message
+
+
+class Members(Protocol):
+    """The group that a call is made in."""
+
+    @property
+    def name(self) -> str:
+        """Its name."""
+
+    @property
+    def rank(self) -> int:
+        """This rank's index in it."""
+
+    @property
+    def ranks(self) -> Sequence[int]:
+        """Its ranks in the world."""
+
+    @property
+    def process_group(self) -> dist.ProcessGroup | None:
+        """What carries its messages."""
+
+
+@dataclasses.dataclass(eq=False, slots=True)
+class Call:
+    """What this rank waits in.
+
+    Attributes:
+        group: The group.
+        number: The call's number in the group, the same on all members.
+        text: What must be equal on all of them.
+        since: When it began.
+    """
+
+    group: Members
+    number: int
+    text: str
+    since: float = dataclasses.field(default_factory=time.monotonic)
+
+    @property
+    def key(self) -> str:
+        """The call's name in the store; empty if its group has gone."""
+        process_group = self.group.process_group
+        return protocol.exchange(self.number, process_group.group_name) if process_group is not None else ""
+
+    def interrupt(self) -> None:
+        """Let the wait end with an error, by closing the group's connections: gloo does so when any wait is too long.
+
+        What a call that is cut short has sent would otherwise meet a later one. Other backends wait elsewhere.
+        """
+        process_group = self.group.process_group
+        if process_group is None or dist.Backend.GLOO not in dist.get_backend(process_group):  # cpu:gloo, say
+            return
+        other = (self.group.rank + 1) % len(self.group.ranks)
+        with contextlib.suppress(RuntimeError, ValueError):  # it is too late, as it must be, or the group is destroyed
+            process_group.recv([torch.empty(1)], other, _TAG).wait(_AT_ONCE)
+
+
+class MismatchWatch:
+    """Compares what this rank waits in with what the others wait in.
+
+    Args:
+        rank: This process's rank.
+        peers: All ranks, in rank order.
+    """
+
+    def __init__(self, rank: int, peers: Sequence[Place]) -> None:
+        self._me = peers[rank]
+        self._told: dict[Call, str] = {}
+        self._first: dict[Call, str] = {}
+
+    def look(self, store: Store, *, is_news: bool) -> None:
+        """Tell the others of a wait that lasts, and end it if they wait in something else.
+
+        Args:
+            store: The job's store.
+            is_news: Whether another rank may have found that calls do not match.
+        """
+        waits = {wait.call: wait for wait in tracking.waits() if wait.call is not None}
+        for call in [call for call in self._told if call not in waits]:
+            del self._told[call]
+            key = self._first.pop(call, "")
+            if key:
+                store.delete_key(protocol.first_proposal(key))
+        for call, wait in waits.items():
+            is_new = call not in self._told
+            if is_new and (time.monotonic() - call.since < _PATIENCE or not self._tell(store, call, wait)):
+                continue
+            if is_new or is_news:
+                wait.mismatch = wait.mismatch or mismatch(store, call)
+                if wait.mismatch:
+                    call.interrupt()
+
+    def _tell(self, store: Store, call: Call, wait: tracking.TrackedWait) -> bool:
+        key = call.key
+        if not key:
+            return False
+        self._told[call] = key
+        mine = json.dumps([call.text, f"  {self._me}: {call.text}, at {wait.line[0]}:{wait.line[1]}"])
+        first = store.compare_set(protocol.first_proposal(key), "", mine).decode()
+        if first == mine:
+            self._first[call] = key
+        elif json.loads(first)[0] != call.text:
+            lines = sorted((json.loads(first)[1], json.loads(mine)[1]))
+            store.compare_set(protocol.other_proposal(key), "", "\n".join(lines))
+            store.add(protocol.NEWS, 1)
+        return True
+
+
+def mismatch(store: Store, call: Call) -> str:
+    """Return why a call does not match those of the other ranks, or nothing."""
+    key = call.key
+    if not key or not store.check([protocol.other_proposal(key)]):
+        return ""
+    lines = store.get(protocol.other_proposal(key)).decode()
+    return (
+        f"all ranks must make the same call at exchange {call.number} of group {call.group.name or call.group.ranks}, "
+        f"but two differ. Correct them; the group's connections are closed.\n{lines}"
+    )

@@ -1,0 +1,143 @@
+"""What a rank says of itself when it comes, and what tells two processes that claim one rank apart."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import sys
+import time
+from collections.abc import Hashable, Iterable
+from pathlib import Path
+
+from distman._rendezvous.ancestry import start_time
+
+_MAX_COMMAND = 60  # characters: a message has several
+_SAME_START = 30.0  # seconds between the starts of ranks of one job, as far as they are told from those of another
+OWN_PORT = "If these are two jobs, give each its own MASTER_PORT or DISTMAN_JOB_ID."
+OWN_RANK = f"Give each process its own rank. {OWN_PORT}"
+
+COMMON = {
+    "world_size": f"Start all ranks with one command. {OWN_PORT}",
+    "backend": "Let all ranks see the same kind of device, and ask for the same backend.",
+    "distman": "Install one version of distman on all hosts.",
+    "torch": "Install one version of torch on all hosts.",
+}
+"""What all ranks of a job must have in common, and what to do where they have not."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Origin:
+    """Where a process comes from. None of it must be alike on all ranks of a job; it speaks where two claim one rank.
+
+    Attributes:
+        started: When the process started, in seconds of :func:`time.time`.
+        command: The program and its arguments, fit to be printed.
+        folder: Its working directory.
+        parent: Process id of its parent.
+        session: Id of its session, such as that of a terminal.
+    """
+
+    started: float
+    command: str
+    folder: str
+    parent: int
+    session: int
+
+    @classmethod
+    def of_this_process(cls) -> Origin:
+        """Return where this process comes from."""
+        command = "".join(character if character.isprintable() else "?" for character in " ".join(sys.argv))
+        try:
+            folder = str(Path.cwd())
+        except OSError:  # it was removed
+            folder = ""
+        return cls(
+            started=start_time(),
+            command=command if len(command) <= _MAX_COMMAND else f"{command[:_MAX_COMMAND]} ...",
+            folder=folder,
+            parent=os.getppid(),
+            session=os.getsid(0),
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class JoinRecord:
+    """What a rank says of itself when it arrives; ``None`` where its launcher is silent.
+
+    Attributes:
+        rank: Its rank.
+        world_size: The number of ranks it believes in.
+        local_rank: Its index on its host.
+        local_world_size: Number of ranks on its host.
+        node_rank: Index of its host.
+        num_nodes: Number of hosts.
+        host: Name of its host.
+        pid: Its process id there.
+        launcher: Who started it.
+        backend: Backend of the process group that it is about to make.
+        device_type: Type of device it computes on.
+        device: The device that the program asked for; None leaves the choice to the rank's place.
+        visible: UUIDs of the devices it sees, in the order of their indices; empty for the CPU.
+        has_own_devices: Whether the launcher says that no other rank sees these devices.
+        is_sharing_allowed: Whether it accepts to share its GPU with other ranks.
+        torch: Version of torch.
+        distman: Version of distman.
+        origin: Where its process comes from, which may tell its job from another one.
+    """
+
+    rank: int
+    world_size: int
+    local_rank: int | None
+    local_world_size: int | None
+    node_rank: int | None
+    num_nodes: int | None
+    host: str
+    pid: int
+    launcher: str
+    backend: str
+    device_type: str
+    device: str | None
+    visible: tuple[str, ...]
+    has_own_devices: bool
+    is_sharing_allowed: bool
+    torch: str
+    distman: str
+    origin: Origin
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} ({self.host}, pid {self.pid})"
+
+    @property
+    def common(self) -> tuple[Hashable, ...]:
+        """The values of what all ranks of a job must have in common, in the order of :data:`COMMON`."""
+        return self.world_size, self.backend, self.distman, ".".join(self.torch.split(".")[:2])
+
+
+def describe_claim(claim: JoinRecord) -> str:
+    """Return which process claims a rank, such as ``pid 812 on n1 (train.py --lr 1, started 12:00:07)``."""
+    started = time.strftime("%H:%M:%S", time.localtime(claim.origin.started))
+    return f"pid {claim.pid} on {claim.host} ({claim.origin.command}, started {started})"
+
+
+def is_mixed(surplus: JoinRecord, holder: JoinRecord, members: Iterable[JoinRecord]) -> bool:
+    """Return whether a complete job may consist of ranks of two, now that another process claims one of its ranks.
+
+    A job that was complete long before is not blamed for a later one that takes the same port. Two that start together
+    may have met in any order: unless each other member of the job is more like the holder of the rank than like the
+    process that came too late, nobody can tell which of them belongs to it.
+
+    Args:
+        surplus: The process that came too late.
+        holder: The one that holds its rank.
+        members: All of the job.
+    """
+    if abs(surplus.origin.started - holder.origin.started) > _SAME_START:
+        return False
+    others = (member for member in members if member.rank != holder.rank)
+    return any(_in_common(member, surplus) >= _in_common(member, holder) for member in others)
+
+
+def _in_common(one: JoinRecord, other: JoinRecord) -> set[str]:
+    """Return which signs of one job two processes share; ids of processes mean something on one host only."""
+    signs = ("command", "folder", "parent", "session") if one.host == other.host else ("command", "folder")
+    return {sign for sign in signs if getattr(one.origin, sign) == getattr(other.origin, sign)}

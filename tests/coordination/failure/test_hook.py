@@ -1,0 +1,177 @@
+"""What becomes of an exception that nothing caught: the others are told first, whatever state the streams are in."""
+
+import contextlib
+import io
+import multiprocessing
+import os
+import sys
+import threading
+
+import pytest
+
+from distman._coordination.failure import hook
+from distman._coordination.failure.delivery import Delivery
+from distman._coordination.failure.short_traceback import folded_traceback
+from distman.errors import RankFailedError
+
+from ..ranks import failure_on
+
+
+class Stream(io.StringIO):
+    """Notes when it is written to."""
+
+    def __init__(self, seen):
+        super().__init__()
+        self.seen = seen
+
+    def write(self, text):
+        self.seen.append("printed")
+        return super().write(text)
+
+
+class BrokenStream:
+    def __getattr__(self, name):
+        raise LookupError(name)
+
+
+def closed():
+    stream = io.StringIO()
+    stream.close()
+    return stream
+
+
+@pytest.fixture
+def seen():
+    """What happens, in its order; the hook is in place, with a reporter that is part of it."""
+    happened = []
+
+    def report(error):
+        happened.append(f"told {error}")
+        return lambda: happened.append("finished")
+
+    hook.install(report)
+    yield happened
+    hook.uninstall()
+
+
+def fail(error=None):
+    sys.excepthook(ValueError, error or ValueError("boom"), None)
+
+
+def test_the_others_are_told_before_anything_is_printed(seen, monkeypatch):
+    monkeypatch.setattr(sys, "stderr", Stream(seen))
+    fail()
+    assert (seen[0], seen[1], seen[-1]) == ("told boom", "printed", "finished")
+    assert hook.has_failed()
+
+
+@pytest.mark.parametrize("stream", [None, closed(), BrokenStream()], ids=["None", "closed", "broken"])
+def test_streams_that_cannot_be_written_to_hide_nothing_from_the_others(seen, monkeypatch, stream):
+    monkeypatch.setattr(sys, "stderr", stream)
+    monkeypatch.setattr(sys, "stdout", stream)
+    fail()
+    hook.write("a word")
+    assert seen == ["told boom", "finished"]
+
+
+def test_a_pipe_that_nobody_reads_delays_nothing(seen, monkeypatch):
+    reading, writing = os.pipe()
+    with os.fdopen(writing, "w", buffering=1) as stream, monkeypatch.context() as patched:
+        os.set_blocking(writing, False)
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                os.write(writing, b"x" * 4096)
+        os.set_blocking(writing, True)
+        patched.setattr(sys, "stderr", stream)
+        patched.setattr(hook, "_PRINT_PATIENCE", 0.01)
+        patched.setattr(hook, "_PATIENCE", 0.01)
+        ended_with = []
+        patched.setattr(hook.os, "_exit", ended_with.append)
+        fail()
+        assert seen == ["told boom", "finished"]
+        hook._hook.at_exit()
+        assert ended_with == [1]
+        os.read(reading, 1 << 20)  # lets the thread that prints go on
+    os.close(reading)
+
+
+def test_an_error_in_the_reporter_hides_nothing(monkeypatch):
+    def report(_):
+        raise MemoryError
+
+    hook.install(report)
+    stream = io.StringIO()
+    monkeypatch.setattr(sys, "stderr", stream)
+    with pytest.raises(MemoryError):
+        fail()
+    assert "ValueError: boom" in stream.getvalue()
+    hook.uninstall()
+
+
+def run(work):
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_an_error_in_a_thread_is_told_where_the_program_wants_it(seen, capsys):
+    run(lambda: [][0])
+    assert "IndexError ended a thread of this rank. The other ranks are not told" in capsys.readouterr().err
+    hook.set_thread_reporter(lambda error: seen.append(repr(error)))
+    run(lambda: [][0])
+    run(sys.exit)
+    assert seen == ["IndexError('list index out of range')"]
+    assert capsys.readouterr().err == ""
+
+
+def test_a_failure_that_was_swallowed_is_told_at_the_end(seen, capsys):
+    delivery = Delivery(failure_on(1))
+    hook.require_handling(delivery)
+    try:
+        raise delivery.next_error()
+    except Exception:  # noqa: BLE001 - that is the point
+        hook.report_at_end()
+    assert "distman: rank 1 (n1, pid 101) raised ValueError: boom" in capsys.readouterr().err
+    assert seen[-1] == "finished"
+    assert hook._hook.exit_code == hook.EXIT_CODE
+
+
+def test_one_that_was_handled_is_not(seen):
+    delivery = Delivery(failure_on(1))
+    hook.require_handling(delivery)
+    with pytest.raises(RankFailedError):
+        raise delivery.next_error()
+    hook.report_at_end()
+    assert seen == []
+    assert not hook.has_failed()
+
+
+def swallow():
+    hook.install(lambda _: None)
+    hook.require_handling(Delivery(failure_on(1)))
+
+
+def test_a_process_of_multiprocessing_ends_with_an_error_too():
+    process = multiprocessing.get_context("fork").Process(target=swallow)
+    process.start()
+    process.join(60)
+    assert process.exitcode == hook.EXIT_CODE
+
+
+def test_a_traceback_leaves_out_what_is_not_the_users(monkeypatch):
+    delivery = Delivery(failure_on(1))
+    try:
+        try:
+            hook.run_with_timeout(lambda: [][0], 60.0)  # through a file of the package
+        except IndexError as error:
+            raise delivery.next_error() from error
+    except RuntimeError as error:
+        shown = folded_traceback(error)
+        monkeypatch.setenv("DISTMAN_DEBUG", "1")
+        in_full = folded_traceback(error)
+    assert in_full == ""
+    assert "timeouts.py" not in shown
+    assert shown.count("test_hook.py") == 3
+    assert "RankFailedError: rank 1" in shown
+    assert shown.startswith("  (lines of torch and distman are left out")

@@ -1,0 +1,79 @@
+"""Work with a limit, in a thread that is there before it is needed."""
+
+import os
+import threading
+
+import pytest
+
+from distman._coordination import timeouts
+from distman._coordination.timeouts import begin, keep_threads, run_with_timeout
+
+
+@pytest.fixture(autouse=True)
+def no_threads_left():
+    yield
+    timeouts._end_threads()
+
+
+@pytest.fixture
+def no_new_threads(monkeypatch):
+    def start(_):
+        raise RuntimeError("can't start new thread")
+
+    return lambda: monkeypatch.setattr(threading.Thread, "start", start)
+
+
+def test_what_is_done_in_time_is_done():
+    done = []
+    assert run_with_timeout(lambda: done.append(threading.get_ident()), 60.0)
+    assert done != [threading.get_ident()]
+
+
+def test_what_is_not_is_left_alone():
+    may_end = threading.Event()
+    assert not run_with_timeout(may_end.wait, 0.001)
+    may_end.set()
+
+
+def test_an_error_is_raised_here():
+    with pytest.raises(SystemExit):
+        run_with_timeout(lambda: (_ for _ in ()).throw(SystemExit), 60.0)
+
+
+def test_kept_threads_serve_again_and_again(no_new_threads):
+    keep_threads()
+    no_new_threads()
+    served = set()
+    for _ in range(10):
+        assert run_with_timeout(lambda: served.add(threading.get_ident()), 60.0)
+    assert threading.get_ident() not in served
+
+
+def test_as_many_as_are_needed_at_once_are_kept(no_new_threads):
+    keep_threads()
+    no_new_threads()
+    threads = set()
+    together = threading.Barrier(3)
+
+    def work():
+        together.wait(60)
+        threads.add(threading.get_ident())
+
+    waits = [begin(work) for _ in range(3)]
+    assert all(wait(60.0) for wait in waits)
+    assert len(threads) == 3
+
+
+def test_without_a_thread_the_work_is_done_in_this_one(no_new_threads):
+    no_new_threads()
+    done = []
+    assert run_with_timeout(lambda: done.append(threading.get_ident()), 0.0)
+    assert done == [threading.get_ident()]
+
+
+def test_a_forked_child_does_not_wait_for_the_threads_of_its_parent():
+    keep_threads()
+    child = os.fork()
+    if child == 0:
+        os._exit(0 if run_with_timeout(lambda: None, 60.0) else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0

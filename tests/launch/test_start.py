@@ -1,0 +1,198 @@
+"""A start that goes wrong says so at once: no test here comes near a limit of the package."""
+
+import os
+import random
+import signal
+import sys
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from .conftest import require_namespaces
+from .hosts import NamespaceHosts
+from .preloaded import PYTHON
+from .processes import start
+
+LIMIT = 60
+WITHOUT_MPI4PY = Path(__file__).parent / "without_mpi4py"
+INITIALIZE = "from distman import DistributedManager as M; m = M.initialize(rendezvous_timeout=600)"
+SUM = f"{INITIALIZE}; import torch, torch.distributed as d; t = torch.ones(1); d.all_reduce(t); print('sum', t.item())"
+STAY = f"{INITIALIZE}; print('up', flush=True); import time; time.sleep(600)"
+MEET = f"{INITIALIZE}; m.barrier('the end', timeout=600)"
+
+
+@pytest.fixture(scope="module")
+def debian_hosts():
+    """Two hosts on which the host's own name is 127.0.1.1, as in the /etc/hosts that Debian writes."""
+    require_namespaces()
+    with NamespaceHosts(2, own_address="127.0.1.1") as hosts:
+        yield hosts
+
+
+def bare(rank, world_size, port, **more):
+    variables = {"RANK": rank, "WORLD_SIZE": world_size, "MASTER_ADDR": "localhost", "MASTER_PORT": port, **more}
+    return {name: str(value) for name, value in variables.items()}
+
+
+def start_on(stack, hosts, host, code, env):
+    command = [*hosts.enter(host), PYTHON, "-c", code]
+    return stack.enter_context(start(command, env={**hosts.environment, **env}))
+
+
+@pytest.mark.parametrize("first", ["n1", "n2"])
+def test_hosts_whose_own_name_is_the_loopback_meet_and_compute(debian_hosts, first):
+    places = [first, first, "n1", "n2"]
+    with ExitStack() as stack:
+        ranks = [
+            start_on(stack, debian_hosts, host, SUM, bare(rank, len(places), 29500, MASTER_ADDR=first))
+            for rank, host in enumerate(places)
+        ]
+        finished = [rank.wait(timeout=LIMIT) for rank in ranks]
+    assert [(rank.returncode, rank.stdout, rank.stderr) for rank in finished] == [(0, "sum 4.0\n", "")] * len(places)
+
+
+OPENMPI_4 = {
+    "OMPI_COMM_WORLD_RANK": "0",
+    "OMPI_COMM_WORLD_SIZE": "2",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "0",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "1",
+    "OMPI_MCA_orte_hnp_uri": "7.0;tcp://10.77.0.11:3000",
+    "PYTHONPATH": str(WITHOUT_MPI4PY),
+}
+
+
+@pytest.mark.parametrize(
+    ("env", "source"),
+    [
+        (bare(0, 2, 29500, MASTER_ADDR="n1"), "address from MASTER_ADDR"),
+        (OPENMPI_4, "address from the variables of openmpi, which are a guess without mpi4py"),
+    ],
+    ids=["bare", "Open MPI 4 without mpi4py"],
+)
+def test_rank_zero_on_another_host_than_its_address_says_so(debian_hosts, env, source):
+    with ExitStack() as stack:
+        finished = start_on(stack, debian_hosts, "n2", INITIALIZE, env).wait(timeout=LIMIT)
+    assert finished.returncode == 1
+    assert "rank 0 must run on the host at which the ranks meet, got" in finished.stderr
+    assert f"10.77.0.11{')' if 'RANK' in env else ''}, which is not this host, n2 [{source}" in finished.stderr
+    assert "Set MASTER_ADDR to n2 on all ranks" in finished.stderr
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_two_jobs_that_mix_are_ended(free_port, seed):
+    """A rank of each of two jobs meet; what is left of them comes later, and cannot have both."""
+    draw = random.Random(seed)  # noqa: S311 - no secret
+    jobs = draw.sample("ab", 2)
+    late = draw.randrange(2)
+
+    with ExitStack() as stack:
+
+        def start_rank(rank, job):
+            return stack.enter_context(start([PYTHON, "-c", STAY, job], env=bare(rank, 2, free_port)))
+
+        mixed = [start_rank(rank, jobs[rank]) for rank in range(2)]
+        for rank in mixed:
+            rank.wait_for_output("up")
+        surplus = start_rank(late, jobs[1 - late])
+        finished = [rank.wait(timeout=LIMIT) for rank in (*mixed, surplus)]
+    for rank in finished:
+        assert rank.returncode != 0
+        assert f"rank {late} must be one process" in rank.stderr
+        assert "give each its own MASTER_PORT or DISTMAN_JOB_ID" in rank.stderr
+
+
+def test_jobs_of_one_rank_need_no_port_of_their_own(free_port):
+    with ExitStack() as stack:
+        jobs = [stack.enter_context(start([PYTHON, "-c", MEET], env=bare(0, 1, free_port))) for _ in range(3)]
+        assert [(job.wait(timeout=LIMIT).returncode, job.stderr) for job in jobs] == [(0, "")] * 3
+
+
+HELPER = """
+import distman
+raise ValueError("boom in a helper")
+"""
+STARTS_HELPER = f"""
+import subprocess, sys
+helper = [sys.executable, "helper.py"]
+assert subprocess.run(helper).returncode == 1
+{INITIALIZE}
+assert subprocess.run(helper).returncode == 1
+m.barrier("the end", timeout=600)
+"""
+
+
+@pytest.mark.parametrize("with_helper", [0, 1])
+def test_a_process_that_a_rank_starts_may_fail_without_ending_the_job(free_port, tmp_path, with_helper):
+    (tmp_path / "helper.py").write_text(HELPER)
+    (tmp_path / "train.py").write_text(STARTS_HELPER)
+    with ExitStack() as stack:
+        ranks = [
+            stack.enter_context(
+                start([sys.executable, "train.py"], env=bare(rank, 2, free_port), cwd=tmp_path)
+                if rank == with_helper
+                else start([PYTHON, "-c", MEET], env=bare(rank, 2, free_port))
+            )
+            for rank in range(2)
+        ]
+        finished = [rank.wait(timeout=LIMIT) for rank in ranks]
+    assert [rank.returncode for rank in finished] == [0, 0]
+    assert finished[with_helper].stderr.count("ValueError: boom in a helper") == 2
+
+
+WAITS = """
+import sys
+from distman import DistributedManager
+from distman._rendezvous import early_failure, membership
+
+early_failure.tell_waiting_ranks.__kwdefaults__["patience"] = 600.0  # who interrupts must not wait for it
+join = membership._Membership.join_record
+
+def join_and_say_so(self):
+    join(self)
+    print("joined", flush=True)
+
+membership._Membership.join_record = join_and_say_so
+times, last = int(sys.argv[1]), sys.argv[2]
+for attempt in range(times):
+    try:
+        print("attempt", flush=True)
+        DistributedManager.initialize(rendezvous_timeout=600)
+    except KeyboardInterrupt:
+        print("interrupted", flush=True)
+        if attempt + 1 == times and last == "raise":
+            raise
+"""
+
+
+@pytest.mark.parametrize(
+    ("present", "interrupted"),
+    [([0, 1], [0, 1]), ([0, 1, 2], [0]), ([0, 1, 2], [1]), ([1, 2], [1, 2])],
+    ids=["all", "rank 0", "rank 1", "before rank 0"],
+)
+@pytest.mark.parametrize(("times", "last"), [(1, "raise"), (2, "end")])
+def test_ctrl_c_while_ranks_wait_for_each_other(free_port, present, interrupted, times, last):
+    """One of four ranks never comes. Who is interrupted ends, and so do those that wait with it; nobody aborts."""
+    with ExitStack() as stack:
+
+        def start_rank(rank):
+            command = [PYTHON, "-c", WAITS, str(times if rank in interrupted else 1), last]
+            return stack.enter_context(start(command, env=bare(rank, 4, free_port)))
+
+        ranks = {rank: start_rank(rank) for rank in present}
+        for process in ranks.values():
+            process.wait_for_output("joined" if 0 in present else "attempt")
+        for time in range(1, times + 1):
+            for rank in interrupted:
+                ranks[rank].wait_for_output("joined" if rank == 0 else "attempt", times=time)
+                os.kill(ranks[rank].pid, signal.SIGINT)
+            for rank in interrupted:
+                ranks[rank].wait_for_output("interrupted", times=time)
+        finished = {rank: process.wait(timeout=LIMIT) for rank, process in ranks.items()}
+    for rank, process in finished.items():
+        if rank in interrupted:
+            assert process.returncode == (0 if last == "end" else -signal.SIGINT)
+        else:
+            assert process.returncode == 1
+            assert f"RankFailedError: rank {interrupted[0]} " in process.stderr
+            assert "raised KeyboardInterrupt" in process.stderr
