@@ -13,7 +13,7 @@ from .observe import End, Outcome
 # A sentence that says that a rank failed: `rank 2 (n1, pid 77) raised`, with what it is for the job in between.
 BLAME = re.compile(
     r"\brank (\d+) \([^,()]*, pid \d+\)(?:, which served the job's store[^,]*,)?"
-    r" (?:raised|died|has been silent|left)"
+    r" (?:raised|died|has been silent|left|is on a host that has not answered)"
 )
 MISSING = re.compile(r"missing: ranks? (.*)\. Present")  # such as `ranks 2 (expected on n3), 4`
 OPENS_STORE = "must open the job's store"  # rank 0, by whatever name
