@@ -75,6 +75,7 @@ class Kind:
         places: Where it can happen.
         rank: The only rank that it can happen to; None is any.
         needs_hosts: Whether it needs two virtual hosts.
+        needs_no_launcher: Whether a launcher would wait for that rank.
     """
 
     effect: Effect
@@ -82,6 +83,7 @@ class Kind:
     places: Collection[str] = PLACES
     rank: int | None = None
     needs_hosts: bool = False
+    needs_no_launcher: bool = False
 
 
 FAULTS = {
@@ -92,7 +94,7 @@ FAULTS = {
     "raise-closed-outputs": Kind(Effect.RAISES, "ValueError: boom"),
     "raise-no-stderr": Kind(Effect.RAISES, "ValueError: boom"),
     "raise-full-stderr": Kind(Effect.RAISES, "ValueError: boom"),
-    "raise-blocked-stderr": Kind(Effect.RAISES, "ValueError: boom"),
+    "raise-blocked-stderr": Kind(Effect.RAISES, "ValueError: boom", needs_no_launcher=True),
     "raise-in-worker": Kind(Effect.RAISES, "ValueError: boom"),
     "kill-worker": Kind(Effect.RAISES, "DataLoader worker"),
     "exit-worker": Kind(Effect.RAISES, "DataLoader worker"),
@@ -245,7 +247,8 @@ class Case:
             fault.rank < self.ranks
             and self.place in kind.places
             and kind.rank in (None, fault.rank)
-            and (not kind.needs_hosts or (self.launcher == "env" and self.hosts == 2))
+            and (not kind.needs_hosts or self.hosts == 2)
+            and (self.launcher == "env" or not (kind.needs_hosts or kind.needs_no_launcher))
         )
 
 
@@ -272,7 +275,7 @@ def _draw_one(source: random.Random, fault: str) -> Case:
         faults.append(Fault(source.choice(SECOND_FAULTS), source.randrange(ranks)))
     place = source.choice(list(kind.places))
     return Case(
-        launcher="env" if kind.needs_hosts else launcher,
+        launcher="env" if kind.needs_hosts or kind.needs_no_launcher else launcher,
         hosts=2 if kind.needs_hosts or source.random() < SHARE_OF_TWO_HOSTS else 1,
         ranks=ranks,
         place=place,

@@ -22,7 +22,6 @@ from .starters import Job, start_case
 HANG = 30.0  # seconds beyond the promised time after which nothing more is waited for
 START_PATIENCE = 40.0  # seconds for all ranks to start and to come to the place, on a loaded machine
 TIDYING = 5.0  # seconds for the last processes of a job to go
-PRINTING = 12.0  # seconds more for a rank that cannot print why it failed: it tries for ten
 NOT_OURS = ("pymp-", "kernel-")  # what a loader's worker, or a kernel, leaves in its temporary folder when it is ended
 LOOKS_PER_MEASUREMENT = 20  # of which a hundred are made in a second
 LONGEST_TEXT = 20_000  # characters of what a rank said that are kept
@@ -203,9 +202,14 @@ def _is_over(job: Job, watch: Watch, expected: list[int]) -> bool:
 
 def _tidying(case: Case, job: Job) -> float:
     """Return the seconds to wait for the ranks that failed: those that are silent need not end by themselves."""
-    if Effect.SILENT in case.effects and not job.has_launcher:
-        return 0.5
-    return TIDYING + PRINTING * any(fault.name == "raise-blocked-stderr" for fault in case.faults)
+    return 0.5 if _stays(case, job) else TIDYING
+
+
+def _stays(case: Case, job: Job) -> set[int]:
+    """Return the ranks that nobody ends: those that are silent, or write to a pipe that nobody reads."""
+    if job.has_launcher:
+        return set()
+    return {f.rank for f in case.faults if f.effect is Effect.SILENT or f.name == "raise-blocked-stderr"}
 
 
 def _continue(case: Case, watch: Watch) -> None:
@@ -236,11 +240,7 @@ def _end(job: Job, watch: Watch, rank: int, since: float) -> End:
 
 def _left_behind(case: Case, job: Job, watch: Watch) -> tuple[str, ...]:
     """Return what is alive; without a launcher nobody ends a silent rank, and its own children."""
-    silent = {
-        watch.places[fault.rank][1]
-        for fault in case.faults
-        if fault.effect is Effect.SILENT and fault.rank in watch.places and not job.has_launcher
-    }
+    silent = {watch.places[rank][1] for rank in _stays(case, job) if rank in watch.places}
 
     def others() -> list[Process]:
         return [process for process in job.alive if process.pid not in silent and not _stands_for(process, silent)]
