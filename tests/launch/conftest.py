@@ -79,6 +79,11 @@ def intel_mpi() -> MpiInstallation:
     return MpiInstallation(INTEL_MPI).install()
 
 
+@pytest.fixture(scope="session")
+def no_launcher() -> None:
+    """What starts ranks in bare variables: nothing, so that each is started by the test."""
+
+
 @pytest.fixture(params=["openmpi", "mpich", "intel_mpi"])
 def any_mpi(request: pytest.FixtureRequest) -> MpiInstallation:
     """Each MPI in turn."""

@@ -9,12 +9,12 @@ import shutil
 import subprocess
 import tempfile
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from .processes import Finished, Process, kill_all, launch, launch_environment, processes
+from .processes import Finished, Process, Running, kill_all, launch, launch_environment, processes, start
 
 NETWORK = "10.77.0"
 SSH = Path(__file__).parent / "ssh"
@@ -74,8 +74,12 @@ class NamespaceHosts:
 
     def enter(self, host: str = "ctl", cwd: Path | None = None) -> list[str]:
         """Return the beginning of a command line that runs the rest of it on a host."""
-        pid = str(self._pids[host])
+        pid = str(self.pid_of(host))
         return ["nsenter", "--target", pid, "--net", "--uts", "--mount", f"--wdns={cwd or Path.cwd()}", "--"]
+
+    def pid_of(self, host: str) -> int:
+        """Return the process that holds a host's namespaces."""
+        return self._pids[host]
 
     def run(
         self,
@@ -94,6 +98,17 @@ class NamespaceHosts:
             timeout=timeout,
             cwd=cwd,
         )
+
+    def start(
+        self,
+        command: Sequence[str | Path],
+        *,
+        host: str = "ctl",
+        env: Mapping[str, str | None] | None = None,
+        cwd: Path | None = None,
+    ) -> AbstractContextManager[Running]:
+        """Start a command on a host for the length of a ``with`` block."""
+        return start([*self.enter(host, cwd), *command], env={**self.environment, **(env or {})}, cwd=cwd)
 
     def start_daemon(self, command: Sequence[str], *, host: str, log: Path, env: Mapping[str, str]) -> None:
         """Start a process that lives as long as the hosts do."""

@@ -12,7 +12,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -139,13 +139,32 @@ class MpiInstallation:
     ) -> Finished:
         """Launch from ``ctl`` on all the virtual hosts."""
         __tracebackhide__ = True
-        slots = f":{ranks_per_host}" if self.flavour.hosts_with_slots else ""
-        names = ",".join(f"{name}{slots}" for name in hosts.names)
-        options = [part.format(hosts=names, ranks_per_host=ranks_per_host) for part in self.flavour.many_hosts]
-        ranks = ranks_per_host * len(hosts.names)
-        command = [*self.flavour.launcher, *options, "-n", str(ranks), str(self.python), *arguments]
+        command = self._command_on(hosts, *arguments, ranks_per_host=ranks_per_host)
         variables = {**self.environment_on_hosts(mpi4py=mpi4py), **(env or {})}
         return hosts.run(command, env=variables, timeout=timeout, cwd=cwd)
+
+    def start_on(
+        self,
+        hosts: NamespaceHosts,
+        *arguments: str | Path,
+        ranks_per_host: int,
+        env: Mapping[str, str | None] | None = None,
+        cwd: Path | None = None,
+    ) -> AbstractContextManager[Running]:
+        """Do what `run_on` does for the length of a ``with`` block; the ranks get the variables on all hosts."""
+        # The others hand over all variables; of Open MPI they have to be asked for.
+        exported = [word for name in env or {} for word in ("-x", name)] if self.flavour is OPENMPI else []
+        command = self._command_on(hosts, *arguments, ranks_per_host=ranks_per_host, options=exported)
+        return hosts.start(command, env={**self.environment_on_hosts(), **(env or {})}, cwd=cwd)
+
+    def _command_on(
+        self, hosts: NamespaceHosts, *arguments: str | Path, ranks_per_host: int, options: Sequence[str] = ()
+    ) -> list[str | Path]:
+        slots = f":{ranks_per_host}" if self.flavour.hosts_with_slots else ""
+        names = ",".join(f"{name}{slots}" for name in hosts.names)
+        places = [part.format(hosts=names, ranks_per_host=ranks_per_host) for part in self.flavour.many_hosts]
+        ranks = ranks_per_host * len(hosts.names)
+        return [*self.flavour.launcher, *places, *options, "-n", str(ranks), self.python, *arguments]
 
     def command(self, *arguments: str | Path, ranks: int) -> list[str | Path]:
         """Return the command line that runs ``python ARGUMENTS`` on this machine; it needs `environment`."""

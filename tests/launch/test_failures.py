@@ -18,7 +18,7 @@ LIMIT = 60
 @pytest.mark.parametrize(("when", "failing_rank"), [("before", 0), ("after", 1)])
 @pytest.mark.parametrize("mpi", ["openmpi", "mpich", "intel_mpi"])
 def test_a_rank_that_raises_ends_a_job_on_two_hosts(request, namespace_hosts, mpi, when, failing_rank):
-    """On one host, and under the other launchers, the fault matrix shows it."""
+    """On one host, and under the other launchers, the explorer looks at it."""
     launcher = request.getfixturevalue(mpi).preloaded
     finished = launcher.run_on(namespace_hosts, RAISE, when, failing_rank, ranks_per_host=1, timeout=LIMIT)
     assert f"rank {failing_rank} raises" in finished.stdout

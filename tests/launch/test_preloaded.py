@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from . import preloaded
 from .preloaded import PYTHON
 from .processes import launch, marked, poll, start
 
@@ -53,6 +54,22 @@ def test_a_signal_ends_it_and_whoever_stands_for_it(python, number):
         os.kill(running.pid, number)
         assert running.wait(timeout=30).returncode == -number
         assert poll(lambda: not marked(running.marker), 30)
+
+
+def test_it_and_whoever_stands_for_it_end_together():
+    """The server hears of both at once, when the process id of the fork is already free for another process."""
+    server = preloaded._server()._process.pid
+    with start(["env", PYTHON, "-c", WAIT]) as running:
+        running.wait_for_output("pid")
+        os.kill(server, signal.SIGSTOP)
+        try:
+            os.kill(pid := int(running.stdout.split()[1]), signal.SIGKILL)
+            assert poll(lambda: ") Z " in Path(f"/proc/{pid}/stat").read_text(), 30)
+            os.kill(running.pid, signal.SIGKILL)
+            assert running.wait(timeout=30).returncode == -signal.SIGKILL
+        finally:
+            os.kill(server, signal.SIGCONT)
+    assert launch([PYTHON, "-c", "print('served')"]).stdout == "served\n"
 
 
 def test_its_own_death_is_that_of_whoever_stands_for_it(python):

@@ -41,7 +41,8 @@ class Server:
         """Serve; return the request in a fork."""
         while True:
             for key, _ in self._selector.select():
-                if request := key.data():
+                is_current = self._selector.get_map().get(key.fd) == key  # a fork and its client may end together
+                if is_current and (request := key.data()):
                     return request
 
     def _accept(self) -> "dict | None":

@@ -1,0 +1,1 @@
+"""Jobs drawn at random, each with a fault, and the promises that no fault may break."""

@@ -1,0 +1,173 @@
+"""The code in which the survivors of a case are when another rank fails: what programs do around their work.
+
+A function gets the steps of the work, in each of which a failure may arrive, and calls them in its own way.
+"""
+
+import asyncio
+import logging
+import os
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+Steps = Iterable[Callable[[], object]]
+
+log = logging.getLogger("program")
+
+
+def plain(steps: Steps) -> None:
+    for step in steps:
+        step()
+
+
+def retry(steps: Steps) -> None:
+    """One item that fails must not spoil the others."""
+    for step in steps:
+        try:
+            step()
+        except Exception as error:  # noqa: BLE001 - as programs do
+            log.warning("left out: %r", error)
+
+
+def bare(steps: Steps) -> None:
+    for step in steps:
+        with suppress(BaseException):
+            step()
+
+
+class Lazy:
+    """It works while it is written into the log, which catches what is raised there."""
+
+    def __init__(self, step: Callable[[], object]) -> None:
+        self.step = step
+
+    def __str__(self) -> str:
+        self.step()
+        return "done"
+
+
+def in_logging(steps: Steps) -> None:
+    for step in steps:
+        log.info("%s", Lazy(step))
+
+
+class Finalized:
+    """It works when it is deleted, where Python catches what is raised."""
+
+    def __init__(self, step: Callable[[], object]) -> None:
+        self.step = step
+
+    def __del__(self) -> None:
+        self.step()
+
+
+def in_del(steps: Steps) -> None:
+    for step in steps:
+        Finalized(step)
+
+
+def in_callbacks(steps: Steps) -> None:
+    async def work() -> None:
+        for step in steps:
+            asyncio.get_running_loop().call_soon(step)
+            await asyncio.sleep(0)
+
+    asyncio.run(work())
+
+
+def in_an_event_loop(steps: Steps) -> None:
+    async def work() -> None:
+        for step in steps:
+            await asyncio.to_thread(step)
+
+    asyncio.run(work())
+
+
+def in_a_thread(steps: Steps) -> None:
+    with ThreadPoolExecutor(1) as pool:
+        for step in steps:
+            pool.submit(step).result()
+
+
+class Slow(Dataset[int]):
+    def __len__(self) -> int:
+        return 100_000
+
+    def __getitem__(self, index: int) -> int:
+        time.sleep(0.005)
+        return index
+
+
+def in_a_loader(steps: Steps) -> None:
+    for _, step in zip(DataLoader(Slow(), num_workers=1), steps, strict=False):
+        step()
+
+
+def in_ddp(steps: Steps) -> None:
+    from distman import DistributedManager
+
+    model = DistributedManager().wrap_ddp(torch.nn.Linear(8, 8))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in steps:
+        step()
+        optimizer.zero_grad()
+        model(torch.ones(2, 8)).sum().backward()
+        optimizer.step()
+
+
+def in_a_notebook(steps: Steps) -> None:
+    """Be a notebook's kernel, in which each step is a cell; what runs a notebook ends it with the first error."""
+    from ipykernel.kernelapp import IPKernelApp
+
+    os.environ["IPYTHONDIR"] = tempfile.mkdtemp(prefix="kernel-")
+    file = tempfile.mktemp(prefix="kernel-", suffix=".json")  # noqa: S306 - the kernel writes it
+    kernel = IPKernelApp.instance(connection_file=file, outstream_class=None, log_level="ERROR")
+    kernel.initialize(["--HistoryManager.enabled=False"])
+    errors: list[str] = []
+    threading.Thread(target=run_cells, args=(kernel, steps, errors), daemon=True).start()
+    kernel.start()
+    if errors:
+        sys.stderr.write("\n".join(errors) + "\n")
+        sys.exit(1)
+
+
+def run_cells(kernel: Any, steps: Steps, errors: list[str]) -> None:
+    """Be the notebook: let the kernel run a cell after another."""
+    from jupyter_client import BlockingKernelClient
+
+    client = BlockingKernelClient()
+    client.load_connection_info(kernel.get_connection_info())
+    client.start_channels()
+    client.wait_for_ready()
+    for step in steps:
+        kernel.shell.user_ns["step"] = step
+        client.execute("step()", store_history=False)
+        content = client.get_shell_msg()["content"]
+        if content["status"] != "ok":
+            errors += [*content["traceback"], str(content["ename"])]
+            break
+    client.shutdown()
+
+
+AROUND: dict[str, Callable[[Steps], None]] = {
+    "plain": plain,
+    "retry": retry,
+    "bare": bare,
+    "logging": in_logging,
+    "del": in_del,
+    "callback": in_callbacks,
+    "asyncio": in_an_event_loop,
+    "thread": in_a_thread,
+    "loader": in_a_loader,
+    "ddp": in_ddp,
+    "notebook": in_a_notebook,
+}
+WITH_ALL_RANKS = ("ddp",)  # they communicate, so the failing rank must take part

@@ -1,0 +1,25 @@
+"""A fixed part of what `python -m tests.explore` explores without an end."""
+
+import sys
+from itertools import islice
+
+import pytest
+
+from tests.explore.cases import FAULTS, draw
+from tests.explore.judge import judge
+from tests.explore.observe import run
+from tests.explore.starters import STARTERS
+
+from .conftest import require_namespaces
+
+SEED = 437
+ROUNDS = 2  # in each of which every fault is drawn once; more do not fit into three minutes of two cores
+
+
+@pytest.mark.parametrize("case", list(islice(draw(SEED), ROUNDS * len(FAULTS))), ids=str)
+def test_a_case_keeps_the_promises(request, case):
+    if case.hosts > 1:
+        require_namespaces()
+    outcome = run(case, request.getfixturevalue(STARTERS[case.launcher].fixture))
+    sys.stdout.write(f"python -m tests.explore --case '{case}'\n{outcome}\n")  # pytest shows it when the test fails
+    assert judge(case, outcome) == []
