@@ -46,7 +46,7 @@ def all_gather_v(
     Raises:
         ValueError: Sizes, dim, group or device do not fit; without ``sizes`` on every rank: the shards differ in
             dtype or in another dim.
-        PlanMismatchError: In debug mode, on every rank: the ranks call differently.
+        PlanMismatchError: On every rank that waits, in debug mode on all: the ranks call differently.
     """
     members = resolve_group(group)
     check_call(

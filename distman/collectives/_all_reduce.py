@@ -14,7 +14,7 @@ from distman.collectives._exchange import announce, exchange, layout_of, process
 from distman.topology import split_sizes
 
 _IN_FLOAT32 = (torch.float16, torch.bfloat16)
-_MAX_BYTES_AT_ONCE = 16384  # from every rank to every rank; above that it pays to send each its part of the sum first
+_MAX_BYTES_AT_ONCE = 2**20  # to all other ranks; above that it pays to send each its part of the sum first
 _IN_INT32 = (torch.int16, torch.bool)  # no backend adds them up; a sum of truths is whether one is true
 
 
@@ -35,7 +35,8 @@ def all_reduce_sum(tensor: torch.Tensor, group: Group, *, use_fp32: bool) -> tor
     elif dtype in _IN_INT32:
         dtype = torch.int32
     term = tensor.detach().to(dtype).contiguous()
-    return term.clone() if group.size == 1 else _sum(term, group).to(tensor.dtype).view(tensor.shape)
+    total = term.clone() if group.size == 1 else _sum(term, group)
+    return total.to(tensor.dtype).view(tensor.shape)
 
 
 def _sum(term: torch.Tensor, group: Group) -> torch.Tensor:
@@ -47,7 +48,7 @@ def _sum(term: torch.Tensor, group: Group) -> torch.Tensor:
         dist.all_reduce(total, group=process_group_of(group))
         return total
     flat = term.view(-1)
-    if flat.numel() * flat.itemsize <= _MAX_BYTES_AT_ONCE:
+    if group.size == 2 or (group.size - 1) * flat.numel() * flat.itemsize <= _MAX_BYTES_AT_ONCE:
         return _sum_of_received([flat] * group.size, group, what)
     sizes = split_sizes(flat.numel(), group.size)
     part = _sum_of_received(flat.split(sizes), group, what)

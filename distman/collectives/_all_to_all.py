@@ -44,7 +44,7 @@ def all_to_all_v(
 
     Raises:
         ValueError: Sizes, dim, group or device do not fit.
-        PlanMismatchError: In debug mode, on every rank: the ranks call differently.
+        PlanMismatchError: On every rank that waits, in debug mode on all: the ranks call differently.
     """
     members = resolve_group(group)
     check_call("all_to_all_v", tensor, members, free_dim=dim, dim=dim, sizes=sizes)
@@ -80,7 +80,7 @@ def indexed_all_to_all_v(
 
     Raises:
         ValueError: Indices, sizes, dim, group or device do not fit.
-        PlanMismatchError: In debug mode, on every rank: the ranks call differently.
+        PlanMismatchError: On every rank that waits, in debug mode on all: the ranks call differently.
     """
     members = resolve_group(group)
     check_call("indexed_all_to_all_v", tensor, members, free_dim=dim, dim=dim, sizes=sizes, use_fp32=use_fp32)
@@ -130,7 +130,7 @@ def distributed_transpose(
     Raises:
         ValueError: Dims, sizes, group or device do not fit; without ``sizes`` on every rank: the shards differ in
             dtype or in another dim.
-        PlanMismatchError: In debug mode, on every rank: the ranks call differently.
+        PlanMismatchError: On every rank that waits, in debug mode on all: the ranks call differently.
     """
     members = resolve_group(group)
     check_call(

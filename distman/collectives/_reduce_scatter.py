@@ -39,7 +39,7 @@ def reduce_scatter_v(
 
     Raises:
         ValueError: Sizes, dim, group or device do not fit.
-        PlanMismatchError: In debug mode, on every rank: the ranks call differently.
+        PlanMismatchError: On every rank that waits, in debug mode on all: the ranks call differently.
     """
     members = resolve_group(group)
     check_call("reduce_scatter_v", tensor, members, dim=dim, sizes=sizes, use_fp32=use_fp32)

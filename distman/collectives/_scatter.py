@@ -54,7 +54,7 @@ def scatter_v(
 
     Raises:
         ValueError: On every rank: sizes, dim or the tensor on ``src`` do not fit. On this rank: the group does not.
-        PlanMismatchError: In debug mode, on every rank: the ranks call differently.
+        PlanMismatchError: On every rank that waits, in debug mode on all: the ranks call differently.
     """
     members = resolve_group(group)
     _debug.compare("scatter_v", members, dim=dim, sizes=sizes, src=src)

@@ -10,7 +10,7 @@ import os
 import pytest
 import torch
 
-from distman import DistributedManager, NotInitializedError
+from distman import DistributedManager, NotInitializedError, fft
 from distman._process_state import reset
 from distman.checkpoint import (
     CheckpointFolder,
@@ -46,7 +46,6 @@ from distman.decorators import (
     rank_zero_first,
     rank_zero_only,
 )
-from distman.fft import DistributedIRFFT2, DistributedRFFT2, fft2, fftn, ifft2, ifftn, irfft2, irfftn, rfft2, rfftn
 from distman.mappings import (
     copy_to_parallel_region,
     gather_from_parallel_region,
@@ -72,6 +71,12 @@ def score(_t, x):
     return -x
 
 
+TRANSFORMS = [
+    name
+    for name in fft.__all__
+    if name.startswith(("fft", "ifft", "rfft", "irfft", "hfft", "ihfft")) and not name.endswith(("freq", "shift"))
+]
+
 # What asks the manager, always.
 NEEDS_MANAGER = {
     "all_gather_objects": lambda _: all_gather_objects(1),
@@ -93,16 +98,13 @@ NEEDS_MANAGER = {
     "mark_module_as_shared": lambda _: mark_module_as_shared(torch.nn.Linear(1, 1)),
     "reduce_from_parallel_region": lambda _: reduce_from_parallel_region(SQUARE),
     "scatter_to_parallel_region": lambda _: scatter_to_parallel_region(SQUARE),
-    "DistributedRFFT2": lambda _: DistributedRFFT2.apply(SQUARE, (4, 4), (0, 1)),
-    "DistributedIRFFT2": lambda _: DistributedIRFFT2.apply(SQUARE, (4, 4), (0, 1)),
-    "fft2": lambda _: fft2(SQUARE),
-    "fftn": lambda _: fftn(SQUARE),
-    "ifft2": lambda _: ifft2(SQUARE),
-    "ifftn": lambda _: ifftn(SQUARE),
-    "irfft2": lambda _: irfft2(SQUARE),
-    "irfftn": lambda _: irfftn(SQUARE),
-    "rfft2": lambda _: rfft2(SQUARE),
-    "rfftn": lambda _: rfftn(SQUARE),
+    "DistributedRFFT2": lambda _: fft.DistributedRFFT2.apply(SQUARE, (4, 4), (0, 1)),
+    "DistributedIRFFT2": lambda _: fft.DistributedIRFFT2.apply(SQUARE, (4, 4), (0, 1)),
+    **{name: lambda _, transform=getattr(fft, name): transform(SQUARE) for name in TRANSFORMS},
+    "fftshift": lambda _: fft.fftshift(SQUARE, shard_dim=0),
+    "ifftshift": lambda _: fft.ifftshift(SQUARE, shard_dim=0),
+    "fftfreq": lambda _: fft.fftfreq(4),
+    "rfftfreq": lambda _: fft.rfftfreq(4),
     "distributed_loader": lambda _: distributed_loader(DATA, batch_size=2),
     "rank_cached_loader": lambda _: rank_cached_loader(DATA, batch_size=2),
     "RankCachedDataset": lambda _: RankCachedDataset(DATA),
