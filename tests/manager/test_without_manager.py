@@ -100,7 +100,7 @@ NEEDS_MANAGER = {
     "scatter_to_parallel_region": lambda _: scatter_to_parallel_region(SQUARE),
     "DistributedRFFT2": lambda _: fft.DistributedRFFT2.apply(SQUARE, (4, 4), (0, 1)),
     "DistributedIRFFT2": lambda _: fft.DistributedIRFFT2.apply(SQUARE, (4, 4), (0, 1)),
-    **{name: lambda _, transform=getattr(fft, name): transform(SQUARE) for name in TRANSFORMS},
+    **{name: lambda _, name=name: getattr(fft, name)(SQUARE) for name in TRANSFORMS},
     "fftshift": lambda _: fft.fftshift(SQUARE, shard_dim=0),
     "ifftshift": lambda _: fft.ifftshift(SQUARE, shard_dim=0),
     "fftfreq": lambda _: fft.fftfreq(4),
