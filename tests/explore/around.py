@@ -132,8 +132,10 @@ def in_a_notebook(steps: Steps) -> None:
     kernel = IPKernelApp.instance(connection_file=file, outstream_class=None, log_level="ERROR")
     kernel.initialize(["--HistoryManager.enabled=False"])
     errors: list[str] = []
-    threading.Thread(target=run_cells, args=(kernel, steps, errors), daemon=True).start()
+    notebook = threading.Thread(target=run_cells, args=(kernel, steps, errors), daemon=True)
+    notebook.start()
     kernel.start()
+    notebook.join()
     if errors:
         sys.stderr.write("\n".join(errors) + "\n")
         sys.exit(1)
@@ -155,6 +157,7 @@ def run_cells(kernel: Any, steps: Steps, errors: list[str]) -> None:
             errors += [*content["traceback"], str(content["ename"])]
             break
     client.shutdown()
+    client.stop_channels()
 
 
 AROUND: dict[str, Callable[[Steps], None]] = {

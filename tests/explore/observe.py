@@ -20,7 +20,7 @@ from .records import Records
 from .starters import Job, start_case
 
 HANG = 30.0  # seconds beyond the promised time after which nothing more is waited for
-START_PATIENCE = 40.0  # seconds for all ranks to start and to come to the place, on a loaded machine
+START_PATIENCE = 120.0  # seconds for all ranks to start and to come to the place, on a loaded machine
 TIDYING = 5.0  # seconds for the last processes of a job to go
 NOT_OURS = ("pymp-", "kernel-")  # what a loader's worker, or a kernel, leaves in its temporary folder when it is ended
 LOOKS_PER_MEASUREMENT = 20  # of which a hundred are made in a second
@@ -54,7 +54,7 @@ class Outcome:
 
     Attributes:
         places: Host and process id of each rank; those that never spoke are missing.
-        has_failed: Whether all the faults happened.
+        has_failed: Whether a fault happened.
         ends: How each rank ended.
         launcher_seconds: From the fault until the launcher ended; None where it did not, or there is none.
         launcher_code: Its exit code; None likewise.
@@ -98,9 +98,9 @@ class Watch:
 
     @property
     def moment(self) -> float | None:
-        """When the last fault happened, None before."""
-        moments = [self.records.read(fault.rank, "fault").get("moment") for fault in self.case.faults]
-        return None if None in moments else max(moments)
+        """When the last fault happened, None before; one may come before another has had its turn."""
+        records = [self.records.read(fault.rank, "fault") for fault in self.case.faults]
+        return max((record["moment"] for record in records if record), default=None)
 
     @property
     def delay(self) -> float:

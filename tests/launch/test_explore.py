@@ -12,7 +12,7 @@ from tests.explore.starters import STARTERS
 
 from .conftest import require_namespaces
 
-SEED = 437
+SEED = 748
 ROUNDS = 2  # in each of which every fault is drawn once; more do not fit into three minutes of two cores
 
 
