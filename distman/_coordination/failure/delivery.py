@@ -74,7 +74,7 @@ class Delivery:
         """Return what became of the error, for the other attributes to know."""
         if self._find_in_hand():
             self._num_looks = 0
-            return Fate.BEING_HANDLED if self._is_named() else Fate.IN_HAND
+            return Fate.BEING_HANDLED if self.error is not None and _is_named(self.error) else Fate.IN_HAND
         self._num_looks += 1
         if self.error is not None and self._num_looks < _NUM_LOOKS:
             return Fate.IN_HAND
@@ -83,13 +83,13 @@ class Delivery:
 
     def conclude(self) -> None:
         """Find out who caught the error, which nobody has in hand any more."""
-        if self.error is None:
+        error, self.error = self.error, None
+        if error is None:
             return
-        self.is_handled = self._is_named()
+        self.is_handled = _is_named(error)
         if not self.is_handled:
             self.num_swallowed += 1
-            self.last_place = _place(self.error)
-        self.error = None
+            self.last_place = _place(error)
         self._num_looks = 0
 
     def _find_in_hand(self) -> bool:
@@ -100,8 +100,9 @@ class Delivery:
                 return True
         return False
 
-    def _is_named(self) -> bool:
-        return self.error is not None and handler_of(self.error) is not Handler.CATCHES_ALL
+
+def _is_named(error: BaseException) -> bool:
+    return handler_of(error) is not Handler.CATCHES_ALL
 
 
 def _place(error: BaseException) -> str:

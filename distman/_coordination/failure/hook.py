@@ -10,6 +10,7 @@ import multiprocessing.util
 import os
 import sys
 import threading
+import time
 from collections.abc import Callable
 from types import TracebackType
 from typing import Any, Protocol
@@ -74,6 +75,8 @@ class _Hook:
         self.exit_code: int | None = None
 
     def __call__(self, error_type: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        with contextlib.suppress(RuntimeError, MemoryError):  # no thread can be had
+            threading.Thread(target=_end_if_printing, name="distman-printing", daemon=True).start()
         self.tell(error, lambda: self.show(error_type, error, trace))
 
     def tell(self, error: BaseException, show: Callable[[], None] = lambda: None) -> None:
@@ -232,6 +235,19 @@ def exit_now(code: int) -> None:
             _hook.abort_job()
     finally:
         os._exit(code)
+
+
+def _end_if_printing() -> None:
+    """End the process if torch still prints an error after a while: nobody reads its standard error.
+
+    The hook of torch wraps this one, and writes in the main thread what it has printed.
+    """
+    time.sleep(_PRINT_PATIENCE)
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    while frame is not None:
+        if str(frame.f_globals.get("__name__")).startswith("torch.") and "excepthook" in frame.f_code.co_name:
+            exit_now(1)
+        frame = frame.f_back
 
 
 def _end_daemons() -> None:

@@ -73,6 +73,7 @@ class Interruption:
         self._is_due = False
         self._is_answered = threading.Event()
         self._is_awaited = False
+        self._delivering = threading.Lock()
         self._previous: Callable[[int, FrameType | None], Any] | int | None = None
         self._is_installed = threading.current_thread() is threading.main_thread()
         if self._is_installed:
@@ -88,24 +89,37 @@ class Interruption:
             self._is_awaited = False
 
     def restore(self) -> None:
-        """Put the signal handler back that was there before."""
+        """Put the signal handler back that was there before, and let go of the error that was raised last."""
+        if self._delivery is not None:
+            self._delivery.conclude()
         if self._is_installed and threading.current_thread() is threading.main_thread():
             signal.signal(_SIGNAL, self._previous if self._previous is not None else signal.SIG_DFL)
         self._is_installed = False
 
     def note(self, error: RankFailedError) -> None:
         """Take an error that a wait of the main thread raises of itself for the one to be raised."""
-        if threading.current_thread() is threading.main_thread():
-            delivery = self._begin(FailureRecord.of(error, error.rank))
-            if not delivery.is_handled:
-                delivery.error = error
+        if threading.current_thread() is not threading.main_thread():
+            return
+        if self._delivery is not None and self._delivery.error is not error:
+            self._delivery.conclude()  # the program goes on waiting: it has caught the last one
+        delivery = self._begin(FailureRecord.of(error, error.rank))
+        if not delivery.is_handled:
+            delivery.error = error
+
+    def insist(self, record: FailureRecord) -> None:
+        """Do what :meth:`deliver` does in a thread of its own, unless another one is at it."""
+        if not self._delivering.locked():
+            threading.Thread(target=self.deliver, args=(record,), name="distman-failure", daemon=True).start()
 
     def deliver(self, record: FailureRecord) -> None:
         """Make the main thread raise what the record says until the program has handled it, or end the process.
 
         Blocking. Not for the main thread.
         """
-        delivery = self._begin(record)
+        with self._delivering:
+            self._deliver(self._begin(record))
+
+    def _deliver(self, delivery: Delivery) -> None:
         raised_at = swallowed_at = 0.0
         while not self._is_done(delivery):
             fate, now = delivery.look(), time.monotonic()
@@ -124,7 +138,7 @@ class Interruption:
             self._is_over.wait(min(self._patience.between_looks * (1 + delivery.num_swallowed), _LONGEST_PAUSE))
 
     def _begin(self, record: FailureRecord) -> Delivery:
-        if self._delivery is None:
+        if self._delivery is None or (self._delivery.is_handled and self._delivery.record != record):
             self._delivery = Delivery(record)
             hook.require_handling(self._delivery)
         return self._delivery

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from distman._coordination import protocol
 from distman._coordination.failure import hook
 from distman._coordination.failure.interruption import Interruption
-from distman._coordination.failure.record import DIED, SILENT, FailureRecord
+from distman._coordination.failure.record import DIED, LEFT, SILENT, FailureRecord
 from distman._coordination.monitor.context import WatchContext, WatchLimits, late_after
 from distman._coordination.monitor.hang import HangWatch, StackQueries
 from distman._coordination.monitor.mismatch import mismatch
@@ -190,10 +190,16 @@ class Watcher:
             self._context.store.add(protocol.NEWS, 1)
 
     def note(self, error: RankFailedError) -> None:
-        """Tell an error that a wait raises because the job has failed from one that concerns the waited-for alone."""
+        """Take note of an error that a wait raises because the job has failed, or a rank has left it too early.
+
+        What a rank raised in work for the others, such as ``on_rank``, concerns those alone that wait for it.
+        """
         record = FailureRecord.of(error, error.rank)
-        if record.error_type in (DIED, SILENT) or record == self.record or record == self._record_in_store():
+        is_known = record.error_type in (DIED, SILENT) or record == self.record or record == self._record_in_store()
+        if is_known or record.error_type == LEFT:
             self._interruption.note(error)
+        if not is_known and record.error_type == LEFT:
+            self._interruption.insist(record)  # the others may not miss that rank: nobody else raises it again
 
     def _record_in_store(self) -> FailureRecord | None:
         try:
