@@ -237,9 +237,15 @@ class Case:
             and (self.around == "plain" or self.place in IN_THE_LOOP)
             and len({fault.rank for fault in self.faults}) == len(self.faults) < self.ranks
             and all(self._can_happen(fault) for fault in self.faults)
+            and not self._is_error_of_torch_swallowed
             and (len(self.faults) == 1 or self.faults[1].name in SECOND_FAULTS)
             and (len(self.faults) == 1 or not self.effects & {Effect.NONE, Effect.CUT, Effect.LEAVES})
         )
+
+    @property
+    def _is_error_of_torch_swallowed(self) -> bool:
+        """Whether a rank only leaves, and the others swallow the error of torch's own collective that this breaks."""
+        return self.effects == {Effect.LEAVES} and self.place == "collective" and self.around in SWALLOWING
 
     def _can_happen(self, fault: Fault) -> bool:
         kind = FAULTS[fault.name]

@@ -74,6 +74,7 @@ class Interruption:
         self._is_answered = threading.Event()
         self._is_awaited = False
         self._delivering = threading.Lock()
+        self._is_insisting = False
         self._previous: Callable[[int, FrameType | None], Any] | int | None = None
         self._is_installed = threading.current_thread() is threading.main_thread()
         if self._is_installed:
@@ -106,10 +107,17 @@ class Interruption:
         if not delivery.is_handled:
             delivery.error = error
 
-    def insist(self, record: FailureRecord) -> None:
-        """Do what :meth:`deliver` does in a thread of its own, unless another one is at it."""
-        if not self._delivering.locked():
-            threading.Thread(target=self.deliver, args=(record,), name="distman-failure", daemon=True).start()
+    def insist(self) -> None:
+        """Do what :meth:`deliver` does with the error that was noted last, in a thread of its own."""
+        if not self._is_insisting:
+            self._is_insisting = True
+            threading.Thread(target=self._deliver_noted, name="distman-failure", daemon=True).start()
+
+    def _deliver_noted(self) -> None:
+        with self._delivering:
+            self._is_insisting = False  # what is noted from now on may come too late for this thread
+            if self._delivery is not None:
+                self._deliver(self._delivery)
 
     def deliver(self, record: FailureRecord) -> None:
         """Make the main thread raise what the record says until the program has handled it, or end the process.

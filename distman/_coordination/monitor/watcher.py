@@ -199,7 +199,7 @@ class Watcher:
         if is_known or record.error_type == LEFT:
             self._interruption.note(error)
         if not is_known and record.error_type == LEFT:
-            self._interruption.insist(record)  # the others may not miss that rank: nobody else raises it again
+            self._interruption.insist()  # the others may not miss that rank: nobody else raises it again
 
     def _record_in_store(self) -> FailureRecord | None:
         try:

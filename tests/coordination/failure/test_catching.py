@@ -154,6 +154,13 @@ def pytest_raises():
 
 
 @by_name
+def pytest_raises_with_what_is_computed():
+    kind = ValueError
+    with pytest.raises(RankFailedError, match=rf"{kind.__name__}: b" + "o" * -(-2), check=lambda error: error != 1):
+        fail()
+
+
+@by_name
 def blocks_that_let_it_pass():
     try:
         with nothing(), contextlib.suppress(OSError), nothing() as _:

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.distributed import HashStore
 
 from distman._coordination import protocol
-from distman._coordination.failure.record import DIED, LEFT, SILENT
+from distman._coordination.failure.record import DIED, LEFT, SILENT, FailureRecord
 from distman._coordination.monitor.context import WatchContext, WatchLimits
 from distman._coordination.monitor.hang import StackQueries
 from distman._coordination.monitor.watcher import (
@@ -108,6 +108,43 @@ def test_an_error_of_one_function_on_one_rank_is_no_failure_of_the_job():
     watcher.note(failure_on(1).to_error())
     assert watcher._interruption._delivery is None
     watcher.stop()
+
+
+def swallow(watcher, *numbers):
+    """Raise as waits for rank 1 do, in a program that catches whatever comes, and then does something else."""
+    for number in numbers:
+        error = FailureRecord.left(places(2)[1], f"barrier {number}").to_error()
+        with contextlib.suppress(Exception):
+            watcher.note(error)
+            raise error
+    threading.Event().wait(60)
+
+
+def test_that_a_rank_left_too_early_is_raised_again_until_it_is_handled():
+    watcher = make(HashStore())
+    for number in range(2):  # handled once, it may be swallowed by the next wait
+        with pytest.raises(RankFailedError, match=rf"left the job before it came to barrier {number}[^$]*caught once"):
+            swallow(watcher, number)
+    watcher.stop()
+
+
+def test_a_program_that_waits_again_and_again_has_swallowed_each_error():
+    watcher = make(HashStore())
+    with pytest.raises(RankFailedError, match=r"barrier 0[^$]*caught [3-9] times"):  # in between it is raised again
+        swallow(watcher, 0, 1, 2)
+    watcher.stop()
+
+
+def test_who_leaves_the_job_lets_go_of_the_error():
+    watcher = make(HashStore())
+    try:
+        error = failure_on(1).to_error()
+        watcher._interruption.note(error)
+        raise error
+    except RankFailedError:
+        watcher.stop()
+        delivery = watcher._interruption._delivery
+        assert (delivery.error, delivery.is_handled) == (None, True)
 
 
 def test_the_first_sign_of_life_is_there_at_once():
