@@ -199,6 +199,8 @@ class Case:
             limit += WORKER_LIMIT
         if self.around in SWALLOWING:
             limit += GIVING_IN
+            # Each wait for a rank that left finds that out by itself, in a second or two.
+            limit += SHORTEST if self.effects == {Effect.LEAVES} else 0
         # A rank that cannot print why it failed is there, and silent, for as long as it tries.
         if self.around in JOINING and (is_silent or self.faults[0].name == "raise-blocked-stderr"):
             limit += HANDLING
@@ -237,15 +239,16 @@ class Case:
             and (self.around == "plain" or self.place in IN_THE_LOOP)
             and len({fault.rank for fault in self.faults}) == len(self.faults) < self.ranks
             and all(self._can_happen(fault) for fault in self.faults)
-            and not self._is_error_of_torch_swallowed
+            and not self._is_left_to_torch
             and (len(self.faults) == 1 or self.faults[1].name in SECOND_FAULTS)
             and (len(self.faults) == 1 or not self.effects & {Effect.NONE, Effect.CUT, Effect.LEAVES})
         )
 
     @property
-    def _is_error_of_torch_swallowed(self) -> bool:
-        """Whether a rank only leaves, and the others swallow the error of torch's own collective that this breaks."""
-        return self.effects == {Effect.LEAVES} and self.place == "collective" and self.around in SWALLOWING
+    def _is_left_to_torch(self) -> bool:
+        """Whether a rank only leaves, and the error of torch's own collective that this breaks comes to no hook."""
+        is_kept = self.around in (*SWALLOWING, "notebook")
+        return self.effects == {Effect.LEAVES} and self.place == "collective" and is_kept
 
     def _can_happen(self, fault: Fault) -> bool:
         kind = FAULTS[fault.name]

@@ -27,7 +27,7 @@ def test_a_rank_that_raises_ends_a_job_on_two_hosts(request, namespace_hosts, mp
     assert f"ValueError: boom on rank {failing_rank}" in finished.stderr
     errors = re.findall(r"^(?:\[rank\d+\]: )?([\w.]+Error: .*)", finished.stderr, re.MULTILINE)
     by_ranks = [error for error in errors if "ChildFailedError" not in error]  # torchrun speaks last
-    assert by_ranks[-1] == f"ValueError: boom on rank {failing_rank}"
+    assert by_ranks[-1].endswith(f"ValueError: boom on rank {failing_rank}")  # of that rank, or of one that was told
 
 
 def test_without_a_launcher_that_ends_it(free_port):

@@ -81,7 +81,9 @@ def run(arguments: argparse.Namespace) -> int:
     measurements: list[Measurement] = []
     try:
         measurements.extend(sweep(cases, manager, num_rounds=arguments.rounds))  # an error leaves those before it
-    except Exception as error:  # whatever it is, what was measured is told first; it is raised again if it is our own
+    # Whatever it is, what was measured is told first, and it is raised again if it is our own. That of another rank is
+    # named, or it would be raised again in any case.
+    except (RankFailedError, Exception) as error:
         operation, num_bytes = cases[len(measurements)]
         what = f"{operation} of {show_size(num_bytes)}"
         reason = explain(error, "it", manager)

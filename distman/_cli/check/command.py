@@ -14,7 +14,7 @@ from distman._cli.check.findings import Findings, as_json, facts, problems, warn
 from distman._cli.output import print_table, progress_bar
 from distman._cli.speed_table import is_plain_under, print_speeds
 from distman.environments import detect
-from distman.errors import DistmanError
+from distman.errors import DistmanError, RankFailedError
 
 if TYPE_CHECKING:
     from distman._cli.timing import Measurement
@@ -70,7 +70,9 @@ def run(arguments: argparse.Namespace) -> int:
         print_table(_COLUMNS, [_row(peer) for peer in findings.peers], is_plain=is_plain_under(findings.launcher))
     try:
         _examine(manager, findings, arguments.folder, limit)
-    except Exception as error:  # whatever it is, what was found is told first; it is raised again if it is our own
+    # Whatever it is, what was found is told first, and it is raised again if it is our own. That of another rank is
+    # named, or it would be raised again in any case.
+    except (RankFailedError, Exception) as error:
         reason = explain(error, f"the step {findings.step!r}", manager)
         findings.error = reason or own_fault(error, manager)
         if reason is None:
