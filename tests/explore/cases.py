@@ -199,8 +199,6 @@ class Case:
             limit += WORKER_LIMIT
         if self.around in SWALLOWING:
             limit += GIVING_IN
-            # Each wait for a rank that left finds that out by itself, in a second or two.
-            limit += SHORTEST if self.effects == {Effect.LEAVES} else 0
         # A rank that cannot print why it failed is there, and silent, for as long as it tries.
         if self.around in JOINING and (is_silent or self.faults[0].name == "raise-blocked-stderr"):
             limit += HANDLING

@@ -129,8 +129,11 @@ class Interruption:
 
     def _deliver(self, delivery: Delivery) -> None:
         raised_at = swallowed_at = 0.0
+        num_swallowed = 0
         while not self._is_done(delivery):
             fate, now = delivery.look(), time.monotonic()
+            is_swallowing = delivery.num_swallowed > num_swallowed  # the one in hand is the next of many, perhaps
+            num_swallowed = delivery.num_swallowed
             if delivery.is_handled:
                 return
             if fate is Fate.BEING_HANDLED:
@@ -138,8 +141,9 @@ class Interruption:
             elif delivery.num_swallowed or fate is not Fate.GONE:
                 raised_at = raised_at or now
                 swallowed_at = swallowed_at or (now if delivery.num_swallowed else 0.0)
-                is_late = fate is Fate.GONE and swallowed_at and now - swallowed_at > self._patience.to_give_in
-                if is_late or now - raised_at > self._patience.to_handle:
+                is_kept = fate is not Fate.GONE and not is_swallowing
+                is_late = swallowed_at and now - swallowed_at > self._patience.to_give_in
+                if (is_late and not is_kept) or now - raised_at > self._patience.to_handle:
                     self._exit(delivery, "This process did not end by it:")
             if fate is Fate.GONE and not self._interrupt() and not self._is_done(delivery):
                 self._exit(delivery, "This process could not be interrupted:")
