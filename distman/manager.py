@@ -37,8 +37,8 @@ from distman.errors import check_seconds
 
 __all__ = ["DistributedManager", "initialize_ddp"]
 
-_turns = OneAtATime()
-os.register_at_fork(after_in_child=_turns.forget)
+_lifecycle = OneAtATime()
+os.register_at_fork(after_in_child=_lifecycle.forget)
 
 
 class DistributedManager(Place, GroupQueries, GroupCreation):
@@ -94,7 +94,7 @@ class DistributedManager(Place, GroupQueries, GroupCreation):
             TypeError: An argument is of the wrong type.
             DistmanError: Called in a process forked from a rank, which cannot be a rank of that job, too.
         """
-        with _turns.start() as is_first:
+        with _lifecycle.start() as is_first:
             if cls.is_initialized() and tracking.is_outside() and cls()._state.job.rendezvous is None:
                 cls._forget(cls()._state)  # forked from a process that was alone: it may become a rank of its own
             if is_first and not cls.is_initialized():
@@ -158,11 +158,11 @@ class DistributedManager(Place, GroupQueries, GroupCreation):
         Raises:
             DistmanError: Asked to wait in a process forked from the rank.
         """
-        if not cls.is_initialized() or _turns.is_here:
+        if not cls.is_initialized() or _lifecycle.is_here:
             return
         if barrier:
             tracking.check_speaks_for_rank("cleanup(barrier=True)")
-        with _turns.end():
+        with _lifecycle.end():
             if not cls.is_initialized():  # another thread was faster
                 return
             state = cls()._state
@@ -215,7 +215,7 @@ class DistributedManager(Place, GroupQueries, GroupCreation):
             wait_for_gloo()
             tracking.end_rank_process()
         else:
-            with _turns.end():
+            with _lifecycle.end():
                 if cls.is_initialized():
                     cls._leave(cls()._state, stays_known=True)
 

@@ -113,9 +113,9 @@ MUTANTS = (
     ),
     *_mutants("collectives/_scatter.py", "collectives/test_scatter.py", ("if needs_grad:", "if not needs_grad:")),
     *_mutants(
-        "collectives/_fused.py",
+        "collectives/_all_reduce.py",
         "test_mappings.py",
-        ("torch.float32 if use_fp32 and is_16_bit else", "torch.float32 if is_16_bit and not use_fp32 else"),
+        ("if use_fp32 and dtype in _IN_FLOAT32:", "if not use_fp32 and dtype in _IN_FLOAT32:"),
     ),
     *_mutants(
         "fft/_blocks.py",

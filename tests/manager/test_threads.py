@@ -136,9 +136,9 @@ def test_a_forked_child_does_not_wait_for_a_thread_of_its_parent():
     is_held, goes_on = threading.Event(), threading.Event()
 
     def hold():
-        from distman.manager import _turns
+        from distman.manager import _lifecycle
 
-        with _turns.start():
+        with _lifecycle.start():
             is_held.set()
             goes_on.wait()
 
