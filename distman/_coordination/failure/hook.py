@@ -5,12 +5,12 @@ from __future__ import annotations
 import atexit
 import contextlib
 import logging
+import mmap
 import multiprocessing.process
 import multiprocessing.util
 import os
 import sys
 import threading
-import time
 from collections.abc import Callable
 from types import TracebackType
 from typing import Any, Protocol
@@ -39,6 +39,10 @@ _SWALLOWED = (
     f"This rank's program ended without having handled that error, so its exit code is {EXIT_CODE}. To handle an error "
     "of another rank, catch RankFailedError by name."
 )
+_RESERVE = 32 << 20
+"""Bytes of addresses that nothing is written to, given back when an error is told: memory may be out. A thread takes a
+quarter of them for its stack."""
+
 _WORK_PATIENCE = 60.0  # seconds; a large checkpoint may be half written, but a job must end
 
 Reporter = Callable[[BaseException], Callable[[], object] | None]
@@ -73,15 +77,19 @@ class _Hook:
         self.obligations: list[Obligation] = []
         self.has_failed = False
         self.exit_code: int | None = None
+        self.is_at_exit = threading.Event()
+        self.reserve = mmap.mmap(-1, _RESERVE)
 
     def __call__(self, error_type: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        self.reserve.close()
         with contextlib.suppress(RuntimeError, MemoryError):  # no thread can be had
-            threading.Thread(target=_end_if_printing, name="distman-printing", daemon=True).start()
+            threading.Thread(target=self.end_if_printing, name="distman-printing", daemon=True).start()
         self.tell(error, lambda: self.show(error_type, error, trace))
 
     def tell(self, error: BaseException, show: Callable[[], None] = lambda: None) -> None:
         """Tell the other ranks of an error, and show it here: in this order, since to show it may block, or raise."""
         self.has_failed = True
+        self.reserve.close()
         reporter, self.reporter = self.reporter, None
         finish: Callable[[], object] | None = None
         try:
@@ -131,7 +139,21 @@ class _Hook:
             error = swallowed[0].to_error()
             self.tell(error, lambda: write(f"distman: {error}\n\n{_SWALLOWED}"))
 
+    def end_if_printing(self) -> None:
+        """End the process if torch still prints an error after a while: nobody reads its standard error.
+
+        The hook of torch wraps this one, and writes in the main thread what it has printed.
+        """
+        if self.is_at_exit.wait(_PRINT_PATIENCE):
+            return
+        frame = sys._current_frames().get(threading.main_thread().ident or 0)
+        while frame is not None:
+            if str(frame.f_globals.get("__name__")).startswith("torch.") and "excepthook" in frame.f_code.co_name:
+                exit_now(1)
+            frame = frame.f_back
+
     def at_exit(self) -> None:
+        self.is_at_exit.set()
         self.report_swallowed()
         if os.getpid() != self.pid or not (self.actions or self.exit_code is not None):
             return
@@ -235,19 +257,6 @@ def exit_now(code: int) -> None:
             _hook.abort_job()
     finally:
         os._exit(code)
-
-
-def _end_if_printing() -> None:
-    """End the process if torch still prints an error after a while: nobody reads its standard error.
-
-    The hook of torch wraps this one, and writes in the main thread what it has printed.
-    """
-    time.sleep(_PRINT_PATIENCE)
-    frame = sys._current_frames().get(threading.main_thread().ident or 0)
-    while frame is not None:
-        if str(frame.f_globals.get("__name__")).startswith("torch.") and "excepthook" in frame.f_code.co_name:
-            exit_now(1)
-        frame = frame.f_back
 
 
 def _end_daemons() -> None:
