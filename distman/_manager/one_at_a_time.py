@@ -14,6 +14,7 @@ class _Start:
     """A start that is under way, and how it ended."""
 
     def __init__(self) -> None:
+        self.thread = threading.get_ident()
         self.is_over = threading.Event()
         self.error: BaseException | None = None
 
@@ -47,7 +48,8 @@ class OneAtATime:
             BaseException: Another thread tried to start the job while this one waited, and this is why it could not.
             DistmanError: This thread is at it already.
         """
-        if self.is_here:
+        queued = self._starts.get("")
+        if self.is_here or (queued is not None and queued.thread == threading.get_ident()):
             raise DistmanError(
                 f"initialize() must not be called while this thread starts or ends the job, got a call at "
                 f"{call_site()}. Move it out of the signal handler or destructor."

@@ -95,6 +95,34 @@ def test_a_start_within_a_start_of_the_same_thread_is_refused(monkeypatch):
     assert DistributedManager().world_size == 1
 
 
+def test_a_start_within_a_wait_for_the_start_is_refused():
+    turns, is_held, goes_on, errors = OneAtATime(), threading.Event(), threading.Event(), []
+
+    def hold():
+        with turns.end():
+            is_held.set()
+            goes_on.wait()
+
+    def start_again(*_):
+        goes_on.set()
+        with pytest.raises(DistmanError, match="while this thread starts or ends the job") as error, turns.start():
+            pass
+        errors.append(error)
+
+    holder = threading.Thread(target=hold)
+    holder.start()
+    is_held.wait()
+    before = signal.signal(signal.SIGALRM, start_again)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.05)  # seconds; the wait ends in the handler
+        with turns.start() as is_first:
+            assert is_first
+    finally:
+        signal.signal(signal.SIGALRM, before)
+        holder.join()
+    assert len(errors) == 1
+
+
 class InterruptedByOtherError(Exception):
     """What a signal handler raises, as the failure of another rank does."""
 
