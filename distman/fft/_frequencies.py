@@ -169,10 +169,13 @@ def _shift(
 ) -> torch.Tensor:
     members = resolve_group(group)
     check_tensor(tensor, members)
-    dim = range(tensor.ndim) if dim is None else dim
+    dim = tuple(range(tensor.ndim)) if dim is None else dim
     dims = as_dims(dim if isinstance(dim, Sequence) else (dim,), tensor.ndim)
     if not dims or len(set(dims)) != len(dims):
-        raise ValueError(f"dim must hold one or more different dims, got {dim!r} for a tensor of {tensor.ndim} dims.")
+        raise ValueError(
+            f"dim must hold one or more different dims, got {dim!r} for a tensor of {tensor.ndim} dims. "
+            "A scalar has none to shift."
+        )
     if shard_dim is None and len(dims) > 1:
         raise ValueError(f"shard_dim must be given where several dims are shifted, got {dims}. Pass the sharded one.")
     shard = dims[0] if shard_dim is None else normalize_dim(shard_dim, tensor.ndim, "shard_dim")

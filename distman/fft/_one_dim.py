@@ -227,6 +227,8 @@ def _transform(
     shard = dim if shard_dim is None else normalize_dim(shard_dim, tensor.ndim, "shard_dim")
     out = shard if out_dim is None else normalize_dim(out_dim, tensor.ndim, "out_dim")
     norm, wanted = check_norm(norm), as_length(n)
+    if n is not None and wanted < 1:
+        raise ValueError(f"n must be at least 1, got {n}. Pass the length of the signal.")
     check_call(
         name,
         tensor,
