@@ -6,7 +6,9 @@ import pytest
 
 SUITE = """
 import asyncio
+import os
 import unittest
+from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
@@ -110,6 +112,12 @@ def total(value):
 @ranks(2)
 def test_skips_in_another_way():
     raise unittest.SkipTest("for another reason")
+
+
+@ranks(2)
+@patch("os.getcwd", return_value="/patched")
+def test_patched(getcwd, rank, default=5):
+    assert (os.getcwd(), getcwd.called, total(rank), default) == ("/patched", True, 1, 5)
 
 
 @ranks(2)
@@ -225,6 +233,7 @@ def test_every_test_ends_as_it_would_in_one_process(run):
         "TestClass::TestInner::test_inner",
         "TestClass::test_coroutine",
         "TestOfTheBase::test_inherited",
+        "test_patched",
         "test_coroutine",
         "test_draws_below",
         "test_draws_above",
