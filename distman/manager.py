@@ -6,6 +6,7 @@ import atexit
 import datetime
 import functools
 import os
+import sys
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from distman._coordination.wait_scope import WaitScope
 from distman._device import check_backend, requested_device
 from distman._groups.registry import Groups
 from distman._job.job import Limits
-from distman._job.shutdown import leave, wait_for_gloo
+from distman._job.shutdown import abandon, close_unclosed, leave
 from distman._job.start import adopt, start, watch
 from distman._manager import settings
 from distman._manager.ddp import check_wrappable, wrap
@@ -98,6 +99,7 @@ class DistributedManager(Place, GroupQueries, GroupCreation):
             if cls.is_initialized() and tracking.is_outside() and cls()._state.job.rendezvous is None:
                 cls._forget(cls()._state)  # forked from a process that was alone: it may become a rank of its own
             if is_first and not cls.is_initialized():
+                close_unclosed()
                 limits = settings.limits(timeout, rendezvous_timeout)
                 cls._start(method, backend, requested_device(device), limits, use_distributed, settings.seed(seed))
                 watcher = cls()._state.watcher
@@ -152,6 +154,10 @@ class DistributedManager(Place, GroupQueries, GroupCreation):
         Local; collective with ``barrier=True``. Done at the end of the program by itself; harmless where
         nothing is initialized. In a process forked from the rank it forgets, and the rank stays in the job.
 
+        Blocking on the rank that serves the store, usually rank 0, until the others have left the job too or one of
+        them has failed. While an exception is under way, it returns at once, and the store is served to the end of
+        the program.
+
         Args:
             barrier: Wait for the other ranks first.
 
@@ -176,18 +182,16 @@ class DistributedManager(Place, GroupQueries, GroupCreation):
     @classmethod
     def _leave(cls, state: ManagerState, *, stays_known: bool = False) -> None:
         if state.watcher is not None:
-            state.watcher.stop()  # first: a failure elsewhere must not interrupt what follows
+            state.watcher.let_program_be()  # first: a failure elsewhere must not interrupt what follows
         state.stop.restore()
         if stays_known:
             tracking.end_rank_process()
         else:
             cls._forget(state)
-        hook.set_reporter(None)
+        hook.keep_reporter_for(sys.exc_info()[1])
         hook.set_thread_reporter(None)
         state.groups.close()
         leave(state.job, state.watcher)
-        if state.watcher is not None:
-            state.watcher.close()
 
     @classmethod
     def _forget(cls, state: ManagerState) -> None:
@@ -208,11 +212,7 @@ class DistributedManager(Place, GroupQueries, GroupCreation):
             return
         hook.report_at_end()
         if hook.has_failed():
-            watcher = cls()._state.watcher
-            if watcher is not None:
-                watcher.stop()
-                watcher.close()
-            wait_for_gloo()
+            abandon(cls()._state.watcher)
             tracking.end_rank_process()
         else:
             with _lifecycle.end():

@@ -21,8 +21,8 @@ package, but no other module spells a key out. The life of a job, as one rank se
      |
     leaves        ->  left(rank), LEFT +1                   ->  who awaits this rank gives up
      v
-    closing       ->  CLOSING, NEWS: from the store rank, once all have STARTED
-    gone          ->  GONE +1: lets go of the store         ->  the store rank waits for all, then closes it
+    gone          ->  GONE +1: lets go of the store         ->  the store rank waits for all, or a failure
+    closing       ->  CLOSING, NEWS: from the store rank    ->  who still uses the store: GONE +1; then it is closed
 
 A counter is a number that ``Store.add`` raises; a flag is a key whose presence alone counts. All other values are JSON
 or plain text, never a pickle, which can run code. "Lives on" means until the store is closed.
@@ -106,7 +106,8 @@ CLOSING = "closing"
 """Flag: the store will be closed. The store rank writes it when it leaves; all watchers read it."""
 
 GONE = "gone"
-"""Counter of ranks that need the store no more. Each adds itself, once; the store rank waits for all."""
+"""Counter of ranks that need the store no more. Each adds itself, once; the store rank waits for all others, and adds
+itself only if it does not watch."""
 
 
 def left(rank: int) -> str:

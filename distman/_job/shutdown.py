@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import math
+import os
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -17,6 +21,8 @@ from distman._coordination.monitor.watcher import Watcher
 from distman._coordination.timeouts import run_with_timeout
 from distman._job.interface import forget_interface
 from distman._job.job import Job
+from distman._log import logger
+from distman._process_state import puts_back
 from distman._rendezvous.join import Rendezvous
 from distman._torch_internals import GLOO_THREADS
 
@@ -29,35 +35,96 @@ _FAREWELL_LIMIT = 2.5
 _PAUSE = 0.005
 """Seconds between two looks at a counter in the store: short beside what a rank takes to start or to leave."""
 
+_GROWTH = 1.5
+"""By which that pause grows while others go on with their work, which may last."""
+
+_LONGEST_PAUSE = 0.1
+"""Seconds that it grows to: nobody minds that a process ends so much later."""
+
+_TELL_AFTER = 10.0
+"""Seconds after which somebody may wonder why a process that is done does not end."""
+
 _GLOO_LIMIT = 1.0
 """Seconds to wait for gloo's threads: they need milliseconds, unless another thread holds the interpreter."""
 
 _GLOO_PAUSE = 0.001
 """Seconds in which the interpreter is free for gloo's threads between two looks at them."""
 
+_unclosed: list[tuple[int, Job, Rendezvous, Watcher | None]] = []
+"""Jobs that were left while an exception was under way, with the process that serves the store."""
+
 
 def leave(job: Job, watcher: Watcher | None) -> None:
     """Tell the others, destroy the process group, unless other code made it, and close the store.
 
     It waits some seconds at most for ranks that are still starting: they connect to this one, and would take it for
-    dead. The rank that serves the store also waits until the others' watchers have disconnected from it.
+    dead. The rank that serves the store waits until all others have left, or one of them has failed. But if an
+    exception is under way, which may end the program, nobody waits, and the store is served until the program ends.
+
+    Args:
+        job: What is left.
+        watcher: Who watches the others; it stops when the store is closed. None where nobody does.
     """
     if job.rendezvous is None:
         return
+    is_host = job.rendezvous.job_store.is_host and not job.is_adopted
+    if watcher is not None:
+        watcher.let_program_be()  # a failure elsewhere must not interrupt what follows
+        if not is_host:
+            watcher.stop()
     if watcher is None or not watcher.has_let_go:
-        _say_farewell(job, job.rendezvous, is_counted=watcher is None or watcher.is_counted)
-    if job.is_adopted:
-        return
-    if dist.is_initialized():
+        _say_farewell(job, job.rendezvous, watcher, is_host=is_host)
+    if dist.is_initialized() and not job.is_adopted:
         dist.destroy_process_group()
+    if is_host and sys.exc_info()[1] is not None:
+        _unclosed.append((os.getpid(), job, job.rendezvous, watcher))
+        atexit.register(_close_at_exit)
+    else:
+        _close(job, job.rendezvous, watcher)
+
+
+def _close(job: Job, rendezvous: Rendezvous, watcher: Watcher | None) -> None:
+    if rendezvous.job_store.is_host and not job.is_adopted:
+        _serve_the_others(job, rendezvous.store, watcher)
+    if not job.is_adopted:
+        wait_for_gloo()
+        forget_interface()
+        rendezvous.job_store.close()
+    if watcher is not None:
+        watcher.close()
+
+
+@puts_back
+def close_unclosed() -> None:
+    """Close the store of a job that was left while an exception was under way: this process is to join another job."""
+    atexit.unregister(_close_at_exit)
+    while _unclosed:
+        pid, job, rendezvous, watcher = _unclosed.pop()
+        if pid == os.getpid():
+            _close(job, rendezvous, watcher)
+
+
+def _close_at_exit() -> None:
+    hook.report_at_end()
+    if not hook.has_failed():
+        close_unclosed()
+    while _unclosed:
+        pid, _, _, watcher = _unclosed.pop()
+        if pid == os.getpid():
+            abandon(watcher)
+
+
+def abandon(watcher: Watcher | None) -> None:
+    """Watch no longer, at the end of a program that an uncaught exception ended; wait for nobody."""
+    if watcher is not None:
+        watcher.stop()
+        watcher.close()
     wait_for_gloo()
-    forget_interface()
-    job.rendezvous.job_store.close()
 
 
-def _say_farewell(job: Job, rendezvous: Rendezvous, *, is_counted: bool) -> None:
-    """Tell the others that this rank leaves; the one that serves the store waits until they no longer need it."""
-    store, is_host = rendezvous.store, rendezvous.job_store.is_host and not job.is_adopted
+def _say_farewell(job: Job, rendezvous: Rendezvous, watcher: Watcher | None, *, is_host: bool) -> None:
+    """Tell the others that this rank leaves, and wait until all of them have started."""
+    store, is_counted = rendezvous.store, watcher is None or watcher.is_counted
     all_started = threading.Event()
 
     def tell() -> None:
@@ -65,7 +132,7 @@ def _say_farewell(job: Job, rendezvous: Rendezvous, *, is_counted: bool) -> None
             store.set(protocol.left(job.peer.rank), "yes")
             if store.add(protocol.LEFT, 1) == 1:
                 store.set(protocol.FIRST_TO_LEAVE, str(job.peer.rank))
-            store.add(protocol.GONE, 0 if is_counted else 1)
+            store.add(protocol.GONE, 0 if is_counted or is_host else 1)
             if store.add(protocol.STARTED, 0) >= job.world_size:
                 all_started.set()
 
@@ -73,17 +140,46 @@ def _say_farewell(job: Job, rendezvous: Rendezvous, *, is_counted: bool) -> None
     is_waited_for = is_host or (is_told and not job.is_adopted and not hook.has_failed())
     if is_waited_for and not all_started.is_set():  # to ask once more might take long: the store may be stopped by now
         _wait_for_all_at(store, protocol.STARTED, job.world_size, _START_LIMIT)
-    if is_host:
-        store.set(protocol.CLOSING, "yes")
-        store.add(protocol.NEWS, 1)
-        _wait_for_all_at(store, protocol.GONE, job.world_size, late_after(job.world_size))
 
 
-def _wait_for_all_at(store: dist.Store, counter: str, world_size: int, limit: float) -> None:
+def _serve_the_others(job: Job, store: dist.Store, watcher: Watcher | None) -> None:
+    """Serve the store until the others need it no more, and tell those that still use it that it will be closed."""
+    if job.world_size == 1:
+        return
+    num_gone = job.world_size if watcher is None or watcher.is_counted else job.world_size - 1
+    if watcher is not None:
+        try:
+            _wait_until_all_left(job, store, watcher, num_gone)
+        finally:  # Ctrl-C, say
+            watcher.stop()
+    store.set(protocol.CLOSING, "yes")
+    store.add(protocol.NEWS, 1)
+    _wait_for_all_at(store, protocol.GONE, num_gone, late_after(job.world_size))
+
+
+def _wait_until_all_left(job: Job, store: dist.Store, watcher: Watcher, num_gone: int) -> None:
+    """Wait for as long as the others go on with their work, none of them has failed, and somebody would notice."""
+    tells_at, pause = time.monotonic() + _TELL_AFTER, _PAUSE
+    while watcher.is_on_watch and store.add(protocol.GONE, 0) < num_gone:
+        time.sleep(pause)
+        pause = min(_GROWTH * pause, _LONGEST_PAUSE)
+        if time.monotonic() > tells_at:
+            tells_at = math.inf
+            at_work = [rank for rank in range(job.world_size) if not store.check([protocol.left(rank)])]
+            logger.info("this rank has left its job, and serves the store until ranks %s have left, too", at_work)
+    if watcher.record is not None:
+        watcher.wait_until_known()
+    if watcher.untold is not None:
+        error = watcher.untold.to_error()
+        hook.write(f"distman: {error}\n\nThis rank had left the job, and only served the store to the others.")
+        job.end_after(error)
+
+
+def _wait_for_all_at(store: dist.Store, counter: str, number: int, limit: float) -> None:
     def wait() -> None:
         until = time.monotonic() + limit
         with contextlib.suppress(dist.DistError):  # the rank that served the store may be gone
-            while store.add(counter, 0) < world_size and time.monotonic() < until:
+            while store.add(counter, 0) < number and time.monotonic() < until:
                 time.sleep(_PAUSE)
 
     run_with_timeout(wait, limit)

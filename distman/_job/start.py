@@ -188,6 +188,11 @@ def _join_in_group(me: JoinRecord, limits: Limits) -> Rendezvous:
     return Rendezvous(job_store, store, peers)
 
 
+def _leave_group() -> None:
+    if dist.is_initialized():  # else the error passes a `finally` in which the rank has left its job
+        dist.destroy_process_group()
+
+
 def _reporter(job: Job, rendezvous: Rendezvous) -> JobReporter:
     job_store = rendezvous.job_store
     return JobReporter(
@@ -197,6 +202,6 @@ def _reporter(job: Job, rendezvous: Rendezvous) -> JobReporter:
         store_host=f"the process that opened {job_store.url}",
         is_host=job_store.is_host,
         is_store_there=job_store.is_there,
-        leave_group=dist.destroy_process_group,
+        leave_group=_leave_group,
         abort_job=job.end_after,
     )

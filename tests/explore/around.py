@@ -28,6 +28,16 @@ def plain(steps: Steps) -> None:
         step()
 
 
+def with_cleanup(steps: Steps) -> None:
+    """Leave the job in any case, as programs do."""
+    from distman import DistributedManager
+
+    try:
+        plain(steps)
+    finally:
+        DistributedManager.cleanup()
+
+
 def retry(steps: Steps) -> None:
     """One item that fails must not spoil the others."""
     for step in steps:
@@ -162,6 +172,7 @@ def run_cells(kernel: Any, steps: Steps, errors: list[str]) -> None:
 
 AROUND: dict[str, Callable[[Steps], None]] = {
     "plain": plain,
+    "finally": with_cleanup,
     "retry": retry,
     "bare": bare,
     "logging": in_logging,
@@ -173,4 +184,4 @@ AROUND: dict[str, Callable[[Steps], None]] = {
     "ddp": in_ddp,
     "notebook": in_a_notebook,
 }
-WITH_ALL_RANKS = ("ddp",)  # they communicate, so the failing rank must take part
+WITH_ALL_RANKS = ("ddp", "finally")  # what the failing rank does concerns the others, so it must take part

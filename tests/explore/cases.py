@@ -30,6 +30,7 @@ IN_THE_LOOP = ("python", "collective", "barrier", "on_rank", "save")
 PLACES = ("start", *IN_THE_LOOP, "native", "end")
 AROUND = (
     "plain",
+    "finally",
     "retry",
     "bare",
     "logging",

@@ -20,7 +20,7 @@ from typing import Any
 
 sys.path[0] = str(Path(__file__).parents[2])  # the repository, whatever starts this file
 
-from tests.explore.cases import ACKNOWLEDGED, IN_THE_LOOP, RENDEZVOUS_LIMIT, Case, Effect  # noqa: E402
+from tests.explore.cases import ACKNOWLEDGED, IN_THE_LOOP, RENDEZVOUS_LIMIT, Case  # noqa: E402
 from tests.explore.records import Records  # noqa: E402
 
 FAULT_STEP = 5  # before it, all is well
@@ -99,15 +99,6 @@ def loop(rank: Rank) -> None:
         initialize()
         takes_part = rank.fault is None or around in WITH_ALL_RANKS
         (AROUND[around] if takes_part else plain)(steps(rank))
-    if rank.case.effects == {Effect.NONE} and rank.case.place in ("on_rank", "save"):
-        meet()  # nobody has waited for all: a rank that is late would find the store gone, with the rank that serves it
-
-
-def meet() -> None:
-    from distman import DistributedManager
-
-    if DistributedManager.is_initialized():
-        DistributedManager().barrier("end")
 
 
 def steps(rank: Rank) -> Iterator[Callable[[], None]]:

@@ -149,10 +149,39 @@ def test_a_rank_that_left_is_not_waited_for(free_port, scenario):
 
 
 def test_ranks_may_end_one_after_another(free_port):
-    with Job(free_port, "last_to_end") as job:
+    with Job(free_port, "last_to_call") as job:
         finished = job.wait()
     assert [(rank.returncode, rank.stderr) for rank in finished] == [(0, "")] * 3
-    assert finished[0].seconds < finished[1].seconds - 1, "who serves the store waits for nobody's work"
+
+
+@pytest.mark.parametrize(
+    ("how", "what"), [("raise", "raised ValueError: boom"), ("SIGKILL", "died"), ("SIGSTOP", "has been silent")]
+)
+def test_a_failure_is_known_after_the_end_of_the_rank_that_serves_the_store(free_port, how, what):
+    with Job(free_port, "fail_after_the_end", how, DISTMAN_SILENCE_TIMEOUT="4" if how == "SIGSTOP" else "300") as job:
+        finished = job.wait([0, 2])
+        failed = rf"rank 1 \(\S+, pid {job.ranks[1].pid}\) {what}"
+    assert [rank.returncode for rank in finished] == [0, 1]
+    assert re.search(f"^distman: {failed}", finished[0].stderr, re.MULTILINE)
+    assert "This rank had left the job" in finished[0].stderr
+    assert re.search(f"RankFailedError: {failed}", finished[1].stderr)
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_a_cleanup_on_the_way_of_an_error_does_not_hide_it(free_port, failing):
+    with Job(free_port, "clean_up_in_any_case", failing) as job:
+        finished = job.wait()
+    assert [rank.returncode for rank in finished] == [1, 1, 1]
+    assert "RankFailedError" not in finished[failing].stderr
+    for rank in {0, 1, 2} - {failing}:
+        assert f"RankFailedError: rank {failing} (" in finished[rank].stderr
+        assert finished[rank].stderr.rstrip().endswith("ValueError: boom")
+
+
+def test_a_cleanup_in_a_handler_fails_nobody(free_port):
+    with Job(free_port, "clean_up_in_a_handler") as job:
+        finished = job.wait()
+    assert [(rank.returncode, rank.stderr) for rank in finished] == [(0, "")] * 3
 
 
 def test_a_rank_that_keeps_the_interpreter_accuses_nobody_who_left_meanwhile(free_port):

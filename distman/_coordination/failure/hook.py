@@ -15,6 +15,7 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any, Protocol
 
+from distman._coordination.failure.catching import errors_in
 from distman._coordination.failure.pending_work import complete_all, is_anything_left
 from distman._coordination.failure.record import FailureRecord
 from distman._coordination.failure.short_traceback import folded_traceback
@@ -44,6 +45,9 @@ _RESERVE = 32 << 20
 quarter of them for its stack."""
 
 _WORK_PATIENCE = 60.0  # seconds; a large checkpoint may be half written, but a job must end
+
+_MARK = "_distman_reporter"
+"""Attribute of an error during which the rank left its job."""
 
 Reporter = Callable[[BaseException], Callable[[], object] | None]
 """Tells the other ranks of an error, and returns what is left to do when it is printed, if anything is."""
@@ -212,6 +216,19 @@ def set_reporter(reporter: Reporter | None) -> None:
         _hook.reporter = reporter
     elif reporter is not None:
         install(reporter)
+
+
+def keep_reporter_for(error: BaseException | None) -> None:
+    """Tell the others of nothing any more, except of an error that is under way, should it end the program."""
+    reporter = _hook.reporter if _hook is not None else None
+    if error is None or reporter is None:
+        set_reporter(None)
+        return
+    mark = id(reporter)
+    error.__dict__[_MARK] = mark  # to keep the error itself would keep the variables of the frames that it came through
+    set_reporter(
+        lambda last: reporter(last) if any(one.__dict__.get(_MARK) == mark for one in errors_in(last)) else None
+    )
 
 
 def set_thread_reporter(reporter: Callable[[BaseException], None] | None) -> None:

@@ -59,6 +59,7 @@ class Watcher:
 
     Attributes:
         record: What failed; None as long as nothing did.
+        untold: The same, if it failed when the program was already leaving the job, and had to hear of nothing.
         has_let_go: Whether the rank that serves the store left, and this one knows, or was kept from knowing by native
             code that held the GIL while the store went.
         is_counted: Whether the rank that serves the store does not wait for this one any more.
@@ -73,6 +74,7 @@ class Watcher:
         patience: float = _PATIENCE,
     ) -> None:
         self.record: FailureRecord | None = None
+        self.untold: FailureRecord | None = None
         self.has_let_go = False
         self.is_counted = False
         self._context = context
@@ -82,7 +84,8 @@ class Watcher:
         self._has_failed_thread = False
         self._is_known = threading.Event()
         self._is_stopping = threading.Event()
-        self._interruption = Interruption(abort_job, self._is_stopping)
+        self._is_program_done = threading.Event()
+        self._interruption = Interruption(abort_job, self._is_program_done)
         self._monitor: PeerMonitor | None = None
         self._watchdog = None if context.is_store_rank else Watchdog(limits.silence, self._store_rank_is_silent)
         self._thread = threading.Thread(target=self._run, name="distman-watcher", daemon=True)
@@ -95,14 +98,26 @@ class Watcher:
     def start(self) -> None:
         """Begin to watch.
 
-        The first sign of life is there when it returns: from then on this rank is missed if it falls silent.
+        When it returns, the first sign of life is there, and the address at which the rank before connects: from then
+        on this rank is missed if it falls silent or dies.
         """
         global _current
         _current = self
         give_sign(self._context.store, self._context.rank)
         if self._watchdog is not None:
             self._watchdog.start()
+        with contextlib.suppress(dist.DistError, OSError):  # the thread tries again, and knows what to do about it
+            self._monitor = self._open_monitor()
         self._thread.start()  # last, since a failure may be raised here at once
+
+    def let_program_be(self) -> None:
+        """Watch on, but interrupt the program no more: it leaves the job."""
+        self._is_program_done.set()
+
+    @property
+    def is_on_watch(self) -> bool:
+        """Whether a failure of another rank would still be found, since none was yet."""
+        return self.record is None and self._thread.is_alive()
 
     def stop(self) -> None:
         """Watch no longer.
@@ -111,6 +126,7 @@ class Watcher:
         """
         global _current
         _current = None
+        self._is_program_done.set()
         self._is_stopping.set()
         try:
             if self._monitor is not None:
@@ -244,7 +260,7 @@ class Watcher:
     def _run(self) -> None:
         try:
             with self._calling():
-                self._monitor = monitor = self._open_monitor()
+                self._monitor = monitor = self._monitor or self._open_monitor()
         except (dist.DistError, OSError) as error:  # too many open files, say
             self._give_up(error)
             return
@@ -317,6 +333,7 @@ class Watcher:
         """End this rank's work, once others do not take its end for the cause."""
         if self.record is not None:
             return
+        self.untold = record if self._is_program_done.is_set() else None
         self.record = record
         if self._monitor is not None:
             self._monitor.tell(record)
@@ -324,7 +341,8 @@ class Watcher:
                 with contextlib.suppress(dist.DistError):
                     self._monitor.wait_until_others_know()
         self._is_known.set()
-        if record.rank != self._context.rank or not record.traceback_text or self._has_failed_thread:
+        is_from_here = record.rank == self._context.rank and record.traceback_text and not self._has_failed_thread
+        if self.untold is None and not is_from_here:
             self._interruption.deliver(record)
 
 

@@ -337,3 +337,9 @@ def test_a_watcher_that_could_not_start_is_stopped_like_any_other(store_rank):
     watcher.close()
     assert not is_watching()
     assert signal.getsignal(signal.SIGURG) == before
+
+
+def test_a_rank_is_missed_from_the_moment_that_its_watcher_has_started():
+    store = HashStore()
+    with watching(store):
+        assert store.check([protocol.beat(0), protocol.peer_address(0)])

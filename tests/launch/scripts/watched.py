@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader
 
 from distman import DistributedManager, RankFailedError, on_rank
+from distman._coordination.protocol import left
 from distman.collectives import fused_all_reduce
 
 
@@ -171,6 +172,49 @@ def last_to_end(manager):
     if manager.rank == 1:
         wait_in_python(2)
     say("done")
+
+
+def last_to_call(manager):
+    """Rank 1 comes to the last call, which waits over the store, long after the rank that serves the store has."""
+    if manager.rank == 1:
+        wait_in_python(2)
+    on_rank(0)(say)("done")
+    say("done")
+
+
+def fail_after_the_end(manager):
+    """Rank 1 fails when the rank that serves the store has left the job."""
+    if manager.rank == 0:
+        return
+    if manager.rank == 1:
+        while not manager._state.job.store_group().store.check([left(0)]):
+            time.sleep(0.01)
+        if sys.argv[2] == "raise":
+            raise ValueError("boom")
+        os.kill(os.getpid(), getattr(signal, sys.argv[2]))
+    wait_in_python()
+
+
+def clean_up_in_any_case(manager):
+    try:
+        if manager.rank == int(sys.argv[2]):
+            raise ValueError("boom")
+        if manager.rank == 2:
+            wait_in_python()
+        manager.barrier()
+    finally:
+        DistributedManager.cleanup()
+
+
+def clean_up_in_a_handler(manager):
+    """Rank 0 fails, handles it, leaves the job, and comes to its end before rank 1 does."""
+    try:
+        if manager.rank == 0:
+            raise ValueError("boom")
+        if manager.rank == 1:
+            wait_in_python(2)
+    except ValueError:
+        DistributedManager.cleanup()
 
 
 def busy_in_c_at_the_end(manager):
