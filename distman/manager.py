@@ -21,9 +21,9 @@ from distman._coordination.preemption import StopAgreement, requeue
 from distman._coordination.wait_scope import WaitScope
 from distman._device import check_backend, requested_device
 from distman._groups.registry import Groups
-from distman._job.job import Limits
+from distman._job.job import Job, Limits
 from distman._job.shutdown import abandon, close_unclosed, leave
-from distman._job.start import adopt, start, watch
+from distman._job.start import adopt, start, undo, watch
 from distman._manager import settings
 from distman._manager.ddp import check_wrappable, wrap
 from distman._manager.group_creation import GroupCreation
@@ -97,7 +97,7 @@ class DistributedManager(Place, GroupQueries, GroupCreation):
         """
         with _lifecycle.start() as is_first:
             if cls.is_initialized() and tracking.is_outside() and cls()._state.job.rendezvous is None:
-                cls._forget(cls()._state)  # forked from a process that was alone: it may become a rank of its own
+                cls._forget(cls()._state.job)  # forked from a process that was alone: it may become a rank of its own
             if is_first and not cls.is_initialized():
                 close_unclosed()
                 limits = settings.limits(timeout, rendezvous_timeout)
@@ -129,23 +129,29 @@ class DistributedManager(Place, GroupQueries, GroupCreation):
             settings.check_adopted_backend(backend)
             settings.warn_of_misspelt(dist.get_rank())
             job = adopt(detect(os.environ, method).environment, requested, limits)
+            watcher = watch(job, watch_limits)
         else:
             environment = settings.environment(method, use_distributed=use_distributed)
             settings.warn_of_misspelt(environment.rank)
-            job = start(environment, backend, requested, limits)
-        state = ManagerState(
-            job=job,
-            groups=Groups(job),
-            watcher=watch(job, watch_limits),
-            stop=StopAgreement(job.store_group()),
-            find_unused_parameters=find_unused,
-        )
-        tracking.enter_rank_process()
-        _log.set_rank(job.peer.rank if job.backend else None, job.world_size)
-        atexit.register(cls._cleanup_at_exit, os.getpid())
-        if seed is not None:
-            seed_generators(seed + job.peer.rank)
-        cls._shared_state["_state"] = state  # last: other threads may ask from now on
+            job, watcher = start(environment, backend, requested, limits, watch_limits)
+        try:
+            state = ManagerState(
+                job=job,
+                groups=Groups(job),
+                watcher=watcher,
+                stop=StopAgreement(job.store_group()),
+                find_unused_parameters=find_unused,
+            )
+            if seed is not None:
+                seed_generators(seed + job.peer.rank)
+            tracking.enter_rank_process()
+            _log.set_rank(job.peer.rank if job.backend else None, job.world_size)
+            atexit.register(cls._cleanup_at_exit, os.getpid())
+            cls._shared_state["_state"] = state  # last: other threads may ask from now on
+        except BaseException as error:  # Ctrl-C, or the failure of another rank
+            cls._forget(job)
+            undo(job, watcher, error)
+            raise
 
     @classmethod
     def cleanup(cls, barrier: bool = False) -> None:
@@ -173,7 +179,7 @@ class DistributedManager(Place, GroupQueries, GroupCreation):
                 return
             state = cls()._state
             if tracking.is_outside():
-                cls._forget(state)
+                cls._forget(state.job)
                 return
             if barrier and state.job.backend:
                 cls().barrier("cleanup")
@@ -187,19 +193,19 @@ class DistributedManager(Place, GroupQueries, GroupCreation):
         if stays_known:
             tracking.end_rank_process()
         else:
-            cls._forget(state)
+            cls._forget(state.job)
         hook.keep_reporter_for(sys.exc_info()[1])
         hook.set_thread_reporter(None)
         state.groups.close()
         leave(state.job, state.watcher)
 
     @classmethod
-    def _forget(cls, state: ManagerState) -> None:
+    def _forget(cls, job: Job) -> None:
         """Forget the job; a child that was forked from one of several ranks stays one."""
         cls._shared_state.clear()
         atexit.unregister(cls._cleanup_at_exit)
         _log.set_rank(None)
-        if state.job.rendezvous is None or not tracking.is_outside():
+        if job.rendezvous is None or not tracking.is_outside():
             tracking.leave_rank_process()
 
     @classmethod
@@ -214,6 +220,7 @@ class DistributedManager(Place, GroupQueries, GroupCreation):
         if hook.has_failed():
             abandon(cls()._state.watcher)
             tracking.end_rank_process()
+            hook.end_without_destructors()
         else:
             with _lifecycle.end():
                 if cls.is_initialized():

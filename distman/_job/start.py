@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 import os
@@ -17,9 +18,9 @@ from distman._coordination import protocol
 from distman._coordination.failure import hook
 from distman._coordination.failure.reporter import JobReporter
 from distman._coordination.monitor.context import WatchContext, WatchLimits
-from distman._coordination.monitor.watcher import Watcher, announce_unwatched
+from distman._coordination.monitor.watcher import Watcher, announce_unwatched, failure_behind
 from distman._device import backend_for, is_pure_gloo, pick_device
-from distman._job.interface import choose_interface
+from distman._job.interface import choose_interface, forget_interface
 from distman._job.job import Job, Limits, abort_job
 from distman._process_state import keep_garbage_from_children
 from distman._rendezvous.join import Rendezvous, join, join_at, join_record_of
@@ -34,21 +35,30 @@ _adoptions: weakref.WeakKeyDictionary[dist.ProcessGroup, Iterator[int]] = weakre
 """Numbers of the adoptions of a group: part of the keys in its store, which remembers those before."""
 
 
-def start(environment: LaunchEnvironment, backend: str | None, requested: torch.device | None, limits: Limits) -> Job:
+def start(
+    environment: LaunchEnvironment,
+    backend: str | None,
+    requested: torch.device | None,
+    limits: Limits,
+    watch_limits: WatchLimits | None,
+) -> tuple[Job, Watcher | None]:
     """Bring the ranks together and make the process group; on one process without a launcher, make none.
+
+    The ranks watch each other while they make it: each waits for all others then, in native code.
 
     Args:
         environment: What the launcher said.
         backend: Backend that the program asked for; None leaves it to the device.
         requested: Device that the program asked for; None leaves it to the rank's place on its host.
         limits: How long to wait.
+        watch_limits: The same for the watcher; None where the ranks are not to watch each other.
 
     Raises:
         RendezvousError: See :func:`distman._rendezvous.join.join`.
-        RankFailedError: The same.
+        RankFailedError: The same; or a rank failed while it made its process group.
     """
     if not environment.is_launched:
-        return _job_of_one(environment, requested, limits)
+        return _job_of_one(environment, requested, limits), None
     keep_garbage_from_children()
 
     def leave_it_to_the_meeting() -> None:
@@ -78,14 +88,35 @@ def start(environment: LaunchEnvironment, backend: str | None, requested: torch.
         rendezvous=rendezvous,
         environment=environment,
     )
+    watcher = None
     try:
+        hook.set_reporter(_reporter(job, rendezvous))
+        watcher = watch(job, watch_limits)
         _make_process_group(job, rendezvous.store, rendezvous.job_store.url)
         rendezvous.store.add(protocol.STARTED, 1)
-    except BaseException:  # Ctrl-C too: a store without a process group would make the others wait
-        rendezvous.job_store.close()
+    except BaseException as error:  # Ctrl-C too: the others make their groups, and wait for this one
+        record = failure_behind(error, "the start")
+        undo(job, watcher, error)
+        if record is not None:
+            raise record.to_error() from error
         raise
-    hook.set_reporter(_reporter(job, rendezvous))
-    return job
+    return job, watcher
+
+
+def undo(job: Job, watcher: Watcher | None, error: BaseException) -> None:
+    """Tell the others why a start failed after all, and leave no trace of it; what other code made stays."""
+    if job.rendezvous is None:
+        return
+    tell = dataclasses.replace(_reporter(job, job.rendezvous), abort_job=_let_launcher_be)
+    tell(error)()
+    if watcher is not None:
+        watcher.stop()
+        watcher.close()
+    if not job.is_adopted:
+        _leave_group()
+        forget_interface()
+        job.rendezvous.job_store.close()
+    hook.set_reporter(functools.partial(abort_job, job.environment))
 
 
 def adopt(environment: LaunchEnvironment, requested: torch.device | None, limits: Limits) -> Job:
@@ -188,8 +219,12 @@ def _join_in_group(me: JoinRecord, limits: Limits) -> Rendezvous:
     return Rendezvous(job_store, store, peers)
 
 
+def _let_launcher_be(_: BaseException) -> None:
+    """Leave it to the program: it may handle the error, and start again."""
+
+
 def _leave_group() -> None:
-    if dist.is_initialized():  # else the error passes a `finally` in which the rank has left its job
+    if dist.is_initialized():  # else it was not made yet, or the rank has left the job
         dist.destroy_process_group()
 
 

@@ -30,6 +30,22 @@ def test_a_rank_that_raises_ends_a_job_on_two_hosts(request, namespace_hosts, mp
     assert by_ranks[-1].endswith(f"ValueError: boom on rank {failing_rank}")  # of that rank, or of one that was told
 
 
+@pytest.mark.parametrize("failing", [0, 1])
+@pytest.mark.parametrize(("how", "what"), [("raise", "raised RuntimeError: .*missing0"), ("kill", ".*died")])
+def test_a_rank_that_fails_while_it_makes_its_process_group_is_named(free_port, failing, how, what):
+    script = SCRIPTS / "fail_at_the_group.py"
+    with ExitStack() as stack:
+        ranks = [
+            stack.enter_context(start([PYTHON, script, how, failing], env=bare(rank, 3, free_port)))
+            for rank in range(3)
+        ]
+        finished = [rank.wait(timeout=LIMIT) for rank in ranks]
+        pid = ranks[failing].pid
+    for survivor in {0, 1, 2} - {failing}:
+        assert finished[survivor].returncode in (1, 76)
+        assert re.search(rf"rank {failing} \(\S+, pid {pid}\).* {what}", finished[survivor].stderr)
+
+
 def test_without_a_launcher_that_ends_it(free_port):
     """Bare RANK and WORLD_SIZE: nothing but the ranks themselves ends the job."""
     with ExitStack() as stack:

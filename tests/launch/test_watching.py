@@ -178,6 +178,13 @@ def test_a_cleanup_on_the_way_of_an_error_does_not_hide_it(free_port, failing):
         assert finished[rank].stderr.rstrip().endswith("ValueError: boom")
 
 
+def test_a_collective_that_nobody_completes_does_not_hold_the_end_up(free_port):
+    with Job(free_port, "collective_with_a_stopped_rank", DISTMAN_SILENCE_TIMEOUT="4") as job:
+        finished = job.wait([0, 1])
+    assert [rank.returncode for rank in finished] == [1, 1]
+    assert all("RankFailedError: rank 2 (" in rank.stderr for rank in finished)
+
+
 def test_a_cleanup_in_a_handler_fails_nobody(free_port):
     with Job(free_port, "clean_up_in_a_handler") as job:
         finished = job.wait()

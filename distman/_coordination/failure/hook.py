@@ -237,6 +237,16 @@ def set_thread_reporter(reporter: Callable[[BaseException], None] | None) -> Non
         _hook.thread_reporter = reporter
 
 
+def end_without_destructors() -> None:
+    """Let a program that an exception has ended end its process after the last exit handler, with exit code 1.
+
+    The destructor of a process group would wait for collectives that nobody waits for any more, of a rank that is
+    stopped, say, until the timeout of collectives. Ctrl-C ends a process in its own way.
+    """
+    if _hook is not None and _hook.exit_code is None and getattr(sys, "last_type", None) is not KeyboardInterrupt:
+        _hook.exit_code = 1
+
+
 def has_failed() -> bool:
     """Return whether an exception that nothing caught is ending this process."""
     return _hook is not None and _hook.has_failed

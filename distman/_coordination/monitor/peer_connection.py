@@ -87,6 +87,10 @@ class PeerConnection:
         rank = (self._rank + self._step) % len(self._peers)
         return rank if rank != self._rank else None
 
+    def use(self, store: Store) -> None:
+        """Ask over another connection to the store from now on."""
+        self._store = store
+
     def wake(self) -> None:
         """End a wait under way in another thread."""
         with contextlib.suppress(OSError):

@@ -28,7 +28,7 @@ class PeerMonitor:
     """Finds out what happened to the other ranks, as often as it is asked to look.
 
     Args:
-        store: The job's store, over a connection of the caller's own.
+        store: The job's store.
         context: The job.
         limits: How long to wait for signs of life.
         hangs: Reports waits that last too long; None does not.
@@ -64,6 +64,12 @@ class PeerMonitor:
         self._num_news = 0
         self._last_beat = -math.inf
         self._asked_at = self._answered_at = clock()
+
+    def use(self, store: Store) -> None:
+        """Look over a connection to the store of the caller's own from now on: that of others may be waiting."""
+        self._store = store
+        self._stack_queries = StackQueries(store, self._context.rank)
+        self._connection.use(store)
 
     @property
     def is_late(self) -> bool:

@@ -107,7 +107,7 @@ class Watcher:
         if self._watchdog is not None:
             self._watchdog.start()
         with contextlib.suppress(dist.DistError, OSError):  # the thread tries again, and knows what to do about it
-            self._monitor = self._open_monitor()
+            self._monitor = self._make_monitor()
         self._thread.start()  # last, since a failure may be raised here at once
 
     def let_program_be(self) -> None:
@@ -260,7 +260,8 @@ class Watcher:
     def _run(self) -> None:
         try:
             with self._calling():
-                self._monitor = monitor = self._monitor or self._open_monitor()
+                self._monitor = monitor = self._monitor or self._make_monitor()
+                monitor.use(self._own_store())
         except (dist.DistError, OSError) as error:  # too many open files, say
             self._give_up(error)
             return
@@ -300,13 +301,17 @@ class Watcher:
         else:
             self._act(cause)
 
-    def _open_monitor(self) -> PeerMonitor:
+    def _make_monitor(self) -> PeerMonitor:
         context, limits = self._context, self._limits
-        store: Store = context.store.clone()  # type: ignore[attr-defined]  # torch's stub lacks it
-        if not (context.is_one_host or context.is_store_rank):
-            limit_unanswered(store, limits.unreachable)
         hangs = HangWatch(context, limits.hang, self._answer_patience) if limits.hang is not None else None
-        return PeerMonitor(store, context, limits, hangs, self._is_stopping)
+        return PeerMonitor(context.store, context, limits, hangs, self._is_stopping)
+
+    def _own_store(self) -> Store:
+        """Return a connection to the store for this thread: another one may wait for an answer over the first."""
+        store: Store = self._context.store.clone()  # type: ignore[attr-defined]  # torch's stub lacks it
+        if not (self._context.is_one_host or self._context.is_store_rank):
+            limit_unanswered(store, self._limits.unreachable)
+        return store
 
     def _calling(self) -> AbstractContextManager[None]:
         """For the length of a ``with`` block, the store has to answer; if this process serves it, it does."""

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader
 
 from distman import DistributedManager, RankFailedError, on_rank
+from distman._coordination.failure import job_abort
 from distman._coordination.protocol import left
 from distman.collectives import fused_all_reduce
 
@@ -204,6 +205,17 @@ def clean_up_in_any_case(manager):
         manager.barrier()
     finally:
         DistributedManager.cleanup()
+
+
+def collective_with_a_stopped_rank(manager):
+    """Rank 2 is stopped, by something that no other process can see, while a collective waits for it."""
+    if manager.rank == 2:
+        say("stopping")
+        os.kill(os.getpid(), signal.SIGSTOP)
+    job_abort._end_if_stopped = lambda _: None
+    work = dist.all_reduce(torch.ones(1000), async_op=True)
+    wait_in_python()
+    work.wait()
 
 
 def clean_up_in_a_handler(manager):

@@ -1,0 +1,62 @@
+"""A start that fails after the ranks have met leaves no trace, and can be repeated."""
+
+import socket
+
+import pytest
+import torch.distributed as dist
+
+from distman import DistributedManager, RankFailedError
+from distman._coordination.monitor.watcher import is_watching
+from distman._process_state import reset
+from distman.testing import ranks
+
+
+@pytest.fixture(autouse=True)
+def fresh_process():
+    reset()
+    yield
+    reset()
+
+
+@pytest.fixture
+def port():
+    with socket.create_server(("localhost", 0)) as server:
+        return server.getsockname()[1]
+
+
+class BrokenError(Exception):
+    pass
+
+
+def break_down(*_):
+    raise BrokenError("at the end of the start")
+
+
+def make_nothing(*_):
+    """Stand for torch, which would wait for the other ranks in native code, so that the process would end."""
+
+
+def start_and_wait():
+    DistributedManager.initialize(seed=0)
+    DistributedManager().barrier()
+
+
+@pytest.mark.parametrize("place", ["distman.manager.StopAgreement", "distman._job.start._make_process_group"])
+@ranks(2, 3, manager=False)
+def test_a_start_that_fails_late_can_be_repeated(monkeypatch, port, rank, world_size, place):
+    dist.destroy_process_group()
+    monkeypatch.setenv("MASTER_ADDR", "localhost")
+    monkeypatch.setenv("MASTER_PORT", str(port))
+    is_broken = rank == world_size - 1
+    with monkeypatch.context() as broken:
+        broken.setattr("distman._job.start._make_process_group", make_nothing)
+        if is_broken:
+            broken.setattr(place, break_down)
+        with pytest.raises(BrokenError if is_broken else RankFailedError, match="at the end of the start"):
+            start_and_wait()
+    DistributedManager.cleanup()
+    assert not DistributedManager.is_initialized()
+    assert not dist.is_initialized()
+    assert not is_watching()
+    start_and_wait()
+    assert DistributedManager().world_size == world_size
