@@ -24,7 +24,7 @@ SILENCE = 12.0  # seconds within which everyone has missed a silent rank, and ha
 START_LIMIT = 10.0  # seconds that a rank stays at its end for those that still start
 WORKER_LIMIT = 5.0  # seconds after which a DataLoader looks whether its workers are alive
 COLLECTIVE_LIMIT = 15  # seconds, for DISTMAN_TIMEOUT
-CANCELLING = 5.0  # seconds that a rank which has Slurm cancel the job leaves to the others
+CANCELLING = 8.0  # seconds that a rank which has Slurm cancel the job leaves to the others, and those of the command
 HANDLING = 60.0  # seconds for which a program may be busy with the failure, such as by waiting for a thread
 GIVING_IN = 10.0  # seconds after which a program that swallows the failure is ended
 

@@ -29,6 +29,8 @@ class LeftBehind:
     That is the rank that is silent, and those that have not read of the failure though others had the time to. Of the
     latter one may only be slow, so it gets the time for which a rank may be silent.
 
+    It may outlive the job in this process, whose store it does not keep.
+
     Args:
         context: The job.
         record: Why it failed.
@@ -39,7 +41,9 @@ class LeftBehind:
     def __init__(
         self, context: WatchContext, record: FailureRecord, silence: float, end_job: Callable[[], None]
     ) -> None:
-        self._context = context
+        self._others = [place.rank for place in context.peers if place.rank != context.rank]
+        self._late_after = late_after(len(context.peers))
+        self._is_one_host = context.is_one_host
         self._end_job = end_job
         self._failed = record.rank
         self._silent = {record.rank} if record.error_type == SILENT else set[int]()
@@ -53,14 +57,13 @@ class LeftBehind:
         Blocking, for as long as a healthy rank may need to read of the failure. It asks the store, which may be gone at
         the end of this process.
         """
-        others = [rank for rank in range(len(self._context.peers)) if rank != self._context.rank]
-        until = time.monotonic() + late_after(len(self._context.peers))
-        late = set(others) - {self._failed}
+        until = time.monotonic() + self._late_after
+        late = set(self._others) - {self._failed}
         while (late := {rank for rank in late if _is_unaware(store, rank)}) and time.monotonic() < until:
             time.sleep(_PAUSE)
         self._late = late
         if self._silent or self._late:
-            for rank in others:
+            for rank in self._others:
                 place = protocol.peer_address(rank)
                 if store.check([place]) and not store.check([protocol.left(rank)]):
                     self._addresses[rank] = store.get(place).decode()
@@ -101,7 +104,7 @@ class LeftBehind:
         for rank, address in self._addresses.items():
             addresses, port, _ = json.loads(address)
             try:
-                found[rank] = connection = connect(addresses, port, is_one_host=self._context.is_one_host)
+                found[rank] = connection = connect(addresses, port, is_one_host=self._is_one_host)
                 connection.settimeout(0)
             except ConnectionRefusedError:  # it is gone
                 found.pop(rank, None)

@@ -1,6 +1,8 @@
 """Who keeps a launcher waiting after a failure, over a store in memory and connections to ranks of the test."""
 
 import contextlib
+import gc
+import weakref
 
 import pytest
 from torch.distributed import HashStore
@@ -125,6 +127,17 @@ def test_where_the_store_is_silent_handlers_get_a_minute(store, waits, monkeypat
     waits += [lambda: None] * len(expected)
     make(store, OF_THE_STORE_RANK, ended).end_job_unseen()
     assert (ended, waits) == (expected, [])
+
+
+def test_the_store_of_the_job_is_not_kept(store):
+    """Its connections would stay open after cleanup()."""
+    context = context_of(store)
+    is_kept = weakref.ref(context)
+    left = LeftBehind(context, SILENT, 300.0, lambda: None)
+    left.find(store)
+    del context
+    gc.collect()
+    assert is_kept() is None
 
 
 @pytest.fixture
