@@ -2,6 +2,7 @@
 
 import contextlib
 import gc
+import threading
 import weakref
 
 import pytest
@@ -19,6 +20,7 @@ from distman._coordination.monitor.peer_connection import PeerConnection
 from distman._coordination.monitor.peer_monitor import give_sign
 from distman._coordination.monitor.watcher import Watcher
 from distman.environments import LaunchEnvironment
+from distman.errors import RankFailedError
 
 from ..ranks import failure_on, leave, places
 
@@ -170,6 +172,21 @@ def test_the_rank_that_serves_the_store_looks_after_the_others(store, actions, r
     watcher.look_after_others(record)
     watcher.stop()
     assert len(actions) == num_actions
+
+
+def test_it_does_so_too_where_the_program_handles_the_failure(store, actions):
+    watcher = watcher_of(store)
+    SILENT.publish(store)
+    store.add(protocol.NEWS, 1)
+    store.add(protocol.FAILURE_SEEN, NUM_RANKS)
+    with pytest.raises(RankFailedError, match="silent"):
+        try:
+            watcher.start()
+            threading.Event().wait(60)
+        finally:
+            watcher.stop()
+            watcher.close()
+    assert len(actions) == 1
 
 
 def test_under_a_launcher_that_ends_the_rest_nobody_does(store, actions):
