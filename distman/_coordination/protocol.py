@@ -118,7 +118,8 @@ def left(rank: int) -> str:
 def beat(rank: int) -> str:
     """Sign of life: the time, a space, and what the rank waits in.
 
-    Its watcher writes it, and deletes it when it gives up; the rank before reads it.
+    Its watcher writes it, and deletes it when it gives up, or knows of FAILURE; the rank before reads it, and after a
+    failure the store rank, to find those that do not know.
     """
     return f"beat/{rank}"
 
@@ -126,7 +127,7 @@ def beat(rank: int) -> str:
 def peer_address(rank: int) -> str:
     """Hosts and port at which the rank's watcher accepts a connection, and the word that opens it.
 
-    It writes it, the rank before reads it.
+    It writes it, the rank before reads it, and after a failure the store rank.
     """
     return f"peer address/{rank}"
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import collections
 import dataclasses
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
 
-from distman._coordination.failure.job_abort import abort_job_after
+from distman._coordination.failure.job_abort import abort_job_after, ending_of
 from distman._coordination.sync import StoreGroup
 from distman._rendezvous import mpi
 from distman._rendezvous.join import Rendezvous
@@ -73,6 +73,11 @@ class Job:
         ranks = range(self.world_size) if ranks is None else ranks
         job_store = self.rendezvous.store
         return StoreGroup(job_store, store or job_store, ranks.index(self.peer.rank), ranks, self.roll_call)
+
+    @property
+    def ending(self) -> Callable[[], None] | None:
+        """What ends the job under a launcher that waits for every rank; None under others."""
+        return ending_of(self.environment)
 
     def end_after(self, error: BaseException) -> None:
         """Make the launcher end the job once this process ends, where it would not do so by itself."""

@@ -172,7 +172,6 @@ def _wait_until_all_left(job: Job, store: dist.Store, watcher: Watcher, num_gone
     if watcher.untold is not None:
         error = watcher.untold.to_error()
         hook.write(f"distman: {error}\n\nThis rank had left the job, and only served the store to the others.")
-        job.end_after(error)
 
 
 def _wait_for_all_at(store: dist.Store, counter: str, number: int, limit: float) -> None:

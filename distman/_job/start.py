@@ -169,7 +169,7 @@ def watch(job: Job, limits: WatchLimits | None) -> Watcher | None:
         peers=job.roll_call,
         is_one_host=job.peer.num_nodes == 1,
     )
-    watcher = Watcher(context, limits, job.end_after)
+    watcher = Watcher(context, limits, job.end_after, end_job=job.ending)
     watcher.start()
     return watcher
 

@@ -11,6 +11,7 @@ WITH_SEVERAL_HOSTS = ("env", "srun", "srun-K", "openmpi", "mpich", "intel-mpi")
 MOST_RANKS = 8
 SHARE_OF_TWO_HOSTS = 0.2
 SHARE_OF_TWO_FAULTS = 0.15
+ENDED_BY_RANKS = ("srun", "srun-K", "mpich", "intel-mpi")  # a silent rank would keep these waiting
 OF_MPI = ("openmpi", "mpich", "intel-mpi")
 
 ACKNOWLEDGED = 5  # exit code of a program that catches the failure itself
@@ -23,6 +24,7 @@ SILENCE = 12.0  # seconds within which everyone has missed a silent rank, and ha
 START_LIMIT = 10.0  # seconds that a rank stays at its end for those that still start
 WORKER_LIMIT = 5.0  # seconds after which a DataLoader looks whether its workers are alive
 COLLECTIVE_LIMIT = 15  # seconds, for DISTMAN_TIMEOUT
+CANCELLING = 8.0  # seconds that a rank which has Slurm cancel the job leaves to the others, and those of the command
 HANDLING = 60.0  # seconds for which a program may be busy with the failure, such as by waiting for a thread
 GIVING_IN = 10.0  # seconds after which a program that swallows the failure is ended
 
@@ -46,6 +48,7 @@ AROUND = (
 
 
 SWALLOWING = ("retry", "bare", "logging", "del", "callback")  # where the failure is caught, and the program goes on
+BY_NAME = ("notebook", "acknowledge")  # where the failure counts as handled
 JOINING = ("asyncio", "thread")  # where the program waits for a thread, which may be waiting for the rank that failed
 
 
@@ -200,10 +203,19 @@ class Case:
             limit += WORKER_LIMIT
         if self.around in SWALLOWING:
             limit += GIVING_IN
+        if is_silent and self.launcher in ("srun", "srun-K"):
+            limit += CANCELLING
+        # Who has handled that the store's rank is silent does not know whether handlers elsewhere are busy.
+        if self.launcher in ENDED_BY_RANKS and self.around in BY_NAME and self._is_store_silent:
+            limit += HANDLING
         # A rank that cannot print why it failed is there, and silent, for as long as it tries.
         if self.around in JOINING and (is_silent or self.faults[0].name == "raise-blocked-stderr"):
             limit += HANDLING
         return limit
+
+    @property
+    def _is_store_silent(self) -> bool:
+        return any(fault.rank == 0 and fault.effect is Effect.SILENT for fault in self.faults)
 
     @property
     def effects(self) -> set[Effect]:

@@ -275,6 +275,8 @@ def exit_now(code: int) -> None:
     It may be called from any thread, whatever locks the others hold. What is being saved in the background is
     waited for, a minute at most.
     """
+    if _hook is not None:
+        _hook.has_failed = True
     try:
         _flush_in_time()
         _end_daemons()

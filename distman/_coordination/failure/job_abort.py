@@ -21,11 +21,11 @@ from distman.errors import RankFailedError, RendezvousError
 
 _PMI_ABORT = b"cmd=abort exitcode=1\n"
 
-_NUM_CANCELLING = 2
-"""Ranks that cancel the job: the second is there for the case that the first is the one that is stuck."""
-
 _GRACE = 3.0
 """Seconds in which the other ranks end by themselves, and say why, before the job is cancelled."""
+
+_TURN = 0.5
+"""Seconds between the turns of two ranks that cancel the job: the next one need not, unless the first is stuck too."""
 
 _GRACE_FOR_STOPPED = 1.5
 """Seconds for the other ranks to find a stopped process silent before it is ended; their watchdogs look once a second.
@@ -39,7 +39,7 @@ def abort_job_after(error: BaseException, environment: LaunchEnvironment) -> Non
     """Let the launcher end the whole job once this process ends because of an error, if it must be asked to.
 
     A launcher that ignores exit codes is asked by every rank. One that waits for every rank would wait for ever for one
-    that is stopped or never came: then two ranks cancel the job. A process of this host that is stopped is ended.
+    that is stopped or never came: then some ranks cancel the job. A process of this host that is stopped is ended.
 
     Args:
         error: Why this process ends.
@@ -53,10 +53,32 @@ def abort_job_after(error: BaseException, environment: LaunchEnvironment) -> Non
     launcher = LAUNCHERS[environment.launcher]
     if launcher.on_failure is OnFailure.NEEDS_ABORT:
         actions.append(_abort)
-    elif launcher.cancel_command and environment.rank < _NUM_CANCELLING and _leaves_a_rank_behind(error):
-        actions.append(functools.partial(_cancel, launcher.cancel_command))
+    elif launcher.cancel_command and may_cancel(environment.rank) and _leaves_a_rank_behind(error):
+        grace = _GRACE + _TURN * environment.rank.bit_length()
+        actions.append(functools.partial(_cancel, launcher.cancel_command, grace))
     for action in actions:
         hook.end_job_at_exit(action)
+
+
+def ending_of(environment: LaunchEnvironment) -> Callable[[], None] | None:
+    """Return what ends the job, at the end of this process, under a launcher that waits for every rank.
+
+    None where the launcher ends the others when one exits with an error, and where it cannot be asked.
+    """
+    launcher = LAUNCHERS[environment.launcher]
+    if launcher.on_failure is OnFailure.NEEDS_ABORT:
+        return _abort
+    if launcher.cancel_command:
+        return functools.partial(_cancel, launcher.cancel_command, _GRACE)
+    return None
+
+
+def may_cancel(rank: int) -> bool:
+    """Return whether a rank is one of the few that cancel a job: 0, 1, 2, 4, 8 and so on.
+
+    Not all of them are on the first host, whose ranks may be stuck together.
+    """
+    return rank & (rank - 1) == 0
 
 
 def _leaves_a_rank_behind(error: BaseException) -> bool:
@@ -89,11 +111,11 @@ def _abort() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _cancel(cancel_command: Callable[[Mapping[str, str]], Sequence[str]]) -> None:
+def _cancel(cancel_command: Callable[[Mapping[str, str]], Sequence[str]], grace: float) -> None:
     command = list(cancel_command(os.environ))
     if not command:
         return
-    time.sleep(_GRACE)
+    time.sleep(grace)
     try:
         subprocess.run(command, check=False, timeout=_PATIENCE)
     except (OSError, subprocess.TimeoutExpired) as error:

@@ -15,7 +15,7 @@ from distman._coordination import protocol
 from distman._coordination.failure import hook
 from distman._coordination.failure.record import SILENT, FailureRecord
 from distman._coordination.monitor.context import interval
-from distman._coordination.monitor.watcher import failure_behind, is_watching
+from distman._coordination.monitor.watcher import failure_behind, is_watching, look_after_others
 from distman._coordination.timeouts import run_with_timeout
 from distman.errors import RankFailedError
 
@@ -75,6 +75,8 @@ class JobReporter:
         if self.is_host and is_told:
             run_with_timeout(self.leave_group, _STAY)
             run_with_timeout(self._stay_until_seen, _PATIENCE)
+            if cause is not None:
+                look_after_others(cause)
 
     def _tell(self, mine: FailureRecord, first: list[FailureRecord]) -> bool:
         """Leave a record in the store, add the first one there to the list, and return whether that was possible."""

@@ -160,16 +160,10 @@ class PeerConnection:
         if rank is None or time.monotonic() < self._next_try or not self._store.check([protocol.peer_address(rank)]):
             return True
         addresses, port, word = json.loads(self._store.get(protocol.peer_address(rank)))
-        is_refused = False
-        for address in addresses:
-            if address.startswith(_LOOPBACK) and not self._is_one_host:
-                continue  # it would be this host's own, which says nothing of the other one
-            try:
-                self._connection = socket.create_connection((address, port), timeout=_PATIENCE)
-                break
-            except OSError as error:
-                is_refused = isinstance(error, ConnectionRefusedError)
-        else:
+        try:
+            self._connection = connect(addresses, port, is_one_host=self._is_one_host)
+        except OSError as error:
+            is_refused = isinstance(error, ConnectionRefusedError)
             has_left = self._has_left(rank)
             self._step += has_left
             self.is_unanswered = self.is_unanswered and not has_left and not is_refused
@@ -264,6 +258,31 @@ def _is_closed(connection: socket.socket) -> bool:
         return False
     except OSError:
         return True
+
+
+def connect(addresses: Sequence[str], port: int, *, is_one_host: bool) -> socket.socket:
+    """Return a connection to a rank, by the first of its addresses that answers.
+
+    Blocking, for two seconds for each address that does not.
+
+    Args:
+        addresses: Names and addresses of its host.
+        port: Its port.
+        is_one_host: Whether all ranks run on one host.
+
+    Raises:
+        ConnectionRefusedError: It is not there any more, or a firewall says so.
+        OSError: Nobody answers.
+    """
+    refused = OSError("it has no address that other hosts may use")
+    for address in addresses:
+        if address.startswith(_LOOPBACK) and not is_one_host:
+            continue  # it would be this host's own, which says nothing of the other one
+        try:
+            return socket.create_connection((address, port), timeout=_PATIENCE)
+        except OSError as error:
+            refused = error
+    raise refused
 
 
 def own_addresses() -> list[str]:

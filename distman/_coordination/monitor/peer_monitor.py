@@ -105,8 +105,10 @@ class PeerMonitor:
         if died is not None and died.rank == self._context.store_rank:
             return self.first_cause(self._context.store_rank_is_gone())  # the store went with it
         verdict = FailureRecord.died(died) if died is not None else self._connection.notice
-        if verdict is None or self._connection.watched == self._context.store_rank:
-            return verdict  # the rank that serves the store tells what is in the store, and may be gone
+        if verdict is None:
+            return None
+        if self._connection.watched == self._context.store_rank:
+            return self._seen(verdict)  # the rank that serves the store tells what is in the store
         return self._publish(verdict)
 
     def first_cause(self, verdict: FailureRecord) -> FailureRecord:
@@ -172,6 +174,7 @@ class PeerMonitor:
 
     def _seen(self, record: FailureRecord) -> FailureRecord:
         if record.rank != self._context.rank:
+            self._store.delete_key(protocol.beat(self._context.rank))
             self._store.add(protocol.FAILURE_SEEN, 1)
         return record
 

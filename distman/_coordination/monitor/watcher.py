@@ -17,9 +17,11 @@ import torch.distributed as dist
 from distman._coordination import protocol
 from distman._coordination.failure import hook
 from distman._coordination.failure.interruption import Interruption
+from distman._coordination.failure.job_abort import may_cancel
 from distman._coordination.failure.record import DIED, LEFT, SILENT, FailureRecord
 from distman._coordination.monitor.context import WatchContext, WatchLimits, late_after
 from distman._coordination.monitor.hang import HangWatch, StackQueries
+from distman._coordination.monitor.left_behind import LeftBehind
 from distman._coordination.monitor.mismatch import mismatch
 from distman._coordination.monitor.peer_monitor import PeerMonitor, give_sign, read_sign
 from distman._coordination.monitor.store_connection import limit_unanswered
@@ -55,6 +57,7 @@ class Watcher:
         context: The job.
         limits: How long to wait.
         abort_job: Makes the launcher end the job after an error, where it would not do so by itself.
+        end_job: Ends the job, under a launcher that would wait for a rank that does nothing; None under others.
         patience: Seconds for a failure to become known, and for another watcher to answer.
 
     Attributes:
@@ -71,6 +74,7 @@ class Watcher:
         limits: WatchLimits,
         abort_job: Callable[[BaseException], None],
         *,
+        end_job: Callable[[], None] | None = None,
         patience: float = _PATIENCE,
     ) -> None:
         self.record: FailureRecord | None = None
@@ -80,6 +84,8 @@ class Watcher:
         self._context = context
         self._limits = limits
         self._patience = patience
+        self._end_job = end_job
+        self._is_looking_after = False
         self._is_stuck = False
         self._has_failed_thread = False
         self._is_known = threading.Event()
@@ -197,6 +203,24 @@ class Watcher:
     def is_store_rank(self) -> bool:
         """Whether this process serves the store."""
         return self._context.is_store_rank
+
+    def look_after_others(self, record: FailureRecord) -> None:
+        """At the end of this process, end the job if a rank that does nothing would keep the launcher waiting.
+
+        Args:
+            record: Why the job failed; the others have had the time to read it.
+        """
+        if self._end_job is None or self._is_looking_after:
+            return
+        self._is_looking_after = True
+        left_behind = LeftBehind(self._context, record, self._limits.silence, self._end_job)
+        if record.error_type == SILENT and self._context.store_rank in (None, record.rank):
+            if may_cancel(self.rank) and not self.is_store_rank:
+                hook.end_job_at_exit(left_behind.end_job_unseen)
+        elif self.is_store_rank:
+            with contextlib.suppress(dist.DistError):
+                if left_behind.find(self._context.store):
+                    hook.end_job_at_exit(left_behind.end_job_without)
 
     def fail(self, error: BaseException) -> None:
         """Let an error that ended another thread end the job, and the main thread of this rank with it."""
@@ -346,6 +370,7 @@ class Watcher:
                 with contextlib.suppress(dist.DistError):
                     self._monitor.wait_until_others_know()
         self._is_known.set()
+        self.look_after_others(record)
         is_from_here = record.rank == self._context.rank and record.traceback_text and not self._has_failed_thread
         if self.untold is None and not is_from_here:
             self._interruption.deliver(record)
@@ -375,6 +400,12 @@ def note_raised(error: RankFailedError) -> RankFailedError:
     if _current is not None:
         _current.note(error)
     return error
+
+
+def look_after_others(record: FailureRecord) -> None:
+    """Let the watcher of this process, if it has one, do what :meth:`Watcher.look_after_others` says."""
+    if _current is not None:
+        _current.look_after_others(record)
 
 
 def raise_if_failed() -> None:

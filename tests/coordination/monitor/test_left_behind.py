@@ -1,0 +1,229 @@
+"""Who keeps a launcher waiting after a failure, over a store in memory and connections to ranks of the test."""
+
+import contextlib
+import gc
+import threading
+import weakref
+
+import pytest
+from torch.distributed import HashStore
+
+from distman._coordination import protocol
+from distman._coordination.failure import hook
+from distman._coordination.failure.job_abort import ending_of, may_cancel
+from distman._coordination.failure.record import FailureRecord
+from distman._coordination.failure.reporter import JobReporter
+from distman._coordination.monitor import left_behind
+from distman._coordination.monitor.context import WatchContext, WatchLimits
+from distman._coordination.monitor.left_behind import LeftBehind
+from distman._coordination.monitor.peer_connection import PeerConnection
+from distman._coordination.monitor.peer_monitor import give_sign
+from distman._coordination.monitor.watcher import Watcher
+from distman.environments import LaunchEnvironment
+from distman.errors import RankFailedError
+
+from ..ranks import failure_on, leave, places
+
+NUM_RANKS = 4
+SILENT = FailureRecord.silent(places(NUM_RANKS)[1], 300)
+OF_THE_STORE_RANK = FailureRecord.silent(places(NUM_RANKS)[0], 300)
+
+
+@pytest.fixture
+def store():
+    return HashStore()
+
+
+@pytest.fixture
+def others(store):
+    """The ends of ranks 1 to 3, which are there; that of rank 3 has not read of a failure."""
+    with contextlib.ExitStack() as stack:
+        ends = {}
+        for rank in range(1, NUM_RANKS):
+            end = PeerConnection(store, rank, places(NUM_RANKS), is_one_host=True, patience=5)
+            ends[rank] = stack.enter_context(contextlib.closing(end))
+        give_sign(store, 3)
+        yield ends
+
+
+def context_of(store, rank=0):
+    return WatchContext(store, "tcp://n1:5", 0, rank, places(NUM_RANKS), is_one_host=True)
+
+
+def make(store, record, ended, *, silence=300.0):
+    return LeftBehind(context_of(store), record, silence, lambda: ended.append("ended"))
+
+
+@pytest.fixture
+def waits(monkeypatch):
+    """What is to happen at each wait of the end of the process, in turn; nothing more may be waited for."""
+    planned = []
+    monkeypatch.setattr(left_behind.time, "sleep", lambda _: planned.pop(0)())
+    return planned
+
+
+@pytest.fixture
+def no_patience(monkeypatch):
+    monkeypatch.setattr(left_behind, "late_after", lambda _: 0.0)
+
+
+def test_nobody_is_left_where_all_have_read_of_the_failure_or_left(store):
+    give_sign(store, 3)
+    leave(store, 3)
+    assert not make(store, failure_on(1), []).find(store)
+
+
+@pytest.mark.usefixtures("no_patience")
+def test_a_rank_that_does_not_react_is_given_the_time_that_it_may_be_silent(store, others, waits):
+    ended = []
+    left = make(store, failure_on(1), ended, silence=0.0)
+    assert left.find(store)
+    waits += [others[1].close, others[2].close]
+    left.end_job_without()
+    assert (ended, waits) == (["ended"], [])
+
+
+@pytest.mark.usefixtures("no_patience")
+def test_a_rank_that_was_only_slow_ends_by_itself(store, others, waits):
+    ended = []
+    left = make(store, failure_on(1), ended)
+    assert left.find(store)
+    waits += [others[3].close]
+    left.end_job_without()
+    assert (ended, waits) == ([], [])
+
+
+def test_a_silent_rank_is_ended_when_the_others_have_left(store, others, waits):
+    ended = []
+    store.delete_key(protocol.beat(3))
+    left = make(store, SILENT, ended)
+    assert left.find(store)
+    others[2].close()
+    waits += [others[3].close]
+    left.end_job_without()
+    assert (ended, waits) == (["ended"], [])
+
+
+def test_a_silent_rank_that_is_gone_by_then_needs_no_end(store, others):
+    ended = []
+    store.delete_key(protocol.beat(3))
+    left = make(store, SILENT, ended)
+    left.find(store)
+    others[1].close()
+    left.end_job_without()
+    assert ended == []
+
+
+def test_a_silent_rank_on_a_host_that_does_not_answer_is_ended_too(store):
+    ended = []
+    left = make(store, SILENT, ended)
+    assert left.find(store)
+    left.end_job_without()
+    assert ended == ["ended"]
+
+
+@pytest.mark.parametrize(("has_failed", "expected"), [(False, ["ended"]), (True, [])])
+def test_where_the_store_is_silent_handlers_get_a_minute(store, waits, monkeypatch, has_failed, expected):
+    ended = []
+    monkeypatch.setattr(hook, "has_failed", lambda: has_failed)
+    waits += [lambda: None] * len(expected)
+    make(store, OF_THE_STORE_RANK, ended).end_job_unseen()
+    assert (ended, waits) == (expected, [])
+
+
+def test_the_store_of_the_job_is_not_kept(store):
+    """Its connections would stay open after cleanup()."""
+    context = context_of(store)
+    is_kept = weakref.ref(context)
+    left = LeftBehind(context, SILENT, 300.0, lambda: None)
+    left.find(store)
+    del context
+    gc.collect()
+    assert is_kept() is None
+
+
+@pytest.fixture
+def actions(monkeypatch):
+    """What is to be done at the end of this process."""
+    found = []
+    monkeypatch.setattr(hook, "end_job_at_exit", found.append)
+    return found
+
+
+def watcher_of(store, rank=0, end_job=lambda: None):
+    return Watcher(context_of(store, rank), WatchLimits(silence=300.0), lambda _: None, end_job=end_job)
+
+
+@pytest.mark.parametrize(
+    ("rank", "record", "num_actions"),
+    [
+        (0, SILENT, 1),
+        (2, SILENT, 0),
+        (0, failure_on(1), 0),
+        (2, OF_THE_STORE_RANK, 1),
+        (3, OF_THE_STORE_RANK, 0),
+        (0, OF_THE_STORE_RANK, 0),
+    ],
+)
+def test_the_rank_that_serves_the_store_looks_after_the_others(store, actions, rank, record, num_actions):
+    """Where that is the silent one, some others do; it does nothing itself if it comes back."""
+    watcher = watcher_of(store, rank)
+    watcher.look_after_others(record)
+    watcher.look_after_others(record)
+    watcher.stop()
+    assert len(actions) == num_actions
+
+
+def test_it_does_so_too_where_the_program_handles_the_failure(store, actions):
+    watcher = watcher_of(store)
+    SILENT.publish(store)
+    store.add(protocol.NEWS, 1)
+    store.add(protocol.FAILURE_SEEN, NUM_RANKS)
+    with pytest.raises(RankFailedError, match="silent"):
+        try:
+            watcher.start()
+            threading.Event().wait(60)
+        finally:
+            watcher.stop()
+            watcher.close()
+    assert len(actions) == 1
+
+
+def test_under_a_launcher_that_ends_the_rest_nobody_does(store, actions):
+    watcher = watcher_of(store, end_job=None)
+    watcher.look_after_others(SILENT)
+    watcher.stop()
+    assert actions == []
+
+
+@pytest.mark.usefixtures("no_patience", "others")
+def test_a_rank_that_serves_the_store_and_fails_itself_looks_too(store, actions):
+    watcher = watcher_of(store)
+    watcher.start()
+    store.add(protocol.FAILURE_SEEN, NUM_RANKS)
+    report = JobReporter(
+        rank=0,
+        num_others=NUM_RANKS - 1,
+        store=store,
+        store_host="",
+        is_host=True,
+        is_store_there=lambda: True,
+        leave_group=lambda: None,
+        abort_job=lambda _: None,
+    )
+    report(ValueError("the disk is full"))()
+    watcher.stop()
+    watcher.close()
+    assert len(actions) == 1, "rank 3 does not react"
+
+
+@pytest.mark.parametrize(
+    ("launcher", "is_asked"),
+    [("slurm", True), ("hydra", True), ("openmpi", False), ("torchrun", False), ("env", False)],
+)
+def test_who_is_asked_to_end_a_job(launcher, is_asked):
+    assert (ending_of(LaunchEnvironment(launcher, 0, 4)) is not None) == is_asked
+
+
+def test_those_that_cancel_are_few_and_not_all_on_one_host():
+    assert [rank for rank in range(1000) if may_cancel(rank)] == [0, 1, 2, 4, 8, 16, 32, 64, 128, 256, 512]
