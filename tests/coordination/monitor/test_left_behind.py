@@ -2,7 +2,6 @@
 
 import contextlib
 import gc
-import threading
 import weakref
 
 import pytest
@@ -23,6 +22,7 @@ from distman.environments import LaunchEnvironment
 from distman.errors import RankFailedError
 
 from ..ranks import failure_on, leave, places
+from .test_watcher import run_until_raised
 
 NUM_RANKS = 4
 SILENT = FailureRecord.silent(places(NUM_RANKS)[1], 300)
@@ -180,12 +180,7 @@ def test_it_does_so_too_where_the_program_handles_the_failure(store, actions):
     store.add(protocol.NEWS, 1)
     store.add(protocol.FAILURE_SEEN, NUM_RANKS)
     with pytest.raises(RankFailedError, match="silent"):
-        try:
-            watcher.start()
-            threading.Event().wait(60)
-        finally:
-            watcher.stop()
-            watcher.close()
+        run_until_raised(watcher)
     assert len(actions) == 1
 
 

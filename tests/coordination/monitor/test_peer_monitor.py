@@ -137,6 +137,8 @@ def test_who_serves_the_store_tells_its_neighbour_before_it_dies(make_ranks):
     ranks.monitors[0].tell(failure_on(1))
     ranks.monitors[0].close()
     assert ranks.look_until_found(2) == failure_on(1)
+    assert ranks.number(protocol.FAILURE_SEEN) == 1
+    assert read_sign(ranks.store, 2) == "", "so it can be told from those that do not know"
 
 
 @pytest.mark.parametrize("teller", [0, 2])
