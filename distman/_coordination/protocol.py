@@ -93,8 +93,8 @@ dead; before the verdict the store rank, for a rank that told the handshake serv
 late, where the job may be made of two. All read it."""
 
 FAILURE_SEEN = "failure seen"
-"""Counter of ranks that know of FAILURE, without the one that failed. Each adds itself; the store rank waits for all of
-them before its program learns of it, and may end."""
+"""Counter of ranks that know of FAILURE and have not left since, without the one that failed. Each adds itself; the
+store rank waits for all of them before its program learns of it, and may end."""
 
 LEFT = "left"
 """Counter of ranks that left the job. Each adds itself; who waits looks for left(rank) only if it is not 0."""

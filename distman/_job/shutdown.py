@@ -132,6 +132,8 @@ def _say_farewell(job: Job, rendezvous: Rendezvous, watcher: Watcher | None, *, 
             store.set(protocol.left(job.peer.rank), "yes")
             if store.add(protocol.LEFT, 1) == 1:
                 store.set(protocol.FIRST_TO_LEAVE, str(job.peer.rank))
+            if watcher is not None and watcher.knows_from_others:
+                store.add(protocol.FAILURE_SEEN, -1)  # it is counted among those that are gone instead
             store.add(protocol.GONE, 0 if is_counted or is_host else 1)
             if store.add(protocol.STARTED, 0) >= job.world_size:
                 all_started.set()

@@ -121,6 +121,11 @@ class Watcher:
         self._is_program_done.set()
 
     @property
+    def knows_from_others(self) -> bool:
+        """Whether a failure of another rank is known."""
+        return self.record is not None and self.record.rank != self.rank
+
+    @property
     def is_on_watch(self) -> bool:
         """Whether a failure of another rank would still be found, since none was yet."""
         return self.record is None and self._thread.is_alive()

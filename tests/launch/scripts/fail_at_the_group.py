@@ -3,12 +3,16 @@
 import os
 import signal
 import sys
+import time
 
 from distman import DistributedManager
+from distman._coordination import protocol
 from distman._job import start
 
 
-def kill_this_process(*_):
+def kill_this_process(job, store, _):
+    while not all(store.check([protocol.beat(rank)]) for rank in range(job.world_size)):
+        time.sleep(0.01)
     os.kill(os.getpid(), signal.SIGKILL)
 
 

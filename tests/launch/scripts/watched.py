@@ -425,4 +425,5 @@ if __name__ == "__main__":
         thread.join()
     else:
         DistributedManager.initialize(rendezvous_timeout=60, fail_with_threads=True)
+    DistributedManager().barrier("all are within the scenario")
     globals()[scenario](DistributedManager())
