@@ -26,7 +26,7 @@ def interval(world_size: int) -> float:
 
 
 def late_after(world_size: int) -> float:
-    """Return the seconds after which a look into the store is late: the process that serves it may be gone then.
+    """Return the seconds after which a look into the store is late: whoever waits for it does so no longer.
 
     A watcher needs an interval to look and another to come back to it; the second beside them is for a busy host.
     """

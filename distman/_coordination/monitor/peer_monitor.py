@@ -63,21 +63,13 @@ class PeerMonitor:
         self._neighbour = _Neighbour()
         self._num_news = 0
         self._last_beat = -math.inf
-        self._asked_at = self._answered_at = clock()
-
-    @property
-    def is_late(self) -> bool:
-        """Whether this process did not get to look for so long that the store may have been closed meanwhile."""
-        return self._asked_at - self._answered_at > late_after(len(self._context.peers))
 
     def look(self) -> FailureRecord | None:
         """Look around once, wait for an interval, and return what failed, if something did.
 
         Blocking; :meth:`wake` ends the wait.
         """
-        self._asked_at = self._clock()
         num_news = self._store.add(protocol.NEWS, 0)
-        self._answered_at = self._asked_at
         is_news = num_news != self._num_news
         if is_news:
             self._num_news = num_news

@@ -60,8 +60,7 @@ class Watcher:
     Attributes:
         record: What failed; None as long as nothing did.
         untold: The same, if it failed when the program was already leaving the job, and had to hear of nothing.
-        has_let_go: Whether the rank that serves the store left, and this one knows, or was kept from knowing by native
-            code that held the GIL while the store went.
+        has_let_go: Whether the rank that serves the store said that it closes it. One that goes without has died.
         is_counted: Whether the rank that serves the store does not wait for this one any more.
     """
 
@@ -268,7 +267,7 @@ class Watcher:
             self._watch(monitor)
         except dist.DistError as error:
             if not self._is_stopping.is_set():
-                self._lose_store(monitor, error)
+                self._act(monitor.first_cause(self._lost_store(error)))
         except Exception as error:  # noqa: BLE001 - whatever it is, the program goes on without the watcher
             self._give_up(error)
         if self.has_let_go:
@@ -291,14 +290,6 @@ class Watcher:
                 logger.warning("a look at the other ranks failed; they are watched on", exc_info=True)
                 self._is_stopping.wait(self._context.interval)
         self.has_let_go = monitor.is_closing
-
-    def _lose_store(self, monitor: PeerMonitor, error: Exception) -> None:
-        verdict = self._lost_store(error)
-        cause = monitor.first_cause(verdict)
-        if cause is verdict and monitor.is_late:
-            self.has_let_go = True
-        else:
-            self._act(cause)
 
     def _open_monitor(self) -> PeerMonitor:
         context, limits = self._context, self._limits

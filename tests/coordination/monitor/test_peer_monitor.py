@@ -229,22 +229,3 @@ def test_a_rank_that_was_suspended_itself_accuses_nobody(make_ranks):
     ranks = make_ranks()
     ranks.look(1)
     assert looks_at(ranks, 0, 2, 5_000, 10_000) == [None] * 4
-
-
-def test_a_rank_that_could_not_look_for_long_is_late(make_ranks):
-    ranks = make_ranks()
-    monitor = ranks.monitors[0]
-    ranks.look()
-    assert not monitor.is_late
-
-    class GoneError(Exception):
-        pass
-
-    class Gone(HashStore):
-        def add(self, *_):
-            raise GoneError
-
-    monitor._store, ranks.seconds = Gone(), 60.0
-    with pytest.raises(GoneError):
-        ranks.look()
-    assert monitor.is_late

@@ -2,6 +2,8 @@
 
 import contextlib
 import dataclasses
+import functools
+import itertools
 import signal
 import threading
 
@@ -11,6 +13,7 @@ from torch.distributed import HashStore
 
 from distman._coordination import protocol
 from distman._coordination.failure.record import DIED, LEFT, SILENT, FailureRecord
+from distman._coordination.monitor import watcher as watcher_module
 from distman._coordination.monitor.context import WatchContext, WatchLimits
 from distman._coordination.monitor.hang import StackQueries
 from distman._coordination.monitor.watcher import (
@@ -182,6 +185,31 @@ def test_a_store_that_is_gone_is_raised_as_the_death_of_its_rank():
     with pytest.raises(RankFailedError, match=r"rank 1 .*, which served the job's store"):
         run_until_raised(watcher)
     assert watcher.record.error_type == DIED
+
+
+def test_a_store_that_goes_while_native_code_keeps_this_rank_from_looking_has_died(monkeypatch):
+    class LostStore(HashStore):
+        num_looks = 0
+
+        def clone(self):
+            return self
+
+        def add(self, key, value):
+            self.num_looks += key == protocol.NEWS
+            if self.num_looks > 1:
+                raise dist.DistNetworkError("Broken pipe")
+            return super().add(key, value)
+
+    minutes = functools.partial(next, itertools.count(0.0, 60.0))
+    monkeypatch.setattr(watcher_module, "PeerMonitor", functools.partial(watcher_module.PeerMonitor, clock=minutes))
+    watcher = make(LostStore(), store_rank=1)
+    watcher.let_program_be()
+    watcher.start()
+    watcher._thread.join(60)
+    watcher.stop()
+    watcher.close()
+    assert watcher.record is not None
+    assert (watcher.record.rank, watcher.record.error_type) == (1, DIED)
 
 
 def test_a_rank_that_cannot_watch_says_so(caplog):
