@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
 import tempfile
@@ -11,10 +10,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-import torch.distributed as dist
-
 from distman._coordination import protocol, tracking
 from distman._coordination.monitor.context import WatchContext
+from distman._coordination.monitor.reading import read_at_once
 from distman._log import logger
 from distman._text import printable, printable_lines, shortened
 
@@ -94,8 +92,9 @@ class StackQueries:
         answers = {}
         for rank in ranks:
             key = protocol.answer(number, rank)
-            if self.store.check([key]):
-                answers[rank] = Answer(**json.loads(self.store.get(key)))
+            found = read_at_once(self.store, key)
+            if found is not None:
+                answers[rank] = Answer(**json.loads(found))
                 self.store.delete_key(key)
         return answers
 
@@ -103,11 +102,10 @@ class StackQueries:
         """Answer the queries that are new."""
         num_asked = self.store.add(protocol.QUERIES, 0)
         for number in range(self.num_seen + 1, num_asked + 1):
-            key = protocol.query(number)
-            with contextlib.suppress(dist.DistStoreError):  # who asked may have given up just now
-                if self.store.check([key]) and self.rank in json.loads(self.store.get(key)):
-                    self.store.set(protocol.answer(number, self.rank), json.dumps(dataclasses.asdict(Answer.here())))
-                    self.store.add(protocol.answered(number), 1)
+            asked = read_at_once(self.store, protocol.query(number))  # who asked may give up just now
+            if asked is not None and self.rank in json.loads(asked):
+                self.store.set(protocol.answer(number, self.rank), json.dumps(dataclasses.asdict(Answer.here())))
+                self.store.add(protocol.answered(number), 1)
         self.num_seen = num_asked
 
 

@@ -15,6 +15,7 @@ from distman._coordination.monitor.context import INTERVALS_PER_BEAT, WatchConte
 from distman._coordination.monitor.hang import HangWatch, StackQueries
 from distman._coordination.monitor.mismatch import MismatchWatch
 from distman._coordination.monitor.peer_connection import PeerConnection
+from distman._coordination.monitor.reading import read_at_once
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -187,5 +188,4 @@ def give_sign(store: Store, rank: int) -> None:
 
 def read_sign(store: Store, rank: int) -> str:
     """Return the last sign of life of a rank; empty where it is not watching."""
-    key = protocol.beat(rank)
-    return store.get(key).decode() if store.check([key]) else ""
+    return read_at_once(store, protocol.beat(rank)) or ""

@@ -103,6 +103,28 @@ def test_a_query_is_answered(make_ranks):
     assert not ranks.store.check([protocol.query(1)])
 
 
+class DeletingStore(HashStore):
+    """A store in which each key is deleted right after it was found."""
+
+    def check(self, keys):
+        is_there = super().check(keys)
+        for key in keys:
+            self.delete_key(key)
+        return is_there
+
+    def get(self, key):
+        raise AssertionError(f"{key!r} is gone, so this waits for the store's timeout")
+
+
+def test_what_another_rank_deletes_meanwhile_is_not_waited_for():
+    store = DeletingStore()
+    store.set(protocol.beat(1), "1700000000.0 in barrier at train.py:3")
+    assert read_sign(store, 1).endswith("in barrier at train.py:3")
+    store.set(protocol.query(store.add(protocol.QUERIES, 1)), "[1]")
+    StackQueries(store, 1).answer()
+    assert store.add(protocol.answered(1), 0) == 1
+
+
 def test_a_rank_that_dies_is_told_of(make_ranks):
     ranks = make_ranks(3)
     assert [ranks.look(rank) for rank in (0, 1, 2)] == [None] * 3
