@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from distman._coordination import protocol, tracking
 from distman._coordination.failure.record import FailureRecord
-from distman._coordination.monitor.context import INTERVALS_PER_BEAT, WatchContext, WatchLimits, late_after
+from distman._coordination.monitor.context import WatchContext, WatchLimits, late_after
 from distman._coordination.monitor.hang import HangWatch, StackQueries
 from distman._coordination.monitor.mismatch import MismatchWatch
 from distman._coordination.monitor.peer_connection import PeerConnection
@@ -78,7 +78,7 @@ class PeerMonitor:
             if record is not None or self.is_closing:
                 return record
         now = self._clock()
-        if now - self._last_beat > INTERVALS_PER_BEAT * self._context.interval:
+        if now - self._last_beat > self._context.beat_every:
             record = self._beat(now - self._last_beat)
             self._last_beat = now
             if record is not None:
@@ -142,10 +142,10 @@ class PeerMonitor:
         rank = self._connection.watched
         if rank is None:
             return None
-        longest = 2 * INTERVALS_PER_BEAT * self._context.interval  # more, and this process was suspended itself
+        longest = 2 * self._context.beat_every  # more, and this process was suspended itself
         silent_for = self._neighbour.silence(rank, read_sign(self._store, rank), min(seconds, longest))
         is_unanswered = self._connection.is_unanswered
-        limit = self._limits.unreachable if is_unanswered else self._limits.silence
+        limit = self._context.silence_limit(self._limits, is_unanswered=is_unanswered)
         if not self._neighbour.beat or silent_for <= limit:  # without a beat, it is not watching
             return None
         make = FailureRecord.unreachable if is_unanswered else FailureRecord.silent
