@@ -132,9 +132,8 @@ class HangWatch:
         Blocking while the others answer. Not for the main thread, whose stack is wanted.
         """
         waits = tracking.waits()
-        if self._reported is not None and self._reported not in waits:
-            self._reported = None
-            stack_queries.store.delete_key(protocol.HANG_REPORTER)
+        if self._reported not in waits:
+            self.let_others_report(stack_queries.store)
         late = [wait for wait in waits if time.monotonic() - wait.since > self._limit]
         if not late or self._reported is not None:
             return
@@ -142,6 +141,12 @@ class HangWatch:
         if stack_queries.store.compare_set(protocol.HANG_REPORTER, "", me).decode() == me:
             self._reported = late[0]
             self._report(late[0], stack_queries)
+
+    def let_others_report(self, store: Store) -> None:
+        """Let another rank report a hang, if this one did: its wait is over, or it does not look any more."""
+        if self._reported is not None:
+            self._reported = None
+            store.delete_key(protocol.HANG_REPORTER)
 
     def _report(self, wait: tracking.TrackedWait, stack_queries: StackQueries) -> None:
         rank, peers = self._context.rank, self._context.peers

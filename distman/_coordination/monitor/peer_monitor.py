@@ -118,6 +118,11 @@ class PeerMonitor:
                 return
             self._is_stopping.wait(_PAUSE)
 
+    def let_others_report(self) -> None:
+        """Let another rank report a hang, if this one did, which does not look any more."""
+        if self._hangs is not None:
+            self._hangs.let_others_report(self._store)
+
     def wake(self) -> None:
         """End the wait of a look under way in another thread."""
         self._connection.wake()

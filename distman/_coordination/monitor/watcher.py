@@ -290,6 +290,8 @@ class Watcher:
                 logger.warning("a look at the other ranks failed; they are watched on", exc_info=True)
                 self._is_stopping.wait(self._context.interval)
         self.has_let_go = monitor.is_closing
+        if self._is_stopping.is_set():
+            monitor.let_others_report()
 
     def _open_monitor(self) -> PeerMonitor:
         context, limits = self._context, self._limits
@@ -306,6 +308,8 @@ class Watcher:
     def _give_up(self, error: Exception) -> None:
         """Watch no more, and give no sign of life that others could miss; unless it is the store that is gone."""
         try:
+            if self._monitor is not None:
+                self._monitor.let_others_report()
             announce_unwatched(self._context.store, self._context.rank)
         except dist.DistError as lost:
             if not self._is_stopping.is_set():

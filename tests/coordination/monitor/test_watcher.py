@@ -24,14 +24,15 @@ from distman._coordination.monitor.watcher import (
     is_watching,
     raise_if_failed,
 )
+from distman._coordination.tracking import TrackedWait
 from distman.errors import RankFailedError
 
 from ..ranks import at_once, failure_on, leave, places
 
 
-def make(store, rank=0, store_rank=None, num_ranks=2, patience=0.0):
+def make(store, rank=0, store_rank=None, num_ranks=2, patience=0.0, hang=None):
     context = WatchContext(store, "tcp://n1:5", store_rank, rank, places(num_ranks), is_one_host=True)
-    return Watcher(context, WatchLimits(silence=300.0), lambda _: None, patience=patience)
+    return Watcher(context, WatchLimits(silence=300.0, hang=hang), lambda _: None, patience=patience)
 
 
 @contextlib.contextmanager
@@ -310,6 +311,33 @@ def test_a_look_that_fails_is_reported_and_the_next_one_is_made(caplog):
     with pytest.raises(RankFailedError, match="boom"):
         run_until_raised(make(store))
     assert caplog.text.count("UnicodeEncodeError: ") == 2
+
+
+@pytest.mark.parametrize("gives_up", [False, True])
+def test_another_rank_may_report_a_hang_once_this_one_watches_no_more(gives_up, tmp_path, monkeypatch):
+    class Odd(HashStore):
+        is_odd = False
+
+        def add(self, key, value):
+            if self.is_odd and key == protocol.NEWS:
+                raise ValueError("odd")
+            return super().add(key, value)
+
+        def clone(self):
+            return self
+
+    monkeypatch.chdir(tmp_path)  # the report goes there
+    monkeypatch.setattr(watcher_module, "_MAX_ERRORS", 0)
+    store = Odd()
+    with TrackedWait("barrier"), watching(store, hang=0.0) as watcher:
+        while not store.check([protocol.HANG_REPORTER]):
+            pass
+        if gives_up:
+            store.is_odd = True
+        else:
+            watcher.stop()
+        watcher._thread.join(60)
+        assert not store.check([protocol.HANG_REPORTER])
 
 
 @pytest.mark.parametrize("error", [LOST, RuntimeError("ncclRemoteError"), dist.DistNetworkError("Broken pipe")])
