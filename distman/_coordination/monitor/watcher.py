@@ -316,7 +316,12 @@ class Watcher:
                 self._act(self._lost_store(lost))
             return
         self.is_counted = True
-        logger.warning("the other ranks are not watched any more: %r. DISTMAN_WATCH=0 switches this off", error)
+        logger.warning(
+            "the other ranks are not watched any more: %r. This rank hears of failures only where it waits for others; "
+            "if it dies, or the next one, broken connections may be all that tells of it. DISTMAN_WATCH=0 switches "
+            "this off",
+            error,
+        )
 
     def _store_rank_is_silent(self, seconds: float) -> None:
         if self.record is None and not self._is_stopping.is_set():
