@@ -135,7 +135,10 @@ def peer_address(rank: int) -> str:
 # Hangs.
 
 HANG_REPORTER = "hang reporter"
-"""The rank that reports a hang. The first one that waits too long writes it, and deletes it once its wait is over."""
+"""The rank that reports a hang.
+
+The first one that waits too long writes it, and deletes it once its wait is over or it watches no more.
+"""
 
 QUERIES = "queries"
 """Counter of queries. Who asks raises it; the watchers answer those that they have not seen. It lives on."""

@@ -16,8 +16,11 @@ _SHORTEST_INTERVAL = 0.2  # seconds; a failure is known to all soon enough, and 
 _LONGEST_INTERVAL = 4.0  # seconds; above 10,000 ranks a late word of a failure is worse than a busier store
 _INTERVAL_PER_RANK = 0.4e-3  # seconds; 2,500 looks a second in all, some 14 % of one core of the store's host
 
-INTERVALS_PER_BEAT = 5
+_INTERVALS_PER_BEAT = 5
 """A rank gives a sign of life once in so many looks: it costs three calls into the store, a look costs one."""
+
+_MISSED_BEATS = 3
+"""Signs of life that a rank has to miss: two clocks and a late look alone let one or two seem to be missing."""
 
 
 def interval(world_size: int) -> float:
@@ -26,7 +29,7 @@ def interval(world_size: int) -> float:
 
 
 def late_after(world_size: int) -> float:
-    """Return the seconds after which a look into the store is late: the process that serves it may be gone then.
+    """Return the seconds after which a look into the store is late: whoever waits for it does so no longer.
 
     A watcher needs an interval to look and another to come back to it; the second beside them is for a busy host.
     """
@@ -92,6 +95,16 @@ class WatchContext:
     def interval(self) -> float:
         """Seconds between two looks into the store."""
         return interval(len(self.peers))
+
+    @property
+    def beat_every(self) -> float:
+        """Seconds between two signs of life."""
+        return _INTERVALS_PER_BEAT * self.interval
+
+    def silence_limit(self, limits: WatchLimits, *, is_unanswered: bool) -> float:
+        """Return how long a rank may give no sign of life: what is wanted, as far as signs come often enough for it."""
+        wanted = limits.unreachable if is_unanswered else limits.silence
+        return max(wanted, _MISSED_BEATS * self.beat_every)
 
     def store_rank_is_silent(self, seconds: float) -> FailureRecord:
         """Return the record that the store does not answer."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
 import tempfile
@@ -11,10 +10,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-import torch.distributed as dist
-
 from distman._coordination import protocol, tracking
 from distman._coordination.monitor.context import WatchContext
+from distman._coordination.monitor.reading import read_at_once
 from distman._log import logger
 from distman._text import printable, printable_lines, shortened
 
@@ -94,8 +92,9 @@ class StackQueries:
         answers = {}
         for rank in ranks:
             key = protocol.answer(number, rank)
-            if self.store.check([key]):
-                answers[rank] = Answer(**json.loads(self.store.get(key)))
+            found = read_at_once(self.store, key)
+            if found is not None:
+                answers[rank] = Answer(**json.loads(found))
                 self.store.delete_key(key)
         return answers
 
@@ -103,11 +102,10 @@ class StackQueries:
         """Answer the queries that are new."""
         num_asked = self.store.add(protocol.QUERIES, 0)
         for number in range(self.num_seen + 1, num_asked + 1):
-            key = protocol.query(number)
-            with contextlib.suppress(dist.DistStoreError):  # who asked may have given up just now
-                if self.store.check([key]) and self.rank in json.loads(self.store.get(key)):
-                    self.store.set(protocol.answer(number, self.rank), json.dumps(dataclasses.asdict(Answer.here())))
-                    self.store.add(protocol.answered(number), 1)
+            asked = read_at_once(self.store, protocol.query(number))  # who asked may give up just now
+            if asked is not None and self.rank in json.loads(asked):
+                self.store.set(protocol.answer(number, self.rank), json.dumps(dataclasses.asdict(Answer.here())))
+                self.store.add(protocol.answered(number), 1)
         self.num_seen = num_asked
 
 
@@ -134,9 +132,8 @@ class HangWatch:
         Blocking while the others answer. Not for the main thread, whose stack is wanted.
         """
         waits = tracking.waits()
-        if self._reported is not None and self._reported not in waits:
-            self._reported = None
-            stack_queries.store.delete_key(protocol.HANG_REPORTER)
+        if self._reported not in waits:
+            self.let_others_report(stack_queries.store)
         late = [wait for wait in waits if time.monotonic() - wait.since > self._limit]
         if not late or self._reported is not None:
             return
@@ -144,6 +141,12 @@ class HangWatch:
         if stack_queries.store.compare_set(protocol.HANG_REPORTER, "", me).decode() == me:
             self._reported = late[0]
             self._report(late[0], stack_queries)
+
+    def let_others_report(self, store: Store) -> None:
+        """Let another rank report a hang, if this one did: its wait is over, or it does not look any more."""
+        if self._reported is not None:
+            self._reported = None
+            store.delete_key(protocol.HANG_REPORTER)
 
     def _report(self, wait: tracking.TrackedWait, stack_queries: StackQueries) -> None:
         rank, peers = self._context.rank, self._context.peers

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 _PATIENCE = 2.0  # seconds; a host that needs longer to connect is cut off or behind a firewall
 _NUM_PROBES = 4  # that stay unanswered, as many seconds apart as a connection may be idle before the first one
-_MAX_GUESTS = 64  # one is the rank before; more only while ranks leave, or from port scanners
+_MAX_GUESTS = 64  # one is the rank before; more only while ranks leave, or from port scanners, which have to go
 _RETRY_EVERY = 10.0  # seconds; each try may block a look for as long as the patience per address
 _MAX_NOTICE = 5_000  # characters of each text: a notice must fit into an idle connection at once
 _MAX_BYTES = 1_000_000  # more than any notice
@@ -107,12 +107,19 @@ class PeerConnection:
             if key.fileobj is self._woken_end:
                 self._woken_end.recv(64)
             elif key.fileobj is self._listener:
-                self._admit()
+                if not self._admit():
+                    self._wait_for_the_rest(seconds)
             elif key.fileobj is self._connection and self._connection is not None:
                 died = self._read(self._connection)
                 if died is not None:
                     return died
         return None
+
+    def _wait_for_the_rest(self, seconds: float) -> None:
+        """Wait, but not for who cannot be let in: out of open files, the system announces a guest again and again."""
+        self._selector.unregister(self._listener)
+        self._selector.select(seconds)
+        self._selector.register(self._listener, selectors.EVENT_READ)
 
     def tell(self, record: FailureRecord) -> None:
         """Tell the neighbours why the job fails."""
@@ -191,11 +198,21 @@ class PeerConnection:
         for gone in [other for other in self._guests if _is_closed(other)]:
             self._guests.remove(gone)
             gone.close()
-        if len(self._guests) < _MAX_GUESTS:
-            self._guests.append(guest)
-        else:
-            guest.close()
+        self._guests.append(guest)
+        if len(self._guests) > _MAX_GUESTS:
+            strangers = filter(self._is_stranger, self._guests)
+            oldest = next(strangers, self._guests[0])
+            self._guests.remove(oldest)
+            oldest.close()
         return True
+
+    def _is_stranger(self, guest: socket.socket) -> bool:
+        """Return whether a guest has not said the word; a rank does so at once."""
+        try:
+            coming = guest.recv(len(self._word) + 1, socket.MSG_PEEK)
+        except OSError:
+            coming = b""
+        return not (self._received.get(guest, b"") + coming).startswith(f"{self._word}\n".encode())
 
     def _read(self, connection: socket.socket) -> Place | None:
         """Return the watched rank if its end is closed and it did not leave.

@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING
 
 from distman._coordination import protocol, tracking
 from distman._coordination.failure.record import FailureRecord
-from distman._coordination.monitor.context import INTERVALS_PER_BEAT, WatchContext, WatchLimits, late_after
+from distman._coordination.monitor.context import WatchContext, WatchLimits, late_after
 from distman._coordination.monitor.hang import HangWatch, StackQueries
 from distman._coordination.monitor.mismatch import MismatchWatch
 from distman._coordination.monitor.peer_connection import PeerConnection
+from distman._coordination.monitor.reading import read_at_once
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -63,7 +64,6 @@ class PeerMonitor:
         self._neighbour = _Neighbour()
         self._num_news = 0
         self._last_beat = -math.inf
-        self._asked_at = self._answered_at = clock()
 
     def use(self, store: Store) -> None:
         """Look over a connection to the store of the caller's own from now on: that of others may be waiting."""
@@ -71,19 +71,12 @@ class PeerMonitor:
         self._stack_queries = StackQueries(store, self._context.rank)
         self._connection.use(store)
 
-    @property
-    def is_late(self) -> bool:
-        """Whether this process did not get to look for so long that the store may have been closed meanwhile."""
-        return self._asked_at - self._answered_at > late_after(len(self._context.peers))
-
     def look(self) -> FailureRecord | None:
         """Look around once, wait for an interval, and return what failed, if something did.
 
         Blocking; :meth:`wake` ends the wait.
         """
-        self._asked_at = self._clock()
         num_news = self._store.add(protocol.NEWS, 0)
-        self._answered_at = self._asked_at
         is_news = num_news != self._num_news
         if is_news:
             self._num_news = num_news
@@ -91,7 +84,7 @@ class PeerMonitor:
             if record is not None or self.is_closing:
                 return record
         now = self._clock()
-        if now - self._last_beat > INTERVALS_PER_BEAT * self._context.interval:
+        if now - self._last_beat > self._context.beat_every:
             record = self._beat(now - self._last_beat)
             self._last_beat = now
             if record is not None:
@@ -133,6 +126,11 @@ class PeerMonitor:
                 return
             self._is_stopping.wait(_PAUSE)
 
+    def let_others_report(self) -> None:
+        """Let another rank report a hang, if this one did, which does not look any more."""
+        if self._hangs is not None:
+            self._hangs.let_others_report(self._store)
+
     def wake(self) -> None:
         """End the wait of a look under way in another thread."""
         self._connection.wake()
@@ -157,10 +155,10 @@ class PeerMonitor:
         rank = self._connection.watched
         if rank is None:
             return None
-        longest = 2 * INTERVALS_PER_BEAT * self._context.interval  # more, and this process was suspended itself
+        longest = 2 * self._context.beat_every  # more, and this process was suspended itself
         silent_for = self._neighbour.silence(rank, read_sign(self._store, rank), min(seconds, longest))
         is_unanswered = self._connection.is_unanswered
-        limit = self._limits.unreachable if is_unanswered else self._limits.silence
+        limit = self._context.silence_limit(self._limits, is_unanswered=is_unanswered)
         if not self._neighbour.beat or silent_for <= limit:  # without a beat, it is not watching
             return None
         make = FailureRecord.unreachable if is_unanswered else FailureRecord.silent
@@ -204,5 +202,4 @@ def give_sign(store: Store, rank: int) -> None:
 
 def read_sign(store: Store, rank: int) -> str:
     """Return the last sign of life of a rank; empty where it is not watching."""
-    key = protocol.beat(rank)
-    return store.get(key).decode() if store.check([key]) else ""
+    return read_at_once(store, protocol.beat(rank)) or ""

@@ -63,8 +63,7 @@ class Watcher:
     Attributes:
         record: What failed; None as long as nothing did.
         untold: The same, if it failed when the program was already leaving the job, and had to hear of nothing.
-        has_let_go: Whether the rank that serves the store left, and this one knows, or was kept from knowing by native
-            code that held the GIL while the store went.
+        has_let_go: Whether the rank that serves the store said that it closes it. One that goes without has died.
         is_counted: Whether the rank that serves the store does not wait for this one any more.
     """
 
@@ -298,7 +297,7 @@ class Watcher:
             self._watch(monitor)
         except dist.DistError as error:
             if not self._is_stopping.is_set():
-                self._lose_store(monitor, error)
+                self._act(monitor.first_cause(self._lost_store(error)))
         except Exception as error:  # noqa: BLE001 - whatever it is, the program goes on without the watcher
             self._give_up(error)
         if self.has_let_go:
@@ -321,14 +320,8 @@ class Watcher:
                 logger.warning("a look at the other ranks failed; they are watched on", exc_info=True)
                 self._is_stopping.wait(self._context.interval)
         self.has_let_go = monitor.is_closing
-
-    def _lose_store(self, monitor: PeerMonitor, error: Exception) -> None:
-        verdict = self._lost_store(error)
-        cause = monitor.first_cause(verdict)
-        if cause is verdict and monitor.is_late:
-            self.has_let_go = True
-        else:
-            self._act(cause)
+        if self._is_stopping.is_set():
+            monitor.let_others_report()
 
     def _make_monitor(self) -> PeerMonitor:
         context, limits = self._context, self._limits
@@ -349,13 +342,20 @@ class Watcher:
     def _give_up(self, error: Exception) -> None:
         """Watch no more, and give no sign of life that others could miss; unless it is the store that is gone."""
         try:
+            if self._monitor is not None:
+                self._monitor.let_others_report()
             announce_unwatched(self._context.store, self._context.rank)
         except dist.DistError as lost:
             if not self._is_stopping.is_set():
                 self._act(self._lost_store(lost))
             return
         self.is_counted = True
-        logger.warning("the other ranks are not watched any more: %r. DISTMAN_WATCH=0 switches this off", error)
+        logger.warning(
+            "the other ranks are not watched any more: %r. This rank hears of failures only where it waits for others; "
+            "if it dies, or the next one, broken connections may be all that tells of it. DISTMAN_WATCH=0 switches "
+            "this off",
+            error,
+        )
 
     def _store_rank_is_silent(self, seconds: float) -> None:
         if self.record is None and not self._is_stopping.is_set():

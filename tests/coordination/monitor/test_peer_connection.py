@@ -1,7 +1,10 @@
 """The connection between neighbours: it breaks when one dies, and nothing else breaks it."""
 
 import contextlib
+import os
+import resource
 import socket
+import threading
 from collections import namedtuple
 
 import pytest
@@ -27,6 +30,19 @@ def connections(num_ranks):
     finally:
         for connection in made:
             connection.close()
+
+
+@contextlib.contextmanager
+def no_more_files():
+    """Let this process open no more files."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    lowest_free = os.open(os.devnull, os.O_RDONLY)
+    os.close(lowest_free)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (lowest_free, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def turn(made, times=3):
@@ -81,6 +97,36 @@ def test_strangers_do_not_push_out_the_rank_that_watches():
             assert turn(made) == set()
         made[1].close()
         assert turn([made[0], None]) == {(0, 1)}
+
+
+def test_strangers_who_came_first_do_not_keep_out_the_rank_that_watches():
+    with connections(2) as (_, made), contextlib.ExitStack() as stack:
+        address = "127.0.0.1", made[1]._listener.getsockname()[1]
+        for number in range(100):
+            stranger = stack.enter_context(socket.create_connection(address))
+            stranger.sendall(b"GET / HTTP/1.0\r\n\r\n" if number % 2 else b"")
+            made[1].wait(0)
+        assert turn(made) == set()
+        made[1].tell(failure_on(2))
+        assert made[0].hear(60) == failure_on(2)
+
+
+def test_a_guest_who_cannot_be_let_in_for_lack_of_files_does_not_keep_the_watcher_busy():
+    with connections(2) as (_, made), socket.socket() as guest:
+        turn(made)
+        num_guests = len(made[1]._guests)
+        guest.connect(("127.0.0.1", made[1]._listener.getsockname()[1]))
+        with no_more_files():
+            waiting = threading.Thread(target=made[1].wait, args=(60,))
+            waiting.start()
+            waiting.join(0.5)
+            is_waiting = waiting.is_alive()
+            made[1].wake()
+            waiting.join(60)
+        assert is_waiting
+        assert not waiting.is_alive(), "it was woken"
+        turn(made)
+        assert len(made[1]._guests) == num_guests + 1
 
 
 @pytest.mark.parametrize(("teller", "hearer"), [(1, 0), (0, 1)])

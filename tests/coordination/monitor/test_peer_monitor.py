@@ -18,16 +18,14 @@ from ..ranks import at_once, failure_on, places
 class Ranks:
     """The monitors of some ranks, on a clock that the test sets."""
 
-    def __init__(self, num_ranks, store_rank):
+    def __init__(self, num_ranks, store_rank, silence, world_size):
         self.store, self.seconds, self.is_stopping = HashStore(), 0.0, threading.Event()
         contexts = [
-            WatchContext(self.store, "tcp://n1:5", store_rank, rank, places(num_ranks), is_one_host=True)
+            WatchContext(self.store, "tcp://n1:5", store_rank, rank, places(world_size), is_one_host=True)
             for rank in range(num_ranks)
         ]
         self.monitors = [
-            PeerMonitor(
-                self.store, context, WatchLimits(silence=300.0), None, self.is_stopping, clock=lambda: self.seconds
-            )
+            PeerMonitor(self.store, context, WatchLimits(silence), None, self.is_stopping, clock=lambda: self.seconds)
             for context in contexts
         ]
 
@@ -50,8 +48,8 @@ class Ranks:
 def make_ranks():
     with contextlib.ExitStack() as stack:
 
-        def make(num_ranks=2, store_rank=None):
-            ranks = Ranks(num_ranks, store_rank)
+        def make(num_ranks=2, store_rank=None, *, silence=300.0, world_size=None):
+            ranks = Ranks(num_ranks, store_rank, silence, world_size or num_ranks)
             for monitor in ranks.monitors:
                 stack.callback(monitor.close)
             return ranks
@@ -101,6 +99,28 @@ def test_a_query_is_answered(make_ranks):
     answers, _ = at_once(ask, answer)
     assert "test_peer_monitor.py" in answers[1].stacks
     assert not ranks.store.check([protocol.query(1)])
+
+
+class DeletingStore(HashStore):
+    """A store in which each key is deleted right after it was found."""
+
+    def check(self, keys):
+        is_there = super().check(keys)
+        for key in keys:
+            self.delete_key(key)
+        return is_there
+
+    def get(self, key):
+        raise AssertionError(f"{key!r} is gone, so this waits for the store's timeout")
+
+
+def test_what_another_rank_deletes_meanwhile_is_not_waited_for():
+    store = DeletingStore()
+    store.set(protocol.beat(1), "1700000000.0 in barrier at train.py:3")
+    assert read_sign(store, 1).endswith("in barrier at train.py:3")
+    store.set(protocol.query(store.add(protocol.QUERIES, 1)), "[1]")
+    StackQueries(store, 1).answer()
+    assert store.add(protocol.answered(1), 0) == 1
 
 
 def test_a_rank_that_dies_is_told_of(make_ranks):
@@ -222,6 +242,21 @@ def test_a_rank_that_gives_signs_of_life_is_not(make_ranks):
         assert ranks.look(0) is None
 
 
+@pytest.mark.parametrize(("world_size", "interval"), [(2, 0.2), (10_000, 4.0)])
+@pytest.mark.parametrize("is_unanswered", [False, True])
+def test_a_rank_is_not_silent_between_its_signs_of_life(make_ranks, world_size, interval, is_unanswered):
+    ranks = make_ranks(silence=0.5, world_size=world_size)
+    ranks.look(1)
+    ranks.look()
+    ranks.monitors[0]._connection.is_unanswered = is_unanswered
+    for number in range(60):
+        ranks.seconds = number * 1.1 * interval
+        assert ranks.look(0) is None
+        assert ranks.look(1) is None
+    found = looks_at(ranks, *(ranks.seconds + number * interval for number in range(30)))
+    assert next(record.rank for record in found if record is not None) == 1, "it gives none any more"
+
+
 def test_a_rank_that_is_not_watching_is_not_silent(make_ranks):
     ranks = make_ranks()
     assert set(looks_at(ranks, *range(0, 1000, 2))) == {None}
@@ -231,22 +266,3 @@ def test_a_rank_that_was_suspended_itself_accuses_nobody(make_ranks):
     ranks = make_ranks()
     ranks.look(1)
     assert looks_at(ranks, 0, 2, 5_000, 10_000) == [None] * 4
-
-
-def test_a_rank_that_could_not_look_for_long_is_late(make_ranks):
-    ranks = make_ranks()
-    monitor = ranks.monitors[0]
-    ranks.look()
-    assert not monitor.is_late
-
-    class GoneError(Exception):
-        pass
-
-    class Gone(HashStore):
-        def add(self, *_):
-            raise GoneError
-
-    monitor._store, ranks.seconds = Gone(), 60.0
-    with pytest.raises(GoneError):
-        ranks.look()
-    assert monitor.is_late

@@ -2,6 +2,8 @@
 
 import contextlib
 import dataclasses
+import functools
+import itertools
 import signal
 import threading
 
@@ -11,6 +13,7 @@ from torch.distributed import HashStore
 
 from distman._coordination import protocol
 from distman._coordination.failure.record import DIED, LEFT, SILENT, FailureRecord
+from distman._coordination.monitor import watcher as watcher_module
 from distman._coordination.monitor.context import WatchContext, WatchLimits
 from distman._coordination.monitor.hang import StackQueries
 from distman._coordination.monitor.watcher import (
@@ -21,14 +24,15 @@ from distman._coordination.monitor.watcher import (
     is_watching,
     raise_if_failed,
 )
+from distman._coordination.tracking import TrackedWait
 from distman.errors import RankFailedError
 
 from ..ranks import at_once, failure_on, leave, places
 
 
-def make(store, rank=0, store_rank=None, num_ranks=2, patience=0.0):
+def make(store, rank=0, store_rank=None, num_ranks=2, patience=0.0, hang=None):
     context = WatchContext(store, "tcp://n1:5", store_rank, rank, places(num_ranks), is_one_host=True)
-    return Watcher(context, WatchLimits(silence=300.0), lambda _: None, patience=patience)
+    return Watcher(context, WatchLimits(silence=300.0, hang=hang), lambda _: None, patience=patience)
 
 
 @contextlib.contextmanager
@@ -184,6 +188,31 @@ def test_a_store_that_is_gone_is_raised_as_the_death_of_its_rank():
     assert watcher.record.error_type == DIED
 
 
+def test_a_store_that_goes_while_native_code_keeps_this_rank_from_looking_has_died(monkeypatch):
+    class LostStore(HashStore):
+        num_looks = 0
+
+        def clone(self):
+            return self
+
+        def add(self, key, value):
+            self.num_looks += key == protocol.NEWS
+            if self.num_looks > 1:
+                raise dist.DistNetworkError("Broken pipe")
+            return super().add(key, value)
+
+    minutes = functools.partial(next, itertools.count(0.0, 60.0))
+    monkeypatch.setattr(watcher_module, "PeerMonitor", functools.partial(watcher_module.PeerMonitor, clock=minutes))
+    watcher = make(LostStore(), store_rank=1)
+    watcher.let_program_be()
+    watcher.start()
+    watcher._thread.join(60)
+    watcher.stop()
+    watcher.close()
+    assert watcher.record is not None
+    assert (watcher.record.rank, watcher.record.error_type) == (1, DIED)
+
+
 def test_a_rank_that_cannot_watch_says_so(caplog):
     class Full(HashStore):
         def clone(self):
@@ -196,6 +225,7 @@ def test_a_rank_that_cannot_watch_says_so(caplog):
     assert not store.check([protocol.beat(0)])
     assert store.add(protocol.GONE, 0) == 1
     assert "not watched any more: OSError('Too many open files')" in caplog.text
+    assert "if it dies, or the next one, broken connections may be all that tells of it" in caplog.text
 
 
 LOST = RuntimeError("[gloo/transport/tcp/pair.cc:553] Connection closed by peer")
@@ -282,6 +312,33 @@ def test_a_look_that_fails_is_reported_and_the_next_one_is_made(caplog):
     with pytest.raises(RankFailedError, match="boom"):
         run_until_raised(make(store))
     assert caplog.text.count("UnicodeEncodeError: ") == 2
+
+
+@pytest.mark.parametrize("gives_up", [False, True])
+def test_another_rank_may_report_a_hang_once_this_one_watches_no_more(gives_up, tmp_path, monkeypatch):
+    class Odd(HashStore):
+        is_odd = False
+
+        def add(self, key, value):
+            if self.is_odd and key == protocol.NEWS:
+                raise ValueError("odd")
+            return super().add(key, value)
+
+        def clone(self):
+            return self
+
+    monkeypatch.chdir(tmp_path)  # the report goes there
+    monkeypatch.setattr(watcher_module, "_MAX_ERRORS", 0)
+    store = Odd()
+    with TrackedWait("barrier"), watching(store, hang=0.0) as watcher:
+        while not store.check([protocol.HANG_REPORTER]):
+            pass
+        if gives_up:
+            store.is_odd = True
+        else:
+            watcher.stop()
+        watcher._thread.join(60)
+        assert not store.check([protocol.HANG_REPORTER])
 
 
 @pytest.mark.parametrize("error", [LOST, RuntimeError("ncclRemoteError"), dist.DistNetworkError("Broken pipe")])

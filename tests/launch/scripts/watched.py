@@ -97,7 +97,7 @@ def keep_the_interpreter(seconds):
 
 FAULTS = {
     "stopped": lambda: os.kill(os.getpid(), signal.SIGSTOP),
-    "keeps the GIL": lambda: keep_the_interpreter(6),
+    "keeps the GIL": lambda: keep_the_interpreter(8),
     "killed": lambda: os.kill(os.getpid(), signal.SIGKILL),
     "exits": lambda: os._exit(3),
     "raises": lambda: {}["boom"],
