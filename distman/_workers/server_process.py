@@ -21,12 +21,14 @@ W = TypeVar("W")
 # The two kill and wait for all that is below them, which the kernel does in milliseconds; whoever needs longer hangs in
 # a driver.
 _CLOSE_SECONDS = 5.0
+# The interpreter ends at once: to take torch apart, half a second, is of no use to anyone.
 _PROGRAM = """
-import json, sys
+import json, os, sys
 search_path, *arguments = json.loads(sys.argv[1])
 sys.path[:] = search_path
 from distman._workers.supervisor import main
 main(*arguments)
+os._exit(0)
 """
 
 
