@@ -70,6 +70,7 @@ def join(
     """
     allow_open_files(_FILES_PER_RANK * environment.world_size + _FILES_BESIDE)
     point = find_endpoint(environment, environ)
+    me = join_record_of(environment, environ, device=device, backend=backend)  # first: if it fails, nobody waits here
     if point is None:
         job_store = tell_over_mpi(environment, environment.job_id or environment.launcher, timeout)
         source = "address and port from rank 0 over MPI"
@@ -78,7 +79,6 @@ def join(
         source = point.source
     try:
         store = dist.PrefixStore(_prefix(environment, environ), job_store.store)
-        me = join_record_of(environment, environ, device=device, backend=backend)
         on_meeting()
         peers = join_at(job_store, store, me, timeout=timeout, source=source, environ=environ)
     except BaseException:
