@@ -16,6 +16,7 @@ import torch.distributed as dist
 from distman._coordination import protocol
 from distman._device import is_sharing_allowed, visible_devices
 from distman._rendezvous.address import find_endpoint
+from distman._rendezvous.ancestry import boot_id
 from distman._rendezvous.join_record import JoinRecord, Origin
 from distman._rendezvous.membership import establish_membership
 from distman._rendezvous.peers import Peers
@@ -135,6 +136,7 @@ def join_record_of(
         node_rank=environment.node_rank,
         num_nodes=environment.num_nodes,
         host=socket.gethostname(),
+        boot_id=boot_id(),
         pid=os.getpid(),
         launcher=environment.launcher,
         backend=backend or device_type,

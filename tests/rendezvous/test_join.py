@@ -2,11 +2,12 @@
 
 import resource
 import socket
+from pathlib import Path
 
 import pytest
 
 from distman._rendezvous import join as module
-from distman._rendezvous.join import allow_open_files, join
+from distman._rendezvous.join import allow_open_files, join, join_record_of
 from distman._rendezvous.sockets import bind_listener
 from distman.environments import LaunchEnvironment
 
@@ -44,3 +45,8 @@ def test_what_may_fail_is_done_before_the_store_is_opened(monkeypatch):
     environ = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     with pytest.raises(RuntimeError, match="the driver does not answer"):
         join(environment, environ, device=None, backend=None, timeout=10.0, on_meeting=pytest.fail)
+
+
+def test_a_rank_says_which_machine_it_runs_on():
+    machine = join_record_of(LaunchEnvironment.bare(0, 2), {}, device=None, backend=None).machine
+    assert machine == (socket.gethostname(), Path("/proc/sys/kernel/random/boot_id").read_text().strip())
