@@ -5,6 +5,8 @@ from __future__ import annotations
 import atexit
 import datetime
 import functools
+import multiprocessing.process
+import multiprocessing.util
 import os
 import sys
 from typing import Any
@@ -147,6 +149,7 @@ class DistributedManager(Place, GroupQueries, GroupCreation):
             tracking.enter_rank_process()
             _log.set_rank(job.peer.rank if job.backend else None, job.world_size)
             atexit.register(cls._cleanup_at_exit, os.getpid())
+            _end_with_multiprocessing(os.getpid())
             cls._shared_state["_state"] = state  # last: other threads may ask from now on
         except BaseException as error:  # Ctrl-C, or the failure of another rank
             cls._forget(job)
@@ -214,7 +217,7 @@ class DistributedManager(Place, GroupQueries, GroupCreation):
 
         What is known stays, for exit handlers that come later since they were registered before ``initialize()``.
         """
-        if os.getpid() != pid or not cls.is_initialized():
+        if os.getpid() != pid or not cls.is_initialized() or tracking.is_outside():
             return
         hook.report_at_end()
         if hook.has_failed():
@@ -332,6 +335,23 @@ class DistributedManager(Place, GroupQueries, GroupCreation):
         )
 
     __repr__ = __str__
+
+
+@functools.cache  # once in a process, however often it initializes
+def _end_with_multiprocessing(pid: int) -> None:
+    """Leave the job at the end of a process of ``multiprocessing``, which may call neither exit handlers nor hooks."""
+    if multiprocessing.process.parent_process() is not None:
+        multiprocessing.util.Finalize(None, _end_of_process, args=(pid,), exitpriority=1)
+
+
+def _end_of_process(pid: int) -> None:
+    error = sys.exc_info()[1]  # which has ended the process, and is printed after this
+    if isinstance(error, Exception | KeyboardInterrupt):
+        sys.last_value = error
+    hook.report_at_end()
+    DistributedManager._cleanup_at_exit(pid)
+    if not hook.has_failed():
+        close_unclosed()
 
 
 @puts_back

@@ -51,12 +51,15 @@ class _Barrier:
 
     def wait(self, timeout: float, locate: Locate | None) -> None:
         store, group = self.store_group.store, self.store_group
-        store.set(protocol.at(group.rank), self.key)
         if store.add(protocol.arrived(self.key), 1) == group.size:
             store.compare_set(protocol.outcome(self.key), "", _OPEN)
             store.delete_key(protocol.arrived(self.key))
-        elif not self._wait_for_outcome(timeout):
-            self._wait_for_answer(timeout, locate)
+        else:
+            here = protocol.waits_in(self.key, group.rank)
+            store.set(here, "yes")
+            if not self._wait_for_outcome(timeout):
+                self._wait_for_answer(timeout, locate)
+            store.delete_key(here)
         num_passed = store.add(protocol.passed(self.key), 1)
         if num_passed <= 0:
             self._raise_if_given_up()
@@ -86,11 +89,9 @@ class _Barrier:
                     return
 
     def _missing(self) -> list[int]:
-        """Return who has not come, by index: a call or two for each rank of the group."""
-        store, keys = self.store_group.store, [protocol.at(index) for index in range(self.store_group.size)]
-        known = keys if store.check(keys) else [key for key in keys if store.check([key])]
-        come = {key for key, at in zip(known, store.multi_get(known), strict=True) if at.decode() == self.key}
-        return [index for index, key in enumerate(keys) if key not in come]
+        """Return who has not come, by index: a call for each rank of the group."""
+        group = self.store_group
+        return [index for index in range(group.size) if not group.store.check([protocol.waits_in(self.key, index)])]
 
     def _give_up(self, missing: Sequence[int], record: FailureRecord) -> None:
         """Let all that came know why, unless the last rank came at this moment."""

@@ -234,9 +234,12 @@ def page(sequence: str, number: int) -> str:
 # Keys of one operation. The last rank to leave deletes them, unless it says otherwise.
 
 
-def at(index: int) -> str:
-    """The barrier that a member has come to. It overwrites it at the next one; who waits reads it. It lives on."""
-    return f"{index} is at"
+def waits_in(operation: str, index: int) -> str:
+    """Flag: this member has come to a barrier, and was not the last. It writes it, and deletes it when it leaves.
+
+    Who looks for the missing reads it. It lives on where the job fails meanwhile.
+    """
+    return f"{operation}/{index} is here"
 
 
 def arrived(operation: str) -> str:

@@ -26,7 +26,7 @@ from distman._process_state import keep_garbage_from_children
 from distman._rendezvous.join import Rendezvous, join, join_at, join_record_of
 from distman._rendezvous.join_record import JoinRecord
 from distman._rendezvous.peers import complete
-from distman._rendezvous.store import JobStore
+from distman._rendezvous.store import adopt_store
 from distman._torch_internals import counting_no_failed_group, default_store, make_gloo_default
 from distman.environments import LaunchEnvironment
 from distman.errors import DistmanError, RankFailedError, RendezvousError
@@ -213,7 +213,7 @@ def _join_in_group(me: JoinRecord, limits: Limits) -> Rendezvous:
         raise DistmanError("the default process group must exist to be adopted, got none. Create it first.")
     number = next(_adoptions.setdefault(group, itertools.count()))
     store = dist.PrefixStore(protocol.job(number), default_store())
-    job_store = JobStore(store, "the store of the process group")
+    job_store = adopt_store(store)
     source = "the process group that existed before"
     peers = join_at(job_store, store, me, timeout=limits.rendezvous, source=source, environ=os.environ)
     return Rendezvous(job_store, store, peers)

@@ -1,4 +1,4 @@
-"""Where this process comes from: its ancestors, as far as ``/proc`` shows them."""
+"""Where this process comes from: its host and its ancestors, as far as ``/proc`` shows them."""
 
 from __future__ import annotations
 
@@ -62,6 +62,14 @@ def start_time() -> float:
         return Process.of(os.getpid()).started
     except OSError:
         return time.time()
+
+
+def boot_id() -> str:
+    """Return the random id of this run of the host's system; an empty text where it is not shown."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    except OSError:
+        return ""
 
 
 def ancestors() -> Iterator[Process]:

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from distman._coordination import protocol
 from distman._device import is_sharing_allowed, visible_devices
 from distman._rendezvous.address import find_endpoint
+from distman._rendezvous.ancestry import boot_id
 from distman._rendezvous.join_record import JoinRecord, Origin
 from distman._rendezvous.membership import establish_membership
 from distman._rendezvous.peers import Peers
@@ -70,6 +71,7 @@ def join(
     """
     allow_open_files(_FILES_PER_RANK * environment.world_size + _FILES_BESIDE)
     point = find_endpoint(environment, environ)
+    me = join_record_of(environment, environ, device=device, backend=backend)  # first: if it fails, nobody waits here
     if point is None:
         job_store = tell_over_mpi(environment, environment.job_id or environment.launcher, timeout)
         source = "address and port from rank 0 over MPI"
@@ -78,7 +80,6 @@ def join(
         source = point.source
     try:
         store = dist.PrefixStore(_prefix(environment, environ), job_store.store)
-        me = join_record_of(environment, environ, device=device, backend=backend)
         on_meeting()
         peers = join_at(job_store, store, me, timeout=timeout, source=source, environ=environ)
     except BaseException:
@@ -135,6 +136,7 @@ def join_record_of(
         node_rank=environment.node_rank,
         num_nodes=environment.num_nodes,
         host=socket.gethostname(),
+        boot_id=boot_id(),
         pid=os.getpid(),
         launcher=environment.launcher,
         backend=backend or device_type,

@@ -72,6 +72,7 @@ class JoinRecord:
         node_rank: Index of its host.
         num_nodes: Number of hosts.
         host: Name of its host.
+        boot_id: What tells that host from others of the same name; empty where the system does not show it.
         pid: Its process id there.
         launcher: Who started it.
         backend: Backend of the process group that it is about to make.
@@ -92,6 +93,7 @@ class JoinRecord:
     node_rank: int | None
     num_nodes: int | None
     host: str
+    boot_id: str
     pid: int
     launcher: str
     backend: str
@@ -106,6 +108,11 @@ class JoinRecord:
 
     def __str__(self) -> str:
         return f"rank {self.rank} ({self.host}, pid {self.pid})"
+
+    @property
+    def machine(self) -> tuple[str, str]:
+        """Its host: machines may all be called localhost, and containers of one machine have names of their own."""
+        return self.host, self.boot_id
 
     @property
     def common(self) -> tuple[Hashable, ...]:
@@ -139,5 +146,5 @@ def is_mixed(surplus: JoinRecord, holder: JoinRecord, members: Iterable[JoinReco
 
 def _in_common(one: JoinRecord, other: JoinRecord) -> set[str]:
     """Return which signs of one job two processes share; ids of processes mean something on one host only."""
-    signs = ("command", "folder", "parent", "session") if one.host == other.host else ("command", "folder")
+    signs = ("command", "folder", "parent", "session") if one.machine == other.machine else ("command", "folder")
     return {sign for sign in signs if getattr(one.origin, sign) == getattr(other.origin, sign)}

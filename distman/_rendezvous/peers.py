@@ -141,11 +141,11 @@ def complete(arrived: Sequence[JoinRecord]) -> Peers:
         arrived: One join record of each rank, in any order.
     """
     ranked = sorted(arrived, key=lambda join_record: join_record.rank)
-    by_host = _grouped((join_record.host, join_record) for join_record in ranked)
-    node_ranks = {host: index for index, host in enumerate(by_host)}
+    by_machine = _grouped((join_record.machine, join_record) for join_record in ranked)
+    node_ranks = {machine: index for index, machine in enumerate(by_machine)}
     peers = []
     for join_record in ranked:
-        neighbours = by_host[join_record.host]
+        neighbours = by_machine[join_record.machine]
         local_rank = _either(join_record.local_rank, neighbours.index(join_record))
         local_world_size = _either(join_record.local_world_size, max(len(neighbours), local_rank + 1))
         device, device_uuid = _device_of(
@@ -156,8 +156,8 @@ def complete(arrived: Sequence[JoinRecord]) -> Peers:
                 rank=join_record.rank,
                 local_rank=local_rank,
                 local_world_size=local_world_size,
-                node_rank=_either(join_record.node_rank, node_ranks[join_record.host]),
-                num_nodes=_either(join_record.num_nodes, len(by_host)),
+                node_rank=_either(join_record.node_rank, node_ranks[join_record.machine]),
+                num_nodes=_either(join_record.num_nodes, len(by_machine)),
                 host=join_record.host,
                 pid=join_record.pid,
                 device=device,
@@ -204,12 +204,13 @@ def _device_faults(arrived: Sequence[JoinRecord]) -> list[str]:
     except ValueError as error:
         return [str(error)]
     strict = {join_record.rank for join_record in arrived if not join_record.is_sharing_allowed}
-    users = _grouped(((peer.host, peer.device_uuid), peer) for peer in peers if peer.device_uuid)
+    machines = {join_record.rank: join_record.machine for join_record in arrived}
+    users = _grouped(((machines[peer.rank], peer.device_uuid), peer) for peer in peers if peer.device_uuid)
     return [
         f"a GPU must serve one rank, got {uuid} on {host} for "
         f"{_listed(f'rank {peer.rank} (pid {peer.pid})' for peer in sharing)}. Give each rank its own GPU "
         "(srun --gpus-per-task=1), or set DISTMAN_ALLOW_SHARED_GPU=1."
-        for (host, uuid), sharing in users.items()
+        for ((host, _), uuid), sharing in users.items()
         if len(sharing) > 1 and any(peer.rank in strict for peer in sharing)
     ]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+from pathlib import Path
 
 _BACKLOG = 4096  # connections: all ranks of a large job come at once
 _LOOPBACK_NAMES = ("localhost", "localhost.localdomain", "localhost4", "localhost6", "ip6-localhost")
@@ -60,6 +61,25 @@ def is_own(address: str) -> bool:
     except OSError:
         return False
     return True
+
+
+def is_listened_to_here(port: int) -> bool:
+    """Return whether this process listens at a port, of any of the host's addresses."""
+    return any(_listens_at(int(file.name), port) for file in Path("/proc/self/fd").glob("*"))
+
+
+def _listens_at(file: int, port: int) -> bool:
+    try:
+        one = socket.socket(fileno=file)
+    except OSError:  # it is no socket, or was closed meanwhile
+        return False
+    try:
+        is_listener = bool(one.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
+        return is_listener and one.family in (socket.AF_INET, socket.AF_INET6) and one.getsockname()[1] == port
+    except OSError:
+        return False
+    finally:
+        one.detach()  # the file is somebody else's
 
 
 def address_towards(name: str) -> str | None:

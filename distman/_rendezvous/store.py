@@ -28,7 +28,7 @@ from distman._rendezvous.handshake import (
     find_server,
     probe,
 )
-from distman._rendezvous.sockets import addresses_of, bind_listener, is_own
+from distman._rendezvous.sockets import addresses_of, bind_listener, is_listened_to_here, is_own
 from distman.environments import LaunchEnvironment
 from distman.errors import RendezvousError
 
@@ -49,7 +49,9 @@ class JobStore:
         prober: Asks the job's handshake server whether its store is still served; None where there is none, or it
             is here.
         session: Name of this opening of the server; None where there is none, or it is here.
-        store_rank: The rank that serves the store, once the verdict has told; None where a launcher's agent does.
+        store_rank: The rank that serves the store, once the verdict has told; None where none of them does, but a
+            launcher's agent, say.
+        is_adopted_here: Whether other code of this process serves the store.
     """
 
     store: dist.Store
@@ -58,16 +60,12 @@ class JobStore:
     prober: Callable[[], object] | None = None
     session: str | None = None
     store_rank: int | None = None
+    is_adopted_here: bool = False
 
     @property
     def is_host(self) -> bool:
         """Whether this process serves the store to the others."""
-        return self.server is not None
-
-    @property
-    def is_served_by_rank(self) -> bool:
-        """Whether a rank of the job serves the store, this one or another, and not a launcher's agent."""
-        return self.server is not None or self.prober is not None
+        return self.server is not None or self.is_adopted_here
 
     def is_there(self) -> bool:
         """Return whether the process that serves the store is still there, as far as can be told quickly."""
@@ -85,6 +83,16 @@ class JobStore:
         if self.server is not None:
             self.server.close()
             self.server = None
+
+
+def adopt_store(store: dist.Store) -> JobStore:
+    """Return the store of a process group that other code made."""
+    origin = store
+    while isinstance(origin, dist.PrefixStore):
+        origin = origin.underlying_store
+    if not isinstance(origin, dist.TCPStore):
+        return JobStore(store, "the store of the process group")
+    return JobStore(store, f"tcp://{origin.host}:{origin.port}", is_adopted_here=is_listened_to_here(origin.port))
 
 
 def open_or_join(point: Endpoint, timeout: float) -> JobStore:

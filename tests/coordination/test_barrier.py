@@ -1,5 +1,6 @@
 """The barrier over a store in memory: all that came hear the same, and what that costs does not grow with the ranks."""
 
+import dataclasses
 import functools
 import random
 import re
@@ -21,9 +22,7 @@ def test_a_barrier_opens_when_all_have_come_and_leaves_no_keys(num_ranks):
     groups = store_groups(num_ranks)
     come = [functools.partial(wait_for_all, group, "barrier 0", timeout=10) for group in groups]
     assert at_once(*come) == [None] * num_ranks
-    at = {protocol.at(rank) for rank in range(num_ranks)}
-    assert all(groups[0].store.check([key]) for key in at)
-    assert groups[0].store.num_keys() - len(at) == groups[0].store.check([protocol.LEFT])  # a look makes that counter
+    assert groups[0].store.num_keys() == groups[0].store.check([protocol.LEFT])  # a look makes that counter
 
 
 def test_all_that_came_to_a_barrier_learn_who_did_not():
@@ -52,6 +51,24 @@ def test_ranks_at_two_barriers_miss_each_other():
         lambda: wait_for_all(second, "barrier 0 'b'", timeout=0.05),
     )
     assert [type(error) for error in results] == [BarrierTimeoutError] * 2
+
+
+def test_barriers_at_once_know_their_own_ranks():
+    """Groups of other ranks use the same part of the store, as those of each host do; so may threads of one rank."""
+    whole = store_groups(4)
+    halves = [
+        dataclasses.replace(whole[rank], rank=rank % 2, ranks=range(rank - rank % 2, rank - rank % 2 + 2))
+        for rank in range(4)
+    ]
+    results = at_once(
+        lambda: wait_for_all(halves[0], "first use of 0, 1", timeout=0.3),
+        lambda: wait_for_all(halves[2], "first use of 2, 3", timeout=0.3),
+        *(functools.partial(wait_for_all, group, "barrier 0", timeout=0.3) for group in whole[:3]),
+    )
+    late = ["rank 1 (n1, pid 101)", "rank 3 (n1, pid 103)", *["rank 3 (n1, pid 103)"] * 3]
+    for error, rank in zip(results, late, strict=True):
+        assert isinstance(error, BarrierTimeoutError)
+        assert f"ranks did not come: {rank}. See what" in str(error)
 
 
 def test_a_rank_that_left_is_found_by_one_and_told_to_all():
@@ -131,9 +148,6 @@ def calls_per_rank(num_ranks, end):
         StoreGroup(store, store, rank, range(num_ranks), places(num_ranks), look_around_every=60.0, leaving=0.0)
         for rank in range(num_ranks)
     ]
-    for rank in range(0, num_ranks, 2):  # the others have been at no barrier yet
-        store.set(protocol.at(rank), "barrier 0")
-    store.asked.clear()
     end(store, num_ranks - 1)
     errors = at_once(*(functools.partial(wait_for_all, group, "barrier 1", timeout=0.2) for group in groups[:-1]))
     assert len(set(map(cause, errors))) == 1

@@ -1,10 +1,14 @@
 """What exit handlers are told that come after the rank has left its job, as those registered before initialize() do."""
 
+import multiprocessing
 import os
+import socket
+import sys
 
 import pytest
 
-from distman import DistmanError, DistributedManager, NotInitializedError
+from distman import DistmanError, DistributedManager, NotInitializedError, RankFailedError
+from distman._coordination import protocol
 from distman._process_state import reset
 from distman.decorators import on_rank
 from distman.testing import ranks
@@ -55,3 +59,61 @@ def test_a_cleanup_in_an_exit_handler_that_comes_later_forgets():
     DistributedManager.cleanup()
     with pytest.raises(NotInitializedError):
         _ = manager.rank
+
+
+FORK = multiprocessing.get_context("fork")
+
+
+def become_rank(rank, port, work, other_has_ended):
+    values = {"RANK": rank, "WORLD_SIZE": 2, "MASTER_ADDR": "localhost", "MASTER_PORT": port}
+    os.environ |= {name: str(value) for name, value in values.items()}
+    manager = DistributedManager.initialize(device="cpu")
+    manager.barrier()
+    work(manager, other_has_ended)
+
+
+def forked_ranks(work, first):
+    """Let two processes of multiprocessing be ranks; return their exit codes. The first one ends before the other."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    has_ended = FORK.Event()
+    processes = [FORK.Process(target=become_rank, args=(rank, port, work, has_ended)) for rank in range(2)]
+    for process in processes:
+        process.start()
+    processes[first].join()
+    has_ended.set()
+    processes[1 - first].join()
+    return [process.exitcode for process in processes]
+
+
+def leave_one_after_the_other(manager, other_has_ended):
+    if manager.rank == 1:
+        sys.exit(3)
+    assert other_has_ended.wait(60)
+    assert manager._state.job.rendezvous.store.check([protocol.left(1)])
+
+
+def test_a_process_of_multiprocessing_that_ends_has_left_the_job():
+    assert forked_ranks(leave_one_after_the_other, first=1) == [0, 3]
+
+
+def raise_on_one(manager, _):
+    if manager.rank == 0:
+        raise ValueError("boom")
+    with pytest.raises(RankFailedError, match=r"rank 0 .* raised ValueError: boom"):
+        manager.barrier("never opens")
+
+
+def test_an_error_that_ends_a_process_of_multiprocessing_is_told():
+    assert forked_ranks(raise_on_one, first=0) == [1, 0]
+
+
+def serve_the_other(manager, other_has_ended):
+    if manager.rank == 0:
+        sys.exit(3)
+    assert not other_has_ended.wait(1.0)
+    manager._state.job.rendezvous.store.add(protocol.LEFT, 0)
+
+
+def test_a_process_of_multiprocessing_serves_the_store_to_the_end():
+    assert forked_ranks(serve_the_other, first=0) == [3, 0]

@@ -12,6 +12,7 @@ def join_record(rank, world_size=2, **changes):
         "node_rank": None,
         "num_nodes": None,
         "host": "n1",
+        "boot_id": "5c9a",
         "pid": 100 + rank,
         "launcher": "env",
         "backend": "cpu",

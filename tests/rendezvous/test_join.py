@@ -1,10 +1,15 @@
 """What a process needs before it meets the others."""
 
 import resource
+import socket
+from pathlib import Path
 
 import pytest
 
-from distman._rendezvous.join import allow_open_files
+from distman._rendezvous import join as module
+from distman._rendezvous.join import allow_open_files, join, join_record_of
+from distman._rendezvous.sockets import bind_listener
+from distman.environments import LaunchEnvironment
 
 
 @pytest.fixture
@@ -23,3 +28,25 @@ def test_the_limit_of_open_files_grows_as_far_as_it_may(limits):
     assert resource.getrlimit(resource.RLIMIT_NOFILE) == (700, hard)
     allow_open_files(10**12)
     assert hard == resource.RLIM_INFINITY or resource.getrlimit(resource.RLIMIT_NOFILE) == (hard, hard)
+
+
+def test_what_may_fail_is_done_before_the_store_is_opened(monkeypatch):
+    """Who has reached the store waits for a verdict; who has not is told by the rank that failed."""
+    with bind_listener("127.0.0.1", 0) as listener:
+        port = listener.getsockname()[1]
+
+    def fail(_):
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(("127.0.0.1", port))
+        raise RuntimeError("the driver does not answer")
+
+    monkeypatch.setattr(module, "visible_devices", fail)
+    environment = LaunchEnvironment.bare(0, 2)
+    environ = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    with pytest.raises(RuntimeError, match="the driver does not answer"):
+        join(environment, environ, device=None, backend=None, timeout=10.0, on_meeting=pytest.fail)
+
+
+def test_a_rank_says_which_machine_it_runs_on():
+    machine = join_record_of(LaunchEnvironment.bare(0, 2), {}, device=None, backend=None).machine
+    assert machine == (socket.gethostname(), Path("/proc/sys/kernel/random/boot_id").read_text().strip())

@@ -142,6 +142,22 @@ def test_place_on_the_host_is_derived_where_the_launcher_is_silent():
     assert places == [(0, 2, 0, 3), (1, 2, 0, 1), (0, 2, 1, 3), (0, 2, 2, 3)]
 
 
+def test_hosts_of_one_name_are_told_apart():
+    """As machines that are called localhost; containers of one machine have names of their own."""
+    named = [("localhost", "a"), ("localhost", "b"), ("localhost", "a"), ("c1", "a")]
+    records = [on_gpus(rank, ["0"], host=host, boot_id=boot_id) for rank, (host, boot_id) in enumerate(named)]
+    shared = [dataclasses.replace(one, is_sharing_allowed=True) for one in records]
+    peers = complete(shared)
+    assert [(peer.num_nodes, peer.node_rank, peer.local_rank) for peer in peers] == [
+        (3, 0, 0),
+        (3, 1, 0),
+        (3, 0, 1),
+        (3, 2, 0),
+    ]
+    (fault,) = find_faults([dataclasses.replace(one, world_size=4) for one in records], 4)
+    assert "got 0 on localhost for rank 0 (pid 100), rank 2 (pid 102)." in fault
+
+
 def test_what_the_launcher_says_stays():
     (peer,) = complete([join_record(0, 1, local_rank=2, local_world_size=4, node_rank=1, num_nodes=3)])
     assert (peer.local_rank, peer.local_world_size, peer.node_rank, peer.num_nodes) == (2, 4, 1, 3)

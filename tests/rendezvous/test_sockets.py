@@ -1,11 +1,21 @@
 """Where a host listens, and which names mean it."""
 
+import contextlib
 import ipaddress
+import os
+import signal
 import socket
 
 import pytest
 
-from distman._rendezvous.sockets import address_towards, addresses_of, bind_listener, is_own, means_loopback
+from distman._rendezvous.sockets import (
+    address_towards,
+    addresses_of,
+    bind_listener,
+    is_listened_to_here,
+    is_own,
+    means_loopback,
+)
 
 
 @pytest.mark.parametrize("address", ["localhost", "127.0.0.1", "127.0.1.1"])
@@ -44,3 +54,23 @@ def test_the_loopback_is_no_way_to_another_host():
 def test_a_name_may_begin_like_that_of_the_loopback():
     assert means_loopback("localhost")
     assert not means_loopback("localhost-7")
+
+
+def test_a_process_knows_where_it_listens():
+    with contextlib.ExitStack() as stack:
+        with bind_listener("127.0.0.1", 0) as listener:
+            port = listener.getsockname()[1]
+            assert is_listened_to_here(port)
+            stack.enter_context(socket.create_connection(("127.0.0.1", port)))
+            stack.enter_context(listener.accept()[0])
+        assert not is_listened_to_here(port), "a connection has the port of the listener, too"
+    with bind_listener("127.0.0.1", 0) as listener:
+        port = listener.getsockname()[1]
+        child = os.fork()
+        if child == 0:
+            signal.pause()
+    try:
+        assert not is_listened_to_here(port), "another process does"
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
