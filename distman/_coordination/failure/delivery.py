@@ -6,6 +6,7 @@ import dataclasses
 import enum
 import sys
 import threading
+from typing import cast
 
 from distman._coordination.failure.catching import Handler, error_in_hand, errors_in, handler_of
 from distman._coordination.failure.record import FailureRecord
@@ -68,7 +69,7 @@ class Delivery:
     @property
     def has_left(self) -> bool:
         """Whether the error has left the main program, which is at its end."""
-        return self.error is not None and self.error in errors_in(getattr(sys, "last_value", None))
+        return self.error is not None and any(one is self.error for one in errors_in(getattr(sys, "last_value", None)))
 
     def look(self) -> Fate:
         """Return what became of the error, for the other attributes to know."""
@@ -95,8 +96,8 @@ class Delivery:
     def _find_in_hand(self) -> bool:
         """Return whether the main thread is handling an error of this failure, and keep that error in view."""
         for error in errors_in(error_in_hand(threading.main_thread().ident)):
-            if isinstance(error, RankFailedError) and FailureRecord.of(error, error.rank) == self.record:
-                self.error = error  # a wait of this rank may have raised one itself
+            if self.record.is_told_by(error):
+                self.error = cast("RankFailedError", error)  # a wait of this rank may have raised one itself
                 return True
         return False
 
