@@ -72,9 +72,17 @@ def handler_of(error: BaseException) -> Handler:
 
 
 def _handler_at(trace: TracebackType, kind: type[BaseException]) -> Handler:
-    if _RUNNERS.get(_package(trace.tb_frame)) == trace.tb_frame.f_code.co_name:
+    frame = trace.tb_frame
+    if _is_runner(frame):
         return Handler.SHOWS_IT
-    return Handler.NAMES_IT if _Frame(trace.tb_frame).names(kind, trace.tb_lasti) else Handler.CATCHES_ALL
+    is_named = _Frame(frame).names(kind, trace.tb_lasti)
+    if is_named is None and frame.f_back is not None and _is_runner(frame.f_back):
+        return Handler.SHOWS_IT  # since Python 3.13 a console leaves itself out of the tracebacks
+    return Handler.NAMES_IT if is_named else Handler.CATCHES_ALL
+
+
+def _is_runner(frame: FrameType) -> bool:
+    return _RUNNERS.get(_package(frame)) == frame.f_code.co_name
 
 
 def is_program_running(frame: FrameType | None) -> bool:
@@ -83,7 +91,7 @@ def is_program_running(frame: FrameType | None) -> bool:
     while frame is not None:
         package = _package(frame)
         packages.add(package)
-        if _RUNNERS.get(package) == frame.f_code.co_name:
+        if _is_runner(frame):
             runners.add(package)
         frame = frame.f_back
     return all(runner in runners for package, runner in _WAITING.items() if package in packages)
@@ -121,9 +129,12 @@ class _Frame:
         self._index = {instruction.offset: index for index, instruction in enumerate(self._instructions)}
         self._handlers = _handlers(frame.f_code, self._instructions)
 
-    def names(self, kind: type[BaseException], offset: int) -> bool:
-        """Return whether the handler that stopped an error of this kind, raised at an offset, names it."""
-        is_named = False
+    def names(self, kind: type[BaseException], offset: int) -> bool | None:
+        """Return whether the handler that stopped an error of this kind, raised at an offset, names it.
+
+        None if no handler of this frame did.
+        """
+        is_named = None
         offset = max(self._index.keys() & range(offset + 1), default=0)  # it may point behind an instruction
         while (handler := self._handlers.get(offset)) is not None:
             verdict = self._judge(handler, kind)

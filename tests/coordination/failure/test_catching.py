@@ -406,6 +406,25 @@ def a_console():
     code.InteractiveInterpreter({"fail": fail}).runsource("fail()")
 
 
+class ConsoleOfPython313(code.InteractiveInterpreter):
+    """One that leaves its own frame out of what it shows."""
+
+    def showtraceback(self):
+        error = sys.exc_info()[1]
+        error.__traceback__ = raised[-1].__traceback__.tb_next
+
+
+@caught(Handler.SHOWS_IT)
+def a_console_that_leaves_itself_out():
+    ConsoleOfPython313({"fail": fail}).runsource("fail()")
+
+
+@by_another
+def everything_in_such_a_console():
+    source = "try:\n fail()\nexcept Exception as error:\n error.__traceback__ = error.__traceback__\n\n"
+    code.InteractiveInterpreter({"fail": fail}).runsource(source, symbol="exec")
+
+
 if sys.version_info >= (3, 11):
     GROUPS = """
 @by_name
