@@ -13,7 +13,8 @@ import inspect
 import itertools
 import sys
 from collections.abc import Iterator, Sequence
-from types import CodeType, FrameType
+from types import CodeType, FrameType, TracebackType
+from typing import cast
 
 from distman.errors import DistmanError
 
@@ -32,6 +33,9 @@ _WAITING = {"IPython": "IPython", "ipykernel": "IPython", "_pytest": "_pytest"}
 """Packages that wait for programs to run in the main thread, and which of those above then runs them."""
 
 _MAX_CHAINED = 100  # errors that are looked through for one: a chain may be a ring
+
+_context_of = vars(BaseException)["__context__"].__get__  # a program's class may have properties of these names
+_cause_of = vars(BaseException)["__cause__"].__get__
 
 _NEUTRAL = frozenset({"BUILD_LIST", "CACHE", "COPY", "DUP_TOP", "EXTENDED_ARG", "NOP", "NOT_TAKEN", "SWAP"})
 _VARIABLES = ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_FAST", "LOAD_DEREF", "LOAD_CLASSDEREF", "LOAD_FROM_DICT_OR")
@@ -61,9 +65,24 @@ def handler_of(error: BaseException) -> Handler:
     trace = error.__traceback__
     if trace is None:
         return Handler.CATCHES_ALL
-    if _RUNNERS.get(_package(trace.tb_frame)) == trace.tb_frame.f_code.co_name:
+    try:
+        return _handler_at(trace, type(error))
+    except Exception:  # noqa: BLE001 - what compiles and runs code by itself, or a program's own mapping of variables
+        return Handler.CATCHES_ALL
+
+
+def _handler_at(trace: TracebackType, kind: type[BaseException]) -> Handler:
+    frame = trace.tb_frame
+    if _is_runner(frame):
         return Handler.SHOWS_IT
-    return Handler.NAMES_IT if _Frame(trace.tb_frame).names(type(error), trace.tb_lasti) else Handler.CATCHES_ALL
+    is_named = _Frame(frame).names(kind, trace.tb_lasti)
+    if is_named is None and frame.f_back is not None and _is_runner(frame.f_back):
+        return Handler.SHOWS_IT  # since Python 3.13 a console leaves itself out of the tracebacks
+    return Handler.NAMES_IT if is_named else Handler.CATCHES_ALL
+
+
+def _is_runner(frame: FrameType) -> bool:
+    return _RUNNERS.get(_package(frame)) == frame.f_code.co_name
 
 
 def is_program_running(frame: FrameType | None) -> bool:
@@ -72,7 +91,7 @@ def is_program_running(frame: FrameType | None) -> bool:
     while frame is not None:
         package = _package(frame)
         packages.add(package)
-        if _RUNNERS.get(package) == frame.f_code.co_name:
+        if _is_runner(frame):
             runners.add(package)
         frame = frame.f_back
     return all(runner in runners for package, runner in _WAITING.items() if package in packages)
@@ -81,10 +100,11 @@ def is_program_running(frame: FrameType | None) -> bool:
 def errors_in(error: BaseException | None) -> Iterator[BaseException]:
     """Yield an error, and those during whose handling it was raised."""
     for _ in range(_MAX_CHAINED):
-        if error is None:
+        if error is None or not issubclass(type(error), BaseException):
             return
         yield error
-        error = error.__context__ or error.__cause__
+        context = _context_of(error)
+        error = context if context is not None else _cause_of(error)
 
 
 def error_in_hand(thread: int | None) -> BaseException | None:
@@ -94,7 +114,9 @@ def error_in_hand(thread: int | None) -> BaseException | None:
 
 
 def _package(frame: FrameType) -> str:
-    name = str(frame.f_globals.get("__name__"))
+    name = frame.f_globals.get("__name__")
+    if type(name) is not str:
+        return ""
     return name if name.startswith("distman.") else name.partition(".")[0]
 
 
@@ -107,9 +129,12 @@ class _Frame:
         self._index = {instruction.offset: index for index, instruction in enumerate(self._instructions)}
         self._handlers = _handlers(frame.f_code, self._instructions)
 
-    def names(self, kind: type[BaseException], offset: int) -> bool:
-        """Return whether the handler that stopped an error of this kind, raised at an offset, names it."""
-        is_named = False
+    def names(self, kind: type[BaseException], offset: int) -> bool | None:
+        """Return whether the handler that stopped an error of this kind, raised at an offset, names it.
+
+        None if no handler of this frame did.
+        """
+        is_named = None
         offset = max(self._index.keys() & range(offset + 1), default=0)  # it may point behind an instruction
         while (handler := self._handlers.get(offset)) is not None:
             verdict = self._judge(handler, kind)
@@ -204,9 +229,16 @@ def _jumps(instruction: dis.Instruction) -> bool:
 
 
 def _classes(operands: Sequence[object], kind: type[BaseException]) -> list[type[BaseException]]:
-    """Return the classes among some values, and within tuples, by which an error of this kind is caught."""
-    values = [part for value in operands for part in (value if isinstance(value, tuple) else (value,))]
-    return [value for value in values if isinstance(value, type) and issubclass(kind, value) and value is not object]
+    """Return the classes among some values, and within tuples, by which an error of this kind is caught.
+
+    The values are a program's: to compare them, or to ask what they are, might run its code. They are only looked for.
+    """
+    values = [part for value in operands for part in _parts(value)]
+    return [one for one in kind.__mro__[:-1] if any(value is one for value in values)]
+
+
+def _parts(value: object) -> Iterator[object]:
+    return tuple.__iter__(cast("tuple[object, ...]", value)) if issubclass(type(value), tuple) else iter((value,))
 
 
 def _is_named(classes: Sequence[type[BaseException]]) -> bool:

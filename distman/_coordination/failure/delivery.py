@@ -6,6 +6,7 @@ import dataclasses
 import enum
 import sys
 import threading
+from typing import cast
 
 from distman._coordination.failure.catching import Handler, error_in_hand, errors_in, handler_of
 from distman._coordination.failure.record import FailureRecord
@@ -68,11 +69,20 @@ class Delivery:
     @property
     def has_left(self) -> bool:
         """Whether the error has left the main program, which is at its end."""
-        return self.error is not None and self.error in errors_in(getattr(sys, "last_value", None))
+        return self.error is not None and any(one is self.error for one in errors_in(getattr(sys, "last_value", None)))
+
+    def is_in_hand(self) -> bool:
+        """Return whether the main thread is handling an error of this failure, and keep that error in view."""
+        for error in errors_in(error_in_hand(threading.main_thread().ident)):
+            if self.record.is_told_by(error):
+                if not self.is_handled:
+                    self.error = cast("RankFailedError", error)  # a wait of this rank may have raised one itself
+                return True
+        return False
 
     def look(self) -> Fate:
         """Return what became of the error, for the other attributes to know."""
-        if self._find_in_hand():
+        if self.is_in_hand():
             self._num_looks = 0
             return Fate.BEING_HANDLED if self.error is not None and _is_named(self.error) else Fate.IN_HAND
         self._num_looks += 1
@@ -83,7 +93,7 @@ class Delivery:
 
     def conclude(self) -> None:
         """Find out who caught the error, which nobody has in hand any more."""
-        error, self.error = self.error, None
+        error = self.error
         if error is None:
             return
         self.is_handled = _is_named(error)
@@ -91,14 +101,7 @@ class Delivery:
             self.num_swallowed += 1
             self.last_place = _place(error)
         self._num_looks = 0
-
-    def _find_in_hand(self) -> bool:
-        """Return whether the main thread is handling an error of this failure, and keep that error in view."""
-        for error in errors_in(error_in_hand(threading.main_thread().ident)):
-            if isinstance(error, RankFailedError) and FailureRecord.of(error, error.rank) == self.record:
-                self.error = error  # a wait of this rank may have raised one itself
-                return True
-        return False
+        self.error = None  # last: two threads may want to know at the end of the program
 
 
 def _is_named(error: BaseException) -> bool:

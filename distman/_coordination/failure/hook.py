@@ -86,9 +86,13 @@ class _Hook:
 
     def __call__(self, error_type: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         self.reserve.close()
+        is_told = threading.Event()
         with contextlib.suppress(RuntimeError, MemoryError):  # no thread can be had
-            threading.Thread(target=self.end_if_printing, name="distman-printing", daemon=True).start()
-        self.tell(error, lambda: self.show(error_type, error, trace))
+            threading.Thread(target=self.end_if_printing, args=[is_told], name="distman-printing", daemon=True).start()
+        try:
+            self.tell(error, lambda: self.show(error_type, error, trace))
+        finally:
+            is_told.set()
 
     def tell(self, error: BaseException, show: Callable[[], None] = lambda: None) -> None:
         """Tell the other ranks of an error, and show it here: in this order, since to show it may block, or raise."""
@@ -143,11 +147,12 @@ class _Hook:
             error = swallowed[0].to_error()
             self.tell(error, lambda: write(f"distman: {error}\n\n{_SWALLOWED}"))
 
-    def end_if_printing(self) -> None:
-        """End the process if torch still prints an error after a while: nobody reads its standard error.
+    def end_if_printing(self, is_told: threading.Event) -> None:
+        """End the process if torch still prints an error a while after it was told: nobody reads its standard error.
 
         The hook of torch wraps this one, and writes in the main thread what it has printed.
         """
+        is_told.wait()
         if self.is_at_exit.wait(_PRINT_PATIENCE):
             return
         frame = sys._current_frames().get(threading.main_thread().ident or 0)

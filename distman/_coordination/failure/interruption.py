@@ -90,18 +90,27 @@ class Interruption:
             self._is_awaited = False
 
     def restore(self) -> None:
-        """Put the signal handler back that was there before, and let go of the error that was raised last."""
-        if self._delivery is not None:
+        """Put the signal handler back that was there before, and let go of the error that was raised last.
+
+        One that the program has in hand, on its way through a ``finally`` for instance, is let go when it is gone.
+        """
+        if self._delivery is not None and self._delivery.is_in_hand():
+            threading.Thread(target=self._let_go, args=[self._delivery], name="distman-failure", daemon=True).start()
+        elif self._delivery is not None:
             self._delivery.conclude()
         if self._is_installed and threading.current_thread() is threading.main_thread():
             signal.signal(_SIGNAL, self._previous if self._previous is not None else signal.SIG_DFL)
         self._is_installed = False
 
+    def _let_go(self, delivery: Delivery) -> None:
+        while delivery.look() is not Fate.GONE:
+            time.sleep(self._patience.between_looks)
+
     def note(self, error: RankFailedError) -> None:
         """Take an error that a wait of the main thread raises of itself for the one to be raised."""
         if threading.current_thread() is not threading.main_thread():
             return
-        if self._delivery is not None and self._delivery.error is not error:
+        if self._delivery is not None and self._delivery.error is not error and not self._delivery.is_in_hand():
             self._delivery.conclude()  # the program goes on waiting: it has caught the last one
         delivery = self._begin(FailureRecord.of(error, error.rank))
         if not delivery.is_handled:

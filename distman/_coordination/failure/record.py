@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -55,8 +56,9 @@ class FailureRecord:
     @classmethod
     def of(cls, error: BaseException, rank: int) -> FailureRecord:
         """Return the record of an exception that this process raised; of another rank's failure, that one's."""
-        if isinstance(error, RankFailedError):
-            return cls(**{field.name: getattr(error, field.name) for field in dataclasses.fields(cls)})
+        if issubclass(type(error), RankFailedError):
+            with contextlib.suppress(AttributeError):  # a program's subclass may lack what it is to hold
+                return cls(**{field.name: getattr(error, field.name) for field in dataclasses.fields(cls)})
         return cls(
             rank=rank,
             host=socket.gethostname(),
@@ -141,6 +143,10 @@ class FailureRecord:
     def publish(self, store: Store) -> FailureRecord:
         """Make this the job's record unless there is one, and return the one there is."""
         return type(self)(**json.loads(store.compare_set(protocol.FAILURE, "", self.to_json())))
+
+    def is_told_by(self, error: BaseException) -> bool:
+        """Return whether an error, which may be any that a program raised, tells the other ranks' failure on record."""
+        return issubclass(type(error), RankFailedError) and vars(self).items() <= vars(error).items()
 
     def to_json(self) -> str:
         """Return the record as text."""

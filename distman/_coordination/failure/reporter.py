@@ -14,7 +14,7 @@ import torch.distributed as dist
 from distman._coordination import protocol
 from distman._coordination.failure import hook
 from distman._coordination.failure.record import SILENT, FailureRecord
-from distman._coordination.monitor.context import interval
+from distman._coordination.monitor.context import interval, late_after
 from distman._coordination.monitor.watcher import failure_behind, is_watching, look_after_others
 from distman._coordination.timeouts import run_with_timeout
 from distman.errors import RankFailedError
@@ -58,12 +58,20 @@ class JobReporter:
 
     def __call__(self, error: BaseException) -> Callable[[], None]:
         """Tell of an exception that nothing caught, and return what is left to do when it is printed."""
-        cause = _failure_behind(error)
+        cause = self._failure_behind(error)
         self.abort_job(cause.to_error() if cause is not None else error)
         mine = cause or FailureRecord.of(error, self.rank)
         first: list[FailureRecord] = []
         is_told = mine.error_type != SILENT and self._tell(mine, first)
         return functools.partial(self._finish, error, first[0] if first else cause, is_told=is_told)
+
+    def _failure_behind(self, error: BaseException) -> FailureRecord | None:
+        found: list[FailureRecord | None] = []
+        with contextlib.suppress(BaseException):  # it asks a program's exception for its text, which may raise anything
+            run_with_timeout(
+                lambda: found.append(failure_behind(error)), _PATIENCE + 2 * late_after(self.num_others + 1)
+            )
+        return found[0] if found else None
 
     def _finish(self, error: BaseException, cause: FailureRecord | None, *, is_told: bool) -> None:
         """Print what the error itself does not say, and stay until the others have read the record."""
@@ -98,10 +106,3 @@ class JobReporter:
         with contextlib.suppress(dist.DistError):
             while self.store.add(protocol.FAILURE_SEEN, 0) < self.num_others and time.monotonic() < until:
                 time.sleep(_PAUSE)
-
-
-def _failure_behind(error: BaseException) -> FailureRecord | None:
-    try:
-        return failure_behind(error)
-    except BaseException:  # noqa: BLE001 - it asks a program's exception for its text, which may raise anything
-        return None

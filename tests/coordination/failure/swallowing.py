@@ -164,6 +164,22 @@ def after_which_the_job_is_left():
     work(0.5)
 
 
+def leave_the_job():
+    is_over.set()
+    interruption.restore()
+
+
+def in_a_function_that_leaves_the_job():
+    def main():
+        try:
+            work(LONG)
+        finally:
+            leave_the_job()
+
+    with contextlib.suppress(Exception):
+        main()
+
+
 def by_tasks_of_asyncio():
     async def steps():
         while True:
@@ -216,17 +232,50 @@ def named_and_left():
         sys.exit(0)
 
 
+def named_after_the_job_is_left():
+    def main():
+        try:
+            work(LONG)
+        finally:
+            leave_the_job()
+
+    try:
+        main()
+    except RankFailedError:
+        work(0.1)
+
+
+def named_around_what_is_swallowed_in_a_finally():
+    def main():
+        try:
+            work(LONG)
+        finally:
+            with contextlib.suppress(Exception):
+                wait_in_vain()
+            leave_the_job()
+
+    with contextlib.suppress(RankFailedError):
+        main()
+
+
+def wait_in_vain():
+    error = RECORD.to_error()
+    interruption.note(error)
+    raise error
+
+
 def shown_by_a_console():
     code.InteractiveInterpreter({"work": work}).runsource("work(60)")
     work(0.5)
 
 
-def deliver(interruption):
+def deliver():
     is_at_work.wait()
     interruption.deliver(RECORD)
 
 
 def run(name):
+    global interruption
     hook.install(lambda _: None)
     patience = Patience(to_come=1.0, to_handle=1.0, to_give_in=1.0, between_looks=0.02)
 
@@ -234,7 +283,7 @@ def run(name):
         sys.stdout.write(f"told the launcher of {error.error_type}\n")
 
     interruption = Interruption(tell, is_over, patience=patience)
-    threading.Thread(target=deliver, args=[interruption], daemon=True).start()
+    threading.Thread(target=deliver, daemon=True).start()
     globals()[name]()
     sys.stdout.write("the end\n")
 

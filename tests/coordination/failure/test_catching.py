@@ -6,6 +6,7 @@ import asyncio
 import code
 import contextlib
 import sys
+import typing
 import weakref
 
 import hypothesis
@@ -41,8 +42,48 @@ def fail():
 
 
 @contextlib.contextmanager
-def nothing():
+def nothing(*_):
     yield
+
+
+class Refusing(type):
+    """A class of classes of which nothing can be asked."""
+
+    def refuse(cls, *_):
+        raise TypeError(object.__repr__(cls))
+
+    __instancecheck__ = __subclasscheck__ = __eq__ = __hash__ = __bool__ = __iter__ = __getattr__ = __call__ = refuse
+    __class__ = property(refuse)
+
+
+class RefusingTuple(tuple):
+    __slots__ = ()
+    __iter__ = __len__ = __getitem__ = __class__ = property(Refusing.refuse)
+
+
+class Service(typing.Protocol):
+    name: str
+
+
+RefusingError = Refusing("RefusingError", (Exception,), {})
+Thing = Refusing("Thing", (), {})
+STRANGE = {
+    "a class": Thing,
+    "an error": RefusingError,
+    "an instance": object.__new__(Thing),
+    "a proxy": object.__new__(type("Proxy", (), {"__class__": property(Refusing.refuse)})),
+    "a proxy of nothing": weakref.proxy(set()),
+    "a protocol": Service,
+    "a protocol that can be asked": typing.runtime_checkable(Service),
+    "an abstract class": typing.SupportsInt,
+    "a generic class": list[int],
+    "a generic tuple": tuple[RankFailedError, ...],
+    "a union": typing.Optional[RankFailedError],  # noqa: UP045 - unlike that with |, no type on any Python
+    "a variable of types": typing.TypeVar("T"),
+    "anything": typing.Any,
+    "a tuple": RefusingTuple((Thing, list[int])),
+}
+"""What a program may have in the head of a block, and what is no error or raises when it is asked."""
 
 
 @by_name
@@ -264,6 +305,51 @@ def a_context_manager_that_names_it():
 
 
 @by_name
+def strange_things_before_a_name():
+    for strange in STRANGE.values():
+        try:
+            with nothing(strange, (strange, Service)):
+                fail()
+        except RefusingError:
+            pass
+        except RankFailedError:
+            pass
+
+
+@by_name
+def an_attribute_of_a_strange_class():
+    try:
+        with nothing(Thing.__mro__, Thing.__name__):
+            fail()
+    except (RefusingError, RankFailedError):
+        pass
+
+
+@by_name
+def a_tuple_of_a_strange_kind():
+    wanted = RefusingTuple((RefusingError, RankFailedError))
+    try:
+        fail()
+    except wanted:
+        pass
+
+
+@by_another
+def a_body_with_variables_of_its_own():
+    class Variables(dict):
+        __contains__ = Refusing.refuse
+
+    class Body(type):
+        __prepare__ = staticmethod(lambda *_: Variables())
+
+    class _Retry(metaclass=Body):
+        try:
+            fail()
+        except RankFailedError:
+            pass
+
+
+@by_name
 def a_loop_over_a_generator():
     def generate():
         try:
@@ -320,6 +406,25 @@ def a_console():
     code.InteractiveInterpreter({"fail": fail}).runsource("fail()")
 
 
+class ConsoleOfPython313(code.InteractiveInterpreter):
+    """One that leaves its own frame out of what it shows."""
+
+    def showtraceback(self):
+        error = sys.exc_info()[1]
+        error.__traceback__ = raised[-1].__traceback__.tb_next
+
+
+@caught(Handler.SHOWS_IT)
+def a_console_that_leaves_itself_out():
+    ConsoleOfPython313({"fail": fail}).runsource("fail()")
+
+
+@by_another
+def everything_in_such_a_console():
+    source = "try:\n fail()\nexcept Exception as error:\n error.__traceback__ = error.__traceback__\n\n"
+    code.InteractiveInterpreter({"fail": fail}).runsource(source, symbol="exec")
+
+
 if sys.version_info >= (3, 11):
     GROUPS = """
 @by_name
@@ -362,6 +467,8 @@ WRAPPINGS = {
     "finally": "try:\n BODY\nfinally:\n len(hits)",
     "finally, then break": "for _ in range(1):\n try:\n  BODY\n finally:\n  hits.append(False)\n  break",
     "with": "with nothing() as it, nothing():\n BODY",
+    "with what is strange": "with nothing(strange, (strange, 1)):\n BODY",
+    "a strange class": "try:\n BODY\nexcept RefusingError:\n hits.append(False)",
     "function": "def step():\n BODY\nstep()",
     "generator": "def steps():\n yield 1\n BODY\nfor _ in steps():\n pass",
     "comprehension": "def step():\n BODY\n[step() for _ in range(2)]",
@@ -383,10 +490,12 @@ def program(wrappings):
     return source
 
 
-@hypothesis.given(st.lists(st.sampled_from(sorted(WRAPPINGS)), max_size=6), st.booleans())
-def test_who_catches_it_in_any_program(wrappings, is_function):
+@hypothesis.given(
+    st.lists(st.sampled_from(sorted(WRAPPINGS)), max_size=6), st.booleans(), st.sampled_from(sorted(STRANGE))
+)
+def test_who_catches_it_in_any_program(wrappings, is_function, strange):
     hits = []
-    variables = {**globals(), "hits": hits}
+    variables = {**globals(), "hits": hits, "strange": STRANGE[strange]}
     source = program(wrappings)
     exec(f"def main():\n {indented(source, 1)}\nmain()" if is_function else source, variables)  # noqa: S102
     by_name = next(hit for hit in hits if hit is not None)
@@ -401,6 +510,27 @@ def test_the_errors_before_one_end_even_if_they_are_a_ring():
     first, second = ValueError(), ValueError()
     first.__context__, second.__context__ = second, first
     assert {*errors_in(first)} == {first, second}
+
+
+class UnlikeError(Exception):
+    """An error that is equal to none, is false, and lies about what it is and came from."""
+
+    __eq__ = __bool__ = __len__ = Refusing.refuse
+    __hash__ = None
+    __class__ = __context__ = __cause__ = property(Refusing.refuse)
+
+
+def test_errors_are_found_behind_one_of_which_nothing_can_be_asked():
+    first = failure_on(1).to_error()
+    strange = UnlikeError()
+    try:
+        try:
+            raise first
+        except RankFailedError:
+            raise strange  # noqa: B904
+    except Exception:
+        assert [type(error) for error in errors_in(sys.exc_info()[1])] == [UnlikeError, RankFailedError]
+    assert list(errors_in("what a program left in sys.last_value")) == []
 
 
 def frame_within(*functions):
@@ -420,6 +550,7 @@ def frame_within(*functions):
         ([("ipykernel.kernelapp", "start"), ("tornado.ioloop", "start")], False),
         ([("ipykernel.kernelapp", "start"), ("IPython.core.interactiveshell", "run_code"), ("train", "f")], True),
         ([("IPython.terminal.interactiveshell", "mainloop")], False),
+        ([(None, "main"), ([], "main")], True),
     ],
 )
 def test_a_kernel_that_waits_for_work_runs_no_program(functions, is_running):

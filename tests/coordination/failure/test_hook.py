@@ -108,6 +108,33 @@ def test_an_error_in_the_reporter_hides_nothing(monkeypatch):
     hook.uninstall()
 
 
+def test_a_process_is_ended_while_torch_prints_but_not_while_it_tells(monkeypatch):
+    ended_with, is_waiting = [], []
+    monkeypatch.setattr(hook, "_PRINT_PATIENCE", 0.01)
+
+    earlier = threading.enumerate()  # of other tests, some with nothing else to do
+
+    def end(code):
+        if threading.current_thread() not in earlier:
+            ended_with.append(code)
+
+    monkeypatch.setattr(hook, "exit_now", end)
+
+    def join(seconds):
+        for thread in threading.enumerate():
+            if thread.name == "distman-printing" and thread not in earlier:
+                thread.join(seconds)
+                is_waiting.append(thread.is_alive())
+
+    hook.install(lambda _: join(10 * hook._PRINT_PATIENCE))
+    variables = {"__name__": "torch.distributed.c10d_logger"}
+    exec("def _excepthook(fail, write): fail(); write()", variables)  # noqa: S102 - of a module with that name
+    variables["_excepthook"](fail, lambda: join(60))
+    assert is_waiting == [True, False]
+    assert ended_with == [1]
+    hook.uninstall()
+
+
 def run(work):
     thread = threading.Thread(target=work)
     thread.start()

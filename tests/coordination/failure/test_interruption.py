@@ -69,6 +69,25 @@ def raise_and_note(interruption):
     raise error
 
 
+def test_an_error_that_is_on_its_way_when_the_job_is_left_is_judged_where_it_is_caught():
+    interruption = Interruption(lambda _: None, threading.Event(), patience=PATIENCE)
+
+    def work():
+        try:
+            raise_and_note(interruption)
+        finally:
+            interruption.restore()
+
+    with pytest.raises(RankFailedError):
+        work()
+    for thread in threading.enumerate():
+        if thread.name == "distman-failure":
+            thread.join(60)
+    assert interruption._delivery.is_handled
+    assert interruption._delivery.num_swallowed == 0
+    assert interruption._delivery.error is None, "it would keep the variables of the frames that it came through"
+
+
 def test_a_handler_that_names_it_is_left_alone():
     with delivering(failure_on(1)) as (_, thread):
         try:
@@ -124,9 +143,22 @@ SWALLOWED_FOR_EVER = (
     "in_finally_for_too_long",
     "in_native_code",
 )
-SWALLOWED_AT_THE_END = ("and_saved_before_sys_exit_0", "once", "after_which_the_job_is_left")
+SWALLOWED_AT_THE_END = (
+    "and_saved_before_sys_exit_0",
+    "once",
+    "after_which_the_job_is_left",
+    "in_a_function_that_leaves_the_job",
+)
 LEFT_THE_PROGRAM = ("by_tasks_of_asyncio", "and_raised_again")
-HANDLED = ("named_and_slow", "named_by_its_base_class", "named_in_a_tuple", "named_and_left", "shown_by_a_console")
+HANDLED = (
+    "named_and_slow",
+    "named_by_its_base_class",
+    "named_in_a_tuple",
+    "named_and_left",
+    "named_after_the_job_is_left",
+    "named_around_what_is_swallowed_in_a_finally",
+    "shown_by_a_console",
+)
 
 
 @pytest.fixture(scope="module")

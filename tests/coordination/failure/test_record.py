@@ -35,6 +35,24 @@ def test_the_failure_of_another_rank_is_passed_on():
     assert FailureRecord.of(record.to_error(), 0) == record
 
 
+class IncompleteError(RankFailedError):
+    """What a program derived from the error, and does not fill in."""
+
+    def __init__(self, text):
+        Exception.__init__(self, text)
+
+    def __getattr__(self, name):
+        raise AttributeError(name)
+
+
+def test_what_a_program_derived_from_the_error_is_told_as_its_own():
+    error = IncompleteError("gave up")
+    assert FailureRecord.of(error, 3).error_text == "gave up"
+    assert not failure_on(2).is_told_by(error)
+    assert failure_on(2).is_told_by(failure_on(2).to_error())
+    assert not failure_on(2).is_told_by(failure_on(1).to_error())
+
+
 def test_an_error_that_cannot_say_what_it_is_is_told_all_the_same():
     class BrokenError(Exception):
         def __str__(self):

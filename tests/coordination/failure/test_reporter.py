@@ -1,12 +1,14 @@
 """A rank that fails tells the others, as far as the store is still there."""
 
 import sys
+import threading
 
 import pytest
 import torch.distributed as dist
 from torch.distributed import HashStore
 
 from distman._coordination import protocol
+from distman._coordination.failure import reporter as module
 from distman._coordination.failure.record import SILENT, FailureRecord
 from distman._coordination.failure.reporter import JobReporter
 
@@ -74,6 +76,26 @@ def test_a_store_that_is_gone_is_named(store, capsys):
     report(error)()
     assert done == [error]
     assert "the process that opened tcp://n1:5, which served the job's store, is gone" in capsys.readouterr().err
+
+
+def test_a_store_that_does_not_answer_holds_nothing_up(capsys, monkeypatch):
+    is_over = threading.Event()
+
+    class Stopped(HashStore):
+        def check(self, _):
+            return not is_over.wait()
+
+        def compare_set(self, *_):
+            raise dist.DistNetworkError(is_over.wait())
+
+    store = Stopped()
+    monkeypatch.setattr(module, "_PATIENCE", 0.01)
+    monkeypatch.setattr(module, "late_after", lambda _: 0.0)
+    monkeypatch.setattr(module, "failure_behind", lambda _: FailureRecord.read(store))
+    report, _ = reporter(store)
+    report(dist.DistNetworkError("Connection reset by peer"))()
+    is_over.set()
+    assert "is gone. See its error" in capsys.readouterr().err
 
 
 def test_a_store_that_breaks_meanwhile_is_named_too(capsys):
