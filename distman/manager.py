@@ -299,9 +299,19 @@ class DistributedManager(Place, GroupQueries, GroupCreation):
             BarrierTimeoutError: On every rank that came: some did not.
         """
         self.barrier("requeue")
+        error: Exception | None = None
         if self.is_main:
-            requeue(os.environ)
-        self.barrier("requeued")  # the first rank to leave may end the step, and rank 0's request with it
+            try:
+                requeue(os.environ)
+            except Exception as refused:  # noqa: BLE001 - whatever it is, it is raised on all ranks
+                error = refused
+        consensus = self._state.groups.world.consensus
+        if consensus is not None:  # nobody goes on before: the first to leave may end the step, and rank 0's request
+            with WaitScope("requeue()"):
+                key = protocol.barrier(next(self._state.job.barriers["requeued"]), "requeued")
+                consensus.require_success(key, error)
+        elif error is not None:
+            raise error
 
     def wrap_ddp(self, module: torch.nn.Module, **kwargs: Any) -> torch.nn.Module:
         """Return the module as a DistributedDataParallel on this rank's device, or unchanged on one process.

@@ -14,9 +14,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from distman import (
     BarrierTimeoutError,
+    DistmanError,
     DistributedManager,
     LaunchEnvironmentError,
     NotInitializedError,
+    RankFailedError,
     initialize_ddp,
 )
 from distman._coordination.failure import hook
@@ -259,6 +261,19 @@ def test_a_barrier_names_who_did_not_come(rank):
         with pytest.raises(BarrierTimeoutError, match=r"barrier 0 'load'.*did not come: rank 1 \(.*, pid \d+\)"):
             manager.barrier("load", timeout=0.3)
     manager.barrier("save")  # those of each name are counted by themselves
+    manager.barrier()
+
+
+@pytest.mark.parametrize("reason", ["no Slurm job", "no clients of Slurm"])
+@ranks(1, 2)
+def test_what_keeps_a_job_from_being_queued_again_is_raised_on_all_ranks(rank, reason, tmp_path):
+    manager = DistributedManager()
+    if reason != "no Slurm job":
+        os.environ |= {"SLURM_JOB_ID": "7", "PATH": str(tmp_path)}
+    text = "only a Slurm job can be requeued" if reason == "no Slurm job" else "Install Slurm's clients"
+    for _ in range(2):
+        with pytest.raises(DistmanError if rank == 0 else RankFailedError, match=text):
+            manager.requeue()
     manager.barrier()
 
 

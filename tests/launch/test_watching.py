@@ -446,10 +446,3 @@ def test_a_job_that_stops_is_queued_again(slurm_cluster):
     assert len(saved) == 2
     assert len(set(saved)) == 1
     assert finished.stdout.count("done in the second run") == 2
-
-
-def test_outside_slurm_nothing_is_queued_again(free_port):
-    with Job(free_port, "train_twice", world_size=2) as job:
-        finished = job.wait([0, 1])
-    assert finished[0].returncode == 1
-    assert "only a Slurm job can be requeued" in finished[0].stderr
