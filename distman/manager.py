@@ -200,7 +200,7 @@ class DistributedManager(Place, GroupQueries, GroupCreation):
         hook.keep_reporter_for(sys.exc_info()[1])
         hook.set_thread_reporter(None)
         state.groups.close()
-        leave(state.job, state.watcher)
+        leave(state.job, state.watcher, is_at_exit=stays_known)
 
     @classmethod
     def _forget(cls, job: Job) -> None:

@@ -54,7 +54,7 @@ _unclosed: list[tuple[int, Job, Rendezvous, Watcher | None]] = []
 """Jobs that were left while an exception was under way, with the process that serves the store."""
 
 
-def leave(job: Job, watcher: Watcher | None) -> None:
+def leave(job: Job, watcher: Watcher | None, *, is_at_exit: bool = False) -> None:
     """Tell the others, destroy the process group, unless other code made it, and close the store.
 
     It waits some seconds at most for ranks that are still starting: they connect to this one, and would take it for
@@ -64,10 +64,11 @@ def leave(job: Job, watcher: Watcher | None) -> None:
     Args:
         job: What is left.
         watcher: Who watches the others; it stops when the store is closed. None where nobody does.
+        is_at_exit: Whether the program ends: the store of an adopted group goes then, and not before.
     """
     if job.rendezvous is None:
         return
-    is_host = job.rendezvous.job_store.is_host and not job.is_adopted
+    is_host = job.rendezvous.job_store.store_rank == job.peer.rank and (is_at_exit or not job.is_adopted)
     if watcher is not None:
         watcher.let_program_be()  # a failure elsewhere must not interrupt what follows
         if not is_host:
@@ -80,12 +81,12 @@ def leave(job: Job, watcher: Watcher | None) -> None:
         _unclosed.append((os.getpid(), job, job.rendezvous, watcher))
         atexit.register(_close_at_exit)
     else:
+        if is_host:
+            _serve_the_others(job, job.rendezvous.store, watcher)
         _close(job, job.rendezvous, watcher)
 
 
 def _close(job: Job, rendezvous: Rendezvous, watcher: Watcher | None) -> None:
-    if rendezvous.job_store.is_host and not job.is_adopted:
-        _serve_the_others(job, rendezvous.store, watcher)
     if not job.is_adopted:
         wait_for_gloo()
         forget_interface()
@@ -101,6 +102,7 @@ def close_unclosed() -> None:
     while _unclosed:
         pid, job, rendezvous, watcher = _unclosed.pop()
         if pid == os.getpid():
+            _serve_the_others(job, rendezvous.store, watcher)
             _close(job, rendezvous, watcher)
 
 

@@ -17,7 +17,7 @@ FOUND = (  # once, by other seeds
     "launcher=env hosts=1 ranks=3 fault=sys.exit(3)@on_rank:2 around=bare",
     "launcher=env hosts=1 ranks=2 fault=sys.exit(3)@on_rank:0 around=callback",
     "launcher=env hosts=1 ranks=3 fault=sys.exit(0)@barrier:1 around=retry",
-    "launcher=env hosts=1 ranks=6 fault=memory-limit@start:2 around=plain",
+    "launcher=env hosts=1 ranks=6 fault=memory-limit@start:0 around=plain",
     "launcher=env hosts=2 ranks=3 fault=raise-in-worker@on_rank:2,raise@on_rank:1 around=callback",
     "launcher=env hosts=1 ranks=2 fault=full-disk@save:0 around=acknowledge",
     "launcher=srun hosts=1 ranks=4 fault=full-disk@save:0,SIGSTOP@save:2 around=plain",

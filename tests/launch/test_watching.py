@@ -148,8 +148,9 @@ def test_a_rank_that_left_is_not_waited_for(free_port, scenario):
         assert "left the job" in rank.stderr
 
 
-def test_ranks_may_end_one_after_another(free_port):
-    with Job(free_port, "last_to_call") as job:
+@pytest.mark.parametrize("adopted", [[], ["adopted"]])
+def test_ranks_may_end_one_after_another(free_port, adopted):
+    with Job(free_port, "last_to_call", *adopted) as job:
         finished = job.wait()
     assert [(rank.returncode, rank.stderr) for rank in finished] == [(0, "")] * 3
 

@@ -40,9 +40,9 @@ _SWALLOWED = (
     f"This rank's program ended without having handled that error, so its exit code is {EXIT_CODE}. To handle an error "
     "of another rank, catch RankFailedError by name."
 )
-_RESERVE = 32 << 20
-"""Bytes of addresses that nothing is written to, given back when an error is told: memory may be out. A thread takes a
-quarter of them for its stack."""
+_RESERVE = 64 << 20
+"""Bytes of addresses that nothing is written to, given back when an error is told: memory may be out. A thread takes an
+eighth of them for its stack: those that tell, print, look whether it is printed, serve the others and answer them."""
 
 _WORK_PATIENCE = 60.0  # seconds; a large checkpoint may be half written, but a job must end
 
