@@ -245,6 +245,9 @@ SCENES: dict[str, Callable[[Rank], None]] = {"start": at_the_start, "end": at_th
 
 
 def main(line: str, folder: str) -> None:
+    ranks: list[Rank] = []
+    atexit.register(lambda: [rank.record_end() for rank in ranks])  # before the package's, so that it runs after them
+
     from distman import environments
 
     number = environments.detect(os.environ).environment.rank
@@ -261,7 +264,7 @@ def main(line: str, folder: str) -> None:
     logging.basicConfig(level=logging.INFO)
     rank = Rank(case, number, records)
     rank.record_hard_exits()
-    atexit.register(rank.record_end)
+    ranks.append(rank)
     rank.play()
 
 
