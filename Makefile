@@ -5,6 +5,9 @@ python := $(venv)/bin/python
 installed := $(venv)/installed
 newest := .venv-newest
 
+# Thousands of processes start; each would compile the package anew.
+unexport PYTHONDONTWRITEBYTECODE
+
 # The table in launchers/README.md: a file, and the command that writes it.
 row := ^\| \[([a-z_]+\.sh)\].*`distman (launch .*)` \|$$
 

@@ -3,6 +3,7 @@
 With DISTMAN_FORBID_SKIP=1 a test that does not run fails; only those marked ``gpu`` may be skipped.
 """
 
+import gc
 import os
 import signal
 from collections.abc import Generator
@@ -61,6 +62,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             num_short = (index + 1) * num_items // num_processes - len(items)
             items += short[:num_short]
             del short[:num_short]
+
+
+def pytest_collection_finish() -> None:
+    """Keep the collector of garbage from what stays for good: pytest collects five times at its end, and tests fork."""
+    gc.freeze()
 
 
 def _is_long(item: pytest.Item) -> bool:

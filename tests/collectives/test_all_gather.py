@@ -68,13 +68,13 @@ def test_channels_last_input(rank):
 @pytest.mark.parametrize("layout", LAYOUTS)
 @ranks(2, 3)
 def test_gradcheck(rank, world_size, layout):
-    inputs = make_inputs(layout, 0, world_size)
+    inputs = [one[:, 0] for one in make_inputs(layout, 0, world_size)]  # each number takes many calls
     check_gradients_numerically(lambda shard: all_gather_v(shard, sizes_of(layout, world_size)), inputs, rank)
 
 
 @ranks(2)
 def test_gradcheck_of_complex_numbers(rank):
-    inputs = make_inputs("uneven", 0, 2, torch.complex128)
+    inputs = [one[:, 0] for one in make_inputs("uneven", 0, 2, torch.complex128)]
     check_gradients_numerically(all_gather_v, inputs, rank)
 
 

@@ -47,6 +47,11 @@ def test_an_error(python):
     assert finished.stderr.endswith("ValueError: boom\n")
 
 
+def test_what_it_has_made_is_taken_apart_at_its_end(python):
+    code = "class Made:\n    def __del__(self): print('taken apart')\nmade = Made()"
+    assert launch([*python, "-c", code]).stdout == "taken apart\n"
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGKILL])
 def test_a_signal_ends_it_and_whoever_stands_for_it(python, number):
     with start([*python, "-c", WAIT]) as running:

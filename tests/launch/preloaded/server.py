@@ -3,7 +3,6 @@
 Arguments: number of the open file that listens, and room for the command line of a fork.
 """
 
-import atexit
 import contextlib
 import ctypes
 import faulthandler
@@ -18,17 +17,15 @@ import selectors
 import signal
 import socket
 import sys
-import threading
 from pathlib import Path
 
+import ending  # before torch, so that its exit handler comes last
 import numpy as np
 import torch
 
 # The first step of any optimizer imports torch._dynamo, which takes longer than torch itself.
 MODULES = ("torch._dynamo", "torch.distributed.run", "torch.distributed.tensor", "torch.utils.data", "sklearn.datasets")
 NAMESPACES = ("net", "uts", "mnt")  # mnt last: it may hide /proc of the others
-NEEDED_AT_THE_END = {"sys", "builtins", "__main__"}
-ENDS_WITH_ITS_STORE = {"pt_tcpstore_uv"}  # the server of a store, which an object of the program holds
 LOWEST = 400  # the numbers of received files on their way to their places
 
 
@@ -92,37 +89,10 @@ def main() -> None:
         importlib.import_module(name)
     gc.collect()
     gc.freeze()  # a fork copies what its collector touches
-    preloaded = dict(sys.modules)
+    ending.preloaded.update(sys.modules)
     request = Server(socket.socket(fileno=int(sys.argv[1]))).run()
     become(request)
-    atexit.register(spare, preloaded)
     run(request["arguments"])
-
-
-def spare(preloaded: "dict[str, object]") -> None:
-    """Leave to the kernel what the server has imported, unless a native thread may still use it.
-
-    Taking it apart takes five times as long as the fork: it writes to nearly every page, which is copied before. What
-    the program itself has imported and made is taken apart as by an interpreter.
-    """
-    if native_threads() - ENDS_WITH_ITS_STORE:
-        return
-    for name in preloaded.keys() - NEEDED_AT_THE_END:
-        sys.modules.pop(name, None)
-    ctypes.pythonapi.Py_IncRef(ctypes.py_object(preloaded))
-    libc = ctypes.CDLL(None)
-    libc.on_exit(libc._exit, None)  # it comes before the destructors of torch's static objects, and instead of them
-
-
-def native_threads() -> "set[str]":
-    """Return the names of the threads that Python does not know."""
-    known = {os.getpid(), *(thread.native_id for thread in threading.enumerate())}
-    names = set()
-    for task in Path("/proc/self/task").iterdir():
-        if int(task.name) not in known:
-            with contextlib.suppress(OSError):  # it has just ended
-                names.add((task / "comm").read_text().strip())
-    return names
 
 
 def receive(client: socket.socket) -> dict:
