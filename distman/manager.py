@@ -236,7 +236,8 @@ class DistributedManager(Place, GroupQueries, GroupCreation):
         already queued on a GPU is not waited for.
 
         Args:
-            name: Name of the barrier for messages; ranks that wait at different names do not meet.
+            name: Name of the barrier for messages; ranks that wait at different names do not meet. Each name is
+                remembered and counted until the job ends: let it be ``"step"``, not one for each step.
             timeout: Seconds to wait; None takes the timeout of collectives.
 
         Raises:

@@ -45,6 +45,7 @@ class StopAgreement:
             self._keys = KeySequence(store_group.job_store, protocol.STOP_DECISIONS, store_group.size)
         self._wish = ""
         self._previous: dict[int, Handler] = {}
+        self._is_over = False
         self._pid = os.getpid()
         self._last_step: int | None = None
         self._next_step: int | None = None
@@ -66,18 +67,22 @@ class StopAgreement:
         """
         if self._previous or threading.current_thread() is not threading.main_thread():
             return
-        self._previous = {number: signal.getsignal(number) for number in _SIGNALS}
+        self._previous = {number: _handler_in_use(number) for number in _SIGNALS}
         for number in _SIGNALS:
             signal.signal(number, self._on_signal)
 
     def restore(self) -> None:
-        """Put the signal handlers back that were there before."""
+        """Put the signal handlers back that were there before.
+
+        Only the main thread can; in others, or where a later handler calls the one that is here, this one stays and
+        hands each signal over.
+        """
+        self._is_over = True
         if threading.current_thread() is not threading.main_thread():
             return
         for number, handler in self._previous.items():
             if signal.getsignal(number) == self._on_signal and handler is not None:
                 signal.signal(number, handler)
-        self._previous = {}
 
     def decide(self, step: int | None = None) -> bool:
         """Return whether to stop at this step, the same on all ranks.
@@ -136,15 +141,23 @@ class StopAgreement:
         return max(1, int(min(at_this_pace, 2 * num_steps, _MOST_STEPS)))
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        if os.getpid() != self._pid:  # a child of this rank, to which the signal means what it always meant
-            previous = self._previous[number]
-            signal.signal(number, previous if previous is not None else signal.SIG_DFL)
+        previous = self._previous[number]
+        is_child = os.getpid() != self._pid  # to which the signal means what it always meant
+        if not (self._is_over or is_child):
+            self.request(f"{signal.Signals(number).name} of process {os.getpid()}")
+        elif not (callable(previous) or previous == signal.SIG_IGN):
+            signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
-            return
-        self.request(f"{signal.Signals(number).name} of process {os.getpid()}")
-        previous = self._previous.get(number)
         if callable(previous):
             previous(number, frame)
+
+
+def _handler_in_use(number: int) -> Handler:
+    """Return what handles a signal, or did before agreements that are over."""
+    handler = signal.getsignal(number)
+    while isinstance(agreement := getattr(handler, "__self__", None), StopAgreement) and agreement._is_over:
+        handler = agreement._previous[number]
+    return handler
 
 
 def requeue(environ: Mapping[str, str]) -> None:

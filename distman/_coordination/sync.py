@@ -161,7 +161,10 @@ class Looker:
             return True
         now = time.monotonic()
         is_overdue = bool(self._elected) and now - self._since > self._patience
-        elected = self._store.compare_set(self._key, self._elected if is_overdue else "", self._me).decode()
+        expected = self._elected if is_overdue else ""
+        elected = self._store.compare_set(self._key, expected, self._me).decode()
+        if expected and elected == expected:  # so the store answers where that one has stood down, and nobody stands
+            elected = self._store.compare_set(self._key, "", self._me).decode()
         if elected != self._elected:
             self._elected, self._since = elected, now
         return elected == self._me

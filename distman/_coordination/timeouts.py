@@ -45,7 +45,11 @@ class _Thread:
 
 def keep_threads() -> None:
     """Have threads ready for :func:`run_with_timeout`, which then needs no new one."""
-    _kept[:] = [thread for thread in _kept if thread.pid == os.getpid()]  # a forked child has none of them
+    mine = []
+    while (thread := _take()) is not None:
+        if thread.pid == os.getpid():  # a forked child has none of its parent's
+            mine.append(thread)
+    _kept.extend(mine)
     while len(_kept) < _NUM_KEPT:
         _kept.append(_Thread(is_kept=True))
 
@@ -53,7 +57,8 @@ def keep_threads() -> None:
 @puts_back
 def _end_threads() -> None:
     while _kept:
-        _kept.pop().work.put(None)
+        if (thread := _take()) is not None:
+            thread.work.put(None)
 
 
 def is_idle(frame: FrameType) -> bool:
@@ -102,8 +107,15 @@ def run_with_timeout(work: Callable[[], object], seconds: float) -> bool:
 
 
 def _thread() -> _Thread:
-    while _kept:
-        thread = _kept.pop()
+    while (thread := _take()) is not None:
         if thread.pid == os.getpid():
             return thread
     return _Thread(is_kept=False)
+
+
+def _take() -> _Thread | None:
+    """Return a kept thread, or None where others have taken the last one, maybe at this moment."""
+    try:
+        return _kept.pop()
+    except IndexError:
+        return None

@@ -31,7 +31,7 @@ class OneAtATime:
 
     def forget(self) -> None:
         """Begin anew, in a forked child: it has none of the threads that were at it."""
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a signal may come between its acquisition and the note of its owner
         self._owner: int | None = None
         self._starts: dict[str, _Start] = {}
 

@@ -319,20 +319,25 @@ class _Membership:
             with_all: Wait for ranks that are still on their way, too.
         """
         self.store.add(protocol.VERDICT_HEARD, 1)
-        server = self.job_store.server
-        if server is None:
+        if not self.job_store.is_host:
             return
         now = time.monotonic()
         until, report_at = now + seconds, now + _QUIET
         while time.monotonic() < until and not (with_all and self.is_given_up.is_set()):
-            all_left = self.store.add(protocol.VERDICT_HEARD, 0) >= self.store.add(protocol.JOINED, 0)
-            if all_left and (not with_all or server.num_answered >= self.me.world_size - 1):
+            num_joined = self.store.add(protocol.JOINED, 0)
+            all_left = self.store.add(protocol.VERDICT_HEARD, 0) >= num_joined
+            if all_left and (not with_all or self._num_come(num_joined) >= self.me.world_size):
                 break
             if time.monotonic() > report_at:
                 reason = str(error).partition("\n")[0]
                 logger.warning("%s Ending in %.0f s: ranks that are on their way will be told.", reason, seconds)
                 report_at = until
             time.sleep(_SHORTEST_LIMIT)
+
+    def _num_come(self, num_joined: int) -> int:
+        """Return how many ranks have come as far as to hear of the end, of those that joined and others."""
+        server = self.job_store.server
+        return num_joined if server is None else server.num_answered + 1
 
 
 def _join(text: bytes) -> JoinRecord:

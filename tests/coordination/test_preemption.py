@@ -1,7 +1,10 @@
 """The agreed stop, with ranks that come in any order."""
 
 import logging
+import os
 import random
+import signal
+import threading
 
 import pytest
 from torch.distributed import HashStore
@@ -97,3 +100,92 @@ def test_most_steps_ask_nobody():
         asked += rank._next_step != before
     assert asked < 200
     assert store.num_keys() < 200
+
+
+@pytest.fixture
+def seen():
+    """The signals that the program's own handlers saw."""
+    numbers = []
+    before = {
+        number: signal.signal(number, lambda number, _: numbers.append(number))
+        for number in (signal.SIGTERM, signal.SIGUSR1)
+    }
+    yield numbers
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+def restore_elsewhere(agreement):
+    """Leave the job in another thread than the main one."""
+    thread = threading.Thread(target=agreement.restore)
+    thread.start()
+    thread.join()
+
+
+def test_a_signal_asks_for_a_stop_and_reaches_the_handler_before(seen):
+    agreement = StopAgreement(None)
+    agreement.listen()
+    signal.raise_signal(signal.SIGTERM)
+    assert agreement.decide()
+    agreement.restore()
+    signal.raise_signal(signal.SIGUSR1)
+    assert seen == [signal.SIGTERM, signal.SIGUSR1]
+
+
+def test_after_an_end_in_another_thread_signals_mean_what_they_meant(seen):
+    for count in range(1, 4):
+        agreement = StopAgreement(None)
+        agreement.listen()
+        restore_elsewhere(agreement)
+        signal.raise_signal(signal.SIGTERM)
+        assert not agreement.decide()
+        assert len(seen) == 2 * count - 1
+        later = StopAgreement(None)
+        later.listen()
+        signal.raise_signal(signal.SIGTERM)
+        assert later.decide()
+        assert len(seen) == 2 * count
+        later.restore()
+
+
+@pytest.mark.parametrize("is_wrapped", [False, True])
+@pytest.mark.parametrize("restore", [restore_elsewhere, StopAgreement.restore])
+@pytest.mark.parametrize("default", [signal.SIG_DFL, signal.SIG_IGN])
+def test_after_the_end_a_signal_ends_the_process_unless_it_was_ignored(default, restore, is_wrapped):
+    child = os.fork()
+    if child == 0:
+        signal.signal(signal.SIGTERM, default)
+        agreement = StopAgreement(None)
+        agreement.listen()
+        if is_wrapped:
+            inner = signal.getsignal(signal.SIGTERM)
+            signal.signal(signal.SIGTERM, lambda *arguments: inner(*arguments))
+        restore(agreement)
+        signal.raise_signal(signal.SIGTERM)
+        os._exit(0)
+    expected = -signal.SIGTERM if default == signal.SIG_DFL else 0
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == expected
+
+
+def test_a_signal_asks_the_next_job_after_an_end_in_another_thread(seen):
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    agreement, later = StopAgreement(None), StopAgreement(None)
+    agreement.listen()
+    restore_elsewhere(agreement)
+    later.listen()
+    signal.raise_signal(signal.SIGTERM)
+    assert later.decide()
+    later.restore()
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    assert seen == []
+
+
+def test_an_ignored_signal_asks_for_a_stop_while_the_job_is_up(seen):
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    agreement = StopAgreement(None)
+    agreement.listen()
+    signal.raise_signal(signal.SIGUSR1)
+    assert agreement.decide()
+    agreement.restore()
+    assert signal.getsignal(signal.SIGUSR1) == signal.SIG_IGN
+    assert seen == []

@@ -114,8 +114,10 @@ def lookers(num_ranks, patience):
     return store, [Looker(store, "who looks", rank, patience) for rank in range(num_ranks)]
 
 
-def test_one_of_several_looks():
-    _store, ranks = lookers(3, patience=60.0)
+@pytest.mark.parametrize("patience", [60.0, 0.0])
+def test_one_of_several_looks(patience):
+    """Who takes the place of one that has stood down does so, whether that one had been overdue or not."""
+    _store, ranks = lookers(3, patience)
     assert [looker.is_me() for looker in ranks] == [True, False, False]
     with ranks[0]:
         pass

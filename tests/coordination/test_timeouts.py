@@ -77,3 +77,21 @@ def test_a_forked_child_does_not_wait_for_the_threads_of_its_parent():
     if child == 0:
         os._exit(0 if run_with_timeout(lambda: None, 60.0) else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+class TakenByAnother(list):
+    """Threads of which another thread takes the last one whenever this one is about to."""
+
+    def pop(self):
+        self.clear()
+        return super().pop()
+
+
+def test_who_comes_too_late_for_a_kept_thread_has_a_new_one(monkeypatch):
+    monkeypatch.setattr(timeouts, "_kept", TakenByAnother(["the last one"]))
+    assert run_with_timeout(lambda: None, 60.0)
+
+
+def test_threads_that_others_have_taken_are_not_ended_here(monkeypatch):
+    monkeypatch.setattr(timeouts, "_kept", TakenByAnother(["the last one"]))
+    timeouts._end_threads()

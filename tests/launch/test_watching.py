@@ -294,7 +294,7 @@ def test_all_blame_the_rank_that_failed(free_port, fault):
     rng = random.Random()  # noqa: S311 - it draws no secrets
     world_size = rng.choice([3, 4, 5])
     failing = rng.randrange(world_size)
-    drawn = fault, str(failing), rng.choice(["code", "barrier"])
+    drawn = fault, str(failing), rng.choice(["code", "barrier"]), *rng.choice([[], ["adopted"]])
     with Job(free_port, "blamed", *drawn, world_size=world_size, DISTMAN_SILENCE_TIMEOUT="2") as job:
         finished = job.wait(sorted({*range(world_size)} - {failing}))
     assert {rank.stdout.partition(": ")[2] for rank in finished} == {f"blames {failing}\n"}, drawn

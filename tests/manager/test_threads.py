@@ -123,6 +123,47 @@ def test_a_start_within_a_wait_for_the_start_is_refused():
     assert len(errors) == 1
 
 
+class WithSignal:
+    """A lock with which a signal comes at once, when it is acquired for the first time."""
+
+    def __init__(self, lock):
+        self.lock = lock
+        self.is_first = True
+
+    def __enter__(self):
+        self.lock.acquire()
+        if self.is_first:
+            self.is_first = False
+            signal.raise_signal(signal.SIGUSR2)
+
+    def __exit__(self, *_):
+        self.lock.release()
+
+
+def test_a_handler_of_a_signal_may_end_the_job_whenever_it_comes():
+    turns, ended = OneAtATime(), []
+    turns._lock = WithSignal(turns._lock)
+
+    def end(*_):
+        with turns.end():
+            ended.append(True)
+
+    before = {
+        number: signal.signal(number, handler)
+        for number, handler in {signal.SIGUSR2: end, signal.SIGALRM: interrupt}.items()
+    }
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 10.0)  # seconds; else it would wait for itself for ever
+        with turns.end():
+            assert ended == [True]
+            assert turns.is_here
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0.0)
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    assert not turns.is_here
+
+
 class InterruptedByOtherError(Exception):
     """What a signal handler raises, as the failure of another rank does."""
 

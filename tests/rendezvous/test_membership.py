@@ -3,6 +3,7 @@
 import concurrent.futures
 import contextlib
 import dataclasses
+import json
 import random
 import time
 
@@ -16,7 +17,7 @@ from distman._rendezvous.address import Endpoint
 from distman._rendezvous.handshake import ForeignServiceError, Identity, probe
 from distman._rendezvous.membership import establish_membership
 from distman._rendezvous.sockets import bind_listener
-from distman._rendezvous.store import join_store, open_store
+from distman._rendezvous.store import JobStore, join_store, open_store
 from distman.errors import RankFailedError, RendezvousError
 
 from .join_records import join_record
@@ -125,6 +126,22 @@ def test_a_second_rank_zero_is_named_on_all(point):
 def test_unlike_world_sizes_are_an_error_on_all(point):
     results = gather(point, join_record(0, 3), join_record(1, 2))
     assert all("world_size must be the same on all ranks" in str(error) for error in results), results
+
+
+def test_who_serves_the_store_of_an_adopted_group_stays_until_all_know_what_is_wrong():
+    store = dist.HashStore()
+    host = JobStore(store, "the group's store", is_adopted_here=True)
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        future = pool.submit(take_part, host, join_record(0))
+        part = dist.PrefixStore("membership", store)
+        place = part.add(protocol.JOINED, 1)
+        record = dataclasses.asdict(join_record(1, distman="0.2.0"))
+        part.set(protocol.join_record(place), json.dumps(record))
+        part.wait([protocol.VERDICT])
+        with pytest.raises(concurrent.futures.TimeoutError):
+            future.result(0.3)
+        part.add(protocol.VERDICT_HEARD, 1)
+        assert "distman must be the same on all ranks" in str(future.exception())
 
 
 @pytest.fixture
