@@ -7,10 +7,8 @@ from __future__ import annotations
 
 import dataclasses
 import errno
-import functools
 import os
 import socket
-from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -46,8 +44,6 @@ class JobStore:
         store: The connection.
         url: Where the ranks met, such as ``tcp://n1:23145``.
         server: The handshake server of the job, in the process that opened the store; None elsewhere.
-        prober: Asks the job's handshake server whether its store is still served; None where there is none, or it
-            is here.
         session: Name of this opening of the server; None where there is none, or it is here.
         store_rank: The rank that serves the store, once the verdict has told; None where a launcher's agent does.
     """
@@ -55,7 +51,6 @@ class JobStore:
     store: dist.Store
     url: str
     server: HandshakeServer | None = None
-    prober: Callable[[], object] | None = None
     session: str | None = None
     store_rank: int | None = None
 
@@ -63,20 +58,6 @@ class JobStore:
     def is_host(self) -> bool:
         """Whether this process serves the store to the others."""
         return self.server is not None
-
-    @property
-    def is_served_by_rank(self) -> bool:
-        """Whether a rank of the job serves the store, this one or another, and not a launcher's agent."""
-        return self.server is not None or self.prober is not None
-
-    def is_there(self) -> bool:
-        """Return whether the process that serves the store is still there, as far as can be told quickly."""
-        try:
-            if self.prober is not None:
-                self.prober()
-        except (OSError, ForeignServiceError):
-            return False
-        return True
 
     def close(self) -> None:
         """Close the handshake server, if it is here, or never use it again; the store goes with its last user."""
@@ -205,8 +186,7 @@ def _join_behind(address: str, port: int, answer: dict[str, Any], point: Endpoin
     if answer.get("failure"):
         raise FailureRecord.told(answer["failure"]).to_error()
     store = _connect(address, answer["store_port"], timeout, point.source)
-    prober = functools.partial(probe, address, port, Identity.of(point.job_id))
-    return JobStore(store, f"tcp://{address}:{port}", prober=prober, session=answer["session"])
+    return JobStore(store, f"tcp://{address}:{port}", session=answer["session"])
 
 
 def _check_is_found(point: Endpoint, identity: Identity, job_store: JobStore) -> None:
