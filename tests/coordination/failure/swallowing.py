@@ -259,9 +259,11 @@ def named_around_what_is_swallowed_in_a_finally():
 
 
 def wait_in_vain():
-    error = RECORD.to_error()
-    interruption.note(error)
-    raise error
+    try:
+        raise RECORD.to_error()
+    except RankFailedError as error:
+        interruption.note(error)
+        raise
 
 
 def shown_by_a_console():
