@@ -91,7 +91,7 @@ class StoreGroup:
             tell: Tells all that wait in the operation of such a rank, in a way that ``is_there`` sees.
 
         Raises:
-            RankFailedError: The job failed; or an awaited rank left it, and there is no ``tell``.
+            RankFailedError: The job failed, by this rank perhaps; or an awaited rank left it, and there is no ``tell``.
         """
         if any(is_there() for _ in range(_LOOKS_WITHOUT_PAUSE)):
             return True
@@ -119,9 +119,9 @@ class StoreGroup:
         return True
 
     def _check_job(self, is_there: Callable[[], bool]) -> None:
-        """Raise the failure of another rank, if the job has failed."""
+        """Raise the failure, if the job has failed, be it this rank's own: the others do not come any more."""
         record = FailureRecord.read(self.job_store)
-        if record is not None and record.rank != self.ranks[self.rank] and not is_there():
+        if record is not None and not is_there():
             let_others_hear_first()
             raise record.to_error()
 

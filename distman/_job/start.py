@@ -236,7 +236,6 @@ def _reporter(job: Job, rendezvous: Rendezvous) -> JobReporter:
         store=rendezvous.store,
         store_host=f"the process that opened {job_store.url}",
         is_host=job_store.is_host,
-        is_store_there=job_store.is_there,
         leave_group=_leave_group,
         abort_job=job.end_after,
     )

@@ -7,10 +7,8 @@ from __future__ import annotations
 
 import dataclasses
 import errno
-import functools
 import os
 import socket
-from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -46,8 +44,6 @@ class JobStore:
         store: The connection.
         url: Where the ranks met, such as ``tcp://n1:23145``.
         server: The handshake server of the job, in the process that opened the store; None elsewhere.
-        prober: Asks the job's handshake server whether its store is still served; None where there is none, or it
-            is here.
         session: Name of this opening of the server; None where there is none, or it is here.
         store_rank: The rank that serves the store, once the verdict has told; None where none of them does, but a
             launcher's agent, say.
@@ -57,7 +53,6 @@ class JobStore:
     store: dist.Store
     url: str
     server: HandshakeServer | None = None
-    prober: Callable[[], object] | None = None
     session: str | None = None
     store_rank: int | None = None
     is_adopted_here: bool = False
@@ -66,15 +61,6 @@ class JobStore:
     def is_host(self) -> bool:
         """Whether this process serves the store to the others."""
         return self.server is not None or self.is_adopted_here
-
-    def is_there(self) -> bool:
-        """Return whether the process that serves the store is still there, as far as can be told quickly."""
-        try:
-            if self.prober is not None:
-                self.prober()
-        except (OSError, ForeignServiceError):
-            return False
-        return True
 
     def close(self) -> None:
         """Close the handshake server, if it is here, or never use it again; the store goes with its last user."""
@@ -213,8 +199,7 @@ def _join_behind(address: str, port: int, answer: dict[str, Any], point: Endpoin
     if answer.get("failure"):
         raise FailureRecord.told(answer["failure"]).to_error()
     store = _connect(address, answer["store_port"], timeout, point.source)
-    prober = functools.partial(probe, address, port, Identity.of(point.job_id))
-    return JobStore(store, f"tcp://{address}:{port}", prober=prober, session=answer["session"])
+    return JobStore(store, f"tcp://{address}:{port}", session=answer["session"])
 
 
 def _check_is_found(point: Endpoint, identity: Identity, job_store: JobStore) -> None:

@@ -61,17 +61,12 @@ def test_a_wait_has_an_end():
     assert not wait(group, awaited=[1])
 
 
-def test_a_failure_of_another_rank_ends_the_wait():
+@pytest.mark.parametrize("failed", [0, 1])
+def test_a_failure_ends_the_wait_on_all_ranks(failed):
     group, _ = store_groups(2)
-    failure_on(1).publish(group.job_store)
-    with pytest.raises(RankFailedError, match=r"rank 1 .* raised ValueError: boom"):
-        wait(group, timeout=None)
-
-
-def test_a_failure_of_this_rank_does_not():
-    group, _ = store_groups(2)
-    failure_on(0).publish(group.job_store)
-    assert not wait(group)
+    failure_on(failed).publish(group.job_store)
+    with pytest.raises(RankFailedError, match=rf"rank {failed} .* raised ValueError: boom"):
+        wait(group, timeout=60)
 
 
 def test_an_awaited_rank_that_left_ends_the_wait():

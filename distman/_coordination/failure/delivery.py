@@ -6,6 +6,7 @@ import dataclasses
 import enum
 import sys
 import threading
+from collections.abc import Iterator
 from typing import cast
 
 from distman._coordination.failure.catching import Handler, error_in_hand, errors_in, handler_of
@@ -73,12 +74,16 @@ class Delivery:
 
     def is_in_hand(self) -> bool:
         """Return whether the main thread is handling an error of this failure, and keep that error in view."""
-        for error in errors_in(error_in_hand(threading.main_thread().ident)):
+        for error in _errors_in_hand():
             if self.record.is_told_by(error):
                 if not self.is_handled:
                     self.error = cast("RankFailedError", error)  # a wait of this rank may have raised one itself
                 return True
         return False
+
+    def is_last_in_hand(self) -> bool:
+        """Return whether the main thread is handling the very error that was raised last."""
+        return any(error is self.error for error in _errors_in_hand())
 
     def look(self) -> Fate:
         """Return what became of the error, for the other attributes to know."""
@@ -102,6 +107,10 @@ class Delivery:
             self.last_place = _place(error)
         self._num_looks = 0
         self.error = None  # last: two threads may want to know at the end of the program
+
+
+def _errors_in_hand() -> Iterator[BaseException]:
+    return errors_in(error_in_hand(threading.main_thread().ident))
 
 
 def _is_named(error: BaseException) -> bool:

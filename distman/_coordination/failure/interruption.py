@@ -110,8 +110,9 @@ class Interruption:
         """Take an error that a wait of the main thread raises of itself for the one to be raised."""
         if threading.current_thread() is not threading.main_thread():
             return
-        if self._delivery is not None and self._delivery.error is not error and not self._delivery.is_in_hand():
-            self._delivery.conclude()  # the program goes on waiting: it has caught the last one
+        last = self._delivery
+        if last is not None and last.error is not error and not last.is_last_in_hand():
+            last.conclude()  # the program goes on waiting: it has caught the last one
         delivery = self._begin(FailureRecord.of(error, error.rank))
         if not delivery.is_handled:
             delivery.error = error

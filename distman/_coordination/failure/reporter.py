@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import os
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
@@ -42,7 +43,6 @@ class JobReporter:
         store: The job's store.
         store_host: Who serves the store, for messages.
         is_host: Whether this process serves it.
-        is_store_there: Tells whether the store still answers.
         leave_group: Closes this process's connections to the others.
         abort_job: Makes the launcher end the job once this process ends, where it would not do so by itself.
     """
@@ -52,7 +52,6 @@ class JobReporter:
     store: Store
     store_host: str
     is_host: bool
-    is_store_there: Callable[[], bool]
     leave_group: Callable[[], None]
     abort_job: Callable[[BaseException], None]
 
@@ -79,7 +78,10 @@ class JobReporter:
             if cause is not None and cause.rank != self.rank:
                 hook.write(f"distman: the job failed first elsewhere: {cause.to_error()}")
             if not is_told and cause is None:
-                hook.write(f"distman: {self.store_host}, which served the job's store, is gone. See its error.")
+                hook.write(
+                    f"distman: the others are not told: {self.store_host}, which serves the job's store, is gone, or "
+                    "does not answer. See its error."
+                )
         if self.is_host and is_told:
             run_with_timeout(self.leave_group, _STAY)
             run_with_timeout(self._stay_until_seen, _PATIENCE)
@@ -89,13 +91,14 @@ class JobReporter:
     def _tell(self, mine: FailureRecord, first: list[FailureRecord]) -> bool:
         """Leave a record in the store, add the first one there to the list, and return whether that was possible."""
         try:
-            return run_with_timeout(lambda: self._publish(mine, first), _PATIENCE + interval(self.num_others + 1))
+            is_told = run_with_timeout(lambda: self._publish(mine, first), _PATIENCE + interval(self.num_others + 1))
         except Exception:  # noqa: BLE001 - the store is gone, or memory is out: the error has yet to be printed
             return False
+        if not is_told:  # that thread may come back from the store into an interpreter that is gone
+            hook.end_job_at_exit(functools.partial(os._exit, 1))
+        return is_told
 
     def _publish(self, mine: FailureRecord, first: list[FailureRecord]) -> None:
-        if not self.is_store_there():
-            raise dist.DistNetworkError(self.store_host)
         first.append(mine.publish(self.store))
         self.store.add(protocol.NEWS, 1)
         if not is_watching() and first[0].rank != self.rank:  # else the watcher says so, once

@@ -414,12 +414,12 @@ def look_after_others(record: FailureRecord) -> None:
 
 
 def raise_if_failed() -> None:
-    """Begin nothing that waits for other ranks once one has failed.
+    """Begin nothing that waits for other ranks once one has failed, this one perhaps.
 
     Raises:
         RankFailedError: The failure.
     """
-    if _current is not None and _current.record is not None and _current.record.rank != _current.rank:
+    if _current is not None and _current.record is not None:
         raise _current.record.to_error()
 
 

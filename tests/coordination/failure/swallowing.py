@@ -193,6 +193,35 @@ def by_tasks_of_asyncio():
     asyncio.run(main())
 
 
+IN_A_GROUP = """
+async def main():
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(step())
+
+async def step():
+    work(LONG)
+
+try:
+    asyncio.run(main())
+except* RankFailedError:
+    work(LONG)
+"""
+
+
+def in_a_group():
+    exec(IN_A_GROUP, globals())  # noqa: S102 - Python 3.10 has no such syntax
+
+
+def out_of_a_group():
+    try:
+        try:
+            exec(IN_A_GROUP.partition("except*")[0] + "finally:\n pass", globals())  # noqa: S102 - the same
+        except ExceptionGroup as group:  # noqa: F821 - nor this
+            raise group.exceptions[0] from None
+    except RankFailedError:
+        work(0.5)
+
+
 def and_raised_again():
     with contextlib.suppress(Exception):
         try:
@@ -259,9 +288,11 @@ def named_around_what_is_swallowed_in_a_finally():
 
 
 def wait_in_vain():
-    error = RECORD.to_error()
-    interruption.note(error)
-    raise error
+    try:
+        raise RECORD.to_error()
+    except RankFailedError as error:
+        interruption.note(error)
+        raise
 
 
 def shown_by_a_console():

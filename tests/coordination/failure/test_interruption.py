@@ -64,9 +64,21 @@ def test_an_error_that_the_main_thread_raises_itself_is_not_raised_again():
 
 
 def raise_and_note(interruption):
-    error = failure_on(1).to_error()
-    interruption.note(error)
-    raise error
+    try:
+        raise failure_on(1).to_error()
+    except RankFailedError as error:
+        interruption.note(error)  # at its end, as a wait does
+        raise
+
+
+def test_one_that_was_handled_once_may_be_swallowed_when_a_later_wait_raises_it():
+    interruption = Interruption(lambda _: None, threading.Event(), patience=PATIENCE)
+    with pytest.raises(RankFailedError):
+        raise_and_note(interruption)
+    with contextlib.suppress(Exception):
+        raise_and_note(interruption)
+    interruption.restore()
+    assert interruption._delivery.is_handled
 
 
 def test_an_error_that_is_on_its_way_when_the_job_is_left_is_judged_where_it_is_caught():
@@ -159,6 +171,9 @@ HANDLED = (
     "named_around_what_is_swallowed_in_a_finally",
     "shown_by_a_console",
 )
+if sys.version_info >= (3, 11):
+    LEFT_THE_PROGRAM += ("in_a_group",)
+    HANDLED += ("out_of_a_group",)
 
 
 @pytest.fixture(scope="module")

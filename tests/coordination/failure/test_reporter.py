@@ -1,5 +1,9 @@
 """A rank that fails tells the others, as far as the store is still there."""
 
+import contextlib
+import errno
+import os
+import resource
 import sys
 import threading
 
@@ -8,6 +12,7 @@ import torch.distributed as dist
 from torch.distributed import HashStore
 
 from distman._coordination import protocol
+from distman._coordination.failure import hook
 from distman._coordination.failure import reporter as module
 from distman._coordination.failure.record import SILENT, FailureRecord
 from distman._coordination.failure.reporter import JobReporter
@@ -20,7 +25,7 @@ def store():
     return HashStore()
 
 
-def reporter(store, *, is_host=False, is_store_there=True, num_others=1):
+def reporter(store, *, is_host=False, num_others=1):
     done = []
     made = JobReporter(
         rank=0,
@@ -28,7 +33,6 @@ def reporter(store, *, is_host=False, is_store_there=True, num_others=1):
         store=store,
         store_host="the process that opened tcp://n1:5",
         is_host=is_host,
-        is_store_there=lambda: is_store_there,
         leave_group=lambda: done.append("left the group"),
         abort_job=done.append,
     )
@@ -70,12 +74,38 @@ def test_a_silent_rank_is_not_told_of_over_a_store_that_may_be_its_own(store):
     assert FailureRecord.silent(Place(1), 300).error_type == SILENT
 
 
-def test_a_store_that_is_gone_is_named(store, capsys):
-    report, done = reporter(store, is_store_there=False)
+class Lost(HashStore):
+    def compare_set(self, *_):
+        raise dist.DistNetworkError("Broken pipe")
+
+
+def test_a_store_that_is_gone_is_named(capsys):
+    report, done = reporter(Lost())
     error = ValueError("boom")
     report(error)()
     assert done == [error]
-    assert "the process that opened tcp://n1:5, which served the job's store, is gone" in capsys.readouterr().err
+    assert "the process that opened tcp://n1:5, which serves the job's store, is gone, or" in capsys.readouterr().err
+
+
+@pytest.fixture
+def tcp_store():
+    """A connection to a real store, which is here too."""
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    yield dist.TCPStore("127.0.0.1", server.port, is_master=False)
+    del server
+
+
+@contextlib.contextmanager
+def opening_nothing():
+    """For the length of a ``with`` block, this process can open nothing; what is open stays."""
+    limit, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (0, hard))
+    try:
+        with pytest.raises(OSError, match="Too many open files"):
+            os.open(os.devnull, os.O_RDONLY)
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
 
 
 def test_a_store_that_does_not_answer_holds_nothing_up(capsys, monkeypatch):
@@ -86,26 +116,28 @@ def test_a_store_that_does_not_answer_holds_nothing_up(capsys, monkeypatch):
             return not is_over.wait()
 
         def compare_set(self, *_):
-            raise dist.DistNetworkError(is_over.wait())
+            is_over.wait()
+            raise dist.DistNetworkError("Broken pipe")
 
     store = Stopped()
     monkeypatch.setattr(module, "_PATIENCE", 0.01)
     monkeypatch.setattr(module, "late_after", lambda _: 0.0)
     monkeypatch.setattr(module, "failure_behind", lambda _: FailureRecord.read(store))
+    hook.install(lambda _: None)
     report, _ = reporter(store)
     report(dist.DistNetworkError("Connection reset by peer"))()
     is_over.set()
-    assert "is gone. See its error" in capsys.readouterr().err
+    assert "is gone, or does not answer. See its error" in capsys.readouterr().err
+    assert len(hook._hook.actions) == 1, "a thread is left in the store"
+    hook.uninstall()
 
 
-def test_a_store_that_breaks_meanwhile_is_named_too(capsys):
-    class Broken(HashStore):
-        def compare_set(self, *_):
-            raise dist.DistNetworkError("Broken pipe")
-
-    report, _ = reporter(Broken())
-    report(ValueError("boom"))()
-    assert "is gone. See its error" in capsys.readouterr().err
+def test_a_rank_that_can_open_nothing_any_more_is_heard(tcp_store):
+    report, _ = reporter(tcp_store)
+    error = OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+    with opening_nothing():
+        report(error)()
+    assert FailureRecord.read(tcp_store).error_text == str(error)
 
 
 class BrokenError(RuntimeError):

@@ -71,11 +71,13 @@ def test_a_failure_of_another_rank_is_raised_in_the_main_thread():
     assert not is_watching()
 
 
-def test_a_failure_of_this_rank_is_not():
+def test_a_failure_of_this_rank_is_raised_where_it_would_wait_for_others_only():
     store = HashStore()
     with watching(store) as watcher:
         tell(store, failure_on(0))
         watcher._thread.join(60)
+        with pytest.raises(RankFailedError, match=r"rank 0 .* raised ValueError: boom"):
+            raise_if_failed()
     assert watcher.record == failure_on(0)
 
 
@@ -141,14 +143,13 @@ def test_a_program_that_waits_again_and_again_has_swallowed_each_error():
 
 def test_who_leaves_the_job_lets_go_of_the_error():
     watcher = make(HashStore())
-    try:
-        error = failure_on(1).to_error()
-        watcher._interruption.note(error)
+    error = failure_on(1).to_error()
+    watcher._interruption.note(error)
+    with pytest.raises(RankFailedError):
         raise error
-    except RankFailedError:
-        watcher.stop()
-        delivery = watcher._interruption._delivery
-        assert (delivery.error, delivery.is_handled) == (None, True)
+    watcher.stop()
+    delivery = watcher._interruption._delivery
+    assert (delivery.error, delivery.is_handled) == (None, True)
 
 
 def test_the_first_sign_of_life_is_there_at_once():
