@@ -18,14 +18,14 @@ from distman import _log
 from distman._coordination import protocol, tracking
 from distman._coordination.barrier import wait_for_all
 from distman._coordination.failure import hook
-from distman._coordination.monitor.watcher import raise_if_failed
+from distman._coordination.monitor.watcher import failure_behind, raise_if_failed
 from distman._coordination.preemption import StopAgreement, requeue
 from distman._coordination.wait_scope import WaitScope
 from distman._device import check_backend, requested_device
 from distman._groups.registry import Groups
 from distman._job.job import Job, Limits
 from distman._job.shutdown import abandon, close_unclosed, leave
-from distman._job.start import adopt, start, undo, watch
+from distman._job.start import adopt, reporter_of, start, undo, watch
 from distman._manager import settings
 from distman._manager.ddp import check_wrappable, wrap
 from distman._manager.group_creation import GroupCreation
@@ -197,7 +197,11 @@ class DistributedManager(Place, GroupQueries, GroupCreation):
             tracking.end_rank_process()
         else:
             cls._forget(state.job)
-        hook.keep_reporter_for(sys.exc_info()[1])
+        error, rendezvous = sys.exc_info()[1], state.job.rendezvous
+        if error is None or rendezvous is None:
+            hook.set_reporter(None)
+        else:  # while the watcher can still say where the error comes from
+            hook.set_reporter_for(error, reporter_of(state.job, rendezvous, failure_behind(error)))
         hook.set_thread_reporter(None)
         state.groups.close()
         leave(state.job, state.watcher, is_at_exit=stays_known)

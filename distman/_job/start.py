@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from distman._coordination import protocol
 from distman._coordination.failure import hook
+from distman._coordination.failure.record import FailureRecord
 from distman._coordination.failure.reporter import JobReporter
 from distman._coordination.monitor.context import WatchContext, WatchLimits
 from distman._coordination.monitor.watcher import Watcher, announce_unwatched, failure_behind
@@ -90,7 +91,7 @@ def start(
     )
     watcher = None
     try:
-        hook.set_reporter(_reporter(job, rendezvous))
+        hook.set_reporter(reporter_of(job, rendezvous))
         watcher = watch(job, watch_limits)
         _make_process_group(job, rendezvous.store, rendezvous.job_store.url)
         rendezvous.store.add(protocol.STARTED, 1)
@@ -107,7 +108,7 @@ def undo(job: Job, watcher: Watcher | None, error: BaseException) -> None:
     """Tell the others why a start failed after all, and leave no trace of it; what other code made stays."""
     if job.rendezvous is None:
         return
-    tell = dataclasses.replace(_reporter(job, job.rendezvous), abort_job=_let_launcher_be)
+    tell = dataclasses.replace(reporter_of(job, job.rendezvous), abort_job=_let_launcher_be)
     tell(error)()
     if watcher is not None:
         watcher.stop()
@@ -150,7 +151,7 @@ def adopt(environment: LaunchEnvironment, requested: torch.device | None, limits
         environment=environment,
     )
     if rendezvous is not None:
-        hook.set_reporter(_reporter(job, rendezvous))
+        hook.set_reporter(reporter_of(job, rendezvous))
     return job
 
 
@@ -228,7 +229,8 @@ def _leave_group() -> None:
         dist.destroy_process_group()
 
 
-def _reporter(job: Job, rendezvous: Rendezvous) -> JobReporter:
+def reporter_of(job: Job, rendezvous: Rendezvous, cause: FailureRecord | None = None) -> JobReporter:
+    """Return what tells the other ranks of an error that ends this one."""
     job_store = rendezvous.job_store
     return JobReporter(
         rank=job.peer.rank,
@@ -238,4 +240,5 @@ def _reporter(job: Job, rendezvous: Rendezvous) -> JobReporter:
         is_host=job_store.is_host,
         leave_group=_leave_group,
         abort_job=job.end_after,
+        cause=cause,
     )

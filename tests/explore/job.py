@@ -125,7 +125,7 @@ def acknowledge(rank: Rank) -> None:
     try:
         plain(steps(rank))
     except RankFailedError as error:
-        if rank.fault is not None:
+        if rank.rank not in rank.case.survivors:
             raise
         failure = f"RankFailedError: {error}\n"
     DistributedManager.cleanup()

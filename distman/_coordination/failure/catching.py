@@ -34,8 +34,8 @@ _WAITING = {"IPython": "IPython", "ipykernel": "IPython", "_pytest": "_pytest"}
 
 _MAX_CHAINED = 100  # errors that are looked through for one: a chain may be a ring
 
-_context_of = vars(BaseException)["__context__"].__get__  # a program's class may have properties of these names
-_cause_of = vars(BaseException)["__cause__"].__get__
+_GET_CONTEXT = vars(BaseException)["__context__"].__get__  # a program's class may have properties of these names
+_GET_CAUSE = vars(BaseException)["__cause__"].__get__
 
 _NEUTRAL = frozenset({"BUILD_LIST", "CACHE", "COPY", "DUP_TOP", "EXTENDED_ARG", "NOP", "NOT_TAKEN", "SWAP"})
 _VARIABLES = ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_FAST", "LOAD_DEREF", "LOAD_CLASSDEREF", "LOAD_FROM_DICT_OR")
@@ -103,8 +103,8 @@ def errors_in(error: BaseException | None) -> Iterator[BaseException]:
         if error is None or not issubclass(type(error), BaseException):
             return
         yield error
-        context = _context_of(error)
-        error = context if context is not None else _cause_of(error)
+        context = _GET_CONTEXT(error)
+        error = context if context is not None else _GET_CAUSE(error)
 
 
 def error_in_hand(thread: int | None) -> BaseException | None:

@@ -223,12 +223,8 @@ def set_reporter(reporter: Reporter | None) -> None:
         install(reporter)
 
 
-def keep_reporter_for(error: BaseException | None) -> None:
-    """Tell the others of nothing any more, except of an error that is under way, should it end the program."""
-    reporter = _hook.reporter if _hook is not None else None
-    if error is None or reporter is None:
-        set_reporter(None)
-        return
+def set_reporter_for(error: BaseException, reporter: Reporter) -> None:
+    """Let a reporter serve for an error that is under way, should it end the program, and for no other."""
     mark = id(reporter)
     error.__dict__[_MARK] = mark  # to keep the error itself would keep the variables of the frames that it came through
     set_reporter(

@@ -45,6 +45,7 @@ class JobReporter:
         is_host: Whether this process serves it.
         leave_group: Closes this process's connections to the others.
         abort_job: Makes the launcher end the job once this process ends, where it would not do so by itself.
+        cause: Because of whom the error came that this process ends with, if that was found out before.
     """
 
     rank: int
@@ -54,10 +55,11 @@ class JobReporter:
     is_host: bool
     leave_group: Callable[[], None]
     abort_job: Callable[[BaseException], None]
+    cause: FailureRecord | None = None
 
     def __call__(self, error: BaseException) -> Callable[[], None]:
         """Tell of an exception that nothing caught, and return what is left to do when it is printed."""
-        cause = self._failure_behind(error)
+        cause = self.cause or self._failure_behind(error)
         self.abort_job(cause.to_error() if cause is not None else error)
         mine = cause or FailureRecord.of(error, self.rank)
         first: list[FailureRecord] = []

@@ -202,7 +202,6 @@ def test_a_rank_that_serves_the_store_and_fails_itself_looks_too(store, actions)
         store=store,
         store_host="",
         is_host=True,
-        is_store_there=lambda: True,
         leave_group=lambda: None,
         abort_job=lambda _: None,
     )
