@@ -196,7 +196,8 @@ class Case:
         if self.place == "end":
             return SHORTEST + START_LIMIT
         if self.place == "start" and self.effects != {Effect.RAISES}:
-            return RENDEZVOUS_LIMIT + LATENESS
+            is_told = Effect.RAISES in self.effects  # then rank 0 stays for the rank that does not come
+            return (START_LIMIT if is_told else RENDEZVOUS_LIMIT) + LATENESS
         is_silent = bool(self.effects & {Effect.SILENT, Effect.CUT})
         limit = SILENCE if is_silent else SHORTEST
         if self.faults[0].name in ("kill-worker", "exit-worker"):
