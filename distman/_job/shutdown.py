@@ -141,8 +141,8 @@ def _say_farewell(job: Job, rendezvous: Rendezvous, watcher: Watcher | None, *, 
                 all_started.set()
 
     is_told = run_with_timeout(tell, _FAREWELL_LIMIT)  # its process may be suspended
-    is_waited_for = is_host or (is_told and not job.is_adopted and not hook.has_failed())
-    if is_waited_for and not all_started.is_set():  # to ask once more might take long: the store may be stopped by now
+    is_waited_for = is_host or (is_told and not hook.has_failed())
+    if not job.is_adopted and is_waited_for and not all_started.is_set():  # to ask once more might take long: the store may be stopped by now
         _wait_for_all_at(store, protocol.STARTED, job.world_size, _START_LIMIT)
 
 
