@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from distman._coordination import protocol
 from distman._coordination.failure.record import FailureRecord, Place
-from distman._coordination.monitor.watcher import let_others_hear_first
+from distman._coordination.monitor.watcher import let_others_hear_first, raise_if_failed
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -93,6 +93,7 @@ class StoreGroup:
         Raises:
             RankFailedError: The job failed, by this rank perhaps; or an awaited rank left it, and there is no ``tell``.
         """
+        raise_if_failed()  # the store may have gone since, and torch would print a stack each time that it is asked
         if any(is_there() for _ in range(_LOOKS_WITHOUT_PAUSE)):
             return True
         began = time.monotonic()

@@ -73,7 +73,7 @@ def leave(job: Job, watcher: Watcher | None, *, is_at_exit: bool = False) -> Non
         watcher.let_program_be()  # a failure elsewhere must not interrupt what follows
         if not is_host:
             watcher.stop()
-    if watcher is None or not watcher.has_let_go:
+    if watcher is None or not (watcher.has_let_go or watcher.has_store_rank_failed):
         _say_farewell(job, job.rendezvous, watcher, is_host=is_host)
     if dist.is_initialized() and not job.is_adopted:
         dist.destroy_process_group()
@@ -142,7 +142,8 @@ def _say_farewell(job: Job, rendezvous: Rendezvous, watcher: Watcher | None, *, 
 
     is_told = run_with_timeout(tell, _FAREWELL_LIMIT)  # its process may be suspended
     is_waited_for = is_host or (is_told and not hook.has_failed())
-    if not job.is_adopted and is_waited_for and not all_started.is_set():  # to ask once more might take long: the store may be stopped by now
+    is_asked = is_waited_for and not all_started.is_set()  # to ask once more might take long: the store may be stopped
+    if is_asked and not job.is_adopted:
         _wait_for_all_at(store, protocol.STARTED, job.world_size, _START_LIMIT)
 
 

@@ -23,6 +23,7 @@ FOUND = (  # once, by other seeds
     "launcher=srun hosts=1 ranks=4 fault=full-disk@save:0,SIGSTOP@save:2 around=plain",
     "launcher=srun hosts=2 ranks=4 fault=GIL@python:1 around=notebook",
     "launcher=srun hosts=1 ranks=3 fault=os._exit(3)@collective:0 around=finally",
+    "launcher=env hosts=2 ranks=2 fault=link-down@python:0 around=acknowledge",
     "launcher=env hosts=1 ranks=3 fault=raise-full-stderr@collective:0 around=acknowledge",
 )
 

@@ -125,6 +125,11 @@ class Watcher:
         return self.record is not None and self.record.rank != self.rank
 
     @property
+    def has_store_rank_failed(self) -> bool:
+        """Whether the rank that serves the store is the one that failed: a call to the store may have no end."""
+        return self.knows_from_others and self.record is not None and self.record.rank == self._context.store_rank
+
+    @property
     def is_on_watch(self) -> bool:
         """Whether a failure of another rank would still be found, since none was yet."""
         return self.record is None and self._thread.is_alive()
