@@ -64,9 +64,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             del short[:num_short]
 
 
-def pytest_collection_finish() -> None:
-    """Keep the collector of garbage from what stays for good: pytest collects five times at its end, and tests fork."""
-    gc.freeze()
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Keep the collector of garbage from what stays for good: pytest runs it five times at the end, and tests fork."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def _is_long(item: pytest.Item) -> bool:
