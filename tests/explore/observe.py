@@ -14,7 +14,7 @@ from typing import Any
 from tests.launch.processes import Process, poll
 from tests.launch.slurm import SlurmCluster
 
-from .cases import SWALLOWING, Case, Effect
+from .cases import START_LIMIT, SWALLOWING, Case, Effect
 from .faults import memory_group
 from .records import Records
 from .starters import Job, start_case
@@ -245,7 +245,8 @@ def _left_behind(case: Case, job: Job, watch: Watch) -> tuple[str, ...]:
     def others() -> list[Process]:
         return [process for process in job.alive if process.pid not in silent and not _stands_for(process, silent)]
 
-    if poll(lambda: not others(), TIDYING, interval=0.1):
+    is_awaited = case.place == "start" and bool(silent)  # by rank 0, which knows why the start failed
+    if poll(lambda: not others(), TIDYING + is_awaited * START_LIMIT, interval=0.1):
         return ()
     return tuple(str(process) for process in others())
 
