@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from distman._coordination import protocol
 from distman._coordination.failure import hook
+from distman._coordination.failure.record import FailureRecord
 from distman._coordination.monitor.context import late_after
 from distman._coordination.monitor.watcher import Watcher
 from distman._coordination.timeouts import run_with_timeout
@@ -131,10 +132,13 @@ def _say_farewell(job: Job, rendezvous: Rendezvous, watcher: Watcher | None, *, 
 
     def tell() -> None:
         with contextlib.suppress(dist.DistError):  # the rank that served the store may be gone
+            is_counted_as_knowing = watcher is not None and watcher.knows_from_others
+            if watcher is not None:
+                watcher.learn(FailureRecord.read(store))
             store.set(protocol.left(job.peer.rank), "yes")
             if store.add(protocol.LEFT, 1) == 1:
                 store.set(protocol.FIRST_TO_LEAVE, str(job.peer.rank))
-            if watcher is not None and watcher.knows_from_others:
+            if is_counted_as_knowing:
                 store.add(protocol.FAILURE_SEEN, -1)  # it is counted among those that are gone instead
             store.add(protocol.GONE, 0 if is_counted or is_host else 1)
             if store.add(protocol.STARTED, 0) >= job.world_size:

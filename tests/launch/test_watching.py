@@ -349,6 +349,14 @@ def test_an_error_of_another_rank_cannot_be_swallowed(free_port):
         assert "catch RankFailedError by name" in rank.stderr
 
 
+def test_an_error_that_was_known_when_the_rank_left_cannot_be_swallowed(free_port):
+    with Job(free_port, "swallow_the_error_of_a_collective") as job:
+        finished = job.wait()
+    assert [rank.returncode for rank in finished] == [1, 76, 76]
+    for rank in finished[1:]:
+        assert re.search(r"distman: rank 0 \(.*\) raised ValueError: boom", rank.stderr)
+
+
 def test_a_rank_that_cannot_say_anything_is_heard(free_port):
     with Job(free_port, "speechless") as job:
         finished = job.wait()

@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from distman._coordination import protocol
 from distman._coordination.failure import hook
+from distman._coordination.failure.delivery import Delivery
 from distman._coordination.failure.interruption import Interruption
 from distman._coordination.failure.job_abort import may_cancel
 from distman._coordination.failure.record import DIED, LEFT, SILENT, FailureRecord
@@ -118,6 +119,12 @@ class Watcher:
     def let_program_be(self) -> None:
         """Watch on, but interrupt the program no more: it leaves the job."""
         self._is_program_done.set()
+
+    def learn(self, record: FailureRecord | None) -> None:
+        """Take note of a failure that the program has not heard of, though it was known when it left the job."""
+        if record is not None and record.rank != self.rank and self.record is None:
+            self.record = record
+            hook.require_handling(Delivery(record))
 
     @property
     def knows_from_others(self) -> bool:

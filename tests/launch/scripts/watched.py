@@ -1,5 +1,6 @@
 """A rank of a job in which something goes wrong: ``SCENARIO``; each function below is one."""
 
+import contextlib
 import ctypes
 import multiprocessing
 import os
@@ -205,6 +206,14 @@ def clean_up_in_any_case(manager):
         manager.barrier()
     finally:
         DistributedManager.cleanup()
+
+
+def swallow_the_error_of_a_collective(manager):
+    """Rank 0 raises, and closes its connections at once; the others end before a watcher can have looked."""
+    if manager.rank == 0:
+        raise ValueError("boom")
+    with contextlib.suppress(RuntimeError):
+        dist.all_reduce(torch.ones(4))
 
 
 def collective_with_a_stopped_rank(manager):
