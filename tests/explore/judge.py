@@ -150,9 +150,16 @@ def _ends_the_rest(launcher: str, fault: Fault) -> bool:
     return is_noticed and launcher not in ("env", "srun")
 
 
+def _is_store_silent(case: Case) -> bool:
+    fault = case.fault_of(0)
+    return fault is not None and fault.effect is Effect.SILENT
+
+
 def _left(case: Case, outcome: Outcome, survivors: list[End]) -> Iterator[str]:
     yield from (f"left behind: {what}" for what in outcome.left_behind)
     for end in survivors:
         yield from (f"rank {end.rank} left {what}" for what in end.left if end.exit_code is not None)
-        if case.launcher not in OF_MPI:  # MPI itself stays as it is to the end of the process
+        # MPI itself stays as it is to the end of the process; a call to a store that is stopped has no end.
+        is_closed = case.launcher not in OF_MPI and not (len(case.faults) > 1 and _is_store_silent(case))
+        if is_closed:
             yield from (f"rank {end.rank} left open {what}" for what in end.open)

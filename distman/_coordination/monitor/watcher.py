@@ -85,6 +85,7 @@ class Watcher:
         self._limits = limits
         self._patience = patience
         self._end_job = end_job
+        self._last_raised: FailureRecord | None = None
         self._is_looking_after = False
         self._is_stuck = False
         self._has_failed_thread = False
@@ -121,8 +122,12 @@ class Watcher:
         self._is_program_done.set()
 
     def learn(self, record: FailureRecord | None) -> None:
-        """Take note of a failure that the program has not heard of, though it was known when it left the job."""
-        if record is not None and record.rank != self.rank and self.record is None:
+        """Take note of a failure that the program has not heard of, though it was known when it left the job.
+
+        Args:
+            record: The failure on record, if there is one; a wait may have raised it, as an error of that call alone.
+        """
+        if record not in (None, self._last_raised) and record.rank != self.rank and self.record is None:
             self.record = record
             hook.require_handling(Delivery(record))
 
@@ -250,7 +255,7 @@ class Watcher:
 
         What a rank raised in work for the others, such as ``on_rank``, concerns those alone that wait for it.
         """
-        record = FailureRecord.of(error, error.rank)
+        record = self._last_raised = FailureRecord.of(error, error.rank)
         is_known = record.error_type in (DIED, SILENT) or record == self.record or record == self._record_in_store()
         if is_known or record.error_type == LEFT:
             self._interruption.note(error)
