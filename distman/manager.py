@@ -131,12 +131,14 @@ class DistributedManager(Place, GroupQueries, GroupCreation):
             settings.check_adopted_backend(backend)
             settings.warn_of_misspelt(dist.get_rank())
             job = adopt(detect(os.environ, method).environment, requested, limits)
-            watcher = watch(job, watch_limits)
+            watcher = None
         else:
             environment = settings.environment(method, use_distributed=use_distributed)
             settings.warn_of_misspelt(environment.rank)
             job, watcher = start(environment, backend, requested, limits, watch_limits)
         try:
+            if job.is_adopted:
+                watcher = watch(job, watch_limits)
             state = ManagerState(
                 job=job,
                 groups=Groups(job),
@@ -164,8 +166,8 @@ class DistributedManager(Place, GroupQueries, GroupCreation):
         nothing is initialized. In a process forked from the rank it forgets, and the rank stays in the job.
 
         Blocking on the rank that serves the store, usually rank 0, until the others have left the job too or one of
-        them has failed. While an exception is under way, it returns at once, and the store is served to the end of
-        the program.
+        them has failed. While an exception is under way, or where other code made the store, it returns at once, and
+        the store is served to the end of the program.
 
         Args:
             barrier: Wait for the other ranks first.
@@ -192,7 +194,6 @@ class DistributedManager(Place, GroupQueries, GroupCreation):
     def _leave(cls, state: ManagerState, *, stays_known: bool = False) -> None:
         if state.watcher is not None:
             state.watcher.let_program_be()  # first: a failure elsewhere must not interrupt what follows
-        state.stop.restore()
         if stays_known:
             tracking.end_rank_process()
         else:
@@ -204,7 +205,10 @@ class DistributedManager(Place, GroupQueries, GroupCreation):
             hook.set_reporter_for(error, reporter_of(state.job, rendezvous, failure_behind(error)))
         hook.set_thread_reporter(None)
         state.groups.close()
-        leave(state.job, state.watcher, is_at_exit=stays_known)
+        try:
+            leave(state.job, state.watcher, is_at_exit=stays_known)
+        finally:
+            state.stop.restore()  # last: a second SIGTERM must not end the rank that serves those that still save
 
     @classmethod
     def _forget(cls, job: Job) -> None:
@@ -227,7 +231,8 @@ class DistributedManager(Place, GroupQueries, GroupCreation):
         if hook.has_failed():
             abandon(cls()._state.watcher)
             tracking.end_rank_process()
-            hook.end_without_destructors()
+            if dist.is_initialized() and cls()._state.job.world_size > 1:
+                hook.end_without_destructors()
         else:
             with _lifecycle.end():
                 if cls.is_initialized():

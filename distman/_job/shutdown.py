@@ -42,8 +42,11 @@ _GROWTH = 1.5
 _LONGEST_PAUSE = 0.1
 """Seconds that it grows to: nobody minds that a process ends so much later."""
 
-_TELL_AFTER = 10.0
+_TELL_EVERY = 60.0
 """Seconds after which somebody may wonder why a process that is done does not end."""
+
+_MAX_SHOWN = 10
+"""Ranks that are named then."""
 
 _GLOO_LIMIT = 1.0
 """Seconds to wait for gloo's threads: they need milliseconds, unless another thread holds the interpreter."""
@@ -52,7 +55,7 @@ _GLOO_PAUSE = 0.001
 """Seconds in which the interpreter is free for gloo's threads between two looks at them."""
 
 _unclosed: list[tuple[int, Job, Rendezvous, Watcher | None]] = []
-"""Jobs that were left while an exception was under way, with the process that serves the store."""
+"""Jobs that this process has left and whose store it goes on serving, with its process id."""
 
 
 def leave(job: Job, watcher: Watcher | None, *, is_at_exit: bool = False) -> None:
@@ -60,31 +63,34 @@ def leave(job: Job, watcher: Watcher | None, *, is_at_exit: bool = False) -> Non
 
     It waits some seconds at most for ranks that are still starting: they connect to this one, and would take it for
     dead. The rank that serves the store waits until all others have left, or one of them has failed. But if an
-    exception is under way, which may end the program, nobody waits, and the store is served until the program ends.
+    exception is under way, which may end the program, or other code made the store, nobody waits before the program
+    ends, and the store is served until then.
 
     Args:
         job: What is left.
-        watcher: Who watches the others; it stops when the store is closed. None where nobody does.
-        is_at_exit: Whether the program ends: the store of an adopted group goes then, and not before.
+        watcher: Who watches the others, and interrupts the program no more; it stops when the store is closed. None
+            where nobody does.
+        is_at_exit: Whether the program ends.
     """
-    if job.rendezvous is None:
+    rendezvous = job.rendezvous
+    if rendezvous is None:
         return
-    is_host = job.rendezvous.job_store.store_rank == job.peer.rank and (is_at_exit or not job.is_adopted)
-    if watcher is not None:
-        watcher.let_program_be()  # a failure elsewhere must not interrupt what follows
-        if not is_host:
-            watcher.stop()
+    is_host = rendezvous.job_store.store_rank == job.peer.rank
+    if watcher is not None and not is_host:
+        watcher.stop()
     if watcher is None or not (watcher.has_let_go or watcher.has_store_rank_failed):
-        _say_farewell(job, job.rendezvous, watcher, is_host=is_host)
+        _say_farewell(job, rendezvous, watcher, is_host=is_host)
+    if watcher is not None:
+        watcher.leave()
     if dist.is_initialized() and not job.is_adopted:
         dist.destroy_process_group()
-    if is_host and sys.exc_info()[1] is not None:
-        _unclosed.append((os.getpid(), job, job.rendezvous, watcher))
+    if is_host and (sys.exc_info()[1] is not None or (job.is_adopted and not is_at_exit)):
+        _unclosed.append((os.getpid(), job, rendezvous, watcher))
         atexit.register(_close_at_exit)
-    else:
-        if is_host:
-            _serve_the_others(job, job.rendezvous.store, watcher)
-        _close(job, job.rendezvous, watcher)
+        return
+    if is_host:
+        _serve_the_others(job, rendezvous.store, watcher)
+    _close(job, rendezvous, watcher)
 
 
 def _close(job: Job, rendezvous: Rendezvous, watcher: Watcher | None) -> None:
@@ -98,7 +104,7 @@ def _close(job: Job, rendezvous: Rendezvous, watcher: Watcher | None) -> None:
 
 @puts_back
 def close_unclosed() -> None:
-    """Close the store of a job that was left while an exception was under way: this process is to join another job."""
+    """Close the store of a job that this process has left and goes on serving: it is to join another job."""
     atexit.unregister(_close_at_exit)
     while _unclosed:
         pid, job, rendezvous, watcher = _unclosed.pop()
@@ -112,9 +118,13 @@ def _close_at_exit() -> None:
     if not hook.has_failed():
         close_unclosed()
     while _unclosed:
-        pid, _, _, watcher = _unclosed.pop()
-        if pid == os.getpid():
-            abandon(watcher)
+        pid, job, rendezvous, watcher = _unclosed.pop()
+        if pid != os.getpid():
+            continue
+        with contextlib.suppress(dist.DistError):
+            if FailureRecord.read(rendezvous.store) is None:  # what ended the program came after the job
+                _announce_closing(job, rendezvous.store, watcher)
+        abandon(watcher)
 
 
 def abandon(watcher: Watcher | None) -> None:
@@ -131,11 +141,11 @@ def _say_farewell(job: Job, rendezvous: Rendezvous, watcher: Watcher | None, *, 
     all_started = threading.Event()
 
     def tell() -> None:
-        with contextlib.suppress(dist.DistError):  # the rank that served the store may be gone
+        try:
+            store.set(protocol.left(job.peer.rank), "yes")  # first: it needs no answer
             is_counted_as_knowing = watcher is not None and watcher.knows_from_others
             if watcher is not None:
                 watcher.learn(FailureRecord.read(store))
-            store.set(protocol.left(job.peer.rank), "yes")
             if store.add(protocol.LEFT, 1) == 1:
                 store.set(protocol.FIRST_TO_LEAVE, str(job.peer.rank))
             if is_counted_as_knowing:
@@ -143,6 +153,9 @@ def _say_farewell(job: Job, rendezvous: Rendezvous, watcher: Watcher | None, *, 
             store.add(protocol.GONE, 0 if is_counted or is_host else 1)
             if store.add(protocol.STARTED, 0) >= job.world_size:
                 all_started.set()
+        except dist.DistError as error:
+            if watcher is not None and not watcher.is_counted:  # else it may have been closed in order
+                watcher.learn(watcher.lost_store(error))
 
     is_told = run_with_timeout(tell, _FAREWELL_LIMIT)  # its process may be suspended
     is_waited_for = is_host or (is_told and not hook.has_failed())
@@ -153,31 +166,42 @@ def _say_farewell(job: Job, rendezvous: Rendezvous, watcher: Watcher | None, *, 
 
 def _serve_the_others(job: Job, store: dist.Store, watcher: Watcher | None) -> None:
     """Serve the store until the others need it no more, and tell those that still use it that it will be closed."""
+    try:
+        if watcher is not None:
+            _wait_until_all_left(job, store, watcher)
+    finally:  # Ctrl-C, say: the others must not take this rank for dead
+        _announce_closing(job, store, watcher)
+
+
+def _announce_closing(job: Job, store: dist.Store, watcher: Watcher | None) -> None:
+    if watcher is not None:
+        watcher.stop()
     if job.world_size == 1:
         return
-    num_gone = job.world_size if watcher is None or watcher.is_counted else job.world_size - 1
-    if watcher is not None:
-        try:
-            _wait_until_all_left(job, store, watcher, num_gone)
-        finally:  # Ctrl-C, say
-            watcher.stop()
+    is_counted = watcher is None or watcher.is_counted
     store.set(protocol.CLOSING, "yes")
     store.add(protocol.NEWS, 1)
-    _wait_for_all_at(store, protocol.GONE, num_gone, late_after(job.world_size))
+    _wait_for_all_at(store, protocol.GONE, job.world_size - 1 + is_counted, late_after(job.world_size))
 
 
-def _wait_until_all_left(job: Job, store: dist.Store, watcher: Watcher, num_gone: int) -> None:
+def _wait_until_all_left(job: Job, store: dist.Store, watcher: Watcher) -> None:
     """Wait for as long as the others go on with their work, none of them has failed, and somebody would notice."""
-    tells_at, pause = time.monotonic() + _TELL_AFTER, _PAUSE
-    while watcher.is_on_watch and store.add(protocol.GONE, 0) < num_gone:
+    tells_at, pause, until = time.monotonic() + _TELL_EVERY, _PAUSE, math.inf
+    while watcher.is_on_watch and store.add(protocol.GONE, 0) < job.world_size - 1 and time.monotonic() < until:
         time.sleep(pause)
         pause = min(_GROWTH * pause, _LONGEST_PAUSE)
+        if until == math.inf and store.add(protocol.LEFT, 0) >= job.world_size:
+            until = time.monotonic() + late_after(job.world_size)  # one may be cut off in its farewell
         if time.monotonic() > tells_at:
-            tells_at = math.inf
+            tells_at = time.monotonic() + _TELL_EVERY
             at_work = [rank for rank in range(job.world_size) if not store.check([protocol.left(rank)])]
-            logger.info("this rank has left its job, and serves the store until ranks %s have left, too", at_work)
+            if not at_work:
+                break
+            shown = ", ".join(map(str, at_work[:_MAX_SHOWN])) + (", ..." if len(at_work) > _MAX_SHOWN else "")
+            logger.warning("this rank has left its job, and serves the store until the others have, too: %s", shown)
     if watcher.record is not None:
         watcher.wait_until_known()
+        watcher.look_after_others(watcher.record)
     if watcher.untold is not None:
         error = watcher.untold.to_error()
         hook.write(f"distman: {error}\n\nThis rank had left the job, and only served the store to the others.")

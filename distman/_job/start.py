@@ -97,18 +97,27 @@ def start(
         rendezvous.store.add(protocol.STARTED, 1)
     except BaseException as error:  # Ctrl-C too: the others make their groups, and wait for this one
         record = failure_behind(error, "the start")
-        undo(job, watcher, error)
+        undo(job, watcher, error, record)
         if record is not None:
             raise record.to_error() from error
         raise
     return job, watcher
 
 
-def undo(job: Job, watcher: Watcher | None, error: BaseException) -> None:
-    """Tell the others why a start failed after all, and leave no trace of it; what other code made stays."""
+def undo(job: Job, watcher: Watcher | None, error: BaseException, cause: FailureRecord | None = None) -> None:
+    """Tell the others why a start failed after all, and leave no trace of it; what other code made stays.
+
+    Args:
+        job: What was started.
+        watcher: Who watches the others, if somebody does.
+        error: Why it failed.
+        cause: Because of whom, if that is known.
+    """
     if job.rendezvous is None:
         return
-    tell = dataclasses.replace(reporter_of(job, job.rendezvous), abort_job=_let_launcher_be)
+    tell = dataclasses.replace(reporter_of(job, job.rendezvous, cause), abort_job=_let_launcher_be)
+    if job.is_adopted:
+        tell.leave_group = _let_group_be
     tell(error)()
     if watcher is not None:
         watcher.stop()
@@ -171,7 +180,12 @@ def watch(job: Job, limits: WatchLimits | None) -> Watcher | None:
         is_one_host=job.peer.num_nodes == 1,
     )
     watcher = Watcher(context, limits, job.end_after, end_job=job.ending)
-    watcher.start()
+    try:
+        watcher.start()
+    except BaseException:  # Ctrl-C while a name is looked up, or no thread can be had
+        watcher.stop()
+        watcher.close()
+        raise
     return watcher
 
 
@@ -222,6 +236,10 @@ def _join_in_group(me: JoinRecord, limits: Limits) -> Rendezvous:
 
 def _let_launcher_be(_: BaseException) -> None:
     """Leave it to the program: it may handle the error, and start again."""
+
+
+def _let_group_be() -> None:
+    """Leave the process group to the code that made it."""
 
 
 def _leave_group() -> None:

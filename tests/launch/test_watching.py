@@ -186,6 +186,36 @@ def test_a_collective_that_nobody_completes_does_not_hold_the_end_up(free_port):
     assert all("RankFailedError: rank 2 (" in rank.stderr for rank in finished)
 
 
+def test_who_serves_the_store_waits_for_no_rank_that_was_cut_off_in_its_farewell(free_port):
+    with Job(free_port, "cut_off_in_its_farewell") as job:
+        finished = job.wait()
+    assert [(rank.returncode, rank.stderr) for rank in finished] == [(0, "")] * 3
+
+
+def test_who_serves_the_store_may_be_asked_to_end(free_port):
+    with Job(free_port, "serve_until_asked_to_end") as job:
+        job.ranks[0].wait_for_output("done", timeout=LIMIT)
+        time.sleep(1)  # it is at its end, and waits for rank 1
+        os.kill(job.ranks[0].pid, signal.SIGTERM)
+        finished = job.wait()
+    assert [rank.returncode for rank in finished] == [0, 0, 0]
+    assert all("RankFailedError" not in rank.stderr for rank in finished)
+
+
+@pytest.mark.parametrize("adopted", [[], ["adopted"]])
+def test_a_cleanup_before_the_others_are_done_fails_nobody(free_port, adopted):
+    with Job(free_port, "clean_up_before_the_others", *adopted) as job:
+        finished = job.wait()
+    assert [(rank.returncode, rank.stderr) for rank in finished] == [(0, "")] * 3
+
+
+def test_an_error_after_a_job_that_was_left_fails_nobody(free_port):
+    with Job(free_port, "end_with_another_error") as job:
+        finished = job.wait()
+    assert [rank.returncode for rank in finished] == [1, 0, 0]
+    assert all(rank.stderr == "" for rank in finished[1:])
+
+
 def test_a_cleanup_in_a_handler_fails_nobody(free_port):
     with Job(free_port, "clean_up_in_a_handler") as job:
         finished = job.wait()
@@ -349,12 +379,13 @@ def test_an_error_of_another_rank_cannot_be_swallowed(free_port):
         assert "catch RankFailedError by name" in rank.stderr
 
 
-def test_an_error_that_was_known_when_the_rank_left_cannot_be_swallowed(free_port):
-    with Job(free_port, "swallow_the_error_of_a_collective") as job:
+@pytest.mark.parametrize(("how", "code", "what"), [("raise", 1, "raised ValueError: boom"), ("SIGKILL", -9, "died")])
+def test_a_failure_that_was_known_when_the_rank_left_cannot_be_swallowed(free_port, how, code, what):
+    with Job(free_port, "swallow_the_error_of_a_collective", how) as job:
         finished = job.wait()
-    assert [rank.returncode for rank in finished] == [1, 76, 76]
+    assert [rank.returncode for rank in finished] == [code, 76, 76]
     for rank in finished[1:]:
-        assert re.search(r"distman: rank 0 \(.*\) raised ValueError: boom", rank.stderr)
+        assert re.search(rf"distman: rank 0 \(.*\).* {what}", rank.stderr)
 
 
 def test_a_rank_that_cannot_say_anything_is_heard(free_port):

@@ -60,3 +60,17 @@ def test_a_start_that_fails_late_can_be_repeated(monkeypatch, port, rank, world_
     assert not is_watching()
     start_and_wait()
     assert DistributedManager().world_size == world_size
+
+
+@pytest.mark.parametrize("place", ["distman.manager.StopAgreement", "threading.Thread.start"])
+@ranks(2, manager=False)
+def test_a_failed_start_leaves_the_group_of_other_code(monkeypatch, rank, place):
+    """The group of the tests is there before."""
+    with monkeypatch.context() as broken:
+        broken.setattr(place, break_down)
+        with pytest.raises((BrokenError, RankFailedError), match="at the end of the start"):
+            DistributedManager.initialize()
+    assert dist.is_initialized()
+    assert not is_watching()
+    start_and_wait()
+    assert DistributedManager().rank == rank

@@ -74,3 +74,15 @@ def test_a_process_knows_where_it_listens():
     finally:
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
+
+
+def test_to_look_for_a_listener_changes_no_socket():
+    ends = socket.socketpair()
+    socket.setdefaulttimeout(30)
+    try:
+        is_listened_to_here(1)
+        assert all(os.get_blocking(end.fileno()) for end in ends)
+    finally:
+        socket.setdefaulttimeout(None)
+        for end in ends:
+            end.close()

@@ -63,7 +63,7 @@ class Watcher:
 
     Attributes:
         record: What failed; None as long as nothing did.
-        untold: The same, if it failed when the program was already leaving the job, and had to hear of nothing.
+        untold: The same, if it failed when the program had left the job, and had to hear of nothing.
         has_let_go: Whether the rank that serves the store said that it closes it. One that goes without has died.
         is_counted: Whether the rank that serves the store does not wait for this one any more.
     """
@@ -92,6 +92,7 @@ class Watcher:
         self._is_known = threading.Event()
         self._is_stopping = threading.Event()
         self._is_program_done = threading.Event()
+        self._has_left = False
         self._interruption = Interruption(abort_job, self._is_program_done)
         self._monitor: PeerMonitor | None = None
         self._watchdog = None if context.is_store_rank else Watchdog(limits.silence, self._store_rank_is_silent)
@@ -118,8 +119,15 @@ class Watcher:
         self._thread.start()  # last, since a failure may be raised here at once
 
     def let_program_be(self) -> None:
-        """Watch on, but interrupt the program no more: it leaves the job."""
+        """Watch on, but interrupt the program no more: it leaves the job.
+
+        It has to handle a failure all the same that is known before it has left.
+        """
         self._is_program_done.set()
+
+    def leave(self) -> None:
+        """Watch on for the others, now that the program has left the job."""
+        self._has_left = True
 
     def learn(self, record: FailureRecord | None) -> None:
         """Take note of a failure that the program has not heard of, though it was known when it left the job.
@@ -161,7 +169,8 @@ class Watcher:
             if self._watchdog is not None:
                 self._watchdog.stop()
             if self._thread.ident is not None:  # else the store was lost before the thread could start
-                self._thread.join(0 if self._is_stuck else _JOIN_PATIENCE)
+                patience = _JOIN_PATIENCE + self._is_looking_after * late_after(len(self._context.peers))
+                self._thread.join(0 if self._is_stuck else patience)
         finally:
             self._interruption.restore()
         if self._is_stuck and hook.has_failed():
@@ -203,8 +212,8 @@ class Watcher:
         try:
             record = FailureRecord.read(self._context.store)
         except dist.DistError as lost:
-            return self._lost_store(lost)
-        return self._lost_store(error) if record is None and isinstance(error, dist.DistNetworkError) else record
+            return self.lost_store(lost)
+        return self.lost_store(error) if record is None and isinstance(error, dist.DistNetworkError) else record
 
     def _departure(self, operation: str) -> FailureRecord | None:
         """Return that a rank left the job, if one did: the first, after which others may have had to."""
@@ -212,10 +221,11 @@ class Watcher:
         try:
             rank = int(store.get(first)) if store.check([first]) else self._context.rank
         except dist.DistError as lost:
-            return self._lost_store(lost)
+            return self.lost_store(lost)
         return FailureRecord.left(self._context.peers[rank], operation) if rank != self._context.rank else None
 
-    def _lost_store(self, error: BaseException) -> FailureRecord:
+    def lost_store(self, error: BaseException) -> FailureRecord:
+        """Return because of whom the store cannot be reached any more."""
         if is_unreachable(error):
             return self._context.store_rank_is_unreachable(self._limits.unreachable)
         return self._context.store_rank_is_gone()
@@ -314,7 +324,7 @@ class Watcher:
             self._watch(monitor)
         except dist.DistError as error:
             if not self._is_stopping.is_set():
-                self._act(monitor.first_cause(self._lost_store(error)))
+                self._act(monitor.first_cause(self.lost_store(error)))
         except Exception as error:  # noqa: BLE001 - whatever it is, the program goes on without the watcher
             self._give_up(error)
         if self.has_let_go:
@@ -364,7 +374,7 @@ class Watcher:
             announce_unwatched(self._context.store, self._context.rank)
         except dist.DistError as lost:
             if not self._is_stopping.is_set():
-                self._act(self._lost_store(lost))
+                self._act(self.lost_store(lost))
             return
         self.is_counted = True
         logger.warning(
@@ -384,7 +394,7 @@ class Watcher:
         """End this rank's work, once others do not take its end for the cause."""
         if self.record is not None:
             return
-        self.untold = record if self._is_program_done.is_set() else None
+        self.untold = record if self._has_left else None
         self.record = record
         if self._monitor is not None:
             self._monitor.tell(record)

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader
 
 from distman import DistributedManager, RankFailedError, on_rank
+from distman._coordination import protocol
 from distman._coordination.failure import job_abort
 from distman._coordination.protocol import left
 from distman.collectives import fused_all_reduce
@@ -209,9 +210,12 @@ def clean_up_in_any_case(manager):
 
 
 def swallow_the_error_of_a_collective(manager):
-    """Rank 0 raises, and closes its connections at once; the others end before a watcher can have looked."""
-    if manager.rank == 0:
+    """Rank 0 raises or dies, and its connections close at once; the others end before a watcher can have looked."""
+    dist.all_reduce(torch.ones(4))  # all have left the barrier
+    if manager.rank == 0 and sys.argv[2] == "raise":
         raise ValueError("boom")
+    if manager.rank == 0:
+        os.kill(os.getpid(), signal.SIGKILL)
     with contextlib.suppress(RuntimeError):
         dist.all_reduce(torch.ones(4))
 
@@ -225,6 +229,45 @@ def collective_with_a_stopped_rank(manager):
     work = dist.all_reduce(torch.ones(1000), async_op=True)
     wait_in_python()
     work.wait()
+
+
+def cut_off_in_its_farewell(manager):
+    """Rank 1 ends, not by itself, when it has said that it leaves, and not yet that it is gone."""
+    if manager.rank == 1:
+        store = manager._state.job.store_group().store
+        store.set(left(1), "yes")
+        store.add(protocol.LEFT, 1)
+        os._exit(0)
+
+
+def serve_until_asked_to_end(manager):
+    """Rank 0 is done, and asked to end while rank 1 is at work."""
+    if manager.rank == 0:
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+        say("done")
+    elif manager.rank == 1:
+        wait_in_python(3)
+
+
+def end_with_another_error(manager):
+    """Rank 0 handles an error, leaves the job, and then fails by itself while the others work on."""
+    if manager.rank != 0:
+        wait_in_python(2)
+        return
+    try:
+        raise KeyError("handled")
+    except KeyError:
+        DistributedManager.cleanup()
+    raise ValueError("after the job")
+
+
+def clean_up_before_the_others(manager):
+    """Rank 0 cleans up and ends, while rank 1 works on."""
+    if manager.rank == 1:
+        wait_in_python(2)
+    DistributedManager.cleanup()
+    if "adopted" in sys.argv:
+        dist.destroy_process_group()
 
 
 def clean_up_in_a_handler(manager):
