@@ -166,8 +166,8 @@ class DistributedManager(Place, GroupQueries, GroupCreation):
         nothing is initialized. In a process forked from the rank it forgets, and the rank stays in the job.
 
         Blocking on the rank that serves the store, usually rank 0, until the others have left the job too or one of
-        them has failed. While an exception is under way, or where other code made the store, it returns at once, and
-        the store is served to the end of the program.
+        them has failed, ten seconds at most. While an exception is under way, or where other code made the store, it
+        returns at once, and the store is served to the end of the program.
 
         Args:
             barrier: Wait for the other ranks first.

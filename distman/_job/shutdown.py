@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import math
 import os
 import sys
 import threading
@@ -22,7 +21,6 @@ from distman._coordination.monitor.watcher import Watcher
 from distman._coordination.timeouts import run_with_timeout
 from distman._job.interface import forget_interface
 from distman._job.job import Job
-from distman._log import logger
 from distman._process_state import puts_back
 from distman._rendezvous.join import Rendezvous
 from distman._torch_internals import GLOO_THREADS
@@ -37,16 +35,14 @@ _PAUSE = 0.005
 """Seconds between two looks at a counter in the store: short beside what a rank takes to start or to leave."""
 
 _GROWTH = 1.5
-"""By which that pause grows while others go on with their work, which may last."""
+"""By which that pause grows while others go on with their work."""
 
 _LONGEST_PAUSE = 0.1
 """Seconds that it grows to: nobody minds that a process ends so much later."""
 
-_TELL_EVERY = 60.0
-"""Seconds after which somebody may wonder why a process that is done does not end."""
-
-_MAX_SHOWN = 10
-"""Ranks that are named then."""
+_STAY_LIMIT = 10.0
+"""Seconds for others to come to their end: a loaded machine delays them so long. More would keep a launcher from ending
+them where this rank ends with an error of its own choice, by ``sys.exit(1)``."""
 
 _GLOO_LIMIT = 1.0
 """Seconds to wait for gloo's threads: they need milliseconds, unless another thread holds the interpreter."""
@@ -62,7 +58,7 @@ def leave(job: Job, watcher: Watcher | None, *, is_at_exit: bool = False) -> Non
     """Tell the others, destroy the process group, unless other code made it, and close the store.
 
     It waits some seconds at most for ranks that are still starting: they connect to this one, and would take it for
-    dead. The rank that serves the store waits until all others have left, or one of them has failed. But if an
+    dead. The rank that serves the store waits as long for the others to leave, unless one of them fails. But if an
     exception is under way, which may end the program, or other code made the store, nobody waits before the program
     ends, and the store is served until then.
 
@@ -185,20 +181,11 @@ def _announce_closing(job: Job, store: dist.Store, watcher: Watcher | None) -> N
 
 
 def _wait_until_all_left(job: Job, store: dist.Store, watcher: Watcher) -> None:
-    """Wait for as long as the others go on with their work, none of them has failed, and somebody would notice."""
-    tells_at, pause, until = time.monotonic() + _TELL_EVERY, _PAUSE, math.inf
+    """Wait for ranks that come late to the end, while none of them has failed and somebody would notice."""
+    until, pause = time.monotonic() + _STAY_LIMIT, _PAUSE
     while watcher.is_on_watch and store.add(protocol.GONE, 0) < job.world_size - 1 and time.monotonic() < until:
         time.sleep(pause)
         pause = min(_GROWTH * pause, _LONGEST_PAUSE)
-        if until == math.inf and store.add(protocol.LEFT, 0) >= job.world_size:
-            until = time.monotonic() + late_after(job.world_size)  # one may be cut off in its farewell
-        if time.monotonic() > tells_at:
-            tells_at = time.monotonic() + _TELL_EVERY
-            at_work = [rank for rank in range(job.world_size) if not store.check([protocol.left(rank)])]
-            if not at_work:
-                break
-            shown = ", ".join(map(str, at_work[:_MAX_SHOWN])) + (", ..." if len(at_work) > _MAX_SHOWN else "")
-            logger.warning("this rank has left its job, and serves the store until the others have, too: %s", shown)
     if watcher.record is not None:
         watcher.wait_until_known()
         watcher.look_after_others(watcher.record)

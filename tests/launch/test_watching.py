@@ -186,12 +186,6 @@ def test_a_collective_that_nobody_completes_does_not_hold_the_end_up(free_port):
     assert all("RankFailedError: rank 2 (" in rank.stderr for rank in finished)
 
 
-def test_who_serves_the_store_waits_for_no_rank_that_was_cut_off_in_its_farewell(free_port):
-    with Job(free_port, "cut_off_in_its_farewell") as job:
-        finished = job.wait()
-    assert [(rank.returncode, rank.stderr) for rank in finished] == [(0, "")] * 3
-
-
 def test_who_serves_the_store_may_be_asked_to_end(free_port):
     with Job(free_port, "serve_until_asked_to_end") as job:
         job.ranks[0].wait_for_output("done", timeout=LIMIT)

@@ -16,7 +16,6 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader
 
 from distman import DistributedManager, RankFailedError, on_rank
-from distman._coordination import protocol
 from distman._coordination.failure import job_abort
 from distman._coordination.protocol import left
 from distman.collectives import fused_all_reduce
@@ -229,15 +228,6 @@ def collective_with_a_stopped_rank(manager):
     work = dist.all_reduce(torch.ones(1000), async_op=True)
     wait_in_python()
     work.wait()
-
-
-def cut_off_in_its_farewell(manager):
-    """Rank 1 ends, not by itself, when it has said that it leaves, and not yet that it is gone."""
-    if manager.rank == 1:
-        store = manager._state.job.store_group().store
-        store.set(left(1), "yes")
-        store.add(protocol.LEFT, 1)
-        os._exit(0)
 
 
 def serve_until_asked_to_end(manager):
