@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 _PATIENCE = 2.0  # seconds; a host that needs longer to connect is cut off or behind a firewall
 _NUM_PROBES = 4  # that stay unanswered, as many seconds apart as a connection may be idle before the first one
 _MAX_GUESTS = 64  # one is the rank before; more only while ranks leave, or from port scanners, which have to go
-_RETRY_EVERY = 10.0  # seconds; each try may block a look for as long as the patience per address
+_RETRY_EVERY = 10.0  # seconds; each try may block a look for as long as the patience
 _MAX_NOTICE = 5_000  # characters of each text: a notice must fit into an idle connection at once
 _MAX_BYTES = 1_000_000  # more than any notice
 _PAUSE = 0.01  # seconds between two looks for a notice
@@ -280,7 +280,7 @@ def _is_closed(connection: socket.socket) -> bool:
 def connect(addresses: Sequence[str], port: int, *, is_one_host: bool) -> socket.socket:
     """Return a connection to a rank, by the first of its addresses that answers.
 
-    Blocking, for two seconds for each address that does not.
+    Blocking, for two seconds if none does: a watcher that is held up for longer would itself be missed.
 
     Args:
         addresses: Names and addresses of its host.
@@ -292,11 +292,11 @@ def connect(addresses: Sequence[str], port: int, *, is_one_host: bool) -> socket
         OSError: Nobody answers.
     """
     refused = OSError("it has no address that other hosts may use")
-    for address in addresses:
-        if address.startswith(_LOOPBACK) and not is_one_host:
-            continue  # it would be this host's own, which says nothing of the other one
+    # The loopback would be this host's own, which says nothing of the other one.
+    usable = [address for address in addresses if is_one_host or not address.startswith(_LOOPBACK)]
+    for address in usable:
         try:
-            return socket.create_connection((address, port), timeout=_PATIENCE)
+            return socket.create_connection((address, port), timeout=_PATIENCE / len(usable))
         except OSError as error:
             refused = error
     raise refused

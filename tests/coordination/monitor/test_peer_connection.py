@@ -11,7 +11,8 @@ import pytest
 from torch.distributed import HashStore
 
 from distman._coordination import protocol
-from distman._coordination.monitor.peer_connection import PeerConnection
+from distman._coordination.monitor import peer_connection
+from distman._coordination.monitor.peer_connection import PeerConnection, connect
 
 from ..ranks import failure_on
 
@@ -175,3 +176,17 @@ def test_waking_ends_the_wait():
     with connections(2) as (_, made):
         made[0].wake()
         assert made[0].wait(60) is None
+
+
+def test_a_host_that_does_not_answer_holds_the_watcher_up_for_a_bounded_time(monkeypatch):
+    timeouts = []
+
+    def never(_, timeout):
+        timeouts.append(timeout)
+        raise TimeoutError
+
+    monkeypatch.setattr(socket, "create_connection", never)
+    with pytest.raises(TimeoutError):
+        connect(["n2", "127.0.1.1", "192.0.2.1", "192.0.2.2", "2001:db8::1"], 5, is_one_host=False)
+    assert len(timeouts) == 4
+    assert sum(timeouts) <= peer_connection._PATIENCE
