@@ -17,7 +17,7 @@ OF_MPI = ("openmpi", "mpich", "intel-mpi")
 ACKNOWLEDGED = 5  # exit code of a program that catches the failure itself
 
 SILENCE_LIMIT = 4  # seconds, for DISTMAN_SILENCE_TIMEOUT
-RENDEZVOUS_LIMIT = 9  # seconds, for rendezvous_timeout; a DataLoader looks after its workers every 5
+RENDEZVOUS_LIMIT = 8  # seconds, for rendezvous_timeout; a DataLoader looks after its workers every 5
 SHORTEST = 5.0  # seconds within which a failure reaches everyone, and everyone has ended
 LATENESS = 4.0  # seconds by which a limit of the library may be passed
 SILENCE = 12.0  # seconds within which everyone has missed a silent rank, and has ended

@@ -133,9 +133,11 @@ class Watcher:
         """Take note of a failure that the program has not heard of, though it was known when it left the job.
 
         Args:
-            record: The failure on record, if there is one; a wait may have raised it, as an error of that call alone.
+            record: The failure on record, if there is one; a wait may have raised it, or another one of that rank.
         """
-        if record not in (None, self._last_raised) and record.rank != self.rank and self.record is None:
+        if record is None or self.record is not None:
+            return
+        if record.rank != self.rank and (self._last_raised is None or record.rank != self._last_raised.rank):
             self.record = record
             hook.require_handling(Delivery(record))
 
