@@ -92,7 +92,7 @@ MUTANTS = (
     *_mutants(
         "_coordination/barrier.py",
         "coordination/test_barrier.py",
-        ("store.add(protocol.passed(self.key), _GIVEN_UP)", "store.add(protocol.passed(self.key), 0)"),
+        ("store.add(protocol.passages(self.key), _GIVEN_UP)", "store.add(protocol.passages(self.key), 0)"),
     ),
     *_mutants(
         "_coordination/consensus.py",

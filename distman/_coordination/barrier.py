@@ -12,9 +12,10 @@ from distman._coordination.sync import StoreGroup
 from distman.errors import BarrierTimeoutError, RankFailedError
 
 _OPEN = "open"
+_ALL = "all"
 _GIVEN_UP = -(2**40)
-"""What is added to the counter of ranks that passed, so that each of them knows without another call: more ranks than
-there will ever be."""
+"""What is added to the counter of those that came and left, so that each that leaves knows without another call: more
+ranks than there will ever be."""
 
 _NEXT_ROUND = 1.0
 """Seconds after which a rank that is late asks again whether it shall look for the missing: it costs a call."""
@@ -51,21 +52,19 @@ class _Barrier:
 
     def wait(self, timeout: float, locate: Locate | None) -> None:
         store, group = self.store_group.store, self.store_group
-        if store.add(protocol.arrived(self.key), 1) == group.size:
+        # Before it is counted: who waits may look for it. torch's stubs lack the method.
+        store.append(protocol.arrived(self.key), f"{group.rank},")  # type: ignore[attr-defined]
+        if store.add(protocol.passages(self.key), 1) == group.size:
             store.compare_set(protocol.outcome(self.key), "", _OPEN)
             store.delete_key(protocol.arrived(self.key))
-        else:
-            here = protocol.waits_in(self.key, group.rank)
-            store.set(here, "yes")
-            if not self._wait_for_outcome(timeout):
-                self._wait_for_answer(timeout, locate)
-            store.delete_key(here)
-        num_passed = store.add(protocol.passed(self.key), 1)
-        if num_passed <= 0:
+        elif not self._wait_for_outcome(timeout):
+            self._wait_for_answer(timeout, locate)
+        passages = store.add(protocol.passages(self.key), 1)
+        if passages <= 0:
             self._raise_if_given_up()
-        elif num_passed == group.size:
+        elif passages == 2 * group.size:
             store.delete_key(protocol.outcome(self.key))
-            store.delete_key(protocol.passed(self.key))
+            store.delete_key(protocol.passages(self.key))
 
     def _wait_for_outcome(self, timeout: float) -> bool:
         return self.store_group.wait_until(
@@ -89,16 +88,20 @@ class _Barrier:
                     return
 
     def _missing(self) -> list[int]:
-        """Return who has not come, by index: a call for each rank of the group."""
-        group = self.store_group
-        return [index for index in range(group.size) if not group.store.check([protocol.waits_in(self.key, index)])]
+        """Return who has not come, by index."""
+        group, key = self.store_group, protocol.arrived(self.key)
+        arrived = group.store.compare_set(key, "", _ALL).decode()  # unlike get, it does not wait for a key that is gone
+        if arrived == _ALL:
+            group.store.delete_key(key)
+            return []
+        return sorted(set(range(group.size)) - {int(index) for index in arrived.split(",")[:-1]})
 
     def _give_up(self, missing: Sequence[int], record: FailureRecord) -> None:
         """Let all that came know why, unless the last rank came at this moment."""
         store, outcome = self.store_group.store, json.dumps([list(missing), dataclasses.asdict(record)])
-        store.add(protocol.passed(self.key), _GIVEN_UP)  # first: who sees the outcome must see this too
+        store.add(protocol.passages(self.key), _GIVEN_UP)  # first: who sees the outcome must see this too
         if store.compare_set(protocol.outcome(self.key), "", outcome).decode() != outcome:
-            store.add(protocol.passed(self.key), -_GIVEN_UP)
+            store.add(protocol.passages(self.key), -_GIVEN_UP)
 
     def _raise_if_given_up(self) -> None:
         outcome = self.store_group.store.get(protocol.outcome(self.key)).decode()

@@ -234,17 +234,12 @@ def page(sequence: str, number: int) -> str:
 # Keys of one operation. The last rank to leave deletes them, unless it says otherwise.
 
 
-def waits_in(operation: str, index: int) -> str:
-    """Flag: this member has come to a barrier, and was not the last. It writes it, and deletes it when it leaves.
-
-    Who looks for the missing reads it. It lives on where the job fails meanwhile.
-    """
-    return f"{operation}/{index} is here"
-
-
 def arrived(operation: str) -> str:
-    """Counter of ranks that came to a barrier. The last one to come deletes it."""
-    return f"{operation}/count"
+    """Who came to a barrier: each member appends its index and a comma. Who looks for the missing reads it.
+
+    The last one to come deletes it.
+    """
+    return f"{operation}/arrived"
 
 
 def outcome(operation: str) -> str:
@@ -256,9 +251,12 @@ def outcome(operation: str) -> str:
     return f"{operation}/outcome"
 
 
-def passed(operation: str) -> str:
-    """Counter of ranks that left a barrier; far below zero where it was given up. It lives on like the outcome."""
-    return f"{operation}/left"
+def passages(operation: str) -> str:
+    """Counter of a barrier: each member adds one when it comes and one when it leaves, so that the last one knows.
+
+    It is far below zero where the barrier was given up, and lives on like the outcome.
+    """
+    return f"{operation}/passages"
 
 
 def looker(operation: str, cause: str) -> str:

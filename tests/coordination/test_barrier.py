@@ -132,7 +132,7 @@ class CountingStore(HashStore):
         return super().check(keys)
 
 
-for name in ("add", "compare_set", "delete_key", "get", "multi_get", "set"):
+for name in ("add", "append", "compare_set", "delete_key", "get", "multi_get", "set"):
 
     def method(self, *arguments, name=name):
         self.asked[name] += 1

@@ -185,7 +185,7 @@ def _barrier(manager: DistributedManager) -> bool:
     if store_group is None:
         return False
     operation, store = protocol.barrier(number, name), store_group.job_store
-    waiting, late = protocol.arrived(operation), protocol.outcome(operation)
+    waiting, late = protocol.passages(operation), protocol.outcome(operation)
     if store_group.rank == store_group.size - 1:
         store_group.wait_until(
             lambda: store.add(waiting, 0) == store_group.size - 1,
