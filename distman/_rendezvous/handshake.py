@@ -30,7 +30,7 @@ _MAX_LINE_BYTES = 1 << 20  # a failure with a long traceback fits; a foreign ser
 _PATIENCE = 3.0  # seconds: a foreign service may accept and never answer, a handshake server takes milliseconds
 _QUIET = 10.0  # seconds before a word on a foreign service in the way, which may be about to end
 _SHORTEST_PATIENCE = 0.2  # seconds, also where no time is left: a server on another host answers in milliseconds
-_FIRST_PAUSE = 0.01  # seconds: ranks of one launch start within milliseconds of each other
+_FIRST_PAUSE = 0.002  # seconds: ranks of one launch start within milliseconds of each other, and a start takes ten
 _LONGEST_PAUSE = 0.5  # seconds: more would delay a job whose first rank starts late
 
 
