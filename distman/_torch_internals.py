@@ -176,6 +176,7 @@ def is_unreachable(error: BaseException) -> bool:
 
 _GUARDED = "TESTING_ONLY_GenericMode"
 """A key of the dispatcher that torch uses in its own tests only."""
+_GUARDED_KEY = torch._C._dispatch_key_parse(_GUARDED)  # reading its name takes longer than setting it
 _REGIONS = "distman.regions"
 _PUBLIC_NAMES = {
     "allreduce_": "all_reduce",
@@ -234,7 +235,7 @@ def _guarded(name: str, check: Callable[[str, Sequence[int]], None]) -> Callable
     operation = getattr(torch.ops.c10d, name).default
     places = {argument.name: place for place, argument in enumerate(operation._schema.arguments)}
     public_name = _PUBLIC_NAMES.get(name, name.strip("_"))
-    key = torch._C.DispatchKeySet(torch._C._dispatch_key_parse(_GUARDED))
+    key = torch._C.DispatchKeySet(_GUARDED_KEY)
 
     def kernel(*args: Any) -> Any:
         process_group = dist.ProcessGroup.unbox(args[places["process_group"]])
@@ -263,7 +264,7 @@ def set_regions(those: tuple[Any, ...]) -> None:
         torch._C._stash_obj_in_tls(_REGIONS, those)
     elif torch._C._is_key_in_tls(_REGIONS):
         torch._C._remove_obj_from_tls(_REGIONS)
-    torch._C._dispatch_tls_set_dispatch_key_included(_GUARDED, bool(those))
+    torch._C._dispatch_tls_set_dispatch_key_included(_GUARDED_KEY, bool(those))
 
 
 # Compiled programs

@@ -105,9 +105,9 @@ class Restricted:
 def _guard_regions() -> None:
     """Refuse torch's collectives in regions from now on, and let new threads inherit the regions."""
     global _guard
-    with _MAKING_GUARD:
-        if _guard is None:
-            _guard = RegionGuard(_check_collective)
+    if _guard is None:
+        with _MAKING_GUARD:
+            _guard = _guard or RegionGuard(_check_collective)
 
 
 def _current() -> list[Restricted]:
