@@ -18,7 +18,7 @@ from distman import _log
 from distman._coordination import protocol, tracking
 from distman._coordination.barrier import wait_for_all
 from distman._coordination.failure import hook
-from distman._coordination.monitor.watcher import failure_behind, raise_if_failed
+from distman._coordination.monitor.current_watcher import failure_behind, raise_if_failed
 from distman._coordination.preemption import StopAgreement, requeue
 from distman._coordination.wait_scope import WaitScope
 from distman._device import check_backend, requested_device
