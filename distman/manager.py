@@ -74,6 +74,10 @@ class DistributedManager(Place, GroupQueries, GroupCreation):
         default process group that other code made is adopted, with its backend and timeout, and left in place by
         :meth:`cleanup`.
 
+        A process that has left a job and goes on serving its store, see :meth:`cleanup`, first waits until the others
+        have left that job too or one of them has failed, ten seconds at most; whoever is in the new job already waits
+        for it.
+
         Args:
             method: Name of the launcher to believe, any case; None asks
                 ``DISTMAN_INITIALIZATION_METHOD``, then all launchers in turn (see :func:`distman.explain`).
