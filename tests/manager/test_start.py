@@ -7,15 +7,7 @@ import torch.distributed as dist
 
 from distman import DistributedManager, RankFailedError
 from distman._coordination.monitor.current_watcher import is_watching
-from distman._process_state import reset
 from distman.testing import ranks
-
-
-@pytest.fixture(autouse=True)
-def fresh_process():
-    reset()
-    yield
-    reset()
 
 
 @pytest.fixture

@@ -23,15 +23,7 @@ from distman import (
 )
 from distman._coordination.failure import hook
 from distman._log import logger
-from distman._process_state import reset
 from distman.testing import fake_environment, ranks
-
-
-@pytest.fixture(autouse=True)
-def fresh_process():
-    reset()
-    yield
-    reset()
 
 
 def pretend(monkeypatch, environ):
