@@ -286,6 +286,7 @@ def test_a_simulated_group_is_adopted_without_asking_anyone(monkeypatch):
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     pretend(monkeypatch, {"RANK": "3", "WORLD_SIZE": "1024"})
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)  # torch wraps it for good
     dist.init_process_group("fake", store=FakeStore(), rank=3, world_size=1024)
     try:
         manager = DistributedManager.initialize()
