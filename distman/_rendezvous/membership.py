@@ -293,11 +293,11 @@ class _Membership:
     def _check_my_place(self, peers: Peers) -> None:
         """Refuse to take part where another process holds this rank, and end a job that may be made of two."""
         holder = peers[self.me.rank] if self.me.rank < len(peers) else None
-        if holder is not None and (holder.host, holder.pid) == (self.me.host, self.me.pid):
+        if holder is not None and (holder.machine, holder.pid) == (self.me.machine, self.me.pid):
             return
         self._read_arrivals()
-        places = {(peer.rank, peer.host, peer.pid) for peer in peers}
-        members = [one for one in self.arrived.values() if (one.rank, one.host, one.pid) in places]
+        places = {(peer.rank, peer.machine, peer.pid) for peer in peers}
+        members = [one for one in self.arrived.values() if (one.rank, one.machine, one.pid) in places]
         holders = [one for one in members if one.rank == self.me.rank]
         held_by = "".join(f", and {describe_claim(one)}" for one in holders)
         error = RendezvousError(

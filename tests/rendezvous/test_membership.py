@@ -173,6 +173,12 @@ def test_a_rank_that_comes_after_the_verdict_is_told_who_holds_its_place(job_of_
     assert FailureRecord.read(store) is None
 
 
+def test_a_machine_of_the_same_name_does_not_hold_the_place_of_another(job_of_two):
+    call, _ = job_of_two
+    with pytest.raises(RendezvousError, match="rank 1 must be one process"):
+        call(join_record(1, boot_id="77e0"))
+
+
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_job_that_may_be_made_of_two_is_told(job_of_two, rank):
     call, store = job_of_two
