@@ -136,6 +136,7 @@ class _Membership:
         self.ranks: set[int] = set()
         self.kinds: set[tuple[Hashable, ...]] = set()
         self.has_waited = False
+        self.has_heard = False
         self.is_given_up = threading.Event()
         self.is_over = threading.Event()
 
@@ -318,7 +319,9 @@ class _Membership:
             seconds: How long to stay at most.
             with_all: Wait for ranks that are still on their way, too.
         """
-        self.store.add(protocol.VERDICT_HEARD, 1)
+        if not self.has_heard:  # one that is interrupted here parts once more
+            self.has_heard = True
+            self.store.add(protocol.VERDICT_HEARD, 1)
         if not self.job_store.is_host:
             return
         now = time.monotonic()

@@ -144,6 +144,16 @@ def test_who_serves_the_store_of_an_adopted_group_stays_until_all_know_what_is_w
         assert "distman must be the same on all ranks" in str(future.exception())
 
 
+def test_who_is_interrupted_while_it_parts_is_counted_once_as_one_that_knows():
+    store = dist.HashStore()
+    part = membership._Membership(JobStore(store, "the store"), store, join_record(1), 10.0, "the test", {})
+    with pytest.raises(RendezvousError, match="rank 0 is missing"):
+        part.accept(membership._Verdict(error="rank 0 is missing"))
+    part.is_over.set()
+    part.withdraw(KeyboardInterrupt())
+    assert store.add(protocol.VERDICT_HEARD, 0) == 1
+
+
 @pytest.fixture
 def job_of_two(point):
     """A host and a call into its store, after ranks 0 and 1 have met there."""
