@@ -18,6 +18,7 @@ BLAME = re.compile(
 MISSING = re.compile(r"missing: ranks? (.*)\. Present")  # such as `ranks 2 (expected on n3), 4`
 OPENS_STORE = "must open the job's store"  # rank 0, by whatever name
 EXITS = ("sys.exit(0)", "os._exit(0)")
+CONNECTS_MPI = re.compile(r'_rendezvous/mpi\.py", line \d+ in _broadcast')  # rank 0 does more there
 UNHANDLED = 76  # exit code of a program that has not handled the failure of another rank
 OVER_THE_STORE = ("barrier", "on_rank", "save")  # places at which the ranks wait in calls to the store
 NOT_INTERRUPTED = "This process could not be interrupted:"  # what a rank says that does not come back to Python
@@ -96,7 +97,7 @@ def _goes_on(case: Case, outcome: Outcome, survivors: list[End]) -> Iterator[str
             yield f"rank {end.rank} raised and must not end with 0"
     if outcome.launcher_code == 0:
         yield "the launcher must not end with 0"
-    has_reason = any(end.exit_code is not None or blamed(end.said) for end in survivors)
+    has_reason = any(end.exit_code is not None or blamed(end.said) or OPENS_STORE in end.said for end in survivors)
     if not has_reason and not _is_ended_by_launcher(case):
         yield "no survivor says why it ended"
 
@@ -106,7 +107,7 @@ def _wrong_end(case: Case, outcome: Outcome, end: End) -> Iterator[str]:
     who = ", ".join(f"rank {rank}" for rank in sorted(guilty))
     if end.exit_code == 0:
         yield f"rank {end.rank} must not end with 0"
-    if "Fatal Python error" in end.said and end.seconds is not None:
+    if "Fatal Python error" in end.said and end.seconds is not None and not _is_crash_of_mpi(case, end):
         yield f"rank {end.rank} crashed"
     if end.exit_code is None and end.seconds is not None and case.launcher == "env":
         yield f"rank {end.rank} was killed"
@@ -121,6 +122,12 @@ def _wrong_end(case: Case, outcome: Outcome, end: End) -> Iterator[str]:
     has_caught = is_first and not _is_held_by_store(case, end)
     if case.around == "acknowledge" and has_caught and end.exit_code not in (None, 0, ACKNOWLEDGED):
         yield f"rank {end.rank} caught the failure and must end with {ACKNOWLEDGED}, got {end.exit_code}"
+
+
+def _is_crash_of_mpi(case: Case, end: End) -> bool:
+    """Return whether it is MPI that a rank crashed in, which was connecting to a process that died."""
+    is_connecting = end.rank > 0 and CONNECTS_MPI.search(end.said) is not None
+    return case.launcher in OF_MPI and case.place == "start" and is_connecting
 
 
 def _is_held_by_store(case: Case, end: End) -> bool:

@@ -15,6 +15,11 @@ ABSENT = "2 of 3 ranks joined within 6 s; missing: rank 2 (expected on n3). Pres
 STORE_MISSED = "rank 0 (n1, pid 75), which serves the job's store at tcp://n1:3, has been silent for 4 s"
 HELD_UP = f"distman: {STORE_MISSED}\n\nThis process could not be interrupted:\nthread MainThread"
 MISSED = "RankFailedError: rank 2 (n3, pid 77) has been silent for 4 s"
+NOT_OPENED = "RendezvousError: rank 0 must open the job's store at tcp://n1:3 within 8 s"
+MPI_CRASHED = """Fatal Python error: Segmentation fault
+  File "<frozen importlib._bootstrap>", line 1232 in _handle_fromlist
+  File "distman/_rendezvous/mpi.py", line 54 in _broadcast
+"""
 
 
 def case(fault="raise@barrier:2", launcher="env", around="plain"):
@@ -92,6 +97,11 @@ def each(said, **more):
         (CAUGHT, seen(*each(NAMED, code=5))),
         (HELD, held()),
         (
+            case("sys.exit(3)@start:0", "srun"),
+            launched(killed(1, said=NOT_OPENED), killed(2), failing=ended(0, code=3)),
+        ),
+        (case("SIGSEGV@start:0", "mpich"), launched(killed(1, said=MPI_CRASHED), killed(2), failing=killed(0))),
+        (
             CUT,
             seen(
                 places={0: ("n1", 75), 1: ("n2", 76)},
@@ -127,6 +137,12 @@ def test_kept_promises(case, outcome):
         (BARRIER, seen(ended(0), killed(1)), "rank 1 was killed"),
         (SRUN, launched(killed(0), killed(1)), "no survivor says why it ended"),
         (SRUN, launched(ended(0), killed(1, said="Fatal Python error: Aborted")), "rank 1 crashed"),
+        (
+            case("SIGSEGV@start:0", "srun"),
+            launched(killed(1, said=MPI_CRASHED + NOT_OPENED), failing=killed(0)),
+            "rank 1 crashed",
+        ),
+        (case("SIGSEGV@python:0", "mpich"), launched(killed(1, said=MPI_CRASHED), failing=killed(0)), "rank 1 crashed"),
         (BARRIER, seen(left_behind=("pid 5: python",)), "left behind: pid 5"),
         (BARRIER, seen(ended(0), ended(1, left=("$TMPDIR/x",))), "rank 1 left $TMPDIR/x"),
         (CAUGHT, seen(ended(0, code=5), ended(1, code=5, open=("7: pipe",))), "rank 1 left open 7: pipe"),
