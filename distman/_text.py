@@ -1,20 +1,40 @@
-"""Text that somebody else wrote, on its way to a terminal or a log."""
+"""Text that somebody else wrote, on its way to a terminal or a log: nothing in it is a command, and it has an end."""
 
 from __future__ import annotations
 
+from typing import Annotated
+
 _INDENT = "  "
+_MOST_OF_A_LINE = 10_000  # characters: a screen or two, which every rank may print
+_MOST = 100_000  # characters: more than any honest stack
 
 
 def printable(text: str) -> str:
-    """Return a text as one line in which nothing moves a cursor: control characters and ends of lines are escaped."""
+    """Return a text as one line in which nothing moves a cursor, and of bounded length.
+
+    Escaped are control characters, ends of lines, and what is not seen or changes the order of what is: all that
+    Unicode does not take for printable.
+    """
+    left_out = len(text) - _MOST_OF_A_LINE
+    if left_out > 0:
+        half = _MOST_OF_A_LINE // 2
+        return f"{printable(text[:half])} ... {left_out} characters left out ... {printable(text[-half:])}"
     if text.isprintable():
         return text
     return "".join(one if one.isprintable() else one.encode("unicode_escape").decode() for one in text)
 
 
 def printable_lines(text: str) -> str:
-    """Return a text of several lines with each of them printable, and none that begins where a log's own line does."""
-    return "\n".join(f"{_INDENT}{printable(line)}" if line else "" for line in text.rstrip().split("\n"))
+    """Return a text of several lines with each of them printable, and none that begins where a log's own line does.
+
+    Tabs stay: source code in a traceback may have them.
+    """
+    lines = shortened(text, _MOST).rstrip().split("\n")
+    return "\n".join(_INDENT + "\t".join(map(printable, line.split("\t"))) if line else "" for line in lines)
+
+
+Line = Annotated[str, printable]
+"""A field of a message that is shown on a line: it is printable as soon as the message is decoded."""
 
 
 def shortened(text: str, limit: int) -> str:

@@ -55,15 +55,15 @@ def check_folder(folder: str | Path, manager: DistributedManager) -> FolderRepor
         The report on rank 0; None elsewhere.
     """
     if not manager.is_main:
-        name, word, problem = hand_out(manager, "the folder", None)
-        gather_reports(manager, "the folder", not problem and _reads(Path(name), word))
+        name, word, problem = hand_out(manager, "the folder", ("", "", ""), tuple[str, str, str])
+        gather_reports(manager, "the folder", not problem and _reads(Path(name), word), bool)
         return None
     path, word = Path(folder).absolute(), secrets.token_hex(16)
     file = path / f".distman-check-{secrets.token_hex(8)}"
     with removed_at_the_end(file):
         problem = _write(file, word)
-        hand_out(manager, "the folder", (str(file), word, problem))
-        reports = gather_reports(manager, "the folder", not problem and _reads(file, word)) or []
+        hand_out(manager, "the folder", (str(file), word, problem), tuple[str, str, str])
+        reports = gather_reports(manager, "the folder", not problem and _reads(file, word), bool) or []
     unseen = [] if problem else [rank for rank, is_seen in enumerate(reports) if not is_seen]
     hosts = list(dict.fromkeys(manager.roll_call[rank].host for rank in unseen))
     return FolderReport(str(path), problem or None, unseen, hosts)

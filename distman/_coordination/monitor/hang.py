@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import tempfile
 import time
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from distman._coordination import protocol, tracking
+from distman._coordination.messages import claim, count, decode, decode_index, unless_malformed
 from distman._coordination.monitor.context import WatchContext
 from distman._coordination.monitor.reading import read_at_once
 from distman._log import logger
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
 _PAUSE = 0.01  # seconds between two looks for answers, which take a fifth of a second
 _MAX_STACKS = 100_000  # characters: some hundred threads, in one message to the store
 _MAX_NAMED = 4  # ranks that are named in full in one line of the log
+_MAX_OPEN = 100  # queries, the newest ones, that are looked at: each asks once, and older ones are over
 
 Key = TypeVar("Key")
 
@@ -81,32 +84,36 @@ class StackQueries:
             ranks: Whom to ask.
             timeout: Seconds to wait for answers.
         """
-        number = self.store.add(protocol.QUERIES, 1)
+        number = count(self.store, protocol.QUERIES, 1)
         self.store.set(protocol.query(number), json.dumps(list(ranks)))
-        self.store.add(protocol.NEWS, 1)
+        count(self.store, protocol.NEWS, 1)
         until = time.monotonic() + timeout
-        while self.store.add(protocol.answered(number), 0) < len(ranks) and time.monotonic() < until:
+        while count(self.store, protocol.answered(number)) < len(ranks) and time.monotonic() < until:
             time.sleep(_PAUSE)
         self.store.delete_key(protocol.answered(number))
         self.store.delete_key(protocol.query(number))
-        answers = {}
+        answers: dict[int, Answer] = {}
         for rank in ranks:
             key = protocol.answer(number, rank)
             found = read_at_once(self.store, key)
             if found is not None:
-                answers[rank] = Answer(**json.loads(found))
+                answer = unless_malformed(functools.partial(decode, found, Answer, f"rank {rank}'s answer to a query"))
+                answers |= {rank: answer} if answer is not None else {}
                 self.store.delete_key(key)
         return answers
 
     def answer(self) -> None:
         """Answer the queries that are new."""
-        num_asked = self.store.add(protocol.QUERIES, 0)
-        for number in range(self.num_seen + 1, num_asked + 1):
-            asked = read_at_once(self.store, protocol.query(number))  # who asked may give up just now
-            if asked is not None and self.rank in json.loads(asked):
+        num_asked = count(self.store, protocol.QUERIES)
+        for number in range(max(self.num_seen, num_asked - _MAX_OPEN) + 1, num_asked + 1):
+            if self.rank in self._asked(number):
                 self.store.set(protocol.answer(number, self.rank), json.dumps(dataclasses.asdict(Answer.here())))
-                self.store.add(protocol.answered(number), 1)
+                count(self.store, protocol.answered(number), 1)
         self.num_seen = num_asked
+
+    def _asked(self, number: int) -> list[int]:
+        found = read_at_once(self.store, protocol.query(number))  # who asked may give up just now
+        return (unless_malformed(lambda: decode(found, list[int], "a query")) if found is not None else None) or []
 
 
 class HangWatch:
@@ -137,10 +144,15 @@ class HangWatch:
         late = [wait for wait in waits if time.monotonic() - wait.since > self._limit]
         if not late or self._reported is not None:
             return
-        me = str(self._context.rank)
-        if stack_queries.store.compare_set(protocol.HANG_REPORTER, "", me).decode() == me:
+        if self._is_reporter(stack_queries.store):
             self._reported = late[0]
             self._report(late[0], stack_queries)
+
+    def _is_reporter(self, store: Store) -> bool:
+        rank, size = self._context.rank, len(self._context.peers)
+        return rank == claim(
+            store, protocol.HANG_REPORTER, str(rank), lambda found: decode_index(found, size, "who reports a hang")
+        )
 
     def let_others_report(self, store: Store) -> None:
         """Let another rank report a hang, if this one did: its wait is over, or it does not look any more."""
