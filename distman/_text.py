@@ -24,13 +24,17 @@ def printable(text: str) -> str:
     return "".join(one if one.isprintable() else one.encode("unicode_escape").decode() for one in text)
 
 
-def printable_lines(text: str) -> str:
+def printable_lines(text: str, indent: str = _INDENT) -> str:
     """Return a text of several lines with each of them printable, and none that begins where a log's own line does.
 
     Tabs stay: source code in a traceback may have them.
+
+    Args:
+        text: The text.
+        indent: What each line begins with; it may be empty where no log is written, but a report.
     """
     lines = shortened(text, _MOST).rstrip().split("\n")
-    return "\n".join(_INDENT + "\t".join(map(printable, line.split("\t"))) if line else "" for line in lines)
+    return "\n".join(indent + "\t".join(map(printable, line.split("\t"))) if line else "" for line in lines)
 
 
 Line = Annotated[str, printable]

@@ -145,7 +145,7 @@ class Consensus:
                 self.store_group.store.delete_key(one)
 
     def _call(self, index: int, found: bytes) -> tuple[dict[str, str], str]:
-        return decode(found, tuple[dict[str, Line], Line], f"the call of {self.store_group.describe(index)}")
+        return decode(found, tuple[dict[Line, Line], Line], f"the call of {self.store_group.describe(index)}")
 
     def _proposal(self, found: bytes, key: str) -> _Proposal:
         what = f"what a rank asks for at {key}"

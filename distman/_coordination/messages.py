@@ -179,7 +179,7 @@ def _reader(kind: Any) -> _Reader:
     if origin is tuple:
         return _then(_list_of(_reader(parts[0])), tuple) if Ellipsis in parts else _row_of([*map(_reader, parts)])
     if origin is dict:
-        return _dict_of(_reader(parts[1]))
+        return _dict_of(*map(_reader, parts))
     if kind is object:
         return lambda value: value
     return _fields_of(kind) if dataclasses.is_dataclass(kind) else _scalar(kind)
@@ -221,8 +221,8 @@ def _row_of(readers: list[_Reader]) -> _Reader:
     return read
 
 
-def _dict_of(read: _Reader) -> _Reader:
-    return lambda value: {name: read(one) for name, one in _of_type(dict, value).items()}
+def _dict_of(read_name: _Reader, read: _Reader) -> _Reader:
+    return lambda value: {read_name(name): read(one) for name, one in _of_type(dict, value).items()}
 
 
 def _fields_of(kind: Any) -> _Reader:

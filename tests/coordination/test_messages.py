@@ -134,9 +134,9 @@ def test_what_was_written_is_read(message):
         ([1, "a"], list[int], "it must be int, got 'a'"),
         ({"a": 1}, dict[str, str], "it must be str, got 1"),
         (
-            vars(join_record(0)) | {"rank": 7, "origin": vars(join_record(0).origin), "visible": []},
+            vars(join_record(0)) | {"rank": -7, "origin": vars(join_record(0).origin), "visible": []},
             JoinRecord,
-            "7 of 2",
+            "ranks must be 0 or more",
         ),
     ],
 )
