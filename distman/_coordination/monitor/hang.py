@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
-import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -16,6 +15,7 @@ from distman._coordination.messages import claim, count, decode, decode_index, u
 from distman._coordination.monitor.context import WatchContext
 from distman._coordination.monitor.reading import read_at_once
 from distman._log import logger
+from distman._private_files import private_folder, write_new
 from distman._text import printable, printable_lines, shortened
 
 if TYPE_CHECKING:
@@ -178,7 +178,7 @@ def write_report(reason: str, asker: int, answers: Mapping[int, Answer], names: 
         asker: The rank that waits.
         answers: What the ranks answered, by rank; that of the asker among them.
         names: Who each rank is.
-        folder: Where the file goes; the temporary folder, if it cannot be written there.
+        folder: Where the file goes; a folder of this user's in the temporary one, if it cannot be written there.
     """
     silent = [rank for rank in range(len(names)) if rank not in answers]
     alike = _grouped(answers, lambda answer: (_without_seconds(answer.place), answer.stacks))
@@ -208,12 +208,13 @@ def _grouped(answers: Mapping[int, Answer], key: Callable[[Answer], Key]) -> lis
 
 def _write(text: str, folder: Path) -> Path:
     name = f"distman-hang-{time.strftime('%Y%m%d-%H%M%S')}-{time.monotonic_ns() % 10**6:06d}.txt"
-    for place in (folder, Path(tempfile.gettempdir())):
+    for is_elsewhere in (False, True):
         try:
-            (place / name).write_text(text, encoding="utf-8", errors="backslashreplace")  # of paths, say
+            path = (private_folder() if is_elsewhere else folder) / name
+            write_new(path, text)  # for nobody else: stacks tell what the program does
         except OSError:
             continue
-        return place / name
+        return path
     return Path("no file: neither folder can be written")
 
 
