@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 _PATIENCE = 60.0  # seconds for handlers elsewhere, of which nobody knows; they get as long as work in the background
 _PAUSE = 0.1  # seconds between two looks who is still there: short beside what a program needs to end
 _NUM_BYTES = 4096  # that are read at once of what a neighbour tells, and thrown away
+_MOST_READS = 100  # at a look: who tells without end is there
 
 
 class LeftBehind:
@@ -125,10 +126,8 @@ def _is_unaware(store: Store, rank: int) -> bool:
 def _is_open(connection: socket.socket) -> bool:
     """Return whether the process at the other end is there, and in the job; what it tells is known already."""
     try:
-        while connection.recv(_NUM_BYTES):
-            pass
+        return all(connection.recv(_NUM_BYTES) for _ in range(_MOST_READS))
     except BlockingIOError:
         return True
-    except OSError:
-        pass  # reset: that, too, is the end
-    return False
+    except OSError:  # reset: that, too, is the end
+        return False
