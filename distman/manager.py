@@ -18,7 +18,7 @@ from distman import _log
 from distman._coordination import protocol, tracking
 from distman._coordination.barrier import wait_for_all
 from distman._coordination.failure import hook
-from distman._coordination.monitor.watcher import failure_behind, raise_if_failed
+from distman._coordination.monitor.current_watcher import failure_behind, raise_if_failed
 from distman._coordination.preemption import StopAgreement, requeue
 from distman._coordination.wait_scope import WaitScope
 from distman._device import check_backend, requested_device
@@ -73,6 +73,10 @@ class DistributedManager(Place, GroupQueries, GroupCreation):
         repeated. Of threads that call at once one initializes, the others wait and have its answer or its error. A
         default process group that other code made is adopted, with its backend and timeout, and left in place by
         :meth:`cleanup`.
+
+        A process that has left a job and goes on serving its store, see :meth:`cleanup`, first waits until the others
+        have left that job too or one of them has failed, ten seconds at most; whoever is in the new job already waits
+        for it.
 
         Args:
             method: Name of the launcher to believe, any case; None asks

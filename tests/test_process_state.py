@@ -13,7 +13,7 @@ import distman
 from distman import DistributedManager
 from distman._coordination import tracking
 from distman._coordination.failure import hook, pending_work
-from distman._coordination.monitor import watcher
+from distman._coordination.monitor.current_watcher import is_watching
 from distman._log import logger
 from distman._process_state import puts_back, reset
 from distman.checkpoint import _background
@@ -157,9 +157,9 @@ def test_reset_within_a_wait_or_a_restricted_region_is_forgotten_at_its_end():
 def test_reset_stops_the_watcher(monkeypatch):
     monkeypatch.setenv("DISTMAN_WATCH", "1")
     DistributedManager.initialize().barrier("watched")
-    assert watcher.is_watching()
+    assert is_watching()
     reset()
-    assert not watcher.is_watching()
+    assert not is_watching()
     assert "distman-watcher" not in {thread.name for thread in threading.enumerate()}
     assert signal.getsignal(signal.SIGURG) == signal.SIG_DFL
 

@@ -90,6 +90,7 @@ class StopAgreement:
         hands each signal over.
         """
         self._is_over = True
+        self._store_group = self._keys = None  # a handler that stays would keep the store open
         if threading.current_thread() is not threading.main_thread():
             return
         for number, handler in self._previous.items():

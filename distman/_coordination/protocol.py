@@ -140,8 +140,12 @@ HANG_REPORTER = "hang reporter"
 The first one that waits too long writes it, and deletes it once its wait is over or it watches no more.
 """
 
+QUERY_NUMBERS = "query numbers"
+"""Counter that numbers the queries. Who asks raises it; it lives on."""
+
 QUERIES = "queries"
-"""Counter of queries. Who asks raises it; the watchers answer those that they have not seen. It lives on."""
+"""Numbers of the queries, each with a comma after it. Who asks appends one once that query is written; the watchers
+answer those that they have not seen. It lives on."""
 
 
 def answered(number: int) -> str:

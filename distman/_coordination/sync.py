@@ -14,7 +14,7 @@ import torch.distributed as dist
 from distman._coordination import protocol
 from distman._coordination.failure.record import FailureRecord, Place
 from distman._coordination.messages import add_to, count
-from distman._coordination.monitor.watcher import let_others_hear_first, raise_if_failed
+from distman._coordination.monitor.current_watcher import let_others_hear_first, raise_if_failed
 
 if TYPE_CHECKING:
     from torch.distributed import Store

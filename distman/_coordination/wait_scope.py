@@ -9,7 +9,7 @@ from typing import ParamSpec, TypeVar
 
 import torch
 
-from distman._coordination.monitor.watcher import failure_behind, mismatch_behind, note_raised, raise_if_failed
+from distman._coordination.monitor.current_watcher import failure_behind, mismatch_behind, note_raised, raise_if_failed
 from distman._coordination.tracking import TrackedWait
 from distman.errors import PlanMismatchError, RankFailedError
 

@@ -16,6 +16,7 @@ from distman._rendezvous import mpi
 from distman._rendezvous.join import Rendezvous
 from distman._rendezvous.peers import Peer, Peers
 from distman.environments import LaunchEnvironment
+from distman.errors import RankFailedError
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,9 +82,16 @@ class Job:
 
     def end_after(self, error: BaseException) -> None:
         """Make the launcher end the job once this process ends, where it would not do so by itself."""
-        abort_job(self.environment, error)
+        abort_job(self.environment, error, is_beside=isinstance(error, RankFailedError) and self._is_beside(error))
+
+    def _is_beside(self, error: RankFailedError) -> bool:
+        """Return whether the rank that an error tells of runs on this host; it may be of another job."""
+        if error.rank not in range(self.world_size):
+            return False
+        failed = self.roll_call[error.rank]
+        return (failed.machine, failed.pid) == (self.peer.machine, error.pid)
 
 
-def abort_job(environment: LaunchEnvironment, error: BaseException) -> None:
+def abort_job(environment: LaunchEnvironment, error: BaseException, *, is_beside: bool = False) -> None:
     if environment.world_size > 1 and not mpi.abort_at_exit():
-        abort_job_after(error, environment)
+        abort_job_after(error, environment, is_beside=is_beside)

@@ -72,7 +72,7 @@ def leave(job: Job, watcher: Watcher | None, *, is_at_exit: bool = False) -> Non
     rendezvous = job.rendezvous
     if rendezvous is None:
         return
-    is_host = rendezvous.job_store.store_rank == job.peer.rank
+    is_host = rendezvous.job_store.is_host
     if watcher is not None and not is_host:
         watcher.stop()
     if watcher is None or not (watcher.has_let_go or watcher.has_store_rank_failed):

@@ -20,7 +20,8 @@ from distman._coordination.failure.record import FailureRecord
 from distman._coordination.failure.reporter import JobReporter
 from distman._coordination.messages import count
 from distman._coordination.monitor.context import WatchContext, WatchLimits
-from distman._coordination.monitor.watcher import Watcher, announce_unwatched, failure_behind
+from distman._coordination.monitor.current_watcher import failure_behind
+from distman._coordination.monitor.watcher import Watcher, announce_unwatched
 from distman._device import backend_for, is_pure_gloo, pick_device
 from distman._job.interface import choose_interface, forget_interface
 from distman._job.job import Job, Limits, abort_job

@@ -172,6 +172,7 @@ class _Membership:
         self.ranks: set[int] = set()
         self.kinds: set[tuple[Hashable, ...]] = set()
         self.has_waited = False
+        self.has_heard = False
         self.is_given_up = threading.Event()
         self.is_over = threading.Event()
 
@@ -344,11 +345,11 @@ class _Membership:
     def _check_my_place(self, peers: Peers) -> None:
         """Refuse to take part where another process holds this rank, and end a job that may be made of two."""
         holder = peers[self.me.rank] if self.me.rank < len(peers) else None
-        if holder is not None and (holder.host, holder.pid) == (self.me.host, self.me.pid):
+        if holder is not None and (holder.machine, holder.pid) == (self.me.machine, self.me.pid):
             return
         self._read_arrivals()
-        places = {(peer.rank, peer.host, peer.pid) for peer in peers}
-        members = [one for one in self.arrived.values() if (one.rank, one.host, one.pid) in places]
+        places = {(peer.rank, peer.machine, peer.pid) for peer in peers}
+        members = [one for one in self.arrived.values() if (one.rank, one.machine, one.pid) in places]
         holders = [one for one in members if one.rank == self.me.rank]
         held_by = "".join(f", and {describe_claim(one)}" for one in holders)
         error = RendezvousError(
@@ -369,7 +370,9 @@ class _Membership:
             seconds: How long to stay at most.
             with_all: Wait for ranks that are still on their way, too.
         """
-        count(self.store, protocol.VERDICT_HEARD, 1)
+        if not self.has_heard:  # one that is interrupted here parts once more
+            self.has_heard = True
+            count(self.store, protocol.VERDICT_HEARD, 1)
         if not self.job_store.is_host:
             return
         now = time.monotonic()

@@ -29,6 +29,7 @@ class Peer:
         node_rank: Index of its host.
         num_nodes: Number of hosts.
         host: Name of its host.
+        boot_id: What tells that host from others of the same name; empty where the system does not show it.
         pid: Its process id there.
         device: The device it computes on, such as ``"cuda:0"``.
         device_uuid: That device's UUID; empty for the CPU.
@@ -43,6 +44,7 @@ class Peer:
     node_rank: int
     num_nodes: int
     host: Line
+    boot_id: Line
     pid: int
     device: Line
     device_uuid: Line
@@ -52,6 +54,11 @@ class Peer:
 
     def __str__(self) -> str:
         return f"rank {self.rank} ({self.host}, pid {self.pid})"
+
+    @property
+    def machine(self) -> tuple[str, str]:
+        """Its host, as in its join record."""
+        return self.host, self.boot_id
 
 
 class Peers(Sequence[Peer]):
@@ -165,6 +172,7 @@ def complete(arrived: Sequence[JoinRecord]) -> Peers:
                 node_rank=_either(join_record.node_rank, node_ranks[join_record.machine]),
                 num_nodes=_either(join_record.num_nodes, len(by_machine)),
                 host=join_record.host,
+                boot_id=join_record.boot_id,
                 pid=join_record.pid,
                 device=device,
                 device_uuid=device_uuid,

@@ -93,7 +93,10 @@ def _listeners(port: int) -> Iterator[str]:
 
 
 def address_towards(name: str) -> str | None:
-    """Return the address of this host on the way to another one; None where there is no way, or none is needed."""
+    """Return the address of this host on the way to another one; None where there is no way, or it is the loopback.
+
+    The name of a host at which others meet leads back to it: then it is the address by which they come.
+    """
     try:
         family, address = _resolve(name)[0]
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
@@ -101,7 +104,7 @@ def address_towards(name: str) -> str | None:
             own = str(probe.getsockname()[0])
     except OSError:
         return None
-    return None if _is_loopback(own) or own == address else own
+    return None if _is_loopback(own) else own
 
 
 def _resolve(name: str) -> list[tuple[socket.AddressFamily, str]]:

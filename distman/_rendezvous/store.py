@@ -45,8 +45,8 @@ class JobStore:
         url: Where the ranks met, such as ``tcp://n1:23145``.
         server: The handshake server of the job, in the process that opened the store; None elsewhere.
         session: Name of this opening of the server; None where there is none, or it is here.
-        store_rank: The rank that serves the store, once the verdict has told; None where none of them does, but a
-            launcher's agent, say.
+        store_rank: The rank for which ``is_host`` is true, once the verdict has told the others; None where it is none,
+            but a launcher's agent, say.
         is_adopted_here: Whether other code of this process serves the store.
     """
 

@@ -174,7 +174,7 @@ def _shift(
     if not dims or len(set(dims)) != len(dims):
         raise ValueError(
             f"dim must hold one or more different dims, got {dim!r} for a tensor of {tensor.ndim} dims. "
-            "A scalar has none to shift."
+            "Name each dim once; a scalar has none to shift."
         )
     if shard_dim is None and len(dims) > 1:
         raise ValueError(f"shard_dim must be given where several dims are shifted, got {dims}. Pass the sharded one.")

@@ -68,7 +68,7 @@ def measure_scale(num_ranks: int = 10_000, seconds: float = 5.0) -> None:
     import torch.distributed as dist
 
     from distman._coordination import protocol
-    from distman._coordination.monitor.context import INTERVALS_PER_BEAT, interval
+    from distman._coordination.monitor.context import _INTERVALS_PER_BEAT, interval
 
     port = _free_port()
     server = subprocess.Popen([sys.executable, __file__, "serve_here", str(port)])
@@ -78,7 +78,7 @@ def measure_scale(num_ranks: int = 10_000, seconds: float = 5.0) -> None:
     before, began = _seconds_of_process(server.pid), time.perf_counter()
     for number in range(num_looks):
         store.add(protocol.NEWS, 0)
-        if number % INTERVALS_PER_BEAT == 0:
+        if number % _INTERVALS_PER_BEAT == 0:
             beat = protocol.beat(number % num_ranks)
             store.set(beat, "at some place of the program, for some seconds")
             store.check([beat])

@@ -84,7 +84,19 @@ def test_the_offset_of_a_clock_is_within_its_uncertainty(ahead):
 def peers(num_nodes=2, per_node=2):
     return [
         Peer(
-            rank, rank % per_node, per_node, rank // per_node, num_nodes, host, 100 + rank, "cpu", "", "slurm", "2", "1"
+            rank,
+            rank % per_node,
+            per_node,
+            rank // per_node,
+            num_nodes,
+            host,
+            "5c9a",
+            100 + rank,
+            "cpu",
+            "",
+            "slurm",
+            "2",
+            "1",
         )
         for rank in range(num_nodes * per_node)
         for host in [f"n{rank // per_node + 1}"]

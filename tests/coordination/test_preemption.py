@@ -5,6 +5,7 @@ import os
 import random
 import signal
 import threading
+import weakref
 
 import pytest
 from torch.distributed import HashStore
@@ -146,6 +147,16 @@ def test_after_an_end_in_another_thread_signals_mean_what_they_meant(seen):
         assert later.decide()
         assert len(seen) == 2 * count
         later.restore()
+
+
+@pytest.mark.usefixtures("seen")
+def test_after_an_end_in_another_thread_nothing_keeps_the_store():
+    store, (agreement,) = agreements(1)
+    kept = weakref.ref(store)
+    agreement.listen()
+    restore_elsewhere(agreement)
+    del store, agreement
+    assert kept() is None
 
 
 @pytest.mark.parametrize("is_wrapped", [False, True])

@@ -19,6 +19,8 @@ MISSING = re.compile(r"missing: ranks? (.*)\. Present")  # such as `ranks 2 (exp
 OPENS_STORE = "must open the job's store"  # rank 0, by whatever name
 EXITS = ("sys.exit(0)", "os._exit(0)")
 UNHANDLED = 76  # exit code of a program that has not handled the failure of another rank
+OVER_THE_STORE = ("barrier", "on_rank", "save")  # places at which the ranks wait in calls to the store
+NOT_INTERRUPTED = "This process could not be interrupted:"  # what a rank says that does not come back to Python
 
 
 def judge(case: Case, outcome: Outcome) -> list[str]:
@@ -116,8 +118,16 @@ def _wrong_end(case: Case, outcome: Outcome, end: End) -> Iterator[str]:
         yield f"rank {end.rank} must say {missing!r}, got: {_sentence(end.said, named)}"
     # The error of torch's own collective may come before the other rank's, when that ends.
     is_first = case.place != "collective"
-    if case.around == "acknowledge" and is_first and end.exit_code not in (None, 0, ACKNOWLEDGED):
+    has_caught = is_first and not _is_held_by_store(case, end)
+    if case.around == "acknowledge" and has_caught and end.exit_code not in (None, 0, ACKNOWLEDGED):
         yield f"rank {end.rank} caught the failure and must end with {ACKNOWLEDGED}, got {end.exit_code}"
+
+
+def _is_held_by_store(case: Case, end: End) -> bool:
+    """Return whether a rank had to end without its handlers: in a call to a store whose process is stopped."""
+    is_stopped = case.launcher != "torchrun" and Fault("SIGSTOP", 0) in case.faults  # else its agent serves the store
+    is_held = end.exit_code == UNHANDLED and NOT_INTERRUPTED in end.said
+    return is_stopped and case.place in OVER_THE_STORE and is_held
 
 
 def _names(case: Case, outcome: Outcome, text: str, guilty: set[int]) -> bool:

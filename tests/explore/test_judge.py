@@ -12,6 +12,8 @@ from .page import Finding, as_markdown
 NAMED = "RankFailedError: rank 2 (n3, pid 77) raised ValueError: boom"
 DIED = "RankFailedError: rank 2 (n3, pid 77) died: its connection broke."
 ABSENT = "2 of 3 ranks joined within 6 s; missing: rank 2 (expected on n3). Present: 0 (n1, pid 75)"
+STORE_MISSED = "rank 0 (n1, pid 75), which serves the job's store at tcp://n1:3, has been silent for 4 s"
+HELD_UP = f"distman: {STORE_MISSED}\n\nThis process could not be interrupted:\nthread MainThread"
 MISSED = "RankFailedError: rank 2 (n3, pid 77) has been silent for 4 s"
 
 
@@ -29,6 +31,7 @@ LAST = case("SIGKILL@end:2")
 HARMLESS = case("raise-in-del@barrier:2")
 LEFT = case("sys.exit(0)@python:2")
 CAUGHT = case(around="acknowledge")
+HELD = case("SIGSTOP@barrier:0", around="acknowledge")
 CUT = Case.parse("launcher=env hosts=2 ranks=2 fault=cut@python:0 around=plain")
 
 
@@ -53,6 +56,12 @@ def ended(rank=1, seconds=0.4, code=1, said=NAMED, **more):
 
 def killed(rank=1, said=""):
     return ended(rank, code=None, said=said)
+
+
+def held(*, said=HELD_UP, code=76, **more):
+    """Return what is seen where the rank that serves the store is stopped, and one of two others ends so."""
+    first = ended(0, seconds=None, code=None, said="")
+    return seen(first, ended(1, 8.1, code, said), failing=ended(2, 8.1, 5, STORE_MISSED), **more)
 
 
 def done(rank=1):
@@ -81,6 +90,7 @@ def each(said, **more):
         (LEFT, seen(done(0), done(1), failing=done(2))),
         (EARLY, seen(*each(ABSENT, seconds=8.5), failing=killed(2))),
         (CAUGHT, seen(*each(NAMED, code=5))),
+        (HELD, held()),
         (
             CUT,
             seen(
@@ -121,6 +131,15 @@ def test_kept_promises(case, outcome):
         (BARRIER, seen(ended(0), ended(1, left=("$TMPDIR/x",))), "rank 1 left $TMPDIR/x"),
         (CAUGHT, seen(ended(0, code=5), ended(1, code=5, open=("7: pipe",))), "rank 1 left open 7: pipe"),
         (CAUGHT, seen(ended(0, code=5), ended(1, code=1)), "must end with 5, got 1"),
+        (HELD, held(said=STORE_MISSED), "must end with 5, got 76"),
+        (HELD, held(code=1), "must end with 5, got 1"),
+        (case("GIL@barrier:0", around="acknowledge"), held(), "must end with 5, got 76"),
+        (case("SIGSTOP@python:0", around="acknowledge"), held(), "must end with 5, got 76"),
+        (
+            case("SIGSTOP@barrier:0", "torchrun", "acknowledge"),
+            held(launcher_seconds=9.0, launcher_code=1),
+            "must end with 5, got 76",
+        ),
         (
             EARLY,
             seen(ended(0, said="missing: rank 1. Present"), ended(1, said=ABSENT)),

@@ -72,8 +72,14 @@ WRONG = [
         lambda: fft.fftshift(torch.ones(2, 2)),
         r"shard_dim must be given where several dims are shifted, got \(0, 1\)",
     ),
-    (lambda: fft.fftshift(torch.ones(2, 2), (0, -2)), r"dim must hold one or more different dims, got \(0, -2\)"),
-    (lambda: fft.fftshift(torch.tensor(1.0)), r"got \(\) for a tensor of 0 dims\. A scalar has none"),
+    (
+        lambda: fft.fftshift(torch.ones(2, 2), (0, -2)),
+        r"dim must hold one or more different dims, got \(0, -2\) for a tensor of 2 dims\. Name each dim once",
+    ),
+    (
+        lambda: fft.fftshift(torch.tensor(1.0)),
+        r"got \(\) for a tensor of 0 dims\. Name each dim once; a scalar has none to shift\.",
+    ),
     (lambda: fft.ifftshift(torch.ones(2, 2), 2), "dim must be between -2 and 1"),
     (lambda: fft.ifftshift(torch.ones(2), sizes=[1, 1]), "must have length sizes"),
 ]

@@ -17,19 +17,10 @@ from distman import (
     UndefinedGroupError,
     initialize_ddp,
 )
-from distman._process_state import reset
 from distman.collectives import all_gather_v, broadcast_data, fused_all_reduce
 from distman.decorators import on_rank
 from distman.metrics import aggregate_loss
 from distman.testing import ranks
-
-
-@pytest.fixture(autouse=True)
-def fresh_process():
-    reset()
-    yield
-    reset()
-
 
 # Every public call that takes a duration.
 DURATIONS = {

@@ -8,14 +8,6 @@ from unittest import mock
 import pytest
 
 from distman import DistributedManager
-from distman._process_state import reset
-
-
-@pytest.fixture(autouse=True)
-def fresh_process():
-    reset()
-    yield
-    reset()
 
 
 def is_property(name):

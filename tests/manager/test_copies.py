@@ -12,18 +12,10 @@ import torch
 from torch.optim.swa_utils import AveragedModel
 
 from distman import DistributedManager, NotInitializedError, ParallelExecutor
-from distman._process_state import reset
 from distman.handler import NNHandler
 from distman.testing import ranks
 
 from .views import Layer, ask
-
-
-@pytest.fixture(autouse=True)
-def fresh_process():
-    reset()
-    yield
-    reset()
 
 
 def saved_by_torch(value):

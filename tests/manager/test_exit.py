@@ -9,18 +9,10 @@ import pytest
 
 from distman import DistmanError, DistributedManager, NotInitializedError, RankFailedError
 from distman._coordination import protocol
-from distman._process_state import reset
 from distman.decorators import on_rank
 from distman.testing import ranks
 
 from .test_forks import CONCERNS_OTHERS, IS_KNOWN
-
-
-@pytest.fixture(autouse=True)
-def fresh_process():
-    reset()
-    yield
-    reset()
 
 
 def leave_at_exit():

@@ -11,20 +11,12 @@ import torch.distributed as dist
 
 from distman import DistmanError, DistributedManager, NotInitializedError, ProcessGroupConfig, ProcessGroupNode
 from distman._coordination import protocol
-from distman._process_state import reset
 from distman.collectives import all_gather_v, broadcast_data
 from distman.decorators import on_rank
 from distman.metrics import aggregate_loss
 from distman.testing import ranks
 
 LIMIT = 30  # seconds after which a child that waits is ended
-
-
-@pytest.fixture(autouse=True)
-def fresh_process():
-    reset()
-    yield
-    reset()
 
 
 def in_child(function):

@@ -6,16 +6,8 @@ import pytest
 import torch.distributed as dist
 
 from distman import DistributedManager, RankFailedError
-from distman._coordination.monitor.watcher import is_watching
-from distman._process_state import reset
+from distman._coordination.monitor.current_watcher import is_watching
 from distman.testing import ranks
-
-
-@pytest.fixture(autouse=True)
-def fresh_process():
-    reset()
-    yield
-    reset()
 
 
 @pytest.fixture

@@ -12,17 +12,9 @@ import pytest
 
 from distman import DistmanError, DistributedManager, NotInitializedError, RendezvousError
 from distman._manager.one_at_a_time import OneAtATime
-from distman._process_state import reset
 from distman.testing import ranks
 
 NUM_THREADS = 6
-
-
-@pytest.fixture(autouse=True)
-def fresh_process():
-    reset()
-    yield
-    reset()
 
 
 def at_once(function, num_threads=NUM_THREADS):

@@ -7,19 +7,11 @@ import torch
 import torch.distributed as dist
 
 from distman import DistributedManager, UndefinedGroupError, initialize_ddp
-from distman._process_state import reset
 from distman.collectives import all_gather_objects, all_gather_v, broadcast_if_ddp, fused_all_reduce
 from distman.metrics import aggregate_loss, reduce_loss
 from distman.testing import ranks
 
 from .test_without_manager import NEEDS_MANAGER, WORKS_ALONE, files  # noqa: F401 - a fixture
-
-
-@pytest.fixture(autouse=True)
-def fresh_process():
-    reset()
-    yield
-    reset()
 
 
 @ranks(2, 3, manager=False)

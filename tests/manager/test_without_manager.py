@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from distman import DistributedManager, NotInitializedError, fft
-from distman._process_state import reset
 from distman.checkpoint import (
     CheckpointFolder,
     load,
@@ -137,13 +136,6 @@ ASKS_NOBODY = {
     *("ParallelExecutor", "as_cpu", "parallelize_on_gpus", "initialize_ddp"),
     *("Callback", "EarlyStopping", "History", "LearningRateMonitor", "ModelCheckpoint", "NNHandler", "Preempted"),
 }
-
-
-@pytest.fixture(autouse=True)
-def fresh_process():
-    reset()
-    yield
-    reset()
 
 
 @pytest.fixture

@@ -144,6 +144,16 @@ def test_who_serves_the_store_of_an_adopted_group_stays_until_all_know_what_is_w
         assert "distman must be the same on all ranks" in str(future.exception())
 
 
+def test_who_is_interrupted_while_it_parts_is_counted_once_as_one_that_knows():
+    store = dist.HashStore()
+    part = membership._Membership(JobStore(store, "the store"), store, join_record(1), 10.0, "the test", {})
+    with pytest.raises(RendezvousError, match="rank 0 is missing"):
+        part.accept(membership._Verdict(error="rank 0 is missing"))
+    part.is_over.set()
+    part.withdraw(KeyboardInterrupt())
+    assert store.add(protocol.VERDICT_HEARD, 0) == 1
+
+
 @pytest.fixture
 def job_of_two(point):
     """A host and a call into its store, after ranks 0 and 1 have met there."""
@@ -171,6 +181,12 @@ def test_a_rank_that_comes_after_the_verdict_is_told_who_holds_its_place(job_of_
     with pytest.raises(RendezvousError, match=r"got pid 9 on n1 .* after .* and pid 101 on n1"):
         call(comes_later(1, 3600))
     assert FailureRecord.read(store) is None
+
+
+def test_a_machine_of_the_same_name_does_not_hold_the_place_of_another(job_of_two):
+    call, _ = job_of_two
+    with pytest.raises(RendezvousError, match="rank 1 must be one process"):
+        call(join_record(1, boot_id="77e0"))
 
 
 @pytest.mark.parametrize("rank", [0, 1])

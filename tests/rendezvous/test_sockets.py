@@ -51,6 +51,13 @@ def test_the_loopback_is_no_way_to_another_host():
     assert address_towards("no-such-host.invalid") is None
 
 
+def test_the_way_to_an_address_of_this_host_is_that_address():
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect(("192.0.2.1", 9))  # sends nothing: it asks which address the way out has
+        own = probe.getsockname()[0]
+    assert address_towards(own) == own
+
+
 def test_a_name_may_begin_like_that_of_the_loopback():
     assert means_loopback("localhost")
     assert not means_loopback("localhost-7")

@@ -78,7 +78,8 @@ class Interruption:
         self._previous: Callable[[int, FrameType | None], Any] | int | None = None
         self._is_installed = threading.current_thread() is threading.main_thread()
         if self._is_installed:
-            self._previous = signal.signal(_SIGNAL, self._handle)
+            self._previous = _handler_in_use()
+            signal.signal(_SIGNAL, self._handle)
 
     @contextlib.contextmanager
     def awaited(self) -> Iterator[None]:
@@ -92,6 +93,7 @@ class Interruption:
     def restore(self) -> None:
         """Put the signal handler back that was there before, and let go of the error that was raised last.
 
+        Only the main thread can put it back; in others this one stays, and hands each signal over.
         One that the program has in hand, on its way through a ``finally`` for instance, is let go when it is gone.
         """
         if self._delivery is not None and self._delivery.is_in_hand():
@@ -100,6 +102,8 @@ class Interruption:
             self._delivery.conclude()
         if self._is_installed and threading.current_thread() is threading.main_thread():
             signal.signal(_SIGNAL, self._previous if self._previous is not None else signal.SIG_DFL)
+        elif self._is_installed:
+            self._abort_job = _forget  # the handler that stays would keep the job, and its store open
         self._is_installed = False
 
     def _let_go(self, delivery: Delivery) -> None:
@@ -204,3 +208,15 @@ class Interruption:
         hook.write(f"distman: {error}{complaint}\n\n{what}\n{stacks()}")
         self._abort_job(error)
         hook.exit_now(EXIT_CODE)
+
+
+def _forget(_: BaseException) -> None:
+    """Do nothing: the job is over."""
+
+
+def _handler_in_use() -> Callable[[int, FrameType | None], Any] | int | None:
+    """Return what handles the signal, or did before interruptions that are over."""
+    handler = signal.getsignal(_SIGNAL)
+    while isinstance(one := getattr(handler, "__self__", None), Interruption) and not one._is_installed:
+        handler = one._previous
+    return handler

@@ -7,7 +7,6 @@ import functools
 import os
 import shlex
 import signal
-import socket
 import stat
 import subprocess
 import time
@@ -35,7 +34,7 @@ _PATIENCE = 10.0
 """Seconds that the command which cancels the job may take: the scheduler may be busy."""
 
 
-def abort_job_after(error: BaseException, environment: LaunchEnvironment) -> None:
+def abort_job_after(error: BaseException, environment: LaunchEnvironment, *, is_beside: bool = False) -> None:
     """Let the launcher end the whole job once this process ends because of an error, if it must be asked to.
 
     A launcher that ignores exit codes is asked by every rank. One that waits for every rank would wait for ever for one
@@ -44,11 +43,12 @@ def abort_job_after(error: BaseException, environment: LaunchEnvironment) -> Non
     Args:
         error: Why this process ends.
         environment: What the launcher said.
+        is_beside: Whether it tells of a rank that is known to run on this host.
     """
     if environment.world_size == 1:
         return
     actions: list[Callable[[], None]] = []
-    if isinstance(error, RankFailedError) and error.error_type == SILENT and error.host == socket.gethostname():
+    if isinstance(error, RankFailedError) and error.error_type == SILENT and is_beside:
         actions.append(functools.partial(_end_if_stopped, error.pid))
     launcher = LAUNCHERS[environment.launcher]
     if launcher.on_failure is OnFailure.NEEDS_ABORT:

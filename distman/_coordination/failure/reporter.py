@@ -17,7 +17,7 @@ from distman._coordination.failure import hook
 from distman._coordination.failure.record import SILENT, FailureRecord
 from distman._coordination.messages import count
 from distman._coordination.monitor.context import interval, late_after
-from distman._coordination.monitor.watcher import failure_behind, is_watching, look_after_others
+from distman._coordination.monitor.current_watcher import failure_behind, is_watching, look_after_others
 from distman._coordination.timeouts import run_with_timeout
 from distman.errors import RankFailedError
 

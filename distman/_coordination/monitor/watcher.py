@@ -30,18 +30,17 @@ from distman._coordination.messages import (
     unless_malformed,
 )
 from distman._coordination.monitor.context import WatchContext, WatchLimits, late_after
+from distman._coordination.monitor.current_watcher import current, set_current
 from distman._coordination.monitor.hang import HangWatch, StackQueries
 from distman._coordination.monitor.left_behind import LeftBehind
-from distman._coordination.monitor.mismatch import mismatch
 from distman._coordination.monitor.peer_monitor import PeerMonitor, give_sign, read_sign
 from distman._coordination.monitor.store_connection import limit_unanswered
 from distman._coordination.monitor.watchdog import Watchdog
-from distman._coordination.tracking import TrackedWait
 from distman._log import logger
 from distman._process_state import puts_back
 from distman._text import Line, printable
-from distman._torch_internals import is_lost_connection, is_unreachable
-from distman.errors import DistmanError, RankFailedError
+from distman._torch_internals import is_unreachable
+from distman.errors import RankFailedError
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -54,8 +53,6 @@ _PATIENCE = 1.0  # seconds for a failure to become known, and for a watcher to a
 _JOIN_PATIENCE = 2.0  # seconds for the threads to end, which takes milliseconds unless the store is stuck
 _PAUSE = 0.01  # seconds between two looks for an answer that another rank, or thread, is about to write
 _MAX_ERRORS = 10  # looks that fail for no known reason; one may be bad luck, and to be watched is worth another try
-
-_current: Watcher | None = None
 
 
 class Watcher:
@@ -118,8 +115,7 @@ class Watcher:
         When it returns, the first sign of life is there, and the address at which the rank before connects: from then
         on this rank is missed if it falls silent or dies.
         """
-        global _current
-        _current = self
+        set_current(self)
         give_sign(self._context.store, self._context.rank)
         if self._watchdog is not None:
             self._watchdog.start()
@@ -170,8 +166,7 @@ class Watcher:
 
         Blocks until the threads have ended, for milliseconds; one that waits for a silent store is left.
         """
-        global _current
-        _current = None
+        set_current()
         self._is_program_done.set()
         self._is_stopping.set()
         try:
@@ -435,68 +430,7 @@ def announce_unwatched(store: Store, rank: int) -> None:
 
 @puts_back
 def _stop_current() -> None:
-    watcher = _current
+    watcher = current()
     if watcher is not None:
         watcher.stop()
         watcher.close()
-
-
-def is_watching() -> bool:
-    """Return whether this process has a watcher."""
-    return _current is not None
-
-
-def note_raised(error: RankFailedError) -> RankFailedError:
-    """Return an error that a wait raises; the watcher then need not raise one itself if it is of the same failure."""
-    if _current is not None:
-        _current.note(error)
-    return error
-
-
-def look_after_others(record: FailureRecord) -> None:
-    """Let the watcher of this process, if it has one, do what :meth:`Watcher.look_after_others` says."""
-    if _current is not None:
-        _current.look_after_others(record)
-
-
-def raise_if_failed() -> None:
-    """Begin nothing that waits for other ranks once one has failed, this one perhaps.
-
-    Raises:
-        RankFailedError: The failure.
-    """
-    if _current is not None and _current.record is not None:
-        raise _current.record.to_error()
-
-
-def let_others_hear_first() -> None:
-    """If this process serves the store, wait until the others know the failure on record too.
-
-    Blocking. The program may end at once when it learns of a failure, and the others would then miss the store only.
-    """
-    if _current is not None and _current.is_store_rank:
-        _current.wait_until_known()
-
-
-def mismatch_behind(error: BaseException, wait: TrackedWait) -> str:
-    """Return why a call does not match those of other ranks, if its connection broke because of that, or nothing."""
-    watcher, call = _current, wait.call
-    if call is None or watcher is None or not (wait.mismatch or is_lost_connection(error)):
-        return ""
-    with contextlib.suppress(dist.DistError):  # then the store is gone
-        return wait.mismatch or mismatch(watcher.store, call)
-    return ""
-
-
-def failure_behind(error: BaseException, operation: str = "a collective") -> FailureRecord | None:
-    """Return the failure on another rank because of which a connection of this one broke, as far as it is known.
-
-    Blocking, for a second at most.
-
-    Args:
-        error: The error of the connection.
-        operation: What this rank was doing.
-    """
-    if _current is None or isinstance(error, DistmanError) or not is_lost_connection(error):
-        return None  # an error of the package knows its cause, whatever words of others it quotes
-    return _current.explain(error, operation)

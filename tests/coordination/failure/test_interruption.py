@@ -1,11 +1,13 @@
 """A failure that ends what the main thread does, whatever that is."""
 
 import contextlib
+import functools
 import os
 import signal
 import subprocess
 import sys
 import threading
+import weakref
 from pathlib import Path
 
 import pytest
@@ -54,6 +56,23 @@ def test_the_main_thread_raises_it_until_it_is_handled_by_name():
             RankFailedError, match=r"rank 1 .* raised ValueError: boom[^$]*caught 2 times .*in test_the"
         ):
             wait_for_it(thread)
+
+
+def test_a_job_that_was_left_in_another_thread_leaves_nothing_but_the_first_handler():
+    before = signal.getsignal(signal.SIGURG)
+    jobs = []
+    for _ in range(3):
+        abort_job = functools.partial(id)  # an object that can be missed
+        jobs.append(weakref.ref(abort_job))
+        interruption = Interruption(abort_job, threading.Event())
+        del abort_job
+        thread = threading.Thread(target=interruption.restore)
+        thread.start()
+        thread.join()
+    assert [job() for job in jobs] == [None] * 3
+    interruption = Interruption(lambda _: None, threading.Event())
+    interruption.restore()
+    assert signal.getsignal(signal.SIGURG) == before
 
 
 def test_an_error_that_the_main_thread_raises_itself_is_not_raised_again():

@@ -101,6 +101,36 @@ def test_a_query_is_answered(make_ranks):
     assert not ranks.store.check([protocol.query(1)])
 
 
+class WakingStore(HashStore):
+    """A store in which a watcher looks for queries just before one is written, as another rank's query may wake it."""
+
+    watcher: StackQueries
+
+    def set(self, key, value):
+        if key == protocol.query(1):
+            self.watcher.answer()
+        super().set(key, value)
+
+
+def test_a_query_is_answered_by_a_watcher_that_woke_while_it_was_written():
+    store = WakingStore()
+    store.watcher = StackQueries(store, 1)
+    done = threading.Event()
+
+    def ask():
+        try:
+            return StackQueries(store, 0).ask([1], 5)
+        finally:
+            done.set()
+
+    def answer():
+        while not done.is_set():
+            store.watcher.answer()
+
+    answers, _ = at_once(ask, answer)
+    assert answers.keys() == {1}
+
+
 class DeletingStore(HashStore):
     """A store in which each key is deleted right after it was found."""
 
@@ -118,7 +148,8 @@ def test_what_another_rank_deletes_meanwhile_is_not_waited_for():
     store = DeletingStore()
     store.set(protocol.beat(1), "1700000000.0 in barrier at train.py:3")
     assert read_sign(store, 1).endswith("in barrier at train.py:3")
-    store.set(protocol.query(store.add(protocol.QUERIES, 1)), "[1]")
+    store.set(protocol.query(1), "[1]")
+    store.append(protocol.QUERIES, "1,")
     StackQueries(store, 1).answer()
     assert store.add(protocol.answered(1), 0) == 1
 

@@ -16,16 +16,11 @@ from distman._coordination.failure.record import DIED, LEFT, SILENT, FailureReco
 from distman._coordination.messages import count
 from distman._coordination.monitor import watcher as watcher_module
 from distman._coordination.monitor.context import WatchContext, WatchLimits
+from distman._coordination.monitor.current_watcher import failure_behind, is_watching, raise_if_failed
 from distman._coordination.monitor.hang import StackQueries
-from distman._coordination.monitor.watcher import (
-    NO_ANSWER,
-    Watcher,
-    failure_behind,
-    is_lost_connection,
-    is_watching,
-    raise_if_failed,
-)
+from distman._coordination.monitor.watcher import NO_ANSWER, Watcher
 from distman._coordination.tracking import TrackedWait
+from distman._torch_internals import is_lost_connection
 from distman.errors import RankFailedError
 
 from ..ranks import at_once, failure_on, leave, places

@@ -23,15 +23,7 @@ from distman import (
 )
 from distman._coordination.failure import hook
 from distman._log import logger
-from distman._process_state import reset
 from distman.testing import fake_environment, ranks
-
-
-@pytest.fixture(autouse=True)
-def fresh_process():
-    reset()
-    yield
-    reset()
 
 
 def pretend(monkeypatch, environ):
@@ -294,6 +286,7 @@ def test_a_simulated_group_is_adopted_without_asking_anyone(monkeypatch):
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     pretend(monkeypatch, {"RANK": "3", "WORLD_SIZE": "1024"})
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)  # torch wraps it for good
     dist.init_process_group("fake", store=FakeStore(), rank=3, world_size=1024)
     try:
         manager = DistributedManager.initialize()

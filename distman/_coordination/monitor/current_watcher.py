@@ -1,0 +1,94 @@
+"""The watcher of this process: whoever waits for other ranks asks it why they do not come."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING
+
+import torch.distributed as dist
+
+from distman._coordination.failure.record import FailureRecord
+from distman._coordination.monitor.mismatch import mismatch
+from distman._coordination.tracking import TrackedWait
+from distman._process_state import puts_back
+from distman._torch_internals import is_lost_connection
+from distman.errors import DistmanError, RankFailedError
+
+if TYPE_CHECKING:
+    from distman._coordination.monitor.watcher import Watcher
+
+
+_current: Watcher | None = None
+
+
+@puts_back
+def set_current(watcher: Watcher | None = None) -> None:
+    """Say who watches the other ranks for this process from now on; None: nobody."""
+    global _current
+    _current = watcher
+
+
+def current() -> Watcher | None:
+    """Return this process's watcher, if it has one."""
+    return _current
+
+
+def is_watching() -> bool:
+    """Return whether this process has a watcher."""
+    return _current is not None
+
+
+def note_raised(error: RankFailedError) -> RankFailedError:
+    """Return an error that a wait raises; the watcher then need not raise one itself if it is of the same failure."""
+    if _current is not None:
+        _current.note(error)
+    return error
+
+
+def look_after_others(record: FailureRecord) -> None:
+    """Let the watcher of this process, if it has one, do what :meth:`Watcher.look_after_others` says."""
+    if _current is not None:
+        _current.look_after_others(record)
+
+
+def raise_if_failed() -> None:
+    """Begin nothing that waits for other ranks once one has failed, this one perhaps.
+
+    Raises:
+        RankFailedError: The failure.
+    """
+    if _current is not None and _current.record is not None:
+        raise _current.record.to_error()
+
+
+def let_others_hear_first() -> None:
+    """If this process serves the store, wait until the others know the failure on record too.
+
+    Blocking. The program may end at once when it learns of a failure, and the others would then miss the store only.
+    """
+    if _current is not None and _current.is_store_rank:
+        _current.wait_until_known()
+
+
+def mismatch_behind(error: BaseException, wait: TrackedWait) -> str:
+    """Return why a call does not match those of other ranks, if its connection broke because of that, or nothing."""
+    watcher, call = _current, wait.call
+    if call is None or watcher is None or not (wait.mismatch or is_lost_connection(error)):
+        return ""
+    with contextlib.suppress(dist.DistError):  # then the store is gone
+        return wait.mismatch or mismatch(watcher.store, call)
+    return ""
+
+
+def failure_behind(error: BaseException, operation: str = "a collective") -> FailureRecord | None:
+    """Return the failure on another rank because of which a connection of this one broke, as far as it is known.
+
+    Blocking, for a second at most.
+
+    Args:
+        error: The error of the connection.
+        operation: What this rank was doing.
+    """
+    if _current is None or isinstance(error, DistmanError) or not is_lost_connection(error):
+        return None  # an error of the package knows its cause, whatever words of others it quotes
+    return _current.explain(error, operation)
