@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Annotated
 
 _INDENT = "  "
-_MOST_OF_A_LINE = 10_000  # characters: a screen or two, which every rank may print
-_MOST = 100_000  # characters: more than any honest stack
+_MOST_OF_A_LINE = 12_000  # characters: what a rank tells of its error, which it has shortened to a screen or two
+_MOST = 120_000  # characters: a traceback or stacks as they are told, which is more than any honest ones have
 
 
 def printable(text: str) -> str:
