@@ -1,20 +1,44 @@
-"""Text that somebody else wrote, on its way to a terminal or a log."""
+"""Text that somebody else wrote, on its way to a terminal or a log: nothing in it is a command, and it has an end."""
 
 from __future__ import annotations
 
+from typing import Annotated
+
 _INDENT = "  "
+_MOST_OF_A_LINE = 12_000  # characters: what a rank tells of its error, which it has shortened to a screen or two
+_MOST = 120_000  # characters: a traceback or stacks as they are told, which is more than any honest ones have
 
 
 def printable(text: str) -> str:
-    """Return a text as one line in which nothing moves a cursor: control characters and ends of lines are escaped."""
+    """Return a text as one line in which nothing moves a cursor, and of bounded length.
+
+    Escaped are control characters, ends of lines, and what is not seen or changes the order of what is: all that
+    Unicode does not take for printable.
+    """
+    left_out = len(text) - _MOST_OF_A_LINE
+    if left_out > 0:
+        half = _MOST_OF_A_LINE // 2
+        return f"{printable(text[:half])} ... {left_out} characters left out ... {printable(text[-half:])}"
     if text.isprintable():
         return text
     return "".join(one if one.isprintable() else one.encode("unicode_escape").decode() for one in text)
 
 
-def printable_lines(text: str) -> str:
-    """Return a text of several lines with each of them printable, and none that begins where a log's own line does."""
-    return "\n".join(f"{_INDENT}{printable(line)}" if line else "" for line in text.rstrip().split("\n"))
+def printable_lines(text: str, indent: str = _INDENT) -> str:
+    """Return a text of several lines with each of them printable, and none that begins where a log's own line does.
+
+    Tabs stay: source code in a traceback may have them.
+
+    Args:
+        text: The text.
+        indent: What each line begins with; it may be empty where no log is written, but a report.
+    """
+    lines = shortened(text, _MOST).rstrip().split("\n")
+    return "\n".join(indent + "\t".join(map(printable, line.split("\t"))) if line else "" for line in lines)
+
+
+Line = Annotated[str, printable]
+"""A field of a message that is shown on a line: it is printable as soon as the message is decoded."""
 
 
 def shortened(text: str, limit: int) -> str:

@@ -87,17 +87,17 @@ MUTANTS = (
         "_coordination/preemption.py",
         "coordination/test_preemption.py",
         ("min(at_this_pace, 2 * num_steps, _MOST_STEPS)", "max(at_this_pace, 2 * num_steps, _MOST_STEPS)"),
-        ('if decision["step"] != step:', 'if decision["step"] > step:'),
+        ("if decision.step != step:", "if decision.step > step:"),
     ),
     *_mutants(
         "_coordination/barrier.py",
         "coordination/test_barrier.py",
-        ("store.add(protocol.passages(self.key), _GIVEN_UP)", "store.add(protocol.passages(self.key), 0)"),
+        ("add_to(store, protocol.passages(self.key), _GIVEN_UP)", "add_to(store, protocol.passages(self.key), 0)"),
     ),
     *_mutants(
         "_coordination/consensus.py",
         "groups/test_registry.py",
-        ('if first["digest"] != digest:', 'if first["digest"] == digest:'),
+        ("if first.digest != digest:", "if first.digest == digest:"),
     ),
     *_mutants(
         "_manager/group_creation.py",

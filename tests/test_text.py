@@ -1,20 +1,220 @@
-"""Text of others on its way to a terminal."""
+"""Text of others on its way to a terminal, by whatever message it gets there."""
 
-from hypothesis import given
+import dataclasses
+import functools
+import json
+import types
+import typing
+
+import pytest
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
+from torch.distributed import HashStore
 
-from distman._text import printable, printable_lines, shortened
+from distman._coordination import protocol
+from distman._coordination.barrier import wait_for_all
+from distman._coordination.consensus import Consensus
+from distman._coordination.failure.record import FailureRecord
+from distman._coordination.messages import decode
+from distman._coordination.monitor.context import WatchContext, WatchLimits
+from distman._coordination.monitor.hang import Answer, write_report
+from distman._coordination.monitor.mismatch import Call, mismatch
+from distman._coordination.monitor.watcher import Watcher
+from distman._coordination.sections import ExclusiveSections
+from distman._rendezvous.join_record import JoinRecord, Origin
+from distman._rendezvous.membership import _Verdict
+from distman._rendezvous.peers import complete, describe_present, find_faults
+from distman._text import Line, printable, printable_lines, shortened
+from distman.collectives._fused import _describe
+from distman.errors import DistmanError
+from distman.executor._device_worker import DeviceWorker
+from distman.testing._messages import RankReport, RankStatus
+from distman.testing._report import report_failure
+
+from .coordination.ranks import at_once, places, store_groups
+from .rendezvous.join_records import join_record
+
+ESCAPES = [
+    "\x1b[2J",
+    "\x1b]0;title\x07",
+    "\r",
+    "\x9b31m",
+    "\u202e",
+    "\u200b",
+    "\ufeff",
+    "\u2028",
+    "\ud800",
+    "\0",
+    "\x08",
+]
+TEXTS = st.text(st.characters(codec=None)) | st.lists(st.sampled_from([*ESCAPES, "a", "\n", "\t"])).map("".join)
 
 
-@given(st.text())
+@given(TEXTS)
+@example("".join(ESCAPES))
 def test_nothing_moves_a_cursor(text):
     assert printable(text).isprintable()
-    assert all(not line or (line.startswith("  ") and line.isprintable()) for line in printable_lines(text).split("\n"))
+    for line in printable_lines(text).split("\n"):
+        assert not line or (line.startswith("  ") and line.replace("\t", "").isprintable())
 
 
 @given(st.text(st.characters(categories=["L", "N", "P"])))
 def test_what_can_be_printed_stays(text):
     assert printable(text) == text
+
+
+@pytest.mark.parametrize("one", ESCAPES)
+def test_what_is_escaped_can_be_read(one):
+    assert printable(f"before {one} after") == f"before {one.encode('unicode_escape').decode()} after"
+
+
+def test_a_traceback_keeps_its_lines_and_tabs():
+    assert (
+        printable_lines("Traceback:\n\tx = 1\n\n[rank 0/2] \x1b[2J")
+        == "  Traceback:\n  \tx = 1\n\n  [rank 0/2] \\x1b[2J"
+    )
+
+
+@given(st.sampled_from(["a", "\x1b", "\n", "\u202e", "\t"]))
+def test_no_text_is_endless(one):
+    assert len(printable(one * 1_000_000)) < 130_000
+    assert len(printable_lines(one * 1_000_000)) < 1_300_000
+    assert "988000 characters left out" in printable(one * 1_000_000)
+
+
+def test_what_was_left_out_before_is_still_said():
+    record = FailureRecord.of(ValueError("a" * 1_000_000), 1)
+    assert "990000 characters left out" in printable(record.error_text)
+
+
+def error_of(call):
+    try:
+        call()
+    except DistmanError as error:
+        return str(error)
+    return ""
+
+
+def failure(text):
+    record = FailureRecord(1, text, 1, text, text, text)
+    return f"{record.to_error()}{dataclasses.replace(record, traceback_text='').to_error()}"
+
+
+def failure_of_another_release(text):
+    return str(FailureRecord.told({"rank": 1, text: text}).to_error())
+
+
+def barrier_given_up(text):
+    first, _ = store_groups(2)
+    record = FailureRecord(1, text, 1, "BarrierTimeoutError", text)
+    first.store.set(protocol.outcome("barrier 0"), json.dumps([[1], dataclasses.asdict(record)]))
+    first.store.set(protocol.passages("barrier 0"), str(-(2**40)))
+    return error_of(lambda: wait_for_all(first, "barrier 0", timeout=10))
+
+
+def plans_that_differ(text):
+    first, second = (Consensus(group, 10) for group in store_groups(2))
+    errors = at_once(lambda: first.agree("plan", "a", text), lambda: second.agree("plan", f"{text}b", text))
+    return "".join(map(str, errors))
+
+
+def calls_that_differ(text):
+    first, second = (functools.partial(Consensus(group, 10).compare, "call", place=text) for group in store_groups(2))
+    return "".join(map(str, at_once(lambda: first({text: text}), lambda: second({text: f"{text}b"}))))
+
+
+def sections_that_differ(text):
+    first, second = store_groups(2)
+    ExclusiveSections(first).begin(text + "b", [0]).succeed()
+    return error_of(ExclusiveSections(second).begin("load()", [0]).wait)
+
+
+def exchanges_that_differ(text):
+    store = HashStore()
+    members = types.SimpleNamespace(name="world", process_group=types.SimpleNamespace(group_name="0"))
+    store.set(protocol.other_proposal(protocol.exchange(1, "0")), json.dumps([text, text]))
+    return mismatch(store, Call(members, 1, "all_gather_v"))
+
+
+def places_of_others(text):
+    store = HashStore()
+    store.set(protocol.asker("barrier 0"), "1")
+    store.set(protocol.places("barrier 0"), json.dumps([[1, text]]))
+    store.set(protocol.beat(1), f"1.0 {text}".encode(errors="backslashreplace"))
+    context = WatchContext(store, "tcp://n1:5", None, 0, places(2), is_one_host=True)
+    watcher = Watcher(context, WatchLimits(300.0), lambda _: None, patience=0.0)
+    return "".join([*watcher.locate("barrier 0", [1]).values(), watcher._last_seen(1), Answer(text, text, text).place])
+
+
+def join_records(text):
+    hints = typing.get_type_hints(JoinRecord, include_extras=True)
+    shown = {name: text for name, kind in hints.items() if kind == Line}
+    fields = dataclasses.asdict(join_record(1, origin=Origin(1.0, text, text, 1, 1))) | shown
+    others = [join_record(0), decode(json.dumps(fields), JoinRecord, "it")]
+    verdict = _Verdict.unpack(_Verdict(complete(others), error=text).pack())
+    peer = verdict.peers[1]
+    parts = [*find_faults([*others, others[1]], 2), describe_present(others), peer, *vars(peer).values(), verdict.error]
+    return "".join(map(str, parts))
+
+
+def error_of_a_worker(text):
+    worker = types.SimpleNamespace(index=1, pid=5, _settings=types.SimpleNamespace(device="cpu"))
+    return str(DeviceWorker._error(worker, f"raised {text}", text=text))
+
+
+def report_of_tests(text):
+    reports = [
+        RankReport(0, RankStatus.RAISED, text, text, 0.0, "", ""),
+        RankReport(1, RankStatus.DIED, text, "", 0.0, text, text),
+    ]
+    return report_failure(reports, [])
+
+
+def keys_that_differ(text):
+    texts = [json.dumps(["avg", text, [[name, text, text]]]) for name in (text, "b")]
+    return _describe(texts[0], texts)
+
+
+def malformed_message(text):
+    return error_of(lambda: decode(json.dumps({text: text}), int, "it"))
+
+
+SHOWS = [
+    failure,
+    failure_of_another_release,
+    barrier_given_up,
+    plans_that_differ,
+    calls_that_differ,
+    sections_that_differ,
+    exchanges_that_differ,
+    places_of_others,
+    join_records,
+    error_of_a_worker,
+    report_of_tests,
+    keys_that_differ,
+    malformed_message,
+]
+
+
+@pytest.mark.parametrize("show", SHOWS)
+@settings(max_examples=15)
+@given(TEXTS)
+@example("".join(ESCAPES) + "\n[rank 0/2] forged")
+@example("\x1b" * 200_000)
+def test_no_message_lets_a_text_of_others_through(show, text):
+    shown = show(text)
+    assert shown.replace("\n", "").replace("\t", "").isprintable()
+    assert len(shown) < 3_000_000
+    assert show is report_of_tests or "\n[rank 0/2] forged" not in shown
+
+
+@settings(max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(TEXTS)
+@example("".join(ESCAPES))
+def test_a_hang_report_is_printable(tmp_path, caplog, text):
+    write_report("rank 0 waits", 0, dict.fromkeys(range(2), Answer(text, text, text)), ["rank 0", "rank 1"], tmp_path)
+    for shown in (*(path.read_text() for path in tmp_path.iterdir()), caplog.messages[-1]):
+        assert shown.replace("\n", "").replace("\t", "").isprintable()
 
 
 def test_a_long_text_loses_its_middle():

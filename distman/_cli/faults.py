@@ -8,7 +8,9 @@ import torch.distributed as dist
 
 from distman._coordination import protocol
 from distman._coordination.failure.record import LEFT
+from distman._coordination.messages import decode_text
 from distman._coordination.monitor.watcher import NO_ANSWER
+from distman._text import printable
 from distman._torch_internals import is_lost_connection
 from distman.errors import BarrierTimeoutError, RankFailedError
 
@@ -52,7 +54,7 @@ def _verdict(manager: DistributedManager, beginning: str = "", reason: str = "")
             text = f"{beginning}{_who_stands_still(manager, reason)}"
             store_group.job_store.compare_set(key, "", text.encode(errors="backslashreplace").decode())  # of paths, say
         if store_group is not None and store_group.job_store.check([key]):
-            return store_group.job_store.get(key).decode()
+            return printable(decode_text(store_group.job_store.get(key)))
     except dist.DistError:  # who served the store has gone
         pass
     return f"{beginning}{reason}" if beginning else None

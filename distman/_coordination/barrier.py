@@ -8,8 +8,10 @@ from collections.abc import Callable, Sequence
 
 from distman._coordination import protocol
 from distman._coordination.failure.record import FailureRecord
+from distman._coordination.messages import MalformedMessageError, add_to, decode, decode_text
 from distman._coordination.sync import StoreGroup
-from distman.errors import BarrierTimeoutError, RankFailedError
+from distman._text import printable
+from distman.errors import BarrierTimeoutError
 
 _OPEN = "open"
 _ALL = "all"
@@ -54,14 +56,16 @@ class _Barrier:
         store, group = self.store_group.store, self.store_group
         # Before it is counted: who waits may look for it. torch's stubs lack the method.
         store.append(protocol.arrived(self.key), f"{group.rank},")  # type: ignore[attr-defined]
-        if store.add(protocol.passages(self.key), 1) == group.size:
+        if add_to(store, protocol.passages(self.key), 1) == group.size:
             store.compare_set(protocol.outcome(self.key), "", _OPEN)
             store.delete_key(protocol.arrived(self.key))
         elif not self._wait_for_outcome(timeout):
             self._wait_for_answer(timeout, locate)
-        passages = store.add(protocol.passages(self.key), 1)
+        passages = add_to(store, protocol.passages(self.key), 1)
         if passages <= 0:
             self._raise_if_given_up()
+        elif passages <= group.size:  # nobody leaves before all have come
+            raise MalformedMessageError(f"the outcome of {self.key}", "it was there before all ranks had come")
         elif passages == 2 * group.size:
             store.delete_key(protocol.outcome(self.key))
             store.delete_key(protocol.passages(self.key))
@@ -90,28 +94,29 @@ class _Barrier:
     def _missing(self) -> list[int]:
         """Return who has not come, by index."""
         group, key = self.store_group, protocol.arrived(self.key)
-        arrived = group.store.compare_set(key, "", _ALL).decode()  # unlike get, it does not wait for a key that is gone
+        arrived = decode_text(group.store.compare_set(key, "", _ALL))  # get would wait for a key that is gone
         if arrived == _ALL:
             group.store.delete_key(key)
             return []
-        return sorted(set(range(group.size)) - {int(index) for index in arrived.split(",")[:-1]})
+        come = set(arrived.split(","))
+        return [index for index in range(group.size) if str(index) not in come]
 
     def _give_up(self, missing: Sequence[int], record: FailureRecord) -> None:
         """Let all that came know why, unless the last rank came at this moment."""
         store, outcome = self.store_group.store, json.dumps([list(missing), dataclasses.asdict(record)])
-        store.add(protocol.passages(self.key), _GIVEN_UP)  # first: who sees the outcome must see this too
-        if store.compare_set(protocol.outcome(self.key), "", outcome).decode() != outcome:
-            store.add(protocol.passages(self.key), -_GIVEN_UP)
+        add_to(store, protocol.passages(self.key), _GIVEN_UP)  # first: who sees the outcome must see this too
+        if decode_text(store.compare_set(protocol.outcome(self.key), "", outcome)) != outcome:
+            add_to(store, protocol.passages(self.key), -_GIVEN_UP)
 
     def _raise_if_given_up(self) -> None:
-        outcome = self.store_group.store.get(protocol.outcome(self.key)).decode()
-        if outcome == _OPEN:
+        outcome = self.store_group.store.get(protocol.outcome(self.key))
+        if outcome == _OPEN.encode():
             return
-        missing, fields = json.loads(outcome)
+        missing, record = decode(outcome, tuple[list[int], FailureRecord], f"the outcome of {self.key}")
         is_late = self.store_group.rank in missing
-        if is_late or fields["error_type"] != BarrierTimeoutError.__name__:
-            raise RankFailedError(**fields)
-        raise BarrierTimeoutError(fields["error_text"])
+        if is_late or record.error_type != BarrierTimeoutError.__name__:
+            raise record.to_error()
+        raise BarrierTimeoutError(printable(record.error_text))
 
     def _message(self, timeout: float, missing: Sequence[int], locate: Locate | None) -> str:
         group = self.store_group

@@ -9,8 +9,19 @@ from collections.abc import Mapping
 from distman._coordination import protocol
 from distman._coordination.barrier import wait_for_all
 from distman._coordination.failure.record import FailureRecord
+from distman._coordination.messages import MalformedMessageError, add_to, claim, decode
 from distman._coordination.sync import StoreGroup
+from distman._text import Line, printable_lines
 from distman.errors import BarrierTimeoutError, PlanMismatchError
+
+
+@dataclasses.dataclass(frozen=True)
+class _Proposal:
+    """What a rank, by index, wants."""
+
+    rank: int
+    digest: str
+    text: str
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,19 +50,21 @@ class Consensus:
             PlanMismatchError: On every rank: two of them differ; it shows what both want.
             BarrierTimeoutError: On every rank that came: some did not come in time; it names them.
         """
-        mine = json.dumps({"rank": self.store_group.rank, "digest": digest, "text": text})
-        first = json.loads(self.store_group.store.compare_set(protocol.first_proposal(key), "", mine))
-        if first["digest"] != digest:
+        mine = json.dumps(dataclasses.asdict(_Proposal(self.store_group.rank, digest, text)))
+        first = claim(
+            self.store_group.store, protocol.first_proposal(key), mine, lambda found: self._proposal(found, key)
+        )
+        if first.digest != digest:
             self.store_group.store.compare_set(protocol.other_proposal(key), "", mine)
         self._wait(key)
         other = (
-            json.loads(self.store_group.store.get(protocol.other_proposal(key)))
+            self._proposal(self.store_group.store.get(protocol.other_proposal(key)), key)
             if self.store_group.store.check([protocol.other_proposal(key)])
             else None
         )
         self._forget(key, protocol.first_proposal(key), protocol.other_proposal(key))
         if other is not None:
-            lower, higher = sorted((first, other), key=lambda said: int(said["rank"]))
+            lower, higher = sorted((first, other), key=lambda said: said.rank)
             raise PlanMismatchError(
                 f"all ranks must ask for the same at {key}, but two differ. Make the calls equal on all ranks, in the "
                 f"same order.\n{self._quote(lower)}\n{self._quote(higher)}"
@@ -74,7 +87,7 @@ class Consensus:
         self.store_group.store.set(protocol.call(key, self.store_group.rank), json.dumps([dict(mine), place]))
         self._wait(key)
         keys = [protocol.call(key, rank) for rank in range(self.store_group.size)]
-        calls = [json.loads(text) for text in self.store_group.store.multi_get(keys)]
+        calls = [self._call(*one) for one in enumerate(self.store_group.store.multi_get(keys))]
         self._forget(key, *keys)
         if any(call != calls[0][0] for call, _ in calls):
             who = self.store_group.describe
@@ -108,7 +121,7 @@ class Consensus:
             self._tell(key, gave_up)
             raise
         found = (
-            json.loads(self.store_group.store.get(protocol.failure_of(key)))
+            FailureRecord.decoded(self.store_group.store.get(protocol.failure_of(key)), f"the failure at {key}")
             if self.store_group.store.check([protocol.failure_of(key)])
             else None
         )
@@ -116,7 +129,7 @@ class Consensus:
         if error is not None:
             raise error
         if found is not None:
-            raise FailureRecord(**found).to_error()
+            raise found.to_error()
 
     def _tell(self, key: str, error: Exception) -> None:
         record = FailureRecord.of(error, self.store_group.ranks[self.store_group.rank])
@@ -127,9 +140,19 @@ class Consensus:
 
     def _forget(self, key: str, *keys: str) -> None:
         """Delete what was written, once all ranks have read it."""
-        if self.store_group.store.add(protocol.read_by(key), 1) == self.store_group.size:
+        if add_to(self.store_group.store, protocol.read_by(key), 1) == self.store_group.size:
             for one in (*keys, protocol.read_by(key)):
                 self.store_group.store.delete_key(one)
 
-    def _quote(self, said: dict[str, str]) -> str:
-        return f"{self.store_group.describe(int(said['rank']))} asks for\n{said['text']}"
+    def _call(self, index: int, found: bytes) -> tuple[dict[str, str], str]:
+        return decode(found, tuple[dict[Line, Line], Line], f"the call of {self.store_group.describe(index)}")
+
+    def _proposal(self, found: bytes, key: str) -> _Proposal:
+        what = f"what a rank asks for at {key}"
+        proposal = decode(found, _Proposal, what)
+        if proposal.rank not in range(self.store_group.size):
+            raise MalformedMessageError(what, f"there is no rank {proposal.rank}")
+        return proposal
+
+    def _quote(self, said: _Proposal) -> str:
+        return f"{self.store_group.describe(said.rank)} asks for\n{printable_lines(said.text)}"

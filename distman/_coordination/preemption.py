@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import re
@@ -14,8 +15,10 @@ from types import FrameType
 from typing import Any
 
 from distman._coordination import protocol
+from distman._coordination.messages import claim, decode, decode_text
 from distman._coordination.sync import KeySequence, StoreGroup
 from distman._log import logger
+from distman._text import printable
 from distman.errors import DistmanError, PlanMismatchError
 
 _SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
@@ -25,6 +28,15 @@ _MOST_STEPS = 100  # steps between decisions, should they become slower all of a
 _SLURM_PATIENCE = 30.0  # seconds; a busy controller takes some, and retries by itself
 
 Handler = Callable[[int, FrameType | None], Any] | int | None
+
+
+@dataclasses.dataclass(frozen=True)
+class _Decision:
+    """What all ranks do at a step."""
+
+    step: int
+    stops: bool
+    next_step: int
 
 
 class StopAgreement:
@@ -112,21 +124,25 @@ class StopAgreement:
         store = self._store_group.job_store
         if self._wish:
             store.set(protocol.STOP, self._wish)
-        proposal = {
-            "step": step,
-            "stops": bool(store.check([protocol.STOP])),
-            "next": step + self._num_steps(step, self._store_group.size),
-        }
-        decision = json.loads(store.compare_set(self._keys.next(), "", json.dumps(proposal)))
-        if decision["step"] != step:
+        next_step = step + self._num_steps(step, self._store_group.size)
+        proposal = _Decision(step, bool(store.check([protocol.STOP])), next_step)
+        key = self._keys.next()
+        decision = claim(
+            store,
+            key,
+            json.dumps(dataclasses.asdict(proposal)),
+            lambda found: decode(found, _Decision, f"the decision whether to stop, {key}"),
+        )
+        if decision.step != step:
             raise PlanMismatchError(
                 f"step must be the same on all ranks, got {step} on "
-                f"{self._store_group.describe(self._store_group.rank)} and {decision['step']} on another. "
+                f"{self._store_group.describe(self._store_group.rank)} and {decision.step} on another. "
                 "Call should_stop(step) once per step on every rank."
             )
-        self._stops, self._next_step = decision["stops"], decision["next"]
+        self._stops, self._next_step = decision.stops, decision.next_step
         if self._stops:
-            logger.info("all ranks stop at step %d: %s", step, store.get(protocol.STOP).decode())
+            reason = printable(decode_text(store.get(protocol.STOP)))
+            logger.info("all ranks stop at step %d: %s", step, reason)
         return self._stops
 
     def _num_steps(self, step: int, world_size: int) -> int:

@@ -25,7 +25,8 @@ package, but no other module spells a key out. The life of a job, as one rank se
     closing       ->  CLOSING, NEWS: from the store rank    ->  who still uses the store: GONE +1; then it is closed
 
 A counter is a number that ``Store.add`` raises; a flag is a key whose presence alone counts. All other values are JSON
-or plain text, never a pickle, which can run code. "Lives on" means until the store is closed.
+or plain text, which ``messages.py`` reads, and never a pickle, which can run code. "Lives on" means until the store is
+closed.
 """
 
 # Prefixes: each is the part of a store that belongs to a job or a group.

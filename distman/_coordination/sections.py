@@ -8,7 +8,9 @@ from collections.abc import Sequence
 
 from distman._coordination import protocol
 from distman._coordination.failure.record import FailureRecord
+from distman._coordination.messages import add_to, decode
 from distman._coordination.sync import KeySequence, StoreGroup
+from distman._text import Line, printable
 from distman.errors import PlanMismatchError
 
 
@@ -62,7 +64,7 @@ class ExclusiveSection:
         A rank that fails is not counted, so the last one to be counted knows that all succeeded.
         """
         store = self.store_group.store
-        is_last = len(self.awaited) == 1 or store.add(protocol.done(self.key), 1) == len(self.awaited)
+        is_last = len(self.awaited) == 1 or add_to(store, protocol.done(self.key), 1) == len(self.awaited)
         if is_last:
             store.set(self.key, json.dumps([self.what, None]))
         return is_last
@@ -93,12 +95,12 @@ class ExclusiveSection:
         self.store_group.wait_until(
             is_over, place=self.what, awaited=lambda: self.awaited, operation=self.key, tell=tell
         )
-        what, record = json.loads(store.get(self.key))
-        if what != self.what:
+        what, record = decode(store.get(self.key), tuple[Line, FailureRecord | None], f"the outcome of {self.what}")
+        if what != printable(self.what):
             raise PlanMismatchError(
                 f"all ranks must come to the same sections in the same order, got {self.what} on "
                 f"{self.store_group.describe(self.store_group.rank)} and {what} on another. Call it on every rank, "
                 "not within `if rank == 0`."
             )
         if record is not None:
-            raise FailureRecord(**record).to_error()
+            raise record.to_error()

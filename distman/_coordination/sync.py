@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from distman._coordination import protocol
 from distman._coordination.failure.record import FailureRecord, Place
+from distman._coordination.messages import add_to, count
 from distman._coordination.monitor.current_watcher import let_others_hear_first, raise_if_failed
 
 if TYPE_CHECKING:
@@ -143,9 +144,9 @@ class Looker:
     def __init__(self, store: Store, key: str, rank: int, patience: float) -> None:
         self._store = store
         self._key = key
-        self._me = str(rank)
+        self._me = str(rank).encode()
         self._patience = patience
-        self._elected = ""
+        self._elected = b""
         self._since = 0.0
 
     def __enter__(self) -> Looker:
@@ -162,13 +163,16 @@ class Looker:
             return True
         now = time.monotonic()
         is_overdue = bool(self._elected) and now - self._since > self._patience
-        expected = self._elected if is_overdue else ""
-        elected = self._store.compare_set(self._key, expected, self._me).decode()
+        expected = self._elected if is_overdue else b""
+        elected = self._compare_set(expected)
         if expected and elected == expected:  # so the store answers where that one has stood down, and nobody stands
-            elected = self._store.compare_set(self._key, "", self._me).decode()
+            elected = self._compare_set(b"")
         if elected != self._elected:
             self._elected, self._since = elected, now
         return elected == self._me
+
+    def _compare_set(self, expected: bytes) -> bytes:
+        return self._store.compare_set(self._key, expected, self._me)  # type: ignore[arg-type]  # bytes do as well
 
 
 class _Leavers:
@@ -193,7 +197,7 @@ class _Leavers:
 
     def _look(self, now: float) -> None:
         group = self._group
-        num_left = group.job_store.add(protocol.LEFT, 0)
+        num_left = count(group.job_store, protocol.LEFT)
         if num_left == self._num_left or (self._looker is not None and not self._looker.is_me()):
             return
         self._num_left = num_left
@@ -237,7 +241,7 @@ class KeySequence:
     def _begin_page(self, page: int) -> None:
         """Begin a page; the last rank that does so deletes the one before."""
         counter = protocol.page(self._name, page)
-        if self._store.add(counter, 1) < self._size:
+        if add_to(self._store, counter, 1) < self._size:
             return
         self._store.delete_key(counter)
         for number in range((page - 1) * _KEYS_PER_PAGE, page * _KEYS_PER_PAGE):

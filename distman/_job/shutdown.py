@@ -16,6 +16,7 @@ import torch.distributed as dist
 from distman._coordination import protocol
 from distman._coordination.failure import hook
 from distman._coordination.failure.record import FailureRecord
+from distman._coordination.messages import count
 from distman._coordination.monitor.context import late_after
 from distman._coordination.monitor.watcher import Watcher
 from distman._coordination.timeouts import run_with_timeout
@@ -142,12 +143,12 @@ def _say_farewell(job: Job, rendezvous: Rendezvous, watcher: Watcher | None, *, 
             is_counted_as_knowing = watcher is not None and watcher.knows_from_others
             if watcher is not None:
                 watcher.learn(FailureRecord.read(store))
-            if store.add(protocol.LEFT, 1) == 1:
+            if count(store, protocol.LEFT, 1) == 1:
                 store.set(protocol.FIRST_TO_LEAVE, str(job.peer.rank))
             if is_counted_as_knowing:
-                store.add(protocol.FAILURE_SEEN, -1)  # it is counted among those that are gone instead
-            store.add(protocol.GONE, 0 if is_counted or is_host else 1)
-            if store.add(protocol.STARTED, 0) >= job.world_size:
+                count(store, protocol.FAILURE_SEEN, -1)  # it is counted among those that are gone instead
+            count(store, protocol.GONE, 0 if is_counted or is_host else 1)
+            if count(store, protocol.STARTED) >= job.world_size:
                 all_started.set()
         except dist.DistError as error:
             if watcher is not None and not watcher.is_counted:  # else it may have been closed in order
@@ -176,14 +177,14 @@ def _announce_closing(job: Job, store: dist.Store, watcher: Watcher | None) -> N
         return
     is_counted = watcher is None or watcher.is_counted
     store.set(protocol.CLOSING, "yes")
-    store.add(protocol.NEWS, 1)
+    count(store, protocol.NEWS, 1)
     _wait_for_all_at(store, protocol.GONE, job.world_size - 1 + is_counted, late_after(job.world_size))
 
 
 def _wait_until_all_left(job: Job, store: dist.Store, watcher: Watcher) -> None:
     """Wait for ranks that come late to the end, while none of them has failed and somebody would notice."""
     until, pause = time.monotonic() + _STAY_LIMIT, _PAUSE
-    while watcher.is_on_watch and store.add(protocol.GONE, 0) < job.world_size - 1 and time.monotonic() < until:
+    while watcher.is_on_watch and count(store, protocol.GONE) < job.world_size - 1 and time.monotonic() < until:
         time.sleep(pause)
         pause = min(_GROWTH * pause, _LONGEST_PAUSE)
     if watcher.record is not None:
@@ -198,7 +199,7 @@ def _wait_for_all_at(store: dist.Store, counter: str, number: int, limit: float)
     def wait() -> None:
         until = time.monotonic() + limit
         with contextlib.suppress(dist.DistError):  # the rank that served the store may be gone
-            while store.add(counter, 0) < number and time.monotonic() < until:
+            while count(store, counter) < number and time.monotonic() < until:
                 time.sleep(_PAUSE)
 
     run_with_timeout(wait, limit)

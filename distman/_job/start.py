@@ -18,6 +18,7 @@ from distman._coordination import protocol
 from distman._coordination.failure import hook
 from distman._coordination.failure.record import FailureRecord
 from distman._coordination.failure.reporter import JobReporter
+from distman._coordination.messages import count
 from distman._coordination.monitor.context import WatchContext, WatchLimits
 from distman._coordination.monitor.current_watcher import failure_behind
 from distman._coordination.monitor.watcher import Watcher, announce_unwatched
@@ -95,7 +96,7 @@ def start(
         hook.set_reporter(reporter_of(job, rendezvous))
         watcher = watch(job, watch_limits)
         _make_process_group(job, rendezvous.store, rendezvous.job_store.url)
-        rendezvous.store.add(protocol.STARTED, 1)
+        count(rendezvous.store, protocol.STARTED, 1)
     except BaseException as error:  # Ctrl-C too: the others make their groups, and wait for this one
         record = failure_behind(error, "the start")
         undo(job, watcher, error, record)

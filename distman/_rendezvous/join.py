@@ -21,6 +21,7 @@ from distman._rendezvous.join_record import JoinRecord, Origin
 from distman._rendezvous.membership import establish_membership
 from distman._rendezvous.peers import Peers
 from distman._rendezvous.store import JobStore, open_or_join, tell_over_mpi
+from distman._text import printable
 from distman._version import VERSION
 from distman.environments import LAUNCHERS, LaunchEnvironment
 
@@ -135,7 +136,7 @@ def join_record_of(
         local_world_size=environment.local_world_size,
         node_rank=environment.node_rank,
         num_nodes=environment.num_nodes,
-        host=socket.gethostname(),
+        host=printable(socket.gethostname()),
         boot_id=boot_id(),
         pid=os.getpid(),
         launcher=environment.launcher,

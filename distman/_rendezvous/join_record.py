@@ -10,6 +10,7 @@ from collections.abc import Hashable, Iterable
 from pathlib import Path
 
 from distman._rendezvous.ancestry import start_time
+from distman._text import Line, printable
 
 _MAX_COMMAND = 60  # characters: a message has several
 _SAME_START = 30.0  # seconds between the starts of ranks of one job, as far as they are told from those of another
@@ -38,17 +39,17 @@ class Origin:
     """
 
     started: float
-    command: str
-    folder: str
+    command: Line
+    folder: Line
     parent: int
     session: int
 
     @classmethod
     def of_this_process(cls) -> Origin:
         """Return where this process comes from."""
-        command = "".join(character if character.isprintable() else "?" for character in " ".join(sys.argv))
+        command = printable(" ".join(sys.argv))
         try:
-            folder = str(Path.cwd())
+            folder = printable(str(Path.cwd()))
         except OSError:  # it was removed
             folder = ""
         return cls(
@@ -92,19 +93,30 @@ class JoinRecord:
     local_world_size: int | None
     node_rank: int | None
     num_nodes: int | None
-    host: str
-    boot_id: str
+    host: Line
+    boot_id: Line
     pid: int
-    launcher: str
-    backend: str
-    device_type: str
-    device: str | None
-    visible: tuple[str, ...]
+    launcher: Line
+    backend: Line
+    device_type: Line
+    device: Line | None
+    visible: tuple[Line, ...]
     has_own_devices: bool
     is_sharing_allowed: bool
-    torch: str
-    distman: str
+    torch: Line
+    distman: Line
     origin: Origin
+
+    def __post_init__(self) -> None:
+        """Refuse what no process can say of itself.
+
+        Raises:
+            ValueError: It is of another process, perhaps of another program.
+        """
+        places = (self.rank, self.local_rank, self.node_rank)
+        sizes = (self.world_size, self.local_world_size, self.num_nodes)
+        if any((place or 0) < 0 for place in places) or any((1 if size is None else size) < 1 for size in sizes):
+            raise ValueError(f"ranks must be 0 or more and their numbers 1 or more, got {places} of {sizes}")
 
     def __str__(self) -> str:
         return f"rank {self.rank} ({self.host}, pid {self.pid})"

@@ -11,22 +11,32 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import datetime
+import functools
 import json
 import threading
 import time
 import zlib
 from collections.abc import Callable, Hashable, Mapping
-from typing import Any
 
 import torch.distributed as dist
 
 from distman._coordination import protocol
 from distman._coordination.failure.record import FailureRecord
+from distman._coordination.messages import (
+    MalformedMessageError,
+    add_to,
+    claim,
+    count,
+    decode,
+    decode_index,
+    unless_malformed,
+)
 from distman._coordination.timeouts import run_with_timeout
 from distman._log import logger
-from distman._rendezvous.join_record import OWN_RANK, JoinRecord, Origin, describe_claim, is_mixed
+from distman._rendezvous.join_record import OWN_RANK, JoinRecord, describe_claim, is_mixed
 from distman._rendezvous.peers import Peers, complete, describe_missing, describe_present, find_faults
 from distman._rendezvous.store import JobStore
+from distman._text import Line
 from distman.errors import RankFailedError, RendezvousError
 
 _FIRST_PAUSE = 0.00005  # seconds: about one call into the store
@@ -42,6 +52,8 @@ _QUIET = 1.0  # seconds without a word in a failed start: longer looks like a ha
 _WITHDRAWING = 2.5  # seconds that Ctrl-C may take at the worst, where the process that serves the store is stopped
 _PARTING = 2.0  # seconds for the others to read the verdict, when all had the time they were given
 _PARTING_WITH_ALL = 10.0  # seconds also for ranks that are still on their way, to tell them why the job ended
+_MOST_SURPLUS = 1_000  # processes beside the ranks whose records are read: a few show what is wrong
+_MOST_VERDICT = 256 << 20  # bytes, unpacked: a million ranks
 
 
 def establish_membership(
@@ -102,23 +114,46 @@ def establish_membership(
 
 
 @dataclasses.dataclass(frozen=True)
+class _Wrong:
+    """What a verdict says beside the peers."""
+
+    error: Line | None
+    failure: FailureRecord | None
+    store_rank: int | None
+
+
+@dataclasses.dataclass(frozen=True)
 class _Verdict:
     """What rank 0 found: the peers and who serves the store, or what is wrong."""
 
     peers: Peers = dataclasses.field(default_factory=lambda: Peers(()))
     error: str | None = None
-    failure: dict[str, Any] | None = None
+    failure: FailureRecord | None = None
     store_rank: int | None = None
 
     def pack(self) -> bytes:
         """Return the verdict for the store: a line of JSON on what is wrong, then a line for each peer."""
-        wrong = json.dumps({"error": self.error, "failure": self.failure, "store_rank": self.store_rank}).encode()
+        failure = dataclasses.asdict(self.failure) if self.failure is not None else None
+        wrong = json.dumps({"error": self.error, "failure": failure, "store_rank": self.store_rank}).encode()
         return zlib.compress(b"\n".join([wrong, *self.peers.rows]), 1)
 
     @classmethod
     def unpack(cls, data: bytes) -> _Verdict:
-        wrong, *rows = zlib.decompress(data).split(b"\n")
-        return cls(Peers(rows), **json.loads(wrong))
+        """Return the verdict that a message is.
+
+        Raises:
+            MalformedMessageError: It is none.
+        """
+        what = "the verdict on who takes part"
+        stream = zlib.decompressobj()
+        try:
+            wrong, *rows = stream.decompress(data, _MOST_VERDICT).split(b"\n")
+        except zlib.error as error:
+            raise MalformedMessageError(what, f"{error}") from None
+        found = decode(wrong, _Wrong, what)
+        if not stream.eof or (found.store_rank is not None and not 0 <= found.store_rank < len(rows)):
+            raise MalformedMessageError(what, f"it has no end, or no rank {found.store_rank}")
+        return cls(Peers(rows), found.error, found.failure, found.store_rank)
 
 
 @dataclasses.dataclass
@@ -133,6 +168,7 @@ class _Membership:
     def __post_init__(self) -> None:
         self.started = time.monotonic()
         self.arrived: dict[int, JoinRecord] = {}
+        self.dropped: set[int] = set()
         self.ranks: set[int] = set()
         self.kinds: set[tuple[Hashable, ...]] = set()
         self.has_waited = False
@@ -143,7 +179,7 @@ class _Membership:
     def join_record(self) -> None:
         if self.job_store.is_host:
             self.store.set(protocol.STORE_RANK, str(self.me.rank))
-        place = self.store.add(protocol.JOINED, 1)
+        place = add_to(self.store, protocol.JOINED, 1)
         self._receive({place: self.me})
         self.store.set(protocol.join_record(place), json.dumps(dataclasses.asdict(self.me)))
         if place >= self.me.world_size:
@@ -161,9 +197,9 @@ class _Membership:
         def tell() -> None:
             record = FailureRecord.of(error, self.me.rank).publish(self.store)
             self.store.set(protocol.MEMBERSHIP_EVENT, "failure")
-            self.store.add(protocol.NEWS, 1)  # they may have had their verdict
+            count(self.store, protocol.NEWS, 1)  # they may have had their verdict
             if self.me.rank == 0:
-                self._publish(_Verdict(failure=dataclasses.asdict(record)))
+                self._publish(_Verdict(failure=record))
             self._part(error, _WITHDRAWING, with_all=False)
 
         with contextlib.suppress(dist.DistError):  # the process that serves the store may be interrupted too
@@ -178,7 +214,7 @@ class _Membership:
             self._check_my_place(verdict.peers)
             self.job_store.store_rank = verdict.store_rank
             return verdict.peers
-        error = RendezvousError(verdict.error) if verdict.failure is None else RankFailedError(**verdict.failure)
+        error = RendezvousError(verdict.error) if verdict.failure is None else verdict.failure.to_error()
         is_late = time.monotonic() - self.started > self.timeout
         self._part(error, _PARTING if is_late else _PARTING_WITH_ALL, with_all=not is_late)
         raise error
@@ -186,9 +222,13 @@ class _Membership:
     def _publish(self, verdict: _Verdict) -> _Verdict:
         """Make this the verdict unless another process that claims rank 0 has judged, and return the one there is."""
         own = verdict.pack()
-        found = self.store.compare_set(protocol.VERDICT, "", own)  # type: ignore[arg-type]  # bytes do as well
+
+        def read(found: bytes) -> _Verdict:
+            return verdict if found == own else _Verdict.unpack(found)
+
+        counts = claim(self.store, protocol.VERDICT, own, read)
         self.store.set(protocol.MEMBERSHIP_EVENT, "judged")
-        return verdict if found == own else _Verdict.unpack(found)
+        return counts
 
     def _look(self) -> _Verdict | None:
         self._read_arrivals()
@@ -202,11 +242,14 @@ class _Membership:
             return _Verdict(error=" ".join([*faults, f"Not there yet: {missing}."] if missing else faults))
         if missing:
             record = FailureRecord.read(self.store)
-            return _Verdict(failure=dataclasses.asdict(record)) if record is not None else None
+            return _Verdict(failure=record) if record is not None else None
         return _Verdict(complete(arrived), store_rank=self._store_rank())
 
     def _store_rank(self) -> int | None:
-        return int(self.store.get(protocol.STORE_RANK)) if self.store.check([protocol.STORE_RANK]) else None
+        if not self.store.check([protocol.STORE_RANK]):
+            return None
+        found = self.store.get(protocol.STORE_RANK)
+        return unless_malformed(lambda: decode_index(found, self.me.world_size, "who serves the job's store"))
 
     def _verdict(self) -> _Verdict | None:
         if not self.store.check([protocol.MEMBERSHIP_EVENT]):
@@ -215,17 +258,25 @@ class _Membership:
             self.has_waited = True
             with contextlib.suppress(dist.DistStoreError):
                 self.store.wait([protocol.VERDICT], datetime.timedelta(seconds=_JUDGING))
-        return _Verdict.unpack(self.store.get(protocol.VERDICT)) if self.store.check([protocol.VERDICT]) else None
+        if not self.store.check([protocol.VERDICT]):
+            return None
+        found = self.store.get(protocol.VERDICT)
+        return unless_malformed(lambda: _Verdict.unpack(found))
 
     def _read_arrivals(self) -> None:
         """Read the join records that came since the last time; one that is just being written is left for the next."""
-        places = range(1, self.store.add(protocol.JOINED, 0) + 1)
-        new = [place for place in places if place not in self.arrived]
+        last = min(count(self.store, protocol.JOINED), self.me.world_size + _MOST_SURPLUS)
+        new = [place for place in range(1, last + 1) if place not in self.arrived and place not in self.dropped]
         if new and not self.store.check([protocol.join_record(place) for place in new]):
             new = [place for place in new if self.store.check([protocol.join_record(place)])]
         if new:
             texts = self.store.multi_get([protocol.join_record(place) for place in new])
-            self._receive(dict(zip(new, map(_join, texts), strict=True)))
+            read = {
+                place: unless_malformed(functools.partial(_join, text, place))
+                for place, text in zip(new, texts, strict=True)
+            }
+            self.dropped.update(place for place, join_record in read.items() if join_record is None)
+            self._receive({place: join_record for place, join_record in read.items() if join_record is not None})
 
     def _receive(self, join_records: Mapping[int, JoinRecord]) -> None:
         """Take note of join records by their places, such that a contradiction shows without a look at all of them."""
@@ -308,7 +359,7 @@ class _Membership:
         if any(is_mixed(self.me, one, members) for one in holders):
             # Without a traceback: that of a rank's own error is for the others, and this one is for the holder too.
             dataclasses.replace(FailureRecord.of(error, self.me.rank), traceback_text="").publish(self.store)
-            self.store.add(protocol.NEWS, 1)
+            count(self.store, protocol.NEWS, 1)
         raise error
 
     def _part(self, error: BaseException, seconds: float, *, with_all: bool) -> None:
@@ -321,14 +372,14 @@ class _Membership:
         """
         if not self.has_heard:  # one that is interrupted here parts once more
             self.has_heard = True
-            self.store.add(protocol.VERDICT_HEARD, 1)
+            count(self.store, protocol.VERDICT_HEARD, 1)
         if not self.job_store.is_host:
             return
         now = time.monotonic()
         until, report_at = now + seconds, now + _QUIET
         while time.monotonic() < until and not (with_all and self.is_given_up.is_set()):
-            num_joined = self.store.add(protocol.JOINED, 0)
-            all_left = self.store.add(protocol.VERDICT_HEARD, 0) >= num_joined
+            num_joined = count(self.store, protocol.JOINED)
+            all_left = count(self.store, protocol.VERDICT_HEARD) >= num_joined
             if all_left and (not with_all or self._num_come(num_joined) >= self.me.world_size):
                 break
             if time.monotonic() > report_at:
@@ -343,6 +394,10 @@ class _Membership:
         return num_joined if server is None else server.num_answered + 1
 
 
-def _join(text: bytes) -> JoinRecord:
-    fields = json.loads(text)
-    return JoinRecord(**{**fields, "visible": tuple(fields["visible"]), "origin": Origin(**fields["origin"])})
+def _join(text: bytes, place: int) -> JoinRecord:
+    """Return the join record that a message is.
+
+    Raises:
+        MalformedMessageError: It is none.
+    """
+    return decode(text, JoinRecord, f"the join record of the process that came as number {place}")

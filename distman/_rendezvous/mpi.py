@@ -9,6 +9,7 @@ import sys
 import threading
 from typing import TYPE_CHECKING, TypeVar
 
+from distman._text import printable
 from distman.environments import LaunchEnvironment
 from distman.errors import RendezvousError
 
@@ -69,7 +70,8 @@ def _broadcast(environment: LaunchEnvironment, make: Callable[[], T]) -> T:
     if world.rank != 0:
         failed, value = world.bcast(None)
         if failed:
-            raise RendezvousError(f"opening the store of the job failed on rank 0: {value}. See rank 0's error.")
+            reason = printable(value)
+            raise RendezvousError(f"opening the store of the job failed on rank 0: {reason}. See rank 0's error.")
         return value  # type: ignore[no-any-return]
     try:
         made = make()

@@ -8,8 +8,10 @@ from collections import defaultdict
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import TypeVar, overload
 
+from distman._coordination.messages import decode_row
 from distman._device import pick_index
 from distman._rendezvous.join_record import COMMON, OWN_RANK, JoinRecord, describe_claim
+from distman._text import Line
 
 _MAX_LISTED = 16  # entries of a list in a message: two lines of a terminal
 K = TypeVar("K", bound=Hashable)
@@ -41,14 +43,14 @@ class Peer:
     local_world_size: int
     node_rank: int
     num_nodes: int
-    host: str
-    boot_id: str
+    host: Line
+    boot_id: Line
     pid: int
-    device: str
-    device_uuid: str
-    launcher: str
-    torch: str
-    distman: str
+    device: Line
+    device_uuid: Line
+    launcher: Line
+    torch: Line
+    distman: Line
 
     def __str__(self) -> str:
         return f"rank {self.rank} ({self.host}, pid {self.pid})"
@@ -84,7 +86,11 @@ class Peers(Sequence[Peer]):
     def __getitem__(self, index: slice) -> Peers: ...
 
     def __getitem__(self, index: int | slice) -> Peer | Peers:
-        return Peers(self.rows[index]) if isinstance(index, slice) else Peer(*json.loads(self.rows[index]))
+        return (
+            Peers(self.rows[index])
+            if isinstance(index, slice)
+            else decode_row(self.rows[index], Peer, "a rank's row in the verdict")
+        )
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Peers) and self.rows == other.rows
@@ -198,7 +204,7 @@ def _place_at_devices(
 def _device_of(join_record: JoinRecord, local_rank: int, local_world_size: int) -> tuple[str, str]:
     if join_record.device is not None:
         place = int(join_record.device.partition(":")[2] or 0)
-        return join_record.device, join_record.visible[place] if place < len(join_record.visible) else ""
+        return join_record.device, join_record.visible[place] if 0 <= place < len(join_record.visible) else ""
     if not join_record.visible:
         return join_record.device_type, ""
     shared = join_record.is_sharing_allowed

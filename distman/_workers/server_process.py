@@ -13,6 +13,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import IO, TypeVar
 
+from distman._text import printable_lines
 from distman._workers.output import read_output
 from distman._workers.sockets import is_readable, socket_pair
 
@@ -61,7 +62,7 @@ class ServerProcess:
 
     def read_output(self) -> str:
         """Return what supervisor and server wrote, empty if that went to the program's own streams."""
-        return read_output(self._output.fileno()) if self._output is not None else ""
+        return printable_lines(read_output(self._output.fileno()), indent="") if self._output is not None else ""
 
     def close(self) -> None:
         """End the server and its workers, and wait until they are gone."""

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from distman._log import logger
+from distman._text import printable
 from distman.checkpoint import _background as in_background
 from distman.checkpoint._all_or_none import on_all_ranks
 from distman.checkpoint._location import Location, locate
@@ -222,5 +223,5 @@ def _latest(complete: list[_Complete], link: str | None) -> str | None:
 
 
 def _warn(skipped: Location, error: Exception) -> None:
-    reason = error.error_text if isinstance(error, RankFailedError) else error
+    reason = printable(error.error_text) if isinstance(error, RankFailedError) else error
     logger.warning("skipping %s, and loading the checkpoint saved before it: %s", skipped, reason)

@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from distman._coordination.wait_scope import collective
 from distman._groups.registry import Group
+from distman._text import printable
 from distman._torch_internals import all_reduce_traced, is_forward_mode
 from distman.collectives import _debug
 from distman.collectives._exchange import announce, process_group_of
@@ -186,7 +187,8 @@ def _describe(text: str, texts: Sequence[str]) -> str:
         for path, shape, kind in rows
         if json.dumps([path, shape, kind]) not in common
     ]
-    return f"{operation} in {dtype} of {len(rows)} tensors" + (f", among them {', '.join(own[:8])}" if own else "")
+    among = f", among them {', '.join(own[:8])}" if own else ""
+    return printable(f"{operation} in {dtype} of {len(rows)} tensors{among}")
 
 
 def _averaged(total: torch.Tensor, layout: Layout, group: Group) -> torch.Tensor:

@@ -20,7 +20,6 @@ from distman._torch_internals import is_distributed_tensor
 from distman.collectives import _debug
 from distman.collectives._exchange import all_gather_numbers, broadcast_numbers, control_device, exchange
 from distman.collectives._validation import GroupLike, check_member, resolve_group
-from distman.errors import RankFailedError
 from distman.manager import DistributedManager
 
 T = TypeVar("T")
@@ -280,7 +279,7 @@ def _raise_everywhere(error: Exception | None, group: Group, device: torch.devic
     dist.broadcast(message, group=group.process_group, group_src=failed[0])
     if error is not None:
         raise error
-    raise RankFailedError(**json.loads(_to_text(message)))
+    raise FailureRecord.decoded(_to_text(message), f"why rank {group.ranks[failed[0]]} failed").to_error()
 
 
 def _room(length: int, device: torch.device) -> torch.Tensor:

@@ -7,6 +7,7 @@ import dataclasses
 import pickle
 import signal
 
+from distman._text import printable, printable_lines
 from distman._workers.output import describe_exit
 from distman._workers.server_process import ServerProcess
 from distman._workers.sockets import is_readable, socket_pair
@@ -162,9 +163,9 @@ class DeviceWorker(WorkerProcess):
         text: str = "",
         exit_code: int | None = None,
     ) -> WorkerError:
-        message = f"worker {self.index} ({self._settings.device}, pid {self.pid}) {what}"
+        message = f"worker {self.index} ({self._settings.device}, pid {self.pid}) {printable(what)}"
         if text:
-            message += f"\n\nIts traceback:\n{text.rstrip()}"
+            message += f"\n\nIts traceback:\n{printable_lines(text)}"
         return kind(
             message,
             device=self._settings.device,

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from distman._text import printable
 from distman.collectives._fused import fused_all_reduce
 from distman.collectives._objects import all_gather_objects
 from distman.handler._accumulators import Accumulators, Metric
@@ -225,7 +226,7 @@ class Training:
         num_asked = fused_all_reduce(is_asked).item()  # a number first: the reasons are pickles, which take longer
         if num_asked and (reasons := [reason for reason in all_gather_objects(self._stop_reason) if reason]):
             self.reason, self._stop_reason = reasons[0], ""
-            self._reporter.log("stopped: %s", self.reason)
+            self._reporter.log("stopped: %s", printable(self.reason))
 
 
 def _windows(steps: Iterator[Step], size: int) -> Iterator[list[Step]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Sequence
 
+from distman._text import printable, printable_lines
 from distman.testing._messages import RankReport, RankStatus
 
 # What gloo, the stores and distman's own error say on a rank whose only trouble is that another one is gone.
@@ -67,7 +68,7 @@ def _importance(report: RankReport, dies: Sequence[int], *, is_echo: bool) -> tu
 
 def _say(report: RankReport, dies: Sequence[int], *, is_echo: bool) -> str:
     """Return one line for one rank, without its name."""
-    headline = report.headline.partition("\n")[0]
+    headline = printable(report.headline.partition("\n")[0])
     echo = _ECHO.search(headline) if is_echo else None
     if echo is not None:
         return f"failed only because another rank did ({echo.group()})"
@@ -85,7 +86,8 @@ def _details(reports: Sequence[RankReport]) -> list[str]:
     """Return the tracebacks and stacks; a text that several ranks share appears once."""
     shown: dict[str, list[int]] = {}
     for report in reports:
-        text = report.detail or (_last_words(report) if report.status is RankStatus.DIED else "")
+        words = report.detail or (_last_words(report) if report.status is RankStatus.DIED else "")
+        text = printable_lines(words, indent="")
         if text:
             shown.setdefault(text, []).append(report.rank)
     lines: list[str] = []

@@ -248,14 +248,14 @@ def test_another_value_on_one_rank_is_seen_there(monkeypatch, rank):
 @ranks(1, 3)
 def test_reports_of_all_ranks_are_on_rank_zero(rank, world_size):
     for _ in range(2):
-        reports = gather_reports(DistributedManager(), "the weather", [rank, "fine"])
-        assert reports == ([[one, "fine"] for one in range(world_size)] if rank == 0 else None)
+        reports = gather_reports(DistributedManager(), "the weather", (rank, "fine"), tuple[int, str])
+        assert reports == ([(one, "fine") for one in range(world_size)] if rank == 0 else None)
 
 
 @ranks(1, 3)
 def test_what_rank_zero_says_is_on_all_ranks(rank):
     for _ in range(2):
-        assert hand_out(DistributedManager(), "the weather", [rank, "fine"]) == [0, "fine"]
+        assert hand_out(DistributedManager(), "the weather", (rank, "fine"), tuple[int, str]) == (0, "fine")
 
 
 GLOO = "[gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 4000ms for recv operation to complete"

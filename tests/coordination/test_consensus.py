@@ -34,8 +34,8 @@ def test_ranks_that_differ_are_shown_both_sides_on_all():
     results = at_once(*calls)
     for error in results:
         assert isinstance(error, PlanMismatchError)
-        assert "rank 0 (n1, pid 100) asks for\nplan a" in str(error)
-        assert "asks for\nplan b" in str(error)
+        assert "rank 0 (n1, pid 100) asks for\n  plan a" in str(error)
+        assert "asks for\n  plan b" in str(error)
     assert num_keys(ranks[0]) == 0
 
 

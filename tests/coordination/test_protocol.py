@@ -16,6 +16,9 @@ TAKE_KEYS = {
     "PrefixStore": (0, "prefix"),
     "KeySequence": (1, "name"),
     "AbortableStore": (1, "failure_key"),
+    "add_to": (1, "key"),
+    "claim": (1, "key"),
+    "count": (1, "key"),
     "ExclusiveSection": (1, "key"),
     "Looker": (1, "key"),
     "looker": (0, "operation"),
@@ -132,6 +135,8 @@ def test_no_key_is_spelt_out_outside_the_protocol():
         "helper(store, counter='planted')",
         "consensus.require_success('planted', None)",
         "wait_for_all(store_group, 'planted', timeout=1)",
+        "count(store, 'planted')",
+        "claim(store, f'planted/{rank}', mine, decode)",
     ],
 )
 def test_a_planted_key_is_found(source):

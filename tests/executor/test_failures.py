@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from distman import ParallelExecutor, WorkerDiedError, WorkerError
+from distman._text import printable_lines
 
 
 class TwoArgumentsError(Exception):
@@ -63,7 +64,7 @@ FAULTS = {
     "abort": (
         lambda device: os.abort(),
         -6,
-        "died of SIGABRT.*\n\nIts traceback:\nFatal Python error: Aborted",
+        "died of SIGABRT.*\n\nIts traceback:\n  Fatal Python error: Aborted",
     ),
     "sys.exit(3)": (lambda device: sys.exit(3), 3, r"died with exit code 3: it called sys.exit: SystemExit: 3\n\nIts"),
     "sys.exit(text)": (lambda device: sys.exit("enough"), 1, "died with exit code 1: .* enough"),
@@ -102,7 +103,7 @@ def test_every_fault_is_an_error_that_says_where_and_how(pair, fault):
     assert isinstance(error, WorkerDiedError) == isinstance(error, BrokenExecutor) == (exit_code is not None)
     assert error.index in (0, 1)
     assert bool(error.traceback_text) == (fault not in WITHOUT_TRACEBACK)
-    assert error.traceback_text.rstrip() in str(error)
+    assert printable_lines(error.traceback_text) in str(error)
     if fault in WITH_CAUSE:
         assert isinstance(error.__cause__, WITH_CAUSE[fault])
     assert pair.run(lambda device, x: x, 1) == [1, 1]

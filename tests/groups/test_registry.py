@@ -728,7 +728,7 @@ def test_cleanup_destroys_all_groups_and_a_new_start_can_make_them_again():
 @ranks(3)
 def test_arguments_that_are_wrong_on_one_rank_are_shown_on_all_at_once(rank):
     with pytest.raises(
-        PlanMismatchError, match=r"asks for\na: \[0\] .*\n.*\n.*asks for\nan error: size must be a divisor"
+        PlanMismatchError, match=r"asks for\n  a: \[0\] .*\n.*\n.*asks for\n  an error: size must be a divisor"
     ):
         DistributedManager.create_process_subgroup("a", 1 if rank == 0 else 2)
     with pytest.raises(ValueError, match="size must be a divisor of the parent group's size 3, got 2"):

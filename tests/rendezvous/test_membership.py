@@ -10,7 +10,7 @@ import time
 import pytest
 import torch.distributed as dist
 
-from distman._coordination import protocol
+from distman._coordination import messages, protocol
 from distman._coordination.failure.record import FailureRecord
 from distman._rendezvous import membership
 from distman._rendezvous.address import Endpoint
@@ -246,3 +246,25 @@ def test_rank_zero_says_who_is_missing_while_it_waits(point, monkeypatch, caplog
     gather(point, join_record(0, 2), timeout=0.5)
     assert "1 of 2 ranks joined" in caplog.text
     assert "missing: rank 1" in caplog.text
+
+
+def test_a_process_that_joins_with_nonsense_is_as_one_that_is_missing(point, caplog):
+    messages._forget_warnings()
+    garbage = json.dumps({**dataclasses.asdict(join_record(1)), "pid": "1"})
+    with contextlib.closing(enter(point, join_record(0))) as job_store:
+        store = dist.PrefixStore("membership", job_store.store)
+        store.set(protocol.join_record(store.add(protocol.JOINED, 1)), garbage)
+        with pytest.raises(RendezvousError, match=r"1 of 2 ranks joined .* missing: rank 1"):
+            take_part(job_store, join_record(0), timeout=0.3)
+    assert caplog.text.count("a malformed message is dropped: reading the join record of the process that came as") == 1
+    assert "pid: it must be int, got '1'" in caplog.text
+
+
+def test_a_verdict_that_is_none_does_not_stand_in_the_way(point, caplog):
+    messages._forget_warnings()
+    with contextlib.closing(enter(point, join_record(0, 1))) as job_store:
+        store = dist.PrefixStore("membership", job_store.store)
+        for key in (protocol.VERDICT, protocol.FAILURE, protocol.STORE_RANK):
+            store.set(key, b"\x78\x9c garbage")
+        assert len(take_part(job_store, join_record(0, 1))) == 1
+    assert "reading the verdict on who takes part failed: " in caplog.text

@@ -109,12 +109,12 @@ def _steps(manager: DistributedManager, findings: Findings, folder: str | None) 
 
     def prove_all() -> None:
         exact = {name: prove(name, proof, manager) for name, proof in proofs_for(manager).items()}
-        reports = gather_reports(manager, "the collectives", exact)
+        reports = gather_reports(manager, "the collectives", exact, dict[str, bool])
         by_rank = {manager.rank: exact} if reports is None else dict(enumerate(reports))
-        findings.wrong = {name: [rank for rank, one in by_rank.items() if not one[name]] for name in exact}
+        findings.wrong = {name: [rank for rank, one in by_rank.items() if not one.get(name)] for name in exact}
 
     def time_compute() -> None:
-        findings.compute = gather_reports(manager, "computing", measure_compute(manager.device)) or []
+        findings.compute = gather_reports(manager, "computing", measure_compute(manager.device), float) or []
 
     def time_links() -> None:
         findings.links = measure_links(manager) or []

@@ -65,7 +65,7 @@ def measure_links(manager: DistributedManager) -> list[Link] | None:
     Returns:
         The links on rank 0; None elsewhere.
     """
-    mine = []
+    mine: list[tuple[int, int, float, float]] = []
     for pairs in plan_rounds([peer.node_rank for peer in manager.roll_call]):
         for pair in pairs:
             if manager.rank in pair:
@@ -74,8 +74,8 @@ def measure_links(manager: DistributedManager) -> list[Link] | None:
                     for num_bytes, num_trips in ((_SMALL_BYTES, _SMALL_TRIPS), (LARGE_BYTES, _LARGE_TRIPS))
                 )
                 if manager.rank == pair[0]:
-                    mine.append([*pair, latency, seconds])
-    reports = gather_reports(manager, "links", mine)
+                    mine.append((*pair, latency, seconds))
+    reports = gather_reports(manager, "links", mine, list[tuple[int, int, float, float]])
     return None if reports is None else [Link(*row) for rows in reports for row in rows]
 
 

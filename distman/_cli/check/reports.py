@@ -6,17 +6,20 @@ While a rank waits here, signals reach it: the wait is one of Python, not of glo
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, TypeVar
 
 from distman._coordination import protocol
+from distman._coordination.messages import decode
 from distman._coordination.wait_scope import WaitScope
 from distman.errors import BarrierTimeoutError
 
 if TYPE_CHECKING:
     from distman.manager import DistributedManager
 
+Kind = TypeVar("Kind")
 
-def gather_reports(manager: DistributedManager, name: str, report: object) -> list[Any] | None:
+
+def gather_reports(manager: DistributedManager, name: str, report: Kind, kind: type[Kind]) -> list[Kind] | None:
     """Return what all ranks report, in rank order, on rank 0.
 
     Collective. Rank 0 waits for all, the others for nobody.
@@ -24,7 +27,8 @@ def gather_reports(manager: DistributedManager, name: str, report: object) -> li
     Args:
         manager: The manager.
         name: What is reported, for messages; the same on all ranks.
-        report: Anything that JSON can hold.
+        report: What this rank reports, as JSON can hold it.
+        kind: Its type, which is what the other ranks must report.
 
     Returns:
         The reports on rank 0; None elsewhere.
@@ -55,13 +59,16 @@ def gather_reports(manager: DistributedManager, name: str, report: object) -> li
         raise BarrierTimeoutError(
             f"gathering {name} failed: nothing came within {limit:g} s from {who}. See what they do instead."
         )
-    others = [json.loads(store_group.store.get(key)) for key in keys[1:]]
+    others = [
+        decode(store_group.store.get(key), kind, f"the report of {name} by {store_group.describe(rank)}")
+        for rank, key in enumerate(keys[1:], start=1)
+    ]
     for key in keys[1:]:
         store_group.store.delete_key(key)
     return [report, *others]
 
 
-def hand_out(manager: DistributedManager, name: str, message: object) -> Any:
+def hand_out(manager: DistributedManager, name: str, message: Kind, kind: type[Kind]) -> Kind:
     """Return on all ranks what rank 0 says.
 
     Collective. Rank 0 waits for nobody, the others for rank 0.
@@ -70,6 +77,7 @@ def hand_out(manager: DistributedManager, name: str, message: object) -> Any:
         manager: The manager.
         name: What it is about, for messages; the same on all ranks.
         message: Anything that JSON can hold; rank 0's counts.
+        kind: Its type, which is what rank 0 must say.
 
     Raises:
         RankFailedError: On the other ranks: a rank failed, or rank 0 left the job.
@@ -91,4 +99,4 @@ def hand_out(manager: DistributedManager, name: str, message: object) -> Any:
         raise BarrierTimeoutError(
             f"{name} did not come within {limit:g} s from {store_group.describe(0)}. See what it does instead."
         )
-    return json.loads(store_group.store.get(key))
+    return decode(store_group.store.get(key), kind, f"the message of {name} by {store_group.describe(0)}")

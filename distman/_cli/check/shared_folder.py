@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import secrets
 import time
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ from pathlib import Path
 from distman._cli.check.removal import removed_at_the_end
 from distman._cli.check.reports import gather_reports, hand_out
 from distman._coordination.wait_scope import collective
+from distman._private_files import open_itself, write_new
 from distman.manager import DistributedManager
 
 _PATIENCE = 2.0  # seconds, for a network file system that shows a new file late
@@ -55,15 +57,15 @@ def check_folder(folder: str | Path, manager: DistributedManager) -> FolderRepor
         The report on rank 0; None elsewhere.
     """
     if not manager.is_main:
-        name, word, problem = hand_out(manager, "the folder", None)
-        gather_reports(manager, "the folder", not problem and _reads(Path(name), word))
+        name, word, problem = hand_out(manager, "the folder", ("", "", ""), tuple[str, str, str])
+        gather_reports(manager, "the folder", not problem and _reads(Path(name), word), bool)
         return None
     path, word = Path(folder).absolute(), secrets.token_hex(16)
     file = path / f".distman-check-{secrets.token_hex(8)}"
     with removed_at_the_end(file):
         problem = _write(file, word)
-        hand_out(manager, "the folder", (str(file), word, problem))
-        reports = gather_reports(manager, "the folder", not problem and _reads(file, word)) or []
+        hand_out(manager, "the folder", (str(file), word, problem), tuple[str, str, str])
+        reports = gather_reports(manager, "the folder", not problem and _reads(file, word), bool) or []
     unseen = [] if problem else [rank for rank, is_seen in enumerate(reports) if not is_seen]
     hosts = list(dict.fromkeys(manager.roll_call[rank].host for rank in unseen))
     return FolderReport(str(path), problem or None, unseen, hosts)
@@ -72,7 +74,7 @@ def check_folder(folder: str | Path, manager: DistributedManager) -> FolderRepor
 def _write(file: Path, word: str) -> str:
     """Write a word, and return why that is not possible; an empty text where it is."""
     try:
-        file.write_text(word, encoding="utf-8")
+        write_new(file, word)
     except OSError as error:
         return f"{type(error).__name__}: {error.strerror}"
     return ""
@@ -82,8 +84,10 @@ def _reads(file: Path, word: str) -> bool:
     until = time.monotonic() + _PATIENCE
     while True:
         with contextlib.suppress(OSError):
-            if file.read_text(encoding="utf-8") == word:
-                return True
+            descriptor = open_itself(file, os.O_RDONLY | os.O_NONBLOCK)  # a pipe would keep it waiting
+            with os.fdopen(descriptor, "rb") as opened:
+                if opened.read(len(word) + 1) == word.encode():
+                    return True
         if time.monotonic() > until:
             return False
         time.sleep(_PAUSE)

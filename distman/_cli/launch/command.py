@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import errno
 import json
+import os
+import stat
 import sys
 from pathlib import Path
 
 from distman._cli.launch.job_script import BACKENDS, JobRequest, render
 from distman._cli.launch.submission import is_scheduled, job_id_in, submission_line, submit
+from distman._private_files import open_itself
 
 _DESCRIPTION = "Write the script that starts a job of one process for each GPU, and submit it to the scheduler."
 _DEFAULTS = JobRequest(backend="slurm")
@@ -99,15 +103,23 @@ def _check_submission(arguments: argparse.Namespace, request: JobRequest) -> Non
 
 
 def _write(path: Path, script: str, *, force: bool) -> None:
-    """Write the file; one that is there stays as it is unless it may be replaced."""
+    """Write the file, which its owner can run and nobody else can read: a command line may hold a token.
+
+    One that is there stays as it is unless it may be replaced; then it keeps its permissions.
+    """
     try:
-        with path.open("w" if force else "x", encoding="utf-8") as file:
+        flags = os.O_WRONLY | os.O_CREAT | (os.O_TRUNC if force else os.O_EXCL)
+        with os.fdopen(open_itself(path, flags, 0o700), "w", encoding="utf-8") as file:
             file.write(script)
+            os.fchmod(file.fileno(), os.fstat(file.fileno()).st_mode | stat.S_IXUSR)
     except FileExistsError as error:
         raise FileExistsError(
             f"{path} must not exist yet, but it does. Choose another name, or pass --force."
         ) from error
-    path.chmod(path.stat().st_mode | 0o111)
+    except OSError as error:
+        if error.errno != errno.ELOOP:
+            raise
+        raise OSError(f"{path} must not be a link, but it is. Name the file itself, or remove the link.") from error
 
 
 def _submit(arguments: argparse.Namespace, request: JobRequest, path: Path, script: str) -> int:

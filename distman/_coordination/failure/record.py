@@ -11,6 +11,7 @@ import traceback
 from typing import TYPE_CHECKING, Any, Protocol
 
 from distman._coordination import protocol
+from distman._coordination.messages import MalformedMessageError, checked, claim, decode, unless_malformed
 from distman._text import shortened
 from distman.errors import RankFailedError
 
@@ -126,8 +127,8 @@ class FailureRecord:
     def told(cls, fields: Any) -> FailureRecord:
         """Return the record that a process told of itself before it joined, be it of another release of the package."""
         try:
-            return cls(**fields)
-        except TypeError:
+            return checked(fields, cls, "the failure of a process that had not joined")
+        except MalformedMessageError:
             rank = fields.get("rank") if isinstance(fields, dict) else None
             text = (
                 "failed before it joined, and told of it in words of another release of distman: "
@@ -137,12 +138,23 @@ class FailureRecord:
 
     @classmethod
     def read(cls, store: Store) -> FailureRecord | None:
-        """Return the job's first record, or None."""
-        return cls(**json.loads(store.get(protocol.FAILURE))) if store.check([protocol.FAILURE]) else None
+        """Return the job's first record; None where there is none, or something else."""
+        if not store.check([protocol.FAILURE]):
+            return None
+        return unless_malformed(lambda: cls.decoded(store.get(protocol.FAILURE)))
 
     def publish(self, store: Store) -> FailureRecord:
         """Make this the job's record unless there is one, and return the one there is."""
-        return type(self)(**json.loads(store.compare_set(protocol.FAILURE, "", self.to_json())))
+        return claim(store, protocol.FAILURE, self.to_json(), type(self).decoded)
+
+    @classmethod
+    def decoded(cls, data: bytes, what: str = "the failure in the job's store") -> FailureRecord:
+        """Return the record that a message is.
+
+        Raises:
+            MalformedMessageError: It is none.
+        """
+        return decode(data, cls, what)
 
     def is_told_by(self, error: BaseException) -> bool:
         """Return whether an error, which may be any that a program raised, tells the other ranks' failure on record."""

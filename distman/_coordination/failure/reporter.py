@@ -15,6 +15,7 @@ import torch.distributed as dist
 from distman._coordination import protocol
 from distman._coordination.failure import hook
 from distman._coordination.failure.record import SILENT, FailureRecord
+from distman._coordination.messages import count
 from distman._coordination.monitor.context import interval, late_after
 from distman._coordination.monitor.current_watcher import failure_behind, is_watching, look_after_others
 from distman._coordination.timeouts import run_with_timeout
@@ -102,12 +103,12 @@ class JobReporter:
 
     def _publish(self, mine: FailureRecord, first: list[FailureRecord]) -> None:
         first.append(mine.publish(self.store))
-        self.store.add(protocol.NEWS, 1)
+        count(self.store, protocol.NEWS, 1)
         if not is_watching() and first[0].rank != self.rank:  # else the watcher says so, once
-            self.store.add(protocol.FAILURE_SEEN, 1)
+            count(self.store, protocol.FAILURE_SEEN, 1)
 
     def _stay_until_seen(self) -> None:
         until = time.monotonic() + _STAY + interval(self.num_others + 1)
         with contextlib.suppress(dist.DistError):
-            while self.store.add(protocol.FAILURE_SEEN, 0) < self.num_others and time.monotonic() < until:
+            while count(self.store, protocol.FAILURE_SEEN) < self.num_others and time.monotonic() < until:
                 time.sleep(_PAUSE)

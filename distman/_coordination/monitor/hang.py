@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
-import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from distman._coordination import protocol, tracking
+from distman._coordination.messages import claim, count, decode, decode_index, unless_malformed
 from distman._coordination.monitor.context import WatchContext
 from distman._coordination.monitor.reading import read_at_once
 from distman._log import logger
+from distman._private_files import private_folder, write_new
 from distman._text import printable, printable_lines, shortened
 
 if TYPE_CHECKING:
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
 _PAUSE = 0.01  # seconds between two looks for answers, which take a fifth of a second
 _MAX_STACKS = 100_000  # characters: some hundred threads, in one message to the store
 _MAX_NAMED = 4  # ranks that are named in full in one line of the log
+_MAX_OPEN = 100  # queries, the newest ones, that are looked at: each asks once, and older ones are over
 
 Key = TypeVar("Key")
 
@@ -81,34 +84,40 @@ class StackQueries:
             ranks: Whom to ask.
             timeout: Seconds to wait for answers.
         """
-        number = self.store.add(protocol.QUERY_NUMBERS, 1)
+        number = count(self.store, protocol.QUERY_NUMBERS, 1)
         self.store.set(protocol.query(number), json.dumps(list(ranks)))
         # Listed once it is there: a watcher that another query wakes looks at it once. torch's stubs lack the method.
         self.store.append(protocol.QUERIES, f"{number},")  # type: ignore[attr-defined]
-        self.store.add(protocol.NEWS, 1)
+        count(self.store, protocol.NEWS, 1)
         until = time.monotonic() + timeout
-        while self.store.add(protocol.answered(number), 0) < len(ranks) and time.monotonic() < until:
+        while count(self.store, protocol.answered(number)) < len(ranks) and time.monotonic() < until:
             time.sleep(_PAUSE)
         self.store.delete_key(protocol.answered(number))
         self.store.delete_key(protocol.query(number))
-        answers = {}
+        answers: dict[int, Answer] = {}
         for rank in ranks:
             key = protocol.answer(number, rank)
             found = read_at_once(self.store, key)
             if found is not None:
-                answers[rank] = Answer(**json.loads(found))
+                answer = unless_malformed(functools.partial(decode, found, Answer, f"rank {rank}'s answer to a query"))
+                answers |= {rank: answer} if answer is not None else {}
                 self.store.delete_key(key)
         return answers
 
     def answer(self) -> None:
         """Answer the queries that are new."""
         numbers = (read_at_once(self.store, protocol.QUERIES) or "").split(",")[:-1]
-        for number in map(int, numbers[self.num_seen :]):
-            asked = read_at_once(self.store, protocol.query(number))  # who asked may give up just now
-            if asked is not None and self.rank in json.loads(asked):
-                self.store.set(protocol.answer(number, self.rank), json.dumps(dataclasses.asdict(Answer.here())))
-                self.store.add(protocol.answered(number), 1)
+        is_as_before = self.num_seen <= len(numbers)  # else something has replaced the list
+        for number in numbers[max(self.num_seen if is_as_before else 0, len(numbers) - _MAX_OPEN) :]:
+            index = unless_malformed(functools.partial(decode, number, int, "the list of queries"))
+            if index is not None and self.rank in self._asked(index):
+                self.store.set(protocol.answer(index, self.rank), json.dumps(dataclasses.asdict(Answer.here())))
+                count(self.store, protocol.answered(index), 1)
         self.num_seen = len(numbers)
+
+    def _asked(self, number: int) -> list[int]:
+        found = read_at_once(self.store, protocol.query(number))  # who asked may give up just now
+        return (unless_malformed(lambda: decode(found, list[int], "a query")) if found is not None else None) or []
 
 
 class HangWatch:
@@ -139,10 +148,15 @@ class HangWatch:
         late = [wait for wait in waits if time.monotonic() - wait.since > self._limit]
         if not late or self._reported is not None:
             return
-        me = str(self._context.rank)
-        if stack_queries.store.compare_set(protocol.HANG_REPORTER, "", me).decode() == me:
+        if self._is_reporter(stack_queries.store):
             self._reported = late[0]
             self._report(late[0], stack_queries)
+
+    def _is_reporter(self, store: Store) -> bool:
+        rank, size = self._context.rank, len(self._context.peers)
+        return rank == claim(
+            store, protocol.HANG_REPORTER, str(rank), lambda found: decode_index(found, size, "who reports a hang")
+        )
 
     def let_others_report(self, store: Store) -> None:
         """Let another rank report a hang, if this one did: its wait is over, or it does not look any more."""
@@ -168,7 +182,7 @@ def write_report(reason: str, asker: int, answers: Mapping[int, Answer], names: 
         asker: The rank that waits.
         answers: What the ranks answered, by rank; that of the asker among them.
         names: Who each rank is.
-        folder: Where the file goes; the temporary folder, if it cannot be written there.
+        folder: Where the file goes; a folder of this user's in the temporary one, if it cannot be written there.
     """
     silent = [rank for rank in range(len(names)) if rank not in answers]
     alike = _grouped(answers, lambda answer: (_without_seconds(answer.place), answer.stacks))
@@ -198,12 +212,13 @@ def _grouped(answers: Mapping[int, Answer], key: Callable[[Answer], Key]) -> lis
 
 def _write(text: str, folder: Path) -> Path:
     name = f"distman-hang-{time.strftime('%Y%m%d-%H%M%S')}-{time.monotonic_ns() % 10**6:06d}.txt"
-    for place in (folder, Path(tempfile.gettempdir())):
+    for is_elsewhere in (False, True):
         try:
-            (place / name).write_text(text, encoding="utf-8", errors="backslashreplace")  # of paths, say
+            path = (private_folder() if is_elsewhere else folder) / name
+            write_new(path, text)  # for nobody else: stacks tell what the program does
         except OSError:
             continue
-        return place / name
+        return path
     return Path("no file: neither folder can be written")
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import functools
 import socket
 import time
 from collections.abc import Callable
@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING
 from distman._coordination import protocol
 from distman._coordination.failure import hook
 from distman._coordination.failure.record import SILENT, FailureRecord
+from distman._coordination.messages import unless_malformed
 from distman._coordination.monitor.context import WatchContext, late_after
-from distman._coordination.monitor.peer_connection import connect
+from distman._coordination.monitor.peer_connection import connect, read_address
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 _PATIENCE = 60.0  # seconds for handlers elsewhere, of which nobody knows; they get as long as work in the background
 _PAUSE = 0.1  # seconds between two looks who is still there: short beside what a program needs to end
 _NUM_BYTES = 4096  # that are read at once of what a neighbour tells, and thrown away
+_MOST_READS = 100  # at a look: who tells without end is there
 
 
 class LeftBehind:
@@ -49,7 +51,7 @@ class LeftBehind:
         self._silent = {record.rank} if record.error_type == SILENT else set[int]()
         self._late: set[int] = set()
         self._late_until = time.monotonic() + silence
-        self._addresses: dict[int, str] = {}
+        self._addresses: dict[int, bytes] = {}
 
     def find(self, store: Store) -> bool:
         """Find out who does not react, and where the other ranks are; return whether there is anyone to wait for.
@@ -66,7 +68,7 @@ class LeftBehind:
             for rank in self._others:
                 place = protocol.peer_address(rank)
                 if store.check([place]) and not store.check([protocol.left(rank)]):
-                    self._addresses[rank] = store.get(place).decode()
+                    self._addresses[rank] = store.get(place)
         return bool(self._silent or self._late)
 
     def end_job_without(self) -> None:
@@ -102,7 +104,10 @@ class LeftBehind:
         """Return a connection to each rank that is there; None to one that is silent and whose host is, too."""
         found: dict[int, socket.socket | None] = dict.fromkeys(self._silent)
         for rank, address in self._addresses.items():
-            addresses, port, _ = json.loads(address)
+            read = unless_malformed(functools.partial(read_address, address, rank))
+            if read is None:
+                continue
+            addresses, port, _ = read
             try:
                 found[rank] = connection = connect(addresses, port, is_one_host=self._is_one_host)
                 connection.settimeout(0)
@@ -121,10 +126,8 @@ def _is_unaware(store: Store, rank: int) -> bool:
 def _is_open(connection: socket.socket) -> bool:
     """Return whether the process at the other end is there, and in the job; what it tells is known already."""
     try:
-        while connection.recv(_NUM_BYTES):
-            pass
+        return all(connection.recv(_NUM_BYTES) for _ in range(_MOST_READS))
     except BlockingIOError:
         return True
-    except OSError:
-        pass  # reset: that, too, is the end
-    return False
+    except OSError:  # reset: that, too, is the end
+        return False

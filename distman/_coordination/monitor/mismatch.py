@@ -19,6 +19,8 @@ import torch.distributed as dist
 
 from distman._coordination import protocol, tracking
 from distman._coordination.failure.record import Place
+from distman._coordination.messages import claim, count, decode, unless_malformed
+from distman._text import Line
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -124,14 +126,18 @@ class MismatchWatch:
         if not key:
             return False
         self._told[call] = key
-        mine = json.dumps([call.text, f"  {self._me}: {call.text}, at {wait.line[0]}:{wait.line[1]}"])
-        first = store.compare_set(protocol.first_proposal(key), "", mine).decode()
-        if first == mine:
+        ours = (call.text, f"{self._me}: {call.text}, at {wait.line[0]}:{wait.line[1]}")
+        first = claim(
+            store,
+            protocol.first_proposal(key),
+            json.dumps(ours),
+            lambda found: decode(found, tuple[str, str], f"what a rank waits in at {key}"),
+        )
+        if first == ours:
             self._first[call] = key
-        elif json.loads(first)[0] != call.text:
-            lines = sorted((json.loads(first)[1], json.loads(mine)[1]))
-            store.compare_set(protocol.other_proposal(key), "", "\n".join(lines))
-            store.add(protocol.NEWS, 1)
+        elif first[0] != call.text:
+            store.compare_set(protocol.other_proposal(key), "", json.dumps(sorted((first[1], ours[1]))))
+            count(store, protocol.NEWS, 1)
         return True
 
 
@@ -140,8 +146,12 @@ def mismatch(store: Store, call: Call) -> str:
     key = call.key
     if not key or not store.check([protocol.other_proposal(key)]):
         return ""
-    lines = store.get(protocol.other_proposal(key)).decode()
+    found = store.get(protocol.other_proposal(key))
+    lines = unless_malformed(lambda: decode(found, list[Line], f"two calls that differ at {key}"))
+    if lines is None:
+        return ""
     return (
         f"all ranks must make the same call at exchange {call.number} of group {call.group.name or call.group.ranks}, "
-        f"but two differ. Correct them; the group's connections are closed.\n{lines}"
+        f"but two differ. Correct them; the group's connections are closed.\n"
+        + "\n".join(f"  {line}" for line in lines)
     )

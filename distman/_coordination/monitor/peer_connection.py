@@ -7,8 +7,11 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import json
 import os
+import re
+import reprlib
 import secrets
 import selectors
 import socket
@@ -19,6 +22,7 @@ from typing import TYPE_CHECKING
 
 from distman._coordination import protocol
 from distman._coordination.failure.record import FailureRecord, Place
+from distman._coordination.messages import MalformedMessageError, decode, unless_malformed
 from distman._process_state import puts_back
 from distman._text import shortened
 
@@ -32,6 +36,9 @@ _MAX_GUESTS = 64  # one is the rank before; more only while ranks leave, or from
 _RETRY_EVERY = 10.0  # seconds; each try may block a look for as long as the patience
 _MAX_NOTICE = 5_000  # characters of each text: a notice must fit into an idle connection at once
 _MAX_BYTES = 1_000_000  # more than any notice
+_MAX_ADDRESSES = 32  # of a host
+_PORTS = range(1, 1 << 16)
+_ADDRESS = re.compile(r"[\w.:%-]{1,253}", re.ASCII)  # what a resolver takes without raising of its own
 _PAUSE = 0.01  # seconds between two looks for a notice
 _LOOPBACK = ("127.", "::1")  # how such addresses begin
 
@@ -69,6 +76,7 @@ class PeerConnection:
         self._connection: socket.socket | None = None
         self._guests: list[socket.socket] = []
         self._received: weakref.WeakKeyDictionary[socket.socket, bytes] = weakref.WeakKeyDictionary()
+        self._members: weakref.WeakSet[socket.socket] = weakref.WeakSet()  # guests that have said the word
         self._word = secrets.token_hex(8)  # who knows it has read the store; a port scanner has not
         self._selector = selectors.DefaultSelector()
         self._wake_end, self._woken_end = socket.socketpair()
@@ -166,7 +174,11 @@ class PeerConnection:
         rank = self.watched
         if rank is None or time.monotonic() < self._next_try or not self._store.check([protocol.peer_address(rank)]):
             return True
-        addresses, port, word = json.loads(self._store.get(protocol.peer_address(rank)))
+        address = unless_malformed(lambda: read_address(self._store.get(protocol.peer_address(rank)), rank))
+        if address is None:
+            self._next_try = time.monotonic() + _RETRY_EVERY
+            return True
+        addresses, port, word = address
         try:
             self._connection = connect(addresses, port, is_one_host=self._is_one_host)
         except OSError as error:
@@ -212,7 +224,8 @@ class PeerConnection:
             coming = guest.recv(len(self._word) + 1, socket.MSG_PEEK)
         except OSError:
             coming = b""
-        return not (self._received.get(guest, b"") + coming).startswith(f"{self._word}\n".encode())
+        said = self._received.get(guest, b"") + coming
+        return guest not in self._members and not said.startswith(f"{self._word}\n".encode())
 
     def _read(self, connection: socket.socket) -> Place | None:
         """Return the watched rank if its end is closed and it did not leave.
@@ -242,13 +255,15 @@ class PeerConnection:
             data = end.recv(_MAX_BYTES)
         except BlockingIOError:
             return True
-        self._received[end] = self._received.get(end, b"") + data
-        lines = self._received[end].split(b"\n")[:-1]
-        if word is not None:
-            lines = lines[1:] if lines[:1] == [word.encode()] else []
+        *lines, rest = (self._received.get(end, b"") + data).split(b"\n")
+        self._received[end] = rest[:_MAX_BYTES]
         for line in lines:
-            with contextlib.suppress(ValueError, TypeError):  # of another release of the package
-                self.notice = self.notice or FailureRecord(**json.loads(line))
+            if word is not None and end not in self._members:
+                self._members |= {end} if line == word.encode() else set()
+                continue
+            whose = f"rank {self.watched}" if word is None else "a rank that watches this one"
+            read = functools.partial(FailureRecord.decoded, line, f"the notice of {whose}")
+            self.notice = self.notice or unless_malformed(read)
         return bool(data)
 
     def _has_left(self, rank: int) -> bool:
@@ -275,6 +290,19 @@ def _is_closed(connection: socket.socket) -> bool:
         return False
     except OSError:
         return True
+
+
+def read_address(message: bytes, rank: int) -> tuple[list[str], int, str]:
+    """Return the names and addresses of a rank's host, the port there, and the word that opens it.
+
+    Raises:
+        MalformedMessageError: They are not such that one can connect there.
+    """
+    what = f"the address of rank {rank}"
+    addresses, port, word = decode(message, tuple[list[str], int, str], what)
+    if port not in _PORTS or len(addresses) > _MAX_ADDRESSES or not all(map(_ADDRESS.fullmatch, addresses)):
+        raise MalformedMessageError(what, f"it must be a host and a port, got {reprlib.repr((addresses, port))}")
+    return addresses, port, word
 
 
 def connect(addresses: Sequence[str], port: int, *, is_one_host: bool) -> socket.socket:

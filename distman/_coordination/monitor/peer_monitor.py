@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from distman._coordination import protocol, tracking
 from distman._coordination.failure.record import FailureRecord
+from distman._coordination.messages import count
 from distman._coordination.monitor.context import WatchContext, WatchLimits, late_after
 from distman._coordination.monitor.hang import HangWatch, StackQueries
 from distman._coordination.monitor.mismatch import MismatchWatch
@@ -76,7 +77,7 @@ class PeerMonitor:
 
         Blocking; :meth:`wake` ends the wait.
         """
-        num_news = self._store.add(protocol.NEWS, 0)
+        num_news = count(self._store, protocol.NEWS)
         is_news = num_news != self._num_news
         if is_news:
             self._num_news = num_news
@@ -122,7 +123,7 @@ class PeerMonitor:
         """
         num_others, until = len(self._context.peers) - 1, self._clock() + late_after(len(self._context.peers))
         while self._clock() < until and not self._is_stopping.is_set():
-            if self._store.add(protocol.FAILURE_SEEN, 0) + self._store.add(protocol.GONE, 0) >= num_others:
+            if count(self._store, protocol.FAILURE_SEEN) + count(self._store, protocol.GONE) >= num_others:
                 return
             self._is_stopping.wait(_PAUSE)
 
@@ -146,7 +147,7 @@ class PeerMonitor:
         self._stack_queries.answer()
         if self._store.check([protocol.CLOSING]):
             self.is_closing = True
-            self._store.add(protocol.GONE, 1)
+            count(self._store, protocol.GONE, 1)
         return None
 
     def _beat(self, seconds: float) -> FailureRecord | None:
@@ -167,13 +168,13 @@ class PeerMonitor:
     def _publish(self, record: FailureRecord) -> FailureRecord:
         """Make a failure known to all, and return the first one, which counts."""
         first = record.publish(self._store)
-        self._store.add(protocol.NEWS, 1)
+        count(self._store, protocol.NEWS, 1)
         return self._seen(first)
 
     def _seen(self, record: FailureRecord) -> FailureRecord:
         if record.rank != self._context.rank:
             self._store.delete_key(protocol.beat(self._context.rank))
-            self._store.add(protocol.FAILURE_SEEN, 1)
+            count(self._store, protocol.FAILURE_SEEN, 1)
         return record
 
 

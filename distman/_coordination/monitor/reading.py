@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from distman._coordination.messages import decode_text
+
 if TYPE_CHECKING:
     from torch.distributed import Store
 
@@ -17,5 +19,5 @@ def read_at_once(store: Store, key: str) -> str | None:
     ``check`` and then ``get`` would wait for the store's timeout if the key was deleted in between. Comparing with a
     value that is never there leaves the store as it is, and a key that is not there gives back that value.
     """
-    found = store.compare_set(key, _NOTHING, _NOTHING).decode()
+    found = decode_text(store.compare_set(key, _NOTHING, _NOTHING))
     return found if found != _NOTHING else None

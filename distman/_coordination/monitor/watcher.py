@@ -20,6 +20,15 @@ from distman._coordination.failure.delivery import Delivery
 from distman._coordination.failure.interruption import Interruption
 from distman._coordination.failure.job_abort import may_cancel
 from distman._coordination.failure.record import DIED, LEFT, SILENT, FailureRecord
+from distman._coordination.messages import (
+    MalformedMessageError,
+    claim,
+    count,
+    decode,
+    decode_index,
+    drop,
+    unless_malformed,
+)
 from distman._coordination.monitor.context import WatchContext, WatchLimits, late_after
 from distman._coordination.monitor.current_watcher import current, set_current
 from distman._coordination.monitor.hang import HangWatch, StackQueries
@@ -29,7 +38,7 @@ from distman._coordination.monitor.store_connection import limit_unanswered
 from distman._coordination.monitor.watchdog import Watchdog
 from distman._log import logger
 from distman._process_state import puts_back
-from distman._text import printable
+from distman._text import Line, printable
 from distman._torch_internals import is_unreachable
 from distman.errors import RankFailedError
 
@@ -216,10 +225,12 @@ class Watcher:
         """Return that a rank left the job, if one did: the first, after which others may have had to."""
         store, first = self._context.store, protocol.FIRST_TO_LEAVE
         try:
-            rank = int(store.get(first)) if store.check([first]) else self._context.rank
+            found = store.get(first) if store.check([first]) else None
         except dist.DistError as lost:
             return self.lost_store(lost)
-        return FailureRecord.left(self._context.peers[rank], operation) if rank != self._context.rank else None
+        peers = self._context.peers
+        rank = unless_malformed(lambda: decode_index(found, len(peers), "the first to leave")) if found else None
+        return FailureRecord.left(peers[rank], operation) if rank not in (None, self._context.rank) else None
 
     def lost_store(self, error: BaseException) -> FailureRecord:
         """Return because of whom the store cannot be reached any more."""
@@ -255,7 +266,7 @@ class Watcher:
         self._has_failed_thread = True
         with contextlib.suppress(dist.DistError):  # the store is gone, and the watcher will say so
             FailureRecord.of(error, self._context.rank).publish(self._context.store)
-            self._context.store.add(protocol.NEWS, 1)
+            count(self._context.store, protocol.NEWS, 1)
 
     def note(self, error: RankFailedError) -> None:
         """Take note of an error that a wait raises because the job has failed, or a rank has left it too early.
@@ -294,8 +305,9 @@ class Watcher:
             operation: What they are awaited at: the same on all ranks, and used once.
             ranks: Whom to look for.
         """
-        store, me, found = self._context.store, str(self._context.rank), protocol.places(operation)
-        if store.compare_set(protocol.asker(operation), "", me).decode() == me:
+        store, me, found = self._context.store, self._context.rank, protocol.places(operation)
+        size, what = len(self._context.peers), f"who asks and what it found out at {operation}"
+        if me == claim(store, protocol.asker(operation), str(me), lambda asker: decode_index(asker, size, what)):
             answers = StackQueries(store, self._context.rank).ask(ranks, self._answer_patience)
             places = {rank: answers[rank].place if rank in answers else self._last_seen(rank) for rank in ranks}
             store.set(found, json.dumps(list(places.items())))
@@ -303,7 +315,9 @@ class Watcher:
         until = time.monotonic() + self._answer_patience + self._patience
         while not store.check([found]) and time.monotonic() < until:
             time.sleep(_PAUSE)
-        return dict(json.loads(store.get(found))) if store.check([found]) else {}
+        if not store.check([found]):
+            return {}
+        return dict(unless_malformed(lambda: decode(store.get(found), list[tuple[int, Line]], what)) or ())
 
     def _last_seen(self, rank: int) -> str:
         text = printable(read_sign(self._context.store, rank).partition(" ")[2])
@@ -337,6 +351,9 @@ class Watcher:
                     self._act(record)
             except dist.DistError:
                 raise
+            except MalformedMessageError as error:
+                drop(error)
+                self._is_stopping.wait(self._context.interval)
             except Exception:
                 num_errors += 1
                 if num_errors > _MAX_ERRORS:
@@ -408,7 +425,7 @@ class Watcher:
 def announce_unwatched(store: Store, rank: int) -> None:
     """Say that a rank has no watcher: it gives no signs of life, and lets nobody wait for it at the end."""
     store.delete_key(protocol.beat(rank))
-    store.add(protocol.GONE, 1)
+    count(store, protocol.GONE, 1)
 
 
 @puts_back

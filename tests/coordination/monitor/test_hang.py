@@ -1,6 +1,7 @@
 """The report of a hang: what it says, and where it is."""
 
 import logging
+import os
 import re
 import tempfile
 import threading
@@ -35,13 +36,14 @@ def test_ranks_with_equal_stacks_are_shown_together(tmp_path, caplog):
     assert str(path) in logged
 
 
-def test_a_folder_that_cannot_be_written_is_passed_over(tmp_path, caplog):
+def test_a_folder_that_cannot_be_written_is_passed_over(tmp_path, caplog, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     with caplog.at_level(logging.WARNING):
         write_report("rank 0 waits", 0, {0: answers(())[0]}, NAMES[:1], tmp_path / "missing")
     logged = caplog.records[0].getMessage()
     path = Path(logged.rpartition(" in ")[2])
-    assert path.parent == Path(tempfile.gettempdir())
-    path.unlink()
+    assert path.parent == tmp_path / f"distman-{os.getuid()}"
+    assert path.exists()
     assert "; all do." in logged
 
 

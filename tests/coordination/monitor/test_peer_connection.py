@@ -3,6 +3,7 @@
 import contextlib
 import os
 import resource
+import select
 import socket
 import threading
 from collections import namedtuple
@@ -190,3 +191,49 @@ def test_a_host_that_does_not_answer_holds_the_watcher_up_for_a_bounded_time(mon
         connect(["n2", "127.0.1.1", "192.0.2.1", "192.0.2.2", "2001:db8::1"], 5, is_one_host=False)
     assert len(timeouts) == 4
     assert sum(timeouts) <= peer_connection._PATIENCE
+
+
+NONSENSE = [
+    b'{"hello": 1}\n',
+    b"\xff\xfe\n",
+    b"\n" * 1000,
+    b"[" * 100_000 + b"\n",
+    b'{"rank": "1"}\n',
+    b"x" * 3_000_000,
+]
+
+
+@pytest.mark.parametrize("said", NONSENSE)
+def test_nonsense_over_a_connection_is_dropped(said):
+    with connections(2) as (_, made), contextlib.ExitStack() as stack:
+        this = made[0]
+        theirs, ours = map(stack.enter_context, socket.socketpair())
+        ours.settimeout(0)
+
+        def send(data):
+            theirs.settimeout(0)
+            while data:
+                with contextlib.suppress(BlockingIOError):
+                    data = data[theirs.send(data) :]
+                while has_come(ours):
+                    this._take_notice(ours, this._word)
+
+        for start in (b"", f"\n{this._word}\n".encode()):
+            send(start + said)
+            assert len(this._received[ours]) <= 1_000_000
+            assert this.notice is None
+        send(b"\n" + failure_on(1).to_json().encode() + b"\n")
+        assert this.notice == failure_on(1)
+
+
+def has_come(end):
+    return bool(select.select([end], [], [], 0)[0])
+
+
+@pytest.mark.parametrize(
+    "address", ["", "?", "[]", '[["127.0.0.1"], 0, ""]', '[["127.0.0.1"], 70000, ""]', '[["\\u0000"], 80, ""]']
+)
+def test_an_address_that_is_none_is_passed_over(address):
+    with connections(2) as (store, made):
+        store.set(protocol.peer_address(1), address)
+        assert turn(made) == set()

@@ -1,0 +1,256 @@
+"""What other processes wrote, decoded: a message is JSON, and its fields are checked before anybody uses them.
+
+Where a call that ranks make together cannot go on without a message, what is malformed is an error. A thread that
+looks after the others drops it, with one warning, and goes on. A key that holds nonsense does not keep a message out.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import math
+import reprlib
+import types
+import typing
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar, Union
+
+from distman._log import logger
+from distman._process_state import puts_back
+from distman._text import printable
+from distman.errors import DistmanError
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
+
+
+_MOST_BYTES = 32 << 20  # more than where 100,000 ranks are, which is the longest honest message; read within a second
+_MOST_WARNINGS = 100  # of a process: ever new nonsense must not fill its log
+_INTEGERS = range(-(1 << 63), 1 << 63)  # what other libraries take
+_MOST_FLOAT = float(1 << 53)  # seconds and the like: clocks and sums of them stay exact and can be shown
+
+Kind = TypeVar("Kind")
+_Reader = Callable[[Any], Any]
+
+_dropped: set[str] = set()
+
+
+class MalformedMessageError(DistmanError):
+    """What another process wrote is not what it should be.
+
+    Attributes:
+        what: What it should be, and where it was.
+    """
+
+    def __init__(self, what: str, reason: str) -> None:
+        self.what = what
+        super().__init__(
+            f"reading {what} failed: {printable(reason)}. See that all hosts have one release of distman, and that "
+            "nothing else writes to this job."
+        )
+
+
+def decode(data: str | bytes, kind: type[Kind], what: str) -> Kind:
+    """Return a message.
+
+    Args:
+        data: JSON.
+        kind: What it holds: a number, a text, a dataclass, a list, tuple or dict of such things, or one or None.
+            Fields that a dataclass does not have are left out: they are of a later release.
+        what: What is read and where from, for messages.
+
+    Raises:
+        MalformedMessageError: It holds something else.
+    """
+    try:
+        if len(data) > _MOST_BYTES:
+            raise ValueError(f"it has {len(data)} bytes")
+        value = json.loads(data)
+    except (ValueError, RecursionError) as error:  # no UTF-8, no JSON, or nested too deeply
+        raise MalformedMessageError(what, f"{error}") from None
+    return checked(value, kind, what)
+
+
+def decode_row(data: str | bytes, kind: type[Kind], what: str) -> Kind:
+    """Return a message that is a dataclass, of which the values alone travel; otherwise as :func:`decode`."""
+    names = [field.name for field in dataclasses.fields(kind)]  # type: ignore[arg-type]  # it is a dataclass
+    row: list[object] = decode(data, list[object], what)
+    return checked(dict(zip(names, row, strict=False)), kind, what)
+
+
+def checked(value: object, kind: type[Kind], what: str) -> Kind:
+    """Return what a message holds that is decoded already; the arguments are those of :func:`decode`."""
+    wanted: Any = kind  # mypy holds no type for hashable
+    try:
+        message: Kind = _reader(wanted)(value)
+    except ValueError as error:
+        raise MalformedMessageError(what, f"{error}") from None
+    return message
+
+
+def decode_index(data: str | bytes, size: int, what: str) -> int:
+    """Return a number from 0 on and below a size, such as a rank.
+
+    Raises:
+        MalformedMessageError: It is something else.
+    """
+    index = decode(data, int, what)
+    if not 0 <= index < size:
+        raise MalformedMessageError(what, f"it must be below {size}, got {index}")
+    return index
+
+
+def decode_text(data: bytes) -> str:
+    """Return a message that is text, whatever it holds."""
+    return data[:_MOST_BYTES].decode(errors="backslashreplace")
+
+
+def unless_malformed(read: Callable[[], Kind]) -> Kind | None:
+    """Return what a function reads; None if that is malformed, of which a warning tells once."""
+    try:
+        return read()
+    except MalformedMessageError as error:
+        drop(error)
+        return None
+
+
+def drop(error: MalformedMessageError) -> None:
+    """Warn of a malformed message, the first time that one was there."""
+    if error.what not in _dropped and len(_dropped) < _MOST_WARNINGS:
+        _dropped.add(error.what)
+        logger.warning("a malformed message is dropped: %s", error)
+
+
+def claim(store: Store, key: str, mine: str | bytes, read: Callable[[bytes], Kind]) -> Kind:
+    """Set a key unless there is a message already, and return the one that is there; a malformed one is replaced.
+
+    Args:
+        store: Where.
+        key: The key.
+        mine: The message of this process.
+        read: Decodes a message.
+    """
+    found = store.compare_set(key, "", mine)  # type: ignore[arg-type]  # torch's stubs lack bytes, which do as well
+    message = unless_malformed(lambda: read(found))
+    if message is not None:
+        return message
+    return read(store.compare_set(key, found, mine))  # type: ignore[arg-type]  # as above
+
+
+def add_to(store: Store, key: str, amount: int) -> int:
+    """Add to a counter, and return the sum.
+
+    Raises:
+        MalformedMessageError: It holds no number.
+    """
+    try:
+        return store.add(key, amount)
+    except (ValueError, IndexError) as error:  # what stores say of a text, and of a number of more than 64 bits
+        raise MalformedMessageError(f"the counter {key!r}", f"it is no number ({error})") from None
+
+
+def count(store: Store, key: str, amount: int = 0) -> int:
+    """Add to a counter that nobody waits for without a limit, and return the sum; one without a number begins at 0."""
+    try:
+        return add_to(store, key, amount)
+    except MalformedMessageError as error:
+        drop(error)
+        store.delete_key(key)
+        return store.add(key, amount)
+
+
+@puts_back
+def _forget_warnings() -> None:
+    _dropped.clear()
+
+
+@functools.cache
+def _reader(kind: Any) -> _Reader:
+    """Return what checks a value of JSON, and makes of it what is wanted; it raises ValueError."""
+    origin, parts = typing.get_origin(kind), typing.get_args(kind)
+    if origin is Annotated:
+        return _then(_reader(parts[0]), parts[1])
+    if origin in (Union, types.UnionType):
+        (wanted,) = (part for part in parts if part is not types.NoneType)
+        return _optional(_reader(wanted))
+    if origin is list:
+        return _list_of(_reader(parts[0]))
+    if origin is tuple:
+        return _then(_list_of(_reader(parts[0])), tuple) if Ellipsis in parts else _row_of([*map(_reader, parts)])
+    if origin is dict:
+        return _dict_of(*map(_reader, parts))
+    if kind is object:
+        return lambda value: value
+    return _fields_of(kind) if dataclasses.is_dataclass(kind) else _scalar(kind)
+
+
+def _scalar(kind: Any) -> _Reader:
+    wanted = {int: (int,), float: (int, float)}.get(kind, (kind,))  # JSON may leave out the point of a number
+
+    def read(value: Any) -> Any:
+        if type(value) not in wanted:  # not isinstance: True is no number
+            raise _misfit(kind.__name__, value)
+        if type(value) is int and value not in _INTEGERS:
+            raise _misfit("a number of 64 bits", value)
+        if type(value) is float and not (math.isfinite(value) and abs(value) < _MOST_FLOAT):
+            raise _misfit("a number of ordinary size", value)
+        return value
+
+    return read
+
+
+def _optional(read: _Reader) -> _Reader:
+    return lambda value: None if value is None else read(value)
+
+
+def _then(read: _Reader, make: _Reader) -> _Reader:
+    return lambda value: make(read(value))
+
+
+def _list_of(read: _Reader) -> _Reader:
+    return lambda value: [*map(read, _of_type(list, value))]
+
+
+def _row_of(readers: list[_Reader]) -> _Reader:
+    def read(value: Any) -> tuple[Any, ...]:
+        if len(_of_type(list, value)) != len(readers):
+            raise _misfit(f"{len(readers)} values", value)
+        return tuple(reader(one) for reader, one in zip(readers, value, strict=True))
+
+    return read
+
+
+def _dict_of(read_name: _Reader, read: _Reader) -> _Reader:
+    return lambda value: {read_name(name): read(one) for name, one in _of_type(dict, value).items()}
+
+
+def _fields_of(kind: Any) -> _Reader:
+    hints: Mapping[str, Any] = typing.get_type_hints(kind, include_extras=True)
+    fields = dataclasses.fields(kind)
+    readers = {field.name: _reader(hints[field.name]) for field in fields}
+    needed = {field.name for field in fields if field.default is dataclasses.MISSING}
+
+    def read(value: Any) -> Any:
+        found = {}
+        for name, reader in readers.items():
+            if name in _of_type(dict, value):
+                try:
+                    found[name] = reader(value[name])
+                except ValueError as error:
+                    raise ValueError(f"{name}: {error}") from None
+            elif name in needed:
+                raise ValueError(f"it lacks {name}")
+        return kind(**found)
+
+    return read
+
+
+def _of_type(kind: type, value: Any) -> Any:
+    if type(value) is not kind:
+        raise _misfit(kind.__name__, value)
+    return value
+
+
+def _misfit(wanted: str, value: object) -> ValueError:
+    return ValueError(f"it must be {wanted}, got {reprlib.repr(value)}")

@@ -1,0 +1,58 @@
+"""Files that concern their owner alone: new ones, closed to others, never through a link that somebody planted."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import stat
+import tempfile
+from pathlib import Path
+
+_OTHERS = 0o077
+"""Permissions of the group and of all others."""
+
+
+def write_new(path: Path, text: str) -> None:
+    """Write a file that only its owner can read.
+
+    Local. What cannot be encoded, such as a surrogate in a path, is escaped.
+
+    Raises:
+        FileExistsError: Something is there, be it a link that leads nowhere.
+        OSError: It cannot be written.
+    """
+    descriptor = open_itself(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+    with os.fdopen(descriptor, "w", encoding="utf-8", errors="backslashreplace") as file:
+        file.write(text)
+
+
+def open_itself(path: Path, flags: int, mode: int = 0o600) -> int:
+    """Return the descriptor of a file, which is no link.
+
+    Local.
+
+    Args:
+        path: The file.
+        flags: Those of ``os.open``.
+        mode: Permissions of a new file.
+
+    Raises:
+        OSError: With ``ELOOP``, it is a link; else it cannot be opened.
+    """
+    return os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, mode)
+
+
+def private_folder() -> Path:
+    """Return a folder in the temporary one that only this user can enter.
+
+    Local. It is the same one each time, unless somebody else holds its name.
+
+    Raises:
+        OSError: There can be none.
+    """
+    folder = Path(tempfile.gettempdir()) / f"distman-{os.getuid()}"
+    with contextlib.suppress(FileExistsError):
+        folder.mkdir(mode=0o700)
+    found = folder.lstat()
+    is_ours = stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & _OTHERS
+    return folder if is_ours else Path(tempfile.mkdtemp(prefix="distman-"))
