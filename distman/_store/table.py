@@ -1,0 +1,237 @@
+"""The keys of a store and those who wait for them, as arithmetic: no sockets, no clock.
+
+Values are bytes; a counter is a number in decimal digits, as in torch's stores.
+"""
+
+from __future__ import annotations
+
+import heapq
+
+from distman._store.frames import GIVEN_UP, MOST_NUMBER, OK, TIMED_OUT
+
+TYPE_CHECKING = False  # typing takes longer to load than the process that serves a store takes to start
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    Answer = Callable[[int, Sequence[bytes]], object]
+
+_MOST_DIGITS = 20  # of a number of 64 bits, with its sign; Python refuses thousands only
+_FEW = 64  # deadlines: a list of so many is not worth clearing
+
+
+class NotANumberError(Exception):
+    """A counter holds no number of 64 bits, or would not."""
+
+
+class Wait:
+    """A wait that is not over.
+
+    Args:
+        keys: What has to be set, all at the same time.
+        unless: A key that ends the wait when it is set first.
+        answer: Takes how it ended, and the values of the keys, or of the one that ended it, or none.
+    """
+
+    __slots__ = ("answer", "is_over", "keys", "missing", "unless")
+
+    def __init__(self, keys: Sequence[bytes], unless: bytes | None, answer: Answer) -> None:
+        self.keys = keys
+        self.unless = unless
+        self.answer = answer
+        self.missing: set[bytes] = set()
+        self.is_over = False
+
+
+class Table:
+    """Keys, their values, waits for them, and the wills of those whose connection may end."""
+
+    def __init__(self) -> None:
+        self._values: dict[bytes, bytes] = {}
+        self._waits: dict[bytes, set[Wait]] = {}
+        self._deadlines: list[tuple[float, int, Wait]] = []
+        self._num_waits = 0
+        self._num_made = 0
+        self._wills: dict[bytes, tuple[object, bytes]] = {}
+
+    def set(self, key: bytes, value: bytes) -> None:
+        """Set a key, and end the waits that this completes."""
+        self._values[key] = value
+        if key in self._waits:
+            self._wake(key)
+
+    def multi_set(self, pairs: Sequence[tuple[bytes, bytes]]) -> None:
+        """Set several keys before anybody sees one of them."""
+        self._values.update(pairs)
+        for key, _ in pairs:
+            if key in self._waits:
+                self._wake(key)
+
+    def append(self, key: bytes, value: bytes) -> None:
+        """Add to the end of a value."""
+        self.set(key, self._values.get(key, b"") + value)
+
+    def add(self, key: bytes, amount: int) -> int:
+        """Add to the number at a key, which begins at 0, and return the sum.
+
+        Raises:
+            NotANumberError: There is none, or the sum has more than 64 bits.
+        """
+        total = _number(self._values.get(key, b"0")) + amount
+        if not -MOST_NUMBER <= total <= MOST_NUMBER:
+            raise NotANumberError
+        self.set(key, b"%d" % total)
+        return total
+
+    def compare_set(self, key: bytes, expected: bytes, desired: bytes) -> bytes:
+        """Replace a value that is the expected one, or nothing where nothing is expected.
+
+        Returns:
+            The value from now on, or the expected one where there is none.
+        """
+        value = self._values.get(key)
+        if value == expected or (value is None and not expected):
+            self.set(key, desired)
+            return desired
+        return expected if value is None else value
+
+    def delete(self, key: bytes) -> bool:
+        """Delete a key, and return whether it was there."""
+        return self._values.pop(key, None) is not None
+
+    def check(self, keys: Sequence[bytes]) -> bool:
+        """Return whether all keys are set."""
+        return all(key in self._values for key in keys)
+
+    def num_keys(self) -> int:
+        """Return how many keys are set."""
+        return len(self._values)
+
+    def wait(self, keys: Sequence[bytes], unless: bytes | None, until: float, answer: Answer) -> Wait | None:
+        """Answer when all keys are set, or the other one is, or in time; at once, where that is so.
+
+        Returns:
+            The wait, to be cancelled; None if it was answered at once.
+        """
+        wait = Wait(keys, unless, answer)
+        if self._is_answered(wait):
+            return None
+        self._num_waits += 1
+        self._num_made += 1
+        self._clear_deadlines()
+        heapq.heappush(self._deadlines, (until, self._num_made, wait))
+        return wait
+
+    def arrive(
+        self,
+        counter: bytes,
+        size: int,
+        outcome: tuple[bytes, bytes],
+        unless: bytes | None,
+        until: float,
+        answer: Answer,
+    ) -> Wait | None:
+        """Count one more that has come, and wait for the outcome: a key, and what the last one to come sets it to.
+
+        Who gives up sets that key to something else, if it is not set yet, and all hear that.
+
+        Raises:
+            NotANumberError: The counter is none.
+        """
+        key, value = outcome
+        if self.add(counter, 1) == size:
+            self.compare_set(key, b"", value)
+        return self.wait([key], unless, until, answer)
+
+    def cancel(self, wait: Wait) -> None:
+        """End a wait without an answer."""
+        self._end(wait)
+
+    def next_deadline(self) -> float | None:
+        """Return the time before which no wait is too long; None if there is no wait."""
+        while self._deadlines and self._deadlines[0][2].is_over:
+            heapq.heappop(self._deadlines)
+        return self._deadlines[0][0] if self._deadlines else None
+
+    def expire(self, now: float) -> None:
+        """Answer the waits whose time is over."""
+        while (deadline := self.next_deadline()) is not None and deadline <= now:
+            _, _, wait = heapq.heappop(self._deadlines)
+            self._end(wait)
+            wait.answer(TIMED_OUT, ())
+
+    def register_will(self, owner: object, key: bytes, counter: bytes) -> None:
+        """Let an owner's end set a key and raise a counter; a later owner of the same key takes it over."""
+        self._wills[key] = (owner, counter)
+
+    def revoke_will(self, owner: object, key: bytes) -> bool:
+        """Let an owner's end mean nothing, and return whether it would have meant something."""
+        if self._wills.get(key, (None,))[0] is not owner:
+            return False
+        del self._wills[key]
+        return True
+
+    def carry_out_will(self, owner: object, key: bytes, reason: bytes) -> None:
+        """Do what an owner registered for its end."""
+        _, counter = self._wills.get(key, (None, b""))
+        if self.revoke_will(owner, key):
+            self.set(key, reason)
+            try:  # noqa: SIM105 - contextlib takes longer to load than the process to start
+                self.add(counter, 1)
+            except NotANumberError:
+                pass  # then nobody can count on it
+
+    def _wake(self, key: bytes) -> None:
+        """Look again at the waits for a key that was set."""
+        for wait in self._waits.pop(key):
+            if wait.is_over:
+                continue
+            wait.missing.discard(key)
+            if key == wait.unless or not wait.missing:
+                self._forget(wait)
+                if self._is_answered(wait):
+                    self._num_waits -= 1
+
+    def _is_answered(self, wait: Wait) -> bool:
+        """Answer a wait that has come to its end, or note what it still waits for."""
+        values = self._values
+        wait.missing = {key for key in wait.keys if key not in values}
+        if not wait.missing:
+            wait.is_over = True
+            wait.answer(OK, [values[key] for key in wait.keys])
+        elif wait.unless in values:
+            wait.is_over = True
+            wait.answer(GIVEN_UP, [values[wait.unless]])
+        else:
+            for key in _awaited(wait):
+                self._waits.setdefault(key, set()).add(wait)
+        return wait.is_over
+
+    def _end(self, wait: Wait) -> None:
+        if not wait.is_over:
+            wait.is_over = True
+            self._num_waits -= 1
+            self._forget(wait)
+
+    def _forget(self, wait: Wait) -> None:
+        for key in _awaited(wait):
+            waits = self._waits.get(key, set())
+            waits.discard(wait)
+            if not waits:
+                self._waits.pop(key, None)
+
+    def _clear_deadlines(self) -> None:
+        """Drop those of waits that ended early, which would otherwise stay for as long as they might have taken."""
+        if len(self._deadlines) > 2 * self._num_waits + _FEW:
+            self._deadlines = [entry for entry in self._deadlines if not entry[2].is_over]
+            heapq.heapify(self._deadlines)
+
+
+def _awaited(wait: Wait) -> Sequence[bytes]:
+    return [*wait.missing] if wait.unless is None else [*wait.missing, wait.unless]
+
+
+def _number(value: bytes) -> int:
+    digits = value[1:] if value[:1] == b"-" else value
+    if len(value) > _MOST_DIGITS or not digits.isdigit():
+        raise NotANumberError
+    return int(value)
