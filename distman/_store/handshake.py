@@ -1,0 +1,220 @@
+"""How a process and the store of its job prove to each other that they know the same secret, without sockets.
+
+The store proves first, so that who dials gives nothing away but random bytes to whatever has opened the door::
+
+    client -> store   MAGIC  nonce
+    store  -> client  nonce  MAC(server, ...)
+    client -> store   MAC(client, ..., hello)  length  hello
+    store  -> client  MAC(welcome, ..., answer)  length  answer
+
+Each MAC covers both nonces, so a recorded handshake is of no use; a label of its own, so what one side said cannot be
+said back to it; and where the store is, as dialled and as bound, so nobody can pass it on from another port. Nothing is
+encrypted: whoever can change what is on the wire is not kept out.
+
+Keyed BLAKE2b is a MAC by construction (RFC 7693); HMAC would load OpenSSL, which takes longer than all the rest.
+"""
+
+from __future__ import annotations
+
+from _operator import _compare_digest
+from posix import urandom
+from struct import Struct
+
+from distman._store.frames import LENGTH, MOST_FAILURE_BYTES, MalformedError, pack, unpack
+
+try:
+    from _blake2 import blake2b
+except ImportError:  # an interpreter that has OpenSSL's only
+    from hashlib import blake2b
+
+MAGIC = b"distman1"
+NONCE_BYTES = 16
+MAC_BYTES = 32
+OPENING_BYTES = len(MAGIC) + NONCE_BYTES
+CHALLENGE_BYTES = NONCE_BYTES + MAC_BYTES
+MOST_HELLO_BYTES = 64  # nobody has proved anything when it is read
+MOST_ANSWER_BYTES = MOST_FAILURE_BYTES + 1024
+
+MEMBER, WATCHER, VISITOR = range(1, 4)
+"""What a client is: a rank, whose end is the end of the rank; another connection of it; one that only tells or asks."""
+
+NO_SECRET = bytes(MAC_BYTES)
+"""What is proved where nothing is secret: that both speak the same language, and mean the same job."""
+
+_HELLO = Struct("<BqI")
+
+
+class HandshakeError(Exception):
+    """The other side is not what it should be. Its text is this side's own, and short."""
+
+
+def mac(key: bytes, *fields: bytes) -> bytes:
+    """Return what proves that somebody who has the key, of 64 bytes at most, meant these fields."""
+    return blake2b(pack(fields), digest_size=MAC_BYTES, key=key).digest()
+
+
+def door_key(secret: bytes | None, job: bytes) -> bytes:
+    """Return what both sides of a handshake have to know.
+
+    Args:
+        secret: The secret of the job, of any length; None where there is none.
+        job: Name of the job.
+    """
+    return mac(blake2b(secret).digest() if secret else NO_SECRET, b"door", job)
+
+
+def job_key(secret: bytes, session: bytes) -> bytes:
+    """Return the key with which the ranks of a job prove things to each other, later."""
+    return mac(blake2b(secret).digest(), b"job", session)
+
+
+class Hello:
+    """Who dials.
+
+    Args:
+        role: MEMBER, WATCHER or VISITOR.
+        rank: Its rank; -1 where it has none yet.
+        pid: Its process.
+    """
+
+    __slots__ = ("pid", "rank", "role")
+
+    def __init__(self, role: int, rank: int, pid: int) -> None:
+        self.role = role
+        self.rank = rank
+        self.pid = pid
+
+    def pack(self) -> bytes:
+        """Return it as bytes."""
+        return _HELLO.pack(self.role, self.rank, self.pid)
+
+    @classmethod
+    def unpack(cls, packed: bytes) -> Hello:
+        """Return it from bytes.
+
+        Raises:
+            MalformedError: They are none.
+        """
+        if len(packed) != _HELLO.size or packed[0] not in (MEMBER, WATCHER, VISITOR):
+            raise MalformedError("no hello")
+        return cls(*_HELLO.unpack(packed))
+
+
+class Answer:
+    """What a client is told that has proved itself.
+
+    Args:
+        session: Name of this opening of the store.
+        pid: The process that serves it.
+        drawn_key: A key that the store has drawn for the job, where nobody can read it on the way; empty elsewhere.
+        failure: What a rank that failed has left; empty without one.
+    """
+
+    __slots__ = ("drawn_key", "failure", "pid", "session")
+
+    def __init__(self, session: bytes, pid: int, drawn_key: bytes, failure: bytes) -> None:
+        self.session = session
+        self.pid = pid
+        self.drawn_key = drawn_key
+        self.failure = failure
+
+    def pack(self) -> bytes:
+        """Return it as bytes."""
+        return pack([self.session, LENGTH.pack(self.pid), self.drawn_key, self.failure])
+
+    @classmethod
+    def unpack(cls, packed: bytes) -> Answer:
+        """Return it from bytes.
+
+        Raises:
+            MalformedError: They are none.
+        """
+        fields = unpack(packed)
+        if len(fields) != 4 or len(fields[1]) != LENGTH.size:
+            raise MalformedError("no answer")
+        return cls(fields[0], LENGTH.unpack(fields[1])[0], *fields[2:])
+
+
+class ClientSide:
+    """The side that dials.
+
+    Args:
+        key: The key of the door.
+        where: Where the store was dialled.
+    """
+
+    def __init__(self, key: bytes, where: bytes) -> None:
+        self._key = key
+        self._where = where
+        self._nonces = urandom(NONCE_BYTES)
+
+    def opening(self) -> bytes:
+        """Return the first message."""
+        return MAGIC + self._nonces
+
+    def proof(self, challenge: bytes, hello: Hello) -> bytes:
+        """Return the second message, in answer to the store's proof.
+
+        Raises:
+            HandshakeError: It proves nothing.
+        """
+        nonces = self._nonces + challenge[:NONCE_BYTES]
+        _check(challenge[NONCE_BYTES:], mac(self._key, b"server", nonces, self._where))
+        self._nonces = nonces
+        packed = hello.pack()
+        return mac(self._key, b"client", nonces, self._where, packed) + LENGTH.pack(len(packed)) + packed
+
+    def answer(self, proof: bytes, packed: bytes) -> Answer:
+        """Return what the store answers.
+
+        Raises:
+            HandshakeError: It is not the store that proved itself.
+            MalformedError: It is no answer.
+        """
+        _check(proof, mac(self._key, b"welcome", self._nonces, self._where, packed))
+        return Answer.unpack(packed)
+
+
+class ServerSide:
+    """The side that is dialled.
+
+    Args:
+        key: The key of the door.
+        where: Where the store is bound.
+        opening: The client's first message.
+
+    Raises:
+        MalformedError: It is none.
+    """
+
+    def __init__(self, key: bytes, where: bytes, opening: bytes) -> None:
+        if len(opening) != OPENING_BYTES or not opening.startswith(MAGIC):
+            raise MalformedError("no opening")
+        self._key = key
+        self._where = where
+        self._nonce = urandom(NONCE_BYTES)
+        self._nonces = opening[len(MAGIC) :] + self._nonce
+
+    def challenge(self) -> bytes:
+        """Return the answer to the opening."""
+        return self._nonce + mac(self._key, b"server", self._nonces, self._where)
+
+    def hello(self, proof: bytes, packed: bytes) -> Hello:
+        """Return who dials.
+
+        Raises:
+            HandshakeError: It proves nothing.
+            MalformedError: It says nothing.
+        """
+        _check(proof, mac(self._key, b"client", self._nonces, self._where, packed))
+        return Hello.unpack(packed)
+
+    def welcome(self, answer: Answer) -> bytes:
+        """Return the last message."""
+        packed = answer.pack()
+        return mac(self._key, b"welcome", self._nonces, self._where, packed) + LENGTH.pack(len(packed)) + packed
+
+
+def _check(proof: bytes, expected: bytes) -> None:
+    if not _compare_digest(proof, expected):
+        raise HandshakeError("it does not know this job, or the job's secret")
