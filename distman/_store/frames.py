@@ -116,7 +116,7 @@ def next_reply(received: bytes) -> tuple[int, int, bytes, int] | None:
     return number, status, received[_REPLY.size : end], end
 
 
-def num_missing(received: bytes) -> int:
+def num_missing(received: bytes | bytearray) -> int:
     """Return how many bytes of the first message are still to come at least.
 
     Raises:
@@ -127,7 +127,7 @@ def num_missing(received: bytes) -> int:
     return LENGTH.size + _checked_length(received, 0, _REPLY_REST) - len(received)
 
 
-def _checked_length(received: bytes, at: int, least: int) -> int:
+def _checked_length(received: bytes | bytearray, at: int, least: int) -> int:
     length: int = LENGTH.unpack_from(received, at)[0]
     if not least <= length <= MOST_BYTES:
         raise MalformedError(f"a message of {length} bytes")

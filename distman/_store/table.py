@@ -43,7 +43,7 @@ class Wait:
 
 
 class Table:
-    """Keys, their values, waits for them, and the wills of those whose connection may end."""
+    """Keys, their values, and waits for them."""
 
     def __init__(self) -> None:
         self._values: dict[bytes, bytes] = {}
@@ -51,7 +51,6 @@ class Table:
         self._deadlines: list[tuple[float, int, Wait]] = []
         self._num_waits = 0
         self._num_made = 0
-        self._wills: dict[bytes, tuple[object, bytes]] = {}
 
     def set(self, key: bytes, value: bytes) -> None:
         """Set a key, and end the waits that this completes."""
@@ -159,26 +158,13 @@ class Table:
             self._end(wait)
             wait.answer(TIMED_OUT, ())
 
-    def register_will(self, owner: object, key: bytes, counter: bytes) -> None:
-        """Let an owner's end set a key and raise a counter; a later owner of the same key takes it over."""
-        self._wills[key] = (owner, counter)
-
-    def revoke_will(self, owner: object, key: bytes) -> bool:
-        """Let an owner's end mean nothing, and return whether it would have meant something."""
-        if self._wills.get(key, (None,))[0] is not owner:
-            return False
-        del self._wills[key]
-        return True
-
-    def carry_out_will(self, owner: object, key: bytes, reason: bytes) -> None:
-        """Do what an owner registered for its end."""
-        _, counter = self._wills.get(key, (None, b""))
-        if self.revoke_will(owner, key):
-            self.set(key, reason)
-            try:  # noqa: SIM105 - contextlib takes longer to load than the process to start
-                self.add(counter, 1)
-            except NotANumberError:
-                pass  # then nobody can count on it
+    def tell_of_end(self, key: bytes, counter: bytes, reason: bytes) -> None:
+        """Set a key to why somebody is gone, and raise the counter of what is new."""
+        self.set(key, reason)
+        try:  # noqa: SIM105 - contextlib takes longer to load than the process to start
+            self.add(counter, 1)
+        except NotANumberError:
+            pass  # then nobody can count on it
 
     def _wake(self, key: bytes) -> None:
         """Look again at the waits for a key that was set."""

@@ -1,0 +1,218 @@
+"""The store of a job as a process sees it, from any of its threads; keys and values are bytes, and there is no torch.
+
+A process has one connection for what is answered at once, so that its requests arrive in their order, and another one
+for each thread that waits in the store, so that a wait holds up nobody.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import TypeVar
+
+from distman._store import frames
+from distman._store.connection import Connection
+from distman._store.dialing import Door, dial
+from distman._store.frames import LIMIT, NUMBER
+from distman._store.handshake import MEMBER, WATCHER, Hello, job_key
+
+T = TypeVar("T")
+
+_YES = b"\1"
+_MILLISECONDS = 1000
+_MOST_MILLISECONDS = 1 << 53  # longer than anybody waits, and exact as a number of seconds
+
+
+class Client:
+    """A process's access to the store of its job.
+
+    Args:
+        door: Where the store is, and what lets in there.
+        role: MEMBER, WATCHER or VISITOR of :mod:`handshake`.
+        rank: This process's rank; -1 where it is not known.
+
+    Raises:
+        ForeignServiceError: What listens there is not the store of this job.
+        OSError: Nothing listens there, or it cannot be reached.
+    """
+
+    def __init__(self, door: Door, role: int = MEMBER, rank: int = -1) -> None:
+        self.door = door
+        self._rank = rank
+        self._calls = self._dial(role)
+        self._all = [self._calls]
+        self._idle: list[Connection] = []
+
+    @property
+    def session(self) -> str:
+        """Name of this opening of the store."""
+        return self._calls.answer.session.decode()
+
+    @property
+    def store_pid(self) -> int:
+        """The process that serves the store."""
+        return self._calls.answer.pid
+
+    @property
+    def failure(self) -> bytes:
+        """What a rank that failed had left when this process came; empty without one."""
+        return self._calls.answer.failure
+
+    @property
+    def job_key(self) -> bytes:
+        """The key that the ranks of this session share with nobody; empty where there is no secret to make it from."""
+        if self.door.secret:
+            return job_key(self.door.secret, self._calls.answer.session)
+        return self._calls.answer.drawn_key
+
+    def again(self, role: int) -> Client:
+        """Return another access to the same store, with connections of its own.
+
+        Raises:
+            OSError: The store lets nobody in any more, or this access is lost.
+        """
+        self._calls.raise_if_lost()  # a forked child must not dial for itself
+        return self._until_let_in(lambda: Client(self.door, role, self._rank))
+
+    def set(self, key: bytes, value: bytes) -> None:
+        """Set a key, and do not wait until that is done: it is, for whatever this process asks next."""
+        self._calls.post(frames.SET, key, value)
+
+    def add(self, key: bytes, amount: int) -> int:
+        """Add to the number at a key, which begins at 0, and return the sum."""
+        total: int = NUMBER.unpack(self._calls.call(frames.ADD, key, NUMBER.pack(amount)))[0]
+        return total
+
+    def append(self, key: bytes, value: bytes) -> None:
+        """Add to the end of a value."""
+        self._calls.call(frames.APPEND, key, value)
+
+    def check(self, keys: Sequence[bytes]) -> bool:
+        """Return whether all keys are set."""
+        return self._calls.call(frames.CHECK, *keys) == _YES
+
+    def compare_set(self, key: bytes, expected: bytes, desired: bytes) -> bytes:
+        """Replace a value that is the expected one, or nothing where nothing is expected; return what holds then."""
+        return self._calls.call(frames.COMPARE_SET, key, expected, desired)
+
+    def delete(self, key: bytes) -> bool:
+        """Delete a key, and return whether it was there."""
+        return self._calls.call(frames.DELETE, key) == _YES
+
+    def num_keys(self) -> int:
+        """Return how many keys are set."""
+        number: int = NUMBER.unpack(self._calls.call(frames.NUM_KEYS))[0]
+        return number
+
+    def multi_set(self, pairs: Iterable[tuple[bytes, bytes]]) -> None:
+        """Set several keys before anybody sees one of them."""
+        self._calls.call(frames.MULTI_SET, *[part for pair in pairs for part in pair])
+
+    def get(self, key: bytes, limit: float) -> bytes:
+        """Return the value of a key, once it is set.
+
+        Blocking, for so many seconds at most.
+
+        Raises:
+            StoreTimeoutError: It was not set in time.
+        """
+        return self._wait_for(frames.GET, key, _limit(limit))
+
+    def multi_get(self, keys: Sequence[bytes], limit: float) -> list[bytes]:
+        """Return the values of several keys at one time, once all of them are set.
+
+        Blocking, for so many seconds at most.
+
+        Raises:
+            StoreTimeoutError: They were not set in time.
+        """
+        return frames.unpack(self._wait_for(frames.MULTI_GET, _limit(limit), *keys))
+
+    def wait(self, keys: Sequence[bytes], limit: float, unless: bytes = b"") -> None:
+        """Wait until all keys are set, or one that ends the wait.
+
+        Blocking, for so many seconds at most.
+
+        Raises:
+            StoreTimeoutError: They were not set in time.
+            GaveUpError: The other key was set first; the error has its value.
+        """
+        self._wait_for(frames.WAIT, _limit(limit), unless, *keys)
+
+    def arrive(
+        self, counter: bytes, size: int, outcome: tuple[bytes, bytes], limit: float, unless: bytes = b""
+    ) -> bytes:
+        """Count this one as come, wait until so many have, and return the outcome.
+
+        Blocking, for so many seconds at most. The last one to come sets the key of the outcome to its value, unless
+        somebody has set it before, who gives up: all that come hear the same.
+
+        Raises:
+            StoreTimeoutError: There was no outcome in time; this one is still counted as come.
+            GaveUpError: The key that ends the wait was set first.
+            InvalidRequestError: The counter is no number.
+        """
+        return self._wait_for(frames.ARRIVE, counter, NUMBER.pack(size), *outcome, _limit(limit), unless)
+
+    def register_will(self, key: bytes, counter: bytes) -> None:
+        """Let the store set a key to the reason, and raise a counter, when this process's connection ends.
+
+        However that comes about, unless the process leaves before.
+        """
+        self._calls.call(frames.WILL, key, counter)
+
+    def leave(self) -> None:
+        """Let the end of this process's connection mean nothing."""
+        self._calls.post(frames.LEAVE)
+
+    def leave_failure(self, failure: bytes) -> bytes:
+        """Leave word of a failure for all who come later, and return the first that was left."""
+        return self._calls.call(frames.FAIL, failure)
+
+    def shut(self) -> None:
+        """Let nobody in any more; the address is free when this returns."""
+        self._calls.call(frames.SHUT)
+
+    def close(self) -> None:
+        """Close all connections; calls in other threads end with an error."""
+        for connection in self._all:
+            connection.close()
+
+    def _wait_for(self, operation: int, *fields: bytes) -> bytes:
+        """Make a call that may take long over a connection that nobody else uses meanwhile."""
+        self._calls.raise_if_lost()  # as above
+        if self._calls.has_unanswered:
+            self._calls.call(frames.CHECK)  # what was set before must be seen by who is let go by this call
+        connection = self._idle_connection()
+        try:
+            return connection.call(operation, *fields)
+        finally:
+            self._idle.append(connection)
+
+    def _idle_connection(self) -> Connection:
+        try:
+            return self._idle.pop()
+        except IndexError:
+            connection = self._until_let_in(lambda: self._dial(WATCHER))
+            self._all.append(connection)
+            return connection
+
+    def _dial(self, role: int) -> Connection:
+        return dial(self.door, Hello(role, self._rank, os.getpid()))
+
+    def _until_let_in(self, enter: Callable[[], T]) -> T:
+        """Return what comes of dialling a store that is known, though a flood of strangers may push this one out."""
+        deadline = time.monotonic() + self.door.patience
+        while True:
+            try:
+                return enter()
+            except (ConnectionResetError, BrokenPipeError):
+                if time.monotonic() > deadline:
+                    raise
+
+
+def _limit(seconds: float) -> bytes:
+    milliseconds = min(seconds * _MILLISECONDS, _MOST_MILLISECONDS)
+    return LIMIT.pack(max(0, math.ceil(milliseconds)))

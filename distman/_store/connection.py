@@ -1,0 +1,215 @@
+"""One connection to the store of a job, for one call at a time; no torch."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import threading
+import weakref
+
+from distman._process_state import puts_back
+from distman._store import frames
+from distman._store.frames import MalformedError
+from distman._store.handshake import Answer
+
+_FEW_BYTES = 8192  # a larger buffer costs a call of malloc that asks the kernel for memory
+_MANY_BYTES = 1 << 20
+_MOST_NUMBER = (1 << 32) - 1
+_MOST_REASON_BYTES = 500
+
+
+class StoreLostError(ConnectionError):
+    """The store does not answer any more, and never will."""
+
+
+class StoreTimeoutError(TimeoutError):
+    """What was waited for was not there in time."""
+
+
+class GaveUpError(Exception):
+    """A wait was ended by the key that ends it.
+
+    Attributes:
+        value: The value of that key.
+    """
+
+    def __init__(self, value: bytes) -> None:
+        super().__init__("the wait was given up")
+        self.value = value
+
+
+class InvalidRequestError(ValueError):
+    """The store has refused a request."""
+
+
+class Connection:
+    """A connection whose other end has proved that it is the store of the job.
+
+    An error that is raised in the middle of a call, by a signal say, harms no later call: what is sent and received is
+    noted within the same step of the interpreter, and a reply that nobody waited for is known by its number.
+
+    Args:
+        connected: The socket.
+        answer: What the store said.
+
+    Attributes:
+        answer: What the store said.
+        has_unanswered: Whether something was sent since the last reply that needs none.
+    """
+
+    def __init__(self, connected: socket.socket, answer: Answer) -> None:
+        self.answer = answer
+        self.has_unanswered = False
+        self._socket = connected
+        self._lock = threading.Lock()
+        self._number = 0
+        self._sending = _Sending(b"")
+        self._pieces: list[bytes] = []
+        self._loss = ""
+        _connections.add(self)
+
+    def call(self, operation: int, *fields: bytes) -> bytes:
+        """Return the reply to a request.
+
+        Blocking.
+
+        Raises:
+            StoreLostError: The store is gone.
+            StoreTimeoutError: What it waits for did not come in time.
+            GaveUpError: The key that ends the wait was set.
+            InvalidRequestError: The request means nothing.
+        """
+        with self._lock:
+            status, value = self._exchange(operation, fields, is_answered=True)
+            self.has_unanswered = False
+        if status == frames.OK:
+            return value
+        if status == frames.TIMED_OUT:
+            raise StoreTimeoutError
+        if status == frames.GIVEN_UP:
+            raise GaveUpError(value)
+        raise InvalidRequestError(value.decode(errors="replace"))
+
+    def post(self, operation: int, *fields: bytes) -> None:
+        """Send a request that has no reply.
+
+        Raises:
+            StoreLostError: The store is gone.
+        """
+        with self._lock:
+            self.has_unanswered = True
+            self._exchange(operation, fields, is_answered=False)
+
+    def raise_if_lost(self) -> None:
+        """Refuse to be used when the connection is known to be of no use.
+
+        Raises:
+            StoreLostError: It was lost or closed, or belongs to the process that forked this one.
+        """
+        if self._loss:
+            raise StoreLostError(self._loss)
+
+    def close(self) -> None:
+        """Close the connection; a call in another thread ends with an error."""
+        self._loss = self._loss or "this process has closed its connection to the job's store"
+        with contextlib.suppress(OSError):  # the other side was faster, or it is closed already
+            self._socket.shutdown(socket.SHUT_RDWR)
+        with self._lock:
+            self._socket.close()
+
+    def close_in_child(self) -> None:
+        """Close this process's copy after a fork; the connection is its parent's, where threads may have the lock."""
+        self._loss = f"process {os.getppid()} is connected to the job's store, and this is a child that it forked"
+        self._lock = threading.Lock()
+        self._socket.close()
+
+    def _exchange(self, operation: int, fields: tuple[bytes, ...], *, is_answered: bool) -> tuple[int, bytes]:
+        """Send a request, and return status and value of its reply."""
+        self.raise_if_lost()
+        try:
+            self._send(operation, fields)
+            return self._receive() if is_answered else (frames.OK, b"")
+        except (MalformedError, _EndError) as error:
+            raise self._lost(str(error)) from error
+        except OSError as error:
+            if error.errno is None:  # a signal raised it, not the socket
+                raise
+            raise self._lost(str(error.strerror)) from error
+
+    def _lost(self, reason: str) -> StoreLostError:
+        served_by = f"the process that serves the job's store (pid {self.answer.pid})"
+        self._loss = self._loss or f"{served_by} is gone: {reason}. See what ended it, or the connection to its host."
+        return StoreLostError(self._loss)
+
+    def _send(self, operation: int, fields: tuple[bytes, ...]) -> None:
+        self._sending.finish(self._socket)  # of a call that was interrupted
+        self._number = self._number % _MOST_NUMBER + 1
+        self._sending = _Sending(frames.request(self._number, operation, fields))
+        self._sending.finish(self._socket)
+        self._sending = _Sending(b"")
+
+    def _receive(self) -> tuple[int, bytes]:
+        """Return status and value of the reply to the last request."""
+        while True:
+            number, status, value = self._next_reply()
+            if status == frames.MALFORMED:
+                raise _EndError(f"it refused a message, {value[:_MOST_REASON_BYTES].decode(errors='replace')}")
+            if number == self._number:
+                return status, value
+
+    def _next_reply(self) -> tuple[int, int, bytes]:
+        """Return number, status and value of the next reply to any request."""
+        while True:
+            received = self._pieces[0] if len(self._pieces) == 1 else b"".join(self._pieces)
+            found = frames.next_reply(received)
+            if found is not None:
+                number, status, value, end = found
+                self._pieces = [received[end:]] if end < len(received) else []
+                return number, status, value
+            self._read(frames.num_missing(received))
+
+    def _read(self, missing: int) -> None:
+        """Read so many bytes at least."""
+        while missing > 0:
+            # A signal raises its error between two steps of the interpreter: so there is one only.
+            self._pieces.extend(map(self._socket.recv, (min(max(missing, _FEW_BYTES), _MANY_BYTES),)))
+            if not self._pieces[-1]:
+                raise _EndError("it has closed the connection")
+            missing -= len(self._pieces[-1])
+
+
+class _EndError(Exception):
+    """The other side has ended the connection."""
+
+
+class _Sending:
+    """A message on its way; what an interrupted call has left over goes out before anything else."""
+
+    def __init__(self, message: bytes) -> None:
+        self._message = memoryview(message)
+        self._num_sent: list[int] = []
+
+    def finish(self, connected: socket.socket) -> None:
+        """Send what is left, and note how much that was within the same step of the interpreter."""
+        while rest := self._message[sum(self._num_sent) :]:
+            self._num_sent.extend(map(connected.send, (rest,)))
+
+
+_connections: weakref.WeakSet[Connection] = weakref.WeakSet()
+
+
+@puts_back
+def _close_all() -> None:
+    for connection in list(_connections):
+        connection.close()
+    _connections.clear()
+
+
+def _close_all_in_child() -> None:
+    for connection in list(_connections):
+        connection.close_in_child()
+    _connections.clear()
+
+
+os.register_at_fork(after_in_child=_close_all_in_child)

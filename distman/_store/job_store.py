@@ -1,0 +1,180 @@
+"""The store of a job for torch, whose groups and meshes meet over it."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import ParamSpec, TypeVar
+
+import torch.distributed as dist
+
+from distman._store.client import Client
+from distman._store.connection import InvalidRequestError, StoreLostError, StoreTimeoutError
+from distman._store.handshake import WATCHER
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def _with_errors_of_torch(method: Callable[P, T]) -> Callable[P, T]:
+    """Let a method raise what torch's stores raise: torch's code and its users' know no other errors."""
+
+    @functools.wraps(method)
+    def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        try:
+            return method(*args, **kwargs)
+        except StoreLostError as error:
+            raise dist.DistNetworkError(str(error)) from error
+        except StoreTimeoutError as error:
+            raise dist.DistStoreError(f"wait timeout, {method.__name__}{args[1:]}: not set in time") from error
+        except InvalidRequestError as error:
+            raise dist.DistStoreError(f"{method.__name__}{args[1:]} failed: {error}") from error
+
+    return call
+
+
+class JobStore(dist.Store):
+    """A part of the store of a job, or all of it.
+
+    torch holds the half of a store that is written in C++; when the other half, this object, is collected, calls fail.
+    So whoever opens the store keeps it, and it keeps its parts and clones.
+
+    Args:
+        client: This process's access to the store.
+        prefix: What the keys of this part begin with.
+    """
+
+    def __init__(self, client: Client, prefix: str = "") -> None:
+        super().__init__()
+        self.client = client
+        self._prefix = prefix
+        self._parts: dict[str, JobStore] = {}
+        self._clones: list[JobStore] = []
+
+    def part(self, name: str) -> JobStore:
+        """Return the part of the store whose keys begin with a name, as those of torch's PrefixStore do."""
+        if name not in self._parts:
+            self._parts[name] = JobStore(self.client, f"{self._prefix}{name}/")
+            self._parts[name].set_timeout(self._timeout)
+        return self._parts[name]
+
+    def full_key(self, key: str) -> bytes:
+        """Return what a key of this part is called in the whole store."""
+        return (self._prefix + key).encode()
+
+    def again(self, role: int) -> JobStore:
+        """Return the same part over connections of its own; the caller keeps it.
+
+        Raises:
+            OSError: The store lets nobody in any more.
+        """
+        other = JobStore(self.client.again(role), self._prefix)
+        other.set_timeout(self._timeout)
+        return other
+
+    def clone(self) -> JobStore:
+        """Return the same part over connections of its own, for torch, which keeps half of it only."""
+        self._clones.append(self.again(WATCHER))
+        return self._clones[-1]
+
+    def close(self) -> None:
+        """Close the connections of this store and of its clones."""
+        for store in (*self._parts.values(), *self._clones):
+            store.close()
+        self.client.close()
+
+    @_with_errors_of_torch
+    def set(self, key: str, value: str | bytes) -> None:
+        """Set a key."""
+        self.client.set(self.full_key(key), _bytes(value))
+
+    @_with_errors_of_torch
+    def get(self, key: str) -> bytes:
+        """Return the value of a key, once it is set; wait as long as the store's timeout says."""
+        return self.client.get(self.full_key(key), self._timeout.total_seconds())
+
+    @_with_errors_of_torch
+    def add(self, key: str, value: int) -> int:
+        """Add to the number at a key, which begins at 0, and return the sum."""
+        return self.client.add(self.full_key(key), value)
+
+    @_with_errors_of_torch
+    def check(self, keys: Sequence[str]) -> bool:
+        """Return whether all keys are set."""
+        return self.client.check(self._keys(keys))
+
+    @_with_errors_of_torch
+    def wait(self, keys: Sequence[str], timeout: timedelta | None = None, *, unless: bytes = b"") -> None:
+        """Wait until all keys are set.
+
+        Blocking.
+
+        Args:
+            keys: The keys.
+            timeout: How long to wait; None for the store's timeout.
+            unless: The :meth:`full_key` of one that ends the wait, of whatever part.
+
+        Raises:
+            GaveUpError: That key was set first.
+        """
+        limit = self._timeout if timeout is None else timeout
+        self.client.wait(self._keys(keys), limit.total_seconds(), unless)
+
+    @_with_errors_of_torch
+    def arrive(self, counter: str, size: int, outcome: tuple[str, str], limit: float, unless: bytes = b"") -> bytes:
+        """Count this one as come, wait until so many have, and return the outcome; see :meth:`Client.arrive`.
+
+        Blocking, for ``limit`` seconds at most.
+        """
+        key, value = outcome
+        return self.client.arrive(self.full_key(counter), size, (self.full_key(key), value.encode()), limit, unless)
+
+    @_with_errors_of_torch
+    def compare_set(self, key: str, expected_value: str | bytes, desired_value: str | bytes) -> bytes:
+        """Replace a value that is the expected one, or nothing where nothing is expected; return what holds then."""
+        return self.client.compare_set(self.full_key(key), _bytes(expected_value), _bytes(desired_value))
+
+    @_with_errors_of_torch
+    def delete_key(self, key: str) -> bool:
+        """Delete a key, and return whether it was there."""
+        return self.client.delete(self.full_key(key))
+
+    @_with_errors_of_torch
+    def num_keys(self) -> int:
+        """Return how many keys the whole store has."""
+        return self.client.num_keys()
+
+    @_with_errors_of_torch
+    def append(self, key: str, value: str | bytes) -> None:
+        """Add to the end of a value."""
+        self.client.append(self.full_key(key), _bytes(value))
+
+    @_with_errors_of_torch
+    def multi_get(self, keys: Sequence[str]) -> list[bytes]:
+        """Return the values of several keys, once all are set; wait as long as the store's timeout says."""
+        return self.client.multi_get(self._keys(keys), self._timeout.total_seconds())
+
+    @_with_errors_of_torch
+    def multi_set(self, keys: Sequence[str], values: Sequence[str | bytes]) -> None:
+        """Set several keys before anybody sees one of them."""
+        self.client.multi_set(zip(self._keys(keys), map(_bytes, values), strict=True))
+
+    def has_extended_api(self) -> bool:
+        """Return that there are ``append``, ``multi_get`` and ``multi_set``."""
+        return True
+
+    deleteKey = delete_key  # noqa: N815 - the names under which torch's C++ looks for them
+    getNumKeys = num_keys  # noqa: N815
+
+    @property
+    def _timeout(self) -> timedelta:
+        timeout: timedelta = self.timeout  # type: ignore[attr-defined]
+        return timeout
+
+    def _keys(self, keys: Sequence[str]) -> list[bytes]:
+        return [(self._prefix + key).encode() for key in keys]
+
+
+def _bytes(value: str | bytes) -> bytes:
+    return value.encode() if isinstance(value, str) else value

@@ -1,0 +1,98 @@
+"""A connection as the process sees it that serves a store: two bounded buffers, and how far its client has come."""
+
+from __future__ import annotations
+
+from select import EPOLLIN, EPOLLOUT
+
+from distman._store import frames
+
+TYPE_CHECKING = False  # typing takes longer to load than the process that serves a store takes to start
+if TYPE_CHECKING:
+    from _socket import socket
+    from select import epoll
+
+    from distman._store.handshake import Hello, ServerSide
+    from distman._store.table import Wait
+
+_FEW_BYTES = 8192  # a larger buffer costs a call of malloc that asks the kernel for memory
+_MANY_BYTES = 1 << 20
+
+
+class Peer:
+    """One connection.
+
+    Attributes:
+        side: Its handshake, once it has begun.
+        hello: Who it is, once it has proved that; None for a guest.
+        wait: The wait that it has not been answered yet.
+        will: The key that its end sets, and the counter that it raises.
+        received: What has come of a message that is not complete.
+    """
+
+    __slots__ = ("_poll", "_unsent", "error", "hello", "number", "received", "side", "socket", "wait", "will")
+
+    def __init__(self, socket: socket, poll: epoll) -> None:
+        self.socket = socket
+        self.number = socket.fileno()
+        self.side: ServerSide | None = None
+        self.hello: Hello | None = None
+        self.wait: Wait | None = None
+        self.will: tuple[bytes, bytes] | None = None
+        self.received = bytearray()
+        self.error: OSError | None = None
+        self._unsent = memoryview(b"")
+        self._poll = poll
+        poll.register(self.number, EPOLLIN)
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether it has yet to take what was sent; until then nothing more is read from it."""
+        return len(self._unsent) > 0
+
+    def send(self, message: bytes) -> None:
+        """Send a message, now or when the connection takes it; a broken one is found when it is next read."""
+        if self._unsent:
+            self._unsent = memoryview(bytes(self._unsent) + message)
+            return
+        num_sent = self._send(message)
+        if num_sent < len(message):
+            self._unsent = memoryview(message)[num_sent:]
+            self._poll.modify(self.number, EPOLLOUT)
+
+    def flush(self) -> None:
+        """Send what was left over."""
+        self._unsent = self._unsent[self._send(self._unsent) :]
+        if not self._unsent:
+            self._poll.modify(self.number, EPOLLIN)
+
+    def receive(self) -> bytes | None:
+        """Return what has come; nothing at the end of the connection, None if nothing has come yet.
+
+        Raises:
+            OSError: The connection broke.
+        """
+        if self.error is not None:
+            raise self.error
+        missing = frames.num_missing(self.received) if self.received else 0
+        try:
+            return self.socket.recv(min(max(missing, _FEW_BYTES), _MANY_BYTES))
+        except BlockingIOError:
+            return None
+
+    def close(self) -> None:
+        """Close the connection."""
+        self._poll.unregister(self.number)
+        self.socket.close()
+
+    def _send(self, message: bytes | memoryview) -> int:
+        """Return how much was sent.
+
+        An error is kept until the end of the connection is read: whoever sends may be in the middle of telling many.
+        """
+        try:
+            return self.socket.send(message)
+        except BlockingIOError:
+            return 0
+        except OSError as error:
+            self.error = error
+            return len(message)

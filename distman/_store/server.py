@@ -1,0 +1,266 @@
+"""The process that serves the store of a job: one thread, no torch, and nobody gets in who does not prove himself.
+
+Guests are strangers: a few bytes each, a bounded number at a time, and they have a few seconds in all. A flood of them
+costs no thread, and members are served between any few of them.
+"""
+
+from __future__ import annotations
+
+import _socket
+import errno
+import marshal
+import posix
+import resource
+from _signal import SIG_IGN, SIGHUP, SIGINT, SIGTERM, signal  # type: ignore[import-not-found]
+from select import EPOLLIN, EPOLLOUT, epoll
+from time import monotonic
+
+from distman._store import frames, transport
+from distman._store.frames import LENGTH, MalformedError
+from distman._store.handshake import (
+    MAC_BYTES,
+    MEMBER,
+    MOST_HELLO_BYTES,
+    OPENING_BYTES,
+    Answer,
+    HandshakeError,
+    ServerSide,
+    door_key,
+)
+from distman._store.operations import Operations
+from distman._store.peer import Peer
+from distman._store.table import Table
+
+TYPE_CHECKING = False  # typing takes longer to load than the process takes to start
+if TYPE_CHECKING:
+    from typing import Any
+
+_GUEST_SECONDS = 3.0  # for the whole handshake, which takes milliseconds
+_MOST_GUESTS = 256  # the oldest goes first: a rank that was sent away by a flood dials again
+_GUESTS_PER_ROUND = 16  # then members have their turn
+_SPARE_DESCRIPTORS = 64  # kept back from connections, so that there is always one for the next guest
+_LONGEST_PAUSE = 3600.0  # seconds: the system takes no number that is much larger
+_MOST_DESCRIPTORS = 1 << 20  # where the host sets no limit, Linux does
+_KEY_BYTES = 32
+UP = b"up"
+"""What the process writes to standard error when it has read its settings; an interpreter in trouble writes more."""
+_HEAD_BYTES = MAC_BYTES + LENGTH.size
+
+
+class Server:
+    """Serves one store until its last member is gone.
+
+    Args:
+        listener: A listening socket.
+        job: Name of the job.
+        secret: Its secret; None where the kernel's word has to do.
+        entry_limit: Seconds within which a first member must come.
+        linger: Seconds for which the failure of a start is told to those who come later.
+        unreachable_after: Seconds after which a host is given up that acknowledges nothing.
+        most_descriptors: How many the process may have.
+    """
+
+    def __init__(
+        self,
+        listener: _socket.socket,
+        *,
+        job: bytes,
+        secret: bytes | None,
+        entry_limit: float,
+        linger: float,
+        unreachable_after: float,
+        most_descriptors: int,
+    ) -> None:
+        listener.settimeout(0)
+        self._listener = listener
+        is_local = listener.family == _socket.AF_UNIX
+        self._asks_kernel = is_local and not (secret and transport.is_nobody())
+        self._key = door_key(secret, job)
+        self._place = transport.own_place(listener)
+        self._drawn_key = posix.urandom(_KEY_BYTES) if is_local and not secret else b""
+        self._session = posix.urandom(8).hex().encode()
+        self._linger = linger
+        self._unreachable_after = unreachable_after
+        self._poll = epoll()
+        self._poll.register(listener.fileno(), EPOLLIN)
+        self._door: int | None = listener.fileno()
+        self._table = Table()
+        self._operations = Operations(self._table, self._shut)
+        self._peers: dict[int, Peer] = {}
+        self._guests: dict[Peer, float] = {}
+        self._num_members = 0
+        self._ends_at: float | None = monotonic() + entry_limit
+        self._most_peers = most_descriptors - _SPARE_DESCRIPTORS
+
+    def serve(self) -> None:
+        """Serve until there is nobody left to serve."""
+        while (pause := self._pause(monotonic())) is not None:
+            for number, events in self._poll.poll(pause):
+                if number == self._door:
+                    self._welcome_guests()
+                elif number in self._peers:
+                    self._attend(self._peers[number], events)
+            now = monotonic()
+            self._table.expire(now)
+            self._dismiss_guests(now)
+
+    def _pause(self, now: float) -> float | None:
+        """Return how long nothing has to be done unless something comes; None at the end of the process."""
+        if self._ends_at is not None and now >= self._ends_at:
+            return None
+        times = [self._table.next_deadline(), self._ends_at, next(iter(self._guests.values()), None)]
+        nearest = min([time for time in times if time is not None], default=None)
+        return -1.0 if nearest is None else min(max(0.0, nearest - now), _LONGEST_PAUSE)
+
+    def _welcome_guests(self) -> None:
+        for _ in range(_GUESTS_PER_ROUND):
+            try:
+                number, _ = self._listener._accept()  # type: ignore[attr-defined]
+            except OSError as error:  # nobody waits, or has gone; or the host itself has no descriptor left
+                if error.errno == errno.ECONNABORTED:
+                    continue
+                return
+            guest = _socket.socket(fileno=number)
+            if len(self._peers) >= self._most_peers or (self._asks_kernel and not transport.is_of_this_user(guest)):
+                guest.close()
+                continue
+            self._let_wait(guest)
+
+    def _let_wait(self, guest: _socket.socket) -> None:
+        if len(self._guests) >= _MOST_GUESTS:
+            self._end(next(iter(self._guests)), b"")
+        guest.settimeout(0)
+        transport.prepare(guest, self._unreachable_after)
+        peer = Peer(guest, self._poll)
+        self._peers[peer.number] = peer
+        self._guests[peer] = monotonic() + _GUEST_SECONDS
+
+    def _dismiss_guests(self, now: float) -> None:
+        while self._guests and next(iter(self._guests.values())) <= now:
+            self._end(next(iter(self._guests)), b"")
+
+    def _attend(self, peer: Peer, events: int) -> None:
+        """Send what a connection has yet to take, or read what has come from it."""
+        try:
+            if events & EPOLLOUT:
+                peer.flush()
+                if not peer.is_behind and peer.received:
+                    self._take(peer, b"")
+                return
+            received = peer.receive()
+            if received:
+                self._take(peer, received)
+            elif received is not None:
+                self._end(peer, b"its connection was closed")
+        except OSError as error:
+            self._end(peer, _reason(error))
+        except HandshakeError:
+            self._end(peer, b"")
+        except MalformedError as error:
+            self._refuse(peer, str(error).encode())
+        except Exception as error:  # noqa: BLE001 - what one client asks for must not take the store from all others
+            self._refuse(peer, repr(error)[:200].encode())
+
+    def _take(self, peer: Peer, received: bytes) -> None:
+        """Go on with a handshake, or with requests, as far as they have come."""
+        if peer.hello is None:
+            peer.received += received
+            self._greet(peer)
+            return
+        if peer.received:
+            peer.received += received
+            if frames.num_missing(peer.received) > 0:
+                return
+            received = bytes(peer.received)
+        at = 0
+        while not peer.is_behind and (found := frames.next_request(received, at)) is not None:
+            number, operation, fields, at = found
+            self._operations.carry_out(peer, number, operation, fields)
+        if peer.received or at < len(received):
+            peer.received = bytearray(received[at:])
+
+    def _greet(self, guest: Peer) -> None:
+        """Take the next step of a handshake, if all of it has come; a client never sends more than the next step."""
+        received = bytes(guest.received)
+        if guest.side is None:
+            if len(received) >= OPENING_BYTES:
+                guest.side = ServerSide(self._key, self._place, received)
+                guest.send(guest.side.challenge())
+                guest.received.clear()
+            return
+        length = LENGTH.unpack_from(received, MAC_BYTES)[0] if len(received) >= _HEAD_BYTES else 0
+        if length > MOST_HELLO_BYTES or len(received) > _HEAD_BYTES + MOST_HELLO_BYTES:
+            raise MalformedError("a hello that is too long")
+        if length and len(received) >= _HEAD_BYTES + length:
+            guest.hello = guest.side.hello(received[:MAC_BYTES], received[_HEAD_BYTES:])
+            guest.received.clear()
+            self._admit(guest, guest.side)
+
+    def _admit(self, guest: Peer, side: ServerSide) -> None:
+        del self._guests[guest]
+        if guest.hello is not None and guest.hello.role == MEMBER:
+            self._num_members += 1
+            self._ends_at = None
+        guest.send(side.welcome(Answer(self._session, posix.getpid(), self._drawn_key, self._operations.failure)))
+
+    def _refuse(self, peer: Peer, reason: bytes) -> None:
+        """End the connection of a member that sends nonsense, and tell it so; a guest hears nothing."""
+        if peer.hello is not None:
+            peer.send(frames.reply(0, frames.MALFORMED, reason))
+        self._end(peer, b"it sent a malformed message: " + reason)
+
+    def _end(self, peer: Peer, reason: bytes) -> None:
+        """Close a connection, and do what its client wanted to be done in that case."""
+        del self._peers[peer.number]
+        self._guests.pop(peer, None)
+        peer.close()
+        if peer.wait is not None:
+            self._table.cancel(peer.wait)
+        if peer.will is not None:
+            self._table.tell_of_end(*peer.will, reason)
+        if peer.hello is not None and peer.hello.role == MEMBER:
+            self._num_members -= 1
+            if self._num_members == 0:
+                self._ends_at = monotonic() + (self._linger if self._operations.failure else 0.0)
+
+    def _shut(self) -> None:
+        """Let nobody in any more, and leave the place where they came to another store."""
+        if self._door is not None:
+            self._poll.unregister(self._door)
+            self._door = None
+            self._listener.close()
+
+
+def main() -> None:
+    """Serve the store that standard input describes, in a process that holds nothing of whoever started it."""
+    for number in (SIGINT, SIGTERM, SIGHUP):  # those who leave their job have to find the store
+        signal(number, SIG_IGN)
+    settings: dict[str, Any] = marshal.loads(_read_all(0))  # noqa: S302 - from the program that started this one
+    posix.write(2, UP)
+    nothing = posix.open("/dev/null", posix.O_RDWR)
+    for number in range(3):
+        posix.dup2(nothing, number)
+    listener = _socket.socket(fileno=settings.pop("listener"))
+    Server(listener, most_descriptors=_raise_descriptor_limit(), **settings).serve()
+
+
+def _read_all(number: int) -> bytes:
+    pieces = []
+    while piece := posix.read(number, 1 << 16):
+        pieces.append(piece)
+    return b"".join(pieces)
+
+
+def _raise_descriptor_limit() -> int:
+    """Let the process have as many connections as the host allows, and return how many that are."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if most == resource.RLIM_INFINITY:
+        most = _MOST_DESCRIPTORS
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    return most
+
+
+def _reason(error: OSError) -> bytes:
+    if error.errno in (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH):
+        return b"its host does not answer"
+    return b"its connection broke"

@@ -1,0 +1,62 @@
+"""What both ends of a store's connections ask of their sockets."""
+
+from __future__ import annotations
+
+import _socket
+from posix import geteuid
+from struct import Struct
+
+TYPE_CHECKING = False  # typing takes longer to load than the process that serves a store takes to start
+if TYPE_CHECKING:
+    Address = str | tuple[str, int]
+
+_CREDENTIALS = Struct("iII")  # process, user and group
+_OVERFLOW_UID = 65534
+"""The user that a namespace shows for all whom it does not know: equal to nobody, not even to itself."""
+_MILLISECONDS = 1000
+_PROBES = 3  # of a silent connection, before it is given up
+
+
+def place_of(address: Address) -> bytes:
+    """Return what a handshake calls a place: a name of this host's own, or a port, whatever the host is called."""
+    if isinstance(address, str):
+        return b"unix " + address.encode()
+    return b"tcp %d" % address[1]
+
+
+def own_place(listener: _socket.socket) -> bytes:
+    """Return what a handshake calls the place where a socket listens."""
+    name = listener.getsockname()
+    return b"unix " + name if isinstance(name, bytes) else b"tcp %d" % name[1]
+
+
+def is_nobody() -> bool:
+    """Return whether this process's user cannot be told from others by the kernel's word."""
+    return geteuid() == _OVERFLOW_UID
+
+
+def is_of_this_user(connection: _socket.socket) -> bool:
+    """Return whether the kernel says that a process of this user is at the other end of a Unix socket.
+
+    It names who listened and who connected, whoever has the sockets since.
+    """
+    packed = connection.getsockopt(_socket.SOL_SOCKET, _socket.SO_PEERCRED, _CREDENTIALS.size)
+    uid: int = _CREDENTIALS.unpack(packed)[1]
+    return uid == geteuid() and not is_nobody()
+
+
+def prepare(connection: _socket.socket, unreachable_after: float) -> None:
+    """Let a connection break when the other host does not acknowledge anything for so many seconds.
+
+    The system acknowledges for a process that is stopped or busy, so that a host which does not has lost power or its
+    network. On one host there is nothing to lose.
+    """
+    if connection.family == _socket.AF_UNIX:
+        return
+    connection.setsockopt(_socket.IPPROTO_TCP, _socket.TCP_NODELAY, 1)
+    connection.setsockopt(_socket.SOL_SOCKET, _socket.SO_KEEPALIVE, 1)
+    if hasattr(_socket, "TCP_USER_TIMEOUT"):
+        pause = max(1, int(unreachable_after / _PROBES))
+        connection.setsockopt(_socket.IPPROTO_TCP, _socket.TCP_KEEPIDLE, pause)
+        connection.setsockopt(_socket.IPPROTO_TCP, _socket.TCP_KEEPINTVL, pause)
+        connection.setsockopt(_socket.IPPROTO_TCP, _socket.TCP_USER_TIMEOUT, int(unreachable_after * _MILLISECONDS))

@@ -1,0 +1,96 @@
+"""Stores for tests: each a process of its own, at a name of this host's own or at a port."""
+
+import contextlib
+import os
+import threading
+
+from distman._rendezvous.sockets import bind_listener
+from distman._store.client import Client
+from distman._store.dialing import Door
+from distman._store.process import listen_on_this_host, start_store
+from distman._store.server import Server
+
+PATIENCE = 30.0  # seconds for what takes milliseconds
+SECRET = b"a secret that only the tests know"
+JOB = "job-1"
+KINDS = ("unix", "tcp")
+
+
+def listen(kind):
+    """A listening socket, and where it is dialled."""
+    if kind == "tcp":
+        listener = bind_listener("127.0.0.1", 0)
+        return listener, ("127.0.0.1", listener.getsockname()[1])
+    address = f"\0distman-test/{os.urandom(8).hex()}"
+    return listen_on_this_host(address), address
+
+
+def door(address, secret=SECRET, job=JOB):
+    return Door(address, job, secret, unreachable_after=PATIENCE, patience=PATIENCE)
+
+
+class OpenStore:
+    """A store, and whoever has been let in."""
+
+    def __init__(self, kind, *, secret=SECRET, entry_limit=PATIENCE, linger=0.0):
+        listener, self.address = listen(kind)
+        self.door = door(self.address, secret)
+        self.process = start_store(
+            listener, job=JOB, secret=secret, entry_limit=entry_limit, unreachable_after=PATIENCE, linger=linger
+        )
+        self.process.wait_until_up(PATIENCE)
+        self.is_over = False
+        self._clients = []
+
+    def client(self, *args):
+        self._clients.append(Client(self.door, *args))
+        return self._clients[-1]
+
+    def exit_code(self):
+        """How it ends; it has to do so by itself."""
+        self.is_over = True
+        return self.process.wait(PATIENCE)
+
+    def close(self):
+        for client in self._clients:
+            client.close()
+
+
+@contextlib.contextmanager
+def open_store(kind, **settings):
+    """A store until the end of a block, and its end with its last member."""
+    store = OpenStore(kind, **settings)
+    try:
+        yield store
+        if not store.is_over:
+            store.client()  # the last member, if the test had none
+            store.close()
+            assert store.exit_code() == 0
+    finally:
+        store.close()
+        if not store.is_over:
+            os.kill(store.process.pid, 9)
+            store.process.wait(PATIENCE)
+
+
+@contextlib.contextmanager
+def served_here(kind="unix", *, secret=SECRET, most_descriptors=4096):
+    """A store that a thread of this process serves until the test's last member leaves; its limits can be changed."""
+    listener, address = listen(kind)
+    server = Server(
+        listener,
+        job=JOB.encode(),
+        secret=secret,
+        entry_limit=PATIENCE,
+        linger=0.0,
+        unreachable_after=PATIENCE,
+        most_descriptors=most_descriptors,
+    )
+    thread = threading.Thread(target=server.serve, daemon=True)
+    thread.start()
+    try:
+        yield door(address, secret)
+    finally:
+        thread.join(PATIENCE)
+        listener.close()
+        assert not thread.is_alive()

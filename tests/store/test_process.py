@@ -1,0 +1,162 @@
+"""When the process of a store begins and ends, and that it holds nothing of whoever started it."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from distman._process_state import reset
+from distman._store import process
+from distman._store.client import Client
+from distman._store.connection import StoreLostError
+from distman._store.handshake import MEMBER, VISITOR, WATCHER
+from distman._store.process import StoreStartError, start_store
+
+from .stores import JOB, KINDS, PATIENCE, SECRET, door, listen, open_store
+
+OPENS_A_STORE = """
+import sys, threading
+from distman._store.process import listen_on_this_host, start_store
+from distman._store.client import Client
+from distman._store.dialing import Door
+address = chr(0) + sys.argv[1]
+process = start_store(listen_on_this_host(address), job="job-1", secret=None, entry_limit=30.0, unreachable_after=30.0)
+client = Client(Door(address, "job-1", None, 30.0, 30.0), rank=0)
+client.set(b"of rank 0", b"kept")
+client.register_will(b"ended/0", b"news")
+print(process.pid, flush=True)
+threading.Event().wait()
+"""
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_it_ends_with_its_last_member(kind):
+    with open_store(kind) as store:
+        first, second = store.client(MEMBER, 0), store.client(MEMBER, 1)
+        first.close()
+        assert second.add(b"counter", 1) == 1
+        watcher = store.client(WATCHER, 1)
+        second.close()
+        assert store.exit_code() == 0
+        with pytest.raises(StoreLostError, match=rf"\(pid {store.process.pid}\) is gone"):
+            watcher.add(b"counter", 1)
+
+
+def test_it_ends_where_nobody_comes():
+    listener, _ = listen("unix")
+    with listener:
+        started = start_store(listener, job=JOB, secret=None, entry_limit=0.0, unreachable_after=1.0)
+        started.wait_until_up(PATIENCE)
+        assert started.wait(PATIENCE) == 0
+
+
+def test_a_failure_stays_for_those_who_come_later():
+    with open_store("unix", linger=PATIENCE) as store:
+        member, visitor = store.client(MEMBER, 0), store.client(VISITOR, 3)
+        assert visitor.leave_failure(b"boom") == b"boom"
+        visitor.close()
+        member.close()
+        assert store.client(VISITOR, 2).failure == b"boom"
+        assert store.client(VISITOR, 4).leave_failure(b"another one") == b"boom"
+        os.kill(store.process.pid, signal.SIGKILL)
+        store.exit_code()
+
+
+def test_a_failure_does_not_stay_for_ever():
+    with open_store("unix", linger=0.0) as store:
+        store.client(MEMBER, 0).leave_failure(b"boom")
+        store.close()
+        assert store.exit_code() == 0
+
+
+def test_a_rank_that_is_killed_takes_neither_the_store_nor_its_keys_with_it():
+    name = f"distman-test/{os.urandom(8).hex()}"
+    opener = subprocess.Popen([sys.executable, "-c", OPENS_A_STORE, name], stdout=subprocess.PIPE, text=True)
+    with opener:
+        pid = int(opener.stdout.readline())
+        other = Client(door(f"\0{name}", secret=None), rank=1)
+        opener.kill()
+        assert other.get(b"ended/0", PATIENCE) == b"its connection was closed"
+        assert other.get(b"of rank 0", PATIENCE) == b"kept"
+        assert other.add(b"news", 0) == 1
+        assert other.store_pid == pid
+        other.close()
+
+
+def test_it_goes_on_when_the_terminal_or_the_launcher_ends_the_job():
+    with open_store("unix") as store:
+        client = store.client()
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            os.kill(store.process.pid, number)
+        assert client.add(b"counter", 1) == 1
+
+
+def test_it_holds_nothing_of_whoever_started_it(monkeypatch):
+    monkeypatch.setenv("DISTMAN_SECRET", SECRET.decode())
+    with open(os.devnull) as _mine, open_store("tcp") as store:  # noqa: PTH123 - it must not be inherited
+        store.client()
+        proc = Path(f"/proc/{store.process.pid}")
+        files = [str(entry.readlink()) for entry in (proc / "fd").iterdir()]
+        assert sorted(file.partition(":")[0] for file in files) == [
+            *["/dev/null"] * 4,
+            "anon_inode",
+            *["socket"] * 2,
+        ]
+        assert (proc / "cwd").readlink() == Path("/")
+        assert os.getsid(store.process.pid) == store.process.pid
+        for secret in (SECRET, SECRET.hex().encode()):
+            assert secret not in (proc / "cmdline").read_bytes() + (proc / "environ").read_bytes()
+
+
+def test_it_loads_neither_torch_nor_what_takes_long():
+    program = process._PROGRAM.replace("main()", "import json; print(json.dumps(names))")
+    program = program.replace("import main", "import main; names = [*sys.modules]")
+    command = [sys.executable, *process._options(), "-c", program, str(Path(process.__file__).parent.parent)]
+    names = json.loads(subprocess.run(command, capture_output=True, check=True, text=True, timeout=60).stdout)
+    own = {name for name in names if name.startswith("distman")}
+    parts = {"frames", "handshake", "operations", "peer", "server", "table", "transport"}
+    assert own == {"distman", "distman._store", *(f"distman._store.{part}" for part in parts)}
+    assert {"torch", "typing", "os", "socket", "json", "re", "enum", "contextlib", "hashlib"}.isdisjoint(names)
+
+
+@pytest.mark.parametrize("executable", ["", "/nowhere/python", "/bin/false", "/bin/cat"])
+def test_an_interpreter_that_does_not_start_says_so(executable, monkeypatch):
+    monkeypatch.setattr(sys, "executable", executable)
+    listener, _ = listen("unix")
+    with listener, pytest.raises(StoreStartError, match="starting the store's process failed"):
+        start_store(listener, job=JOB, secret=None, entry_limit=1.0, unreachable_after=1.0).wait_until_up(PATIENCE)
+    process.reap()
+
+
+def test_a_process_that_is_not_up_in_time_is_an_error_and_does_not_stay(tmp_path, monkeypatch):
+    gate, program = tmp_path / "gate", tmp_path / "python"
+    os.mkfifo(gate)
+    program.write_text(f'#!/bin/sh\ncat {gate} > {os.devnull}\nexec {sys.executable} "$@"\n')
+    program.chmod(0o700)
+    monkeypatch.setattr(sys, "executable", str(program))
+    listener, _ = listen("unix")
+    with listener:
+        started = start_store(listener, job=JOB, secret=None, entry_limit=PATIENCE, unreachable_after=1.0)
+        with pytest.raises(StoreStartError, match="nothing within 0 s"):
+            started.wait_until_up(0.0)
+        gate.write_text("go on")
+        assert started.wait(PATIENCE) != 0
+
+
+def test_a_name_that_is_taken_is_an_error():
+    listener, address = listen("unix")
+    with listener, pytest.raises(OSError, match="Address already in use"):
+        process.listen_on_this_host(address)
+
+
+def test_reset_closes_every_connection():
+    with open_store("unix") as store:
+        client = store.client()
+        reset()
+        with pytest.raises(StoreLostError):
+            client.num_keys()
+        assert store.exit_code() == 0

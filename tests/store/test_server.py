@@ -1,0 +1,324 @@
+"""What strangers and broken members can do to a store: nothing that its other members would notice."""
+
+import os
+import socket
+import struct
+import threading
+import time
+from collections import deque
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from hypothesis import given, strategies
+
+from distman._store import connection, frames, server, transport
+from distman._store.client import Client
+from distman._store.connection import StoreLostError
+from distman._store.dialing import ForeignServiceError, dial
+from distman._store.frames import MalformedError
+from distman._store.handshake import MAGIC, MEMBER, ClientSide, Hello, door_key
+from distman._store.operations import Operations
+from distman._store.table import Table
+
+from .stores import KINDS, PATIENCE, SECRET, door, listen, open_store, served_here
+
+HELLO = Hello(MEMBER, 1, os.getpid())
+
+
+def connect(address):
+    if not isinstance(address, str):
+        return socket.create_connection(address, PATIENCE)
+    connected = socket.socket(socket.AF_UNIX)
+    try:
+        connected.connect(address)
+    except OSError:
+        connected.close()
+        raise
+    connected.settimeout(PATIENCE)
+    return connected
+
+
+def is_sent_away(stranger):
+    """Whether a store has closed a connection without another word."""
+    try:
+        return stranger.recv(1000) == b""
+    except ConnectionResetError:
+        return True
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def store(request):
+    with open_store(request.param) as store:
+        store.client()  # which keeps it
+        yield store
+
+
+def refusals():
+    return [
+        ("another job", {"job": "job-2"}),
+        ("another secret", {"secret": SECRET + b"!"}),
+        ("no secret", {"secret": None}),
+    ]
+
+
+@pytest.mark.parametrize("changed", [changed for _, changed in refusals()], ids=[name for name, _ in refusals()])
+def test_who_does_not_know_job_and_secret_stays_outside(store, changed):
+    with pytest.raises(ForeignServiceError, match="does not know this job, or the job's secret"):
+        Client(door(store.address, **changed))
+
+
+@pytest.mark.parametrize(
+    "noise", [b"GET / HTTP/1.0\r\n\r\n" + b"x" * 20, b"\0" * 24, MAGIC + b"x" * 17, b"x" * 100_000]
+)
+def test_who_talks_something_else_is_sent_away(store, noise):
+    with connect(store.address) as stranger:
+        try:
+            stranger.sendall(noise)
+        except (BrokenPipeError, ConnectionResetError):
+            return
+        assert is_sent_away(stranger)
+
+
+@pytest.mark.parametrize("length", [0, 1, frames.LENGTH.size + 31, 64, 65, 2**32 - 1])
+def test_a_proof_that_is_none_ends_the_connection(store, length):
+    with connect(store.address) as stranger:
+        stranger.sendall(MAGIC + bytes(16))
+        assert len(stranger.recv(1000)) == 48
+        stranger.sendall(bytes(32) + frames.LENGTH.pack(length) + bytes(min(length, 200)))
+        stranger.shutdown(socket.SHUT_WR)
+        assert is_sent_away(stranger)
+
+
+def test_a_thousand_strangers_of_every_kind_do_not_get_in(store):
+    member = store.client()
+    member.add(b"counter", 1)
+    recorded = record_a_handshake(store)
+    for number in range(1000):
+        with connect(store.address) as stranger:
+            stranger.sendall(recorded[0] if number % 2 else MAGIC + os.urandom(16))
+            challenge = stranger.recv(1000)
+            stranger.sendall(
+                [recorded[1], challenge[-32:] + recorded[1][32:], os.urandom(32) + recorded[1][32:]][number % 3]
+            )
+            stranger.shutdown(socket.SHUT_WR)
+            assert is_sent_away(stranger)
+    assert member.add(b"counter", 1) == 2
+    member.delete(b"counter")
+
+
+def record_a_handshake(store):
+    """What a member sent that got in."""
+    side = ClientSide(door_key(SECRET, b"job-1"), transport.place_of(store.address))
+    with connect(store.address) as member:
+        opening = side.opening()
+        member.sendall(opening)
+        proof = side.proof(member.recv(1000), HELLO)
+        member.sendall(proof)
+        assert len(member.recv(1000)) > 32
+    return opening, proof
+
+
+def test_idle_guests_take_few_descriptors_and_keep_nobody_out(store):
+    member = store.client()
+    before = num_descriptors(store)
+    idle = [connect(store.address) for _ in range(600)]
+    store.client().add(b"counter", 1)
+    assert num_descriptors(store) <= before + server._MOST_GUESTS + 1
+    assert is_sent_away(idle[0])  # the oldest
+    assert member.add(b"counter", 1) == 2
+    for guest in idle:
+        guest.close()
+    member.delete(b"counter")
+
+
+def num_descriptors(store):
+    return len(list(Path(f"/proc/{store.process.pid}/fd").iterdir()))
+
+
+def test_a_flood_keeps_nobody_out(store):
+    stop = threading.Event()
+
+    def flood():
+        while not stop.is_set():
+            try:
+                with connect(store.address) as stranger:
+                    stranger.sendall(b"G" * 8000)
+            except OSError:
+                pass
+
+    first = store.client()
+    with ThreadPoolExecutor(2) as threads:
+        floods = [threads.submit(flood) for _ in range(2)]
+        try:
+            for _ in range(5):
+                member = first.again(MEMBER)
+                assert [member.compare_set(b"a", b"", b"1") for _ in range(20)] == [b"1"] * 20
+                member.close()
+        finally:
+            stop.set()
+        for one in floods:
+            one.result(PATIENCE)
+
+
+def test_a_guest_has_a_time_for_everything_together(monkeypatch):
+    monkeypatch.setattr(server, "_GUEST_SECONDS", 0.05)
+    with served_here() as here:
+        member = Client(here)
+        with connect(here.address) as silent, connect(here.address) as slow:
+            slow.sendall(MAGIC + bytes(16))
+            assert len(slow.recv(1000)) == 48
+            assert is_sent_away(silent)
+            assert is_sent_away(slow)
+        assert member.add(b"counter", 1) == 1
+        member.close()
+
+
+def test_descriptors_are_kept_back_from_connections():
+    with served_here(most_descriptors=server._SPARE_DESCRIPTORS + 2) as here:
+        members = [Client(here), Client(here)]
+        with connect(here.address) as third:
+            assert is_sent_away(third)
+        assert members[1].add(b"counter", 1) == 1
+        for member in members:
+            member.close()
+
+
+def test_the_user_of_the_other_side_is_asked_of_the_kernel(monkeypatch):
+    with served_here(secret=None) as here:
+        member = Client(here)
+        mine = os.geteuid()
+        monkeypatch.setattr(transport, "geteuid", lambda: mine + 1)
+        with pytest.raises(ForeignServiceError, match="of another user"):
+            Client(here)
+        with connect(here.address) as stranger:
+            assert is_sent_away(stranger)
+        monkeypatch.setattr(transport, "geteuid", lambda: 65534)
+        with connect(here.address) as nobody:
+            assert is_sent_away(nobody)
+        monkeypatch.undo()
+        member.close()
+
+
+def test_nobody_needs_a_secret_since_the_kernel_knows_him_not(monkeypatch):
+    monkeypatch.setattr(transport, "geteuid", lambda: 65534)
+    with served_here(secret=SECRET) as here:
+        Client(here).close()
+
+
+def test_a_service_that_passes_on_from_another_place_is_refused(store):
+    listener, address = listen("unix" if isinstance(store.address, str) else "tcp")
+    with listener, ThreadPoolExecutor(1) as threads:
+        relaying = threads.submit(relay, listener, store.address)
+        with pytest.raises(ForeignServiceError):
+            dial(door(address), HELLO)
+        relaying.result(PATIENCE)
+
+
+def relay(listener, address):
+    """Pass on what two say to each other, one message each."""
+    guest, _ = listener.accept()
+    with guest, connect(address) as target:
+        target.sendall(guest.recv(1000))
+        guest.sendall(target.recv(1000))
+
+
+@pytest.mark.parametrize("answer", [b"", b"HTTP/1.1 400 Bad Request\r\n\r\n", b"\0" * 100])
+def test_a_service_that_is_no_store_is_told_apart(answer):
+    listener, address = listen("tcp")
+
+    def serve():
+        guest, _ = listener.accept()
+        with guest:
+            assert guest.recv(1000).startswith(MAGIC)
+            guest.sendall(answer)
+
+    with listener, ThreadPoolExecutor(1) as threads:
+        serving = threads.submit(serve)
+        with pytest.raises((ForeignServiceError, ConnectionResetError)):
+            dial(door(address), HELLO)
+        serving.result(PATIENCE)
+
+
+def test_a_service_that_keeps_silent_is_given_up():
+    listener, address = listen("tcp")
+    with listener, pytest.raises(TimeoutError):
+        dial(type(door(address))(address, "job-1", None, PATIENCE, patience=0.05), HELLO)
+
+
+MALFORMED = {
+    "no length": frames.LENGTH.pack(0),
+    "too long": frames.LENGTH.pack(2**32 - 1),
+    "no operation": struct.pack("<IIB", 5, 1, 99),
+    "no fields": struct.pack("<IIB", 5, 1, frames.SET),
+    "a field too long": struct.pack("<IIBI", 9, 1, frames.SET, 77),
+    "no number": frames.request(1, frames.ADD, [b"key", b"1"]),
+    "a failure too long": frames.request(1, frames.FAIL, [b"x" * (frames.MOST_FAILURE_BYTES + 1)]),
+}
+
+
+@pytest.mark.parametrize("message", MALFORMED.values(), ids=MALFORMED)
+def test_a_member_that_sends_nonsense_is_told_and_named(store, message):
+    other = store.client()
+    member = store.client(MEMBER, 5)
+    member.register_will(b"ended/5", b"news")
+    member._calls._socket.sendall(message)
+    with pytest.raises(connection._EndError, match=r"it refused a message, "):
+        member._calls._receive()
+    with pytest.raises(StoreLostError):
+        member.check([b"a"])
+    reason = other.get(b"ended/5", PATIENCE)
+    assert reason.startswith(b"it sent a malformed message: ")
+    assert len(reason) < 300
+    other.delete(b"ended/5")
+
+
+def test_a_member_that_takes_no_replies_takes_no_memory(store):
+    other = store.client()
+    other.set(b"large", b"x" * (4 << 20))
+    greedy = store.client()
+    requests = b"".join(frames.request(number, frames.GET, [b"large", bytes(8)]) for number in range(1, 101))
+    greedy._calls._socket.sendall(requests)
+    assert other.add(b"counter", 1) == 1
+    status = Path(f"/proc/{store.process.pid}/status").read_text(encoding="utf-8")
+    (resident,) = [int(line.split()[1]) for line in status.splitlines() if line.startswith("VmRSS")]
+    assert resident < 200 << 10  # of KiB; all replies have twice that
+    numbers = deque(range(1, 101))
+    while numbers:
+        assert greedy._calls._next_reply()[0] == numbers.popleft()
+    other.delete(b"large")
+    other.delete(b"counter")
+
+
+class Recorder:
+    """A connection that notes what is sent over it."""
+
+    def __init__(self):
+        self.wait = self.will = None
+        self.sent = []
+        self.send = self.sent.append
+
+
+FIELDS = strategies.sampled_from([b"", b"a", b"b", b"1", bytes(8), frames.NUMBER.pack(2), b"\xff" * 8])
+
+
+@given(
+    strategies.lists(strategies.tuples(strategies.integers(0, 18), strategies.lists(FIELDS, max_size=6)), max_size=12)
+)
+def test_any_request_is_answered_once_or_refused(program):
+    table, peers = Table(), [Recorder(), Recorder()]
+    operations = Operations(table, lambda: None)
+    for number, (operation, fields) in enumerate(program):
+        peer = peers[number % 2]
+        waited = peer.wait is not None
+        del peer.sent[:]
+        try:
+            operations.carry_out(peer, number, operation, fields)
+        except MalformedError:
+            assert peer.sent == []
+        else:
+            is_answered = operation not in frames.WITHOUT_REPLY and peer.wait is None
+            assert [frames.next_reply(reply)[0] for reply in peer.sent] == [number] * is_answered
+        assert not waited or peer.wait is None or table._num_waits <= 2
+    table.expire(time.monotonic() + 2**70)
+    assert table._num_waits == 0
