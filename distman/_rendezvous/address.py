@@ -87,6 +87,24 @@ def find_endpoint(environment: LaunchEnvironment, environ: Mapping[str, str]) ->
     )
 
 
+def is_on_one_host(environment: LaunchEnvironment, environ: Mapping[str, str]) -> bool:
+    """Return whether all ranks run on this host: the launcher says so, or the address leads nowhere else."""
+    if environment.is_on_one_node:
+        return True
+    address = environ.get("MASTER_ADDR") or environment.main_address
+    return address is not None and means_loopback(address) and not _spans_nodes(environment)
+
+
+def is_told_over_mpi(environment: LaunchEnvironment, environ: Mapping[str, str]) -> bool:
+    """Return whether rank 0 tells the others by a broadcast over MPI where they meet."""
+    launcher = LAUNCHERS[environment.launcher]
+    if launcher.family is not Family.MPI or environ.get("MASTER_ADDR") or environment.is_on_one_node:
+        return False
+    if launcher.meets_on_first_node and environment.main_address is not None:
+        return False
+    return environment.main_address is None or mpi.is_installed()
+
+
 def derive_ports(job_id: str) -> tuple[int, ...]:
     """Return the ports at which a job of this name may meet, in the order in which they are tried.
 
@@ -150,7 +168,7 @@ def _address(environment: LaunchEnvironment, environ: Mapping[str, str]) -> tupl
         return environment.main_address, f"the first node of {_variable(environment, 'main_address')}"
     if environment.is_on_one_node:
         return _LOCALHOST, "the launcher, which says that all ranks run on one node"
-    if launcher.family is Family.MPI and (environment.main_address is None or mpi.is_installed()):
+    if is_told_over_mpi(environment, environ):
         return None, ""
     without = ", which are a guess without mpi4py" if launcher.family is Family.MPI else ""
     return environment.main_address, f"the variables of {environment.launcher}{without}"

@@ -56,5 +56,6 @@ BARE = Launcher(
     may_bind_gpus=True,
     has_own_gpus=None,
     gives_terminals=False,
+    uses_munge=False,
     fake=fake_bare,
 )

@@ -43,5 +43,6 @@ JSRUN = Launcher(
     may_bind_gpus=True,
     has_own_gpus=None,
     gives_terminals=False,
+    uses_munge=False,
     fake=None,
 )

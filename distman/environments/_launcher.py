@@ -214,6 +214,7 @@ class Launcher(_Variables):
         may_bind_gpus: Whether it may show each rank a GPU of its own.
         has_own_gpus: Says whether no other rank sees the GPUs that this process sees; None where it does not say.
         gives_terminals: Whether a rank's standard output is a terminal of its own, wherever that of the job goes.
+        uses_munge: Whether munge may run on its hosts, by which its scheduler knows users.
         fake: Returns the variables that it would set, for :func:`distman.testing.fake_environment`; None sets the
             first spelling of each field to the plain value.
     """
@@ -231,6 +232,7 @@ class Launcher(_Variables):
     may_bind_gpus: bool = True
     has_own_gpus: Callable[[Environ], bool] | None = None
     gives_terminals: bool = False
+    uses_munge: bool = False
     fake: Callable[[Place], dict[str, str]] | None = None
 
     def __post_init__(self) -> None:

@@ -66,5 +66,6 @@ OPENMPI = Launcher(
     may_bind_gpus=True,
     has_own_gpus=None,
     gives_terminals=True,
+    uses_munge=False,
     fake=_fake,
 )

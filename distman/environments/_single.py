@@ -32,5 +32,6 @@ SINGLE = Launcher(
     may_bind_gpus=True,
     has_own_gpus=None,
     gives_terminals=False,
+    uses_munge=False,
     fake=_fake,
 )

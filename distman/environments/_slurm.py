@@ -149,5 +149,6 @@ SLURM = Launcher(
     may_bind_gpus=True,
     has_own_gpus=_has_own_gpus,
     gives_terminals=False,
+    uses_munge=True,
     fake=_fake,
 )

@@ -56,5 +56,6 @@ TORCHRUN = Launcher(
     may_bind_gpus=False,
     has_own_gpus=None,
     gives_terminals=False,
+    uses_munge=False,
     fake=_fake,
 )

@@ -77,6 +77,7 @@ def random_site(chance):
         "cancel_command": lambda _environ: ["sitecancel"],
         "may_bind_gpus": False,
         "gives_terminals": True,
+        "uses_munge": True,
         "fake": lambda place: {"SITE_RANK": str(place.rank), "SITE_WORLD_SIZE": str(place.world_size)},
     }
     return site(

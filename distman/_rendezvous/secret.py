@@ -1,0 +1,218 @@
+"""Where the secret of a job comes from: what its processes know, and other users and hosts do not.
+
+The source follows from the launcher, the variables and the number of hosts, which are equal on all ranks, and never
+from what another process says: nobody can talk a rank out of its secret.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import errno
+import os
+import stat
+from collections.abc import Mapping
+from pathlib import Path
+
+from distman._rendezvous import munge
+from distman._rendezvous.address import is_on_one_host, is_told_over_mpi
+from distman._rendezvous.munge import CredentialError
+from distman.environments import LAUNCHERS, LaunchEnvironment
+from distman.errors import LaunchEnvironmentError, RendezvousError
+
+_VARIABLE = "DISTMAN_SECRET"
+_FILE_VARIABLE = "DISTMAN_SECRET_FILE"
+_REQUIRED = "required"  # shorter than any secret
+
+_MIN_CHARACTERS = 32  # 128 bits, if they are hexadecimal digits: a guest may try as many guesses as he likes, elsewhere
+_MAX_BYTES = 4096  # of a file; more is another file than was meant
+_KEY_BYTES = 32
+_OTHERS = stat.S_IRWXG | stat.S_IRWXO
+_PAYLOAD = b"distman door 1\0"  # a credential that the user had made for another service does not begin like this
+_OVERFLOW_UID = Path("/proc/sys/kernel/overflowuid")  # what the kernel says of every user without a number here
+
+_DRAW = 'export DISTMAN_SECRET="$(openssl rand -hex 32)"'
+
+
+class Source(enum.Enum):
+    """Where the secret comes from, in words; of KERNEL and NONE, what there is instead."""
+
+    VARIABLE = f"the secret in {_VARIABLE}"
+    FILE = f"the secret in the file that {_FILE_VARIABLE} names"
+    KERNEL = "the kernel, which says whose process is at the other end: all ranks are on one host"
+    MPI = "a secret that rank 0 draws and tells the others over MPI"
+    MUNGE = "a secret that munge shows to processes of this user only"
+    NONE = "nothing"
+
+
+@dataclasses.dataclass(frozen=True)
+class DoorSecret:
+    """What the process that opens the store needs.
+
+    Attributes:
+        key: The secret; None where there is none.
+        credential: What it sends to everyone who comes, before any proof; empty but for munge.
+    """
+
+    key: bytes | None = dataclasses.field(repr=False)
+    credential: bytes = dataclasses.field(default=b"", repr=False)
+
+
+@dataclasses.dataclass(frozen=True)
+class Protection:
+    """What keeps others out of the job.
+
+    Attributes:
+        source: Where the secret comes from.
+        key: The secret, where every rank has it beforehand.
+        socket: That of the munge daemon, if it is asked.
+        lack: Why there is no source, in words.
+    """
+
+    source: Source
+    key: bytes | None = dataclasses.field(default=None, repr=False)
+    socket: str = ""
+    lack: str = ""
+
+    @property
+    def warning(self) -> str | None:
+        """What rank 0 has to say where nothing protects the job."""
+        if self.source is not Source.NONE:
+            return None
+        return (
+            f"Nothing keeps other users out of this job: {self.lack}. Whoever reaches its hosts can join it, and run "
+            f"code as you. In the job script, write {_DRAW}, or see the page on how the ranks meet."
+        )
+
+    def draw(self, job_id: str) -> DoorSecret:
+        """Return what the process that opens the store needs; it is drawn anew where nobody has it beforehand.
+
+        Args:
+            job_id: Name of the job.
+
+        Raises:
+            RendezvousError: munge makes no credential.
+        """
+        if self.source not in (Source.MPI, Source.MUNGE):
+            return DoorSecret(self.key)
+        key = os.urandom(_KEY_BYTES)
+        credential = munge.seal(_payload_of(job_id) + key, self.socket) if self.source is Source.MUNGE else b""
+        return DoorSecret(key, credential)
+
+    def read(self, job_id: str, credential: bytes) -> bytes | None:
+        """Return the secret that the other side has to prove, or None where there is none. Not for MPI, which tells it.
+
+        Args:
+            job_id: Name of the job.
+            credential: What it has sent before its proof; empty if it sent none.
+
+        Raises:
+            CredentialError: What it sent is not what this job's store would send.
+            RendezvousError: This host's munge daemon does not answer.
+        """
+        if bool(credential) is not (self.source is Source.MUNGE):
+            theirs = "sends one of munge" if credential else "sends no credential of munge"
+            raise CredentialError(
+                f"the store must know the secret from where this rank has it ({self.source.value}), got one that "
+                f"{theirs}. Start all ranks in one way, with the same {_VARIABLE}, on hosts where munge runs or none."
+            )
+        if self.source is not Source.MUNGE:
+            return self.key
+        payload, expected = munge.unseal(credential, self.socket), _payload_of(job_id)
+        if not payload.startswith(expected) or len(payload) != len(expected) + _KEY_BYTES:
+            raise CredentialError(
+                f"the store's credential must be made for job {job_id!r}, got one for something else. See which "
+                "process answers there: it is of another job."
+            )
+        return payload[len(expected) :]
+
+
+def find_protection(environment: LaunchEnvironment, environ: Mapping[str, str]) -> Protection:
+    """Return what keeps others out of the job.
+
+    Args:
+        environment: What the launcher says.
+        environ: Environment variables, usually ``os.environ``; never modified.
+
+    Raises:
+        LaunchEnvironmentError: A secret is too short, or its file is not as it must be.
+        RendezvousError: A source is required, and there is none.
+    """
+    text = environ.get(_VARIABLE)
+    is_required = text is not None and text.strip().lower() == _REQUIRED
+    if text is not None and not is_required:
+        return Protection(Source.VARIABLE, _checked(text.strip().encode(errors="surrogateescape"), _VARIABLE))
+    if environ.get(_FILE_VARIABLE) is not None:
+        return Protection(Source.FILE, _read_file(environ[_FILE_VARIABLE]))
+    found = _without_variables(environment, environ)
+    if is_required and found.source is Source.NONE:
+        raise RendezvousError(
+            f"{_VARIABLE} must be a secret in this job, got {_REQUIRED!r} from the environment, and nothing protects "
+            f"the job without one: {found.lack}. In the job script, write {_DRAW}."
+        )
+    return found
+
+
+def _without_variables(environment: LaunchEnvironment, environ: Mapping[str, str]) -> Protection:
+    if is_on_one_host(environment, environ):
+        if os.geteuid() != int(_OVERFLOW_UID.read_text(encoding="ascii")):
+            return Protection(Source.KERNEL)
+        return Protection(Source.NONE, lack=f"of uid {os.geteuid()} the kernel does not tell one user from another")
+    if is_told_over_mpi(environment, environ):
+        return Protection(Source.MPI)
+    socket = munge.find_socket(environ) if LAUNCHERS[environment.launcher].uses_munge else None
+    if socket is not None:
+        return Protection(Source.MUNGE, socket=socket)
+    return Protection(Source.NONE, lack="it may run on several hosts, which share no secret")
+
+
+def _payload_of(job_id: str) -> bytes:
+    return _PAYLOAD + job_id.encode(errors="surrogateescape") + b"\0"
+
+
+def _checked(secret: bytes, name: str) -> bytes:
+    if len(secret) < _MIN_CHARACTERS:
+        raise LaunchEnvironmentError(
+            f"{name} must hold a secret of at least {_MIN_CHARACTERS} characters, got {len(secret)}. Draw one in the "
+            f"job script: {_DRAW}."
+        )
+    return secret
+
+
+def _read_file(path: str) -> bytes:
+    """Return the secret in a file that nobody else can read or have put there."""
+    if not path.startswith("/"):  # it may be the secret itself, by mistake
+        raise LaunchEnvironmentError(
+            f"{_FILE_VARIABLE} must be the whole path of a file, got a text of {len(path)} characters that does not "
+            "begin with /. Give the path, not the secret."
+        )
+    try:
+        # Not to wait for the other end of a pipe that somebody has put there.
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        try:
+            _check_file(path, os.fstat(descriptor))
+            secret = os.read(descriptor, _MAX_BYTES)
+        finally:
+            os.close(descriptor)
+    except OSError as error:
+        reason = "a symbolic link" if error.errno == errno.ELOOP else f"{error.strerror}"
+        raise _bad_file(path, "be a file that this user can read", reason) from error
+    return _checked(secret.strip(), f"{_FILE_VARIABLE}={path}")
+
+
+def _check_file(path: str, status: os.stat_result) -> None:
+    if not stat.S_ISREG(status.st_mode):
+        raise _bad_file(path, "be a regular file", "something else")
+    if status.st_uid != os.geteuid():
+        raise _bad_file(path, f"belong to this user, uid {os.geteuid()}", f"one of uid {status.st_uid}")
+    if status.st_mode & _OTHERS:
+        raise _bad_file(path, "have mode 0600", f"{stat.S_IMODE(status.st_mode):04o}")
+    if status.st_size > _MAX_BYTES:
+        raise _bad_file(path, f"have at most {_MAX_BYTES} bytes", f"{status.st_size}")
+
+
+def _bad_file(path: str, condition: str, got: str) -> LaunchEnvironmentError:
+    return LaunchEnvironmentError(
+        f"{_FILE_VARIABLE}={path} must {condition}, got {got}. Make it anew on each host: "
+        f"(umask 077; openssl rand -hex 32 > FILE)."
+    )
