@@ -10,8 +10,9 @@ import sys
 from collections.abc import Sequence
 
 from distman._cli.host import this_host
+from distman._rendezvous.secret import Protection, Source, find_protection
 from distman.environments import Detection, detect, diagnose
-from distman.errors import LaunchEnvironmentError
+from distman.errors import DistmanError
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -31,31 +32,37 @@ def run(arguments: argparse.Namespace) -> int:
     """Run the command.
 
     Returns:
-        The exit code: 0, or 1 where the variables have no meaning, or where there are warnings and these count.
+        The exit code: 0, or 1 where the variables have no meaning or their secret is none, or where there are warnings
+        and these count.
     """
     try:
         detection = detect(os.environ, arguments.method)
-        warnings = _warnings(detection)
-    except (LaunchEnvironmentError, ValueError) as error:
+        protection = find_protection(detection.environment, os.environ)
+        warnings = _warnings(detection, protection)
+    except (DistmanError, ValueError) as error:
         print(f"distman env: {error}", file=sys.stderr)
         return 1
-    print(_as_json(detection, warnings) if arguments.json else _as_text(detection, warnings))
+    show = _as_json if arguments.json else _as_text
+    print(show(detection, protection, warnings))
     return 1 if warnings and arguments.strict else 0
 
 
-def _warnings(detection: Detection) -> tuple[str, ...]:
-    return (*detection.warnings, *diagnose(os.environ, detection.environment, this_host()))
+def _warnings(detection: Detection, protection: Protection) -> tuple[str, ...]:
+    told = diagnose(os.environ, detection.environment, this_host())
+    return (*detection.warnings, *told, *filter(None, [protection.warning]))
 
 
-def _as_json(detection: Detection, warnings: Sequence[str]) -> str:
+def _as_json(detection: Detection, protection: Protection, warnings: Sequence[str]) -> str:
     fields = dataclasses.asdict(detection.environment)
-    return json.dumps({**fields, "explanation": detection.explanation, "warnings": warnings}, indent=2)
+    protected_by = None if protection.source is Source.NONE else protection.source.value
+    answer = {**fields, "protected_by": protected_by, "explanation": detection.explanation, "warnings": warnings}
+    return json.dumps(answer, indent=2)
 
 
-def _as_text(detection: Detection, warnings: Sequence[str]) -> str:
+def _as_text(detection: Detection, protection: Protection, warnings: Sequence[str]) -> str:
     fields = dataclasses.asdict(detection.environment)
     width = max(map(len, fields))
     table = [f"{name:<{width}}  {'-' if value is None else value}" for name, value in fields.items()]
     reasons = [sentence for sentence in detection.explanation if sentence not in warnings]
     last = ["", *(f"warning: {warning}" for warning in warnings)] if warnings else []
-    return "\n".join([*table, "", *reasons, *last])
+    return "\n".join([*table, "", *reasons, f"The job is protected by {protection.source.value}.", *last])

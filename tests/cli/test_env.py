@@ -13,6 +13,7 @@ from ..environments.recordings import recorded
 
 FIELDS = ["launcher", "rank", "world_size", "local_rank", "local_world_size", "node_rank", "num_nodes"]
 FIELDS += ["main_address", "main_port", "job_id"]
+SECRET = "0123456789abcdef" * 2
 
 
 def run(environ, *arguments, python=()):
@@ -29,6 +30,7 @@ def json_of(environ, *arguments):
 def test_json_has_the_fields_of_the_launch_environment_and_the_explanation():
     answer = json_of(recorded("slurm-srun-N2n4")[3])
     explanation, warnings = answer.pop("explanation"), answer.pop("warnings")
+    answer.pop("protected_by")
     assert list(answer) == FIELDS
     assert all(isinstance(warning, str) for warning in warnings)
     assert list(answer.values()) == ["slurm", 3, 4, 1, 2, 1, 2, "n1", None, "slurm-3.0"]
@@ -136,6 +138,34 @@ def test_a_method_chooses_the_launcher(arguments, variables):
     assert answer["explanation"][-1].startswith("SLURM was asked for by ")
 
 
+SEVERAL = fake_environment("openmpi", nodes=2, tasks=2)[1] | {"MASTER_ADDR": socket.gethostname()}
+
+
+@pytest.mark.parametrize(
+    ("environ", "source"),
+    [
+        ({}, "the kernel, which says whose process is at the other end: all ranks are on one host"),
+        ({"DISTMAN_SECRET": SECRET}, "the secret in DISTMAN_SECRET"),
+        (SEVERAL | {"DISTMAN_SECRET": SECRET}, "the secret in DISTMAN_SECRET"),
+        (SEVERAL, None),
+    ],
+    ids=["one process", "one process with a secret", "several hosts with a secret", "several hosts"],
+)
+def test_it_says_what_protects_the_job_and_not_the_secret(environ, source):
+    shown, text = json_of(environ), run(environ).stdout
+    assert shown["protected_by"] == source
+    assert f"\nThe job is protected by {source or 'nothing'}.\n" in text
+    warnings = [warning for warning in shown["warnings"] if warning.startswith("Nothing keeps other users out of this")]
+    assert len(warnings) == (source is None)
+    assert SECRET not in text + json.dumps(shown)
+
+
+def test_a_misspelt_name_does_not_show_the_secret():
+    finished = run({"DISTMAN_SECRETS": SECRET})
+    assert "DISTMAN_SECRETS has no effect" in finished.stdout
+    assert SECRET not in finished.stdout + finished.stderr
+
+
 @pytest.mark.parametrize("arguments", [[], ["--json"]])
 @pytest.mark.parametrize(
     ("environ", "method", "sentence"),
@@ -144,8 +174,10 @@ def test_a_method_chooses_the_launcher(arguments, variables):
         ({"RANK": "x", "WORLD_SIZE": "2"}, [], "RANK must be a whole number of at least 0, got RANK='x' "),
         ({}, ["--method", "slurm"], "method must name the launcher that started this process, got 'slurm' "),
         ({}, ["--method", "slrum"], "method must be one of "),
+        ({"DISTMAN_SECRET": "short"}, [], "DISTMAN_SECRET must hold a secret of at least 32 characters, got 5. "),
+        (SEVERAL | {"DISTMAN_SECRET": "required"}, [], "DISTMAN_SECRET must be a secret in this job, got 'required' "),
     ],
-    ids=["half", "no number", "not found", "unknown"],
+    ids=["half", "no number", "not found", "unknown", "a short secret", "no secret"],
 )
 def test_a_broken_environment_is_one_line_on_standard_error(environ, method, sentence, arguments):
     finished = run(environ, *method, *arguments)

@@ -161,7 +161,7 @@ def test_what_is_no_such_file_is_refused_at_once(tmp_path, kind):
 
 
 def test_a_secret_in_the_place_of_a_path_is_not_shown():
-    with pytest.raises(LaunchEnvironmentError, match="got a text of 32 characters that does not begin with /") as caught:
+    with pytest.raises(LaunchEnvironmentError, match="a text of 32 characters that does not begin with /") as caught:
         from_file(SECRET)
     assert SECRET not in str(caught.value)
 
@@ -235,11 +235,11 @@ def test_munge_is_not_asked_elsewhere(slurm_conf):
 )
 def test_a_credential_for_something_else_proves_nothing(munged, slurm_conf, payload):
     found = agreed(protections("slurm", nodes=2, SLURM_CONF=slurm_conf))
-    with pytest.raises(CredentialError, match="must be made for job 'slurm-7.0', got one for something else"):
+    with pytest.raises(CredentialError, match=r"must be made for job 'slurm-7\.0', got one for something else"):
         found.read("slurm-7.0", munge.seal(payload, munged.socket))
 
 
-def test_nobody_is_talked_out_of_his_secret(munged, slurm_conf):
+def test_nobody_is_talked_out_of_his_secret(slurm_conf):
     by_munge = agreed(protections("slurm", nodes=2, SLURM_CONF=slurm_conf))
     credential = by_munge.draw("job").credential
     with pytest.raises(CredentialError, match="got one that sends no credential of munge"):
