@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 
 from distman._cli.host import this_host
-from distman._rendezvous.secret import Protection, Source, find_protection
+from distman._rendezvous.secret import Protection, find_protection
 from distman.environments import Detection, detect, diagnose
 from distman.errors import DistmanError
 
@@ -54,7 +54,7 @@ def _warnings(detection: Detection, protection: Protection) -> tuple[str, ...]:
 
 def _as_json(detection: Detection, protection: Protection, warnings: Sequence[str]) -> str:
     fields = dataclasses.asdict(detection.environment)
-    protected_by = None if protection.source is Source.NONE else protection.source.value
+    protected_by = None if protection.warning else protection.source.value
     answer = {**fields, "protected_by": protected_by, "explanation": detection.explanation, "warnings": warnings}
     return json.dumps(answer, indent=2)
 

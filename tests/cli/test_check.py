@@ -20,6 +20,7 @@ from distman._cli.faults import explain, own_fault
 from distman._cli.ring import pass_on
 from distman._cli.timing import measure_compute
 from distman._rendezvous.peers import Peer
+from distman._rendezvous.secret import Protection, Source
 from distman.testing import ranks
 
 
@@ -103,8 +104,11 @@ def peers(num_nodes=2, per_node=2):
     ]
 
 
-def found(**more):
-    return Findings(peers(), "cpu:gloo", "slurm", wrong={"all_gather_v": [], "barrier": []}, **more)
+BY_MUNGE = Protection(Source.MUNGE, socket="/run/munge/socket")
+
+
+def found(protection=BY_MUNGE, **more):
+    return Findings(peers(), "cpu:gloo", "slurm", protection, wrong={"all_gather_v": [], "barrier": []}, **more)
 
 
 def test_what_is_in_order_is_said_and_the_last_line_is_about_the_collectives():
@@ -114,9 +118,25 @@ def test_what_is_in_order_is_said_and_the_last_line_is_about_the_collectives():
         "slowest to compute: rank 2 (n2, pid 102), a matrix product in 2 ms (2.0 times the median)",
         "clocks: n2 differs most from rank 0, by -20 us (+- 10 us)",
         "folder /home/me: all 4 ranks see it",
+        "protected by a secret that munge shows to processes of this user only",
         "all 2 collectives exact on 4 ranks, 2 nodes (cpu:gloo)",
     ]
     assert (warnings(findings), problems(findings)) == ([], [])
+
+
+def test_a_job_that_nothing_protects_is_worth_a_look():
+    findings = found(Protection(Source.NONE, lack="no secret"))
+    (warning,) = warnings(findings)
+    assert warning.startswith("Nothing keeps other users out of this job: no secret. ")
+    assert not any("protected" in line for line in facts(findings))
+    assert as_json(findings)["protected_by"] is None
+
+
+def test_the_secret_itself_is_nowhere_in_what_was_found():
+    secret = b"0123456789abcdef" * 2
+    findings = found(Protection(Source.VARIABLE, secret))
+    assert as_json(findings)["protected_by"] == "the secret in DISTMAN_SECRET"
+    assert secret.decode() not in f"{findings} {as_json(findings)} {facts(findings)}"
 
 
 def test_links_between_hosts_are_not_compared_with_those_within():
@@ -126,7 +146,7 @@ def test_links_between_hosts_are_not_compared_with_those_within():
     links[-1] = Link(1, 3, 1e-4, 0.2)
     (warning,) = warnings(found(links=links))
     assert warning == "rank 1 (n1) to rank 3 (n2) is slow: 200 ms (20.0 times the median) for 1 MiB."
-    assert facts(found(links=links))[-2].startswith("slowest link between hosts: rank 1 (n1) to rank 3 (n2), 8 B in ")
+    assert facts(found(links=links))[-3].startswith("slowest link between hosts: rank 1 (n1) to rank 3 (n2), 8 B in ")
 
 
 def test_a_rank_whose_links_are_all_slow_is_named():

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from distman._cli.check.shared_folder import FolderReport
     from distman._cli.timing import Measurement
     from distman._rendezvous.peers import Peer
+    from distman._rendezvous.secret import Protection
 
 
 CLOCK_LIMIT = 1.0  # seconds, by which lines of two logs begin to seem out of order
@@ -33,6 +34,7 @@ class Findings:
         peers: All ranks.
         backend: Backend of the process group; None where there is none.
         launcher: Name of the launcher.
+        protection: What keeps others out of the job.
         wrong: The ranks on which a collective was not exact, by the collective's name; what was not run is not there.
         speeds: What all ranks together measured.
         links: Times between two ranks.
@@ -46,6 +48,7 @@ class Findings:
     peers: Sequence[Peer]
     backend: str | None
     launcher: str
+    protection: Protection
     wrong: dict[str, list[int]] = dataclasses.field(default_factory=dict)
     speeds: list[Measurement] = dataclasses.field(default_factory=list)
     links: list[Link] = dataclasses.field(default_factory=list)
@@ -77,7 +80,7 @@ def problems(findings: Findings) -> list[str]:
 
 
 def warnings(findings: Findings) -> list[str]:
-    """Return a sentence for each thing that is worth a look: slow ranks and links, clocks, the working directory."""
+    """Return a sentence for each thing that is worth a look: slow ranks, links, clocks, the folder, who may come in."""
     sentences = _slow_links(findings)
     times = dict(enumerate(findings.compute))
     sentences += [
@@ -95,7 +98,7 @@ def warnings(findings: Findings) -> list[str]:
         for folder in findings.folders[:1]
         if not folder.is_shared
     ]
-    return sentences
+    return [*sentences, *filter(None, [findings.protection.warning])]
 
 
 def facts(findings: Findings) -> list[str]:
@@ -123,6 +126,8 @@ def facts(findings: Findings) -> list[str]:
     num_ranks = len(findings.peers)
     whom = f"all {num_ranks} ranks see" if num_ranks > 1 else "rank 0 can write to"
     lines += [f"folder {folder.path}: {whom} it" for folder in findings.folders if folder.is_shared]
+    if findings.protection.warning is None:
+        lines.append(f"protected by {findings.protection.source.value}")
     if findings.wrong and not any(findings.wrong.values()) and findings.error is None:
         lines.append(_exact(findings))
     return lines
@@ -137,6 +142,7 @@ def as_json(findings: Findings) -> dict[str, Any]:
         "num_nodes": findings.num_nodes,
         "backend": findings.backend,
         "initialization_method": findings.launcher,
+        "protected_by": None if findings.protection.warning else findings.protection.source.value,
         "ranks": [dataclasses.asdict(peer) for peer in findings.peers],
         "wrong_ranks": wrong_ranks,
         "collectives": findings.wrong,
