@@ -26,6 +26,10 @@ export OMP_NUM_THREADS="${OMP_NUM_THREADS:-8}"
 # export NCCL_DEBUG=INFO
 # export NCCL_SOCKET_IFNAME=ib0
 
+# On several nodes a secret keeps others out of the job. It is drawn here, and handed on in the environment only.
+DISTMAN_SECRET="$(od -An -N32 -tx1 /dev/urandom | tr -d ' \n')"
+export DISTMAN_SECRET
+
 # Flux does not say where rank 0 runs: on the first node, which is this one.
 MASTER_ADDR="$(hostname)"
 export MASTER_ADDR

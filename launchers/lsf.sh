@@ -28,6 +28,10 @@ export OMP_NUM_THREADS="${OMP_NUM_THREADS:-8}"
 # export NCCL_DEBUG=INFO
 # export NCCL_SOCKET_IFNAME=ib0
 
+# On several nodes a secret keeps others out of the job. It is drawn here, and handed on in the environment only.
+DISTMAN_SECRET="$(od -An -N32 -tx1 /dev/urandom | tr -d ' \n')"
+export DISTMAN_SECRET
+
 # jsrun does not say where rank 0 runs. This script may run on a node without ranks, so ask the first one.
 MASTER_ADDR="$(jsrun --nrs 1 --tasks_per_rs 1 --cpu_per_rs 1 hostname)"
 export MASTER_ADDR

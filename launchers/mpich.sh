@@ -24,9 +24,12 @@ export OMP_NUM_THREADS="${OMP_NUM_THREADS:-8}"
 # export NCCL_SOCKET_IFNAME=ib0
 
 # With mpi4py the ranks ask each other where to meet. Without it, name rank 0's host: the first; in a job, this one.
+# On several nodes they need a secret too then, which keeps others out: it is handed on in the environment only.
 if ! python -c 'import mpi4py' 2>/dev/null; then
     first="${hosts%%,*}"
     export MASTER_ADDR="${first:-$(hostname)}"
+    DISTMAN_SECRET="$(od -An -N32 -tx1 /dev/urandom | tr -d ' \n')"
+    export DISTMAN_SECRET
 fi
 
 # mpiexec hands SIGUSR1 on, by which a training is asked to stop. It saves itself and ends with exit code 75: run the

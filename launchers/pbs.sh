@@ -27,6 +27,10 @@ export OMP_NUM_THREADS="${OMP_NUM_THREADS:-8}"
 # export NCCL_DEBUG=INFO
 # export NCCL_SOCKET_IFNAME=hsn0
 
+# On several nodes a secret keeps others out of the job. It is drawn here, and handed on in the environment only.
+DISTMAN_SECRET="$(od -An -N32 -tx1 /dev/urandom | tr -d ' \n')"
+export DISTMAN_SECRET
+
 # PALS does not say where rank 0 runs, which is the first host of the job.
 read -r MASTER_ADDR < "$PBS_NODEFILE"
 export MASTER_ADDR

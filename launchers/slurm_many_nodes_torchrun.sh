@@ -38,6 +38,10 @@ export DISTMAN_REQUEUE=1
 # export NCCL_DEBUG=INFO
 # export NCCL_SOCKET_IFNAME=ib0
 
+# On several nodes a secret keeps others out of the job. It is drawn here, and handed on in the environment only.
+DISTMAN_SECRET="$(od -An -N32 -tx1 /dev/urandom | tr -d ' \n')"
+export DISTMAN_SECRET
+
 # The torchruns meet on the first node, at a port of this job's own.
 mapfile -t hosts < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
 port=$((10000 + SLURM_JOB_ID % 13000))

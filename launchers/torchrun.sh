@@ -20,6 +20,16 @@ export OMP_NUM_THREADS="${OMP_NUM_THREADS:-8}"
 # export NCCL_DEBUG=INFO
 # export NCCL_SOCKET_IFNAME=ib0
 
+# On several nodes a secret keeps others out of the job. This file holds it, for all your jobs: if the nodes do not
+# share your home, copy it to each of them.
+export DISTMAN_SECRET_FILE="${DISTMAN_SECRET_FILE:-$HOME/.distman_secret}"
+if [ ! -e "$DISTMAN_SECRET_FILE" ]; then
+    draft="$(mktemp "$DISTMAN_SECRET_FILE.XXXXXX")"
+    od -An -N32 -tx1 /dev/urandom | tr -d ' \n' > "$draft"
+    ln "$draft" "$DISTMAN_SECRET_FILE" 2>/dev/null || true # another node may have been faster
+    rm "$draft"
+fi
+
 # A training that is asked to stop (SIGTERM to one of these) saves itself and ends with exit code 75, of which torchrun
 # makes 1: run the same command again.
 torchrun --nnodes=2 --nproc-per-node=2 --shutdown-timeout=120 \

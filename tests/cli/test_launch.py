@@ -17,7 +17,8 @@ from distman._cli import main
 from distman._cli.launch.job_script import BACKENDS, JobRequest, render
 from distman._cli.launch.submission import job_id_in
 from distman._rendezvous.address import find_endpoint
-from distman.environments import detect
+from distman._rendezvous.secret import Source, find_protection
+from distman.environments import LaunchEnvironment, detect
 from distman.testing import fake_environment
 
 from ..test_docs import assert_shown
@@ -152,6 +153,76 @@ def test_ranks_of_a_launcher_that_is_not_here_find_their_place(tmp_path, backend
     points = [find_endpoint(place, variables) for place, (variables, _) in zip(places, ranks, strict=True)]
     assert [(point.addresses, point.is_host) for point in points] == [(("n1",), rank == 0) for rank in range(4)]
     assert {variables["OMP_NUM_THREADS"] for variables, _ in ranks} == {"8"}
+    protections = {find_protection(place, variables) for place, (variables, _) in zip(places, ranks, strict=True)}
+    assert [protection.source for protection in protections] == [Source.VARIABLE], "the same secret on all ranks"
+
+
+# Stands in for whatever starts the ranks: it tells the words and the secret that it is given.
+STARTER = """\
+{name}() {{ printf '%s\n' "$*" "$(env | sed -n 's/^DISTMAN_SECRET=//p')" "${{DISTMAN_SECRET_FILE:-}}"; }}
+python() {{ return 1; }}
+hostname() {{ echo n1; }}
+scontrol() {{ echo n1; }}
+"""
+STARTERS = {
+    "slurm with torchrun": "srun",
+    "openmpi": "mpirun",
+    "mpich": "mpiexec",
+    "pbs": "mpiexec",
+    "lsf": "jsrun",
+    "flux": "flux",
+}
+
+
+def started(backend, folder, nodes, name):
+    """Return the words that the starter is given, the secret in its environment and the path of one."""
+    request = JobRequest(backend=backend.split()[0], with_torchrun="with" in backend, nodes=nodes)
+    (folder / "hosts").write_text("n1\n")
+    environ = {
+        "HOME": str(folder),
+        "PATH": os.environ["PATH"],
+        "PBS_NODEFILE": str(folder / "hosts"),
+        "PBS_O_WORKDIR": str(folder),
+        "SLURM_CPUS_PER_TASK": "8",
+        "SLURM_JOB_ID": "7",
+        "SLURM_JOB_NODELIST": "n1",
+    }
+    script = f"{STARTER.format(name=name)}{render(request)}"
+    command = ["bash", "-c", script, "train.sh", "n1"]
+    told = subprocess.run(command, env=environ, capture_output=True, text=True, check=True, timeout=60)
+    assert told.stderr == ""
+    return told.stdout.split("\n")[:3]
+
+
+@pytest.mark.parametrize("backend", STARTERS)
+def test_a_script_for_several_hosts_draws_a_secret_and_puts_it_on_no_command_line(tmp_path, backend):
+    found = [started(backend, tmp_path, 2, STARTERS[backend]) for _ in range(3)]
+    secrets = {secret for _, secret, _ in found}
+    assert len(secrets) == 3
+    assert all(re.fullmatch("[0-9a-f]{64}", secret) for secret in secrets)
+    assert not any(secret in words for words, secret, _ in found)
+    assert all((" -x DISTMAN_SECRET " in words) is (backend == "openmpi") for words, _, _ in found)
+
+
+@pytest.mark.parametrize("backend", [*STARTERS, "torchrun"])
+def test_a_script_for_one_host_needs_no_secret(tmp_path, backend):
+    assert started(backend, tmp_path, 1, STARTERS.get(backend, backend))[1:] == ["", ""]
+    assert [path.name for path in tmp_path.iterdir()] == ["hosts"]
+
+
+def test_torchruns_of_several_nodes_share_a_file_whoever_comes_first(tmp_path):
+    command = ["bash", "-c", f"{STARTER.format(name='torchrun')}{render(JobRequest(backend='torchrun', nodes=2))}"]
+    environ = {"HOME": str(tmp_path), "PATH": os.environ["PATH"]}
+    running = [subprocess.Popen([*command, "train.sh", "n1"], env=environ, stdout=subprocess.PIPE) for _ in range(8)]
+    paths = {one.communicate(timeout=60)[0].decode().split("\n")[2] for one in running}
+    assert [one.returncode for one in running] == [0] * 8
+    assert paths == {str(tmp_path / ".distman_secret")}
+    assert [path.name for path in tmp_path.iterdir()] == [".distman_secret"], "no draft is left"
+    (environ["DISTMAN_SECRET_FILE"],) = paths
+    first = find_protection(LaunchEnvironment.lone(), environ)
+    assert first.source is Source.FILE
+    subprocess.run([*command, "train.sh", "n1"], env=environ, capture_output=True, check=True, timeout=60)
+    assert find_protection(LaunchEnvironment.lone(), environ) == first
 
 
 def test_the_script_on_the_page_is_real(capsys):

@@ -160,6 +160,7 @@ def _values(request: JobRequest) -> dict[str, str | None]:
         "unit": "for each GPU" if gpus else f"for each task, {tasks} on each node" if tasks > 1 else "on each node",
         "name": request.job_name,
         "nodes": str(request.nodes),
+        "several": "" if request.nodes > 1 else None,
         "tasks": str(tasks),
         "num_tasks": str(request.nodes * tasks),
         "gpus": str(gpus),

@@ -20,6 +20,16 @@ export OMP_NUM_THREADS="${OMP_NUM_THREADS:-@{cpus}}"
 # export NCCL_DEBUG=INFO
 # export NCCL_SOCKET_IFNAME=ib0
 
+@{several}# On several nodes a secret keeps others out of the job. This file holds it, for all your jobs: if the nodes do not
+@{several}# share your home, copy it to each of them.
+@{several}export DISTMAN_SECRET_FILE="${DISTMAN_SECRET_FILE:-$HOME/.distman_secret}"
+@{several}if [ ! -e "$DISTMAN_SECRET_FILE" ]; then
+@{several}    draft="$(mktemp "$DISTMAN_SECRET_FILE.XXXXXX")"
+@{several}    od -An -N32 -tx1 /dev/urandom | tr -d ' \n' > "$draft"
+@{several}    ln "$draft" "$DISTMAN_SECRET_FILE" 2>/dev/null || true # another node may have been faster
+@{several}    rm "$draft"
+@{several}fi
+@{several}
 # A training that is asked to stop (SIGTERM to one of these) saves itself and ends with exit code 75, of which torchrun
 # makes 1: run the same command again.
 torchrun --nnodes=@{nodes} --nproc-per-node=@{tasks} --shutdown-timeout=120 \
