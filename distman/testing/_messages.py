@@ -10,7 +10,7 @@ it, it says ``DebuggerOutput`` and ``DebuggerInput``, which a line of text answe
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 
 
@@ -51,7 +51,7 @@ class RankTask:
     store_file: str
     group_timeout: float
     uses_manager: bool
-    environ: dict[str, str]
+    environ: dict[str, str] = field(repr=False)  # secrets may be among them
     directory: str
     search_path: list[str]
     report_directory: str

@@ -38,9 +38,10 @@ def test_under_torchrun(preloaded_torchrun, tmp_path):
     ]
     lines = conclusion.splitlines()
     assert lines[-1] == IS_EXACT.format(4, "1 node", "cpu:gloo")
-    assert lines[-2] == f"folder {tmp_path}/results: all 4 ranks see it"
-    assert lines[-3] == f"folder {tmp_path}: all 4 ranks see it"
-    assert lines[-4].startswith("clocks: ")
+    assert lines[-2].startswith("protected by the kernel, ")
+    assert lines[-3] == f"folder {tmp_path}/results: all 4 ranks see it"
+    assert lines[-4] == f"folder {tmp_path}: all 4 ranks see it"
+    assert lines[-5].startswith("clocks: ")
     assert list(tmp_path.rglob("*")) == [tmp_path / "results"]
 
 
@@ -56,6 +57,7 @@ def test_under_srun(slurm_cluster, tmp_path):
     assert [row[1] for row in rows_of_ranks(finished)] == ["n1", "n1", "n2", "n2"]
     lines = finished.stdout.splitlines()
     assert lines[-1] == IS_EXACT.format(4, "2 nodes", "cpu:gloo")
+    assert lines[-2] == "protected by a secret that munge shows to processes of this user only"
     assert [line.partition(":")[0] for line in lines if line.startswith("slowest link")] == [
         "slowest link between hosts",
         "slowest link within a host",

@@ -5,6 +5,7 @@ import re
 import sys
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -49,13 +50,16 @@ def folder_with(train, folder):
     return folder
 
 
-def assert_started(finished, *, ranks, nodes, method):
+def assert_started(finished, *, ranks, nodes, method, has_secret):
     assert finished.returncode == 0
     found = [json.loads(line) for line in finished.stdout.splitlines() if line.startswith("{")]
     per_node = ranks // nodes
     places = [(rank, f"n{1 + rank // per_node}", rank % per_node, ranks, method) for rank in range(ranks)]
     names = ("rank", "host", "local_rank", "world_size", "launcher")
     assert sorted(tuple(rank[name] for name in names) for rank in found) == places
+    (secret,) = {rank["secret"] for rank in found}
+    assert bool(secret) is has_secret
+    assert not any(rank["is_shown"] for rank in found)
 
 
 def assert_learned(finished, *, ranks, nodes, method):
@@ -78,7 +82,8 @@ def test_slurm(cluster, tmp_path, name, ending, method, ranks, nodes):
     """The scripts of one node train on real data; the others say where their ranks are."""
     jobs = []
     script = (LAUNCHERS / f"{name}{ending}.sh").read_text()
-    train, assert_done = (DIGITS, assert_learned) if nodes == 1 else (RANKS, assert_started)
+    with_secret = partial(assert_started, has_secret=method == "torchrun")
+    train, assert_done = (DIGITS, assert_learned) if nodes == 1 else (RANKS, with_secret)
     folder = folder_with(train, tmp_path)
     finished = cluster.sbatch(script, env=preloaded.variables(), timeout=LIMIT, cwd=folder, meanwhile=jobs.append)
     assert_done(finished, ranks=ranks, nodes=nodes, method=method)
@@ -86,13 +91,13 @@ def test_slurm(cluster, tmp_path, name, ending, method, ranks, nodes):
     assert ending or finished.stderr == "", "torchrun may complain at its end that others end too"
 
 
-@pytest.mark.parametrize(("name", "mpi4py"), [("openmpi", True), ("mpich", False)], ids=["openmpi", "mpich alone"])
-def test_mpi_over_two_hosts(request, namespace_hosts, tmp_path, name, mpi4py):
-    environment = request.getfixturevalue(name).preloaded.environment_on_hosts(mpi4py=mpi4py)
+@pytest.mark.parametrize("name", ["openmpi", "mpich"])
+def test_mpi_over_two_hosts_without_mpi4py(request, namespace_hosts, tmp_path, name):
+    environment = request.getfixturevalue(name).preloaded.environment_on_hosts(mpi4py=False)
     command = ["bash", LAUNCHERS / f"{name}.sh", "n1,n2"]
     folder = folder_with(RANKS, tmp_path)
     finished = namespace_hosts.run(command, env=environment, timeout=LIMIT, cwd=folder)
-    assert_started(finished, ranks=4, nodes=2, method="openmpi" if name == "openmpi" else "hydra")
+    assert_started(finished, ranks=4, nodes=2, method="openmpi" if name == "openmpi" else "hydra", has_secret=True)
     assert without_words_of_prrte(finished.stderr) == ""
 
 
@@ -103,13 +108,13 @@ def test_torchrun_on_two_hosts(namespace_hosts, tmp_path):
         return [*namespace_hosts.enter(host, cwd=folder), "bash", LAUNCHERS / "torchrun.sh", "n1"]
 
     with ExitStack() as stack:
-        nodes = [
-            stack.enter_context(start(command(host), env=preloaded.variables(), cwd=folder)) for host in ("n1", "n2")
-        ]
+        variables = {**preloaded.variables(), "HOME": str(tmp_path)}
+        nodes = [stack.enter_context(start(command(host), env=variables, cwd=folder)) for host in ("n1", "n2")]
         finished = [node.wait(timeout=LIMIT) for node in nodes]
     assert [node.returncode for node in finished] == [0, 0]
     told = replace(finished[0], stdout="".join(node.stdout for node in finished))
-    assert_started(told, ranks=4, nodes=2, method="torchrun")
+    assert_started(told, ranks=4, nodes=2, method="torchrun", has_secret=False)
+    assert (tmp_path / ".distman_secret").stat().st_mode & 0o777 == 0o600
 
 
 def test_a_preempted_job_is_queued_again_and_goes_on(cluster, tmp_path):

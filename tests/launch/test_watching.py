@@ -3,6 +3,7 @@
 import os
 import random
 import re
+import secrets
 import shutil
 import signal
 import sys
@@ -73,16 +74,16 @@ def test_a_stopped_rank_was_last_seen_somewhere(free_port):
 
 
 def test_a_hang_is_reported_in_one_file(free_port, tmp_path):
-    """The script lies in a folder whose name is no text, as old archives have it."""
+    """The script lies in a folder whose name is no text, as old archives have it; the job has a secret."""
+    secret = secrets.token_hex(32)
     folder = tmp_path / os.fsdecode(b"no\xfftext")
     folder.mkdir()
     script = shutil.copy(WATCHED, folder)
     command = [PYTHON, script, "hang"]
+    variables = {"DISTMAN_HANG_TIMEOUT": "1", "DISTMAN_SECRET": secret}
     with ExitStack() as stack:
         ranks = [
-            stack.enter_context(
-                start(command, env={**bare(rank, 3, free_port), "DISTMAN_HANG_TIMEOUT": "1"}, cwd=tmp_path)
-            )
+            stack.enter_context(start(command, env={**bare(rank, 3, free_port), **variables}, cwd=tmp_path))
             for rank in range(3)
         ]
         finished = [rank.wait(timeout=LIMIT) for rank in ranks]
@@ -96,6 +97,7 @@ def test_a_hang_is_reported_in_one_file(free_port, tmp_path):
     (logged,) = (line for rank in finished for line in rank.stderr.splitlines())
     assert str(report) in logged
     assert "rank 1 (" in logged
+    assert not any(secret in said for said in (text, *(rank.stdout for rank in finished), logged))
 
 
 @pytest.mark.parametrize(
