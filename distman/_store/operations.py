@@ -27,10 +27,11 @@ class Operations:
     Args:
         table: The table.
         shut: Lets nobody in any more.
+        failure: What all who come are told; empty for nothing.
     """
 
-    def __init__(self, table: Table, shut: Callable[[], None]) -> None:
-        self.failure = b""
+    def __init__(self, table: Table, shut: Callable[[], None], failure: bytes = b"") -> None:
+        self.failure = failure
         self._table = table
         self._shut = shut
         self._functions: dict[int, Callable[[Peer, int, Fields], bytes | None]] = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import marshal
 import os
@@ -23,7 +24,6 @@ from distman._store.server import main
 main()
 """
 _BACKLOG = 4096  # connections: all ranks of a large job come at once
-_LINGER = 10.0  # seconds: ranks of one launch start within a few seconds of each other
 _MOST_ERROR_BYTES = 500
 _MILLISECONDS = 1000
 
@@ -103,7 +103,7 @@ def start_store(
     secret: bytes | None = None,
     entry_limit: float,
     unreachable_after: float,
-    linger: float = _LINGER,
+    failure: bytes = b"",
 ) -> StoreProcess:
     """Start the process that serves a store, and do not wait for it: it is dialled like any other.
 
@@ -115,7 +115,7 @@ def start_store(
         secret: Its secret; None where there is none.
         entry_limit: Seconds within which a first member must come.
         unreachable_after: Seconds after which a host is given up that acknowledges nothing.
-        linger: Seconds for which the failure of a start is told to those who come later.
+        failure: What all who come are told, as if a rank that failed had left it; empty for nothing.
 
     Raises:
         StoreStartError: It did not start.
@@ -126,7 +126,7 @@ def start_store(
         "job": job.encode(),
         "secret": secret,
         "entry_limit": entry_limit,
-        "linger": linger,
+        "failure": failure,
         "unreachable_after": unreachable_after,
     }
     with listener:
@@ -135,6 +135,13 @@ def start_store(
     with contextlib.suppress(BrokenPipeError), process.stdin as pipe:  # type: ignore[union-attr]
         pipe.write(marshal.dumps(settings))  # if it has ended, its last words say why
     return StoreProcess(process)
+
+
+@atexit.register
+def _let_go() -> None:
+    """Leave the processes to the system at the end of this one; Python would warn that nobody has waited for them."""
+    for process in _started:
+        process.returncode = process.returncode or 0
 
 
 @puts_back

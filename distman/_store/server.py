@@ -55,7 +55,7 @@ class Server:
         job: Name of the job.
         secret: Its secret; None where the kernel's word has to do.
         entry_limit: Seconds within which a first member must come.
-        linger: Seconds for which the failure of a start is told to those who come later.
+        failure: What all who come are told, as if a rank that failed had left it; empty for nothing.
         unreachable_after: Seconds after which a host is given up that acknowledges nothing.
         most_descriptors: How many the process may have.
     """
@@ -67,7 +67,7 @@ class Server:
         job: bytes,
         secret: bytes | None,
         entry_limit: float,
-        linger: float,
+        failure: bytes,
         unreachable_after: float,
         most_descriptors: int,
     ) -> None:
@@ -79,13 +79,12 @@ class Server:
         self._place = transport.own_place(listener)
         self._drawn_key = posix.urandom(_KEY_BYTES) if is_local and not secret else b""
         self._session = posix.urandom(8).hex().encode()
-        self._linger = linger
         self._unreachable_after = unreachable_after
         self._poll = epoll()
         self._poll.register(listener.fileno(), EPOLLIN)
         self._door: int | None = listener.fileno()
         self._table = Table()
-        self._operations = Operations(self._table, self._shut)
+        self._operations = Operations(self._table, self._shut, failure)
         self._peers: dict[int, Peer] = {}
         self._guests: dict[Peer, float] = {}
         self._num_members = 0
@@ -221,7 +220,7 @@ class Server:
         if peer.hello is not None and peer.hello.role == MEMBER:
             self._num_members -= 1
             if self._num_members == 0:
-                self._ends_at = monotonic() + (self._linger if self._operations.failure else 0.0)
+                self._ends_at = monotonic()
 
     def _shut(self) -> None:
         """Let nobody in any more, and leave the place where they came to another store."""
@@ -229,6 +228,8 @@ class Server:
             self._poll.unregister(self._door)
             self._door = None
             self._listener.close()
+        if self._num_members == 0:
+            self._ends_at = monotonic()
 
 
 def main() -> None:

@@ -54,21 +54,22 @@ def test_it_ends_where_nobody_comes():
         assert started.wait(PATIENCE) == 0
 
 
-def test_a_failure_stays_for_those_who_come_later():
-    with open_store("unix", linger=PATIENCE) as store:
-        member, visitor = store.client(MEMBER, 0), store.client(VISITOR, 3)
-        assert visitor.leave_failure(b"boom") == b"boom"
-        visitor.close()
-        member.close()
+def test_a_failure_is_told_to_those_who_come_later():
+    with open_store("unix") as store:
+        store.client(MEMBER, 0)
+        assert store.client(VISITOR, 3).leave_failure(b"boom") == b"boom"
         assert store.client(VISITOR, 2).failure == b"boom"
         assert store.client(VISITOR, 4).leave_failure(b"another one") == b"boom"
-        os.kill(store.process.pid, signal.SIGKILL)
-        store.exit_code()
 
 
-def test_a_failure_does_not_stay_for_ever():
-    with open_store("unix", linger=0.0) as store:
-        store.client(MEMBER, 0).leave_failure(b"boom")
+def test_a_failure_is_told_from_the_first_moment():
+    with open_store("unix", failure=b"boom") as store:
+        assert store.client(MEMBER, 1).failure == b"boom"
+
+
+def test_one_that_nobody_uses_ends_when_it_is_shut():
+    with open_store("unix") as store:
+        store.client(VISITOR).shut()
         store.close()
         assert store.exit_code() == 0
 

@@ -17,7 +17,7 @@ from torch.distributed.fsdp import fully_shard
 from distman._store.client import Client
 from distman._store.connection import GaveUpError
 from distman._store.handshake import MEMBER, WATCHER
-from distman._store.job_store import JobStore
+from distman._store.torch_store import TorchStore
 from distman._torch_internals import is_lost_connection
 from distman.testing import ranks
 
@@ -35,7 +35,7 @@ def opened():
 
 @pytest.fixture
 def store(opened):
-    return JobStore(opened.client(MEMBER, 0)).part(os.urandom(4).hex())
+    return TorchStore(opened.client(MEMBER, 0)).part(os.urandom(4).hex())
 
 
 def use(store):
@@ -128,7 +128,7 @@ def test_clones_and_parts_live_as_long_as_their_store(store):
 
 def test_a_store_that_is_gone_is_a_lost_connection():
     with open_store("unix") as opened:
-        store = JobStore(opened.client())
+        store = TorchStore(opened.client())
         os.kill(opened.process.pid, signal.SIGKILL)
         assert opened.exit_code() == -signal.SIGKILL
         with pytest.raises(dist.DistNetworkError, match=r"\(pid \d+\) is gone") as caught:
@@ -147,7 +147,7 @@ def door(request):
 def default_group(door, rank, world_size):
     """torch's default group, over a store of the job's instead of the test's own."""
     dist.destroy_process_group()
-    store = JobStore(Client(door, MEMBER, rank))
+    store = TorchStore(Client(door, MEMBER, rank))
     store.set_timeout(timedelta(seconds=PATIENCE))
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
     yield store

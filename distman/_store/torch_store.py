@@ -34,7 +34,7 @@ def _with_errors_of_torch(method: Callable[P, T]) -> Callable[P, T]:
     return call
 
 
-class JobStore(dist.Store):
+class TorchStore(dist.Store):
     """A part of the store of a job, or all of it.
 
     torch holds the half of a store that is written in C++; when the other half, this object, is collected, calls fail.
@@ -49,13 +49,13 @@ class JobStore(dist.Store):
         super().__init__()
         self.client = client
         self._prefix = prefix
-        self._parts: dict[str, JobStore] = {}
-        self._clones: list[JobStore] = []
+        self._parts: dict[str, TorchStore] = {}
+        self._clones: list[TorchStore] = []
 
-    def part(self, name: str) -> JobStore:
+    def part(self, name: str) -> TorchStore:
         """Return the part of the store whose keys begin with a name, as those of torch's PrefixStore do."""
         if name not in self._parts:
-            self._parts[name] = JobStore(self.client, f"{self._prefix}{name}/")
+            self._parts[name] = TorchStore(self.client, f"{self._prefix}{name}/")
             self._parts[name].set_timeout(self._timeout)
         return self._parts[name]
 
@@ -63,17 +63,17 @@ class JobStore(dist.Store):
         """Return what a key of this part is called in the whole store."""
         return (self._prefix + key).encode()
 
-    def again(self, role: int) -> JobStore:
+    def again(self, role: int) -> TorchStore:
         """Return the same part over connections of its own; the caller keeps it.
 
         Raises:
             OSError: The store lets nobody in any more.
         """
-        other = JobStore(self.client.again(role), self._prefix)
+        other = TorchStore(self.client.again(role), self._prefix)
         other.set_timeout(self._timeout)
         return other
 
-    def clone(self) -> JobStore:
+    def clone(self) -> TorchStore:
         """Return the same part over connections of its own, for torch, which keeps half of it only."""
         self._clones.append(self.again(WATCHER))
         return self._clones[-1]
