@@ -6,6 +6,7 @@ for each thread that waits in the store, so that a wait holds up nobody.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import os
 import time
@@ -13,10 +14,11 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TypeVar
 
 from distman._store import frames
-from distman._store.connection import Connection
-from distman._store.dialing import Door, dial
+from distman._store.connection import Connection, StoreLostError
+from distman._store.dialing import Door, ForeignServiceError, dial
 from distman._store.frames import LIMIT, NUMBER
 from distman._store.handshake import MEMBER, WATCHER, Hello, job_key
+from distman._store.server import UNPROVED
 
 T = TypeVar("T")
 
@@ -41,7 +43,8 @@ class Client:
     def __init__(self, door: Door, role: int = MEMBER, rank: int = -1) -> None:
         self.door = door
         self._rank = rank
-        self._calls = self._dial(role)
+        self._calls, secret = self._dial(role)
+        self.door = dataclasses.replace(door, secret=secret, read=None)
         self._all = [self._calls]
         self._idle: list[Connection] = []
 
@@ -67,11 +70,16 @@ class Client:
             return job_key(self.door.secret, self._calls.answer.session)
         return self._calls.answer.drawn_key
 
+    @property
+    def num_unproved(self) -> int:
+        """How many came to the store, and did not prove that they know this job's secret, or found that it does not."""
+        return self.add(UNPROVED, 0)
+
     def again(self, role: int) -> Client:
         """Return another access to the same store, with connections of its own.
 
         Raises:
-            OSError: The store lets nobody in any more, or this access is lost.
+            StoreLostError: The store lets nobody in any more, or this access is lost.
         """
         self._calls.raise_if_lost()  # a forked child must not dial for itself
         return self._until_let_in(lambda: Client(self.door, role, self._rank))
@@ -195,22 +203,27 @@ class Client:
         try:
             return self._idle.pop()
         except IndexError:
-            connection = self._until_let_in(lambda: self._dial(WATCHER))
+            connection, _ = self._until_let_in(lambda: self._dial(WATCHER))
             self._all.append(connection)
             return connection
 
-    def _dial(self, role: int) -> Connection:
+    def _dial(self, role: int) -> tuple[Connection, bytes | None]:
         return dial(self.door, Hello(role, self._rank, os.getpid()))
 
     def _until_let_in(self, enter: Callable[[], T]) -> T:
-        """Return what comes of dialling a store that is known, though a flood of strangers may push this one out."""
+        """Return what comes of dialling a store that is known, though a flood of strangers may push this one out.
+
+        Raises:
+            StoreLostError: It is not there any more, or takes nobody else.
+        """
         deadline = time.monotonic() + self.door.patience
         while True:
             try:
                 return enter()
-            except (ConnectionResetError, BrokenPipeError):
-                if time.monotonic() > deadline:
-                    raise
+            except (OSError, ForeignServiceError) as error:
+                is_pushed_out = isinstance(error, ConnectionResetError | BrokenPipeError)
+                if not is_pushed_out or time.monotonic() > deadline:
+                    raise StoreLostError(f"the job's store cannot be connected to any more: {error}") from error
 
 
 def _limit(seconds: float) -> bytes:

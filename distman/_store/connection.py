@@ -12,6 +12,7 @@ from distman._process_state import puts_back
 from distman._store import frames
 from distman._store.frames import MalformedError
 from distman._store.handshake import Answer
+from distman._text import printable
 
 _FEW_BYTES = 8192  # a larger buffer costs a call of malloc that asks the kernel for memory
 _MANY_BYTES = 1 << 20
@@ -46,8 +47,9 @@ class InvalidRequestError(ValueError):
 class Connection:
     """A connection whose other end has proved that it is the store of the job.
 
-    An error that is raised in the middle of a call, by a signal say, harms no later call: what is sent and received is
-    noted within the same step of the interpreter, and a reply that nobody waited for is known by its number.
+    An error that is raised in the middle of a call, by a signal say, harms no later call. It comes between two steps of
+    the interpreter: so what is sent or received is noted within one step, by ``extend`` and ``map``. A reply that
+    nobody waited for is known by its number.
 
     Args:
         connected: The socket.
@@ -64,7 +66,7 @@ class Connection:
         self._socket = connected
         self._lock = threading.Lock()
         self._number = 0
-        self._sending = _Sending(b"")
+        self._sending: tuple[bytes, list[int]] | None = None
         self._pieces: list[bytes] = []
         self._loss = ""
         _connections.add(self)
@@ -89,7 +91,7 @@ class Connection:
             raise StoreTimeoutError
         if status == frames.GIVEN_UP:
             raise GaveUpError(value)
-        raise InvalidRequestError(value.decode(errors="replace"))
+        raise InvalidRequestError(_shown(value))
 
     def post(self, operation: int, *fields: bytes) -> None:
         """Send a request that has no reply.
@@ -143,36 +145,47 @@ class Connection:
         return StoreLostError(self._loss)
 
     def _send(self, operation: int, fields: tuple[bytes, ...]) -> None:
-        self._sending.finish(self._socket)  # of a call that was interrupted
+        if self._sending is not None:
+            self._finish_sending(*self._sending)  # of a call that was interrupted
         self._number = self._number % _MOST_NUMBER + 1
-        self._sending = _Sending(frames.request(self._number, operation, fields))
-        self._sending.finish(self._socket)
-        self._sending = _Sending(b"")
+        message = frames.request(self._number, operation, fields)
+        num_sent: list[int] = []
+        self._sending = (message, num_sent)
+        num_sent.extend(map(self._socket.send, (message,)))
+        if num_sent[0] < len(message):
+            self._finish_sending(message, num_sent)
+        self._sending = None
+
+    def _finish_sending(self, message: bytes, num_sent: list[int]) -> None:
+        """Send what is left of a message."""
+        while rest := memoryview(message)[sum(num_sent) :]:
+            num_sent.extend(map(self._socket.send, (rest,)))
 
     def _receive(self) -> tuple[int, bytes]:
         """Return status and value of the reply to the last request."""
         while True:
             number, status, value = self._next_reply()
             if status == frames.MALFORMED:
-                raise _EndError(f"it refused a message, {value[:_MOST_REASON_BYTES].decode(errors='replace')}")
+                raise _EndError(f"it refused a message, {_shown(value)}")
             if number == self._number:
                 return status, value
 
     def _next_reply(self) -> tuple[int, int, bytes]:
         """Return number, status and value of the next reply to any request."""
+        missing = 0 if self._pieces else 1
         while True:
+            self._read(missing)
             received = self._pieces[0] if len(self._pieces) == 1 else b"".join(self._pieces)
             found = frames.next_reply(received)
             if found is not None:
                 number, status, value, end = found
                 self._pieces = [received[end:]] if end < len(received) else []
                 return number, status, value
-            self._read(frames.num_missing(received))
+            missing = frames.num_missing(received)
 
     def _read(self, missing: int) -> None:
         """Read so many bytes at least."""
         while missing > 0:
-            # A signal raises its error between two steps of the interpreter: so there is one only.
             self._pieces.extend(map(self._socket.recv, (min(max(missing, _FEW_BYTES), _MANY_BYTES),)))
             if not self._pieces[-1]:
                 raise _EndError("it has closed the connection")
@@ -183,17 +196,8 @@ class _EndError(Exception):
     """The other side has ended the connection."""
 
 
-class _Sending:
-    """A message on its way; what an interrupted call has left over goes out before anything else."""
-
-    def __init__(self, message: bytes) -> None:
-        self._message = memoryview(message)
-        self._num_sent: list[int] = []
-
-    def finish(self, connected: socket.socket) -> None:
-        """Send what is left, and note how much that was within the same step of the interpreter."""
-        while rest := self._message[sum(self._num_sent) :]:
-            self._num_sent.extend(map(connected.send, (rest,)))
+def _shown(reason: bytes) -> str:
+    return printable(reason[:_MOST_REASON_BYTES].decode(errors="replace"))
 
 
 _connections: weakref.WeakSet[Connection] = weakref.WeakSet()

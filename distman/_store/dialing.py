@@ -13,9 +13,10 @@ from distman._store import transport
 from distman._store.connection import Connection
 from distman._store.frames import LENGTH, MalformedError
 from distman._store.handshake import (
-    CHALLENGE_BYTES,
     MAC_BYTES,
     MOST_ANSWER_BYTES,
+    MOST_CREDENTIAL_BYTES,
+    NONCE_BYTES,
     Answer,
     ClientSide,
     HandshakeError,
@@ -24,6 +25,8 @@ from distman._store.handshake import (
 )
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from distman._store.transport import Address
 
 _TIME = struct.Struct("ll")  # seconds and microseconds
@@ -41,7 +44,9 @@ class Door:
     Attributes:
         address: A name of this host's own, which begins with a zero byte, or host and port.
         job: Name of the job.
-        secret: Its secret; None where there is none.
+        secret: Its secret; None where there is none, or it has to be read.
+        read: Returns the secret from what the store sends before any proof; None where it is known. It raises
+            ForeignServiceError where this cannot be the store of this job.
         unreachable_after: Seconds after which the store's host is given up when it acknowledges nothing.
         patience: Seconds for a connection to be made and proved: a foreign service may accept and never answer, a
             store takes milliseconds.
@@ -52,10 +57,11 @@ class Door:
     secret: bytes | None = dataclasses.field(repr=False)
     unreachable_after: float
     patience: float = 3.0
+    read: Callable[[bytes], bytes | None] | None = None
 
 
-def dial(door: Door, hello: Hello) -> Connection:
-    """Return a connection to the store of a job, once both sides have proved what they know.
+def dial(door: Door, hello: Hello) -> tuple[Connection, bytes | None]:
+    """Return a connection to the store of a job, once both sides have proved what they know, and the secret of the job.
 
     Blocking.
 
@@ -69,10 +75,9 @@ def dial(door: Door, hello: Hello) -> Connection:
         transport.prepare(connected, door.unreachable_after)
         if not (door.secret and transport.is_nobody()):
             _ask_kernel(connected)
-        side = ClientSide(door_key(door.secret, door.job.encode()), transport.place_of(door.address))
-        answer = _shake_hands(connected, side, hello, deadline)
+        answer, secret = _shake_hands(connected, door, hello, deadline)
         connected.settimeout(None)
-        return Connection(connected, answer)
+        return Connection(connected, answer), secret
     except (HandshakeError, MalformedError) as error:
         connected.close()
         raise ForeignServiceError(f"another program listens there: {error}") from error
@@ -104,15 +109,29 @@ def _ask_kernel(connected: socket.socket) -> None:
         raise ForeignServiceError("a program of another user listens there")
 
 
-def _shake_hands(connected: socket.socket, side: ClientSide, hello: Hello, deadline: float) -> Answer:
+def _shake_hands(connected: socket.socket, door: Door, hello: Hello, deadline: float) -> tuple[Answer, bytes | None]:
+    found = [door.secret]
+
+    def find_key(credential: bytes) -> bytes:
+        if door.read is not None:
+            found[0] = door.read(credential)
+        return door_key(found[0], door.job.encode())
+
+    side = ClientSide(b"", transport.place_of(door.address), find_key)
     connected.sendall(side.opening())
-    challenge = _read(connected, CHALLENGE_BYTES, deadline)
+    nonce = _read(connected, NONCE_BYTES, deadline)
+    credential = _read_sized(connected, MOST_CREDENTIAL_BYTES, deadline)
+    challenge = nonce + LENGTH.pack(len(credential)) + credential + _read(connected, MAC_BYTES, deadline)
     connected.sendall(side.proof(challenge, hello))
     proof = _read(connected, MAC_BYTES, deadline)
+    return side.answer(proof, _read_sized(connected, MOST_ANSWER_BYTES, deadline)), found[0]
+
+
+def _read_sized(connected: socket.socket, most: int, deadline: float) -> bytes:
     (length,) = LENGTH.unpack(_read(connected, LENGTH.size, deadline))
-    if length > MOST_ANSWER_BYTES:
-        raise MalformedError(f"an answer of {length} bytes")
-    return side.answer(proof, _read(connected, length, deadline))
+    if length > most:
+        raise MalformedError(f"a message of {length} bytes")
+    return _read(connected, length, deadline)
 
 
 def _read(connected: socket.socket, num_bytes: int, deadline: float) -> bytes:

@@ -1,7 +1,8 @@
 """The messages of a store: numbered requests, and a reply with the number of its request.
 
 Numbers make an interrupted call harmless: the reply that nobody waited for is known by its number, and dropped.
-A request is an operation and fields of bytes. Lengths come first, and are checked before anything is believed.
+A request is an operation and fields of bytes. Lengths come first, and are checked before anything is believed. All is
+packed and unpacked in few steps of the interpreter: they are a good part of what a call costs.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from struct import Struct
 
 TYPE_CHECKING = False  # typing takes longer to load than the process that serves a store takes to start
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Sequence
 
 MOST_BYTES = 1 << 30
 """Bytes of a message: what exceeds a gigabyte is no value of a store, but a length that somebody made up."""
@@ -31,37 +32,42 @@ NUMBER = Struct("<q")
 MOST_NUMBER = (1 << 63) - 1
 LIMIT = Struct("<Q")
 """Milliseconds of a wait."""
-_REQUEST = Struct("<IIB")
-_REPLY = Struct("<IIB")
-_REQUEST_REST = _REQUEST.size - LENGTH.size  # the length does not count itself
-_REPLY_REST = _REPLY.size - LENGTH.size
+_HEAD = Struct("<IIB")  # length, number, and operation or status
+_HEAD_REST = _HEAD.size - LENGTH.size  # the length does not count itself
+_FEW_LENGTHS = [Struct(f"<{1 + num_fields}I") for num_fields in range(8)]
 
 
 class MalformedError(Exception):
     """What came is not a message of a store. Its text is the receiver's own, and short."""
 
 
-def pack(fields: Iterable[bytes]) -> bytes:
-    """Return byte strings as one, each after its length."""
-    return b"".join([part for field in fields for part in (LENGTH.pack(len(field)), field)])
+def _lengths_of(num_fields: int) -> Struct:
+    return _FEW_LENGTHS[num_fields] if num_fields < len(_FEW_LENGTHS) else Struct(f"<{1 + num_fields}I")
+
+
+def pack(fields: Sequence[bytes]) -> bytes:
+    """Return byte strings as one: how many they are, how long each is, and they themselves."""
+    num_fields = len(fields)
+    return b"".join((_lengths_of(num_fields).pack(num_fields, *map(len, fields)), *fields))
 
 
 def unpack(packed: bytes, at: int = 0, end: int | None = None) -> list[bytes]:
     """Return the byte strings in a packed one, or in a part of it.
 
     Raises:
-        MalformedError: A length leads beyond the end.
+        MalformedError: It is none.
     """
     end = len(packed) if end is None else end
+    num_fields = LENGTH.unpack_from(packed, at)[0] if at + LENGTH.size <= end else end
+    start = at + LENGTH.size * (1 + num_fields)
+    if start > end:
+        raise MalformedError("fields without their lengths")
     fields = []
-    while at < end:
-        start = at + LENGTH.size
-        if start > end:
-            raise MalformedError("a field without its length")
-        at = start + LENGTH.unpack_from(packed, at)[0]
-        if at > end:
-            raise MalformedError("a field that is longer than its message")
-        fields.append(packed[start:at])
+    for length in _lengths_of(num_fields).unpack_from(packed, at)[1:]:
+        fields.append(packed[start : start + length])
+        start += length
+    if start != end:
+        raise MalformedError("fields of other lengths than their message")
     return fields
 
 
@@ -72,17 +78,17 @@ def request(number: int, operation: int, fields: Sequence[bytes]) -> bytes:
         ValueError: It is too long.
     """
     packed = pack(fields)
-    if len(packed) > MOST_BYTES - _REQUEST.size:
+    if len(packed) > MOST_BYTES - _HEAD.size:
         raise ValueError(
             f"a value and its key must have less than {MOST_BYTES} bytes, got {len(packed)}. "
             "Send large data by a collective."
         )
-    return _REQUEST.pack(len(packed) + _REQUEST_REST, number, operation) + packed
+    return _HEAD.pack(len(packed) + _HEAD_REST, number, operation) + packed
 
 
 def reply(number: int, status: int, value: bytes = b"") -> bytes:
     """Return the reply to a request."""
-    return _REPLY.pack(len(value) + _REPLY_REST, number, status) + value
+    return _HEAD.pack(len(value) + _HEAD_REST, number, status) + value
 
 
 def next_request(received: bytes, at: int) -> tuple[int, int, list[bytes], int] | None:
@@ -94,26 +100,30 @@ def next_request(received: bytes, at: int) -> tuple[int, int, list[bytes], int] 
     Raises:
         MalformedError: It is no request.
     """
-    if len(received) - at < LENGTH.size:
+    start = at + _HEAD.size
+    if len(received) < start:
         return None
-    end = at + LENGTH.size + _checked_length(received, at, _REQUEST_REST)
-    if len(received) < end:
-        return None
-    _, number, operation = _REQUEST.unpack_from(received, at)
-    return number, operation, unpack(received, at + _REQUEST.size, end), end
+    length, number, operation = _HEAD.unpack_from(received, at)
+    _check_length(length)
+    end = at + LENGTH.size + length
+    return (number, operation, unpack(received, start, end), end) if len(received) >= end else None
 
 
 def next_reply(received: bytes) -> tuple[int, int, bytes, int] | None:
     """Return the reply that what was received begins with: number, status, value, and where the next one begins.
 
+    Returns:
+        None while it is not complete.
+
     Raises:
         MalformedError: It is no reply.
     """
-    if num_missing(received) > 0:
+    if len(received) < _HEAD.size:
         return None
-    length, number, status = _REPLY.unpack_from(received)
+    length, number, status = _HEAD.unpack_from(received)
+    _check_length(length)
     end = LENGTH.size + length
-    return number, status, received[_REPLY.size : end], end
+    return (number, status, received[_HEAD.size : end], end) if len(received) >= end else None
 
 
 def num_missing(received: bytes | bytearray) -> int:
@@ -123,12 +133,12 @@ def num_missing(received: bytes | bytearray) -> int:
         MalformedError: It has no length of a message.
     """
     if len(received) < LENGTH.size:
-        return _REPLY.size - len(received)
-    return LENGTH.size + _checked_length(received, 0, _REPLY_REST) - len(received)
+        return _HEAD.size - len(received)
+    length: int = LENGTH.unpack_from(received)[0]
+    _check_length(length)
+    return LENGTH.size + length - len(received)
 
 
-def _checked_length(received: bytes | bytearray, at: int, least: int) -> int:
-    length: int = LENGTH.unpack_from(received, at)[0]
-    if not least <= length <= MOST_BYTES:
+def _check_length(length: int) -> None:
+    if not _HEAD_REST <= length <= MOST_BYTES:
         raise MalformedError(f"a message of {length} bytes")
-    return length

@@ -3,13 +3,14 @@
 The store proves first, so that who dials gives nothing away but random bytes to whatever has opened the door::
 
     client -> store   MAGIC  nonce
-    store  -> client  nonce  MAC(server, ...)
+    store  -> client  nonce  length  credential  MAC(server, ..., credential)
     client -> store   MAC(client, ..., hello)  length  hello
     store  -> client  MAC(welcome, ..., answer)  length  answer
 
-Each MAC covers both nonces, so a recorded handshake is of no use; a label of its own, so what one side said cannot be
-said back to it; and where the store is, as dialled and as bound, so nobody can pass it on from another port. Nothing is
-encrypted: whoever can change what is on the wire is not kept out.
+The credential is public: what some clients need to find out the secret, or nothing. Each MAC covers both nonces, so a
+recorded handshake is of no use; a label of its own, so what one side said cannot be said back to it; and where the
+store is, as dialled and as bound, so nobody can pass it on from another port. Nothing is encrypted: whoever can change
+what is on the wire is not kept out.
 
 Keyed BLAKE2b is a MAC by construction (RFC 7693); HMAC would load OpenSSL, which takes longer than all the rest.
 """
@@ -22,6 +23,10 @@ from struct import Struct
 
 from distman._store.frames import LENGTH, MOST_FAILURE_BYTES, MalformedError, pack, unpack
 
+TYPE_CHECKING = False  # typing takes longer to load than the process that serves a store takes to start
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
 try:
     from _blake2 import blake2b
 except ImportError:  # an interpreter that has OpenSSL's only
@@ -31,7 +36,9 @@ MAGIC = b"distman1"
 NONCE_BYTES = 16
 MAC_BYTES = 32
 OPENING_BYTES = len(MAGIC) + NONCE_BYTES
-CHALLENGE_BYTES = NONCE_BYTES + MAC_BYTES
+MOST_CREDENTIAL_BYTES = 4096  # munge's have some 300
+CHALLENGE_HEAD_BYTES = NONCE_BYTES + LENGTH.size
+CHALLENGE_BYTES = CHALLENGE_HEAD_BYTES + MAC_BYTES  # and the credential
 MOST_HELLO_BYTES = 64  # nobody has proved anything when it is read
 MOST_ANSWER_BYTES = MOST_FAILURE_BYTES + 1024
 
@@ -141,11 +148,13 @@ class ClientSide:
     Args:
         key: The key of the door.
         where: Where the store was dialled.
+        find_key: Returns the key from the store's credential; None where it is known.
     """
 
-    def __init__(self, key: bytes, where: bytes) -> None:
+    def __init__(self, key: bytes, where: bytes, find_key: Callable[[bytes], bytes] | None = None) -> None:
         self._key = key
         self._where = where
+        self._find_key = find_key
         self._nonces = urandom(NONCE_BYTES)
 
     def opening(self) -> bytes:
@@ -159,7 +168,11 @@ class ClientSide:
             HandshakeError: It proves nothing.
         """
         nonces = self._nonces + challenge[:NONCE_BYTES]
-        _check(challenge[NONCE_BYTES:], mac(self._key, b"server", nonces, self._where))
+        credential = challenge[CHALLENGE_HEAD_BYTES:-MAC_BYTES]
+        if self._find_key is not None:
+            self._key = self._find_key(credential)
+        expected = mac(self._key, b"server", nonces, self._where, credential)
+        _check(challenge[NONCE_BYTES:], LENGTH.pack(len(credential)) + credential + expected)
         self._nonces = nonces
         packed = hello.pack()
         return mac(self._key, b"client", nonces, self._where, packed) + LENGTH.pack(len(packed)) + packed
@@ -182,22 +195,25 @@ class ServerSide:
         key: The key of the door.
         where: Where the store is bound.
         opening: The client's first message.
+        credential: What clients may need to find out the secret; empty for nothing.
 
     Raises:
         MalformedError: It is none.
     """
 
-    def __init__(self, key: bytes, where: bytes, opening: bytes) -> None:
+    def __init__(self, key: bytes, where: bytes, opening: bytes, credential: bytes = b"") -> None:
         if len(opening) != OPENING_BYTES or not opening.startswith(MAGIC):
             raise MalformedError("no opening")
         self._key = key
         self._where = where
+        self._credential = credential
         self._nonce = urandom(NONCE_BYTES)
         self._nonces = opening[len(MAGIC) :] + self._nonce
 
     def challenge(self) -> bytes:
         """Return the answer to the opening."""
-        return self._nonce + mac(self._key, b"server", self._nonces, self._where)
+        proof = mac(self._key, b"server", self._nonces, self._where, self._credential)
+        return self._nonce + LENGTH.pack(len(self._credential)) + self._credential + proof
 
     def hello(self, proof: bytes, packed: bytes) -> Hello:
         """Return who dials.

@@ -27,9 +27,22 @@ class Peer:
         wait: The wait that it has not been answered yet.
         will: The key that its end sets, and the counter that it raises.
         received: What has come of a message that is not complete.
+        is_behind: Whether it has yet to take what was sent; until then nothing more is read from it.
     """
 
-    __slots__ = ("_poll", "_unsent", "error", "hello", "number", "received", "side", "socket", "wait", "will")
+    __slots__ = (
+        "_poll",
+        "_unsent",
+        "error",
+        "hello",
+        "is_behind",
+        "number",
+        "received",
+        "side",
+        "socket",
+        "wait",
+        "will",
+    )
 
     def __init__(self, socket: socket, poll: epoll) -> None:
         self.socket = socket
@@ -39,30 +52,28 @@ class Peer:
         self.wait: Wait | None = None
         self.will: tuple[bytes, bytes] | None = None
         self.received = bytearray()
+        self.is_behind = False
         self.error: OSError | None = None
         self._unsent = memoryview(b"")
         self._poll = poll
         poll.register(self.number, EPOLLIN)
 
-    @property
-    def is_behind(self) -> bool:
-        """Whether it has yet to take what was sent; until then nothing more is read from it."""
-        return len(self._unsent) > 0
-
     def send(self, message: bytes) -> None:
         """Send a message, now or when the connection takes it; a broken one is found when it is next read."""
-        if self._unsent:
+        if self.is_behind:
             self._unsent = memoryview(bytes(self._unsent) + message)
             return
         num_sent = self._send(message)
         if num_sent < len(message):
             self._unsent = memoryview(message)[num_sent:]
+            self.is_behind = True
             self._poll.modify(self.number, EPOLLOUT)
 
     def flush(self) -> None:
         """Send what was left over."""
         self._unsent = self._unsent[self._send(self._unsent) :]
         if not self._unsent:
+            self.is_behind = False
             self._poll.modify(self.number, EPOLLIN)
 
     def receive(self) -> bytes | None:
@@ -73,9 +84,11 @@ class Peer:
         """
         if self.error is not None:
             raise self.error
-        missing = frames.num_missing(self.received) if self.received else 0
+        num_bytes = _FEW_BYTES
+        if self.received and self.hello is not None:
+            num_bytes = min(max(frames.num_missing(self.received), _FEW_BYTES), _MANY_BYTES)
         try:
-            return self.socket.recv(min(max(missing, _FEW_BYTES), _MANY_BYTES))
+            return self.socket.recv(num_bytes)
         except BlockingIOError:
             return None
 

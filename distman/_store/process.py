@@ -101,6 +101,7 @@ def start_store(
     *,
     job: str,
     secret: bytes | None = None,
+    credential: bytes = b"",
     entry_limit: float,
     unreachable_after: float,
     failure: bytes = b"",
@@ -113,6 +114,7 @@ def start_store(
         listener: A listening socket, which belongs to the process from now on, and is closed here.
         job: Name of the job.
         secret: Its secret; None where there is none.
+        credential: What it sends to all who come, for them to find out the secret; empty for nothing.
         entry_limit: Seconds within which a first member must come.
         unreachable_after: Seconds after which a host is given up that acknowledges nothing.
         failure: What all who come are told, as if a rank that failed had left it; empty for nothing.
@@ -125,6 +127,7 @@ def start_store(
         "listener": listener.fileno(),
         "job": job.encode(),
         "secret": secret,
+        "credential": credential,
         "entry_limit": entry_limit,
         "failure": failure,
         "unreachable_after": unreachable_after,

@@ -42,6 +42,8 @@ _SPARE_DESCRIPTORS = 64  # kept back from connections, so that there is always o
 _LONGEST_PAUSE = 3600.0  # seconds: the system takes no number that is much larger
 _MOST_DESCRIPTORS = 1 << 20  # where the host sets no limit, Linux does
 _KEY_BYTES = 32
+UNPROVED = b"unproved"
+"""Counter, in the table, of those who began a handshake and did not end it: they may have another secret."""
 UP = b"up"
 """What the process writes to standard error when it has read its settings; an interpreter in trouble writes more."""
 _HEAD_BYTES = MAC_BYTES + LENGTH.size
@@ -54,6 +56,7 @@ class Server:
         listener: A listening socket.
         job: Name of the job.
         secret: Its secret; None where the kernel's word has to do.
+        credential: What is sent to all who come, before any proof; empty for nothing.
         entry_limit: Seconds within which a first member must come.
         failure: What all who come are told, as if a rank that failed had left it; empty for nothing.
         unreachable_after: Seconds after which a host is given up that acknowledges nothing.
@@ -66,6 +69,7 @@ class Server:
         *,
         job: bytes,
         secret: bytes | None,
+        credential: bytes,
         entry_limit: float,
         failure: bytes,
         unreachable_after: float,
@@ -76,6 +80,7 @@ class Server:
         is_local = listener.family == _socket.AF_UNIX
         self._asks_kernel = is_local and not (secret and transport.is_nobody())
         self._key = door_key(secret, job)
+        self._credential = credential
         self._place = transport.own_place(listener)
         self._drawn_key = posix.urandom(_KEY_BYTES) if is_local and not secret else b""
         self._session = posix.urandom(8).hex().encode()
@@ -93,23 +98,25 @@ class Server:
 
     def serve(self) -> None:
         """Serve until there is nobody left to serve."""
-        while (pause := self._pause(monotonic())) is not None:
+        while (pause := self._pause()) is not None:
             for number, events in self._poll.poll(pause):
                 if number == self._door:
                     self._welcome_guests()
                 elif number in self._peers:
                     self._attend(self._peers[number], events)
-            now = monotonic()
-            self._table.expire(now)
-            self._dismiss_guests(now)
 
-    def _pause(self, now: float) -> float | None:
-        """Return how long nothing has to be done unless something comes; None at the end of the process."""
+    def _pause(self) -> float | None:
+        """Do what is due, and return how long nothing will be, unless something comes; None at the end."""
+        deadline = self._table.next_deadline()
+        if deadline is None and not self._guests and self._ends_at is None:
+            return -1.0
+        now = monotonic()
         if self._ends_at is not None and now >= self._ends_at:
             return None
+        self._table.expire(now)
+        self._dismiss_guests(now)
         times = [self._table.next_deadline(), self._ends_at, next(iter(self._guests.values()), None)]
-        nearest = min([time for time in times if time is not None], default=None)
-        return -1.0 if nearest is None else min(max(0.0, nearest - now), _LONGEST_PAUSE)
+        return min([_LONGEST_PAUSE, *[max(0.0, time - now) for time in times if time is not None]])
 
     def _welcome_guests(self) -> None:
         for _ in range(_GUESTS_PER_ROUND):
@@ -120,12 +127,15 @@ class Server:
                     continue
                 return
             guest = _socket.socket(fileno=number)
-            if len(self._peers) >= self._most_peers or (self._asks_kernel and not transport.is_of_this_user(guest)):
+            try:
+                self._welcome(guest)
+            except OSError:  # it has gone already, or the host has no room for another one
                 guest.close()
-                continue
-            self._let_wait(guest)
 
-    def _let_wait(self, guest: _socket.socket) -> None:
+    def _welcome(self, guest: _socket.socket) -> None:
+        if len(self._peers) >= self._most_peers or (self._asks_kernel and not transport.is_of_this_user(guest)):
+            guest.close()
+            return
         if len(self._guests) >= _MOST_GUESTS:
             self._end(next(iter(self._guests)), b"")
         guest.settimeout(0)
@@ -183,7 +193,7 @@ class Server:
         received = bytes(guest.received)
         if guest.side is None:
             if len(received) >= OPENING_BYTES:
-                guest.side = ServerSide(self._key, self._place, received)
+                guest.side = ServerSide(self._key, self._place, received, self._credential)
                 guest.send(guest.side.challenge())
                 guest.received.clear()
             return
@@ -210,6 +220,8 @@ class Server:
 
     def _end(self, peer: Peer, reason: bytes) -> None:
         """Close a connection, and do what its client wanted to be done in that case."""
+        if peer.hello is None and peer.side is not None:
+            self._table.add(UNPROVED, 1)
         del self._peers[peer.number]
         self._guests.pop(peer, None)
         peer.close()

@@ -63,11 +63,12 @@ class TorchStore(dist.Store):
         """Return what a key of this part is called in the whole store."""
         return (self._prefix + key).encode()
 
+    @_with_errors_of_torch
     def again(self, role: int) -> TorchStore:
         """Return the same part over connections of its own; the caller keeps it.
 
         Raises:
-            OSError: The store lets nobody in any more.
+            DistNetworkError: The store lets nobody in any more.
         """
         other = TorchStore(self.client.again(role), self._prefix)
         other.set_timeout(self._timeout)
@@ -122,6 +123,18 @@ class TorchStore(dist.Store):
         self.client.wait(self._keys(keys), limit.total_seconds(), unless)
 
     @_with_errors_of_torch
+    def has_come(self, keys: Sequence[str], limit: float) -> bool:
+        """Wait until all keys are set, for ``limit`` seconds at most, and return whether they are.
+
+        Blocking.
+        """
+        try:
+            self.client.wait(self._keys(keys), limit)
+        except StoreTimeoutError:
+            return False
+        return True
+
+    @_with_errors_of_torch
     def arrive(self, counter: str, size: int, outcome: tuple[str, str], limit: float, unless: bytes = b"") -> bytes:
         """Count this one as come, wait until so many have, and return the outcome; see :meth:`Client.arrive`.
 
@@ -174,6 +187,11 @@ class TorchStore(dist.Store):
 
     def _keys(self, keys: Sequence[str]) -> list[bytes]:
         return [(self._prefix + key).encode() for key in keys]
+
+
+def part_of(store: dist.Store, name: str) -> dist.Store:
+    """Return the part of any store whose keys begin with a name."""
+    return store.part(name) if isinstance(store, TorchStore) else dist.PrefixStore(name, store)
 
 
 def _bytes(value: str | bytes) -> bytes:

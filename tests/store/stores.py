@@ -81,6 +81,7 @@ def served_here(kind="unix", *, secret=SECRET, most_descriptors=4096):
         listener,
         job=JOB.encode(),
         secret=secret,
+        credential=b"",
         entry_limit=PATIENCE,
         failure=b"",
         unreachable_after=PATIENCE,

@@ -268,8 +268,10 @@ def test_a_store_that_is_shut_serves_those_who_are_in(kind):
             listen_on_this_host(store.address).close()
         with pytest.raises(ConnectionRefusedError):
             store.client()
-        with pytest.raises(ConnectionRefusedError):
+        with pytest.raises(StoreLostError, match=r"cannot be connected to any more: .*refused"):
             member.again(WATCHER)
+        with pytest.raises(StoreLostError, match=r"cannot be connected to any more: .*refused"):
+            member.get(b"a", PATIENCE)
         assert member.add(b"counter", 1) == 1
         assert other.add(b"counter", 1) == 2
         member.close()
