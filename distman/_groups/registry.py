@@ -23,6 +23,7 @@ from distman._groups.connecting import connect, members_store
 from distman._groups.hosts import partitions_by_host, warn_of_crossing
 from distman._job.job import Job
 from distman._log import logger
+from distman._store.torch_store import part_of
 from distman._torch_internals import device_types, is_registered, mesh_without_groups
 from distman.errors import DistmanError, UndefinedGroupError, undefined_group
 from distman.topology import GridPartition, Partition, Plan
@@ -43,6 +44,7 @@ class Group:
         sections: What some of its members do while the others wait; None where there are no others to reach.
         calls: Numbers of the next collectives, where ranks compare their calls.
         exchanges: Numbers of the next exchanges of messages.
+        seals: Numbers of the next calls that exchange pickles.
         store: The store under the process group: if it is written in Python, it must live as long.
     """
 
@@ -55,6 +57,7 @@ class Group:
     sections: ExclusiveSections | None = None
     calls: Iterator[int] = field(default_factory=itertools.count)
     exchanges: Iterator[int] = field(default_factory=itertools.count)
+    seals: Iterator[int] = field(default_factory=itertools.count)
     store: dist.Store | None = None
 
     @property
@@ -217,7 +220,7 @@ class Groups:
         ranks = self.ranks("node")
         if self._job.rendezvous is None or len(ranks) == 1:
             return None
-        store = dist.PrefixStore(protocol.node(ranks[0]), self._job.rendezvous.store)
+        store = part_of(self._job.rendezvous.store, protocol.node(ranks[0]))
         store_group = self._job.store_group(ranks, store)
         return ExclusiveSections(store_group) if store_group is not None else None
 
@@ -385,7 +388,7 @@ class Groups:
     def _group(self, name: str, ranks: tuple[int, ...], process_group: dist.ProcessGroup | None) -> Group:
         consensus = None
         if process_group is not None and len(ranks) > 1 and self._job.rendezvous is not None:
-            store = dist.PrefixStore(protocol.group(process_group.group_name), self._job.rendezvous.store)
+            store = part_of(self._job.rendezvous.store, protocol.group(process_group.group_name))
             consensus = self._consensus(ranks, self._job.limits.collective, store)
         types = device_types(process_group) if process_group is not None else ()
         reference = weakref.ref(process_group) if process_group is not None else lambda: None

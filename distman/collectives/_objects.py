@@ -19,6 +19,7 @@ from distman._tensor_pickling import StoragePickler, memory_of
 from distman._torch_internals import is_distributed_tensor
 from distman.collectives import _debug
 from distman.collectives._exchange import all_gather_numbers, broadcast_numbers, control_device, exchange
+from distman.collectives._sealing import ForeignPickleError, Seal
 from distman.collectives._validation import GroupLike, check_member, resolve_group
 from distman.manager import DistributedManager
 
@@ -57,14 +58,14 @@ def broadcast_data(data: T, src: int = 0, group: GroupLike = None) -> T:
         return data
     device = control_device(members, DistributedManager().device)
     is_source = members.rank == src
+    seal = Seal(members)
     payload, error = _pack(data) if is_source else (_Payload(), None)
-    specs_length, pickle_length = broadcast_numbers([len(payload.specs), len(payload.pickle)], src, members, device)
-    message = (
-        _to_bytes(payload.specs + payload.pickle, device) if is_source else _room(specs_length + pickle_length, device)
-    )
+    text = seal.put_on(payload.specs + payload.pickle) if payload.pickle else b""
+    specs_length, length = broadcast_numbers([len(payload.specs), len(text)], src, members, device)
+    message = _to_bytes(text, device) if is_source else _room(length, device)
     dist.broadcast(message, group=members.process_group, group_src=src)
-    if not is_source and pickle_length:
-        payload, error = _open(message, specs_length)
+    if not is_source and length:
+        payload, error = _open(message, specs_length, seal, src)
     _raise_everywhere(error, members, device)
     for memory in payload.memories:
         _broadcast_memory(memory, src, members, device)
@@ -139,16 +140,18 @@ def _collect(data: T, group: Group, receivers: Sequence[int]) -> list[T] | None:
     if group.size == 1:
         return [data]
     device = control_device(group, DistributedManager().device)
+    seal = Seal(group)
     payload, error = _pack(data, is_whole=True)
-    lengths = [length for (length,) in all_gather_numbers([len(payload.pickle)], group, device)]
-    mine = _to_bytes(payload.pickle, device)
+    text = seal.put_on(payload.pickle) if payload.pickle else b""
+    lengths = [length for (length,) in all_gather_numbers([len(text)], group, device)]
+    mine = _to_bytes(text, device)
     receives = group.rank in receivers
     buffers = [_room(length if receives else 0, device) for length in lengths]
     exchange([mine if rank in receivers else mine[:0] for rank in range(group.size)], buffers, group)
     found: list[Any] = []
     for rank, buffer in enumerate(buffers if receives and error is None else ()):
         is_here = rank == group.rank or not buffer.numel()
-        item, failed = (data, None) if is_here else _unpickle(_to_text(buffer), [])
+        item, failed = (data, None) if is_here else _unseal_and_unpickle(_to_text(buffer), seal, rank)
         error = error or failed
         found.append(item)
     _raise_everywhere(error, group, device)
@@ -237,17 +240,25 @@ def _pack(data: object, *, is_whole: bool = False) -> tuple[_Payload, Exception 
     return _Payload(file.getvalue(), pickler.memories, json.dumps(specs).encode()), None
 
 
-def _open(message: torch.Tensor, specs_length: int) -> tuple[_Payload, Exception | None]:
+def _open(message: torch.Tensor, specs_length: int, seal: Seal, src: int) -> tuple[_Payload, Exception | None]:
     """Return the payload with room for its memories, or why there is none."""
-    text = _to_text(message)
     try:
+        text = seal.take_off(_to_text(message), src)
         memories = [
             _room(num_bytes, torch.device("cpu") if is_on_cpu else DistributedManager().device)
             for num_bytes, is_on_cpu in json.loads(text[:specs_length])
         ]
-    except (RuntimeError, MemoryError) as error:
+    except (RuntimeError, MemoryError, ForeignPickleError) as error:
         return _Payload(), error
     return _Payload(text[specs_length:], memories), None
+
+
+def _unseal_and_unpickle(sealed: bytes, seal: Seal, src: int) -> tuple[Any, Exception | None]:
+    try:
+        text = seal.take_off(sealed, src)
+    except ForeignPickleError as error:
+        return None, error
+    return _unpickle(text, [])
 
 
 def _unpickle(text: bytes, memories: Sequence[torch.Tensor]) -> tuple[Any, Exception | None]:

@@ -1,0 +1,76 @@
+"""A pickle is opened only if a rank of the job has sealed it in this call."""
+
+import contextlib
+import os
+import pickle
+
+import pytest
+
+from distman import DistributedManager, RankFailedError
+from distman._rendezvous.store import JobStore
+from distman.collectives import all_gather_objects, broadcast_data, gather_objects
+from distman.collectives._sealing import ForeignPickleError, Seal
+from distman.testing import ranks
+
+KEY = b"k" * 32
+
+
+@contextlib.contextmanager
+def keyed(value=KEY):
+    """The groups of these tests are made by other code, and have no key of their own."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(JobStore, "key", value)
+        yield
+
+
+def world():
+    return DistributedManager().resolve_group()
+
+
+@pytest.mark.parametrize("size", [0, 1, 100, 100_000])
+@ranks(1, 3)
+def test_sealed_objects_arrive(rank, world_size, size):
+    with keyed():
+        for _ in range(3):
+            assert broadcast_data([os.getpid(), "x" * size], world_size - 1)[1] == "x" * size
+            assert all_gather_objects((rank, b"x" * size)) == [(one, b"x" * size) for one in range(world_size)]
+            assert gather_objects(rank) == (list(range(world_size)) if rank == 0 else None)
+
+
+@pytest.mark.parametrize("call", [broadcast_data, all_gather_objects, gather_objects])
+@ranks(2)
+def test_what_another_key_has_sealed_is_not_opened(rank, tmp_path, call):
+    marker = tmp_path / "opened"
+
+    class Harmful:
+        def __reduce__(self):
+            return os.mkdir, (str(marker),)
+
+    told = pytest.raises((ForeignPickleError, RankFailedError), match="must be sealed by that rank in the same call")
+    with keyed(KEY if rank == 1 else b"another key"), told:
+        call(Harmful())
+    assert not marker.exists()
+
+
+@ranks(1)
+def test_a_seal_is_for_one_call_of_one_rank():
+    text = pickle.dumps("text")
+    with keyed():
+        first, second = Seal(world()), Seal(world())
+    sealed = first.put_on(text)
+    assert first.take_off(sealed, 0) == text
+    with pytest.raises(ForeignPickleError):
+        second.take_off(sealed, 0)
+    with pytest.raises(ForeignPickleError):
+        first.take_off(text, 0)
+    for place in range(len(sealed)):
+        changed = bytearray(sealed)
+        changed[place] ^= 1
+        with pytest.raises(ForeignPickleError):
+            first.take_off(bytes(changed), 0)
+
+
+@ranks(1)
+def test_without_a_key_nothing_is_sealed():
+    assert Seal(world()).put_on(b"text") == b"text"
+    assert Seal(world()).take_off(b"text", 0) == b"text"
