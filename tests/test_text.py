@@ -101,7 +101,7 @@ def failure(text):
 
 
 def failure_of_another_release(text):
-    return str(FailureRecord.told({"rank": 1, text: text}).to_error())
+    return str(FailureRecord.told(json.dumps({"rank": 1, text: text}).encode()).to_error())
 
 
 def barrier_given_up(text):

@@ -75,6 +75,7 @@ class _Barrier:
             lambda: bool(self.store_group.store.check([protocol.outcome(self.key)])),
             place=self.key,
             awaited=self._missing,
+            key=protocol.outcome(self.key),
             timeout=timeout,
             operation=self.key,
             tell=lambda record: self._give_up(self._missing(), record),

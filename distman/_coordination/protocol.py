@@ -33,8 +33,18 @@ closed.
 
 
 def job(*parts: object) -> str:
-    """The whole job; the parts tell its starts apart in a store that outlives them, as a launcher's agent serves."""
+    """The whole job; the parts tell its starts apart in a store that outlives them, that of another group say."""
     return "/".join(["distman", *map(str, parts)])
+
+
+def in_job(key: str) -> str:
+    """One of the keys below as it stands in the whole store, for a process that is no rank yet."""
+    return f"{job()}/{key}"
+
+
+def store_address(job_id: str, start: int) -> str:
+    """In the store of a launcher's agent: where rank 0 has opened the job's own at this start. It lives on."""
+    return f"distman/{job_id}/start {start}"
 
 
 PROCESS_GROUP = "group"
@@ -54,7 +64,7 @@ def node(first_rank: int) -> str:
 # Joining, until the verdict. All of it lives on.
 
 STORE_RANK = "store rank"
-"""Number of the rank that serves the store. That rank writes it, rank 0 reads it."""
+"""Number of the rank that opened the store. That rank writes it, rank 0 reads it."""
 
 JOINED = "joined"
 """Counter of processes that joined. Each adds itself; rank 0 reads it, who gives up waiting for the verdict, and the
@@ -68,7 +78,14 @@ VERDICT = "verdict"
 """Who takes part, or what is wrong, compressed. Rank 0 writes it, the first one if two claim that rank; all read it."""
 
 VERDICT_HEARD = "verdict heard"
-"""Counter of processes that know why the start failed. Each adds itself; the store rank waits for it."""
+"""Counter of processes that joined and know why the start failed. Each adds itself; the store rank waits for it."""
+
+EARLY_FAILURE = "early failure"
+"""Fields of the ``FailureRecord`` of a rank that failed before it joined. That rank writes it, rank 0 reads it."""
+
+TURNED_AWAY = "turned away"
+"""Counter of processes that did not join, because they failed before, or were told that another one had. Each adds
+itself; the store rank waits for it."""
 
 
 def join_record(place: int) -> str:

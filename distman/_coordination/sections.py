@@ -93,7 +93,7 @@ class ExclusiveSection:
             store.compare_set(self.key, "", json.dumps([self.what, dataclasses.asdict(record)]))
 
         self.store_group.wait_until(
-            is_over, place=self.what, awaited=lambda: self.awaited, operation=self.key, tell=tell
+            is_over, place=self.what, awaited=lambda: self.awaited, key=self.key, operation=self.key, tell=tell
         )
         what, record = decode(store.get(self.key), tuple[Line, FailureRecord | None], f"the outcome of {self.what}")
         if what != printable(self.what):

@@ -15,6 +15,7 @@ from distman._coordination import protocol
 from distman._coordination.failure.record import FailureRecord, Place
 from distman._coordination.messages import add_to, count
 from distman._coordination.monitor.current_watcher import let_others_hear_first, raise_if_failed
+from distman._store.torch_store import TorchStore
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -74,6 +75,7 @@ class StoreGroup:
         *,
         place: str,
         awaited: Callable[[], Iterable[int]],
+        key: str | None = None,
         timeout: float | None = None,
         operation: str | None = None,
         tell: Callable[[FailureRecord], None] | None = None,
@@ -86,6 +88,8 @@ class StoreGroup:
             is_there: Looks for it.
             place: What is waited at, for messages.
             awaited: Says which of these ranks, by index, have yet to bring it.
+            key: What it is that ``is_there`` looks for, if it is one key: the job's own store tells when it comes, and
+                need not be asked again and again.
             timeout: Seconds to wait; None waits as long as the job goes on.
             operation: Name of the operation, used once: one of the ranks that wait in it looks for awaited ones that
                 left the job. None where only this rank waits.
@@ -95,7 +99,8 @@ class StoreGroup:
             RankFailedError: The job failed, by this rank perhaps; or an awaited rank left it, and there is no ``tell``.
         """
         raise_if_failed()  # the store may have gone since, and torch would print a stack each time that it is asked
-        if any(is_there() for _ in range(_LOOKS_WITHOUT_PAUSE)):
+        can_tell = key is not None and isinstance(self.store, TorchStore)
+        if any(is_there() for _ in range(1 if can_tell else _LOOKS_WITHOUT_PAUSE)):
             return True
         began = time.monotonic()
         look_around, pause = began + self.look_around_every, _FIRST_PAUSE
@@ -116,8 +121,12 @@ class StoreGroup:
                     look_around = now + max(self.look_around_every, _LOOK_AROUND_PER_RANK * self.size)
                 if is_over:
                     return is_there()
-                time.sleep(pause)
-                pause = min(_GROWTH * pause, longest)
+                if key is not None and isinstance(self.store, TorchStore):
+                    until = look_around if timeout is None else min(look_around, began + timeout)
+                    self.store.has_come([key], max(until - now, _FIRST_PAUSE))
+                else:
+                    time.sleep(pause)
+                    pause = min(_GROWTH * pause, longest)
         return True
 
     def _check_job(self, is_there: Callable[[], bool]) -> None:

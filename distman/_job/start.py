@@ -29,10 +29,13 @@ from distman._process_state import keep_garbage_from_children
 from distman._rendezvous.join import Rendezvous, join, join_at, join_record_of
 from distman._rendezvous.join_record import JoinRecord
 from distman._rendezvous.peers import complete
+from distman._rendezvous.secret import check_adoption
 from distman._rendezvous.store import adopt_store
 from distman._torch_internals import counting_no_failed_group, default_store, make_gloo_default
 from distman.environments import LaunchEnvironment
 from distman.errors import DistmanError, RankFailedError, RendezvousError
+
+_UNREACHABLE_AFTER = 45.0  # seconds, where nobody watches: a network that is repaired sooner ends no job
 
 _adoptions: weakref.WeakKeyDictionary[dist.ProcessGroup, Iterator[int]] = weakref.WeakKeyDictionary()
 """Numbers of the adoptions of a group: part of the keys in its store, which remembers those before."""
@@ -74,6 +77,7 @@ def start(
             device=requested,
             backend=backend,
             timeout=limits.rendezvous,
+            unreachable_after=watch_limits.unreachable if watch_limits else _UNREACHABLE_AFTER,
             on_meeting=leave_it_to_the_meeting,
         )
     except (RendezvousError, RankFailedError):
@@ -141,6 +145,8 @@ def adopt(environment: LaunchEnvironment, requested: torch.device | None, limits
     """
     keep_garbage_from_children()
     rank, world_size = dist.get_rank(), dist.get_world_size()
+    if world_size > 1:
+        check_adoption(os.environ)
     if not environment.is_launched or (environment.rank, environment.world_size) != (rank, world_size):
         environment = LaunchEnvironment.bare(rank, world_size)
     hook.set_reporter(functools.partial(abort_job, environment))  # no rank waits for another one to arrive
@@ -177,6 +183,7 @@ def watch(job: Job, limits: WatchLimits | None) -> Watcher | None:
         store=job.rendezvous.store,
         url=job.rendezvous.job_store.url,
         store_rank=job.rendezvous.job_store.store_rank,
+        opener=job.rendezvous.job_store.opener,
         rank=job.peer.rank,
         peers=job.roll_call,
         is_one_host=job.peer.num_nodes == 1,

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import hmac
+import json
 import os
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 from distman._rendezvous import mpi
 from distman._rendezvous.ancestry import ancestors
@@ -13,11 +16,15 @@ from distman._rendezvous.sockets import means_loopback
 from distman.environments import LAUNCHERS, Family, LaunchEnvironment
 from distman.errors import RendezvousError
 
+if TYPE_CHECKING:
+    from distman._rendezvous.secret import Protection
+
 # Derived ports: above those of well-known services, and below 32768, from where Linux gives ports to connections.
 _FIRST_PORT = 23000
 _NUM_PORTS = 9000  # so many that two jobs of one host seldom derive the same one
 _NUM_CANDIDATES = 8  # ports tried in turn; jobs of one host seldom take more than a few
 _LOCALHOST = "127.0.0.1"
+_UNREACHABLE_AFTER = 45.0  # seconds; also for a rank that only tells of its failure
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,8 +38,10 @@ class Endpoint:
         source: Where address and port came from, for messages.
         is_host: Whether this process opens the store.
         host: Who opens the store, for messages, such as ``"rank 0"``.
-        has_agent: Whether a launcher's agent already serves a TCPStore there.
-        is_on_one_host: Whether the launcher says that all ranks run on this host.
+        has_agent: Whether a launcher's agent serves a store there, where rank 0 tells the others its address.
+        is_on_one_host: Whether all ranks run on this host: then they meet at a name that only this host knows.
+        protection: What keeps others out; None where there is nothing.
+        unreachable_after: Seconds after which a host is given up that acknowledges nothing.
     """
 
     job_id: str
@@ -43,20 +52,33 @@ class Endpoint:
     host: str = "rank 0"
     has_agent: bool = False
     is_on_one_host: bool = False
+    protection: Protection | None = None
+    unreachable_after: float = _UNREACHABLE_AFTER
+
+    @property
+    def local_name(self) -> str:
+        """How the names begin at which its store may listen on this host; other ports mean another job."""
+        told = json.dumps([self.job_id, self.ports]).encode(errors="surrogateescape")
+        return f"\0distman/{os.geteuid()}/{hashlib.sha256(told).hexdigest()[:16]}."
 
     @property
     def url(self) -> str:
-        """The endpoint in one word, such as ``tcp://n1:23145``."""
+        """The endpoint in one word, such as ``tcp://n1:23145``, or ``unix:@distman/1000/5f0c81d2a9e4b377.*``."""
+        if self.is_on_one_host:
+            return f"unix:@{self.local_name[1:]}*"
         ports = f":{self.ports[0]}" if self.ports else ""
         return f"tcp://{self.addresses[0]}{ports}"
 
 
-def find_endpoint(environment: LaunchEnvironment, environ: Mapping[str, str]) -> Endpoint | None:
+def find_endpoint(
+    environment: LaunchEnvironment, environ: Mapping[str, str], secret: bytes | None = None
+) -> Endpoint | None:
     """Return where the ranks meet, or None where only a broadcast over MPI can tell.
 
     Args:
         environment: What the launcher says.
         environ: Environment variables, usually ``os.environ``; never modified.
+        secret: What all ranks know beforehand, and nobody else; None where there is nothing.
 
     Raises:
         RendezvousError: The address cannot be the one of all ranks, or nothing tells it.
@@ -64,16 +86,14 @@ def find_endpoint(environment: LaunchEnvironment, environ: Mapping[str, str]) ->
     launcher = LAUNCHERS[environment.launcher]
     job_id = environment.job_id or _anonymous_job(environment)
     if launcher.agent is not None and launcher.agent.is_serving(environ):
-        return _agent_point(environment, job_id)
-    if environment.world_size == 1:
-        return _lone_point(job_id)
+        return _agent_point(environment, environ, job_id)
     address, address_source = _address(environment, environ)
     if address is None:
         if launcher.family is Family.MPI:
             return None
         raise RendezvousError(_no_address(environment))
     is_given = bool(environ.get("MASTER_ADDR"))
-    ports, port_source = _ports(environ, job_id)
+    ports, port_source = _ports(environ, job_id, secret)
     by_place = launcher.meets_on_first_node and not is_given
     is_host = (environment.node_rank, environment.local_rank) == (0, 0) if by_place else environment.rank == 0
     return Endpoint(
@@ -83,7 +103,7 @@ def find_endpoint(environment: LaunchEnvironment, environ: Mapping[str, str]) ->
         source=f"address from {address_source}, port {port_source}",
         is_host=is_host,
         host="the first task of the first node" if by_place and not environment.is_on_one_node else "rank 0",
-        is_on_one_host=environment.is_on_one_node,
+        is_on_one_host=is_on_one_host(environment, environ),
     )
 
 
@@ -105,42 +125,34 @@ def is_told_over_mpi(environment: LaunchEnvironment, environ: Mapping[str, str])
     return environment.main_address is None or mpi.is_installed()
 
 
-def derive_ports(job_id: str) -> tuple[int, ...]:
+def derive_ports(job_id: str, secret: bytes | None = None) -> tuple[int, ...]:
     """Return the ports at which a job of this name may meet, in the order in which they are tried.
 
-    They lie below the range from which Linux gives ports to outgoing connections.
+    They lie below the range from which Linux gives ports to outgoing connections. Where the ranks know a secret
+    beforehand, nobody else can tell which they are.
     """
-    digests = (hashlib.sha256(f"{job_id}/{i}".encode()).digest() for i in range(_NUM_CANDIDATES))
+    names = (f"{job_id}/{i}".encode() for i in range(_NUM_CANDIDATES))
+    digests = (hmac.digest(secret, name, "sha256") if secret else hashlib.sha256(name).digest() for name in names)
     ports = (_FIRST_PORT + int.from_bytes(digest[:4], "big") % _NUM_PORTS for digest in digests)
     return tuple(dict.fromkeys(ports))
 
 
-def _agent_point(environment: LaunchEnvironment, job_id: str) -> Endpoint:
+def _agent_point(environment: LaunchEnvironment, environ: Mapping[str, str], job_id: str) -> Endpoint:
     if environment.main_address is None or environment.main_port is None:
         raise RendezvousError(
             f"{_main_variables(environment)} must be set under {environment.launcher}, got "
             f"{environment.main_address!r} and {environment.main_port!r}. Keep what {environment.launcher} sets."
         )
+    agent = LAUNCHERS[environment.launcher].agent
+    restart = environ.get(agent.restart_count, "0") if agent is not None else "0"
     return Endpoint(
-        job_id=job_id,
+        job_id=f"{job_id}/{restart}",
         addresses=(environment.main_address,),
         ports=(environment.main_port,),
         source=f"{_main_variables(environment)} of {environment.launcher}",
-        is_host=False,
-        host=f"the {environment.launcher} agent",
-        has_agent=True,
-    )
-
-
-def _lone_point(job_id: str) -> Endpoint:
-    """Return where nobody else comes: other jobs, of one rank too, may have the same name and port."""
-    return Endpoint(
-        job_id=f"{job_id}/{os.getpid()}",
-        addresses=(_LOCALHOST,),
-        ports=(),
-        source="the job has one rank, which meets nobody",
-        is_host=True,
-        is_on_one_host=True,
+        is_host=environment.rank == 0,
+        has_agent=not environment.is_on_one_node,
+        is_on_one_host=environment.is_on_one_node,
     )
 
 
@@ -181,10 +193,10 @@ def _spans_nodes(environment: LaunchEnvironment) -> bool:
     return local is not None and local < environment.world_size
 
 
-def _ports(environ: Mapping[str, str], job_id: str) -> tuple[tuple[int, ...], str]:
+def _ports(environ: Mapping[str, str], job_id: str, secret: bytes | None) -> tuple[tuple[int, ...], str]:
     text = environ.get("MASTER_PORT", "")
     if not text:
-        return derive_ports(job_id), f"derived from job {job_id!r}"
+        return derive_ports(job_id, secret), f"derived from job {job_id!r}{' and its secret' if secret else ''}"
     if not (text.isascii() and text.isdigit() and 0 < int(text) < 65536):
         raise RendezvousError(
             f"MASTER_PORT must be a number between 1 and 65535, got {text!r} from the environment. Correct or unset it."

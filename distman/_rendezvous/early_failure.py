@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
+import json
 import sys
 import time
 from collections.abc import Mapping
 from typing import Any
 
+from distman._coordination import protocol
 from distman._rendezvous.address import Endpoint, find_endpoint
 from distman._rendezvous.ancestry import ancestors
-from distman._rendezvous.handshake import HandshakeServer, Identity, find_server
-from distman._rendezvous.sockets import bind_listener
-from distman.environments import LAUNCHERS, OnFailure, detect
+from distman._rendezvous.door import find_store
+from distman._rendezvous.opening import start_or_enter
+from distman._rendezvous.secret import find_protection
+from distman._store.client import Client
+from distman._store.handshake import VISITOR
+from distman.environments import LAUNCHERS, LaunchEnvironment, OnFailure, detect
 from distman.errors import DistmanError
 
 _PATIENCE = 10.0
@@ -51,7 +57,7 @@ def _place(environ: Mapping[str, str]) -> tuple[str, int, int] | None:
 
 
 def tell_waiting_ranks(failure: dict[str, Any], environ: Mapping[str, str], *, patience: float = _PATIENCE) -> None:
-    """Leave the failure with the handshake server of the job, or run such a server for some seconds.
+    """Leave the failure with the store of the job, or open it for some seconds to tell who comes.
 
     Nothing is done where the other ranks end with this one, nor where no endpoint is known. It needs no torch, so
     it also serves a rank that failed to import it.
@@ -66,33 +72,40 @@ def tell_waiting_ranks(failure: dict[str, Any], environ: Mapping[str, str], *, p
         others_stay = LAUNCHERS[environment.launcher].on_failure is OnFailure.WAITS
         if not others_stay or environment.world_size == 1:
             return
-        point = find_endpoint(environment, environ)
+        protection = find_protection(environment, environ)
+        point = find_endpoint(environment, environ, protection.key)
         if point is None:
             return
-        failure = {**failure, "rank": environment.rank}
+        point = dataclasses.replace(point, protection=protection)
+        message = json.dumps({**failure, "rank": environment.rank}).encode()
         if not point.is_host:
-            find_server(point, patience, failure=failure)
+            _tell(find_store(point, environment.rank, patience, role=VISITOR), message)
         elif patience > 0:
-            _hold_server(point, failure, environment.world_size - 1, patience)
+            _hold_store(point, message, environment, patience)
     except (DistmanError, OSError):
         return  # nobody waits, or nobody can be reached, and the traceback is printed already
 
 
-def _hold_server(point: Endpoint, failure: dict[str, Any], num_others: int, patience: float) -> None:
-    server = _open_server(point, failure)
-    if server is None:
-        return
+def _tell(client: Client, failure: bytes) -> None:
+    """Leave a failure with the store of the job, for those that come later and those that wait for all to come."""
+    client.leave_failure(failure)
+    client.compare_set(_key(protocol.EARLY_FAILURE), b"", failure)
+    client.set(_key(protocol.MEMBERSHIP_EVENT), b"failure")
+    client.add(_key(protocol.TURNED_AWAY), 1)
+    client.close()
+
+
+def _hold_store(point: Endpoint, failure: bytes, environment: LaunchEnvironment, patience: float) -> None:
+    """Open the store that the others look for, and stay until all have been told."""
     until = time.monotonic() + patience
-    while server.num_answered < num_others and time.monotonic() < until:
+    client, is_own = start_or_enter(point, environment.rank, patience, failure=failure)
+    if not is_own:
+        _tell(client, failure)
+        return
+    while client.add(_key(protocol.TURNED_AWAY), 0) < environment.world_size - 1 and time.monotonic() < until:
         time.sleep(_PAUSE)
-    server.close()
+    client.close()
 
 
-def _open_server(point: Endpoint, failure: dict[str, Any]) -> HandshakeServer | None:
-    for port in point.ports:
-        try:
-            listener = bind_listener(point.addresses[0], port, is_on_one_host=point.is_on_one_host)
-        except OSError:
-            continue
-        return HandshakeServer(listener, Identity.of(point.job_id), failure=failure)
-    return None
+def _key(name: str) -> bytes:
+    return protocol.in_job(name).encode()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import itertools
 import os
 import resource
 import socket
@@ -15,17 +14,19 @@ import torch.distributed as dist
 
 from distman._coordination import protocol
 from distman._device import is_sharing_allowed, visible_devices
-from distman._rendezvous.address import find_endpoint
+from distman._log import logger
+from distman._rendezvous.address import Endpoint, find_endpoint
 from distman._rendezvous.ancestry import boot_id
 from distman._rendezvous.join_record import JoinRecord, Origin
 from distman._rendezvous.membership import establish_membership
 from distman._rendezvous.peers import Peers
-from distman._rendezvous.store import JobStore, open_or_join, tell_over_mpi
+from distman._rendezvous.secret import find_protection
+from distman._rendezvous.store import JobStore, keep_store, open_or_join, tell_over_mpi
+from distman._store.torch_store import part_of
 from distman._text import printable
 from distman._version import VERSION
 from distman.environments import LAUNCHERS, LaunchEnvironment
 
-_attempts = itertools.count()
 _FILES_PER_RANK = 4  # the store serves two connections to each rank, and collectives open one or two
 _FILES_BESIDE = 512  # for data, libraries and the program itself
 
@@ -52,6 +53,7 @@ def join(
     device: torch.device | None,
     backend: str | None,
     timeout: float,
+    unreachable_after: float,
     on_meeting: Callable[[], None],
 ) -> Rendezvous:
     """Meet the other ranks of the job and exchange join records.
@@ -64,6 +66,7 @@ def join(
         device: The device that the program asked for; None leaves the choice to the rank's place.
         backend: The backend that the program asked for; None leaves the choice to the device.
         timeout: Seconds to wait for the others.
+        unreachable_after: Seconds after which a host is given up that acknowledges nothing.
         on_meeting: Called when this rank can be heard: from then on it is done here to tell the others of a failure.
 
     Raises:
@@ -71,16 +74,25 @@ def join(
         RankFailedError: A rank raised on its way here.
     """
     allow_open_files(_FILES_PER_RANK * environment.world_size + _FILES_BESIDE)
-    point = find_endpoint(environment, environ)
+    is_alone = environment.world_size == 1
+    protection = None if is_alone else find_protection(environment, environ)
+    if protection is not None and protection.warning is not None and environment.rank == 0:
+        logger.warning(protection.warning)
+    secret = protection.key if protection is not None else None
+    point = None if is_alone else find_endpoint(environment, environ, secret)
     me = join_record_of(environment, environ, device=device, backend=backend)  # first: if it fails, nobody waits here
-    if point is None:
-        job_store = tell_over_mpi(environment, environment.job_id or environment.launcher, timeout)
+    if is_alone:
+        job_store, source = keep_store(), "the job has one rank, which meets nobody"
+    elif point is None:
         source = "address and port from rank 0 over MPI"
+        point = Endpoint(environment.job_id or environment.launcher, (), (), source, is_host=environment.rank == 0)
+        point = dataclasses.replace(point, protection=protection, unreachable_after=unreachable_after)
+        job_store = tell_over_mpi(environment, point, timeout)
     else:
-        job_store = open_or_join(point, timeout)
-        source = point.source
+        point = dataclasses.replace(point, protection=protection, unreachable_after=unreachable_after)
+        job_store, source = open_or_join(point, environment.rank, timeout), point.source
     try:
-        store = dist.PrefixStore(_prefix(environment, environ), job_store.store)
+        store = part_of(job_store.store, protocol.job())
         on_meeting()
         peers = join_at(job_store, store, me, timeout=timeout, source=source, environ=environ)
     except BaseException:
@@ -150,15 +162,3 @@ def join_record_of(
         distman=VERSION,
         origin=Origin.of_this_process(),
     )
-
-
-def _prefix(environment: LaunchEnvironment, environ: Mapping[str, str]) -> str:
-    """Return a prefix for the keys of this start of the job.
-
-    An agent's store outlives restarts, world sizes and repeated calls of ``initialize()``.
-    """
-    agent = LAUNCHERS[environment.launcher].agent
-    if agent is None:
-        return protocol.job()
-    restart = environ.get(agent.restart_count, "0")
-    return protocol.job(restart, environment.world_size, next(_attempts))

@@ -31,6 +31,7 @@ from distman._coordination.messages import (
     decode_index,
     unless_malformed,
 )
+from distman._coordination.monitor.reading import read_at_once
 from distman._coordination.timeouts import run_with_timeout
 from distman._log import logger
 from distman._rendezvous.join_record import OWN_RANK, JoinRecord, describe_claim, is_mixed
@@ -177,7 +178,7 @@ class _Membership:
         self.is_over = threading.Event()
 
     def join_record(self) -> None:
-        if self.job_store.is_host:
+        if self.job_store.is_opened_here:
             self.store.set(protocol.STORE_RANK, str(self.me.rank))
         place = add_to(self.store, protocol.JOINED, 1)
         self._receive({place: self.me})
@@ -212,7 +213,7 @@ class _Membership:
     def accept(self, verdict: _Verdict) -> Peers:
         if verdict.failure is None and verdict.error is None:
             self._check_my_place(verdict.peers)
-            self.job_store.store_rank = verdict.store_rank
+            self.job_store.opener = verdict.store_rank
             return verdict.peers
         error = RendezvousError(verdict.error) if verdict.failure is None else verdict.failure.to_error()
         is_late = time.monotonic() - self.started > self.timeout
@@ -241,7 +242,7 @@ class _Membership:
         if faults:
             return _Verdict(error=" ".join([*faults, f"Not there yet: {missing}."] if missing else faults))
         if missing:
-            record = FailureRecord.read(self.store)
+            record = FailureRecord.read(self.store) or self._early_failure()
             return _Verdict(failure=record) if record is not None else None
         return _Verdict(complete(arrived), store_rank=self._store_rank())
 
@@ -294,7 +295,6 @@ class _Membership:
         longest = min(max(_SHORTEST_LIMIT, _PAUSE_PER_RANK * self.me.world_size), _LONGEST_LIMIT)
         pause, next_report = max(_FIRST_PAUSE, longest / _STEPS), _PROGRESS_EVERY
         while (found := look()) is None:
-            self._pass_on_failure()
             waited = time.monotonic() - self.started
             if waited > timeout:
                 return None
@@ -307,12 +307,10 @@ class _Membership:
             pause = min(_GROWTH * pause, longest)
         return found
 
-    def _pass_on_failure(self) -> None:
-        """Bring what a failed rank left at the handshake server, if it is here, to where rank 0 looks."""
-        server = self.job_store.server
-        if server is not None and server.failure and FailureRecord.read(self.store) is None:
-            FailureRecord.told(server.failure).publish(self.store)
-            self.store.set(protocol.MEMBERSHIP_EVENT, "failure")
+    def _early_failure(self) -> FailureRecord | None:
+        """Return what a rank told that failed before it joined."""
+        told = read_at_once(self.store, protocol.EARLY_FAILURE)
+        return FailureRecord.told(told.encode()) if told is not None else None
 
     def _log_progress(self) -> None:
         self._read_arrivals()
@@ -338,9 +336,13 @@ class _Membership:
             f"{len({join_record.rank for join_record in arrived})} of {self.me.world_size} ranks joined "
             f"{self.job_store.url} within {time.monotonic() - self.started:.0f} s; missing: {missing}. "
             f"Present: {describe_present(arrived)} [{self.source}]. See whether the missing ranks started and reached "
-            "DistributedManager.initialize(); set rendezvous_timeout for slow starts."
+            f"DistributedManager.initialize(){self._unproved()}; set rendezvous_timeout for slow starts."
         )
         return " ".join([*faults, sentence])
+
+    def _unproved(self) -> str:
+        number = self.job_store.client.num_unproved if self.job_store.client is not None else 0
+        return f", and have this job's secret, which {number} of those that came did not prove" if number else ""
 
     def _check_my_place(self, peers: Peers) -> None:
         """Refuse to take part where another process holds this rank, and end a job that may be made of two."""
@@ -373,25 +375,21 @@ class _Membership:
         if not self.has_heard:  # one that is interrupted here parts once more
             self.has_heard = True
             count(self.store, protocol.VERDICT_HEARD, 1)
-        if not self.job_store.is_host:
+        if not self.job_store.is_opened_here:
             return
         now = time.monotonic()
         until, report_at = now + seconds, now + _QUIET
         while time.monotonic() < until and not (with_all and self.is_given_up.is_set()):
             num_joined = count(self.store, protocol.JOINED)
             all_left = count(self.store, protocol.VERDICT_HEARD) >= num_joined
-            if all_left and (not with_all or self._num_come(num_joined) >= self.me.world_size):
+            num_come = num_joined + count(self.store, protocol.TURNED_AWAY)
+            if all_left and (not with_all or num_come >= self.me.world_size):
                 break
             if time.monotonic() > report_at:
                 reason = str(error).partition("\n")[0]
                 logger.warning("%s Ending in %.0f s: ranks that are on their way will be told.", reason, seconds)
                 report_at = until
             time.sleep(_SHORTEST_LIMIT)
-
-    def _num_come(self, num_joined: int) -> int:
-        """Return how many ranks have come as far as to hear of the end, of those that joined and others."""
-        server = self.job_store.server
-        return num_joined if server is None else server.num_answered + 1
 
 
 def _join(text: bytes, place: int) -> JoinRecord:

@@ -153,6 +153,19 @@ def find_protection(environment: LaunchEnvironment, environ: Mapping[str, str]) 
     return found
 
 
+def check_adoption(environ: Mapping[str, str]) -> None:
+    """Refuse to take part in a process group that other code made, where the user wants to be protected.
+
+    Raises:
+        RendezvousError: He does, and nothing protects the store of that group.
+    """
+    if environ.get(_VARIABLE, "").strip().lower() == _REQUIRED:
+        raise RendezvousError(
+            f"the process group must be made by DistributedManager.initialize() where {_VARIABLE} is {_REQUIRED!r}, "
+            "got one that other code made, whose store lets everybody in. Leave init_process_group() out."
+        )
+
+
 def _without_variables(environment: LaunchEnvironment, environ: Mapping[str, str]) -> Protection:
     if is_on_one_host(environment, environ):
         if os.geteuid() != int(_OVERFLOW_UID.read_text(encoding="ascii")):

@@ -1,39 +1,42 @@
-"""The job's TCPStore: opened behind a handshake server by one rank, found by the others.
+"""The job's store: a small process, which one rank starts and the others find.
 
-Under torchrun the agent's store is joined instead.
+Where no address is known beforehand, the rank that has started it tells the others over what they share already: MPI,
+or the store of a launcher's agent.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import errno
-import os
-import socket
+import itertools
+import json
+import secrets
+import time
 from datetime import timedelta
-from typing import Any
+from urllib.parse import urlsplit
 
 import torch.distributed as dist
 
+from distman._coordination import protocol
 from distman._coordination.failure.record import FailureRecord
+from distman._coordination.messages import decode
 from distman._coordination.monitor.peer_connection import own_addresses
 from distman._rendezvous import mpi
 from distman._rendezvous.address import Endpoint
-from distman._rendezvous.handshake import (
-    ForeignServiceError,
-    HandshakeServer,
-    Identity,
-    explain,
-    find_server,
-    probe,
-)
-from distman._rendezvous.sockets import addresses_of, bind_listener, is_listened_to_here, is_own
+from distman._rendezvous.door import find_store, url_of
+from distman._rendezvous.opening import start_or_enter
+from distman._rendezvous.sockets import is_listened_to_here
+from distman._store.client import Client
+from distman._store.torch_store import TorchStore
 from distman.environments import LaunchEnvironment
 from distman.errors import RendezvousError
 
-_ANY_PORT = 0  # the system picks one
+_PAUSE = 0.01  # seconds between two looks whether rank 0 has told its address: it starts within milliseconds
 
 _left: set[str] = set()
-"""Sessions of handshake servers that this process has left; a new start must find a new one."""
+"""Sessions of stores that this process has left; a new start must find a new one."""
+
+_told_by_agent = itertools.count()
+"""How often this process has met others through the store of an agent, which remembers those before."""
 
 
 @dataclasses.dataclass
@@ -43,32 +46,37 @@ class JobStore:
     Attributes:
         store: The connection.
         url: Where the ranks met, such as ``tcp://n1:23145``.
-        server: The handshake server of the job, in the process that opened the store; None elsewhere.
-        session: Name of this opening of the server; None where there is none, or it is here.
-        store_rank: The rank for which ``is_host`` is true, once the verdict has told the others; None where it is none,
-            but a launcher's agent, say.
-        is_adopted_here: Whether other code of this process serves the store.
+        client: The connection without torch; None for a store that other code made.
+        is_opened_here: Whether this process has opened it: then it stays for others where the start fails.
+        is_host: Whether other code of this process serves the store, which ends with it.
+        opener: The rank that opened it, or serves it, once the verdict has told; None where none did.
     """
 
     store: dist.Store
     url: str
-    server: HandshakeServer | None = None
-    session: str | None = None
-    store_rank: int | None = None
-    is_adopted_here: bool = False
+    client: Client | None = None
+    is_opened_here: bool = False
+    is_host: bool = False
+    opener: int | None = None
 
     @property
-    def is_host(self) -> bool:
-        """Whether this process serves the store to the others."""
-        return self.server is not None or self.is_adopted_here
+    def key(self) -> bytes:
+        """What the ranks of the job share with nobody; empty where there is nothing that could be the source of it."""
+        return self.client.job_key if self.client is not None else b""
+
+    @property
+    def store_rank(self) -> int | None:
+        """The rank that serves the store itself, so that it ends with that rank; None where none does."""
+        return self.opener if self.client is None else None
 
     def close(self) -> None:
-        """Close the handshake server, if it is here, or never use it again; the store goes with its last user."""
-        if self.session is not None:
-            _left.add(self.session)
-        if self.server is not None:
-            self.server.close()
-            self.server = None
+        """Leave the store and never use it again; it goes with its last user. One that other code made stays."""
+        if self.client is None:
+            return
+        _left.add(self.client.session)
+        if isinstance(self.store, TorchStore):
+            self.store.close()
+        self.client.close()
 
 
 def adopt_store(store: dist.Store) -> JobStore:
@@ -78,82 +86,61 @@ def adopt_store(store: dist.Store) -> JobStore:
         origin = origin.underlying_store
     if not isinstance(origin, dist.TCPStore):
         return JobStore(store, "the store of the process group")
-    return JobStore(store, f"tcp://{origin.host}:{origin.port}", is_adopted_here=is_listened_to_here(origin.port))
+    is_here = is_listened_to_here(origin.port)
+    return JobStore(store, f"tcp://{origin.host}:{origin.port}", is_opened_here=is_here, is_host=is_here)
 
 
-def open_or_join(point: Endpoint, timeout: float) -> JobStore:
+def keep_store() -> JobStore:
+    """Return the store of a job of one rank, which meets nobody."""
+    return JobStore(dist.HashStore(), "the memory of its only rank")
+
+
+def open_or_join(point: Endpoint, rank: int, timeout: float) -> JobStore:
     """Return the store of the job that meets at this point.
 
     Collective.
 
     Raises:
-        RendezvousError: No port could be opened, or the host of the store did not appear within ``timeout``
-            seconds.
+        RendezvousError: It could not be opened, or did not appear within ``timeout`` seconds.
+        RankFailedError: A rank failed on its way here.
     """
     if point.has_agent:
-        return join_agent(point, timeout)
-    return open_store(point, timeout) if point.is_host else join_store(point, timeout)
+        return _tell_over_agent(point, rank, timeout)
+    return open_store(point, rank, timeout) if point.is_host else join_store(point, rank, timeout)
 
 
-def join_agent(point: Endpoint, timeout: float) -> JobStore:
-    """Connect to the store that a launcher's agent serves.
+def open_store(point: Endpoint, rank: int, timeout: float) -> JobStore:
+    """Start the store of the job, at a name of this host's own or at the first free port of the endpoint.
 
-    Raises:
-        RendezvousError: The store cannot be reached.
-    """
-    store = _connect(point.addresses[0], point.ports[0], timeout, point.source)
-    return JobStore(store, point.url)
-
-
-def open_store(point: Endpoint, timeout: float) -> JobStore:
-    """Open the store of the job behind a handshake server at the first free port of the endpoint.
-
-    Where another process of the same job is already there, join it: the verdict will say that
-    this rank came twice.
+    Where another process of the same job has done so already, join it: the verdict will say that this rank came twice.
 
     Raises:
-        RendezvousError: The port that the user named is taken, or the others look for it on another host.
+        RendezvousError: The port that the user named is taken, or the others look for it on another host, or its
+            process does not start.
+        RankFailedError: A rank failed on its way here.
     """
-    identity = Identity.of(point.job_id)
-    taken = []
-    for port in point.ports or (_ANY_PORT,):
-        try:
-            listener = bind_listener(point.addresses[0], port, is_on_one_host=point.is_on_one_host)
-        except socket.gaierror:
-            listener = bind_listener("0.0.0.0", port)  # noqa: S104 - the name is known to others only
-        except OSError as error:
-            if error.errno != errno.EADDRINUSE:
-                raise RendezvousError(_cannot_listen(point, port, error)) from error
-            try:
-                answer = probe(point.addresses[0], port, identity)
-            except (OSError, ForeignServiceError) as reason:
-                taken.append(f"{port} ({explain(reason)})")
-                continue
-            if answer["session"] in _left:
-                return join_store(point, timeout)
-            return _join_behind(point.addresses[0], port, answer, point, timeout)
-        job_store = _open_behind(listener, identity, point, timeout)
-        _check_is_found(point, identity, job_store)
-        return job_store
-    raise RendezvousError(
-        f"opening the store of the job failed: no port is free on this host: {', '.join(taken)} "
-        f"[{point.source}]. Set MASTER_PORT to a free port on all ranks, or unset it to have one derived."
-    )
+    client, is_own = start_or_enter(point, rank, timeout, left=_left)
+    if not is_own:
+        return _entered(client, timeout)
+    job_store = _connected(client, timeout, is_opened_here=True)  # of a failure that was left since, all hear from it
+    if not isinstance(client.door.address, str):
+        job_store.url = url_of((point.addresses[0], client.door.address[1]))  # it has dialled itself
+    return job_store
 
 
-def join_store(point: Endpoint, timeout: float) -> JobStore:
-    """Find the handshake server of the job and connect to the store behind it, as soon as its host opens it.
+def join_store(point: Endpoint, rank: int, timeout: float) -> JobStore:
+    """Find the store of the job, as soon as it is opened.
 
     Collective.
 
     Raises:
-        RendezvousError: The host of the store did not appear within ``timeout`` seconds.
-        RankFailedError: It failed on its way here.
+        RendezvousError: It did not appear within ``timeout`` seconds.
+        RankFailedError: A rank failed on its way here.
     """
-    return _join_behind(*find_server(point, timeout, left=_left), point, timeout)
+    return _entered(find_store(point, rank, timeout, left=_left), timeout)
 
 
-def tell_over_mpi(environment: LaunchEnvironment, job_id: str, timeout: float) -> JobStore:
+def tell_over_mpi(environment: LaunchEnvironment, point: Endpoint, timeout: float) -> JobStore:
     """Open the store on rank 0, at any free port, and tell the others over MPI where it is.
 
     Collective.
@@ -163,77 +150,101 @@ def tell_over_mpi(environment: LaunchEnvironment, job_id: str, timeout: float) -
     """
     opened: list[JobStore] = []
 
-    def open_here() -> tuple[tuple[str, ...], int, str]:
-        name = f"{job_id}/{os.urandom(8).hex()}"
-        point = Endpoint(name, ("0.0.0.0",), (), "MPI", is_host=True)  # noqa: S104 - for all nodes
-        opened.append(open_store(point, timeout))
-        server = opened[0].server
-        return tuple(own_addresses()), server.port if server else 0, name
+    def open_here() -> tuple[_Told, bytes | None]:
+        job_store, told = _open_anywhere(point, timeout)
+        opened.append(job_store)
+        return told, job_store.client.door.secret if job_store.client is not None else None
 
-    addresses, port, name = mpi.broadcast_from_rank_zero(environment, open_here, timeout)
+    told, secret = mpi.broadcast_from_rank_zero(environment, open_here, timeout)
     if opened:
-        return dataclasses.replace(opened[0], url=f"tcp://{addresses[0]}:{port}")
-    point = Endpoint(name, addresses, (port,), "address and port from rank 0 over MPI", is_host=False)
-    return join_store(point, timeout)
+        return opened[0]
+    if point.protection is not None:
+        point = dataclasses.replace(point, protection=dataclasses.replace(point.protection, key=secret))
+    return _join_told(told, point, environment.rank, timeout)
 
 
-def _open_behind(listener: socket.socket, identity: Identity, point: Endpoint, timeout: float) -> JobStore:
-    host = listener.getsockname()[0]
-    store_listener = bind_listener(host, _ANY_PORT)
-    loopback = "::1" if store_listener.family == socket.AF_INET6 else "127.0.0.1"
-    store_port = store_listener.getsockname()[1]
-    store = dist.TCPStore(
-        loopback if host in ("0.0.0.0", "::") else host,  # noqa: S104 - compared, not listened to
-        store_port,
-        None,
-        is_master=True,
-        timeout=timedelta(seconds=timeout),
-        wait_for_workers=False,
-        master_listen_fd=store_listener.detach(),
-    )
-    server = HandshakeServer(listener, identity, store_port=store_port)
-    return JobStore(store, f"tcp://{point.addresses[0]}:{server.port}", server=server)
+def _tell_over_agent(point: Endpoint, rank: int, timeout: float) -> JobStore:
+    """Open the store on rank 0, at any free port, and tell the others in the agent's store where it is.
 
-
-def _join_behind(address: str, port: int, answer: dict[str, Any], point: Endpoint, timeout: float) -> JobStore:
-    if answer.get("failure"):
-        raise FailureRecord.told(answer["failure"]).to_error()
-    store = _connect(address, answer["store_port"], timeout, point.source)
-    return JobStore(store, f"tcp://{address}:{port}", session=answer["session"])
-
-
-def _check_is_found(point: Endpoint, identity: Identity, job_store: JobStore) -> None:
-    """Refuse to wait for ranks that look for the store on another host.
-
-    An address that is not this host's own may lead here all the same, through a translation of addresses: so it is
-    tried. A name that this host does not know is left to the others.
+    Anybody can write there. It leads a rank to a store, which has to prove that it is this job's.
     """
-    address, server = point.addresses[0], job_store.server
-    try:
-        addresses = addresses_of(address)
-    except OSError:
-        return
-    if server is None or any(map(is_own, addresses)):
-        return
-    try:
-        if probe(address, server.port, identity)["session"] == server.session:
-            return
-    except (OSError, ForeignServiceError):
-        pass  # nobody is there, or somebody else
-    job_store.close()
-    named = "" if addresses == [address] else f" ({', '.join(addresses)})"
-    raise RendezvousError(
-        f"{point.host} must run on the host at which the ranks meet, got {address}{named}, which is not this host, "
-        f"{socket.gethostname()} [{point.source}]. Set MASTER_ADDR to {socket.gethostname()} on all ranks, or start "
-        f"{point.host} on {address}."
+    agent = _connect(point, timeout)
+    key = protocol.store_address(point.job_id, next(_told_by_agent))
+    if point.is_host:
+        opened, told = _open_anywhere(point, timeout)
+        agent.set(key, json.dumps(dataclasses.asdict(told)))
+        return opened
+    until = time.monotonic() + timeout
+    while not agent.check([key]):
+        if time.monotonic() > until:
+            raise RendezvousError(
+                f"{point.host} must tell where it has opened the job's store within {timeout:g} s, got nothing in the "
+                f"agent's at {point.url} [{point.source}]. See whether {point.host} started and reached "
+                "DistributedManager.initialize(); set rendezvous_timeout for slow starts."
+            )
+        time.sleep(_PAUSE)
+    told = decode(
+        agent.get(key), _Told, f"where {point.host} has opened the job's store, in the agent's at {point.url}"
     )
+    return _join_told(told, point, rank, timeout)
 
 
-def _connect(address: str, port: int, timeout: float, source: str) -> dist.TCPStore:
+@dataclasses.dataclass(frozen=True)
+class _Told:
+    """What rank 0 tells the others of its store.
+
+    Attributes:
+        addresses: Those of its host.
+        port: Where it is there.
+        job: Name that it has given to this start.
+    """
+
+    addresses: tuple[str, ...]
+    port: int
+    job: str
+
+
+def _open_anywhere(point: Endpoint, timeout: float) -> tuple[JobStore, _Told]:
+    """Open the store at any free port, and return it and what rank 0 tells the others of it."""
+    name = f"{point.job_id}/{secrets.token_hex(8)}"
+    here = dataclasses.replace(point, job_id=name, addresses=("0.0.0.0",), ports=())  # noqa: S104 - for all nodes
+    opened = open_store(here, 0, timeout)
+    told = _Told(tuple(own_addresses()), urlsplit(opened.url).port or 0, name)
+    opened.url = url_of((told.addresses[0], told.port))
+    return opened, told
+
+
+def _join_told(told: _Told, point: Endpoint, rank: int, timeout: float) -> JobStore:
+    there = dataclasses.replace(
+        point, job_id=told.job, addresses=told.addresses, ports=(told.port,), is_host=False, has_agent=False
+    )
+    return join_store(there, rank, timeout)
+
+
+def _entered(client: Client, timeout: float) -> JobStore:
+    """Return the connection to a store that another process has opened.
+
+    Raises:
+        RankFailedError: A rank failed on its way here, and has left word.
+    """
+    if client.failure:
+        client.add(protocol.in_job(protocol.TURNED_AWAY).encode(), 1)
+        client.close()
+        raise FailureRecord.told(client.failure).to_error()
+    return _connected(client, timeout)
+
+
+def _connected(client: Client, timeout: float, *, is_opened_here: bool = False) -> JobStore:
+    store = TorchStore(client)
+    store.set_timeout(timedelta(seconds=timeout))
+    return JobStore(store, url_of(client.door.address), client, is_opened_here=is_opened_here)
+
+
+def _connect(point: Endpoint, timeout: float) -> dist.TCPStore:
     try:
         return dist.TCPStore(
-            address,
-            port,
+            point.addresses[0],
+            point.ports[0],
             None,
             is_master=False,
             timeout=timedelta(seconds=timeout),
@@ -241,17 +252,7 @@ def _connect(address: str, port: int, timeout: float, source: str) -> dist.TCPSt
         )
     except dist.DistError as error:
         raise RendezvousError(
-            f"the store at tcp://{address}:{port} could not be reached from this host within {timeout:g} s: "
-            f"{_first_line(error)} [{source}]. See that no firewall closes the port and the name is right."
+            f"the store of the launcher's agent at {point.url} could not be reached from this host within {timeout:g} "
+            f"s: {str(error).splitlines()[0]} [{point.source}]. See that no firewall closes the port and the name is "
+            "right."
         ) from error
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).splitlines()[0]
-
-
-def _cannot_listen(point: Endpoint, port: int, error: OSError) -> str:
-    return (
-        f"{point.host} must be able to listen at {point.addresses[0]}:{port}, got {explain(error)} "
-        f"[{point.source}]. Correct MASTER_ADDR or MASTER_PORT, or unset them to have them derived."
-    )

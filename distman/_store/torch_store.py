@@ -10,7 +10,7 @@ from typing import ParamSpec, TypeVar
 import torch.distributed as dist
 
 from distman._store.client import Client
-from distman._store.connection import InvalidRequestError, StoreLostError, StoreTimeoutError
+from distman._store.connection import StoreLostError, StoreTimeoutError
 from distman._store.handshake import WATCHER
 
 P = ParamSpec("P")
@@ -28,8 +28,6 @@ def _with_errors_of_torch(method: Callable[P, T]) -> Callable[P, T]:
             raise dist.DistNetworkError(str(error)) from error
         except StoreTimeoutError as error:
             raise dist.DistStoreError(f"wait timeout, {method.__name__}{args[1:]}: not set in time") from error
-        except InvalidRequestError as error:
-            raise dist.DistStoreError(f"{method.__name__}{args[1:]} failed: {error}") from error
 
     return call
 

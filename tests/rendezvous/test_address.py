@@ -31,10 +31,16 @@ def test_on_one_node_the_ranks_meet_without_any_address(launcher):
     assert [point.is_host for point in found] == [True, False, False]
 
 
-def test_torchrun_meets_at_its_agent():
-    found = points("torchrun")
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_the_ranks_of_torchrun_ask_its_agent_on_several_nodes_only(nodes):
+    found = points("torchrun", nodes=nodes)
     assert agreed(found)[1:] == (("n1",), (29400,))
-    assert all(point.has_agent and not point.is_host for point in found)
+    assert [point.is_host for point in found] == [True, False]
+    assert {(point.has_agent, point.is_on_one_host) for point in found} == {(nodes > 1, nodes == 1)}
+
+
+def test_each_restart_of_torchrun_is_a_job_of_its_own():
+    assert agreed(points("torchrun")) != agreed(points("torchrun", TORCHELASTIC_RESTART_COUNT="1"))
 
 
 def test_slurm_meets_on_the_first_node_of_the_step():
@@ -81,12 +87,6 @@ def test_open_mpi_4_tells_the_node_of_mpirun_where_mpi4py_is_missing(monkeypatch
     assert agreed(points("openmpi", nodes=2, **uri))[1] == ("10.0.0.9",)
 
 
-@pytest.mark.parametrize("launcher", ["env", "slurm", "openmpi", "flux"])
-def test_the_only_rank_of_a_job_meets_nobody_at_the_port_of_another_one(launcher):
-    (point,) = points(launcher, tasks=1, MASTER_ADDR="n1", MASTER_PORT="29500")
-    assert (point.addresses, point.ports, point.is_host) == (("127.0.0.1",), (), True)
-
-
 @pytest.mark.parametrize("launcher", ["flux", "jsrun"])
 def test_a_launcher_that_does_not_say_needs_an_address_on_several_nodes(launcher):
     with pytest.raises(RendezvousError, match=f"MASTER_ADDR must be set when {launcher} does not say"):
@@ -110,6 +110,12 @@ def test_derived_ports_are_the_same_everywhere_and_below_those_of_outgoing_conne
     assert ports == derive_ports("a job") != derive_ports("another")
     assert len(set(ports)) == len(ports) >= 4
     assert all(1024 < port < 32768 for port in ports)
+
+
+def test_ports_that_are_derived_from_a_secret_are_for_those_who_know_it():
+    ports = derive_ports("a job", b"secret")
+    assert ports == derive_ports("a job", b"secret")
+    assert not {ports, derive_ports("a job")} & {derive_ports("a job", b"another secret")}
 
 
 def test_a_point_cannot_be_changed():

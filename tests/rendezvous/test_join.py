@@ -44,7 +44,15 @@ def test_what_may_fail_is_done_before_the_store_is_opened(monkeypatch):
     environment = LaunchEnvironment.bare(0, 2)
     environ = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     with pytest.raises(RuntimeError, match="the driver does not answer"):
-        join(environment, environ, device=None, backend=None, timeout=10.0, on_meeting=pytest.fail)
+        join(
+            environment,
+            environ,
+            device=None,
+            backend=None,
+            timeout=10.0,
+            unreachable_after=10.0,
+            on_meeting=pytest.fail,
+        )
 
 
 def test_a_rank_says_which_machine_it_runs_on():

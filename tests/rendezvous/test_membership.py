@@ -14,10 +14,13 @@ from distman._coordination import messages, protocol
 from distman._coordination.failure.record import FailureRecord
 from distman._rendezvous import membership
 from distman._rendezvous.address import Endpoint
-from distman._rendezvous.handshake import ForeignServiceError, Identity, probe
+from distman._rendezvous.door import find_store
+from distman._rendezvous.early_failure import _tell
 from distman._rendezvous.membership import establish_membership
 from distman._rendezvous.sockets import bind_listener
 from distman._rendezvous.store import JobStore, join_store, open_store
+from distman._store.handshake import VISITOR
+from distman._store.torch_store import part_of
 from distman.errors import RankFailedError, RendezvousError
 
 from .join_records import join_record
@@ -36,11 +39,11 @@ def attend(point, me, timeout=10.0, expected=None):
 
 
 def enter(point, me, timeout=10.0):
-    return open_store(point, timeout) if me.rank == 0 else join_store(point, timeout)
+    return open_store(point, 0, timeout) if me.rank == 0 else join_store(point, me.rank, timeout)
 
 
 def take_part(job_store, me, timeout=10.0, expected=None):
-    store = dist.PrefixStore("membership", job_store.store)
+    store = part_of(job_store.store, protocol.job())
     return establish_membership(job_store, store, me, timeout=timeout, source="the test", expected=expected or {})
 
 
@@ -110,9 +113,10 @@ def test_what_contradicts_is_told_at_once_whoever_else_is_missing(point, seed):
         while sum(not future.done() for future in futures) > 1:
             time.sleep(0.01)
         while not all(future.done() for future in futures):  # the host stays for those who never come: be them
-            with contextlib.suppress(OSError, ForeignServiceError):
-                probe("127.0.0.1", point.ports[0], Identity.of(point.job_id))
-            time.sleep(0.01)
+            with contextlib.suppress(RendezvousError, OSError):
+                client = find_store(point, 0, 0.1, role=VISITOR)
+                client.add(protocol.in_job(protocol.TURNED_AWAY).encode(), 1)
+                client.close()
     results = [future.exception() for future in futures]
     told = f"rank {odd.rank} must be one process" if field == "pid" else f"{field} must be the same on all ranks"
     assert all(isinstance(error, RendezvousError) and told in str(error) for error in results), results
@@ -130,10 +134,10 @@ def test_unlike_world_sizes_are_an_error_on_all(point):
 
 def test_who_serves_the_store_of_an_adopted_group_stays_until_all_know_what_is_wrong():
     store = dist.HashStore()
-    host = JobStore(store, "the group's store", is_adopted_here=True)
+    host = JobStore(store, "the group's store", is_opened_here=True, is_host=True)
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
         future = pool.submit(take_part, host, join_record(0))
-        part = dist.PrefixStore("membership", store)
+        part = dist.PrefixStore(protocol.job(), store)
         place = part.add(protocol.JOINED, 1)
         record = dataclasses.asdict(join_record(1, distman="0.2.0"))
         part.set(protocol.join_record(place), json.dumps(record))
@@ -157,8 +161,8 @@ def test_who_is_interrupted_while_it_parts_is_counted_once_as_one_that_knows():
 @pytest.fixture
 def job_of_two(point):
     """A host and a call into its store, after ranks 0 and 1 have met there."""
-    host = open_store(point, 10)
-    store = dist.PrefixStore("membership", host.store)
+    host = open_store(point, 0, 10)
+    store = part_of(host.store, protocol.job())
 
     def call(me):
         return establish_membership(host, store, me, timeout=10, source="the test", expected={})
@@ -222,20 +226,15 @@ FAILURE = {
         (FAILURE, r"rank 2 \(n2, pid 5\) raised ValueError: boom"),
         (
             {"rank": 2, "what": "boom"},
-            r"rank 2 \(.*\) failed before it joined, .* 'what': 'boom'.* Install one release",
+            r'failed before it joined, .* "what": "boom".* Install one release',
         ),
-        (["boom"], r"failed before it joined, .*\['boom'\].* Install one release"),
+        (["boom"], r'failed before it joined, .*\["boom"\].* Install one release'),
     ],
 )
 def test_a_rank_that_failed_before_is_told_to_all_at_once(point, failure, message):
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
         futures = [pool.submit(attend, point, join_record(rank, 3), timeout=60.0) for rank in (0, 1)]
-        while True:
-            try:
-                probe("127.0.0.1", point.ports[0], Identity.of(point.job_id), failure=failure)
-                break
-            except OSError:
-                time.sleep(0.01)
+        _tell(find_store(point, 2, 10, role=VISITOR), json.dumps(failure).encode())
         for future in futures:
             with pytest.raises(RankFailedError, match=message):
                 future.result(timeout=10)
@@ -252,7 +251,7 @@ def test_a_process_that_joins_with_nonsense_is_as_one_that_is_missing(point, cap
     messages._forget_warnings()
     garbage = json.dumps({**dataclasses.asdict(join_record(1)), "pid": "1"})
     with contextlib.closing(enter(point, join_record(0))) as job_store:
-        store = dist.PrefixStore("membership", job_store.store)
+        store = part_of(job_store.store, protocol.job())
         store.set(protocol.join_record(store.add(protocol.JOINED, 1)), garbage)
         with pytest.raises(RendezvousError, match=r"1 of 2 ranks joined .* missing: rank 1"):
             take_part(job_store, join_record(0), timeout=0.3)
@@ -263,7 +262,7 @@ def test_a_process_that_joins_with_nonsense_is_as_one_that_is_missing(point, cap
 def test_a_verdict_that_is_none_does_not_stand_in_the_way(point, caplog):
     messages._forget_warnings()
     with contextlib.closing(enter(point, join_record(0, 1))) as job_store:
-        store = dist.PrefixStore("membership", job_store.store)
+        store = part_of(job_store.store, protocol.job())
         for key in (protocol.VERDICT, protocol.FAILURE, protocol.STORE_RANK):
             store.set(key, b"\x78\x9c garbage")
         assert len(take_part(job_store, join_record(0, 1))) == 1

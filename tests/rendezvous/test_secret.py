@@ -9,7 +9,7 @@ import pytest
 from distman._rendezvous import mpi, munge
 from distman._rendezvous import secret as module
 from distman._rendezvous.munge import CredentialError
-from distman._rendezvous.secret import Protection, Source, find_protection
+from distman._rendezvous.secret import Protection, Source, check_adoption, find_protection
 from distman.environments import LaunchEnvironment, detect
 from distman.errors import LaunchEnvironmentError, RendezvousError
 from distman.testing import fake_environment
@@ -49,6 +49,10 @@ def agreed(found):
 def test_on_one_host_the_kernel_tells(launcher):
     variables = {"MASTER_ADDR": "localhost"} if launcher == "env" else {}
     assert agreed(protections(launcher, **variables)) == Protection(Source.KERNEL)
+
+
+def test_an_address_that_means_every_host_itself_does_not_make_it_one_host():
+    assert agreed(protections("torchrun", nodes=2, MASTER_ADDR="localhost")).source is Source.NONE
 
 
 def test_one_process_needs_no_secret():
@@ -247,3 +251,10 @@ def test_nobody_is_talked_out_of_his_secret(slurm_conf):
     for other in (Protection(Source.VARIABLE, SECRET.encode()), Protection(Source.KERNEL), Protection(Source.NONE)):
         with pytest.raises(CredentialError, match="got one that sends one of munge"):
             other.read("job", credential)
+
+
+def test_who_must_be_protected_adopts_no_group_of_other_code():
+    check_adoption({})
+    check_adoption({"DISTMAN_SECRET": SECRET})
+    with pytest.raises(RendezvousError, match="must be made by"):
+        check_adoption({"DISTMAN_SECRET": " Required"})

@@ -93,7 +93,11 @@ def hand_out(manager: DistributedManager, name: str, message: Kind, kind: type[K
     limit = manager._state.job.limits.collective
     with WaitScope(f"message of {name}"):
         is_there = store_group.wait_until(
-            lambda: store_group.store.check([key]), place=f"the message of {name}", awaited=lambda: [0], timeout=limit
+            lambda: store_group.store.check([key]),
+            place=f"the message of {name}",
+            awaited=lambda: [0],
+            key=key,
+            timeout=limit,
         )
     if not is_there:
         raise BarrierTimeoutError(

@@ -8,10 +8,10 @@ import json
 import os
 import socket
 import traceback
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from distman._coordination import protocol
-from distman._coordination.messages import MalformedMessageError, checked, claim, decode, unless_malformed
+from distman._coordination.messages import MalformedMessageError, claim, decode, decode_text, unless_malformed
 from distman._text import shortened
 from distman.errors import RankFailedError
 
@@ -124,17 +124,16 @@ class FailureRecord:
         return cls(place.rank, place.host, place.pid, SILENT, text)
 
     @classmethod
-    def told(cls, fields: Any) -> FailureRecord:
+    def told(cls, data: bytes) -> FailureRecord:
         """Return the record that a process told of itself before it joined, be it of another release of the package."""
         try:
-            return checked(fields, cls, "the failure of a process that had not joined")
+            return cls.decoded(data, "the failure of a process that had not joined")
         except MalformedMessageError:
-            rank = fields.get("rank") if isinstance(fields, dict) else None
             text = (
                 "failed before it joined, and told of it in words of another release of distman: "
-                f"{shortened(repr(fields), _MAX_TEXT)}. Install one release on all hosts."
+                f"{shortened(decode_text(data), _MAX_TEXT)}. Install one release on all hosts."
             )
-            return cls(rank if isinstance(rank, int) else -1, "unknown host", 0, "unknown", text)
+            return cls(-1, "unknown host", 0, "unknown", text)
 
     @classmethod
     def read(cls, store: Store) -> FailureRecord | None:

@@ -68,10 +68,11 @@ class WatchContext:
     Attributes:
         store: The job's store.
         url: Where it is served.
-        store_rank: The rank that serves it; None where a launcher's agent does.
+        store_rank: The rank that serves it, so that it ends with that rank; None where a process of its own does.
         rank: This process's rank.
         peers: All ranks, in rank order.
         is_one_host: Whether all of them run on one host.
+        opener: The rank on whose host the store's process runs; None where that is not known.
     """
 
     store: Store
@@ -80,6 +81,7 @@ class WatchContext:
     rank: int
     peers: Sequence[Place]
     is_one_host: bool
+    opener: int | None = None
 
     @property
     def me(self) -> Place:
@@ -119,6 +121,9 @@ class WatchContext:
         if self.store_rank is not None:
             role = f", which serves the job's store at {self.url}, "
             return FailureRecord.unreachable(self.peers[self.store_rank], seconds, role=role)
+        if self.opener is not None:
+            role = f", beside which the job's store runs at {self.url}, "
+            return FailureRecord.unreachable(self.peers[self.opener], seconds, role=role)
         text = f"lost the job's store: its host has not answered for {seconds:.0f} s at {self.url}. See its network."
         return FailureRecord(self.me.rank, self.me.host, self.me.pid, SILENT, text)
 
@@ -135,5 +140,6 @@ class WatchContext:
         """Return the record that nobody serves the store any more."""
         if self.store_rank is not None and not self.is_store_rank:
             return FailureRecord.died(self.peers[self.store_rank], f", which served the job's store at {self.url}, ")
+        place = self.me if self.opener is None else self.peers[self.opener]
         text = f"lost the job's store: the process that served it at {self.url} is gone. See what ended it."
-        return FailureRecord(self.me.rank, self.me.host, self.me.pid, DIED, text)
+        return FailureRecord(place.rank, place.host, place.pid, DIED, text)

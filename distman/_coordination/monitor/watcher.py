@@ -34,7 +34,6 @@ from distman._coordination.monitor.current_watcher import current, set_current
 from distman._coordination.monitor.hang import HangWatch, StackQueries
 from distman._coordination.monitor.left_behind import LeftBehind
 from distman._coordination.monitor.peer_monitor import PeerMonitor, give_sign, read_sign
-from distman._coordination.monitor.store_connection import limit_unanswered
 from distman._coordination.monitor.watchdog import Watchdog
 from distman._log import logger
 from distman._process_state import puts_back
@@ -372,8 +371,6 @@ class Watcher:
     def _own_store(self) -> Store:
         """Return a connection to the store for this thread: another one may wait for an answer over the first."""
         store: Store = self._context.store.clone()  # type: ignore[attr-defined]  # torch's stub lacks it
-        if not (self._context.is_one_host or self._context.is_store_rank):
-            limit_unanswered(store, self._limits.unreachable)
         return store
 
     def _calling(self) -> AbstractContextManager[None]:

@@ -1,0 +1,171 @@
+"""Where the store of a job is found: at a name that only this host knows, or at a port of the host where ranks meet.
+
+Whatever listens there has to prove that it is this job's store. What does not is passed by, and named if it stays in
+the way.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import time
+from collections.abc import Collection, Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from distman._log import logger
+from distman._rendezvous.address import Endpoint
+from distman._rendezvous.munge import CredentialError
+from distman._store.client import Client
+from distman._store.dialing import Door, ForeignServiceError
+from distman._store.handshake import MEMBER
+from distman.errors import RendezvousError
+
+if TYPE_CHECKING:
+    from distman._store.transport import Address
+
+_PATIENCE = 3.0  # seconds: a foreign service may accept and never answer, a store takes milliseconds
+_QUIET = 10.0  # seconds before a word on a foreign service in the way, which may be about to end
+_SHORTEST_PATIENCE = 0.2  # seconds, also where no time is left: a store on another host answers in milliseconds
+_FIRST_PAUSE = 0.002  # seconds: ranks of one launch start within milliseconds of each other, and a start takes ten
+_LONGEST_PAUSE = 0.5  # seconds: more would delay a job whose first rank starts late
+_DRAWN_BYTES = 8
+_LISTENS = "00010000"  # among the flags of /proc/net/unix, as __SO_ACCEPTCON in the kernel's linux/net.h
+_SHOWN_AS = "@"  # the zero byte at the beginning of such a name, in that table
+
+
+def new_name(point: Endpoint) -> str:
+    """Return a name at which a store of this job may listen, and that nobody could take beforehand."""
+    return point.local_name + (secrets.token_hex(_DRAWN_BYTES) if _names() is not None else "0")
+
+
+def names_here(point: Endpoint) -> list[str]:
+    """Return the names at which somebody on this host listens for this job, be it another user's process."""
+    beginning, names = point.local_name, _names()
+    if names is None:  # the system does not show them: there is one
+        return [f"{beginning}0"]
+    return [name for name in names if name.startswith(beginning)]
+
+
+def _names() -> Iterator[str] | None:
+    """Return the names, of no file, at which sockets of this host listen; None where the system does not show them.
+
+    Source:
+        proc(5), /proc/net/unix: the fourth word has the flags, the eighth is the name.
+    """
+    try:
+        table = Path("/proc/self/net/unix").read_text(encoding="ascii", errors="replace").splitlines()
+    except OSError:
+        return None
+    rows = (row.split(maxsplit=7) for row in table)
+    return (row[7].replace(_SHOWN_AS, "\0", 1) for row in rows if len(row) == 8 and row[3] == _LISTENS)
+
+
+def door_at(address: Address, point: Endpoint, patience: float = _PATIENCE) -> Door:
+    """Return the door of this job's store at an address, as one finds it who has not opened it."""
+    protection = point.protection
+
+    def read(credential: bytes) -> bytes | None:
+        try:
+            return protection.read(point.job_id, credential) if protection is not None else None
+        except CredentialError as error:
+            raise ForeignServiceError(str(error)) from error
+
+    return Door(
+        address=address,
+        job=f"{point.job_id}/{os.getuid()}",
+        secret=None,
+        unreachable_after=point.unreachable_after,
+        patience=patience,
+        read=read,
+    )
+
+
+def find_store(point: Endpoint, rank: int, timeout: float, *, role: int = MEMBER, left: Collection[str] = ()) -> Client:
+    """Try every place of the endpoint until the job's store answers.
+
+    Args:
+        point: Where to look.
+        rank: Who looks.
+        timeout: Seconds to go on looking.
+        role: As what to enter.
+        left: Sessions that this process has taken part in before: those stores are about to close.
+
+    Raises:
+        RendezvousError: None answered within ``timeout`` seconds.
+    """
+    started = time.monotonic()
+    deadline = started + timeout
+    pause = _FIRST_PAUSE
+    is_said = False
+    while True:
+        patience = min(max(deadline - time.monotonic(), _SHORTEST_PATIENCE), _PATIENCE)
+        client, reasons, is_foreign = try_all(point, rank, patience, role=role, left=left)
+        if client is not None:
+            return client
+        if is_foreign and not is_said and time.monotonic() - started > _QUIET:
+            is_said = True
+            logger.warning("waiting for %s at %s: %s", point.host, point.url, _listed(reasons))
+        if time.monotonic() + pause > deadline:
+            raise RendezvousError(_host_missing(point, timeout, reasons))
+        time.sleep(pause)
+        pause = min(2 * pause, _LONGEST_PAUSE)
+
+
+def try_all(
+    point: Endpoint, rank: int, patience: float, *, role: int = MEMBER, left: Collection[str] = ()
+) -> tuple[Client | None, dict[str, str], bool]:
+    """Try every place of the endpoint once; the arguments are those of :func:`find_store`.
+
+    Returns:
+        A connection to the store, or None; why there is none, by place; and whether something else listens at one.
+    """
+    reasons, is_foreign = {}, False
+    for address in _places(point):
+        shown = show(address)
+        try:
+            client = Client(door_at(address, point, patience), role, rank)
+            if client.session not in left:
+                return client, {}, False
+            client.close()
+            reasons[shown] = "the store of an earlier start is still open"
+        except (OSError, ForeignServiceError) as error:
+            reasons[shown] = explain(error)
+            is_foreign |= isinstance(error, ForeignServiceError)
+    return None, reasons, is_foreign
+
+
+def _places(point: Endpoint) -> Iterator[Address]:
+    if point.is_on_one_host:
+        yield from names_here(point)
+    else:
+        yield from ((address, port) for address in point.addresses for port in point.ports)
+
+
+def show(address: Address) -> str:
+    """Return an address for messages, such as ``n1:23145``; a name of this host's own begins with ``@``."""
+    return address.replace("\0", _SHOWN_AS) if isinstance(address, str) else f"{address[0]}:{address[1]}"
+
+
+def url_of(address: Address) -> str:
+    """Return an address as a URL, such as ``tcp://n1:23145`` or ``unix:@distman/1000/...``."""
+    return f"{'unix:' if isinstance(address, str) else 'tcp://'}{show(address)}"
+
+
+def explain(error: Exception) -> str:
+    """Return why something could not be reached, in words."""
+    text = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+    return text or type(error).__name__
+
+
+def _host_missing(point: Endpoint, timeout: float, reasons: Mapping[str, str]) -> str:
+    tried = f"Tried {_listed(reasons)}. " if reasons else ""
+    return (
+        f"{point.host} must open the job's store at {point.url} within {timeout:g} s, got no answer from it "
+        f"[{point.source}]. {tried}See whether {point.host} started, runs on {point.addresses[0]} "
+        "and reached DistributedManager.initialize(); set rendezvous_timeout for slow starts."
+    )
+
+
+def _listed(reasons: Mapping[str, str]) -> str:
+    return "; ".join(f"{place}: {reason}" for place, reason in reasons.items())

@@ -1,0 +1,199 @@
+"""Starting the process that serves a job's store, where no other process of the job has done so. It needs no torch."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import errno
+import socket
+import time
+from collections.abc import Collection, Iterator, Mapping
+from typing import TYPE_CHECKING
+
+from distman._rendezvous.address import Endpoint
+from distman._rendezvous.door import door_at, explain, new_name, show, try_all
+from distman._rendezvous.secret import DoorSecret
+from distman._rendezvous.sockets import addresses_of, bind_listener, is_own
+from distman._store.client import Client
+from distman._store.dialing import Door, ForeignServiceError
+from distman._store.handshake import VISITOR
+from distman._store.process import StoreStartError, listen_on_this_host, start_store
+from distman.errors import RendezvousError
+
+if TYPE_CHECKING:
+    from distman._store.transport import Address
+
+_ANY_PORT = 0  # the system picks one
+_PATIENCE = 3.0  # seconds for what listens at a place to prove that it is this job's store
+_PAUSE = 0.01  # seconds between two tries for a place: a store takes milliseconds to start, and to end
+_ENTRY_GRACE = 10.0  # seconds longer than the ranks try to come: then nobody does
+
+
+def start_or_enter(
+    point: Endpoint, rank: int, timeout: float, *, left: Collection[str] = (), failure: bytes = b""
+) -> tuple[Client, bool]:
+    """Start the store of the job, or enter the one that another process of the job has started.
+
+    Args:
+        point: Where the ranks meet.
+        rank: Who opens it.
+        timeout: Seconds for the process to start.
+        left: Sessions that this process has taken part in before: those stores are about to close.
+        failure: What all who come are told, if this process starts it.
+
+    Returns:
+        A connection to it, and whether it was started here.
+
+    Raises:
+        RendezvousError: The port that the user named is taken, or the others look for it on another host, or its
+            process does not start.
+    """
+    if point.is_on_one_host:
+        return _open_on_this_host(point, rank, timeout, left, failure)
+    return _open_at_port(point, rank, timeout, left, failure)
+
+
+def _open_on_this_host(
+    point: Endpoint, rank: int, timeout: float, left: Collection[str], failure: bytes
+) -> tuple[Client, bool]:
+    with _alone(point):
+        client, _, _ = try_all(point, rank, _PATIENCE, left=left)
+        if client is not None:
+            return client, False
+        name = new_name(point)
+        try:
+            listener = listen_on_this_host(name)
+        except OSError as error:
+            raise RendezvousError(
+                f"{point.host} must be able to listen at {show(name)}, got {explain(error)} [{point.source}]. Give the "
+                "job a name of its own with DISTMAN_JOB_ID."
+            ) from error
+    return Client(_start(listener, name, point, timeout, failure), rank=rank), True
+
+
+@contextlib.contextmanager
+def _alone(point: Endpoint) -> Iterator[None]:
+    """Let one process at a time look whether the store is open, and open it; who holds this up cannot prevent it."""
+    until = time.monotonic() + _PATIENCE
+    with socket.socket(socket.AF_UNIX) as turn:
+        while time.monotonic() < until:
+            try:
+                turn.bind(f"{point.local_name}turn")
+                break
+            except OSError:
+                time.sleep(_PAUSE)
+        yield
+
+
+def _open_at_port(
+    point: Endpoint, rank: int, timeout: float, left: Collection[str], failure: bytes
+) -> tuple[Client, bool]:
+    until = time.monotonic() + timeout
+    while True:
+        taken: dict[int, Exception] = {}
+        for port in point.ports or (_ANY_PORT,):
+            listener = _listen(point, port)
+            if listener is not None:
+                return _open_behind(listener, point, rank, timeout, failure), True
+            try:
+                client = Client(door_at((point.addresses[0], port), point), rank=rank)
+                if client.session not in left:
+                    return client, False
+                client.close()
+                taken[port] = _StillOpenError("the store of an earlier start is still open")
+            except (OSError, ForeignServiceError) as error:
+                taken[port] = error
+        is_ending = any(isinstance(error, _StillOpenError | ConnectionError) for error in taken.values())
+        if not is_ending or time.monotonic() > until:
+            raise RendezvousError(_no_port(point, taken))
+        time.sleep(_PAUSE)
+
+
+class _StillOpenError(Exception):
+    """A store that this process has left serves others yet."""
+
+
+def _listen(point: Endpoint, port: int) -> socket.socket | None:
+    """Return a socket that listens at a port of the endpoint's host, or None if it is taken."""
+    try:
+        return bind_listener(point.addresses[0], port)
+    except socket.gaierror:
+        return bind_listener("0.0.0.0", port)  # noqa: S104 - the name is known to others only
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            return None
+        raise RendezvousError(
+            f"{point.host} must be able to listen at {point.addresses[0]}:{port}, got {explain(error)} "
+            f"[{point.source}]. Correct MASTER_ADDR or MASTER_PORT, or unset them to have them derived."
+        ) from error
+
+
+def _open_behind(listener: socket.socket, point: Endpoint, rank: int, timeout: float, failure: bytes) -> Client:
+    host, port = listener.getsockname()[:2]
+    here = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)  # noqa: S104 - compared, not listened to
+    door = _start(listener, (here, port), point, timeout, failure)
+    try:
+        _check_is_found(point, port)
+    except RendezvousError:
+        _end(door)
+        raise
+    return Client(door, rank=rank)
+
+
+def _start(listener: socket.socket, address: Address, point: Endpoint, timeout: float, failure: bytes) -> Door:
+    """Start the process of the store, and return its door."""
+    found = door_at(address, point)
+    drawn = point.protection.draw(point.job_id) if point.protection is not None else DoorSecret(None)
+    try:
+        process = start_store(
+            listener,
+            job=found.job,
+            secret=drawn.key,
+            credential=drawn.credential,
+            entry_limit=timeout + _ENTRY_GRACE,
+            unreachable_after=found.unreachable_after,
+            failure=failure,
+        )
+        process.wait_until_up(timeout)
+    except StoreStartError as error:
+        raise RendezvousError(f"{error} [{point.source}].") from error
+    return dataclasses.replace(found, secret=drawn.key, read=None)
+
+
+def _end(door: Door) -> None:
+    """End a store that was started here and nobody uses."""
+    client = Client(door, VISITOR)
+    client.shut()
+    client.close()
+
+
+def _check_is_found(point: Endpoint, port: int) -> None:
+    """Refuse to wait for ranks that look for the store on another host.
+
+    An address that is not this host's own may lead here all the same, through a translation of addresses: so it is
+    tried. A name that this host does not know is left to the others.
+    """
+    address = point.addresses[0]
+    try:
+        addresses = addresses_of(address)
+    except OSError:
+        return
+    if any(map(is_own, addresses)):
+        return
+    with contextlib.suppress(OSError, ForeignServiceError):  # nobody is there, or somebody else
+        Client(door_at((address, port), point), VISITOR).close()
+        return
+    named = "" if addresses == [address] else f" ({', '.join(addresses)})"
+    raise RendezvousError(
+        f"{point.host} must run on the host at which the ranks meet, got {address}{named}, which is not this host, "
+        f"{socket.gethostname()} [{point.source}]. Set MASTER_ADDR to {socket.gethostname()} on all ranks, or start "
+        f"{point.host} on {address}."
+    )
+
+
+def _no_port(point: Endpoint, taken: Mapping[int, Exception]) -> str:
+    listed = ", ".join(f"{port} ({explain(error)})" for port, error in taken.items())
+    return (
+        f"opening the store of the job failed: no port is free on this host: {listed} [{point.source}]. Set "
+        "MASTER_PORT to a free port on all ranks, or unset it to have one derived."
+    )

@@ -1,0 +1,176 @@
+"""The store of one's own job is found, among what other programs and other users have put in the way."""
+
+import contextlib
+import dataclasses
+import os
+import socket
+import threading
+
+import pytest
+
+from distman._rendezvous import door
+from distman._rendezvous.address import Endpoint
+from distman._rendezvous.door import find_store, names_here, new_name
+from distman._rendezvous.opening import start_or_enter
+from distman._rendezvous.sockets import bind_listener
+from distman.errors import RendezvousError
+
+NOBODY = 65534
+
+
+@pytest.fixture
+def silent_port():
+    with bind_listener("127.0.0.1", 0) as listener:
+        yield listener.getsockname()[1]
+
+
+@pytest.fixture
+def free_port():
+    with bind_listener("127.0.0.1", 0) as listener:
+        return listener.getsockname()[1]
+
+
+def at_ports(*ports):
+    return Endpoint("job-1", ("127.0.0.1",), ports, "the test", is_host=True)
+
+
+def on_this_host():
+    return Endpoint(
+        f"job-{os.urandom(8).hex()}", ("127.0.0.1",), (4000,), "the test", is_host=True, is_on_one_host=True
+    )
+
+
+@pytest.fixture(params=["unix", "tcp"])
+def point(request, free_port):
+    return at_ports(free_port) if request.param == "tcp" else on_this_host()
+
+
+def opened(point, **options):
+    client, is_own = start_or_enter(point, 0, 10, **options)
+    assert is_own
+    return contextlib.closing(client)
+
+
+def test_the_store_of_the_job_is_found(point):
+    with opened(point) as host, contextlib.closing(find_store(point, 1, 10)) as client:
+        host.set(b"key", b"value")
+        assert client.get(b"key", 10) == b"value"
+        assert client.session == host.session
+
+
+def test_a_second_process_that_would_open_it_enters_it(point):
+    with opened(point) as host:
+        other, is_own = start_or_enter(point, 0, 10)
+        with contextlib.closing(other):
+            assert not is_own
+            assert other.session == host.session
+
+
+@pytest.mark.parametrize("_", range(5))
+def test_processes_that_open_it_at_the_same_moment_meet(_):
+    point, clients = on_this_host(), []
+
+    def open_it():
+        clients.append(start_or_enter(point, 0, 10)[0])
+
+    threads = [threading.Thread(target=open_it) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    with contextlib.ExitStack() as stack:
+        found = stack.enter_context(contextlib.closing(find_store(point, 1, 10)))
+        for client in clients:
+            stack.enter_context(contextlib.closing(client))
+        assert {client.session for client in clients} == {found.session}
+
+
+def test_a_store_that_is_opened_late_is_found(point):
+    hosts = []
+    timer = threading.Timer(0.2, lambda: hosts.append(start_or_enter(point, 0, 10)[0]))
+    timer.start()
+    client = find_store(point, 1, 20)
+    timer.join()
+    assert client.session == hosts[0].session
+    client.close()
+    hosts[0].close()
+
+
+def test_the_store_of_an_earlier_start_is_not_taken_for_the_new_one(point):
+    with opened(point) as host, pytest.raises(RendezvousError, match="the store of an earlier start is still open"):
+        find_store(point, 1, 0.1, left={host.session})
+
+
+def test_the_store_of_another_job_is_not_taken_for_this_one(free_port):
+    point = at_ports(free_port)
+    with opened(point), pytest.raises(RendezvousError, match=f"127.0.0.1:{free_port}: another program listens there"):
+        find_store(dataclasses.replace(point, job_id="job-2"), 1, 0.1)
+
+
+def test_foreign_services_before_the_store_are_passed_by(silent_port, free_port):
+    with opened(at_ports(free_port)) as host:
+        client = find_store(at_ports(silent_port, free_port), 1, 20)
+        assert client.session == host.session
+        client.close()
+
+
+def test_a_port_that_is_taken_is_passed_by(silent_port, free_port):
+    with opened(at_ports(silent_port, free_port)) as host:
+        assert host.door.address == ("127.0.0.1", free_port)
+
+
+def test_what_others_listen_at_is_passed_by_and_named(monkeypatch, caplog):
+    """Somebody else's process may take names that begin like this job's: the kernel says whose it is."""
+    monkeypatch.setattr(door, "_QUIET", 0.0)
+    point = on_this_host()
+    listeners = [occupy(point) for _ in range(3)]
+    with pytest.raises(RendezvousError, match="a program of another user listens there"):
+        find_store(point, 1, 0.1)
+    (record,) = caplog.records
+    assert "waiting for rank 0 at unix:@distman/" in record.getMessage()
+    with opened(point) as host, contextlib.closing(find_store(point, 1, 20)) as client:
+        assert client.session == host.session
+    for listener in listeners:
+        listener.close()
+
+
+def occupy(point):
+    """A socket that another user has listen at a name of this job."""
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(new_name(point))
+    child = os.fork()
+    if child == 0:
+        os.setresuid(NOBODY, NOBODY, NOBODY)
+        listener.listen()  # the kernel notes who does this
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    return listener
+
+
+def test_where_the_system_hides_the_names_there_is_one(monkeypatch):
+    monkeypatch.setattr(door, "_names", lambda: None)
+    point = on_this_host()
+    assert names_here(point) == [new_name(point)]
+    with opened(point) as host, contextlib.closing(find_store(point, 1, 10)) as client:
+        assert client.session == host.session
+
+
+def test_nobody_there_says_what_was_tried_and_where_it_came_from(silent_port):
+    with pytest.raises(RendezvousError) as caught:
+        find_store(at_ports(silent_port, 1), 1, 0.1)
+    text = str(caught.value)
+    assert "rank 0 must open the job's store" in text
+    assert f"127.0.0.1:{silent_port}: timed out" in text
+    assert "127.0.0.1:1: Connection refused" in text
+    assert "[the test]" in text
+
+
+def test_the_place_is_free_when_all_have_left(point):
+    for _ in range(3):
+        with opened(point):
+            pass
+
+
+def test_all_who_come_are_told_of_a_failure_from_the_first_moment(point):
+    with opened(point, failure=b"boom"), contextlib.closing(find_store(point, 1, 10)) as client:
+        assert client.failure == b"boom"
