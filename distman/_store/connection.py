@@ -174,7 +174,8 @@ class Connection:
         """Return number, status and value of the next reply to any request."""
         missing = 0 if self._pieces else 1
         while True:
-            self._read(missing)
+            if missing:
+                self._read(missing)
             received = self._pieces[0] if len(self._pieces) == 1 else b"".join(self._pieces)
             found = frames.next_reply(received)
             if found is not None:

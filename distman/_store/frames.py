@@ -34,7 +34,9 @@ LIMIT = Struct("<Q")
 """Milliseconds of a wait."""
 _HEAD = Struct("<IIB")  # length, number, and operation or status
 _HEAD_REST = _HEAD.size - LENGTH.size  # the length does not count itself
-_FEW_LENGTHS = [Struct(f"<{1 + num_fields}I") for num_fields in range(8)]
+_FEW = 8  # fields: all operations on a single key have less
+_FEW_LENGTHS = [Struct(f"<{1 + num_fields}I") for num_fields in range(_FEW)]
+_FEW_HEADS = [Struct(f"<IIB{1 + num_fields}I") for num_fields in range(_FEW)]
 
 
 class MalformedError(Exception):
@@ -42,7 +44,7 @@ class MalformedError(Exception):
 
 
 def _lengths_of(num_fields: int) -> Struct:
-    return _FEW_LENGTHS[num_fields] if num_fields < len(_FEW_LENGTHS) else Struct(f"<{1 + num_fields}I")
+    return _FEW_LENGTHS[num_fields] if num_fields < _FEW else Struct(f"<{1 + num_fields}I")
 
 
 def pack(fields: Sequence[bytes]) -> bytes:
@@ -77,13 +79,16 @@ def request(number: int, operation: int, fields: Sequence[bytes]) -> bytes:
     Raises:
         ValueError: It is too long.
     """
-    packed = pack(fields)
-    if len(packed) > MOST_BYTES - _HEAD.size:
+    lengths = [*map(len, fields)]
+    num_fields = len(lengths)
+    length = _HEAD_REST + LENGTH.size * (1 + num_fields) + sum(lengths)
+    if length > MOST_BYTES:
         raise ValueError(
-            f"a value and its key must have less than {MOST_BYTES} bytes, got {len(packed)}. "
+            f"a value and its key must have less than {MOST_BYTES} bytes, got {sum(lengths)}. "
             "Send large data by a collective."
         )
-    return _HEAD.pack(len(packed) + _HEAD_REST, number, operation) + packed
+    head = _FEW_HEADS[num_fields] if num_fields < _FEW else Struct(f"<IIB{1 + num_fields}I")
+    return b"".join((head.pack(length, number, operation, num_fields, *lengths), *fields))
 
 
 def reply(number: int, status: int, value: bytes = b"") -> bytes:

@@ -75,7 +75,8 @@ class Table:
         Raises:
             NotANumberError: There is none, or the sum has more than 64 bits.
         """
-        total = _number(self._values.get(key, b"0")) + amount
+        value = self._values.get(key)
+        total = amount if value is None else _number(value) + amount
         if not -MOST_NUMBER <= total <= MOST_NUMBER:
             raise NotANumberError
         self.set(key, b"%d" % total)
@@ -217,6 +218,8 @@ def _awaited(wait: Wait) -> Sequence[bytes]:
 
 
 def _number(value: bytes) -> int:
+    if value.isdigit() and len(value) < _MOST_DIGITS:
+        return int(value)
     digits = value[1:] if value[:1] == b"-" else value
     if len(value) > _MOST_DIGITS or not digits.isdigit():
         raise NotANumberError
