@@ -1,7 +1,7 @@
 """The store of a job as a process sees it, from any of its threads; keys and values are bytes, and there is no torch.
 
-A process has one connection for what is answered at once, so that its requests arrive in their order, and another one
-for each thread that waits in the store, so that a wait holds up nobody.
+All requests go over one connection, so that they arrive in their order. A thread that waits in the store keeps it for
+itself meanwhile, and the others, if there are any, go on over another one: so a wait holds up nobody.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
+import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import TypeVar
@@ -43,32 +44,35 @@ class Client:
     def __init__(self, door: Door, role: int = MEMBER, rank: int = -1) -> None:
         self.door = door
         self._rank = rank
-        self._calls, secret = self._dial(role)
+        self._lock = threading.Lock()
+        self._first, secret = self._dial(role)
         self.door = dataclasses.replace(door, secret=secret, read=None)
-        self._all = [self._calls]
+        self._all = [self._first]
         self._idle: list[Connection] = []
+        self._will = b""
+        self._calls: Connection | None = self._first
 
     @property
     def session(self) -> str:
         """Name of this opening of the store."""
-        return self._calls.answer.session.decode()
+        return self._first.answer.session.decode()
 
     @property
     def store_pid(self) -> int:
         """The process that serves the store."""
-        return self._calls.answer.pid
+        return self._first.answer.pid
 
     @property
     def failure(self) -> bytes:
         """What a rank that failed had left when this process came; empty without one."""
-        return self._calls.answer.failure
+        return self._first.answer.failure
 
     @property
     def job_key(self) -> bytes:
         """The key that the ranks of this session share with nobody; empty where there is no secret to make it from."""
         if self.door.secret:
-            return job_key(self.door.secret, self._calls.answer.session)
-        return self._calls.answer.drawn_key
+            return job_key(self.door.secret, self._first.answer.session)
+        return self._first.answer.drawn_key
 
     @property
     def num_unproved(self) -> int:
@@ -81,42 +85,42 @@ class Client:
         Raises:
             StoreLostError: The store lets nobody in any more, or this access is lost.
         """
-        self._calls.raise_if_lost()  # a forked child must not dial for itself
+        self._first.raise_if_lost()  # a forked child must not dial for itself
         return self._until_let_in(lambda: Client(self.door, role, self._rank))
 
     def set(self, key: bytes, value: bytes) -> None:
         """Set a key, and do not wait until that is done: it is, for whatever this process asks next."""
-        self._calls.post(frames.SET, key, value)
+        self._post(frames.SET, key, value)
 
     def add(self, key: bytes, amount: int) -> int:
         """Add to the number at a key, which begins at 0, and return the sum."""
-        total: int = NUMBER.unpack(self._calls.call(frames.ADD, key, NUMBER.pack(amount)))[0]
+        total: int = NUMBER.unpack(self._call(frames.ADD, key, NUMBER.pack(amount)))[0]
         return total
 
     def append(self, key: bytes, value: bytes) -> None:
         """Add to the end of a value."""
-        self._calls.call(frames.APPEND, key, value)
+        self._call(frames.APPEND, key, value)
 
     def check(self, keys: Sequence[bytes]) -> bool:
         """Return whether all keys are set."""
-        return self._calls.call(frames.CHECK, *keys) == _YES
+        return self._call(frames.CHECK, *keys) == _YES
 
     def compare_set(self, key: bytes, expected: bytes, desired: bytes) -> bytes:
         """Replace a value that is the expected one, or nothing where nothing is expected; return what holds then."""
-        return self._calls.call(frames.COMPARE_SET, key, expected, desired)
+        return self._call(frames.COMPARE_SET, key, expected, desired)
 
     def delete(self, key: bytes) -> bool:
         """Delete a key, and return whether it was there."""
-        return self._calls.call(frames.DELETE, key) == _YES
+        return self._call(frames.DELETE, key) == _YES
 
     def num_keys(self) -> int:
         """Return how many keys are set."""
-        number: int = NUMBER.unpack(self._calls.call(frames.NUM_KEYS))[0]
+        number: int = NUMBER.unpack(self._call(frames.NUM_KEYS))[0]
         return number
 
     def multi_set(self, pairs: Iterable[tuple[bytes, bytes]]) -> None:
         """Set several keys before anybody sees one of them."""
-        self._calls.call(frames.MULTI_SET, *[part for pair in pairs for part in pair])
+        self._call(frames.MULTI_SET, *[part for pair in pairs for part in pair])
 
     def get(self, key: bytes, limit: float) -> bytes:
         """Return the value of a key, once it is set.
@@ -165,47 +169,68 @@ class Client:
         return self._wait_for(frames.ARRIVE, counter, NUMBER.pack(size), *outcome, _limit(limit), unless)
 
     def register_will(self, key: bytes, counter: bytes) -> None:
-        """Let the store set a key to the reason, and raise a counter, when this process's connection ends.
-
-        However that comes about, unless the process leaves before.
-        """
-        self._calls.call(frames.WILL, key, counter)
+        """Let the store set a key to the reason, and raise a counter, when this process ends without leaving."""
+        self._will = key
+        self._call(frames.WILL, key, counter)
 
     def leave(self) -> None:
-        """Let the end of this process's connection mean nothing."""
-        self._calls.post(frames.LEAVE)
+        """Let the end of this process mean nothing."""
+        self._call(frames.LEAVE, self._will)
 
     def leave_failure(self, failure: bytes) -> bytes:
         """Leave word of a failure for all who come later, and return the first that was left."""
-        return self._calls.call(frames.FAIL, failure)
+        return self._call(frames.FAIL, failure)
 
     def shut(self) -> None:
         """Let nobody in any more; the address is free when this returns."""
-        self._calls.call(frames.SHUT)
+        self._call(frames.SHUT)
 
     def close(self) -> None:
         """Close all connections; calls in other threads end with an error."""
         for connection in self._all:
             connection.close()
 
+    def _call(self, operation: int, *fields: bytes) -> bytes:
+        """Make a call that is answered at once."""
+        self._first.raise_if_lost()  # before the lock, which some thread of a forked child's parent may have
+        with self._lock:
+            return self._current().call(operation, *fields)
+
+    def _post(self, operation: int, *fields: bytes) -> None:
+        self._first.raise_if_lost()
+        with self._lock:
+            self._current().post(operation, *fields)
+
     def _wait_for(self, operation: int, *fields: bytes) -> bytes:
-        """Make a call that may take long over a connection that nobody else uses meanwhile."""
-        self._calls.raise_if_lost()  # as above
-        if self._calls.has_unanswered:
-            self._calls.call(frames.CHECK)  # what was set before must be seen by who is let go by this call
-        connection = self._idle_connection()
+        """Make a call that may take long, over a connection that other threads do not use meanwhile."""
+        self._first.raise_if_lost()
+        with self._lock:
+            connection = self._current()
+            if connection.has_unanswered:
+                connection.call(frames.CHECK)  # what was set before must be seen by whoever asks over another one
+            self._calls = None
         try:
             return connection.call(operation, *fields)
         finally:
-            self._idle.append(connection)
+            self._give_back(connection)
 
-    def _idle_connection(self) -> Connection:
-        try:
-            return self._idle.pop()
-        except IndexError:
-            connection, _ = self._until_let_in(lambda: self._dial(WATCHER))
-            self._all.append(connection)
-            return connection
+    def _give_back(self, connection: Connection) -> None:
+        with self._lock:
+            if self._calls is None:
+                self._calls = connection
+            else:
+                self._idle.append(connection)
+
+    def _current(self) -> Connection:
+        """Return the connection for calls; where a thread waits over it, another one takes its place."""
+        if self._calls is None:
+            self._calls = self._idle.pop() if self._idle else self._dial_another()
+        return self._calls
+
+    def _dial_another(self) -> Connection:
+        connection, _ = self._until_let_in(lambda: self._dial(WATCHER))
+        self._all.append(connection)
+        return connection
 
     def _dial(self, role: int) -> tuple[Connection, bytes | None]:
         return dial(self.door, Hello(role, self._rank, os.getpid()))

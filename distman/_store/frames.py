@@ -22,8 +22,6 @@ SET, GET, ADD, CHECK, WAIT, COMPARE_SET, DELETE, NUM_KEYS = range(1, 9)
 MULTI_GET, MULTI_SET, APPEND, ARRIVE, WILL, LEAVE, FAIL, SHUT = range(9, 17)
 """The operations; each function of operations.py says what its fields are."""
 
-WITHOUT_REPLY = frozenset({SET, LEAVE})
-
 OK, TIMED_OUT, GIVEN_UP, INVALID, MALFORMED = range(5)
 """How a request ended: done; not in time; the key that ends waits was set; nonsense, twice."""
 

@@ -128,11 +128,14 @@ class Operations:
 
     def _register_will(self, peer: Peer, _number: int, fields: Fields) -> bytes:
         key, counter = fields
-        peer.will = (key, counter)
+        peer.will = key
+        self._table.register_will(key, counter)
         return b""
 
-    def _leave(self, peer: Peer, _number: int, _fields: Fields) -> None:
-        peer.will = None
+    def _leave(self, _peer: Peer, _number: int, fields: Fields) -> bytes:
+        (key,) = fields
+        self._table.revoke_will(key)
+        return b""
 
     def _fail(self, _peer: Peer, _number: int, fields: Fields) -> bytes:
         """Keep the first failure for all who come later, and return it."""

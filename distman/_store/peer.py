@@ -25,7 +25,7 @@ class Peer:
         side: Its handshake, once it has begun.
         hello: Who it is, once it has proved that; None for a guest.
         wait: The wait that it has not been answered yet.
-        will: The key that its end sets, and the counter that it raises.
+        will: The key that its end sets.
         received: What has come of a message that is not complete.
         is_behind: Whether it has yet to take what was sent; until then nothing more is read from it.
     """
@@ -50,7 +50,7 @@ class Peer:
         self.side: ServerSide | None = None
         self.hello: Hello | None = None
         self.wait: Wait | None = None
-        self.will: tuple[bytes, bytes] | None = None
+        self.will: bytes | None = None
         self.received = bytearray()
         self.is_behind = False
         self.error: OSError | None = None

@@ -228,7 +228,7 @@ class Server:
         if peer.wait is not None:
             self._table.cancel(peer.wait)
         if peer.will is not None:
-            self._table.tell_of_end(*peer.will, reason)
+            self._table.carry_out_will(peer.will, reason)
         if peer.hello is not None and peer.hello.role == MEMBER:
             self._num_members -= 1
             if self._num_members == 0:

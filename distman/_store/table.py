@@ -43,7 +43,7 @@ class Wait:
 
 
 class Table:
-    """Keys, their values, and waits for them."""
+    """Keys, their values, waits for them, and what is to be done when somebody is gone."""
 
     def __init__(self) -> None:
         self._values: dict[bytes, bytes] = {}
@@ -51,6 +51,7 @@ class Table:
         self._deadlines: list[tuple[float, int, Wait]] = []
         self._num_waits = 0
         self._num_made = 0
+        self._wills: dict[bytes, bytes] = {}
 
     def set(self, key: bytes, value: bytes) -> None:
         """Set a key, and end the waits that this completes."""
@@ -159,8 +160,19 @@ class Table:
             self._end(wait)
             wait.answer(TIMED_OUT, ())
 
-    def tell_of_end(self, key: bytes, counter: bytes, reason: bytes) -> None:
-        """Set a key to why somebody is gone, and raise the counter of what is new."""
+    def register_will(self, key: bytes, counter: bytes) -> None:
+        """Note what is to be done when somebody is gone: set a key to the reason, and raise a counter."""
+        self._wills[key] = counter
+
+    def revoke_will(self, key: bytes) -> None:
+        """Do nothing in that case after all."""
+        self._wills.pop(key, None)
+
+    def carry_out_will(self, key: bytes, reason: bytes) -> None:
+        """Do what was noted under a key, once, unless it was revoked."""
+        counter = self._wills.pop(key, None)
+        if counter is None:
+            return
         self.set(key, reason)
         try:  # noqa: SIM105 - contextlib takes longer to load than the process to start
             self.add(counter, 1)

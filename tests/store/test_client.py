@@ -222,7 +222,7 @@ def test_closing_ends_the_calls_of_other_threads(store):
     client = store.client(MEMBER, 2)
     with ThreadPoolExecutor(1) as threads:
         waiting = threads.submit(client.get, b"never set", PATIENCE)
-        while len(client._all) < 2:
+        while client._calls is not None:
             threading.Event().wait(0.001)
         client.close()
         with pytest.raises(StoreLostError, match="this process has closed its connection"):
@@ -238,7 +238,7 @@ def test_the_end_of_the_store_ends_all_calls_and_is_named(kind):
         client.set(b"a", b"1")
         with ThreadPoolExecutor(1) as threads:
             waiting = threads.submit(client.get, b"never set", PATIENCE)
-            while len(client._all) < 2:
+            while client._calls is not None:
                 threading.Event().wait(0.001)
             os.kill(store.process.pid, signal.SIGKILL)
             for call in (lambda: waiting.result(PATIENCE), lambda: client.get(b"a", 1.0)):
@@ -251,9 +251,15 @@ def test_the_end_of_a_member_is_told_unless_it_has_left(client, store):
     for rank in (1, 2):
         member = store.client(MEMBER, rank)
         member.register_will(b"ended/%d" % rank, b"news")
-        if rank == 1:
-            member.leave()
-        member.close()
+        with ThreadPoolExecutor(1) as threads:
+            waiting = threads.submit(member.get, b"never set", PATIENCE)
+            while member._calls is not None:
+                threading.Event().wait(0.001)
+            if rank == 1:
+                member.leave()
+            member.close()
+            with pytest.raises(StoreLostError):
+                waiting.result(PATIENCE)
     assert client.get(b"ended/2", PATIENCE) == b"its connection was closed"
     assert client.add(b"news", 0) == 1
     assert not client.check([b"ended/1"])
@@ -270,10 +276,17 @@ def test_a_store_that_is_shut_serves_those_who_are_in(kind):
             store.client()
         with pytest.raises(StoreLostError, match=r"cannot be connected to any more: .*refused"):
             member.again(WATCHER)
-        with pytest.raises(StoreLostError, match=r"cannot be connected to any more: .*refused"):
-            member.get(b"a", PATIENCE)
         assert member.add(b"counter", 1) == 1
         assert other.add(b"counter", 1) == 2
+        with ThreadPoolExecutor(1) as threads:
+            waiting = threads.submit(member.get, b"a", PATIENCE)
+            while member._calls is not None:
+                threading.Event().wait(0.001)
+            with pytest.raises(StoreLostError, match=r"cannot be connected to any more: .*refused"):
+                member.add(b"counter", 1)
+            other.set(b"a", b"1")
+            assert waiting.result(PATIENCE) == b"1"
+        assert member.add(b"counter", 1) == 3
         member.close()
         assert store.exit_code() == 0
 

@@ -1,5 +1,6 @@
 """What strangers and broken members can do to a store: nothing that its other members would notice."""
 
+import errno
 import os
 import socket
 import struct
@@ -206,6 +207,27 @@ def test_descriptors_are_kept_back_from_connections(monkeypatch):
             member.close()
 
 
+def test_a_host_that_does_not_answer_is_given_up(monkeypatch):
+    prepared = []
+    prepare = transport.prepare
+    monkeypatch.setattr(transport, "prepare", lambda *args: (prepare(*args), prepared.append(args[0])))
+    with served_here("tcp") as here:
+        member = Client(here)
+        assert len(prepared) == 2
+        for one in prepared:
+            limit = one.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT)
+            assert (limit, one.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)) == (PATIENCE * 1000, 1)
+        member.close()
+
+
+@pytest.mark.parametrize(
+    ("number", "reason"),
+    [(errno.ETIMEDOUT, b"its host does not answer"), (errno.ECONNRESET, b"its connection broke")],
+)
+def test_the_end_of_a_connection_has_a_reason(number, reason):
+    assert server._reason(OSError(number, "")) == reason
+
+
 def test_the_user_of_the_other_side_is_asked_of_the_kernel(monkeypatch):
     with served_here(secret=None) as here:
         member = Client(here)
@@ -357,7 +379,7 @@ def test_any_request_is_answered_once_or_refused(program):
         except MalformedError:
             assert peer.sent == []
         else:
-            is_answered = operation not in frames.WITHOUT_REPLY and peer.wait is None
+            is_answered = operation != frames.SET and peer.wait is None
             assert [frames.next_reply(reply)[0] for reply in peer.sent] == [number] * is_answered
         assert table._num_waits == sum(one.wait is not None for one in peers)
     table.expire(time.monotonic() + 2**70)

@@ -196,9 +196,19 @@ def test_a_wait_goes_on_when_a_key_is_gone_before_the_last_comes():
     assert answers == [("both", OK, [b"3", b"2"])]
 
 
-def test_an_end_is_told_even_where_nobody_can_count():
+def test_an_end_is_told_once_even_where_nobody_can_count():
     table = Table()
-    table.tell_of_end(b"ended/3", b"news", b"closed")
-    table.tell_of_end(b"ended/4", b"ended/3", b"closed")
-    assert table.check([b"ended/3", b"ended/4"])
-    assert table.add(b"news", 0) == 1
+    for rank in (3, 4):
+        table.register_will(b"ended/%d" % rank, b"news")
+        table.carry_out_will(b"ended/%d" % rank, b"closed")
+        table.carry_out_will(b"ended/%d" % rank, b"closed again")
+        table.set(b"news", b"no number")
+    assert table.compare_set(b"ended/3", b"", b"") == table.compare_set(b"ended/4", b"", b"") == b"closed"
+
+
+def test_the_end_of_who_has_left_is_not_told():
+    table = Table()
+    table.register_will(b"ended/3", b"news")
+    table.revoke_will(b"ended/3")
+    table.carry_out_will(b"ended/3", b"closed")
+    assert table.num_keys() == 0
