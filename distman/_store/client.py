@@ -44,7 +44,7 @@ class Client:
     def __init__(self, door: Door, role: int = MEMBER, rank: int = -1) -> None:
         self.door = door
         self._rank = rank
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._first, secret = self._dial(role)
         self.door = dataclasses.replace(door, secret=secret, read=None)
         self._all = [self._first]
@@ -194,12 +194,20 @@ class Client:
         """Make a call that is answered at once."""
         self._first.raise_if_lost()  # before the lock, which some thread of a forked child's parent may have
         with self._lock:
-            return self._current().call(operation, *fields)
+            connection, self._calls = self._current(), None  # a signal's handler in the middle of it takes another one
+            try:
+                return connection.call(operation, *fields)
+            finally:
+                self._give_back(connection)
 
     def _post(self, operation: int, *fields: bytes) -> None:
         self._first.raise_if_lost()
         with self._lock:
-            self._current().post(operation, *fields)
+            connection, self._calls = self._current(), None
+            try:
+                connection.post(operation, *fields)
+            finally:
+                self._give_back(connection)
 
     def _wait_for(self, operation: int, *fields: bytes) -> bytes:
         """Make a call that may take long, over a connection that other threads do not use meanwhile."""

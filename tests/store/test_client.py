@@ -320,3 +320,26 @@ def test_nobody_there_is_an_error_of_the_system():
     listener.close()
     with pytest.raises(ConnectionRefusedError):
         Client(door(address))
+
+
+def test_the_handler_of_a_signal_may_ask_in_the_middle_of_a_call(client):
+    """It runs between two steps of the interpreter, wherever the call is; the call goes on after it."""
+    asked = []
+
+    def ask(_number, _frame):
+        signal.setitimer(signal.ITIMER_REAL, 0)  # else it would interrupt itself
+        client.set(b"of the handler", b"%d" % len(asked))
+        asked.append(client.get(b"of the handler", PATIENCE))
+        signal.setitimer(signal.ITIMER_REAL, 0.0003)
+
+    before = signal.signal(signal.SIGALRM, ask)
+    signal.setitimer(signal.ITIMER_REAL, 0.0003)
+    try:
+        total = client.add(b"counter", 0)
+        while len(asked) < 300:
+            total += 1
+            assert client.add(b"counter", 1) == total
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    assert asked == [b"%d" % number for number in range(len(asked))]
