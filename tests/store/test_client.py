@@ -121,6 +121,24 @@ def test_each_thread_sees_what_it_has_set(client):
     assert client.add(b"counter", 0) == 600
 
 
+def test_what_a_thread_set_before_it_waits_is_seen_by_the_others(client):
+    """They ask over another connection, which the store may read first."""
+    large = b"x" * (8 << 20)  # is read in pieces
+
+    def set_and_wait(turn):
+        client.set(b"a", large)
+        client.get(b"end of turn %d" % turn, PATIENCE)
+
+    with ThreadPoolExecutor(1) as threads:
+        for turn in range(20):
+            waiting = threads.submit(set_and_wait, turn)
+            while client._calls is not None:
+                pass
+            assert client.delete(b"a")
+            client.set(b"end of turn %d" % turn, b"1")
+            waiting.result(PATIENCE)
+
+
 def test_what_was_set_is_seen_by_whom_an_arrival_lets_go(client, store):
     other = store.client(MEMBER, 1)
 

@@ -196,6 +196,14 @@ def test_a_guest_has_a_time_for_everything_together(monkeypatch):
         member.close()
 
 
+def test_the_limit_for_a_first_member_is_over_when_it_has_come(monkeypatch):
+    with served_here() as here:
+        member = Client(here)
+        monkeypatch.setattr(server, "monotonic", lambda: time.monotonic() + 2 * PATIENCE)
+        assert [member.add(b"counter", 1) for _ in range(3)] == [1, 2, 3]
+        member.close()
+
+
 def test_descriptors_are_kept_back_from_connections(monkeypatch):
     monkeypatch.setattr(server, "_GUEST_SECONDS", 2 * PATIENCE)
     with served_here(most_descriptors=server._SPARE_DESCRIPTORS + 2) as here:
