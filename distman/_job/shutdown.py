@@ -24,6 +24,7 @@ from distman._job.interface import forget_interface
 from distman._job.job import Job
 from distman._process_state import puts_back
 from distman._rendezvous.join import Rendezvous
+from distman._rendezvous.store import JobStore
 from distman._torch_internals import GLOO_THREADS
 
 _START_LIMIT = 10.0
@@ -53,6 +54,9 @@ _GLOO_PAUSE = 0.001
 
 _unclosed: list[tuple[int, Job, Rendezvous, Watcher | None]] = []
 """Jobs that this process has left and whose store it goes on serving, with its process id."""
+
+_kept: list[tuple[int, JobStore]] = []
+"""Stores of jobs that this process has left while an exception was under way, with its process id."""
 
 
 def leave(job: Job, watcher: Watcher | None, *, is_at_exit: bool = False) -> None:
@@ -94,14 +98,21 @@ def _close(job: Job, rendezvous: Rendezvous, watcher: Watcher | None) -> None:
     if not job.is_adopted:
         wait_for_gloo()
         forget_interface()
-        rendezvous.job_store.close()
+        if sys.exc_info()[1] is not None:
+            _kept.append((os.getpid(), rendezvous.job_store))  # to tell the others what ends the program
+        else:
+            rendezvous.job_store.close()
     if watcher is not None:
         watcher.close()
 
 
 @puts_back
 def close_unclosed() -> None:
-    """Close the store of a job that this process has left and goes on serving: it is to join another job."""
+    """Close the stores of jobs that this process has left, and still serves or can reach: it is to join another job."""
+    while _kept:
+        pid, job_store = _kept.pop()
+        if pid == os.getpid():
+            job_store.close()
     atexit.unregister(_close_at_exit)
     while _unclosed:
         pid, job, rendezvous, watcher = _unclosed.pop()

@@ -45,7 +45,13 @@ def test_hosts_whose_own_name_is_the_loopback_meet_and_compute(debian_hosts, fir
     places = [first, first, "n1", "n2"]
     with ExitStack() as stack:
         ranks = [
-            start_on(stack, debian_hosts, host, SUM, bare(rank, len(places), 29500, MASTER_ADDR=first))
+            start_on(
+                stack,
+                debian_hosts,
+                host,
+                SUM,
+                bare(rank, len(places), 29500, MASTER_ADDR=first, DISTMAN_SECRET="s" * 32),
+            )
             for rank, host in enumerate(places)
         ]
         finished = [rank.wait(timeout=LIMIT) for rank in ranks]

@@ -160,13 +160,12 @@ def test_ranks_may_end_one_after_another(free_port, adopted):
 @pytest.mark.parametrize(
     ("how", "what"), [("raise", "raised ValueError: boom"), ("SIGKILL", "died"), ("SIGSTOP", "has been silent")]
 )
-def test_a_failure_is_known_after_the_end_of_the_rank_that_serves_the_store(free_port, how, what):
+def test_a_failure_is_known_after_the_end_of_the_rank_that_opened_the_store(free_port, how, what):
     with Job(free_port, "fail_after_the_end", how, DISTMAN_SILENCE_TIMEOUT="4" if how == "SIGSTOP" else "300") as job:
         finished = job.wait([0, 2])
         failed = rf"rank 1 \(\S+, pid {job.ranks[1].pid}\) {what}"
     assert [rank.returncode for rank in finished] == [0, 1]
-    assert re.search(f"^distman: {failed}", finished[0].stderr, re.MULTILINE)
-    assert "This rank had left the job" in finished[0].stderr
+    assert finished[0].stderr == ""
     assert re.search(f"RankFailedError: {failed}", finished[1].stderr)
 
 
@@ -189,7 +188,7 @@ def test_a_collective_that_nobody_completes_does_not_hold_the_end_up(free_port):
 
 
 def test_who_serves_the_store_may_be_asked_to_end(free_port):
-    with Job(free_port, "serve_until_asked_to_end") as job:
+    with Job(free_port, "serve_until_asked_to_end", "adopted") as job:
         job.ranks[0].wait_for_output("done", timeout=LIMIT)
         time.sleep(1)  # it is at its end, and waits for rank 1
         os.kill(job.ranks[0].pid, signal.SIGTERM)
@@ -251,7 +250,8 @@ def test_a_rank_may_end_though_who_serves_the_store_is_stopped(free_port):
 def test_a_stopped_host_of_the_store_is_missed(free_port, adopted):
     with Job(free_port, "work_while_the_store_is_stopped", *adopted, DISTMAN_SILENCE_TIMEOUT="2") as job:
         finished = job.wait([1, 2])
-    blamed = r"RankFailedError: rank 0 \(.*\), which serves the job's store at tcp:.*, has been silent for 2 s"
+    role = r", which serves the job's store at tcp:.*," if adopted else ""
+    blamed = rf"RankFailedError: rank 0 \(.*\){role} has been silent for [23] s"
     for rank in finished:
         assert rank.returncode == 1
         assert re.search(blamed, rank.stderr)
@@ -353,7 +353,7 @@ def test_a_host_that_is_cut_off_is_known_long_before_a_silent_rank(hosts_to_cut,
         finished = [rank.wait(timeout=LIMIT) for rank in (first, second)]
     told = re.search(r"blames 1: is on a host that has not answered for (\d+) s", finished[0].stdout)
     assert int(told[1]) < silence
-    assert "blames 0: , which serves the job's store at tcp://n1:" in finished[1].stdout
+    assert "blames 0: , beside which the job's store runs at tcp://n1:" in finished[1].stdout
     assert f"is on a host that has not answered for {unreachable} s" in finished[1].stdout
 
 

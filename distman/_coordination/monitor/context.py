@@ -93,6 +93,16 @@ class WatchContext:
         """Whether this process serves the store."""
         return self.store_rank == self.rank
 
+    def may_hold_up_store(self, rank: int) -> bool:
+        """Return whether the store may be silent because a rank is."""
+        return self.store_rank == rank or (self.store_rank is None and self.opener is None)
+
+    def caretaker(self, failed: int) -> int | None:
+        """Return the rank that looks after the others when one has failed; None where none is known to see the store."""
+        if self.store_rank is not None or self.opener is None:
+            return self.store_rank
+        return self.opener if self.opener != failed else min({0, 1} - {failed})
+
     @property
     def interval(self) -> float:
         """Seconds between two looks into the store."""

@@ -252,10 +252,10 @@ class Watcher:
             return
         self._is_looking_after = True
         left_behind = LeftBehind(self._context, record, self._limits.silence, self._end_job)
-        if record.error_type == SILENT and self._context.store_rank in (None, record.rank):
+        if record.error_type == SILENT and self._context.may_hold_up_store(record.rank):
             if may_cancel(self.rank) and not self.is_store_rank:
                 hook.end_job_at_exit(left_behind.end_job_unseen)
-        elif self.is_store_rank:
+        elif self.rank == self._context.caretaker(record.rank):
             with contextlib.suppress(dist.DistError):
                 if left_behind.find(self._context.store):
                     hook.end_job_at_exit(left_behind.end_job_without)
