@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import itertools
 import json
 import os
 import re
@@ -138,7 +139,7 @@ class PeerConnection:
         )
         while self._admit():
             pass
-        for end in (self._connection, *self._guests):
+        for end in (self._connection, *itertools.filterfalse(self._is_stranger, self._guests)):
             if end is not None:
                 with contextlib.suppress(OSError):  # who is gone needs no notice
                     end.send(record.to_json().encode() + b"\n")

@@ -164,6 +164,20 @@ def test_a_stranger_tells_nothing():
         assert made[1].hear(0.1) is None
 
 
+def test_a_stranger_is_told_nothing():
+    with connections(2) as (_, made), socket.socket() as stranger:
+        turn(made)
+        stranger.connect(("127.0.0.1", made[1]._listener.getsockname()[1]))
+        stranger.sendall(b"guess\n")
+        made[1].tell(failure_on(2))
+        made[1].close()
+        heard = b""
+        with contextlib.suppress(ConnectionResetError):
+            heard = stranger.recv(1)
+        assert heard == b""
+        assert made[0].hear(60) == failure_on(2)
+
+
 def test_what_no_release_of_the_package_tells_is_passed_over():
     with connections(2) as (_, made):
         turn(made)
