@@ -6,6 +6,7 @@ the way.
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import secrets
 import time
@@ -17,8 +18,9 @@ from distman._log import logger
 from distman._rendezvous.address import Endpoint
 from distman._rendezvous.munge import CredentialError
 from distman._store.client import Client
-from distman._store.dialing import Door, ForeignServiceError
+from distman._store.dialing import CrowdedError, Door, ForeignServiceError
 from distman._store.handshake import MEMBER
+from distman._text import printable
 from distman.errors import RendezvousError
 
 if TYPE_CHECKING:
@@ -29,6 +31,7 @@ _QUIET = 10.0  # seconds before a word on a foreign service in the way, which ma
 _SHORTEST_PATIENCE = 0.2  # seconds, also where no time is left: a store on another host answers in milliseconds
 _FIRST_PAUSE = 0.002  # seconds: ranks of one launch start within milliseconds of each other, and a start takes ten
 _LONGEST_PAUSE = 0.5  # seconds: more would delay a job whose first rank starts late
+_MOST_LISTED = 8  # places in a message; a job tries as many ports, and other users may listen at any number of names
 _DRAWN_BYTES = 8
 _LISTENS = "00010000"  # among the flags of /proc/net/unix, as __SO_ACCEPTCON in the kernel's linux/net.h
 _SHOWN_AS = "@"  # the zero byte at the beginning of such a name, in that table
@@ -117,21 +120,29 @@ def try_all(
 ) -> tuple[Client | None, dict[str, str], bool]:
     """Try every place of the endpoint once; the arguments are those of :func:`find_store`.
 
+    Those come last where one would have to stand in line, and share the patience: another user's process may listen at
+    any number of names of this job's, and let nobody pass.
+
     Returns:
         A connection to the store, or None; why there is none, by place; and whether something else listens at one.
     """
-    reasons, is_foreign = {}, False
-    for address in _places(point):
-        shown = show(address)
-        try:
-            client = Client(door_at(address, point, patience), role, rank)
-            if client.session not in left:
-                return client, {}, False
-            client.close()
-            reasons[shown] = "the store of an earlier start is still open"
-        except (OSError, ForeignServiceError) as error:
-            reasons[shown] = explain(error)
-            is_foreign |= isinstance(error, ForeignServiceError)
+    reasons, is_foreign, places, in_line = {}, False, list(_places(point)), 0.0
+    while places:
+        crowded = []
+        for address in places:
+            shown = show(address)
+            try:
+                client = Client(dataclasses.replace(door_at(address, point, patience), in_line=in_line), role, rank)
+                if client.session not in left:
+                    return client, {}, False
+                client.close()
+                reasons[shown] = "the store of an earlier start is still open"
+            except (OSError, ForeignServiceError) as error:
+                reasons[shown] = explain(error)
+                is_foreign |= isinstance(error, ForeignServiceError | CrowdedError)
+                if isinstance(error, CrowdedError) and not in_line:
+                    crowded.append(address)
+        places, in_line = crowded, patience / max(len(crowded), 1)
     return None, reasons, is_foreign
 
 
@@ -144,7 +155,9 @@ def _places(point: Endpoint) -> Iterator[Address]:
 
 def show(address: Address) -> str:
     """Return an address for messages, such as ``n1:23145``; a name of this host's own begins with ``@``."""
-    return address.replace("\0", _SHOWN_AS) if isinstance(address, str) else f"{address[0]}:{address[1]}"
+    if isinstance(address, str):
+        return printable(address.replace("\0", _SHOWN_AS))  # anybody may have given it
+    return f"{address[0]}:{address[1]}"
 
 
 def url_of(address: Address) -> str:
@@ -168,4 +181,6 @@ def _host_missing(point: Endpoint, timeout: float, reasons: Mapping[str, str]) -
 
 
 def _listed(reasons: Mapping[str, str]) -> str:
-    return "; ".join(f"{place}: {reason}" for place, reason in reasons.items())
+    listed = [f"{place}: {reason}" for place, reason in reasons.items()]
+    more = [f"and {len(listed) - _MOST_LISTED} more"] if len(listed) > _MOST_LISTED else []
+    return "; ".join([*listed[:_MOST_LISTED], *more])

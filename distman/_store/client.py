@@ -46,7 +46,7 @@ class Client:
         self._rank = rank
         self._lock = threading.RLock()
         self._first, secret = self._dial(role)
-        self.door = dataclasses.replace(door, secret=secret, read=None)
+        self.door = dataclasses.replace(door, secret=secret, read=None, in_line=None)
         self._all = [self._first]
         self._idle: list[Connection] = []
         self._will = b""

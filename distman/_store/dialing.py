@@ -30,11 +30,16 @@ if TYPE_CHECKING:
     from distman._store.transport import Address
 
 _TIME = struct.Struct("ll")  # seconds and microseconds
+_MICROSECONDS = 1_000_000
 _SHORTEST_PATIENCE = 0.001  # seconds: a limit of zero would mean to a socket that it must not wait
 
 
 class ForeignServiceError(Exception):
     """Something listens there, but it is not the store of this job."""
+
+
+class CrowdedError(TimeoutError):
+    """So many stand in line there that this process did not get its turn."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,6 +55,8 @@ class Door:
         unreachable_after: Seconds after which the store's host is given up when it acknowledges nothing.
         patience: Seconds for a connection to be made and proved: a foreign service may accept and never answer, a
             store takes milliseconds.
+        in_line: Seconds, of these, to stand in line at a name of this host, where strangers may let nobody pass; None
+            for all of them.
     """
 
     address: Address
@@ -57,6 +64,7 @@ class Door:
     secret: bytes | None = dataclasses.field(repr=False)
     unreachable_after: float
     patience: float = 3.0
+    in_line: float | None = None
     read: Callable[[bytes], bytes | None] | None = None
 
 
@@ -70,7 +78,7 @@ def dial(door: Door, hello: Hello) -> tuple[Connection, bytes | None]:
         OSError: Nothing listens there, or it cannot be reached, or it sends everybody away at the moment.
     """
     deadline = time.monotonic() + door.patience
-    connected = _connect(door.address, door.patience)
+    connected = _connect(door.address, door.patience, door.patience if door.in_line is None else door.in_line)
     try:
         transport.prepare(connected, door.unreachable_after)
         if not (door.secret and transport.is_nobody()):
@@ -86,22 +94,28 @@ def dial(door: Door, hello: Hello) -> tuple[Connection, bytes | None]:
         raise
 
 
-def _connect(address: Address, patience: float) -> socket.socket:
+def _connect(address: Address, patience: float, in_line: float) -> socket.socket:
     if not isinstance(address, str):
         return socket.create_connection(address, timeout=patience)
     connected = socket.socket(socket.AF_UNIX)
     try:
         # A limit of Python's would make the connection fail at once while a flood of strangers stands in the queue.
-        connected.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _TIME.pack(math.ceil(patience), 0))
+        connected.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _TIME.pack(*_seconds_and_microseconds(in_line)))
+        connected.settimeout(None if in_line > 0 else 0)
         connected.connect(address)
+        connected.settimeout(None)
         connected.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _TIME.pack(0, 0))
     except BlockingIOError as error:
         connected.close()
-        raise TimeoutError(error.errno, "it has too many visitors") from error
+        raise CrowdedError(error.errno, "it has too many visitors") from error
     except BaseException:
         connected.close()
         raise
     return connected
+
+
+def _seconds_and_microseconds(seconds: float) -> tuple[int, int]:
+    return divmod(math.ceil(seconds * _MICROSECONDS), _MICROSECONDS)
 
 
 def _ask_kernel(connected: socket.socket) -> None:

@@ -8,7 +8,7 @@ import threading
 
 import pytest
 
-from distman._rendezvous import door
+from distman._rendezvous import door, opening
 from distman._rendezvous.address import Endpoint
 from distman._rendezvous.door import find_store, names_here, new_name
 from distman._rendezvous.opening import start_or_enter
@@ -134,17 +134,47 @@ def test_what_others_listen_at_is_passed_by_and_named(monkeypatch, caplog):
         listener.close()
 
 
-def occupy(point):
+def occupy(point, *, name="", backlog=64):
     """A socket that another user has listen at a name of this job."""
     listener = socket.socket(socket.AF_UNIX)
-    listener.bind(new_name(point))
+    listener.bind(name or new_name(point))
     child = os.fork()
     if child == 0:
         os.setresuid(NOBODY, NOBODY, NOBODY)
-        listener.listen()  # the kernel notes who does this
+        listener.listen(backlog)  # the kernel notes who does this
         os._exit(0)
     assert os.waitpid(child, 0)[1] == 0
     return listener
+
+
+def test_names_of_others_where_nobody_gets_his_turn_hold_up_nobody(monkeypatch):
+    """All of them together may cost the patience for one: it is long here, and nobody waits it out in vain."""
+    monkeypatch.setattr(door, "_PATIENCE", 300.0)
+    monkeypatch.setattr(opening, "_PATIENCE", 0.2)  # here all is in vain
+    point = on_this_host()
+    with contextlib.ExitStack() as stack:
+        for _ in range(20):
+            listener = stack.enter_context(occupy(point, backlog=0))
+            stack.enter_context(socket.socket(socket.AF_UNIX)).connect(listener.getsockname())
+        with opened(point) as host, contextlib.closing(find_store(point, 1, 600)) as client:
+            assert client.session == host.session
+        _, reasons, is_foreign = door.try_all(point, 1, 0.2)
+        assert set(reasons.values()) == {"it has too many visitors"}
+        assert is_foreign
+
+
+def test_the_names_of_others_move_no_cursor_and_fill_no_screen():
+    point = on_this_host()
+    with contextlib.ExitStack() as stack:
+        for number in range(100):
+            name = f"{point.local_name}{number}\x1b[2J"
+            stack.enter_context(occupy(point, name=name))
+        with pytest.raises(RendezvousError) as caught:
+            find_store(point, 1, 0.1)
+    text = str(caught.value)
+    assert text.isprintable()
+    assert "\\x1b[2J" in text
+    assert "; and 92 more." in text
 
 
 def test_where_the_system_hides_the_names_there_is_one(monkeypatch):
