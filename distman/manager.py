@@ -74,9 +74,9 @@ class DistributedManager(Place, GroupQueries, GroupCreation):
         default process group that other code made is adopted, with its backend and timeout, and left in place by
         :meth:`cleanup`.
 
-        A process that has left a job and goes on serving its store, see :meth:`cleanup`, first waits until the others
-        have left that job too or one of them has failed, ten seconds at most; whoever is in the new job already waits
-        for it.
+        A process that has left a group of other code and goes on serving its store, see :meth:`cleanup`, first waits
+        until the others have left that job too or one of them has failed, ten seconds at most; whoever is in the new
+        job already waits for it.
 
         Args:
             method: Name of the launcher to believe, any case; None asks
@@ -169,9 +169,9 @@ class DistributedManager(Place, GroupQueries, GroupCreation):
         Local; collective with ``barrier=True``. Done at the end of the program by itself; harmless where
         nothing is initialized. In a process forked from the rank it forgets, and the rank stays in the job.
 
-        Blocking on the rank that serves the store, usually rank 0, until the others have left the job too or one of
-        them has failed, ten seconds at most. While an exception is under way, or where other code made the store, it
-        returns at once, and the store is served to the end of the program.
+        Blocking until all ranks have started, ten seconds at most. A rank that serves the store of a group which other
+        code made goes on with that to the end of the program, where it stays until the others have left too or one of
+        them has failed, ten seconds at most.
 
         Args:
             barrier: Wait for the other ranks first.

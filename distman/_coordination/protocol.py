@@ -8,7 +8,7 @@ package, but no other module spells a key out. The life of a job, as one rank se
     join          ->  STORE_RANK, JOINED +1, join_record(n)
                       MEMBERSHIP_EVENT = full | failure     ->  rank 0 looks: all here? any at fault?
     verdict       <-  VERDICT, MEMBERSHIP_EVENT = judged    <-  rank 0
-     |  at fault  ->  VERDICT_HEARD +1                      ->  the store rank waits for it, then all end
+     |  at fault  ->  VERDICT_HEARD +1                      ->  the opener waits for it, then all end
      v
     started       ->  STARTED +1, the process group is up   ->  who leaves early waits for all to have started
      |
@@ -23,6 +23,10 @@ package, but no other module spells a key out. The life of a job, as one rank se
      v
     gone          ->  GONE +1: lets go of the store         ->  the store rank waits for all, or a failure
     closing       ->  CLOSING, NEWS: from the store rank    ->  who still uses the store: GONE +1; then it is closed
+
+The opener is the rank that started the process of the store, which ends with its last member. There is a store rank
+only where other code made the store: the rank that serves it, and with which it ends. In other jobs nobody waits for
+GONE, and CLOSING is never set.
 
 A counter is a number that ``Store.add`` raises; a flag is a key whose presence alone counts. All other values are JSON
 or plain text, which ``messages.py`` reads, and never a pickle, which can run code. "Lives on" means until the store is
@@ -64,28 +68,29 @@ def node(first_rank: int) -> str:
 # Joining, until the verdict. All of it lives on.
 
 STORE_RANK = "store rank"
-"""Number of the rank that opened the store. That rank writes it, rank 0 reads it."""
+"""Number of the opener, or of the store rank. That rank writes it, rank 0 reads it."""
 
 JOINED = "joined"
 """Counter of processes that joined. Each adds itself; rank 0 reads it, who gives up waiting for the verdict, and the
-store rank when it has to end."""
+opener, or store rank, when it has to end."""
 
 MEMBERSHIP_EVENT = "membership event"
-"""``full``, ``failure`` or ``judged``: a reason to look. The last to join, the store rank, a rank that is interrupted,
-or rank 0 writes it, all read it."""
+"""``full``, ``failure`` or ``judged``: a reason to look. The last to join, a process that failed before it joined, a
+rank that is interrupted, or rank 0 writes it, all read it."""
 
 VERDICT = "verdict"
 """Who takes part, or what is wrong, compressed. Rank 0 writes it, the first one if two claim that rank; all read it."""
 
 VERDICT_HEARD = "verdict heard"
-"""Counter of processes that joined and know why the start failed. Each adds itself; the store rank waits for it."""
+"""Counter of processes that joined and know why the start failed. Each adds itself; the opener, or store rank, waits
+for it."""
 
 EARLY_FAILURE = "early failure"
 """Fields of the ``FailureRecord`` of a rank that failed before it joined. That rank writes it, rank 0 reads it."""
 
 TURNED_AWAY = "turned away"
 """Counter of processes that did not join, because they failed before, or were told that another one had. Each adds
-itself; the store rank waits for it."""
+itself; the opener waits for it."""
 
 
 def join_record(place: int) -> str:
@@ -107,12 +112,11 @@ several times a second, and at the rest only when it has changed."""
 
 FAILURE = "failure"
 """Fields of the ``FailureRecord`` of the first failure. The rank that fails writes it, or the one that finds another
-dead; before the verdict the store rank, for a rank that told the handshake server; after it a process that came too
-late, where the job may be made of two. All read it."""
+dead; after the verdict also a process that came too late, where the job may be made of two. All read it."""
 
 FAILURE_SEEN = "failure seen"
-"""Counter of ranks that know of FAILURE and have not left since, without the one that failed. Each adds itself; the
-store rank waits for all of them before its program learns of it, and may end."""
+"""Counter of ranks that know of FAILURE and have not left since, without the one that failed. Each adds itself; a store
+rank waits for all of them before its program learns of it, and may end."""
 
 LEFT = "left"
 """Counter of ranks that left the job. Each adds itself; who waits looks for left(rank) only if it is not 0."""
@@ -121,10 +125,10 @@ FIRST_TO_LEAVE = "first to leave"
 """The rank that was the first to leave. It writes it; who finds a connection broken reads it."""
 
 CLOSING = "closing"
-"""Flag: the store will be closed. The store rank writes it when it leaves; all watchers read it."""
+"""Flag: the store will be closed. A store rank writes it when it leaves; all watchers read it."""
 
 GONE = "gone"
-"""Counter of ranks that need the store no more. Each adds itself, once; the store rank waits for all others, and adds
+"""Counter of ranks that need the store no more. Each adds itself, once; a store rank waits for all others, and adds
 itself only if it does not watch."""
 
 
@@ -137,7 +141,7 @@ def beat(rank: int) -> str:
     """Sign of life: the time, a space, and what the rank waits in.
 
     Its watcher writes it, and deletes it when it gives up, or knows of FAILURE; the rank before reads it, and after a
-    failure the store rank, to find those that do not know.
+    failure a store rank, to find those that do not know.
     """
     return f"beat/{rank}"
 
@@ -145,7 +149,7 @@ def beat(rank: int) -> str:
 def peer_address(rank: int) -> str:
     """Hosts and port at which the rank's watcher accepts a connection, and the word that opens it.
 
-    It writes it, the rank before reads it, and after a failure the store rank.
+    It writes it, the rank before reads it, and after a failure a store rank.
     """
     return f"peer address/{rank}"
 

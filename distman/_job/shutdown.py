@@ -53,7 +53,7 @@ _GLOO_PAUSE = 0.001
 """Seconds in which the interpreter is free for gloo's threads between two looks at them."""
 
 _unclosed: list[tuple[int, Job, Rendezvous, Watcher | None]] = []
-"""Jobs that this process has left and whose store it goes on serving, with its process id."""
+"""Jobs in groups of other code that this process has left and whose store it goes on serving, with its process id."""
 
 _kept: list[tuple[int, JobStore]] = []
 """Stores of jobs that this process has left while an exception was under way, with its process id."""
@@ -63,9 +63,8 @@ def leave(job: Job, watcher: Watcher | None, *, is_at_exit: bool = False) -> Non
     """Tell the others, destroy the process group, unless other code made it, and close the store.
 
     It waits some seconds at most for ranks that are still starting: they connect to this one, and would take it for
-    dead. The rank that serves the store waits as long for the others to leave, unless one of them fails. But if an
-    exception is under way, which may end the program, or other code made the store, nobody waits before the program
-    ends, and the store is served until then.
+    dead. A rank that serves the store, since other code made the group there, does so until the program ends, and then
+    waits as long for the others to leave, unless one of them fails, or an exception ends the program.
 
     Args:
         job: What is left.

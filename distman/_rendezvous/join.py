@@ -27,7 +27,7 @@ from distman._text import printable
 from distman._version import VERSION
 from distman.environments import LAUNCHERS, LaunchEnvironment
 
-_FILES_PER_RANK = 4  # the store serves two connections to each rank, and collectives open one or two
+_FILES_PER_RANK = 2  # collectives open one or two connections to each rank; those to the store are a few in all
 _FILES_BESIDE = 512  # for data, libraries and the program itself
 
 
@@ -102,7 +102,7 @@ def join(
 
 
 def allow_open_files(number: int) -> None:
-    """Let this process open so many files, as far as its hard limit goes: every rank keeps connections to the store."""
+    """Let this process open so many files, as far as its hard limit goes: groups connect to all their ranks."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY or soft >= number:
         return

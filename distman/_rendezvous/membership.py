@@ -365,7 +365,7 @@ class _Membership:
         raise error
 
     def _part(self, error: BaseException, seconds: float, *, with_all: bool) -> None:
-        """Leave a failed start: who serves the store stays until the others have heard of it.
+        """Leave a failed start: who opened the store stays until the others have heard of it.
 
         Args:
             error: Why it failed.

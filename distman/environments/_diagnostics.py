@@ -33,6 +33,7 @@ VARIABLES = (
 _PREFIX = "DISTMAN_"
 _LOOPBACK_NAMES = ("localhost", "ip6-localhost")
 _NO_DEVICES = ("NoDevFiles", "none", "void")
+_FILES_PER_RANK = 2  # connections that collectives open to each rank
 _FILES_BESIDES = 100
 """Files that a rank has open beside its connections: libraries, data, logs."""
 
@@ -238,7 +239,7 @@ def _main_address(job: _Job) -> Iterator[str]:
 
 
 def _wrong_host(job: _Job, name: str, what: str, addresses: Sequence[str]) -> Iterator[str]:
-    """The main address of a job on several nodes is not the host that serves the store, or cannot be reached."""
+    """The main address of a job on several nodes is not the host that opens the store, or cannot be reached."""
     is_own = any(map(job.host.is_own, addresses))
     is_at_home = job.is_main_host or job.environment.node_rank == 0 or name == job.host.name
     port = _number(job.environ.get("MASTER_PORT", ""))
@@ -333,8 +334,7 @@ def _nccl_errors(job: _Job) -> Iterator[str]:
 def _open_files(job: _Job) -> Iterator[str]:
     """The limit of open files is too low for connections to all other ranks."""
     size, limit = job.environment.world_size, job.host.max_open_files
-    is_first = job.environment.rank == 0
-    needed = (4 if is_first else 2) * size + _FILES_BESIDES
+    needed = _FILES_PER_RANK * size + _FILES_BESIDES
     if limit is not None and size > 1 and limit < needed:
         yield (
             f"The limit of open files is {limit}, but rank {job.environment.rank} of {size} needs about {needed}, most "

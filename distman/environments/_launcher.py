@@ -50,10 +50,10 @@ class OnFailure(enum.Enum):
 
 @dataclasses.dataclass(frozen=True)
 class Agent:
-    """A process of the launcher on each host, one of which may serve the store, and which may start the ranks again.
+    """A process of the launcher on each host, one of which may serve a store, and which may start the ranks again.
 
     Attributes:
-        serves: A variable and the value by which it says that it serves the store.
+        serves: A variable and the value by which it says that it serves a store.
         restart_count: The variable that counts how often the ranks were started again.
     """
 
@@ -61,7 +61,7 @@ class Agent:
     restart_count: str
 
     def is_serving(self, environ: Environ) -> bool:
-        """Return whether the store of this job is there already.
+        """Return whether there is a store in which rank 0 can tell the others where it has opened the job's own.
 
         Local.
         """
@@ -203,9 +203,9 @@ class Launcher(_Variables):
         why_not: Says why it did not start this process although its variables are set; None where it did.
         imitated_by: Names of launchers that set its variables too; they are believed where they agree with it.
         allocation: What its scheduler says to processes that it did not start itself.
-        meets_on_first_node: Whether its main address is that of the first node: then the first task there serves the
+        meets_on_first_node: Whether its main address is that of the first node: then the first task there opens the
             store, whatever its rank is. Otherwise rank 0 does, and the main address is a guess that MPI may correct.
-        agent: Its own process on each host, if it serves the store.
+        agent: Its own process on each host, if one of them may serve a store.
         process_names: How the names of its processes on each host begin, of which the ranks are children. The pid of
             such a process names a job on one node where nothing else does.
         expected_hosts: Returns the host of each rank, in rank order; nothing where that cannot be told.

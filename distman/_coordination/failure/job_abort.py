@@ -28,7 +28,7 @@ _TURN = 0.5
 
 _GRACE_FOR_STOPPED = 1.5
 """Seconds for the other ranks to find a stopped process silent before it is ended; their watchdogs look once a second.
-If it serves the store, they would take it for dead."""
+If it serves the store itself, they would take it for dead."""
 
 _PATIENCE = 10.0
 """Seconds that the command which cancels the job may take: the scheduler may be busy."""

@@ -35,8 +35,9 @@ class JobReporter:
     """Tells the other ranks of a running job, over its store, why this one ends.
 
     The first rank that fails leaves its record. The others, whose collectives break when it goes, print that
-    record after their own traceback, so that the cause comes last. The rank that serves the store leaves its
-    process group, so that nobody waits for it, and stays for a moment until the others have read.
+    record after their own traceback, so that the cause comes last. A rank that serves the store itself, since other
+    code made the group there, leaves the group, so that nobody waits for it, and stays for a moment until the others
+    have read.
 
     Attributes:
         rank: This process's rank.
