@@ -15,7 +15,8 @@ def bind_listener(address: str, port: int, *, is_on_one_host: bool = False) -> s
     """Return a socket that listens at the port; port 0 takes any free one.
 
     IPv4 is preferred where the address has both; who comes tries all addresses. One of the loopback is listened to
-    alone, so that nobody outside reaches the port, unless it is one to this host only: Debian lets the name of each host mean 127.0.1.1 there.
+    alone, so that nobody outside reaches the port, unless it is one to this host only: Debian lets the name of each
+    host mean 127.0.1.1 there.
 
     Args:
         address: Name of this host, or one of its addresses.

@@ -65,17 +65,17 @@ def measure_news() -> None:
 
 def measure_scale(num_ranks: int = 10_000, seconds: float = 5.0) -> None:
     """Ask a store as often as the watchers of so many ranks do, and take what its process computes."""
-    import torch.distributed as dist
-
     from distman._coordination import protocol
     from distman._coordination.monitor.context import _INTERVALS_PER_BEAT, interval
+    from distman._rendezvous.address import Endpoint
+    from distman._rendezvous.store import open_store
 
-    port = _free_port()
-    server = subprocess.Popen([sys.executable, __file__, "serve_here", str(port)])
-    store = dist.TCPStore("127.0.0.1", port, None, is_master=False, wait_for_workers=False)
+    point = Endpoint(f"benchmark-{os.getpid()}", ("127.0.0.1",), (), "the benchmark", is_host=True)
+    job_store = open_store(point, 0, 60)
+    store, server = job_store.store, job_store.client.store_pid
     every = interval(num_ranks)
     num_looks = int(seconds * num_ranks / every)
-    before, began = _seconds_of_process(server.pid), time.perf_counter()
+    before, began = _seconds_of_process(server), time.perf_counter()
     for number in range(num_looks):
         store.add(protocol.NEWS, 0)
         if number % _INTERVALS_PER_BEAT == 0:
@@ -83,20 +83,11 @@ def measure_scale(num_ranks: int = 10_000, seconds: float = 5.0) -> None:
             store.set(beat, "at some place of the program, for some seconds")
             store.check([beat])
             store.get(beat)
-    took, worked = time.perf_counter() - began, _seconds_of_process(server.pid) - before
-    server.kill()
-    server.wait()
+    took, worked = time.perf_counter() - began, _seconds_of_process(server) - before
+    job_store.close()
     print(f"{num_ranks} ranks look into the store every {every:.1f} s: {num_looks / seconds:.0f} looks a second")
     _show("processor time of the store for them", worked / seconds * 100, "% of one core")
     _show("seconds of looks asked one after another", took, f"s for {seconds:.0f} s of watching")
-
-
-def measure_serve_here(port: str) -> None:
-    import torch.distributed as dist
-
-    store = dist.TCPStore("127.0.0.1", int(port), None, is_master=True, wait_for_workers=False)
-    time.sleep(120)
-    del store
 
 
 def measure_on_rank_here() -> None:
@@ -231,7 +222,6 @@ ON_ONE_RANK = {
     "on_rank_here": measure_on_rank_here,
     "steps_here": measure_steps_here,
     "fail_here": measure_fail_here,
-    "serve_here": measure_serve_here,
 }
 
 
