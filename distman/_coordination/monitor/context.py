@@ -98,7 +98,7 @@ class WatchContext:
         return self.store_rank == rank or (self.store_rank is None and self.opener is None)
 
     def caretaker(self, failed: int) -> int | None:
-        """Return the rank that looks after the others when one has failed; None where none is known to see the store."""
+        """Return the rank that looks after the others when one has failed; None where that is nobody's part."""
         if self.store_rank is not None or self.opener is None:
             return self.store_rank
         return self.opener if self.opener != failed else min({0, 1} - {failed})
