@@ -49,7 +49,7 @@ class AbortableStore(Store):
                 raise TimeoutError(
                     f"keys {keys} must be set within {limit:g} s, got none. See what the other ranks do."
                 )
-            time.sleep(_PAUSE)  # the store can wait for all of some keys, not for the first of two
+            time.sleep(_PAUSE)  # torch's stores can wait for all of some keys, not for the first of two
 
     def get(self, key: str) -> bytes:
         """Return the value of a key, once it is set.

@@ -208,7 +208,7 @@ def _wait_until_all_left(job: Job, store: dist.Store, watcher: Watcher) -> None:
 def _wait_for_all_at(store: dist.Store, counter: str, number: int, limit: float) -> None:
     def wait() -> None:
         until = time.monotonic() + limit
-        with contextlib.suppress(dist.DistError):  # the rank that served the store may be gone
+        with contextlib.suppress(dist.DistError):  # who served the store may be gone
             while count(store, counter) < number and time.monotonic() < until:
                 time.sleep(_PAUSE)
 

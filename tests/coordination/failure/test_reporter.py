@@ -31,7 +31,7 @@ def reporter(store, *, is_host=False, num_others=1):
         rank=0,
         num_others=num_others,
         store=store,
-        store_host="the process that opened tcp://n1:5",
+        store_host="the process at tcp://n1:5",
         is_host=is_host,
         leave_group=lambda: done.append("left the group"),
         abort_job=done.append,
@@ -84,7 +84,7 @@ def test_a_store_that_is_gone_is_named(capsys):
     error = ValueError("boom")
     report(error)()
     assert done == [error]
-    assert "the process that opened tcp://n1:5, which serves the job's store, is gone, or" in capsys.readouterr().err
+    assert "the process at tcp://n1:5, which serves the job's store, is gone, or" in capsys.readouterr().err
 
 
 @pytest.fixture
