@@ -106,7 +106,8 @@ def measure_membership(num_ranks: int = 1024) -> None:
     from distman._rendezvous.join_record import JoinRecord, Origin
     from distman._rendezvous.membership import establish_membership
     from distman._rendezvous.peers import Peers
-    from distman._rendezvous.store import join_store, open_store, part_of
+    from distman._rendezvous.store import join_store, open_store
+    from distman._store.torch_store import part_of
 
     allow_open_files(FILES_PER_RANK * num_ranks)
     name = f"benchmark-{os.getpid()}"
@@ -120,6 +121,7 @@ def measure_membership(num_ranks: int = 1024) -> None:
             rank=rank,
             world_size=num_ranks,
             host=f"n{rank // 8}",
+            boot_id="",
             pid=rank,
             launcher="slurm",
             backend="cuda",
