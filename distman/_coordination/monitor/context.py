@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 _SHORTEST_INTERVAL = 0.2  # seconds; a failure is known to all soon enough, and five looks a second cost nothing
 _LONGEST_INTERVAL = 4.0  # seconds; above 10,000 ranks a late word of a failure is worse than a busier store
-_INTERVAL_PER_RANK = 0.4e-3  # seconds; 2,500 looks a second in all, some 14 % of one core of the store's host
+_INTERVAL_PER_RANK = 0.4e-3  # seconds; 2,500 looks a second in all, some 17 % of one core of the store's host
 
 _INTERVALS_PER_BEAT = 5
 """A rank gives a sign of life once in so many looks: it costs three calls into the store, a look costs one."""
