@@ -13,6 +13,7 @@ HOME = PACKAGE / "_torch_internals.py"
 # Private names of others than torch that the package touches: of the standard library, and of pytest.
 NOT_OF_TORCH = {
     "_SubParsersAction",
+    "_accept",
     "_current_exceptions",
     "_current_frames",
     "_exit",
