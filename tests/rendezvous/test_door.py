@@ -156,11 +156,11 @@ def test_names_of_others_where_nobody_gets_his_turn_hold_up_nobody(monkeypatch):
         for _ in range(20):
             listener = stack.enter_context(occupy(point, backlog=0))
             stack.enter_context(socket.socket(socket.AF_UNIX)).connect(listener.getsockname())
-        with opened(point) as host, contextlib.closing(find_store(point, 1, 600)) as client:
-            assert client.session == host.session
         _, reasons, is_foreign = door.try_all(point, 1, 0.2)
         assert set(reasons.values()) == {"it has too many visitors"}
         assert is_foreign
+        with opened(point) as host, contextlib.closing(find_store(point, 1, 600)) as client:
+            assert client.session == host.session
 
 
 def test_the_names_of_others_move_no_cursor_and_fill_no_screen():
