@@ -173,9 +173,10 @@ def explain(error: Exception) -> str:
 
 def _host_missing(point: Endpoint, timeout: float, reasons: Mapping[str, str]) -> str:
     tried = f"Tried {_listed(reasons)}. " if reasons else ""
+    alike = "" if point.is_on_one_host else " with the same secret"  # ports may be derived from it
     return (
         f"{point.host} must open the job's store at {point.url} within {timeout:g} s, got no answer from it "
-        f"[{point.source}]. {tried}See whether {point.host} started, runs on {point.addresses[0]} "
+        f"[{point.source}]. {tried}See whether {point.host} started{alike}, runs on {point.addresses[0]} "
         "and reached DistributedManager.initialize(); set rendezvous_timeout for slow starts."
     )
 

@@ -332,11 +332,12 @@ class _Membership:
         missing = describe_missing(arrived, self.me.world_size, self.expected)
         if not missing:
             return " ".join(faults) or f"rank 0 gave no verdict within {self.timeout:g} s. See its error."
+        alike = " with the same secret" if self.job_store.url.startswith("tcp:") else ""  # ports may be derived from it
         sentence = (
             f"{len({join_record.rank for join_record in arrived})} of {self.me.world_size} ranks joined "
             f"{self.job_store.url} within {time.monotonic() - self.started:.0f} s; missing: {missing}. "
-            f"Present: {describe_present(arrived)} [{self.source}]. See whether the missing ranks started and reached "
-            f"DistributedManager.initialize(){self._unproved()}; set rendezvous_timeout for slow starts."
+            f"Present: {describe_present(arrived)} [{self.source}]. See whether the missing ranks started{alike} and "
+            f"reached DistributedManager.initialize(){self._unproved()}; set rendezvous_timeout for slow starts."
         )
         return " ".join([*faults, sentence])
 
