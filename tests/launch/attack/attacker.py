@@ -1,0 +1,384 @@
+"""What other users of a host, and processes on other hosts, try against a job; run by `python -I -S attacker.py`.
+
+The attacker knows what is public: where the job's store listens, the names of its keys, a handshake that was recorded,
+and this source. What it is to do comes from standard input as JSON; what came of it goes to standard output.
+"""
+
+import itertools
+import json
+import os
+import pickle
+import resource
+import selectors
+import socket
+import struct
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+SETTINGS = json.load(sys.stdin) if __name__ == "__main__" else {}
+package = sys.modules["distman"] = type(sys)("distman")  # of which it needs nothing but the path
+package.__path__ = [SETTINGS.get("package", "")]
+
+from distman._store import frames  # noqa: E402
+from distman._store.handshake import (  # noqa: E402
+    CHALLENGE_HEAD_BYTES,
+    MAC_BYTES,
+    MAGIC,
+    MEMBER,
+    NO_SECRET,
+    NONCE_BYTES,
+    OPENING_BYTES,
+    VISITOR,
+    WATCHER,
+    Hello,
+    door_key,
+    mac,
+)
+from distman._store.transport import place_of  # noqa: E402
+
+AT_ONCE = 16  # tries
+PATIENCE = 10.0  # seconds for an answer that takes milliseconds
+MORE_PATIENCE = 0.1  # seconds for more of it
+CROWD_PATIENCE = 60.0  # seconds until everybody of a crowd must have been sent away
+CROWD = 1_000
+DRIP_EVERY = 0.2  # seconds
+EVERYWHERE = ("0.0.0.0", "::")  # noqa: S104 - compared, not listened to
+LISTENS = "0A"  # a state in /proc/net/tcp
+TABLES = {socket.AF_INET: ("/proc/net/tcp", "127.0.0.1"), socket.AF_INET6: ("/proc/net/tcp6", "::1")}
+LIMIT = struct.pack("<Q", 1000)
+SQUATTED = "squat"  # in the names that other attackers have taken
+MANY = b"x" * (1 << 18)
+
+
+class UnansweredError(Exception):
+    """The other side did not even make its own proof."""
+
+
+class Evil:
+    """Runs a command where it is unpickled."""
+
+    def __reduce__(self):
+        return os.system, (f"touch {SETTINGS['marker']}",)
+
+
+def connect(address):
+    if isinstance(address, str):
+        guest = socket.socket(socket.AF_UNIX)
+        guest.settimeout(PATIENCE)
+        guest.connect(address)
+        return guest
+    guest = socket.create_connection(address, timeout=PATIENCE)
+    guest.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # its port is free at once
+    return guest
+
+
+def say(guest, *messages, is_all=False):
+    """Say something, be it all there is to say, and return what is answered until the other side closes."""
+    heard = bytearray()
+    try:
+        for message in messages:
+            guest.sendall(message)
+        if is_all:
+            guest.shutdown(socket.SHUT_WR)
+        while piece := guest.recv(1 << 16):
+            heard += piece
+            guest.settimeout(MORE_PATIENCE)
+    except TimeoutError:
+        heard += b"is kept waiting"  # a stranger whom nobody sends away has got something, too
+    except OSError:  # sent away
+        pass
+    return bytes(heard)
+
+
+def read(guest, num_bytes):
+    heard = b""
+    while len(heard) < num_bytes:
+        piece = guest.recv(num_bytes - len(heard))
+        if not piece:
+            raise UnansweredError
+        heard += piece
+    return heard
+
+
+def challenge(guest, opening):
+    """Return the nonces and the proof of the store, and what it sends beside."""
+    try:
+        guest.sendall(opening)
+        head = read(guest, CHALLENGE_HEAD_BYTES)
+        (length,) = frames.LENGTH.unpack(head[NONCE_BYTES:])
+        credential = read(guest, length)
+        proof = read(guest, MAC_BYTES)
+    except OSError as error:
+        raise UnansweredError from error
+    return opening[len(MAGIC) :] + head[:NONCE_BYTES], proof, credential
+
+
+def forged(number, nonces, theirs, where, packed):
+    """Return a proof of who does not know the secret, each time of another kind."""
+    recorded = bytes.fromhex(SETTINGS["recorded"]["proof"])
+    return [
+        lambda: mac(door_key(None, SETTINGS["job"].encode()), b"client", nonces, where, packed),
+        lambda: mac(NO_SECRET, b"client", nonces, where, packed),
+        lambda: os.urandom(MAC_BYTES),
+        lambda: theirs,
+        lambda: recorded[:MAC_BYTES],
+        lambda: mac(door_key(b"guess %d" % number, SETTINGS["job"].encode()), b"client", nonces, where, packed),
+    ][number % 6]()
+
+
+def enter(address, number, hello, *requests):
+    """Try to be let in, and to have requests carried out; return whatever comes after the store's own proof."""
+    with connect(address) as guest:
+        nonces, theirs, _ = challenge(guest, MAGIC + os.urandom(NONCE_BYTES))
+        packed = hello.pack()
+        proof = forged(number, nonces, theirs, place_of(address), packed)
+        return say(guest, proof + frames.LENGTH.pack(len(packed)) + packed, *requests)
+
+
+def join(role, rank):
+    return lambda address, number: enter(address, number, Hello(role, rank, os.getpid()))
+
+
+def ask(operation, *fields):
+    """Ask for something, in turn after a forged proof, without any, and before any word."""
+
+    def attempt(address, number):
+        request = frames.request(1, operation, fields)
+        if number % 3 == 0:
+            return enter(address, number, Hello(MEMBER, number % 4 - 1, os.getpid()), request * 10)
+        with connect(address) as guest:
+            if number % 3 == 1:
+                challenge(guest, MAGIC + os.urandom(NONCE_BYTES))
+            return say(guest, request * 10)
+
+    return attempt
+
+
+def replay(address, _number):
+    """Say again what a rank has said, and then what it would say next."""
+    recorded = SETTINGS["recorded"]
+    with connect(address) as guest:
+        challenge(guest, bytes.fromhex(recorded["opening"]))
+        return say(guest, bytes.fromhex(recorded["proof"]), frames.request(1, frames.NUM_KEYS, []))
+
+
+def malformed(address, number):
+    with connect(address) as guest:
+        if number % 2:
+            return say(guest, os.urandom(1 + number % 3000), is_all=True)
+        challenge(guest, MAGIC + os.urandom(NONCE_BYTES))
+        return say(guest, os.urandom(1 + number % 300), is_all=True)
+
+
+def huge(address, number):
+    length = frames.LENGTH.pack([0xFFFFFFFF, frames.MOST_BYTES, 1 << 31, 65][number % 4])
+    with connect(address) as guest:
+        if number % 2:
+            return say(guest, length, MANY, is_all=True)
+        challenge(guest, MAGIC + os.urandom(NONCE_BYTES))
+        return say(guest, os.urandom(MAC_BYTES) + length, MANY, is_all=True)
+
+
+def pickles(address, number):
+    """Send a pickle wherever bytes are taken."""
+    evil = pickle.dumps(Evil(), protocol=number % (pickle.HIGHEST_PROTOCOL + 1))
+    sized = [evil, frames.LENGTH.pack(len(evil)) + evil, struct.pack(">Q", len(evil)) + evil, evil + b"\n"]
+    with connect(address) as guest:
+        if number % 3 == 0:
+            return say(guest, sized[number % 4], is_all=True)
+        challenge(guest, MAGIC + os.urandom(NONCE_BYTES))
+        if number % 3 == 1:
+            return say(guest, os.urandom(MAC_BYTES) + frames.LENGTH.pack(len(evil)) + evil, is_all=True)
+        return say(guest, frames.request(1, frames.SET, [os.urandom(4), evil]), is_all=True)
+
+
+def kinds():
+    """Return what is tried at the door of a store, by name."""
+    notice, keys = SETTINGS["notice"].encode(), {name: key.encode() for name, key in SETTINGS["keys"].items()}
+    some, value = keys["failure"], b"1"
+    return {
+        **{f"join as rank {rank}": join(MEMBER, rank) for rank in (-1, 0, 1, 2)},
+        "join as a watcher": join(WATCHER, 1),
+        "join as a visitor": join(VISITOR, 0),
+        "replay": replay,
+        "read a key": ask(frames.GET, keys["verdict"], LIMIT),
+        "read several keys": ask(frames.MULTI_GET, LIMIT, keys["verdict"], keys["peer address"]),
+        "look for a key": ask(frames.CHECK, keys["verdict"]),
+        "wait for a key": ask(frames.WAIT, LIMIT, b"", keys["verdict"]),
+        "write a key": ask(frames.SET, keys["verdict"], value),
+        "write several keys": ask(frames.MULTI_SET, keys["verdict"], value),
+        "exchange a key": ask(frames.COMPARE_SET, keys["verdict"], b"", value),
+        "lengthen a key": ask(frames.APPEND, keys["queries"], value),
+        "delete a key": ask(frames.DELETE, keys["verdict"]),
+        "count the keys": ask(frames.NUM_KEYS),
+        "arrive at a barrier": ask(frames.ARRIVE, b"barrier", frames.NUMBER.pack(1), b"k", value, LIMIT, b""),
+        "false notice": ask(frames.SET, some, notice),
+        "false news": ask(frames.ADD, keys["news"], frames.NUMBER.pack(1)),
+        "false stop": ask(frames.SET, keys["stop"], value),
+        "false question": ask(frames.SET, keys["query"], b"[0, 1, 2]"),
+        "false closing": ask(frames.SET, keys["closing"], value),
+        "false early failure": ask(frames.FAIL, notice),
+        "false end": ask(frames.WILL, some, keys["news"]),
+        "shut the store": ask(frames.SHUT),
+        "malformed": malformed,
+        "huge": huge,
+        "pickles": pickles,
+    }
+
+
+def attack(doors, names):
+    """Return, by kind, how many tries reached the store, and how many of them got anything."""
+    results = {}
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        for name, attempt in kinds().items():
+            if names is None or name in names:
+                tries = ((attempt, doors[number % len(doors)], number) for number in range(SETTINGS["tries"]))
+                gains = [gain for gain in pool.map(gain_of, tries) if gain is not None]
+                results[name] = [len(gains), sum(gains)]
+    return results
+
+
+def gain_of(one):
+    """Return whether a try got anything; None where it did not even reach the store."""
+    attempt, address, number = one
+    try:
+        heard = attempt(address, number)
+    except UnansweredError:
+        return False
+    except OSError:
+        return None
+    return bool(heard) and not is_challenge(heard)
+
+
+def is_challenge(heard):
+    """Return whether what was heard is no more than a store's proof of itself, which everybody gets who asks."""
+    if len(heard) < CHALLENGE_HEAD_BYTES + MAC_BYTES:
+        return False
+    (length,) = frames.LENGTH.unpack_from(heard, NONCE_BYTES)
+    return len(heard) == CHALLENGE_HEAD_BYTES + length + MAC_BYTES
+
+
+def crowd(doors):
+    """Open many connections at once; half of them say nothing, the others a byte now and then."""
+    opening = MAGIC + bytes(NONCE_BYTES)
+    guests, reached, gains = {}, 0, 0
+    selector = selectors.DefaultSelector()
+    for number, address in zip(range(CROWD), itertools.cycle(doors)):
+        try:
+            guest = connect(address)
+        except OSError:
+            continue
+        reached += 1
+        guest.settimeout(0)
+        selector.register(guest, selectors.EVENT_READ)
+        guests[guest] = number % 2
+    until = time.monotonic() + CROWD_PATIENCE
+    for place in itertools.count():
+        if not guests or time.monotonic() > until:
+            break
+        for guest in [guest for guest, drips in guests.items() if drips]:
+            try:
+                guest.send(opening[place % OPENING_BYTES : place % OPENING_BYTES + 1])
+            except OSError:
+                continue  # it has been sent away, and is told below
+        for key, _ in selector.select(DRIP_EVERY):
+            try:
+                heard = key.fileobj.recv(1 << 16)
+            except ConnectionError:
+                heard = b""
+            gains += bool(heard) and not is_challenge(heard)
+            if not heard:
+                selector.unregister(key.fileobj)
+                key.fileobj.close()
+                del guests[key.fileobj]
+    return {"a thousand connections, idle and slow": [reached, gains + len(guests)]}
+
+
+def ring(addresses):
+    """Say what neighbours tell each other, at every other port; nobody answers there, or sends anybody away."""
+    results = {}
+    line = SETTINGS["notice"].encode() + b"\n"
+    words = {
+        "false notice at the ring": lambda: os.urandom(8).hex().encode() + b"\n" + line,
+        "notice without a word at the ring": lambda: line * 3,
+        "malformed at the ring": lambda: os.urandom(512),
+        "pickles at the ring": lambda: pickle.dumps(Evil()) + b"\n",
+    }
+    for name, message in words.items():
+        reached = gains = 0
+        for _, address in zip(range(SETTINGS["tries"]), itertools.cycle(addresses)):
+            try:
+                guest = connect(address)
+            except OSError:
+                continue
+            reached += 1
+            with guest:
+                guest.settimeout(0)
+                try:
+                    guest.send(message())
+                    gains += bool(guest.recv(1 << 16))
+                except OSError:
+                    continue
+        results[name] = [reached, gains]
+    return results
+
+
+def names_of_stores():
+    """Return all names of this host's own at which a store may listen."""
+    rows = [row.split(maxsplit=7) for row in Path("/proc/net/unix").read_text(errors="replace").splitlines()]
+    found = [row[7] for row in rows if len(row) == 8 and row[7].startswith("@distman/") and row[3] == "00010000"]
+    return [name.replace("@", "\0", 1) for name in found if SQUATTED not in name]
+
+
+def ports_of_all():
+    """Return everything of this host that listens to TCP."""
+    found = []
+    for family, (table, loopback) in TABLES.items():
+        for row in Path(table).read_text().splitlines()[1:]:
+            _, local, _, state = row.split()[:4]
+            if state == LISTENS:
+                address, port = local.split(":")
+                packed = b"".join(bytes.fromhex(address[i : i + 8])[::-1] for i in range(0, len(address), 8))
+                named = socket.inet_ntop(family, packed)
+                found.append((loopback if named in EVERYWHERE else named, int(port, 16)))
+    return found
+
+
+def wait_for_doors():
+    """Return where the store listens, as soon as it does."""
+    until = time.monotonic() + CROWD_PATIENCE
+    while True:
+        doors = [tuple(address) for address in SETTINGS["addresses"]] or names_of_stores()
+        try:
+            if doors:
+                connect(doors[0]).close()
+                return doors
+        except OSError:
+            pass
+        if time.monotonic() > until:
+            return []
+        time.sleep(0.001)
+
+
+def main():
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    results = {}
+    doors = (
+        wait_for_doors() if SETTINGS["waits"] else [tuple(one) for one in SETTINGS["addresses"]] or names_of_stores()
+    )
+    if doors:
+        results |= attack(doors, SETTINGS["kinds"])
+    if doors and SETTINGS["crowd"]:
+        results |= crowd(doors)
+    if SETTINGS["ring"]:
+        taken = {*SETTINGS["taken"], *(port for _, port in SETTINGS["addresses"])}
+        others = [address for address in ports_of_all() if address[1] not in taken]
+        results |= ring(others) if others else {}
+    sys.stdout.write(json.dumps({"uid": os.geteuid(), "doors": len(doors), "results": results}))
+
+
+if __name__ == "__main__":
+    main()
