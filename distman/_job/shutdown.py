@@ -78,18 +78,23 @@ def leave(job: Job, watcher: Watcher | None, *, is_at_exit: bool = False) -> Non
     is_host = rendezvous.job_store.is_host
     if watcher is not None and not is_host:
         watcher.stop()
-    if watcher is None or not (watcher.has_let_go or watcher.has_store_rank_failed):
-        _say_farewell(job, rendezvous, watcher, is_host=is_host)
-    if watcher is not None:
-        watcher.leave()
-    if dist.is_initialized() and not job.is_adopted:
-        dist.destroy_process_group()
-    if is_host and (sys.exc_info()[1] is not None or (job.is_adopted and not is_at_exit)):
-        _unclosed.append((os.getpid(), job, rendezvous, watcher))
-        atexit.register(_close_at_exit)
-        return
-    if is_host:
-        _serve_the_others(job, rendezvous.store, watcher)
+    try:
+        if watcher is None or not (watcher.has_let_go or watcher.has_store_rank_failed):
+            _say_farewell(job, rendezvous, watcher, is_host=is_host)
+        if watcher is not None:
+            watcher.leave()
+        if dist.is_initialized() and not job.is_adopted:
+            dist.destroy_process_group()
+        if is_host and (sys.exc_info()[1] is not None or (job.is_adopted and not is_at_exit)):
+            _unclosed.append((os.getpid(), job, rendezvous, watcher))
+            atexit.register(_close_at_exit)
+            return
+        if is_host:
+            _serve_the_others(job, rendezvous.store, watcher)
+    except BaseException:  # the handler of a signal raised, say: the others must not take this rank for dead
+        if is_host:
+            _announce_closing(job, rendezvous.store, watcher)
+        raise
     _close(job, rendezvous, watcher)
 
 

@@ -189,8 +189,7 @@ def test_a_collective_that_nobody_completes_does_not_hold_the_end_up(free_port):
 
 def test_who_serves_the_store_may_be_asked_to_end(free_port):
     with Job(free_port, "serve_until_asked_to_end", "adopted") as job:
-        job.ranks[0].wait_for_output("done", timeout=LIMIT)
-        time.sleep(1)  # it is at its end, and waits for rank 1
+        job.ranks[1].wait_for_output("rank 0 has left", timeout=LIMIT)
         os.kill(job.ranks[0].pid, signal.SIGTERM)
         finished = job.wait()
     assert [rank.returncode for rank in finished] == [0, 0, 0]

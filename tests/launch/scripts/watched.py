@@ -234,8 +234,9 @@ def serve_until_asked_to_end(manager):
     """Rank 0 is done, and asked to end while rank 1 is at work."""
     if manager.rank == 0:
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
-        say("done")
     elif manager.rank == 1:
+        manager._state.job.rendezvous.store.wait([left(0)])
+        say("rank 0 has left")
         wait_in_python(3)
 
 
