@@ -8,6 +8,7 @@ import os
 from collections.abc import Callable
 
 from distman._coordination.failure import hook
+from distman._coordination.failure.error_file import write_error_file
 from distman._coordination.failure.job_abort import abort_job_after
 from distman._coordination.failure.record import FailureRecord
 from distman._coordination.timeouts import begin
@@ -31,8 +32,9 @@ def _tell(error: BaseException) -> Callable[[], object]:
         return lambda: None
     environment = detect(os.environ).environment
     abort_job_after(error, environment)
-    record = dataclasses.asdict(FailureRecord.of(error, environment.rank))
+    record = FailureRecord.of(error, environment.rank)
+    write_error_file(record, environment.rank)
     # Whoever pressed Ctrl-C wants it to end.
     more = {"patience": 0} if isinstance(error, KeyboardInterrupt) else {}
-    wait = begin(lambda: tell_waiting_ranks(record, os.environ, **more))  # while the error is printed
+    wait = begin(lambda: tell_waiting_ranks(dataclasses.asdict(record), os.environ, **more))  # while the error is printed
     return functools.partial(wait, None)  # it has a limit of its own

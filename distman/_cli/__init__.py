@@ -10,14 +10,14 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from distman._cli import env
+from distman._cli import env, run
 from distman._cli.bench import command as bench
 from distman._cli.check import command as check
 from distman._cli.launch import command as launch
 from distman._cli.plan import command as plan
 from distman._version import VERSION
 
-_DESCRIPTION = "Look at a job of many processes before it runs, and write its job script."
+_DESCRIPTION = "Start a job of many processes, look at it before it runs, and write its job script."
 
 
 class _Parser(argparse.ArgumentParser):
@@ -44,6 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser: argparse.ArgumentParser = _Parser(prog="distman", description=_DESCRIPTION)
     parser.add_argument("--version", action="version", version=f"%(prog)s {VERSION}")
     subparsers = parser.add_subparsers(required=True, metavar="COMMAND")
+    run.add_parser(subparsers)
     env.add_parser(subparsers)
     check.add_parser(subparsers)
     bench.add_parser(subparsers)

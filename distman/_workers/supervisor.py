@@ -40,7 +40,7 @@ def main(control: int, program: int, entry: str, options: Sequence[object]) -> N
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})
     module, _, name = entry.partition(":")
     prepare: Entry = getattr(importlib.import_module(module), name)
-    _adopt_orphans()
+    adopt_orphans()
     supervisor = os.getpid()
     server = os.fork()
     if server == 0:
@@ -50,19 +50,19 @@ def main(control: int, program: int, entry: str, options: Sequence[object]) -> N
         signal.sigtimedwait({signal.SIGCHLD}, _POLL_SECONDS)
     if is_running:  # the server too notices that the program is gone, and removes what it has made
         signal.sigtimedwait({signal.SIGCHLD}, _END_SECONDS)
-    _end_descendants()
+    end_descendants()
 
 
 def _become_server(control: int, supervisor: int, prepare: Entry, options: Sequence[object]) -> NoReturn:
     exit_code = 1
     try:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD})
-        _adopt_orphans()
+        adopt_orphans()
         with prepare(*options) as work:
             try:
                 serve_requests(control, supervisor, work)
             finally:
-                _end_descendants()
+                end_descendants()
         exit_code = 0
     finally:
         if exit_code:
@@ -70,7 +70,8 @@ def _become_server(control: int, supervisor: int, prepare: Entry, options: Seque
         os._exit(exit_code)
 
 
-def _adopt_orphans() -> None:
+def adopt_orphans() -> None:
+    """Become the parent of what is orphaned below this process."""
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
@@ -82,8 +83,8 @@ def _is_running(server: int) -> bool:
     return True
 
 
-def _end_descendants() -> None:
-    """End the children, then their children, which have become ours, then the children of those."""
+def end_descendants() -> None:
+    """End the children by force, then their children, which have become ours, then the children of those."""
     while True:
         for pid in _children():
             os.kill(pid, signal.SIGKILL)

@@ -57,5 +57,6 @@ BARE = Launcher(
     has_own_gpus=None,
     gives_terminals=False,
     uses_munge=False,
+    shows_errors=False,
     fake=fake_bare,
 )

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from distman.environments._bare import BARE, is_complete
 from distman.environments._base import LaunchEnvironment, read_count, read_text
+from distman.environments._distman_run import DISTMAN_RUN
 from distman.environments._fields import FIELD_NAMES, source_of
 from distman.environments._flux import FLUX
 from distman.environments._hydra import HYDRA
@@ -31,7 +32,7 @@ _FAMILIES = (Family.ENV, Family.MPI)
 """Families whose name is a method too."""
 
 # Innermost first: mpirun inside a Slurm job hands its ranks Slurm's variables too.
-LAUNCHERS.define(TORCHRUN, OPENMPI, HYDRA, MVAPICH, PALS, JSRUN, FLUX, SLURM, BARE, SINGLE)
+LAUNCHERS.define(TORCHRUN, DISTMAN_RUN, OPENMPI, HYDRA, MVAPICH, PALS, JSRUN, FLUX, SLURM, BARE, SINGLE)
 
 
 @dataclasses.dataclass(frozen=True)

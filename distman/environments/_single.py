@@ -33,5 +33,6 @@ SINGLE = Launcher(
     has_own_gpus=None,
     gives_terminals=False,
     uses_munge=False,
+    shows_errors=False,
     fake=_fake,
 )

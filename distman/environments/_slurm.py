@@ -150,5 +150,6 @@ SLURM = Launcher(
     has_own_gpus=_has_own_gpus,
     gives_terminals=False,
     uses_munge=True,
+    shows_errors=False,
     fake=_fake,
 )

@@ -57,5 +57,6 @@ TORCHRUN = Launcher(
     has_own_gpus=None,
     gives_terminals=False,
     uses_munge=False,
+    shows_errors=False,
     fake=_fake,
 )

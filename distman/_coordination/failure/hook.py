@@ -16,6 +16,7 @@ from types import TracebackType
 from typing import Any, Protocol
 
 from distman._coordination.failure.catching import errors_in
+from distman._coordination.failure.error_file import is_shown_by_starter
 from distman._coordination.failure.pending_work import complete_all, is_anything_left
 from distman._coordination.failure.record import FailureRecord
 from distman._coordination.failure.short_traceback import folded_traceback
@@ -125,6 +126,8 @@ class _Hook:
 
     def show(self, error_type: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         """Print an error by the hook before this one; the interpreter's own may find standard error blocked."""
+        if is_shown_by_starter():
+            return
         if self.previous is not sys.__excepthook__:
             self.previous(error_type, error, trace)
         elif not run_with_timeout(lambda: self._show(error_type, error, trace), _PRINT_PATIENCE):

@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from distman._coordination import protocol
 from distman._coordination.failure import hook
+from distman._coordination.failure.error_file import is_shown_by_starter, write_error_file
 from distman._coordination.failure.record import SILENT, FailureRecord
 from distman._coordination.messages import count
 from distman._coordination.monitor.context import interval, late_after
@@ -64,6 +65,7 @@ class JobReporter:
         cause = self.cause or self._failure_behind(error)
         self.abort_job(cause.to_error() if cause is not None else error)
         mine = cause or FailureRecord.of(error, self.rank)
+        write_error_file(mine, self.rank)
         first: list[FailureRecord] = []
         is_told = mine.error_type != SILENT and self._tell(mine, first)
         return functools.partial(self._finish, error, first[0] if first else cause, is_told=is_told)
@@ -79,7 +81,7 @@ class JobReporter:
     def _finish(self, error: BaseException, cause: FailureRecord | None, *, is_told: bool) -> None:
         """Print what the error itself does not say, and stay until the others have read the record."""
         if not isinstance(error, RankFailedError | KeyboardInterrupt):
-            if cause is not None and cause.rank != self.rank:
+            if cause is not None and cause.rank != self.rank and not is_shown_by_starter():
                 hook.write(f"distman: the job failed first elsewhere: {cause.to_error()}")
             if not is_told and cause is None:
                 hook.write(

@@ -1,0 +1,79 @@
+"""``distman run``: start the ranks of a job on this machine."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from distman._cli.arguments import at_least
+from distman._run.job import Plan, run_job
+from distman._run.placement import number_of_ranks
+
+_EPILOG = (
+    "For several hosts, start the ranks with their launcher (srun, mpirun, torchrun); `distman launch` writes the job "
+    "script."
+)
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the command to the parser."""
+    parser = subparsers.add_parser(
+        "run",
+        usage="distman run [options] script.py [arguments]\n       distman run [options] -m module [arguments]",
+        help="start the ranks of a job on this machine",
+        description="Start the ranks of a job on this machine, and end them together.",
+        epilog=_EPILOG,
+    )
+    parser.add_argument("-n", "--ranks", default="auto", metavar="N", help="a number, gpu, cpu or auto (the default)")
+    parser.add_argument("--cpus-per-rank", type=at_least(1), metavar="C", help="bind each rank to as many CPUs")
+    parser.add_argument("--log-dir", type=Path, metavar="DIR", help="a file for each rank; only rank 0 is shown")
+    parser.add_argument("--tee", action="store_true", help="with --log-dir: show all ranks all the same")
+    parser.add_argument("--restarts", type=at_least(0), default=0, metavar="K", help="start all again after a failure")
+    parser.add_argument("--report", type=Path, metavar="FILE", help="write how the ranks ended, as JSON, and do not print it")
+    parser.add_argument("--nnodes", help=argparse.SUPPRESS)
+    parser.add_argument("-m", action="store_true", dest="is_module", help="what follows is a module, not a script")
+    parser.add_argument("command", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+    parser.set_defaults(run=run, parser=parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run the command.
+
+    Returns:
+        The exit code: 0, that of the rank that failed first, or 130 after Ctrl-C.
+    """
+    plan = _plan(arguments)
+    for restart in range(arguments.restarts + 1):
+        outcome = run_job(plan, is_restart=restart > 0)
+        if outcome.exit_code and arguments.report is None:
+            print(outcome.report(), file=sys.stderr, flush=True)
+        if not outcome.exit_code or outcome.interruption is not None:
+            break
+        if restart < arguments.restarts:
+            print(f"distman run: restart {restart + 1} of {arguments.restarts}", file=sys.stderr, flush=True)
+    if arguments.report is not None:
+        arguments.report.write_text(outcome.to_json())
+    return outcome.exit_code
+
+
+def _plan(arguments: argparse.Namespace) -> Plan:
+    error = arguments.parser.error
+    if arguments.nnodes is not None:
+        error(f"it starts ranks on this machine only. {_EPILOG}")
+    command = arguments.command[1:] if arguments.command[:1] == ["--"] else arguments.command
+    if not command:
+        error("name the script to start, or -m and a module")
+    if not arguments.is_module and not Path(command[0]).exists():
+        error(f"there is no script {command[0]!r} here")
+    try:
+        number = number_of_ranks(arguments.ranks, arguments.cpus_per_rank)
+    except ValueError as problem:
+        error(str(problem))
+    return Plan(
+        command=("-m", *command) if arguments.is_module else tuple(command),
+        num_ranks=number,
+        cpus_per_rank=arguments.cpus_per_rank,
+        log_dir=arguments.log_dir,
+        shows_all=arguments.log_dir is None or arguments.tee,
+    )

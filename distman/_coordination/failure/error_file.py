@@ -1,0 +1,71 @@
+"""The file in which the starter of this process reads why it failed: torchrun, or ``distman run``."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+from distman._coordination.failure.record import FailureRecord
+from distman._coordination.messages import MalformedMessageError
+from distman._private_files import write_new
+from distman.environments import LAUNCHERS, detect
+from distman.errors import DistmanError
+
+VARIABLE = "TORCHELASTIC_ERROR_FILE"
+"""The variable that names the file. torch's decorator ``record`` writes it too.
+
+Source:
+    PyTorch documentation, torch.distributed.elastic, Error Propagation.
+"""
+
+_RECORD = "distman"
+"""Key of what only this package writes and reads."""
+
+
+def write_error_file(record: FailureRecord, rank: int) -> None:
+    """Say why a rank fails, unless it was said.
+
+    torchrun blames the rank with the earliest time, in whole seconds. So a rank that fails because of another one gives
+    the next second.
+
+    Args:
+        record: What failed first, as far as this rank knows.
+        rank: This process's rank.
+    """
+    is_own = record.rank == rank
+    text = f"{record.error_type}: {record.error_text}" if is_own else str(record.to_error()).partition("\n")[0]
+    details = {"py_callstack": record.traceback_text, "timestamp": str(int(time.time()) + (not is_own))}
+    said = {"message": {"message": text, "extraInfo": details}, _RECORD: dataclasses.asdict(record)}
+    path = os.environ.get(VARIABLE)
+    if path:
+        with contextlib.suppress(OSError):  # it is there already, or its folder is gone
+            write_new(Path(path), json.dumps(said))
+
+
+def is_shown_by_starter() -> bool:
+    """Return whether this process need not print why it failed, since its starter will."""
+    try:
+        launcher = LAUNCHERS[detect(os.environ).environment.launcher]
+    except (DistmanError, ValueError):
+        return False
+    return launcher.shows_errors and os.path.exists(os.environ.get(VARIABLE, ""))
+
+
+def read_error_file(path: Path) -> FailureRecord | None:
+    """Return what a rank said of its failure; None if nothing, or nothing that can be read.
+
+    What torch's decorator wrote is the failure of nobody known: its rank is -1.
+    """
+    try:
+        said: Any = json.loads(path.read_bytes())
+        if _RECORD in said:
+            return FailureRecord.decoded(json.dumps(said[_RECORD]).encode())
+        kind, _, text = said["message"]["message"].partition(": ")
+        return FailureRecord(-1, "", 0, kind, text, said["message"]["extraInfo"]["py_callstack"])
+    except (OSError, ValueError, TypeError, KeyError, MalformedMessageError):
+        return None

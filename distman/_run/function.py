@@ -1,0 +1,91 @@
+"""A function as a job of several ranks, from a program or a notebook."""
+
+from __future__ import annotations
+
+import io
+import json
+import pickle
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+from distman._run.call import CALL, result_file
+from distman._workers.pickling import ModulePickler
+from distman.errors import RankFailedError
+
+T = TypeVar("T")
+
+
+def run(function: Callable[..., T], *args: Any, n: int | str = "auto", **kwargs: Any) -> list[T]:
+    """Call a function in several new processes on this machine, the ranks of a job.
+
+    Local. Each rank is an interpreter of its own; the function calls ``DistributedManager.initialize()`` as a script
+    does. What they write is shown as of ``distman run``, in a notebook below its cell. Ctrl-C ends them.
+
+    Args:
+        function: Called on every rank; it, its arguments and what it returns are pickled by cloudpickle, so that it may
+            be a lambda or stand in a notebook.
+        args: Arguments.
+        n: Number of ranks; ``"gpu"``, as many as there are GPUs; ``"cpu"``, as many as there are CPUs; ``"auto"``, the
+            first where there are GPUs, else the second.
+        kwargs: Arguments by name.
+
+    Returns:
+        What the function returned on each rank, in their order.
+
+    Raises:
+        RankFailedError: A rank failed; the error has its traceback.
+        ValueError: ``n`` is none of these.
+
+    Example:
+        >>> import distman
+        >>> def work(offset):
+        ...     from distman import DistributedManager
+        ...     DistributedManager.initialize()
+        ...     return DistributedManager().rank + offset
+        >>> distman.run(work, 10, n=2)
+        [10, 11]
+    """
+    with tempfile.TemporaryDirectory(prefix="distman-run-") as name:
+        folder = Path(name)
+        call = io.BytesIO()
+        ModulePickler(call).dump((function, args, kwargs))
+        (folder / CALL).write_bytes(pickle.dumps(([one for one in sys.path if isinstance(one, str)], call.getvalue())))
+        report = folder / "report.json"
+        command = ["-n", str(n), "--report", str(report), "-m", "distman._run.call", name]
+        code = _start([sys.executable, "-m", "distman", "run", *command])
+        if code == 2 and not report.exists():
+            raise ValueError(f"n must be a number of ranks that can be started here, 'gpu', 'cpu' or 'auto', got {n!r}.")
+        said = json.loads(report.read_bytes())
+        if said["failure"] is not None:
+            raise RankFailedError(**said["failure"])
+        ranks = range(len(said["ranks"]))
+        return [pickle.loads(result_file(folder, rank).read_bytes()) for rank in ranks]
+
+
+def _start(command: list[str]) -> int:
+    """Start the job, and show what it writes where this program writes, be that a notebook's cell."""
+    is_own = _is_the_process_s(sys.stdout)
+    with subprocess.Popen(
+        command, stdout=None if is_own else subprocess.PIPE, stderr=None if is_own else subprocess.STDOUT
+    ) as job:
+        try:
+            if job.stdout is not None:
+                for line in io.TextIOWrapper(job.stdout, encoding="utf-8", errors="backslashreplace"):
+                    sys.stdout.write(line)
+            return job.wait()
+        except KeyboardInterrupt:
+            job.send_signal(signal.SIGINT)
+            job.wait()
+            raise
+
+
+def _is_the_process_s(stream: Any) -> bool:
+    try:
+        return bool(stream.fileno() == 1)
+    except (AttributeError, OSError, ValueError):  # a notebook's, or a test's
+        return False

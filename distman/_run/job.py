@@ -1,0 +1,208 @@
+"""The ranks of a job on this machine: started together, shown, and ended together."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import selectors
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import IO
+
+from distman._coordination.failure.error_file import read_error_file
+from distman._coordination.failure.record import SILENT
+from distman._run.console import Console
+from distman._run.outcome import Outcome, RankOutcome
+from distman._run.placement import cpus_of_ranks, variables_of_ranks
+from distman._run.rank import Rank
+from distman._run.signals import HeardSignals, is_from_terminal
+from distman._workers.supervisor import adopt_orphans, end_descendants
+
+_AFTER_FAILURE = 10.0
+"""Seconds for the other ranks to end by themselves once one has failed: one may handle it, and save."""
+
+_AFTER_INTERRUPT = 5.0
+"""Seconds from Ctrl-C to SIGKILL: somebody waits at the terminal."""
+
+_AFTER_SIGTERM = 30.0
+"""Seconds from SIGTERM to SIGKILL. Source: torchrun and Slurm's ``KillWait`` give as many."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What is started.
+
+    Attributes:
+        command: What the interpreter of each rank is told: a script, or ``-m`` and a module, with its arguments.
+        num_ranks: Number of ranks.
+        cpus_per_rank: CPUs that each rank is bound to; None binds none.
+        log_dir: The folder in which each rank has a file of what it writes; None for none.
+        shows_all: Whether the terminal shows what all ranks write; else it shows rank 0.
+    """
+
+    command: tuple[str, ...]
+    num_ranks: int
+    cpus_per_rank: int | None = None
+    log_dir: Path | None = None
+    shows_all: bool = True
+
+
+def run_job(plan: Plan, *, is_restart: bool = False) -> Outcome:
+    """Start the ranks, show what they write, and return when all have ended, with what they started.
+
+    Args:
+        plan: What is started.
+        is_restart: Whether files of what ranks wrote go on.
+
+    Raises:
+        OSError: A rank cannot be started, or a file cannot be written. None is left then.
+    """
+    adopt_orphans()
+    consoles = _consoles(plan.num_ranks)
+    with _private_folder() as folder, HeardSignals() as signals, ExitStack() as stack:
+        logs = [stack.enter_context(log) for log in _open_logs(plan, "ab" if is_restart else "wb")]
+        job = _Job(consoles, logs, signals, num_shown=plan.num_ranks if plan.shows_all else 1)
+        try:
+            job.start(plan, folder)
+            outcome = job.wait()
+        finally:
+            end_descendants()
+        for one, log in zip(sorted(outcome.ranks, key=lambda one: one.rank), logs, strict=False):
+            if one.failure is not None:  # it was left to this process to show it
+                log.write(one.failure.traceback_text.encode(errors="backslashreplace"))
+        return outcome
+
+
+@contextmanager
+def _private_folder() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(prefix="distman-run-", ignore_cleanup_errors=True) as folder:
+        yield Path(folder)
+
+
+def _open_logs(plan: Plan, mode: str) -> Iterator[IO[bytes]]:
+    if plan.log_dir is not None:
+        plan.log_dir.mkdir(parents=True, exist_ok=True)
+        width = len(str(plan.num_ranks - 1))
+        for rank in range(plan.num_ranks):
+            yield (plan.log_dir / f"rank-{rank:0{width}}.log").open(mode, buffering=0)
+
+
+def _consoles(num_ranks: int) -> dict[int, Console]:
+    """Return where each stream of the ranks is shown: one terminal is one console."""
+    output, errors = Console(sys.stdout.buffer, num_ranks), Console(sys.stderr.buffer, num_ranks)
+    return {1: output, 2: output if output.is_terminal and errors.is_terminal else errors}
+
+
+class _Job:
+    def __init__(
+        self, consoles: Mapping[int, Console], logs: Sequence[IO[bytes]], signals: HeardSignals, num_shown: int
+    ) -> None:
+        self._consoles = consoles
+        self._logs = logs
+        self._signals = signals
+        self._num_shown = num_shown
+        self._selector = selectors.DefaultSelector()
+        self._running: list[Rank] = []
+        self._ended: list[RankOutcome] = []
+        self._steps: list[tuple[float, int]] = []
+        self._interruption: int | None = None
+
+    def start(self, plan: Plan, folder: Path) -> None:
+        environments = variables_of_ranks(os.environ, plan.num_ranks, plan.cpus_per_rank)
+        cpus = cpus_of_ranks(plan.num_ranks, plan.cpus_per_rank) if plan.cpus_per_rank else [[]] * plan.num_ranks
+        self._selector.register(self._signals.wake, selectors.EVENT_READ)
+        for number, environ in enumerate(environments):
+            columns = self._columns() if number < self._num_shown else (None, None)
+            rank = Rank(number, plan.command, environ, folder / f"{number}.json", cpus=cpus[number], columns=columns)
+            self._running.append(rank)
+            for descriptor in (rank.end, *rank.outputs):
+                self._selector.register(descriptor, selectors.EVENT_READ, rank)
+
+    def _columns(self) -> tuple[int | None, ...]:
+        return tuple(console.columns if console.is_terminal else None for console in self._consoles.values())
+
+    def wait(self) -> Outcome:
+        with self._selector:
+            while self._running:
+                self._attend(self._seconds_to_next_step())
+                self._heed_signals()
+                self._take_steps()
+            while self._attend(0.0):  # what they have written last; who holds their pipes now is nobody's rank
+                pass
+        for console in self._consoles.values():
+            console.close()
+        return Outcome(tuple(self._ended), self._interruption)
+
+    def _attend(self, seconds: float | None) -> bool:
+        """Do what the files say that are readable within a time; False if none was."""
+        ready = [key for key, _ in self._selector.select(seconds) if key.data is not None]
+        for key in ready:
+            if key.fd in key.data.outputs:
+                self._forward(key.data, key.fd)
+        for key in ready:
+            if key.fd == key.data.end:
+                self._note_end(key.data)
+        return bool(ready)
+
+    def _forward(self, rank: Rank, output: int) -> None:
+        stream, data = rank.outputs[output], rank.read(output)
+        if not data:
+            self._selector.unregister(output)
+            rank.close(output)
+        elif rank.rank < self._num_shown:
+            self._consoles[stream].write(rank.rank, data, stream)
+        for log in self._logs[rank.rank : rank.rank + 1]:
+            log.write(data)
+
+    def _note_end(self, rank: Rank) -> None:
+        self._selector.unregister(rank.end)
+        rank.reap()
+        self._running.remove(rank)
+        failure = read_error_file(rank.error_file) if rank.exit_code else None
+        was_ended = any(rank.exit_code == -number for number in rank.signals)
+        self._ended.append(RankOutcome(rank.rank, rank.pid, rank.exit_code or 0, was_ended, failure))
+        if rank.exit_code and not self._steps:
+            now = time.monotonic()
+            self._steps = [
+                (now + _AFTER_FAILURE, signal.SIGTERM),
+                (now + _AFTER_FAILURE + _AFTER_SIGTERM, signal.SIGKILL),
+            ]
+        if failure is not None and failure.error_type == SILENT:
+            self._send(signal.SIGKILL, [one for one in self._running if one.rank == failure.rank])
+
+    def _heed_signals(self) -> None:
+        for number in self._signals.take():
+            if number == signal.SIGWINCH:
+                for rank in self._running:
+                    rank.resize(self._columns())
+            else:
+                self._end_all(number)
+
+    def _end_all(self, number: int) -> None:
+        """Tell the ranks what this process is told; when it is told again, end them at once."""
+        now = time.monotonic()
+        if self._interruption is not None:
+            self._steps = [(now, signal.SIGKILL)]
+        elif number == signal.SIGINT:
+            first = [] if is_from_terminal() else [(now, number)]
+            self._steps = [*first, (now + _AFTER_INTERRUPT, signal.SIGKILL)]
+        else:
+            self._steps = [(now, number), (now + _AFTER_SIGTERM, signal.SIGKILL)]
+        self._interruption = number
+
+    def _seconds_to_next_step(self) -> float | None:
+        return max(0.0, self._steps[0][0] - time.monotonic()) if self._steps else None
+
+    def _take_steps(self) -> None:
+        while self._steps and self._steps[0][0] <= time.monotonic():
+            _, number = self._steps.pop(0)
+            self._send(number, self._running)
+
+    def _send(self, number: int, ranks: Sequence[Rank]) -> None:
+        for rank in ranks:
+            rank.send(number)

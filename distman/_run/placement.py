@@ -1,0 +1,106 @@
+"""How many ranks there are, which CPUs each of them has, and the variables that tell it."""
+
+from __future__ import annotations
+
+import os
+import socket
+import uuid
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from distman.environments import LAUNCHERS, Family, Place
+
+_THREADS = "OMP_NUM_THREADS"
+_LOCALHOST = "127.0.0.1"
+
+
+def number_of_ranks(wanted: str, cpus_per_rank: int | None = None) -> int:
+    """Return how many ranks are meant.
+
+    Args:
+        wanted: A whole number; ``"gpu"``, as many as there are GPUs; ``"cpu"``, as many as there are CPUs for them; or
+            ``"auto"``, the first where there are GPUs, else the second.
+        cpus_per_rank: CPUs of each rank, as of ``"cpu"``; None means one.
+
+    Raises:
+        ValueError: There are no GPUs, too few CPUs, or it is none of these words.
+    """
+    num_cpus = len(os.sched_getaffinity(0))
+    if wanted.isascii() and wanted.isdigit() and 0 < int(wanted):
+        number = int(wanted)
+    elif wanted in ("gpu", "auto") and (num_gpus := _num_gpus()):
+        number = num_gpus
+    elif wanted in ("cpu", "auto"):
+        number = max(1, num_cpus // (cpus_per_rank or 1))
+    elif wanted == "gpu":
+        raise ValueError("-n must be a number, cpu or auto where there is no GPU, got gpu. torch sees none here.")
+    else:
+        raise ValueError(f"-n must be a number of at least 1, gpu, cpu or auto, got {wanted!r}. Choose one of these.")
+    if cpus_per_rank and number * cpus_per_rank > num_cpus:
+        raise ValueError(
+            f"--cpus-per-rank must be at most {num_cpus // number} for {number} ranks on {num_cpus} CPUs, got "
+            f"{cpus_per_rank}. Start fewer ranks, or give each of them fewer CPUs."
+        )
+    return number
+
+
+def _num_gpus() -> int:
+    import torch  # here: it takes longer to load than all the rest
+
+    return torch.accelerator.device_count()
+
+
+def cpus_of_ranks(number: int, cpus_per_rank: int) -> list[list[int]]:
+    """Return the CPUs of each rank: neighbours, so that no two ranks share a core or a socket without need."""
+    cpus = sorted(os.sched_getaffinity(0), key=_place_of_cpu)
+    return [sorted(cpus[i * cpus_per_rank : (i + 1) * cpus_per_rank]) for i in range(number)]
+
+
+def _place_of_cpu(cpu: int) -> tuple[int, int, int]:
+    topology = Path(f"/sys/devices/system/cpu/cpu{cpu}/topology")
+    try:
+        package, core = (int((topology / name).read_text()) for name in ("physical_package_id", "core_id"))
+    except (OSError, ValueError):  # a container may hide it
+        return 0, cpu, cpu
+    return package, core, cpu
+
+
+def variables_of_ranks(environ: Mapping[str, str], number: int, cpus_per_rank: int | None) -> list[dict[str, str]]:
+    """Return the environment of each rank.
+
+    The variables of launchers that this command may run under are left out, but for those of schedulers, and a number
+    of threads is added where there is none: a rank's share of the CPUs.
+
+    Args:
+        environ: Environment variables, usually ``os.environ``; never modified.
+        number: Number of ranks.
+        cpus_per_rank: CPUs to which each of them is bound; None binds none.
+    """
+    others = [launcher for launcher in LAUNCHERS.values() if launcher.family in (Family.ENV, Family.MPI)]
+    common = {name: value for name, value in environ.items() if not any(other.sets(name) for other in others)}
+    if cpus_per_rank:
+        common[_THREADS] = str(cpus_per_rank)
+    else:
+        common.setdefault(_THREADS, str(max(1, len(os.sched_getaffinity(0)) // number)))
+    job_id, port = f"run-{uuid.uuid4().hex}", _free_port()
+    places = [Place(rank, rank, 0, (number,), _LOCALHOST, port, job_id) for rank in range(number)]
+    return [common | LAUNCHERS["distman"].fake_variables(place) for place in places]
+
+
+def _free_port() -> int:
+    """Return a port for scripts that open torch's own store; ranks of this package meet without one."""
+    with socket.socket() as probe:
+        probe.bind((_LOCALHOST, 0))
+        port: int = probe.getsockname()[1]
+    return port
+
+
+def shown_ranks(ranks: Sequence[int]) -> str:
+    """Return ranks in words, such as ``"rank 3"`` or ``"ranks 0, 2-5"``."""
+    spans: list[list[int]] = []
+    for rank in sorted(ranks):
+        if spans and spans[-1][-1] == rank - 1:
+            spans[-1][1:] = [rank]
+        else:
+            spans.append([rank])
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join('-'.join(map(str, span)) for span in spans)}"

@@ -1,0 +1,141 @@
+"""One rank as its starter sees it: a process, its end, and what it writes."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import pty
+import signal
+import struct
+import subprocess
+import sys
+import termios
+from collections.abc import Callable, Mapping, Sequence
+from fcntl import ioctl
+from pathlib import Path
+
+_LIBC = ctypes.CDLL(None)  # before the fork, after which nothing may be loaded
+_PR_SET_PDEATHSIG = 1  # of linux/prctl.h
+_READ_BYTES = 1 << 16
+
+
+class Rank:
+    """A process of the job.
+
+    It ends with this one, whatever ends that.
+
+    Args:
+        rank: Its rank.
+        command: What the interpreter is told.
+        environ: Its environment.
+        error_file: Where it says why it fails.
+        cpus: CPUs that it is bound to; empty binds it to none.
+        columns: Columns of the terminal that each of its streams is to be; None gives it a pipe.
+
+    Attributes:
+        rank: Its rank.
+        pid: Its process id.
+        end: A descriptor that is readable when it has ended.
+        outputs: Descriptors of what it writes to standard output and to standard error.
+        exit_code: None while it runs; then its exit code, or minus the number of a signal.
+        signals: What it was sent by its starter.
+
+    Raises:
+        OSError: It cannot be started.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        command: Sequence[str],
+        environ: Mapping[str, str],
+        error_file: Path,
+        *,
+        cpus: Sequence[int] = (),
+        columns: Sequence[int | None] = (None, None),
+    ) -> None:
+        self.rank = rank
+        self.error_file = error_file
+        self.exit_code: int | None = None
+        self.signals: list[int] = []
+        self.outputs: dict[int, int] = {}
+        self._is_terminal = [width is not None for width in columns]
+        ends = [_open_terminal(width) if width is not None else os.pipe() for width in columns]
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, "-u", *command],
+                env={**environ, "TORCHELASTIC_ERROR_FILE": str(error_file)},
+                stdin=None if rank == 0 else subprocess.DEVNULL,
+                stdout=ends[0][1],
+                stderr=ends[1][1],
+                preexec_fn=_preparation(cpus),  # noqa: PLW1509 - the starter has one thread
+            )
+        except BaseException:
+            for ours, _ in ends:
+                os.close(ours)
+            raise
+        finally:
+            for _, theirs in ends:
+                os.close(theirs)
+        self.pid = self._process.pid
+        self.end = os.pidfd_open(self.pid)
+        self.outputs = {ours: stream for stream, (ours, _) in enumerate(ends, 1)}
+
+    def read(self, output: int) -> bytes:
+        """Return what it wrote to one of its outputs; nothing once that has ended."""
+        try:
+            return os.read(output, _READ_BYTES)
+        except OSError:  # a terminal that nobody holds any more
+            return b""
+
+    def close(self, output: int) -> None:
+        """Close one of its outputs."""
+        del self.outputs[output]
+        os.close(output)
+
+    def resize(self, columns: Sequence[int | None]) -> None:
+        """Let its terminals have another width."""
+        for output, stream in self.outputs.items():
+            width = columns[stream - 1]
+            if width is not None and self._is_terminal[stream - 1]:
+                _set_width(output, width)
+
+    def reap(self) -> None:
+        """Note how it ended; it has."""
+        self.exit_code = self._process.wait()
+        os.close(self.end)
+
+    def send(self, number: int) -> None:
+        """Send it a signal, unless it has ended."""
+        if self.exit_code is None:
+            self.signals.append(number)
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self.end, number)
+
+
+def _preparation(cpus: Sequence[int]) -> Callable[[], None]:
+    starter = os.getpid()
+
+    def prepare() -> None:
+        _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != starter:
+            os._exit(1)
+        if cpus:
+            os.sched_setaffinity(0, cpus)
+
+    return prepare
+
+
+def _open_terminal(columns: int) -> tuple[int, int]:
+    ours, theirs = pty.openpty()
+    settings = termios.tcgetattr(theirs)
+    settings[1] &= ~termios.OPOST  # lines end as the rank ends them
+    termios.tcsetattr(theirs, termios.TCSANOW, settings)
+    _set_width(ours, columns)
+    return ours, theirs
+
+
+def _set_width(terminal: int, columns: int) -> None:
+    rows = os.get_terminal_size(terminal).lines or 24
+    ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))

@@ -1,0 +1,46 @@
+"""``distman run``: the ranks of a job on this machine, started by this package."""
+
+from __future__ import annotations
+
+from distman.environments._bare import fake_bare
+from distman.environments._launcher import Family, Launcher, OnFailure, Place
+
+RUN_ID = "DISTMAN_RUN_ID"
+"""The variable that names one start of the ranks."""
+
+
+def _fake(place: Place) -> dict[str, str]:
+    return fake_bare(place) | {"MASTER_PORT": str(place.main_port), RUN_ID: place.job_id}
+
+
+DISTMAN_RUN = Launcher(
+    name="distman",
+    family=Family.ENV,
+    fields={
+        "rank": ("RANK",),
+        "world_size": ("WORLD_SIZE",),
+        "local_rank": ("LOCAL_RANK",),
+        "local_world_size": ("LOCAL_WORLD_SIZE",),
+        "main_address": ("MASTER_ADDR",),
+        "main_port": ("MASTER_PORT",),
+        "job_id": (RUN_ID,),
+    },
+    variables=(),
+    on_failure=OnFailure.ENDS_JOB,
+    marks=((RUN_ID,),),
+    derived={},
+    why_not=None,
+    imitated_by=(),
+    allocation=None,
+    meets_on_first_node=False,
+    agent=None,
+    process_names=(),
+    expected_hosts=None,
+    cancel_command=None,
+    may_bind_gpus=False,
+    has_own_gpus=None,
+    gives_terminals=False,
+    uses_munge=False,
+    shows_errors=True,
+    fake=_fake,
+)
