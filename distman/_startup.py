@@ -36,5 +36,7 @@ def _tell(error: BaseException) -> Callable[[], object]:
     write_error_file(record, environment.rank)
     # Whoever pressed Ctrl-C wants it to end.
     more = {"patience": 0} if isinstance(error, KeyboardInterrupt) else {}
-    wait = begin(lambda: tell_waiting_ranks(dataclasses.asdict(record), os.environ, **more))  # while the error is printed
+    wait = begin(
+        lambda: tell_waiting_ranks(dataclasses.asdict(record), os.environ, **more)
+    )  # while the error is printed
     return functools.partial(wait, None)  # it has a limit of its own

@@ -30,7 +30,9 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument("--log-dir", type=Path, metavar="DIR", help="a file for each rank; only rank 0 is shown")
     parser.add_argument("--tee", action="store_true", help="with --log-dir: show all ranks all the same")
     parser.add_argument("--restarts", type=at_least(0), default=0, metavar="K", help="start all again after a failure")
-    parser.add_argument("--report", type=Path, metavar="FILE", help="write how the ranks ended, as JSON, and do not print it")
+    parser.add_argument(
+        "--report", type=Path, metavar="FILE", help="write how the ranks ended, as JSON, and do not print it"
+    )
     parser.add_argument("--nnodes", help=argparse.SUPPRESS)
     parser.add_argument("-m", action="store_true", dest="is_module", help="what follows is a module, not a script")
     parser.add_argument("command", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)

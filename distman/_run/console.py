@@ -37,9 +37,7 @@ class Console:
     ) -> None:
         self._stream = stream
         self.is_terminal = stream.isatty() and os.environ.get("TERM") != "dumb" if is_terminal is None else is_terminal
-        self._is_colored = (
-            self.is_terminal and not os.environ.get("NO_COLOR") if is_colored is None else is_colored
-        )
+        self._is_colored = self.is_terminal and not os.environ.get("NO_COLOR") if is_colored is None else is_colored
         self._num_ranks = num_ranks
         self._pending: dict[tuple[int, int], bytes] = {}
         self._drawn: tuple[tuple[int, int], bytes] | None = None

@@ -59,12 +59,14 @@ def run(function: Callable[..., T], *args: Any, n: int | str = "auto", **kwargs:
         command = ["-n", str(n), "--report", str(report), "-m", "distman._run.call", name]
         code = _start([sys.executable, "-m", "distman", "run", *command])
         if code == 2 and not report.exists():
-            raise ValueError(f"n must be a number of ranks that can be started here, 'gpu', 'cpu' or 'auto', got {n!r}.")
+            raise ValueError(
+                f"n must be a number of ranks that can be started here, 'gpu', 'cpu' or 'auto', got {n!r}."
+            )
         said = json.loads(report.read_bytes())
         if said["failure"] is not None:
             raise RankFailedError(**said["failure"])
         ranks = range(len(said["ranks"]))
-        return [pickle.loads(result_file(folder, rank).read_bytes()) for rank in ranks]
+        return [pickle.loads(result_file(folder, rank).read_bytes()) for rank in ranks]  # noqa: S301 - of its own ranks
 
 
 def _start(command: list[str]) -> int:

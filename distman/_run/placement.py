@@ -26,7 +26,7 @@ def number_of_ranks(wanted: str, cpus_per_rank: int | None = None) -> int:
         ValueError: There are no GPUs, too few CPUs, or it is none of these words.
     """
     num_cpus = len(os.sched_getaffinity(0))
-    if wanted.isascii() and wanted.isdigit() and 0 < int(wanted):
+    if wanted.isascii() and wanted.isdigit() and int(wanted) > 0:
         number = int(wanted)
     elif wanted in ("gpu", "auto") and (num_gpus := _num_gpus()):
         number = num_gpus

@@ -69,7 +69,7 @@ class Rank:
                 stdin=None if rank == 0 else subprocess.DEVNULL,
                 stdout=ends[0][1],
                 stderr=ends[1][1],
-                preexec_fn=_preparation(cpus),  # noqa: PLW1509 - the starter has one thread
+                preexec_fn=_preparation(cpus),
             )
         except BaseException:
             for ours, _ in ends:

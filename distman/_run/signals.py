@@ -26,7 +26,7 @@ class HeardSignals:
 
     def __enter__(self) -> HeardSignals:
         for end in (self.wake, self._waker):
-            end.setblocking(False)
+            end.settimeout(0)
         self._previous_fd = signal.set_wakeup_fd(self._waker.fileno(), warn_on_full_buffer=False)
         self._previous = {number: signal.signal(number, self._hear) for number in _HEARD}
         return self

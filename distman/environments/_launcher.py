@@ -215,8 +215,8 @@ class Launcher(_Variables):
         has_own_gpus: Says whether no other rank sees the GPUs that this process sees; None where it does not say.
         gives_terminals: Whether a rank's standard output is a terminal of its own, wherever that of the job goes.
         uses_munge: Whether munge may run on its hosts, by which its scheduler knows users.
-        shows_errors: Whether it prints at the end why a rank failed, as it reads in the rank's error file: then the rank
-            need not.
+        shows_errors: Whether it prints at the end why a rank failed, as it reads in the rank's error file: then the
+            rank need not.
         fake: Returns the variables that it would set, for :func:`distman.testing.fake_environment`; None sets the
             first spelling of each field to the plain value.
     """

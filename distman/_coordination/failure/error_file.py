@@ -53,7 +53,7 @@ def is_shown_by_starter() -> bool:
         launcher = LAUNCHERS[detect(os.environ).environment.launcher]
     except (DistmanError, ValueError):
         return False
-    return launcher.shows_errors and os.path.exists(os.environ.get(VARIABLE, ""))
+    return launcher.shows_errors and VARIABLE in os.environ and Path(os.environ[VARIABLE]).exists()
 
 
 def read_error_file(path: Path) -> FailureRecord | None:

@@ -1,0 +1,83 @@
+import signal
+
+from distman._coordination.failure.record import FailureRecord
+from distman._run.outcome import Outcome, RankOutcome
+
+
+def record(rank, kind="ValueError", text="boom", trace="Traceback ...\nValueError: boom\n"):
+    return FailureRecord(rank, "n1", 100 + rank, kind, text, trace)
+
+
+def outcome(*ranks, interruption=None):
+    """The outcome of ranks that ended in this order: (rank, exit code, failure, was ended)."""
+    made = [RankOutcome(rank, 100 + rank, code, was_ended, failure) for rank, code, failure, was_ended in ranks]
+    return Outcome(tuple(made), interruption)
+
+
+def test_nothing_is_said_of_ranks_that_ended_well():
+    ended = outcome((0, 0, None, False), (1, 0, None, False))
+    assert (ended.exit_code, ended.failure, ended.report()) == (0, None, "")
+
+
+def test_the_rank_that_failed_comes_first_though_it_ended_last():
+    ended = outcome((0, 1, record(1), False), (2, 1, record(1), False), (1, 3, record(1), False))
+    assert ended.exit_code == 3
+    assert ended.report().splitlines() == [
+        "distman run: rank 1 failed (pid 101, exit code 3):",
+        "  Traceback ...",
+        "  ValueError: boom",
+        "The others: ranks 0, 2: exit code 1.",
+    ]
+
+
+def test_a_death_is_told_as_its_starter_saw_it():
+    died = FailureRecord(1, "n1", 101, "died", "died: its connection broke.")
+    ended = outcome((1, -signal.SIGKILL, None, False), (0, 1, died, False))
+    assert ended.exit_code == 128 + signal.SIGKILL
+    assert ended.report().startswith("distman run: rank 1 failed (pid 101, died of SIGKILL): it was killed")
+
+
+def test_a_rank_that_left_is_named_though_its_exit_code_is_0():
+    left = FailureRecord(1, "n1", 101, "left", "left the job before it came to a barrier.")
+    ended = outcome((1, 0, None, False), (0, 1, left, False))
+    assert ended.exit_code == 1
+    assert ended.report().splitlines()[0] == (
+        "distman run: rank 1 failed (pid 101, exit code 0): it left the job before it came to a barrier."
+    )
+
+
+def test_a_silent_rank_that_was_ended_gives_no_exit_code():
+    silent = FailureRecord(1, "n1", 101, "silent", "has been silent for 9 s.")
+    ended = outcome((0, 1, silent, False), (1, -signal.SIGKILL, None, True))
+    assert ended.exit_code == 1
+    assert "(pid 101, ended by SIGKILL): it has been silent for 9 s." in ended.report()
+
+
+def test_the_first_to_end_is_named_where_nobody_said_anything():
+    ended = outcome((2, 5, None, False), (0, 1, None, False), (1, -signal.SIGTERM, None, True))
+    assert ended.exit_code == 5
+    assert ended.report().splitlines() == [
+        "distman run: rank 2 failed (pid 102, exit code 5): it said nothing of why; what it wrote is above.",
+        "The others: rank 0: exit code 1; rank 1: ended by SIGTERM.",
+    ]
+
+
+def test_what_torch_wrote_is_the_failure_of_the_rank_that_wrote_it():
+    ended = outcome((1, 1, record(-1), False), (0, -signal.SIGTERM, None, True))
+    assert ended.report().startswith("distman run: rank 1 failed (pid 101, exit code 1):\n  Traceback")
+
+
+def test_two_errors_of_their_own_are_both_told():
+    ended = outcome((1, 1, record(1), False), (0, 1, record(0, "KeyError", "'x'"), False))
+    assert ended.report().splitlines()[-1] == "rank 0 failed too (exit code 1): KeyError: 'x'"
+
+
+def test_ctrl_c_is_no_failure_of_a_rank():
+    ended = outcome((0, 1, record(0, "KeyboardInterrupt", ""), False), interruption=signal.SIGINT)
+    assert (ended.exit_code, ended.report()) == (130, "distman run: ended by SIGINT.")
+
+
+def test_what_ranks_wrote_moves_no_cursor():
+    ended = outcome((0, 1, record(0, trace="\x1b[2J\nValueError: \x07"), False))
+    assert "\x1b" not in ended.report()
+    assert "\x07" not in ended.report()
