@@ -23,7 +23,7 @@ from distman._run.rank import Rank
 from distman._run.signals import HeardSignals, is_from_terminal
 from distman._workers.supervisor import adopt_orphans, end_descendants
 
-_AFTER_FAILURE = 10.0
+_AFTER_FAILURE = 5.0
 """Seconds for the other ranks to end by themselves once one has failed: one may handle it, and save."""
 
 _AFTER_INTERRUPT = 5.0

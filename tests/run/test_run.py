@@ -1,0 +1,297 @@
+"""``distman run``, with real ranks."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+LIMIT = 60
+
+
+def distman_run(*arguments):
+    return [sys.executable, "-m", "distman", "run", *map(str, arguments)]
+
+
+def finish(*arguments, **kwargs):
+    options = {"capture_output": True, "text": True, "timeout": LIMIT, "check": False} | kwargs
+    return subprocess.run(distman_run(*arguments), **options)
+
+
+@pytest.fixture
+def script(tmp_path):
+    """Write a script, and return its path."""
+
+    def write(text):
+        path = tmp_path / "script.py"
+        path.write_text(f"import os, signal, sys, time\nrank = int(os.environ['RANK'])\n{textwrap.dedent(text)}")
+        return path
+
+    return write
+
+
+def test_every_rank_runs_the_script_with_its_arguments(script):
+    done = finish("-n", 3, script("print(sys.argv[1:], os.environ['WORLD_SIZE'])"), "--epochs", "3", "-n", "x", "--")
+    assert (done.returncode, done.stderr) == (0, "")
+    line = "['--epochs', '3', '-n', 'x', '--'] 3"
+    assert sorted(done.stdout.splitlines()) == [f"{rank}: {line}" for rank in range(3)]
+
+
+def test_a_module_runs_as_well():
+    done = finish("-n", 2, "-m", "platform")
+    assert done.returncode == 0
+    assert len(done.stdout.splitlines()) == 2
+
+
+def test_the_two_streams_stay_apart(script):
+    done = finish("-n", 2, script("print('out'); print('err', file=sys.stderr)"))
+    assert sorted(done.stdout.splitlines()) == ["0: out", "1: out"]
+    assert sorted(done.stderr.splitlines()) == ["0: err", "1: err"]
+
+
+def test_only_rank_0_reads_standard_input(script):
+    done = finish("-n", 2, script("print(sys.stdin.read())"), input="hello")
+    assert sorted(done.stdout.splitlines()) == ["0: hello", "1: "]
+
+
+def test_the_end_of_a_script_without_this_package_is_told(script):
+    done = finish("-n", 3, script("sys.exit(7) if rank == 2 else time.sleep(100)"))
+    assert done.returncode == 7
+    assert done.stderr.splitlines()[-2:] == [
+        f"distman run: rank 2 failed (pid {pid_in(done.stderr)}, exit code 7): it said nothing of why; what it wrote is "
+        "above.",
+        "The others: ranks 0-1: ended by SIGTERM.",
+    ]
+
+
+def pid_in(text):
+    return text.partition("pid ")[2].partition(",")[0]
+
+
+def test_an_error_is_told_once_at_the_end_with_the_exit_code_of_the_guilty(script):
+    path = script(
+        """
+        from distman import DistributedManager
+        DistributedManager.initialize()
+        manager = DistributedManager()
+        print("up")
+        if rank == 1:
+            raise ValueError("the learning rate must be positive")
+        manager.barrier()
+        """
+    )
+    done = finish("-n", 3, path)
+    assert done.returncode == 1
+    assert sorted(done.stdout.splitlines()) == ["0: up", "1: up", "2: up"]
+    assert done.stderr.splitlines() == [
+        f"distman run: rank 1 failed (pid {pid_in(done.stderr)}, exit code 1):",
+        "  Traceback (most recent call last):",
+        f'    File "{path}", line 9, in <module>',
+        '      raise ValueError("the learning rate must be positive")',
+        "  ValueError: the learning rate must be positive",
+        "The others: ranks 0, 2: exit code 1.",
+    ]
+
+
+def test_a_death_is_told(script):
+    path = script(
+        """
+        from distman import DistributedManager
+        DistributedManager.initialize()
+        if rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        DistributedManager().barrier()
+        """
+    )
+    done = finish("-n", 2, path)
+    assert done.returncode == 128 + signal.SIGKILL
+    assert done.stderr.splitlines() == [
+        f"distman run: rank 1 failed (pid {pid_in(done.stderr)}, died of SIGKILL): it was killed; the kernel's log "
+        "(dmesg) says whether memory ran out.",
+        "The others: rank 0: exit code 1.",
+    ]
+
+
+def test_an_error_before_the_start_is_told(script):
+    done = finish("-n", 2, script("import distman\nif rank == 0: raise KeyError('x')\ntime.sleep(100)"))
+    assert done.returncode == 1
+    assert "\n  KeyError: 'x'\nThe others: rank 1: ended by SIGTERM.\n" in done.stderr
+
+
+@pytest.fixture
+def started():
+    """Start ranks, which are gone at the end of the test."""
+    processes = []
+
+    def start(*arguments, **kwargs):
+        processes.append(subprocess.Popen(distman_run(*arguments), stdout=subprocess.PIPE, text=True, **kwargs))
+        return processes[-1]
+
+    yield start
+    for process in processes:
+        process.kill()
+        process.communicate()
+
+
+def wait_for_lines(process, number):
+    return [process.stdout.readline() for _ in range(number)]
+
+
+WAITS = "print('up'); time.sleep(1000)"
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_ends_all(number, script, started):
+    process = started("-n", 2, script(WAITS), stderr=subprocess.PIPE)
+    wait_for_lines(process, 2)
+    ranks = psutil.Process(process.pid).children()
+    process.send_signal(number)
+    _, errors = process.communicate(timeout=LIMIT)
+    assert process.returncode == 128 + number
+    assert errors.endswith(f"distman run: ended by {number.name}.\n")
+    assert not any(rank.is_running() for rank in ranks)
+
+
+def test_a_second_signal_ends_what_does_not_heed_the_first(script, started):
+    process = started("-n", 2, script(f"signal.signal(signal.SIGTERM, signal.SIG_IGN); {WAITS}"))
+    wait_for_lines(process, 2)
+    for _ in range(2):
+        process.send_signal(signal.SIGTERM)
+        time.sleep(0.2)  # two signals at the same time are one
+    assert process.wait(timeout=20) == 128 + signal.SIGTERM  # the first would take 30 s
+
+
+def test_a_rank_may_save_when_it_is_asked_to_end(script, started, tmp_path):
+    text = f"""
+    def save(*_):
+        open({str(tmp_path)!r} + f"/saved-{{rank}}", "w").close()
+        sys.exit(0)
+    signal.signal(signal.SIGTERM, save)
+    {WAITS}
+    """
+    process = started("-n", 2, script(text))
+    wait_for_lines(process, 2)
+    process.send_signal(signal.SIGTERM)
+    process.wait(timeout=LIMIT)
+    assert sorted(path.name for path in tmp_path.glob("saved-*")) == ["saved-0", "saved-1"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV])
+def test_nothing_survives_the_starter(number, script, started):
+    process = started("-n", 2, script(WAITS))
+    wait_for_lines(process, 2)
+    ranks = psutil.Process(process.pid).children()
+    process.send_signal(number)
+    process.wait(timeout=LIMIT)
+    _, alive = psutil.wait_procs(ranks, timeout=LIMIT)
+    assert alive == []
+
+
+def test_what_a_rank_leaves_behind_is_ended(script):
+    text = """
+    import subprocess
+    child = subprocess.Popen(["sleep", "1000"], start_new_session=True, stdin=subprocess.DEVNULL)
+    print(child.pid)
+    """
+    done = finish("-n", 2, script(text))
+    assert done.returncode == 0
+    assert not any(psutil.pid_exists(int(line[3:])) for line in done.stdout.splitlines())
+
+
+def test_each_rank_has_a_file(script, tmp_path):
+    path = script("import distman\nprint('out', rank)\nprint('err', file=sys.stderr)\nassert rank == 0, 'wrong'")
+    done = finish("-n", 2, "--log-dir", tmp_path / "logs" / "today", path)
+    files = {file.name: file.read_text().splitlines() for file in (tmp_path / "logs" / "today").iterdir()}
+    assert files["rank-0.log"] == ["out 0", "err"]
+    assert files["rank-1.log"][:2] == ["out 1", "err"]
+    assert files["rank-1.log"][-1] == "AssertionError: wrong"
+    assert done.stdout.splitlines() == ["0: out 0"]
+
+
+def test_all_ranks_are_shown_beside_their_files_on_request(script, tmp_path):
+    done = finish("-n", 2, "--log-dir", tmp_path / "logs", "--tee", script("print(rank)"))
+    assert sorted(done.stdout.splitlines()) == ["0: 0", "1: 1"]
+
+
+def test_ranks_are_started_again_after_a_failure(script, tmp_path):
+    counter = tmp_path / "starts"
+    text = f"""
+    if rank == 1:
+        with open({str(counter)!r}, "a") as file:
+            file.write("x")
+        sys.exit(len(open({str(counter)!r}).read()) < 3)
+    """
+    logs = tmp_path / "logs"
+    done = finish("-n", 2, "--restarts", 5, "--log-dir", logs, script(text + "\n    print('start')"))
+    assert done.returncode == 0
+    assert [line for line in done.stderr.splitlines() if "restart" in line] == [
+        "distman run: restart 1 of 5",
+        "distman run: restart 2 of 5",
+    ]
+    assert (logs / "rank-0.log").read_text() == "start\n" * 3
+
+
+def test_restarts_have_an_end(script):
+    done = finish("-n", 2, "--restarts", 1, script("sys.exit(4)"))
+    assert done.returncode == 4
+    assert done.stderr.count("failed") == 2
+
+
+def test_ranks_are_bound_to_cpus_of_their_own(script):
+    cpus = sorted(os.sched_getaffinity(0))[:2]
+    path = script("print(*os.sched_getaffinity(0), os.environ['OMP_NUM_THREADS'])")
+    done = finish("-n", len(cpus), "--cpus-per-rank", 1, path)
+    assert len({line.split()[1] for line in done.stdout.splitlines()}) == len(cpus)
+    assert all(line.endswith(" 1") for line in done.stdout.splitlines())
+
+
+def test_the_report_is_for_programs(script, tmp_path):
+    report = tmp_path / "report.json"
+    done = finish("-n", 2, "--report", report, script("sys.exit(rank * 3)"))
+    said = json.loads(report.read_text())
+    assert (done.returncode, done.stderr) == (3, "")
+    assert said["exit_code"] == 3
+    assert said["failure"]["rank"] == 1
+    assert sorted((one["rank"], one["exit_code"]) for one in said["ranks"]) == [(0, 0), (1, 3)]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        ([], "name the script to start, or -m and a module"),
+        (["-n", "2"], "name the script to start, or -m and a module"),
+        (["nowhere.py"], "there is no script 'nowhere.py' here"),
+        (["-n", "0", __file__], "-n must be a number of at least 1"),
+        (["--nnodes", "2", __file__], "it starts ranks on this machine only. For several hosts, start the ranks with"),
+        (["--nnodes=1:2", "-n", "2", __file__], "it starts ranks on this machine only"),
+        (["--cpus-per-rank", "4096", "-n", "1", __file__], "--cpus-per-rank must be at most"),
+        (["--rank", "2", __file__], "unrecognized arguments: --rank"),
+    ],
+)
+def test_wrong_use_is_told(arguments, complaint):
+    done = finish(*arguments)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert complaint in done.stderr
+
+
+def test_torchrun_blames_the_rank_that_failed(script):
+    path = script(
+        """
+        from distman import DistributedManager
+        DistributedManager.initialize()
+        if rank == 1:
+            raise ValueError("the learning rate must be positive")
+        DistributedManager().barrier()
+        """
+    )
+    torchrun = [Path(sys.executable).with_name("torchrun"), "--standalone", "--nproc-per-node=3", path]
+    done = subprocess.run(torchrun, capture_output=True, text=True, timeout=LIMIT, check=False)
+    root_cause = done.stderr.partition("Root Cause")[2]
+    assert "rank      : 1 " in root_cause
+    assert "ValueError: the learning rate must be positive" in root_cause
