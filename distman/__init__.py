@@ -35,6 +35,7 @@ from distman.topology import ProcessGroupConfig, ProcessGroupNode, split_sizes
 if TYPE_CHECKING:
     from distman._device import pick_device, resolve_device
     from distman._rendezvous.peers import Peer
+    from distman._run.function import run
     from distman.decorators import (
         local_rank_zero_first,
         on_local_rank,
@@ -76,6 +77,7 @@ __all__ = [
     "rank_zero_first",
     "rank_zero_only",
     "resolve_device",
+    "run",
     "should_use_distributed",
     "split_sizes",
 ]
@@ -93,6 +95,7 @@ _NEEDS_TORCH = {
     "rank_zero_only": "distman.decorators",
     "parallelize_on_gpus": "distman.executor",
     "pick_device": "distman._device",
+    "run": "distman._run.function",
     "resolve_device": "distman._device",
 }
 

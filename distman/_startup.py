@@ -13,17 +13,17 @@ from distman._coordination.failure.job_abort import abort_job_after
 from distman._coordination.failure.record import FailureRecord
 from distman._coordination.timeouts import begin
 from distman._rendezvous.early_failure import is_started_by_rank, tell_waiting_ranks
-from distman.environments import detect
+from distman.environments import LAUNCHERS, detect
 from distman.errors import LaunchEnvironmentError
 
 
 def watch() -> None:
-    """Install the exception hook in a process that a launcher started beside others; elsewhere do nothing."""
+    """Install the exception hook in a process that a launcher started beside others, or whose errors it shows."""
     try:
         environment = detect(os.environ).environment
     except (LaunchEnvironmentError, ValueError):
         return  # initialize() will say what is wrong
-    if environment.world_size > 1:
+    if environment.world_size > 1 or LAUNCHERS[environment.launcher].shows_errors:
         hook.install(_tell)
 
 

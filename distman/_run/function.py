@@ -73,12 +73,15 @@ def _start(command: list[str]) -> int:
     """Start the job, and show what it writes where this program writes, be that a notebook's cell."""
     is_own = _is_the_process_s(sys.stdout)
     with subprocess.Popen(
-        command, stdout=None if is_own else subprocess.PIPE, stderr=None if is_own else subprocess.STDOUT
+        command,
+        stdout=None if is_own else subprocess.PIPE,
+        stderr=None if is_own else subprocess.STDOUT,
+        encoding="utf-8",
+        errors="backslashreplace",
     ) as job:
         try:
-            if job.stdout is not None:
-                for line in io.TextIOWrapper(job.stdout, encoding="utf-8", errors="backslashreplace"):
-                    sys.stdout.write(line)
+            for line in job.stdout or ():
+                sys.stdout.write(line)
             return job.wait()
         except KeyboardInterrupt:
             job.send_signal(signal.SIGINT)

@@ -22,7 +22,6 @@ VARIABLES = (
     "DISTMAN_JOB_ID",
     "DISTMAN_RENDEZVOUS_TIMEOUT",
     "DISTMAN_REQUEUE",
-    "DISTMAN_RUN_ID",
     "DISTMAN_SECRET",
     "DISTMAN_SECRET_FILE",
     "DISTMAN_SILENCE_TIMEOUT",
@@ -141,10 +140,14 @@ def misspelt_variables(environ: Mapping[str, str]) -> tuple[str, ...]:
     Args:
         environ: Environment variables, usually ``os.environ``; never modified.
     """
-    unknown = (name for name in sorted(environ) if name.startswith(_PREFIX) and name not in VARIABLES)
+    unknown = (name for name in sorted(environ) if name.startswith(_PREFIX) and not _is_known(name))
     return tuple(
         f"{name} has no effect, because distman reads no such variable: {_meant_instead(name)}" for name in unknown
     )
+
+
+def _is_known(name: str) -> bool:
+    return name in VARIABLES or any(launcher.sets(name) for launcher in LAUNCHERS.values())
 
 
 def _meant_instead(name: str) -> str:

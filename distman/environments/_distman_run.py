@@ -14,7 +14,7 @@ def _fake(place: Place) -> dict[str, str]:
 
 
 DISTMAN_RUN = Launcher(
-    name="distman",
+    name="distman-run",
     family=Family.ENV,
     fields={
         "rank": ("RANK",),

@@ -161,7 +161,7 @@ def test_a_launch_environment_checks_its_values(values, expected):
 
 
 def test_a_launch_environment_knows_its_launchers():
-    with pytest.raises(ValueError, match=r"launcher must be one of torchrun, distman, openmpi, .* got 'slrum'"):
+    with pytest.raises(ValueError, match=r"launcher must be one of torchrun, distman-run, openmpi, .* got 'slrum'"):
         LaunchEnvironment("slrum", 0, 1)
 
 

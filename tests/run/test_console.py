@@ -42,7 +42,7 @@ def test_names_have_one_width():
 
 
 def test_lines_that_are_cut_anywhere_stay_whole():
-    draw = random.Random(3)
+    draw = random.Random(3)  # noqa: S311 - no secret
     texts = [[f"{rank} {draw.random()} ü\n" for _ in range(50)] for rank in range(4)]
     queues = {rank: "".join(lines).encode() for rank, lines in enumerate(texts)}
     stream = io.BytesIO()
@@ -59,9 +59,7 @@ def test_lines_that_are_cut_anywhere_stay_whole():
 def test_a_bar_stays_the_last_line_of_a_terminal():
     writes = [(0, "\r 10 %"), (1, "b\n"), (0, "\r 50 %"), (0, "\r100 %\n"), (1, "c\n")]
     bar, ten, half = CLEAR, "0:  10 %", "0:  50 %"
-    assert shown(writes, is_terminal=True) == (
-        f"{bar}{ten}{bar}1: b\n{ten}{bar}{half}{bar}0: 100 %\n1: c\n"
-    )
+    assert shown(writes, is_terminal=True) == (f"{bar}{ten}{bar}1: b\n{ten}{bar}{half}{bar}0: 100 %\n1: c\n")
 
 
 def test_of_two_bars_that_of_the_first_is_drawn_until_it_ends():

@@ -38,7 +38,7 @@ def test_a_rank_is_told_its_place_and_nothing_of_launchers_around_it():
     environments = variables_of_ranks(around, 3, None)
     found = [detect(environ).environment for environ in environments]
     assert [(one.launcher, one.rank, one.world_size, one.local_rank) for one in found] == [
-        ("distman", rank, 3, rank) for rank in range(3)
+        ("distman-run", rank, 3, rank) for rank in range(3)
     ]
     assert len({one.job_id for one in found}) == 1
     assert environments[0]["HOME"] == "/h"

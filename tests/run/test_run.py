@@ -64,8 +64,8 @@ def test_the_end_of_a_script_without_this_package_is_told(script):
     done = finish("-n", 3, script("sys.exit(7) if rank == 2 else time.sleep(100)"))
     assert done.returncode == 7
     assert done.stderr.splitlines()[-2:] == [
-        f"distman run: rank 2 failed (pid {pid_in(done.stderr)}, exit code 7): it said nothing of why; what it wrote is "
-        "above.",
+        f"distman run: rank 2 failed (pid {pid_in(done.stderr)}, exit code 7): it said nothing of why; what it wrote "
+        "is above.",
         "The others: ranks 0-1: ended by SIGTERM.",
     ]
 

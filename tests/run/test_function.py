@@ -1,0 +1,78 @@
+"""``distman.run``: a function as a job."""
+
+import contextlib
+import io
+import os
+import subprocess
+import sys
+
+import psutil
+import pytest
+import torch
+
+import distman
+
+
+def place(first, *, step=1):
+    manager = distman.DistributedManager.initialize()
+    print(f"rank {manager.rank}")  # noqa: T201 - what is shown is tested
+    return first + step * manager.rank
+
+
+def test_what_the_function_returns_comes_back_in_the_order_of_ranks():
+    assert distman.run(place, 10, n=3, step=2) == [10, 12, 14]
+
+
+def test_what_it_prints_is_shown_where_the_program_prints():
+    output = io.StringIO()
+    with contextlib.redirect_stdout(output):
+        distman.run(place, 0, n=2)
+    assert sorted(output.getvalue().splitlines()) == ["0: rank 0", "1: rank 1"]
+
+
+def test_lambdas_closures_and_tensors_travel():
+    offset = torch.arange(3)
+    results = distman.run(lambda: offset + int(os.environ["RANK"]), n=2)
+    assert [result.tolist() for result in results] == [[0, 1, 2], [1, 2, 3]]
+
+
+def test_an_error_is_that_of_the_rank_that_failed():
+    def fail():
+        manager = distman.DistributedManager.initialize()
+        if manager.rank == 1:
+            raise ValueError("sample 17 has no label")
+        manager.barrier()
+
+    with pytest.raises(distman.RankFailedError, match=r"rank 1 .* raised ValueError: sample 17 has no label") as caught:
+        distman.run(fail, n=3)
+    assert caught.value.rank == 1
+
+
+def test_an_error_of_a_function_that_starts_no_job_is_told_too():
+    def fail():
+        assert os.environ["RANK"] != "0", "not here"
+
+    with pytest.raises(distman.RankFailedError, match=r"rank 0 .* raised AssertionError: not here"):
+        distman.run(fail, n=2)
+
+
+def test_what_cannot_be_pickled_is_an_error_of_its_rank():
+    with pytest.raises(distman.RankFailedError, match="cannot pickle"):
+        distman.run(lambda: sys._getframe(), n=1)
+
+
+def test_what_cannot_be_sent_is_an_error_here():
+    with pytest.raises(TypeError, match="cannot pickle"):
+        distman.run(print, sys._getframe(), n=2)
+
+
+@pytest.mark.parametrize("number", [0, -2, "all", 1.5])
+def test_a_number_of_ranks_that_is_none_is_refused(number):
+    with pytest.raises(ValueError, match="n must be a number of ranks that can be started here"):
+        distman.run(print, n=number)
+
+
+def test_nothing_is_left():
+    before = {child.pid for child in psutil.Process().children(recursive=True)}
+    distman.run(lambda: subprocess.Popen(["sleep", "1000"]).pid, n=2)
+    assert {child.pid for child in psutil.Process().children(recursive=True)} <= before
