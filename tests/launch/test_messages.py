@@ -47,7 +47,8 @@ def test_each_text_of_torch_is_in_it():
     assert missing("Of torch and gloo", [*folder.glob("lib/*.so*"), *folder.rglob("*.py")]) == set()
 
 
-def test_each_text_of_slurm_is_in_it(slurm_of_the_session):
+@pytest.mark.usefixtures("slurm_of_the_session")
+def test_each_text_of_slurm_is_in_it():
     programs = [Path(path) for path in map(shutil.which, ["srun", "sbatch", "slurmstepd"]) if path]
     libraries = Path("/usr/lib").glob("*/slurm-wlm/libslurmfull.so")
     assert missing("Of Slurm", [*programs, *libraries]) == set()
