@@ -8,6 +8,8 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 from distman._cli import env, run
@@ -35,6 +37,24 @@ class _Parser(argparse.ArgumentParser):
             self.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
         return arguments, unknown
 
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        """Refuse a value that is none of an option's choices, and name the one that was meant."""
+        if action.choices is None or value in action.choices:
+            return
+        close = difflib.get_close_matches(str(value), action.choices, n=1)
+        meant = f"did you mean {close[0]}?" if close else f"choose from {', '.join(action.choices)}"
+        raise argparse.ArgumentError(action, f"there is no {value!r}; {meant}")
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """Return the parser of the whole command."""
+    parser = _Parser(prog="distman", description=_DESCRIPTION, epilog="`distman help COMMAND` says more.")
+    parser.add_argument("-V", "--version", action="version", version=f"%(prog)s {VERSION}")
+    subparsers = parser.add_subparsers(required=True, metavar="COMMAND")
+    for command in (run, env, check, bench, plan, launch):
+        command.add_parser(subparsers)
+    return parser
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command with these arguments, and return its exit code.
@@ -44,16 +64,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     Args:
         argv: Arguments without the program's name; None takes those of the process.
     """
-    parser: argparse.ArgumentParser = _Parser(prog="distman", description=_DESCRIPTION)
-    parser.add_argument("--version", action="version", version=f"%(prog)s {VERSION}")
-    subparsers = parser.add_subparsers(required=True, metavar="COMMAND")
-    run.add_parser(subparsers)
-    env.add_parser(subparsers)
-    check.add_parser(subparsers)
-    bench.add_parser(subparsers)
-    plan.add_parser(subparsers)
-    launch.add_parser(subparsers)
-    arguments = parser.parse_args(argv)
+    with ExitStack() as stack:
+        for name in ("stdout", "stderr"):
+            if getattr(sys, name) is None:  # closed by the shell, as in `distman env >&-`
+                setattr(sys, name, stack.enter_context(Path(os.devnull).open("w", encoding="utf-8")))
+        return _run(sys.argv[1:] if argv is None else argv)
+
+
+def _run(argv: Sequence[str]) -> int:
+    parser = make_parser()
+    if not argv or list(argv) == ["help"]:
+        parser.print_help()
+        return 0
+    arguments = parser.parse_args([*argv[1:], "--help"] if argv[0] == "help" else argv)
     try:
         code: int = arguments.run(arguments)
         sys.stdout.flush()

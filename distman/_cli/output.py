@@ -13,6 +13,10 @@ PICTURES = (".pdf", ".png", ".svg")
 """Endings of the pictures that commands draw."""
 
 
+class UsageError(ValueError):
+    """An argument is wrong: the exit code is 2."""
+
+
 def check_output(path: Path, suffixes: Sequence[str]) -> None:
     """Raise now what would keep a file from being written later.
 
@@ -21,21 +25,21 @@ def check_output(path: Path, suffixes: Sequence[str]) -> None:
         suffixes: The endings that are known.
 
     Raises:
-        ValueError: The ending is not known, there is no such folder, or the file cannot be written there.
+        UsageError: The ending is not known, there is no such folder, or the file cannot be written there.
         ImportError: It is a picture, and matplotlib is not installed.
     """
     if path.suffix not in suffixes:
-        raise ValueError(
+        raise UsageError(
             f"the output must end in {', '.join(suffixes)}, got {str(path)!r}. Choose one of these formats."
         )
     if not path.absolute().parent.is_dir():
-        raise ValueError(
+        raise UsageError(
             f"the output must be in a directory that exists, got {path}. Create {path.absolute().parent} first."
         )
     if path.is_dir():
-        raise ValueError(f"the output must be a file, got the directory {path}. Name a file in it.")
+        raise UsageError(f"the output must be a file, got the directory {path}. Name a file in it.")
     if not os.access(path if path.exists() else path.absolute().parent, os.W_OK):
-        raise ValueError(f"the output must be writable, got {path}. Choose another place.")
+        raise UsageError(f"the output must be writable, got {path}. Choose another place.")
     if path.suffix in PICTURES:
         try:
             import matplotlib  # noqa: F401 - to see whether it can be
@@ -56,7 +60,7 @@ def print_table(
         title: A line above.
         is_plain: Print plain text also on what looks like a terminal.
     """
-    if is_plain or not sys.stdout.isatty() or find_spec("rich") is None:
+    if is_plain or os.environ.get("NO_COLOR") or not sys.stdout.isatty() or find_spec("rich") is None:
         print("\n".join([*([title] if title else []), plain_table(columns, rows)]), flush=True)
         return
     from rich.console import Console

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from distman._cli import main
-from distman._cli.launch.job_script import BACKENDS, JobRequest, render
+from distman._cli.launch.job_script import BACKENDS, JobRequest, read_time, render
 from distman._cli.launch.submission import job_id_in
 from distman._rendezvous.address import find_endpoint
 from distman._rendezvous.secret import Source, find_protection
@@ -283,8 +283,8 @@ def test_a_folder_that_is_missing_is_one_line(capsys, tmp_path):
         (["--gpus-per-node=-1"], "--gpus-per-node must be at least 0, got -1. "),
         (["--cpus-per-task=0"], "--cpus-per-task must be at least 1, got 0. "),
         (["--tasks-per-node=2"], "--tasks-per-node must be left out where there are GPUs, got 2 with 1 GPUs. "),
-        (["--time=90"], "--time must have the form HH:MM:SS and be more than 0, got '90'. "),
-        (["--time=00:00:00"], "--time must have the form HH:MM:SS and be more than 0, got '00:00:00'. "),
+        (["--time=1 hour"], "--time must be a time such as 90m, 2h30m, 01:30:00 or 1-12:00:00, got '1 hour'. "),
+        (["--time=00:00:00"], "--time must be a time such as 90m, 2h30m, 01:30:00 or 1-12:00:00, got '00:00:00'. "),
         (["--account=a\n#SBATCH -x"], "--account must consist of letters, digits and . _ + @ -, got 'a\\n"),
         (["--job-name=a/b"], "--job-name must consist of letters, digits and . _ + @ -, got 'a/b'. "),
         (
@@ -368,3 +368,43 @@ def test_it_imports_neither_torch_nor_numpy():
     imported = {line.rpartition("|")[2].strip().partition(".")[0] for line in finished.stderr.splitlines()}
     assert {"argparse", "distman"} <= imported
     assert not imported & {"torch", "numpy", "mpi4py"}
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("1h", "01:00:00"),
+        ("90m", "01:30:00"),
+        ("1d2h3m4s", "26:03:04"),
+        ("45", "00:45:00"),
+        ("45:30", "00:45:30"),
+        ("100:00:00", "100:00:00"),
+        ("1-12", "36:00:00"),
+        ("1-12:30", "36:30:00"),
+        ("2-00:00:10", "48:00:10"),
+    ],
+)
+def test_times_are_as_people_and_slurm_write_them(text, expected):
+    assert read_time(text) == expected
+
+
+@pytest.mark.parametrize("arguments", [["train.py", "--epochs", "3"], ["--", "train.py", "--epochs", "3"]])
+def test_arguments_of_the_script_need_no_dashes_before_them(arguments, capsys):
+    assert main(["launch", "--backend", "slurm", *arguments]) == 0
+    assert "python train.py --epochs 3" in capsys.readouterr().out
+
+
+def test_a_module_has_its_arguments(capsys):
+    assert main(["launch", "--backend", "slurm", "-m", "package.train", "--epochs", "3"]) == 0
+    assert "python -m package.train --epochs 3" in capsys.readouterr().out
+
+
+def test_a_submission_that_failed_leaves_no_file(tmp_path, monkeypatch):
+    scheduler = tmp_path / "sbatch"
+    scheduler.write_text("#!/bin/sh\necho no such partition >&2\nexit 3\n")
+    scheduler.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    monkeypatch.chdir(tmp_path)
+    for _ in range(2):
+        assert main(["launch", "--backend", "slurm", "--submit", "train.py"]) == 3
+    assert [path.name for path in tmp_path.iterdir()] == ["sbatch"]

@@ -34,7 +34,7 @@ def test_a_wrong_option_is_told_by_its_command(arguments, command, complaint):
 
 def test_a_wrong_option_before_the_command_is_told_by_the_program():
     finished = run("--versoin", "env")
-    assert finished.stderr.startswith("usage: distman [-h] [--version] COMMAND")
+    assert finished.stderr.startswith("usage: distman [-h] [-V] COMMAND")
     assert finished.stderr.endswith("distman: error: unrecognized arguments: --versoin; did you mean --version?\n")
 
 
@@ -46,7 +46,7 @@ def test_a_reader_that_goes_away_ends_a_command_without_words():
     assert process.returncode == 128 + signal.SIGPIPE
 
 
-@pytest.mark.parametrize("command", ["env", "check", "bench", "plan"])
+@pytest.mark.parametrize("command", ["run", "env", "check", "bench", "plan", "launch"])
 def test_every_command_says_what_it_does(command):
     finished = subprocess.run([*COMMAND, command, "--help"], capture_output=True, text=True, timeout=60, check=True)
     assert f"usage: distman {command}" in finished.stdout
@@ -54,8 +54,37 @@ def test_every_command_says_what_it_does(command):
 
 
 def test_a_wrong_option_is_answered_with_the_one_that_was_meant():
-    launch = [*COMMAND, "launch", "--backend", "slurm", "--gpus-per-nod", "4", "--acount=physics"]
+    launch = [*COMMAND, "launch", "--backend", "slurm", "--acount=physics"]
     finished = subprocess.run(launch, capture_output=True, text=True, timeout=60, check=False)
     assert finished.returncode == 2
     assert "usage: distman launch" in finished.stderr
     assert finished.stderr.rstrip().endswith("unrecognized arguments: --acount=physics; did you mean --account?")
+
+
+@pytest.mark.parametrize("arguments", [[], ["help"], ["--help"]])
+def test_without_a_command_the_commands_are_listed(arguments):
+    finished = run(*arguments)
+    assert (finished.returncode, finished.stderr) == (0, "")
+    assert "start the ranks of a job on this machine" in finished.stdout
+
+
+def test_help_of_a_command_has_two_spellings():
+    assert run("help", "plan").stdout == run("plan", "--help").stdout
+
+
+@pytest.mark.parametrize(("word", "meant"), [("chekc", "check"), ("laucnh", "launch"), ("ENV", None), ("x", None)])
+def test_a_command_that_is_none_is_answered_with_the_one_that_was_meant(word, meant):
+    finished = run(word)
+    assert finished.returncode == 2
+    assert ("did you mean" in finished.stderr) == (meant is not None)
+    assert (meant or "choose from run, env, check, bench, plan, launch") in finished.stderr
+
+
+def test_options_are_not_abbreviated():
+    assert run("env", "--jso").returncode == 2
+
+
+@pytest.mark.parametrize("closed", [">&-", "2>&-", ">&- 2>&-"])
+def test_closed_streams_are_no_error(closed):
+    command = f"{sys.executable} -m distman plan --world-size 4 --mesh data=-1 {closed}"
+    assert subprocess.run(["sh", "-c", command], timeout=60, check=False).returncode == 0

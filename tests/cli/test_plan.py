@@ -196,13 +196,13 @@ def test_large_worlds_stay_readable():
         (["--tree", "world", "--plot", "x.png"], 1, "the plan must have groups to be drawn"),
         (
             ["--mesh", "data=1024", "--plot", "/nowhere/x.png"],
-            1,
+            2,
             "the output must be in a directory that exists, got /nowhere/x.png. ",
         ),
-        (["--mesh", "data=1024", "--plot", ""], 1, "the output must end in .pdf, .png, .svg, got '.'. "),
+        (["--mesh", "data=1024", "--plot", ""], 2, "the output must end in .pdf, .png, .svg, got '.'. "),
         (
             ["--mesh", "data=1024", "--plot", "x.unknown"],
-            1,
+            2,
             "the output must end in .pdf, .png, .svg, got 'x.unknown'. ",
         ),
     ],

@@ -74,7 +74,9 @@ def run(arguments: argparse.Namespace) -> int:
         sizes = sizes_between(arguments.min_size, arguments.max_size, arguments.factor)
         on_rank(0)(check_outputs)(arguments.output)
     except (RankFailedError, ValueError, ImportError) as error:
-        return _refuse(str(error.__cause__ or error)) if manager.is_main else 1
+        if manager.is_main:
+            _refuse(str(error.__cause__ or error))
+        return 1 if isinstance(error.__cause__ or error, ImportError) else 2
     if manager.world_size == 1:
         return _refuse("one rank has nobody to talk to. Start several with torchrun, mpirun or srun.")
     cases = cases_of(arguments.operations, sizes, manager.world_size)

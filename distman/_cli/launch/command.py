@@ -11,7 +11,7 @@ import stat
 import sys
 from pathlib import Path
 
-from distman._cli.launch.job_script import BACKENDS, JobRequest, render
+from distman._cli.launch.job_script import BACKENDS, JobRequest, read_time, render
 from distman._cli.launch.submission import is_scheduled, job_id_in, submission_line, submit
 from distman._private_files import open_itself
 
@@ -25,7 +25,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "launch",
         help="write the job script for Slurm, PBS, LSF, Flux, an MPI or torchrun, and submit it",
         description=_DESCRIPTION,
-        usage="distman launch --backend BACKEND [options] [-- script.py [arguments]]",
+        usage="distman launch --backend BACKEND [options] [script.py [arguments]]",
     )
     parser.add_argument("--backend", required=True, choices=[*BACKENDS, "mpi"], help="who starts the processes")
     parser.add_argument("--with-torchrun", action="store_true", help="let srun start one torchrun on each node")
@@ -41,7 +41,11 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument(
         "--cpus-per-task", type=int, default=_DEFAULTS.cpus_per_task, help="CPUs for each process (%(default)s)"
     )
-    parser.add_argument("--time", default=_DEFAULTS.time, help="longest time, HH:MM:SS (%(default)s)")
+    parser.add_argument(
+        "--time",
+        default=_DEFAULTS.time,
+        help="longest time: 90m, 2h30m, 1d, HH:MM:SS, or as Slurm has it (%(default)s)",
+    )
     parser.add_argument("--account", help="who pays")
     parser.add_argument("--partition", help="partition, or queue")
     parser.add_argument("--job-name", default=_DEFAULTS.job_name, help="name of the job (%(default)s)")
@@ -49,7 +53,8 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument("--force", action="store_true", help="replace the file if it is there")
     parser.add_argument("--submit", action="store_true", help="submit it, or run it where there is no scheduler")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.add_argument("program", nargs="*", help="script, or -m and a module, with its arguments (train.py)")
+    parser.add_argument("-m", action="store_true", dest="is_module", help="what follows is a module, not a script")
+    parser.add_argument("program", nargs=argparse.REMAINDER, help="script and its arguments (train.py)")
     parser.set_defaults(run=run)
 
 
@@ -83,7 +88,9 @@ def run(arguments: argparse.Namespace) -> int:
 def _request(arguments: argparse.Namespace) -> JobRequest:
     given = {field.name: getattr(arguments, field.name) for field in dataclasses.fields(JobRequest)}
     given["backend"] = "openmpi" if arguments.backend == "mpi" else arguments.backend
-    given["program"] = tuple(arguments.program) or _DEFAULTS.program
+    program = arguments.program[1:] if arguments.program[:1] == ["--"] else arguments.program
+    given["program"] = ("-m", *program) if arguments.is_module else tuple(program) or _DEFAULTS.program
+    given["time"] = read_time(arguments.time)
     return JobRequest(**given)
 
 
@@ -124,6 +131,8 @@ def _write(path: Path, script: str, *, force: bool) -> None:
 
 def _submit(arguments: argparse.Namespace, request: JobRequest, path: Path, script: str) -> int:
     finished = submit(request.backend, path)
+    if is_scheduled(request.backend) and finished.returncode != 0 and not arguments.force:
+        path.unlink()  # made a moment ago; it would only be in the way of the next try
     if is_scheduled(request.backend) and finished.returncode == 0:
         job_id = job_id_in(request.backend, finished.stdout)
         if arguments.json:

@@ -21,6 +21,8 @@ BACKENDS = {
 _WORD = re.compile(r"\w[\w.+@-]*", re.ASCII)
 _PYTHON = re.compile(r"(.*/)?python[\d.]*")
 _TIME = re.compile(r"(\d{2,3}):([0-5]\d):([0-5]\d)", re.ASCII)
+_SLURM_TIME = re.compile(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", re.ASCII)
+_TIME_WITH_UNITS = re.compile(r"(?:(\d+)d)?(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s)?", re.ASCII)
 _PLACEHOLDER = re.compile(r"@\{(\w+)\}")
 
 
@@ -122,6 +124,37 @@ class JobRequest:
                 f"the program must begin with a script, or with -m and a module, got {first!r}. Name what would follow "
                 "python."
             )
+
+
+def read_time(text: str) -> str:
+    """Return a time as ``"HH:MM:SS"``.
+
+    Args:
+        text: ``"2h30m"`` and the like with d, h, m and s; or what Slurm takes: minutes, ``MM:SS``, ``HH:MM:SS``,
+            ``D-HH``, ``D-HH:MM`` or ``D-HH:MM:SS``.
+
+    Raises:
+        ValueError: It is none of these, or no time at all.
+
+    Source:
+        sbatch(1), option ``--time``.
+    """
+    seconds = 0
+    if match := _TIME_WITH_UNITS.fullmatch(text):
+        days, hours, minutes, rest = (int(part or 0) for part in match.groups())
+        seconds = ((days * 24 + hours) * 60 + minutes) * 60 + rest
+    elif match := _SLURM_TIME.fullmatch(text):
+        day, *parts = match.groups()
+        numbers = [int(part) for part in parts if part is not None]
+        if day is None and len(numbers) < 3:  # minutes, perhaps with seconds
+            numbers = [0, *numbers]
+        hours, minutes, rest = [*numbers, 0, 0][:3]
+        seconds = ((int(day or 0) * 24 + hours) * 60 + minutes) * 60 + rest
+    if not seconds:
+        raise ValueError(
+            f"--time must be a time such as 90m, 2h30m, 01:30:00 or 1-12:00:00, got {text!r}. Write one hour as 1h."
+        )
+    return f"{seconds // 3600:02}:{seconds // 60 % 60:02}:{seconds % 60:02}"
 
 
 def _option(name: str) -> str:

@@ -9,7 +9,7 @@ import sys
 from typing import Any
 
 from distman._cli.arguments import at_least
-from distman._cli.output import print_table
+from distman._cli.output import UsageError, print_table
 from distman._cli.plan.drawing import draw_tree, first_and_last, grid_table, shorten_ranks, where
 from distman._cli.plan.layout import Layout, lay_out_mesh, lay_out_tree
 from distman.topology import NotationError, parse_mesh, parse_tree
@@ -51,7 +51,7 @@ def run(arguments: argparse.Namespace) -> int:
             draw_picture(layout, arguments.plot, rank=arguments.rank)
     except (ValueError, ImportError, OSError) as error:
         print(f"distman plan: {error}", file=sys.stderr)
-        return 2 if isinstance(error, (NotationError, _UsageError)) else 1
+        return 2 if isinstance(error, (NotationError, UsageError)) else 1
     if arguments.json:
         print(json.dumps(_as_json(layout, arguments.rank)))
     else:
@@ -59,15 +59,11 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-class _UsageError(ValueError):
-    """An argument is wrong."""
-
-
 def _read(arguments: argparse.Namespace) -> Layout:
     if arguments.world_size > _MAX_WORLD_SIZE:
-        raise _UsageError(f"--world-size must be at most {_MAX_WORLD_SIZE}, got {arguments.world_size}. Lower it.")
+        raise UsageError(f"--world-size must be at most {_MAX_WORLD_SIZE}, got {arguments.world_size}. Lower it.")
     if not 0 <= arguments.rank < arguments.world_size:
-        raise _UsageError(
+        raise UsageError(
             f"--rank must be at least 0 and below the world size {arguments.world_size}, got {arguments.rank}. "
             "Choose a rank of this world."
         )
