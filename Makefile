@@ -4,6 +4,8 @@ venv := .venv
 python := $(venv)/bin/python
 installed := $(venv)/installed
 newest := .venv-newest
+# As a path, which type checkers and scripts beside this folder find, instead of a hook of setuptools.
+as_path := --config-settings editable_mode=compat
 
 # Thousands of processes start; each would compile the package anew.
 unexport PYTHONDONTWRITEBYTECODE
@@ -32,7 +34,7 @@ test: $(installed)  ## Check the style, build the documentation, run all tests.
 test-newest:  ## Run the tests that need no launcher with the newest torch.
 	test -x $(newest)/bin/python || python3 -m venv $(newest)
 	sed '/^torch==/d' .ci/constraints.txt > $(newest)/constraints.txt
-	$(newest)/bin/python -m pip install --quiet --constraint $(newest)/constraints.txt --upgrade torch --editable '.[test]'
+	$(newest)/bin/python -m pip install --quiet --constraint $(newest)/constraints.txt --upgrade torch $(as_path) --editable '.[test]'
 	$(newest)/bin/python -c 'import torch; print("torch", torch.__version__)'
 	$(newest)/bin/python -m pytest --numprocesses=2 --dist=worksteal --ignore=tests/launch
 
@@ -54,5 +56,5 @@ clean:  ## Remove everything that was built or installed.
 
 $(installed): setup.cfg pyproject.toml .ci/constraints.txt
 	test -x $(python) || python3 -m venv $(venv)
-	$(python) -m pip install --quiet --constraint .ci/constraints.txt --editable '.[dev]'
+	$(python) -m pip install --quiet --constraint .ci/constraints.txt $(as_path) --editable '.[dev]'
 	touch $@

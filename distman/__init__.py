@@ -12,9 +12,11 @@
 from __future__ import annotations
 
 import importlib
+import sys
 from typing import TYPE_CHECKING, Any
 
 from distman import _startup
+from distman._public_names import PACKAGES, missing_name
 from distman.environments import explain, is_env_distributed, should_use_distributed
 from distman.errors import (
     BarrierTimeoutError,
@@ -101,15 +103,17 @@ _NEEDS_TORCH = {
 
 
 def __getattr__(name: str) -> Any:
+    if name in PACKAGES:
+        return importlib.import_module(f"distman.{name}")
     if name not in _NEEDS_TORCH:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        raise missing_name(name, sys._getframe(1))
     value = getattr(importlib.import_module(_NEEDS_TORCH[name]), name)
     globals()[name] = value
     return value
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted({*__all__, *PACKAGES, *(name for name in globals() if name.startswith("__"))})
 
 
 _startup.watch()

@@ -12,7 +12,7 @@ import operator
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, asynccontextmanager, contextmanager, nullcontext
 from types import TracebackType
-from typing import Any, ParamSpec, TypeVar, cast
+from typing import Any, Literal, ParamSpec, TypeVar, cast, overload
 
 import torch
 
@@ -41,6 +41,18 @@ R = TypeVar("R")
 # Of the functions that contextlib's decorators return, whatever they decorate.
 _CODES_OF_CONTEXT_MANAGERS = [contextmanager(iter).__code__, asynccontextmanager(aiter).__code__]
 _MAX_SHOWN = 8  # ranks listed in a message; more of them would hide the rest of the sentence
+
+
+@overload
+def on_rank(
+    rank: int | Iterable[int], barrier: bool = False, *, broadcast: Literal[True], group: GroupLike = None
+) -> Callable[[Callable[P, R]], Callable[P, R]]: ...
+
+
+@overload
+def on_rank(
+    rank: int | Iterable[int], barrier: bool = False, *, broadcast: bool = False, group: GroupLike = None
+) -> Callable[[Callable[P, R]], Callable[P, R | None]]: ...
 
 
 def on_rank(

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 import distman
+from distman._public_names import PACKAGES
 
 PACKAGE = Path(distman.__file__).parent
 README = PACKAGE.parent / "README.md"
@@ -150,3 +151,24 @@ def test_no_message_names_the_package_on_pypi_that_is_another_one():
     sources = [*PACKAGE.rglob("*.py"), *(PACKAGE.parent / "docs").rglob("*.md"), README]
     wrong = re.compile(r"pip3? install ([^\n`]* )?['\"]?distman\b")
     assert [source.name for source in sources if wrong.search(source.read_text(encoding="utf-8"))] == []
+
+
+def test_the_package_shows_its_public_names_and_nothing_else():
+    shown = {name for name in dir(distman) if not name.startswith("__")}
+    assert shown == {*distman.__all__, *PACKAGES}
+    assert {module.removeprefix("distman.") for module in public_modules() if module.count(".") == 1} == {*PACKAGES}
+
+
+@pytest.mark.parametrize("code", ["distman.collectives.all_gather_v", "distman.fft.fft2", "distman.data"])
+def test_public_modules_are_there_without_an_import_of_their_own(code):
+    fresh = subprocess.run(
+        [sys.executable, "-c", f"import distman; {code}"], capture_output=True, text=True, check=False
+    )
+    assert (fresh.returncode, fresh.stderr) == (0, "")
+
+
+@pytest.mark.parametrize("name", ["all_gather_v", "NNHandler", "distributed_loader", "LAUNCHERS"])
+def test_a_name_that_is_elsewhere_is_found(name):
+    with pytest.raises(ImportError, match=rf"{name} is in distman\.(\w+)\. Write: from distman\.\1 import {name}"):
+        exec(f"from distman import {name}")  # noqa: S102 - the statement is what is tested
+    assert not hasattr(distman, name)

@@ -26,7 +26,7 @@ class _Parser(argparse.ArgumentParser):
     """A parser whose subparsers, which are of its class, refuse what they do not know by themselves."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, allow_abbrev=False, **kwargs)
+        super().__init__(*args, **(kwargs | {"allow_abbrev": False}))
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
         """Parse; what is left over is an error with the usage of this very command."""

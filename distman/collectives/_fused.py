@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal, TypeVar, overload
 
 import torch
 import torch.distributed as dist
@@ -22,6 +22,32 @@ from distman.collectives._structure import leaves, rebuild
 from distman.collectives._validation import GroupLike, check_tensor, has_tangent, resolve_group
 from distman.errors import PlanMismatchError
 from distman.manager import DistributedManager
+
+T = TypeVar("T")
+
+
+@overload
+def fused_all_reduce(
+    tensors: T,
+    *,
+    op: Any = dist.ReduceOp.SUM,
+    group: GroupLike = None,
+    buffer_dtype: torch.dtype | None = None,
+    device: torch.device | str | None = None,
+    async_op: Literal[False] = False,
+) -> T: ...
+
+
+@overload
+def fused_all_reduce(
+    tensors: T,
+    *,
+    op: Any = dist.ReduceOp.SUM,
+    group: GroupLike = None,
+    buffer_dtype: torch.dtype | None = None,
+    device: torch.device | str | None = None,
+    async_op: Literal[True],
+) -> tuple[T, FusedWork]: ...
 
 
 @collective

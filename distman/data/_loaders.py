@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, Literal, overload
 
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
@@ -119,6 +119,51 @@ class TrainingLoader(DataLoader[Any]):
     def _read(self, epoch: int, position: int) -> Iterator[Any]:
         self.batches.start_at(epoch, position)
         return super().__iter__()
+
+
+@overload
+def distributed_loader(
+    dataset: Dataset[Any],
+    *,
+    evaluation: Literal[False] = False,
+    batch_size: int = 1,
+    shuffle: bool | None = None,
+    drop_last: bool = False,
+    weights: Weights | None = None,
+    seed: int = 0,
+    group: GroupLike = None,
+    **loader_kwargs: Any,
+) -> TrainingLoader: ...
+
+
+@overload
+def distributed_loader(
+    dataset: Dataset[Any],
+    *,
+    evaluation: Literal[True],
+    batch_size: int = 1,
+    shuffle: bool | None = None,
+    drop_last: bool = False,
+    weights: Weights | None = None,
+    seed: int = 0,
+    group: GroupLike = None,
+    **loader_kwargs: Any,
+) -> EvaluationLoader: ...
+
+
+@overload
+def distributed_loader(
+    dataset: Dataset[Any],
+    *,
+    evaluation: bool,
+    batch_size: int = 1,
+    shuffle: bool | None = None,
+    drop_last: bool = False,
+    weights: Weights | None = None,
+    seed: int = 0,
+    group: GroupLike = None,
+    **loader_kwargs: Any,
+) -> TrainingLoader | EvaluationLoader: ...
 
 
 def distributed_loader(

@@ -4,17 +4,59 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, Concatenate, Literal, ParamSpec, Protocol, TypeVar, overload
+
+import torch
 
 from distman.executor._parallel import ParallelExecutor
 
+P = ParamSpec("P")
 T = TypeVar("T")
+
+
+class OnEveryDevice(Protocol[P, T]):
+    """A function that a call runs on every device."""
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> list[T]:
+        """Run it on every device, and return the results in their order."""
+
+    def shutdown(self) -> None:
+        """End the workers. Blocks until they are gone."""
+
+
+class _Decorator(Protocol):
+    """Takes the device off the parameters, where that is the first one."""
+
+    @overload
+    def __call__(self, function: Callable[Concatenate[torch.device, P], T], /) -> OnEveryDevice[P, T]: ...
+
+    @overload
+    def __call__(self, function: Callable[..., T], /) -> OnEveryDevice[..., T]: ...
+
+
+class _DecoratorWithoutDevice(Protocol):
+    def __call__(self, function: Callable[P, T], /) -> OnEveryDevice[P, T]: ...
+
+
+@overload
+def parallelize_on_gpus(
+    num_gpus: int | None = None,
+    pass_device: Literal[True] = True,  # noqa: FBT002 - a settled interface
+) -> _Decorator: ...
+
+
+@overload
+def parallelize_on_gpus(num_gpus: int | None = None, *, pass_device: Literal[False]) -> _DecoratorWithoutDevice: ...
+
+
+@overload
+def parallelize_on_gpus(num_gpus: int | None, pass_device: Literal[False]) -> _DecoratorWithoutDevice: ...
 
 
 def parallelize_on_gpus(
     num_gpus: int | None = None,
     pass_device: bool = True,  # noqa: FBT001, FBT002 - a settled interface
-) -> Callable[[Callable[..., T]], Callable[..., list[T]]]:
+) -> Callable[..., Any]:
     """Return a decorator: a call of the function runs it on every GPU and returns the list of results.
 
     Local. The workers are started by the first call, and stay until the program ends or ``shutdown()`` of the
@@ -36,7 +78,7 @@ def parallelize_on_gpus(
         >>> add.shutdown()
     """
 
-    def decorate(function: Callable[..., T]) -> Callable[..., list[T]]:
+    def decorate(function: Callable[..., T]) -> Callable[..., Any]:
         resident = _Resident(num_gpus, pass_device=pass_device)
 
         @functools.wraps(function)

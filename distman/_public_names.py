@@ -1,0 +1,52 @@
+"""The public modules, and where a name is that somebody looks for at the top of the package."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import opcode
+from pathlib import Path
+from types import FrameType
+
+PACKAGES = (
+    "checkpoint",
+    "collectives",
+    "data",
+    "decorators",
+    "environments",
+    "errors",
+    "executor",
+    "fft",
+    "handler",
+    "manager",
+    "mappings",
+    "metrics",
+    "score",
+    "testing",
+    "topology",
+)
+"""The public modules, imported when they are asked for."""
+
+
+def missing_name(name: str, caller: FrameType) -> Exception:
+    """Return the error for a name that is not here, and say where it is.
+
+    Where it is imported, that is an ImportError: the interpreter would replace an AttributeError by one of its own.
+    """
+    homes = [] if name.startswith("_") else [package for package in PACKAGES if name in _names_of(package)]
+    if not homes:
+        return AttributeError(f"module 'distman' has no attribute {name!r}")
+    hint = f"{name} is in distman.{homes[0]}. Write: from distman.{homes[0]} import {name}"
+    is_imported = caller.f_code.co_code[caller.f_lasti] == opcode.opmap["IMPORT_FROM"]
+    return (ImportError if is_imported else AttributeError)(hint)
+
+
+def _names_of(package: str) -> list[str]:
+    """Return the public names of a module without importing it, which may take a second."""
+    spec = importlib.util.find_spec(f"distman.{package}")
+    if spec is None or spec.origin is None:
+        return []
+    for statement in ast.parse(Path(spec.origin).read_bytes()).body:
+        if isinstance(statement, ast.Assign) and [*map(ast.unparse, statement.targets)] == ["__all__"]:
+            return list(ast.literal_eval(statement.value))
+    return []
