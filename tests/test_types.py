@@ -34,7 +34,7 @@ def pyright(file, folder):
 
 
 def complaints(command, folder, pattern):
-    """Return the lines with mistakes, and all that was said, where neither the sources nor a path lead to the package."""
+    """Return the lines with mistakes, and all that was said; no path of the environment leads to the package."""
     finished = subprocess.run(command, cwd=folder, env=NO_PATH, capture_output=True, text=True, check=False)
     return [int(line) for line in re.findall(pattern, finished.stdout)], finished.stdout + finished.stderr
 

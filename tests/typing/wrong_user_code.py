@@ -16,7 +16,7 @@ def double(number: float) -> float:
 
 
 # mistakes
-manager.rnk
+number = manager.rnk
 first("one")
 double("two")
 manager.barrier(timeout="soon")
