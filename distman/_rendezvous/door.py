@@ -157,7 +157,7 @@ def show(address: Address) -> str:
     """Return an address for messages, such as ``n1:23145``; a name of this host's own begins with ``@``."""
     if isinstance(address, str):
         return printable(address.replace("\0", _SHOWN_AS))  # anybody may have given it
-    return f"{address[0]}:{address[1]}"
+    return printable(f"{address[0]}:{address[1]}")
 
 
 def url_of(address: Address) -> str:
@@ -173,12 +173,16 @@ def explain(error: Exception) -> str:
 
 def _host_missing(point: Endpoint, timeout: float, reasons: Mapping[str, str]) -> str:
     tried = f"Tried {_listed(reasons)}. " if reasons else ""
-    alike = "" if point.is_on_one_host else " with the same secret"  # ports may be derived from it
     return (
         f"{point.host} must open the job's store at {point.url} within {timeout:g} s, got no answer from it "
-        f"[{point.source}]. {tried}See whether {point.host} started{alike}, runs on {point.addresses[0]} "
+        f"[{point.source}]. {tried}See whether {point.host} started{alike(point)}, runs on {point.addresses[0]} "
         "and reached DistributedManager.initialize(); set rendezvous_timeout for slow starts."
     )
+
+
+def alike(point: Endpoint) -> str:
+    """Return what else to see about ranks that do not meet: ports may be derived from the secret."""
+    return "" if point.is_on_one_host else " with the same secret"
 
 
 def _listed(reasons: Mapping[str, str]) -> str:

@@ -81,7 +81,6 @@ class Server:
         self._asks_kernel = is_local and not (secret and transport.is_nobody())
         self._key = door_key(secret, job)
         self._credential = credential
-        self._place = transport.own_place(listener)
         self._drawn_key = posix.urandom(_KEY_BYTES) if is_local and not secret else b""
         self._session = posix.urandom(8).hex().encode()
         self._unreachable_after = unreachable_after
@@ -193,7 +192,7 @@ class Server:
         received = bytes(guest.received)
         if guest.side is None:
             if len(received) >= OPENING_BYTES:
-                guest.side = ServerSide(self._key, self._place, received, self._credential)
+                guest.side = ServerSide(self._key, transport.own_place(guest.socket), received, self._credential)
                 guest.send(guest.side.challenge())
                 guest.received.clear()
             return

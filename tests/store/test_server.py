@@ -9,6 +9,7 @@ import time
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from socket import AF_INET, AF_INET6
 
 import pytest
 from hypothesis import given, strategies
@@ -20,9 +21,10 @@ from distman._store.dialing import ForeignServiceError, dial
 from distman._store.frames import MalformedError
 from distman._store.handshake import CHALLENGE_BYTES, MAGIC, MEMBER, ClientSide, Hello, door_key
 from distman._store.operations import Operations
+from distman._store.process import start_store
 from distman._store.table import Table
 
-from .stores import KINDS, PATIENCE, SECRET, door, listen, open_store, served_here
+from .stores import JOB, KINDS, PATIENCE, SECRET, door, listen, open_store, served_here
 
 HELLO = Hello(MEMBER, 1, os.getpid())
 
@@ -109,8 +111,8 @@ def test_a_thousand_strangers_of_every_kind_do_not_get_in(store):
 
 
 def test_a_handshake_and_requests_may_come_in_any_pieces(store):
-    side = ClientSide(door_key(SECRET, b"job-1"), transport.place_of(store.address))
     with connect(store.address) as member:
+        side = ClientSide(door_key(SECRET, b"job-1"), transport.other_place(member))
         send_in_pieces(member, side.opening())
         send_in_pieces(member, side.proof(member.recv(1000), HELLO))
         assert len(member.recv(1000)) > 32
@@ -131,8 +133,8 @@ def send_in_pieces(connected, message):
 
 def record_a_handshake(store):
     """What a member sent that got in."""
-    side = ClientSide(door_key(SECRET, b"job-1"), transport.place_of(store.address))
     with connect(store.address) as member:
+        side = ClientSide(door_key(SECRET, b"job-1"), transport.other_place(member))
         opening = side.opening()
         member.sendall(opening)
         proof = side.proof(member.recv(1000), HELLO)
@@ -265,6 +267,31 @@ def test_a_service_that_passes_on_from_another_place_is_refused(store):
         with pytest.raises(ForeignServiceError):
             dial(door(address), HELLO)
         relaying.result(PATIENCE)
+
+
+def test_a_service_that_passes_on_from_the_same_port_of_ipv6_is_refused(monkeypatch):
+    with open_store("tcp") as store, ThreadPoolExecutor(1) as threads:
+        store.client()  # which keeps it
+        port = store.address[1]
+        both = [(family, 0, 0, "", (address, port)) for family, address in ((AF_INET6, "::1"), (AF_INET, "127.0.0.1"))]
+        with socket.create_server(("::1", port), family=AF_INET6) as listener:
+            relaying = threads.submit(relay, listener, store.address)
+            with pytest.raises(ForeignServiceError):
+                dial(door(("::1", port)), HELLO)
+            relaying.result(PATIENCE)
+            monkeypatch.setattr(socket, "getaddrinfo", lambda *_args, **_options: both)
+            Client(door(("a name of both", port))).close()  # it is found, and nobody else is asked
+
+
+def test_a_store_that_listens_to_ipv6_is_found_by_both():
+    listener = socket.create_server(("::", 0), family=AF_INET6, dualstack_ipv6=True)
+    port = listener.getsockname()[1]
+    process = start_store(listener, job=JOB, secret=SECRET, entry_limit=PATIENCE, unreachable_after=PATIENCE)
+    process.wait_until_up(PATIENCE)
+    clients = [Client(door((address, port))) for address in ("127.0.0.1", "::1")]
+    for client in clients:
+        client.close()
+    assert process.wait(PATIENCE) == 0
 
 
 def relay(listener, address):
