@@ -246,15 +246,17 @@ class Client:
     def _until_let_in(self, enter: Callable[[], T]) -> T:
         """Return what comes of dialling a store that is known, though a flood of strangers may push this one out.
 
+        As long as its host may be silent, so may it: a flood must not end the job.
+
         Raises:
             StoreLostError: It is not there any more, or takes nobody else.
         """
-        deadline = time.monotonic() + self.door.patience
+        deadline = time.monotonic() + self.door.unreachable_after
         while True:
             try:
                 return enter()
             except (OSError, ForeignServiceError) as error:
-                is_pushed_out = isinstance(error, ConnectionResetError | BrokenPipeError)
+                is_pushed_out = isinstance(error, ConnectionResetError | BrokenPipeError | TimeoutError)
                 if not is_pushed_out or time.monotonic() > deadline:
                     raise StoreLostError(f"the job's store cannot be connected to any more: {error}") from error
 

@@ -132,10 +132,12 @@ class Server:
                 guest.close()
 
     def _welcome(self, guest: _socket.socket) -> None:
-        if len(self._peers) >= self._most_peers or (self._asks_kernel and not transport.is_of_this_user(guest)):
+        is_full = len(self._peers) >= self._most_peers
+        is_refused = is_full and not self._guests
+        if is_refused or (self._asks_kernel and not transport.is_of_this_user(guest)):
             guest.close()
             return
-        if len(self._guests) >= _MOST_GUESTS:
+        if is_full or len(self._guests) >= _MOST_GUESTS:
             self._end(next(iter(self._guests)), b"")
         guest.settimeout(0)
         transport.prepare(guest, self._unreachable_after)

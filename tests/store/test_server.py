@@ -217,6 +217,17 @@ def test_descriptors_are_kept_back_from_connections(monkeypatch):
             member.close()
 
 
+def test_where_descriptors_are_few_the_oldest_stranger_makes_room(monkeypatch):
+    monkeypatch.setattr(server, "_GUEST_SECONDS", 2 * PATIENCE)
+    with served_here(most_descriptors=server._SPARE_DESCRIPTORS + 2) as here:
+        first = Client(here)
+        with connect(here.address) as stranger:
+            second = Client(here)
+            assert is_sent_away(stranger)
+        for member in (first, second):
+            member.close()
+
+
 def test_a_host_that_does_not_answer_is_given_up(monkeypatch):
     prepared = []
     prepare = transport.prepare
