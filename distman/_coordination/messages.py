@@ -156,7 +156,11 @@ def count(store: Store, key: str, amount: int = 0) -> int:
         return add_to(store, key, amount)
     except MalformedMessageError as error:
         drop(error)
-        store.delete_key(key)
+        nonsense = store.compare_set(key, "", "0")  # or a number, where another process has begun again meanwhile
+    try:
+        return add_to(store, key, amount)
+    except MalformedMessageError:
+        store.compare_set(key, nonsense, "0")  # type: ignore[arg-type]  # as above
         return store.add(key, amount)
 
 

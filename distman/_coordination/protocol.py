@@ -86,7 +86,8 @@ VERDICT_HEARD = "verdict heard"
 for it."""
 
 EARLY_FAILURE = "early failure"
-"""Fields of the ``FailureRecord`` of a rank that failed before it joined. That rank writes it, rank 0 reads it."""
+"""Fields of the ``FailureRecord`` of a rank that failed before it joined. That rank writes it; rank 0 reads it, and
+so do the others where rank 0 does not judge."""
 
 TURNED_AWAY = "turned away"
 """Counter of processes that did not join, because they failed before, or were told that another one had. Each adds

@@ -77,20 +77,24 @@ def tell_waiting_ranks(failure: dict[str, Any], environ: Mapping[str, str], *, p
         if point is None:
             return
         point = dataclasses.replace(point, protection=protection)
-        message = json.dumps({**failure, "rank": environment.rank}).encode()
-        if not point.is_host:
-            _tell(find_store(point, environment.rank, patience, role=VISITOR), message)
-        elif patience > 0:
-            _hold_store(point, message, environment, patience)
+        _tell_of(point, {**failure, "rank": environment.rank}, environment, patience)
     except (DistmanError, OSError):
         return  # nobody waits, or nobody can be reached, and the traceback is printed already
 
 
+def _tell_of(point: Endpoint, failure: dict[str, Any], environment: LaunchEnvironment, patience: float) -> None:
+    message = json.dumps(failure).encode()
+    if not point.is_host:
+        _tell(find_store(point, environment.rank, patience, role=VISITOR), message)
+    elif patience > 0:
+        _hold_store(point, message, environment, patience)
+
+
 def _tell(client: Client, failure: bytes) -> None:
     """Leave a failure with the store of the job, for those that come later and those that wait for all to come."""
-    client.leave_failure(failure)
     client.compare_set(_key(protocol.EARLY_FAILURE), b"", failure)
     client.set(_key(protocol.MEMBERSHIP_EVENT), b"failure")
+    client.leave_failure(failure)  # last: who is turned away by it does not judge
     client.add(_key(protocol.TURNED_AWAY), 1)
     client.close()
 

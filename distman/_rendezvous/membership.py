@@ -260,7 +260,8 @@ class _Membership:
             with contextlib.suppress(dist.DistStoreError):
                 self.store.wait([protocol.VERDICT], datetime.timedelta(seconds=_JUDGING))
         if not self.store.check([protocol.VERDICT]):
-            return None
+            failure = self._early_failure()  # of rank 0 itself, say, which judges nothing then
+            return _Verdict(failure=failure) if failure is not None else None
         found = self.store.get(protocol.VERDICT)
         return unless_malformed(lambda: _Verdict.unpack(found))
 

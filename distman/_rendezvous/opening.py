@@ -68,7 +68,7 @@ def _open_on_this_host(
                 f"{point.host} must be able to listen at {show(name)}, got {explain(error)} [{point.source}]. Give the "
                 "job a name of its own with DISTMAN_JOB_ID."
             ) from error
-    return Client(_start(listener, name, point, timeout, failure), rank=rank), True
+    return Client(_start(listener, name, point, rank, timeout, failure), rank=rank), True
 
 
 @contextlib.contextmanager
@@ -131,7 +131,7 @@ def _listen(point: Endpoint, port: int) -> socket.socket | None:
 def _open_behind(listener: socket.socket, point: Endpoint, rank: int, timeout: float, failure: bytes) -> Client:
     host, port = listener.getsockname()[:2]
     here = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)  # noqa: S104 - compared, not listened to
-    door = _start(listener, (here, port), point, timeout, failure)
+    door = _start(listener, (here, port), point, rank, timeout, failure)
     try:
         _check_is_found(point, port)
     except RendezvousError:
@@ -140,7 +140,9 @@ def _open_behind(listener: socket.socket, point: Endpoint, rank: int, timeout: f
     return Client(door, rank=rank)
 
 
-def _start(listener: socket.socket, address: Address, point: Endpoint, timeout: float, failure: bytes) -> Door:
+def _start(
+    listener: socket.socket, address: Address, point: Endpoint, rank: int, timeout: float, failure: bytes
+) -> Door:
     """Start the process of the store, and return its door."""
     found = door_at(address, point)
     drawn = point.protection.draw(point.job_id) if point.protection is not None else DoorSecret(None)
@@ -150,6 +152,7 @@ def _start(listener: socket.socket, address: Address, point: Endpoint, timeout: 
             job=found.job,
             secret=drawn.key,
             credential=drawn.credential,
+            opener=rank,
             entry_limit=timeout + _ENTRY_GRACE,
             unreachable_after=found.unreachable_after,
             failure=failure,

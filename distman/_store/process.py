@@ -102,6 +102,7 @@ def start_store(
     job: str,
     secret: bytes | None = None,
     credential: bytes = b"",
+    opener: int | None = None,
     entry_limit: float,
     unreachable_after: float,
     failure: bytes = b"",
@@ -115,6 +116,8 @@ def start_store(
         job: Name of the job.
         secret: Its secret; None where there is none.
         credential: What it sends to all who come, for them to find out the secret; empty for nothing.
+        opener: The rank that starts it and will dial it: until then it does not end, though others may have come and
+            gone. None waits for nobody.
         entry_limit: Seconds within which a first member must come.
         unreachable_after: Seconds after which a host is given up that acknowledges nothing.
         failure: What all who come are told, as if a rank that failed had left it; empty for nothing.
@@ -128,6 +131,7 @@ def start_store(
         "job": job.encode(),
         "secret": secret,
         "credential": credential,
+        "opener": None if opener is None else (opener, os.getpid()),
         "entry_limit": entry_limit,
         "failure": failure,
         "unreachable_after": unreachable_after,

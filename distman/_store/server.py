@@ -57,6 +57,8 @@ class Server:
         job: Name of the job.
         secret: Its secret; None where the kernel's word has to do.
         credential: What is sent to all who come, before any proof; empty for nothing.
+        opener: Rank and process of who has started it and comes too: others may have come and gone before. None waits
+            for nobody.
         entry_limit: Seconds within which a first member must come.
         failure: What all who come are told, as if a rank that failed had left it; empty for nothing.
         unreachable_after: Seconds after which a host is given up that acknowledges nothing.
@@ -70,6 +72,7 @@ class Server:
         job: bytes,
         secret: bytes | None,
         credential: bytes,
+        opener: tuple[int, int] | None,
         entry_limit: float,
         failure: bytes,
         unreachable_after: float,
@@ -92,7 +95,9 @@ class Server:
         self._peers: dict[int, Peer] = {}
         self._guests: dict[Peer, float] = {}
         self._num_members = 0
-        self._ends_at: float | None = monotonic() + entry_limit
+        self._awaited = opener
+        self._entry_ends_at = monotonic() + entry_limit
+        self._ends_at: float | None = self._entry_ends_at
         self._most_peers = most_descriptors - _SPARE_DESCRIPTORS
 
     def serve(self) -> None:
@@ -211,6 +216,8 @@ class Server:
         if guest.hello is not None and guest.hello.role == MEMBER:
             self._num_members += 1
             self._ends_at = None
+            if (guest.hello.rank, guest.hello.pid) == self._awaited:
+                self._awaited = None
         guest.send(side.welcome(Answer(self._session, posix.getpid(), self._drawn_key, self._operations.failure)))
 
     def _refuse(self, peer: Peer, reason: bytes) -> None:
@@ -233,7 +240,8 @@ class Server:
         if peer.hello is not None and peer.hello.role == MEMBER:
             self._num_members -= 1
             if self._num_members == 0:
-                self._ends_at = monotonic()
+                is_opener_coming = self._awaited is not None and posix.getppid() == self._awaited[1]
+                self._ends_at = self._entry_ends_at if is_opener_coming else monotonic()
 
     def _shut(self) -> None:
         """Let nobody in any more, and leave the place where they came to another store."""

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from distman._coordination import messages, protocol
 from distman._coordination.failure.record import FailureRecord
-from distman._rendezvous import membership
+from distman._rendezvous import early_failure, membership
 from distman._rendezvous.address import Endpoint
 from distman._rendezvous.door import find_store
 from distman._rendezvous.early_failure import _tell
@@ -21,6 +21,7 @@ from distman._rendezvous.sockets import bind_listener
 from distman._rendezvous.store import JobStore, join_store, open_store
 from distman._store.handshake import VISITOR
 from distman._store.torch_store import part_of
+from distman.environments import LaunchEnvironment
 from distman.errors import RankFailedError, RendezvousError
 
 from .join_records import join_record
@@ -238,6 +239,29 @@ def test_a_rank_that_failed_before_is_told_to_all_at_once(point, failure, messag
         for future in futures:
             with pytest.raises(RankFailedError, match=message):
                 future.result(timeout=10)
+
+
+@pytest.mark.parametrize("opener", [0, 1, 2])
+@pytest.mark.parametrize("failed", [0, 1, 2])
+def test_whoever_fails_before_it_joins_is_told_to_all_whoever_opens_the_store(point, opener, failed):
+    """Under Slurm the first task of the first node opens the store, whatever its rank."""
+
+    def come(rank):
+        opening = open_store(point, rank, 10) if rank == opener else join_store(point, rank, 10)
+        with contextlib.closing(opening) as job_store:
+            return take_part(job_store, join_record(rank, 3), timeout=60.0)
+
+    def fail():
+        error = {**FAILURE, "rank": failed}
+        environment = LaunchEnvironment("slurm", rank=failed, world_size=3)
+        early_failure._tell_of(dataclasses.replace(point, is_host=failed == opener), error, environment, 10)
+
+    with concurrent.futures.ThreadPoolExecutor(3) as pool:
+        others = [pool.submit(come, rank) for rank in range(3) if rank != failed]
+        pool.submit(fail).result()
+        for future in others:
+            with pytest.raises(RankFailedError, match=rf"rank {failed} \(n2, pid 5\) raised ValueError: boom"):
+                future.result(timeout=20)
 
 
 def test_rank_zero_says_who_is_missing_while_it_waits(point, monkeypatch, caplog):

@@ -32,11 +32,17 @@ def door(address, secret=SECRET, job=JOB):
 class OpenStore:
     """A store, and whoever has been let in."""
 
-    def __init__(self, kind, *, secret=SECRET, entry_limit=PATIENCE, failure=b""):
+    def __init__(self, kind, *, secret=SECRET, entry_limit=PATIENCE, failure=b"", opener=None):
         listener, self.address = listen(kind)
         self.door = door(self.address, secret)
         self.process = start_store(
-            listener, job=JOB, secret=secret, entry_limit=entry_limit, unreachable_after=PATIENCE, failure=failure
+            listener,
+            job=JOB,
+            secret=secret,
+            opener=opener,
+            entry_limit=entry_limit,
+            unreachable_after=PATIENCE,
+            failure=failure,
         )
         self.process.wait_until_up(PATIENCE)
         self.is_over = False
@@ -82,6 +88,7 @@ def served_here(kind="unix", *, secret=SECRET, most_descriptors=4096):
         job=JOB.encode(),
         secret=secret,
         credential=b"",
+        opener=None,
         entry_limit=PATIENCE,
         failure=b"",
         unreachable_after=PATIENCE,

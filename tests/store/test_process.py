@@ -2,6 +2,7 @@
 
 import json
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -52,6 +53,31 @@ def test_it_ends_where_nobody_comes():
         started = start_store(listener, job=JOB, secret=None, entry_limit=0.0, unreachable_after=1.0)
         started.wait_until_up(PATIENCE)
         assert started.wait(PATIENCE) == 0
+
+
+OPENS_AND_GOES = """
+import sys
+from distman._store.process import listen_on_this_host, start_store
+address = chr(0) + sys.argv[1]
+limits = {"entry_limit": 30.0, "unreachable_after": 30.0}
+start_store(listen_on_this_host(address), job="job-1", opener=0, **limits).wait_until_up(30.0)
+"""
+
+
+def test_it_waits_for_who_started_it_though_others_have_come_and_gone():
+    with open_store("unix", opener=0) as store:
+        store.client(MEMBER, 1).close()
+        assert store.client(MEMBER, 0).add(b"counter", 1) == 1
+
+
+def test_it_does_not_wait_for_one_who_has_ended():
+    name = f"distman-test/{os.urandom(8).hex()}"
+    subprocess.run([sys.executable, "-c", OPENS_AND_GOES, name], check=True, timeout=PATIENCE)
+    member = Client(door(f"\0{name}", secret=None), rank=1)
+    end = os.pidfd_open(member.store_pid)
+    member.close()
+    assert select.select([end], [], [], PATIENCE / 2)[0]
+    os.close(end)
 
 
 def test_a_failure_is_told_to_those_who_come_later():
