@@ -57,7 +57,7 @@ def _names() -> Iterator[str] | None:
         proc(5), /proc/net/unix: the fourth word has the flags, the eighth is the name.
     """
     try:
-        table = Path("/proc/self/net/unix").read_text(encoding="ascii", errors="replace").splitlines()
+        table = Path("/proc/self/net/unix").read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
         return None
     rows = (row.split(maxsplit=7) for row in table)

@@ -5,7 +5,7 @@ Values are bytes; a counter is a number in decimal digits, as in torch's stores.
 
 from __future__ import annotations
 
-import heapq
+from _heapq import heapify, heappop, heappush
 
 from distman._store.frames import GIVEN_UP, MOST_NUMBER, OK, TIMED_OUT
 
@@ -119,7 +119,7 @@ class Table:
         self._num_waits += 1
         self._num_made += 1
         self._clear_deadlines()
-        heapq.heappush(self._deadlines, (until, self._num_made, wait))
+        heappush(self._deadlines, (until, self._num_made, wait))
         return wait
 
     def arrive(
@@ -150,13 +150,13 @@ class Table:
     def next_deadline(self) -> float | None:
         """Return the time before which no wait is too long; None if there is no wait."""
         while self._deadlines and self._deadlines[0][2].is_over:
-            heapq.heappop(self._deadlines)
+            heappop(self._deadlines)
         return self._deadlines[0][0] if self._deadlines else None
 
     def expire(self, now: float) -> None:
         """Answer the waits whose time is over."""
         while (deadline := self.next_deadline()) is not None and deadline <= now:
-            _, _, wait = heapq.heappop(self._deadlines)
+            _, _, wait = heappop(self._deadlines)
             self._end(wait)
             wait.answer(TIMED_OUT, ())
 
@@ -222,7 +222,7 @@ class Table:
         """Drop those of waits that ended early, which would otherwise stay for as long as they might have taken."""
         if len(self._deadlines) > 2 * self._num_waits + _FEW:
             self._deadlines = [entry for entry in self._deadlines if not entry[2].is_over]
-            heapq.heapify(self._deadlines)
+            heapify(self._deadlines)
 
 
 def _awaited(wait: Wait) -> Sequence[bytes]:
