@@ -77,10 +77,12 @@ opener, or store rank, when it has to end."""
 
 MEMBERSHIP_EVENT = "membership event"
 """``full``, ``failure`` or ``judged``: a reason to look. The last to join, a process that failed before it joined, a
-rank that is interrupted, or rank 0 writes it, all read it."""
+rank that is interrupted, or rank 0 writes it, all read it. The process of the store counts it up when one ends that
+had joined."""
 
 VERDICT = "verdict"
-"""Who takes part, or what is wrong, compressed. Rank 0 writes it, the first one if two claim that rank; all read it."""
+"""Who takes part, or what is wrong, compressed. Rank 0 writes it, the first one if two claim that rank, or the process
+of the store, if rank 0 ends before; all read it."""
 
 VERDICT_HEARD = "verdict heard"
 """Counter of processes that joined and know why the start failed. Each adds itself; the opener, or store rank, waits

@@ -28,10 +28,9 @@ from distman._job.job import Job, Limits, abort_job
 from distman._process_state import keep_garbage_from_children
 from distman._rendezvous.join import Rendezvous, join, join_at, join_record_of
 from distman._rendezvous.join_record import JoinRecord
-from distman._rendezvous.peers import Peer, complete
+from distman._rendezvous.peers import complete
 from distman._rendezvous.secret import check_adoption
 from distman._rendezvous.store import adopt_store
-from distman._store.torch_store import TorchStore
 from distman._torch_internals import counting_no_failed_group, default_store, make_gloo_default
 from distman.environments import LaunchEnvironment
 from distman.errors import DistmanError, RankFailedError, RendezvousError
@@ -67,7 +66,6 @@ def start(
     if not environment.is_launched:
         return _job_of_one(environment, requested, limits), None
     keep_garbage_from_children()
-    unreachable_after = watch_limits.unreachable if watch_limits else _UNREACHABLE_AFTER
 
     def leave_it_to_the_meeting() -> None:
         hook.set_reporter(functools.partial(abort_job, environment))
@@ -79,7 +77,7 @@ def start(
             device=requested,
             backend=backend,
             timeout=limits.rendezvous,
-            unreachable_after=unreachable_after,
+            unreachable_after=watch_limits.unreachable if watch_limits else _UNREACHABLE_AFTER,
             on_meeting=leave_it_to_the_meeting,
         )
     except (RendezvousError, RankFailedError):
@@ -100,7 +98,7 @@ def start(
     watcher = None
     try:
         hook.set_reporter(reporter_of(job, rendezvous))
-        _leave_will(rendezvous, peer, unreachable_after)
+        rendezvous.job_store.leave_will(rendezvous.store, peer, unless=protocol.left(peer.rank))
         watcher = watch(job, watch_limits)
         _make_process_group(job, rendezvous.store, rendezvous.job_store.url)
         count(rendezvous.store, protocol.STARTED, 1)
@@ -199,19 +197,6 @@ def watch(job: Job, limits: WatchLimits | None) -> Watcher | None:
         watcher.close()
         raise
     return watcher
-
-
-def _leave_will(rendezvous: Rendezvous, me: Peer, unreachable_after: float) -> None:
-    """Let the process of the store tell of the end of this one, at once and in its words, unless it leaves the job."""
-    store = rendezvous.store
-    if isinstance(store, TorchStore):
-        store.register_will(
-            protocol.FAILURE,
-            protocol.NEWS,
-            unless=protocol.left(me.rank),
-            if_closed=FailureRecord.died(me).to_json(),
-            if_unreachable=FailureRecord.unreachable(me, unreachable_after).to_json(),
-        )
 
 
 def _job_of_one(environment: LaunchEnvironment, requested: torch.device | None, limits: Limits) -> Job:

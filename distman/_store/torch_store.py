@@ -142,14 +142,16 @@ class TorchStore(dist.Store):
         return self.client.arrive(self.full_key(counter), size, (self.full_key(key), value.encode()), limit, unless)
 
     @_with_errors_of_torch
-    def register_will(self, key: str, counter: str, *, unless: str, if_closed: str, if_unreachable: str) -> None:
+    def register_will(
+        self, key: str, counter: str, *, unless: str, if_closed: str | bytes, if_unreachable: str | bytes
+    ) -> None:
         """Let the store do something when this process ends, see :class:`distman._store.table.Will`."""
         self.client.register_will(
             self.full_key(key),
             self.full_key(counter),
             unless=self.full_key(unless),
-            if_closed=if_closed.encode(),
-            if_unreachable=if_unreachable.encode(),
+            if_closed=_bytes(if_closed),
+            if_unreachable=_bytes(if_unreachable),
         )
 
     @_with_errors_of_torch
