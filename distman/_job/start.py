@@ -98,6 +98,7 @@ def start(
     watcher = None
     try:
         hook.set_reporter(reporter_of(job, rendezvous))
+        rendezvous.job_store.leave_will(rendezvous.store, peer, unless=protocol.left(peer.rank))
         watcher = watch(job, watch_limits)
         _make_process_group(job, rendezvous.store, rendezvous.job_store.url)
         count(rendezvous.store, protocol.STARTED, 1)

@@ -22,7 +22,7 @@ from collections.abc import Callable, Hashable, Mapping
 import torch.distributed as dist
 
 from distman._coordination import protocol
-from distman._coordination.failure.record import FailureRecord
+from distman._coordination.failure.record import DIED, FailureRecord
 from distman._coordination.messages import (
     MalformedMessageError,
     add_to,
@@ -55,6 +55,7 @@ _QUIET = 1.0  # seconds without a word in a failed start: longer looks like a ha
 _WITHDRAWING = 2.5  # seconds that Ctrl-C may take at the worst, where the process that serves the store is stopped
 _PARTING = 2.0  # seconds for the others to read the verdict, when all had the time they were given
 _PARTING_WITH_ALL = 10.0  # seconds also for ranks that are still on their way, to tell them why the job ended
+_GONE = "died, or gave up, before all ranks had joined. See what it said, and the kernel log of its host."
 _MOST_SURPLUS = 1_000  # processes beside the ranks whose records are read: a few show what is wrong
 _MOST_VERDICT = 256 << 20  # bytes, unpacked: a million ranks
 
@@ -183,11 +184,24 @@ class _Membership:
     def join_record(self) -> None:
         if self.job_store.is_opened_here:
             self.store.set(protocol.STORE_RANK, str(self.me.rank))
+        self._leave_will()
         place = add_to(self.store, protocol.JOINED, 1)
         self._receive({place: self.me})
         self.store.set(protocol.join_record(place), json.dumps(dataclasses.asdict(self.me)))
         if place >= self.me.world_size:
             self.store.set(protocol.MEMBERSHIP_EVENT, "full")
+
+    def _leave_will(self) -> None:
+        """Let nobody wait for this process if it ends before there is a verdict; rank 0 has one for this case."""
+
+        def pack(record: FailureRecord) -> str | bytes:
+            if record.error_type == DIED:
+                record = dataclasses.replace(record, error_text=_GONE)
+            return _Verdict(failure=record).pack() if self.me.rank == 0 else record.to_json()
+
+        key = protocol.FAILURE if self.me.rank != 0 else protocol.VERDICT
+        event = protocol.MEMBERSHIP_EVENT
+        self.job_store.leave_will(self.store, self.me, unless=protocol.VERDICT, key=key, counter=event, pack=pack)
 
     def judge(self) -> _Verdict:
         """Return rank 0's verdict, and publish it."""
@@ -245,8 +259,8 @@ class _Membership:
         faults = find_faults(arrived, self.me.world_size)
         if faults:
             return _Verdict(error=" ".join([*faults, f"Not there yet: {missing}."] if missing else faults))
-        if missing:
-            record = FailureRecord.read(self.store) or self._early_failure()
+        record = FailureRecord.read(self.store) or (self._early_failure() if missing else None)
+        if missing or record is not None:
             return _Verdict(failure=record) if record is not None else None
         return _Verdict(complete(arrived), store_rank=self._store_rank())
 
@@ -408,11 +422,12 @@ class _Membership:
             count(self.store, protocol.VERDICT_HEARD, 1)
         if not self.job_store.is_opened_here:
             return
+        is_one_gone = isinstance(error, RankFailedError) and error.error_type == DIED
         now = time.monotonic()
         until, report_at = now + seconds, now + _QUIET
         while time.monotonic() < until and not (with_all and self.is_given_up.is_set()):
             num_joined = count(self.store, protocol.JOINED)
-            all_left = count(self.store, protocol.VERDICT_HEARD) >= num_joined
+            all_left = count(self.store, protocol.VERDICT_HEARD) + is_one_gone >= num_joined
             num_come = num_joined + count(self.store, protocol.TURNED_AWAY)
             if all_left and (not with_all or num_come >= self.me.world_size):
                 break

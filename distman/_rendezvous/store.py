@@ -10,14 +10,15 @@ import dataclasses
 import itertools
 import secrets
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from urllib.parse import urlsplit
 
 import torch.distributed as dist
 
 from distman._coordination import protocol
-from distman._coordination.failure.record import FailureRecord
-from distman._coordination.messages import MalformedMessageError, drop
+from distman._coordination.failure.record import FailureRecord, Place
+from distman._coordination.messages import MalformedMessageError, decode, drop
 from distman._coordination.monitor.peer_connection import own_addresses
 from distman._rendezvous import mpi
 from distman._rendezvous.address import Endpoint
@@ -68,6 +69,31 @@ class JobStore:
     def store_rank(self) -> int | None:
         """The rank that serves the store itself, so that it ends with that rank; None where none does."""
         return self.opener if self.client is None else None
+
+    def leave_will(
+        self,
+        store: dist.Store,
+        me: Place,
+        *,
+        unless: str,
+        key: str = protocol.FAILURE,
+        counter: str = protocol.NEWS,
+        pack: Callable[[FailureRecord], str | bytes] = FailureRecord.to_json,
+    ) -> None:
+        """Let the process that serves the store tell of the end of this one, at once; a store of other code cannot.
+
+        Args:
+            store: The part of the store where the keys are.
+            me: This process.
+            unless: A key that prevents it.
+            key: Where it tells, if nothing is there yet.
+            counter: Is raised then.
+            pack: Makes a message of what it tells.
+        """
+        if self.client is not None and isinstance(store, TorchStore):
+            died = FailureRecord.died(me)
+            unreachable = FailureRecord.unreachable(me, self.client.door.unreachable_after)
+            store.register_will(key, counter, unless=unless, if_closed=pack(died), if_unreachable=pack(unreachable))
 
     def close(self) -> None:
         """Leave the store and never use it again; it goes with its last user. One that other code made stays."""

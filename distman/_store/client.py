@@ -49,7 +49,6 @@ class Client:
         self.door = dataclasses.replace(door, secret=secret, read=None, in_line=None)
         self._all = [self._first]
         self._idle: list[Connection] = []
-        self._will = b""
         self._calls: Connection | None = self._first
 
     @property
@@ -168,14 +167,11 @@ class Client:
         """
         return self._wait_for(frames.ARRIVE, counter, NUMBER.pack(size), *outcome, _limit(limit), unless)
 
-    def register_will(self, key: bytes, counter: bytes) -> None:
-        """Let the store set a key to the reason, and raise a counter, when this process ends without leaving."""
-        self._will = key
-        self._call(frames.WILL, key, counter)
-
-    def leave(self) -> None:
-        """Let the end of this process mean nothing."""
-        self._call(frames.LEAVE, self._will)
+    def register_will(
+        self, key: bytes, counter: bytes, *, unless: bytes, if_closed: bytes, if_unreachable: bytes
+    ) -> None:
+        """Let the store do something when this process ends, see :class:`distman._store.table.Will`."""
+        self._call(frames.WILL, key, counter, unless, if_closed, if_unreachable)
 
     def leave_failure(self, failure: bytes) -> bytes:
         """Leave word of a failure for all who come later, and return the first that was left."""

@@ -42,8 +42,29 @@ class Wait:
         self.is_over = False
 
 
+class Will:
+    """What is to be done when a client is gone: a key, if it is not set, is set to some last words.
+
+    Args:
+        key: The key.
+        counter: Is raised then.
+        unless: A key that prevents it: the client has left.
+        if_closed: The words, where its connection was closed, as the end of a process does, or broke.
+        if_unreachable: The same, where its host did not answer any more.
+    """
+
+    __slots__ = ("counter", "if_closed", "if_unreachable", "key", "unless")
+
+    def __init__(self, key: bytes, counter: bytes, unless: bytes, if_closed: bytes, if_unreachable: bytes) -> None:
+        self.key = key
+        self.counter = counter
+        self.unless = unless
+        self.if_closed = if_closed
+        self.if_unreachable = if_unreachable
+
+
 class Table:
-    """Keys, their values, waits for them, and what is to be done when somebody is gone."""
+    """Keys, their values, and waits for them."""
 
     def __init__(self) -> None:
         self._values: dict[bytes, bytes] = {}
@@ -51,7 +72,6 @@ class Table:
         self._deadlines: list[tuple[float, int, Wait]] = []
         self._num_waits = 0
         self._num_made = 0
-        self._wills: dict[bytes, bytes] = {}
 
     def set(self, key: bytes, value: bytes) -> None:
         """Set a key, and end the waits that this completes."""
@@ -160,22 +180,13 @@ class Table:
             self._end(wait)
             wait.answer(TIMED_OUT, ())
 
-    def register_will(self, key: bytes, counter: bytes) -> None:
-        """Note what is to be done when somebody is gone: set a key to the reason, and raise a counter."""
-        self._wills[key] = counter
-
-    def revoke_will(self, key: bytes) -> None:
-        """Do nothing in that case after all."""
-        self._wills.pop(key, None)
-
-    def carry_out_will(self, key: bytes, reason: bytes) -> None:
-        """Do what was noted under a key, once, unless it was revoked."""
-        counter = self._wills.pop(key, None)
-        if counter is None:
+    def carry_out(self, will: Will, *, is_unreachable: bool) -> None:
+        """Do what is to be done at the end of a client."""
+        if will.unless in self._values or self._values.get(will.key):
             return
-        self.set(key, reason)
+        self.set(will.key, will.if_unreachable if is_unreachable else will.if_closed)
         try:  # noqa: SIM105 - contextlib takes longer to load than the process to start
-            self.add(counter, 1)
+            self.add(will.counter, 1)
         except NotANumberError:
             pass  # then nobody can count on it
 

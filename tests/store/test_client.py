@@ -16,7 +16,7 @@ from distman._store.dialing import dial
 from distman._store.handshake import MEMBER, WATCHER
 from distman._store.process import listen_on_this_host
 
-from .stores import KINDS, PATIENCE, SECRET, door, listen, open_store
+from .stores import KINDS, PATIENCE, SECRET, door, leave_will, listen, open_store
 
 
 @pytest.fixture(scope="module", params=KINDS)
@@ -271,19 +271,19 @@ def test_the_end_of_the_store_ends_all_calls_and_is_named(kind):
 def test_the_end_of_a_member_is_told_unless_it_has_left(client, store):
     for rank in (1, 2):
         member = store.client(MEMBER, rank)
-        member.register_will(b"ended/%d" % rank, b"news")
+        leave_will(member, rank)
         with ThreadPoolExecutor(1) as threads:
             waiting = threads.submit(member.get, b"never set", PATIENCE)
             while member._calls is not None:
                 threading.Event().wait(0.001)
             if rank == 1:
-                member.leave()
+                client.set(b"left/1", b"yes")
+                client.check([b"left/1"])
             member.close()
             with pytest.raises(StoreLostError):
                 waiting.result(PATIENCE)
-    assert client.get(b"ended/2", PATIENCE) == b"its connection was closed"
+    assert client.get(b"failure", PATIENCE) == b"2 died"
     assert client.add(b"news", 0) == 1
-    assert not client.check([b"ended/1"])
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -21,10 +21,11 @@ from distman._store.dialing import ForeignServiceError, dial
 from distman._store.frames import MalformedError
 from distman._store.handshake import CHALLENGE_BYTES, MAGIC, MEMBER, ClientSide, Hello, door_key
 from distman._store.operations import Operations
+from distman._store.peer import Peer
 from distman._store.process import start_store
 from distman._store.table import Table
 
-from .stores import JOB, KINDS, PATIENCE, SECRET, door, listen, open_store, served_here
+from .stores import JOB, KINDS, PATIENCE, SECRET, door, leave_will, listen, open_store, served_here
 
 HELLO = Hello(MEMBER, 1, os.getpid())
 
@@ -241,12 +242,24 @@ def test_a_host_that_does_not_answer_is_given_up(monkeypatch):
         member.close()
 
 
-@pytest.mark.parametrize(
-    ("number", "reason"),
-    [(errno.ETIMEDOUT, b"its host does not answer"), (errno.ECONNRESET, b"its connection broke")],
-)
-def test_the_end_of_a_connection_has_a_reason(number, reason):
-    assert server._reason(OSError(number, "")) == reason
+@pytest.mark.parametrize(("number", "words"), [(errno.ETIMEDOUT, b"5 is lost"), (errno.ECONNRESET, b"5 died")])
+def test_a_host_that_is_given_up_is_told_from_a_process_that_died(number, words, monkeypatch):
+    receive = Peer.receive
+
+    def break_down(peer):
+        if peer.will is not None:
+            raise OSError(number, "")
+        return receive(peer)
+
+    with served_here("tcp") as here:
+        member, other = Client(here, MEMBER, 5), Client(here)
+        leave_will(member, 5)
+        monkeypatch.setattr(Peer, "receive", break_down)
+        with pytest.raises(StoreLostError):
+            member.check([b"a"])
+        assert other.get(b"failure", PATIENCE) == words
+        for client in (member, other):
+            client.close()
 
 
 def test_the_user_of_the_other_side_is_asked_of_the_kernel(monkeypatch):
@@ -351,17 +364,15 @@ MALFORMED = {
 def test_a_member_that_sends_nonsense_is_told_and_named(store, message):
     other = store.client()
     member = store.client(MEMBER, 5)
-    member.register_will(b"ended/5", b"news")
+    leave_will(member, 5)
     member._calls._socket.settimeout(PATIENCE)
     member._calls._socket.sendall(message)
     with pytest.raises(connection._EndError, match=r"it refused a message, "):
         member._calls._receive()
     with pytest.raises(StoreLostError):
         member.check([b"a"])
-    reason = other.get(b"ended/5", PATIENCE)
-    assert reason.startswith(b"it sent a malformed message: ")
-    assert len(reason) < 300
-    other.delete(b"ended/5")
+    assert other.get(b"failure", PATIENCE) == b"5 died"
+    other.delete(b"failure")
 
 
 def test_a_member_that_takes_no_replies_takes_no_memory(store):

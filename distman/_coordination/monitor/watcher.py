@@ -35,6 +35,7 @@ from distman._coordination.monitor.hang import HangWatch, StackQueries
 from distman._coordination.monitor.left_behind import LeftBehind
 from distman._coordination.monitor.peer_monitor import PeerMonitor, give_sign, read_sign
 from distman._coordination.monitor.watchdog import Watchdog
+from distman._coordination.timeouts import run_with_timeout
 from distman._log import logger
 from distman._process_state import puts_back
 from distman._text import Line, printable
@@ -98,7 +99,8 @@ class Watcher:
         self._is_stopping = threading.Event()
         self._is_program_done = threading.Event()
         self._has_left = False
-        self._interruption = Interruption(abort_job, self._is_program_done)
+        self._abort_job = abort_job
+        self._interruption = Interruption(self._end_with, self._is_program_done)
         self._monitor: PeerMonitor | None = None
         self._watchdog = None if context.is_store_rank else Watchdog(limits.silence, self._store_rank_is_silent)
         self._thread = threading.Thread(target=self._run, name="distman-watcher", daemon=True)
@@ -263,9 +265,19 @@ class Watcher:
     def fail(self, error: BaseException) -> None:
         """Let an error that ended another thread end the job, and the main thread of this rank with it."""
         self._has_failed_thread = True
+        self._publish(FailureRecord.of(error, self._context.rank))
+
+    def _publish(self, record: FailureRecord) -> None:
         with contextlib.suppress(dist.DistError):  # the store is gone, and the watcher will say so
-            FailureRecord.of(error, self._context.rank).publish(self._context.store)
+            record.publish(self._context.store)
             count(self._context.store, protocol.NEWS, 1)
+
+    def _end_with(self, error: BaseException) -> None:
+        """Leave word of why this process ends, and make the launcher end the job; the end itself would count else."""
+        record = FailureRecord.of(error, self.rank)
+        if record.error_type == LEFT:  # all others are on record, or the store is gone
+            run_with_timeout(lambda: self._publish(record), self._patience)
+        self._abort_job(error)
 
     def note(self, error: RankFailedError) -> None:
         """Take note of an error that a wait raises because the job has failed, or a rank has left it too early.
@@ -389,9 +401,8 @@ class Watcher:
             return
         self.is_counted = True
         logger.warning(
-            "the other ranks are not watched any more: %r. This rank hears of failures only where it waits for others; "
-            "if it dies, or the next one, broken connections may be all that tells of it. DISTMAN_WATCH=0 switches "
-            "this off",
+            "the other ranks are not watched any more: %r. This rank hears of failures only where it waits for others, "
+            "and nobody misses the next one if that falls silent. DISTMAN_WATCH=0 switches this off",
             error,
         )
 
