@@ -6,6 +6,7 @@ looks after the others drops it, with one warning, and goes on. A key that holds
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import json
@@ -156,7 +157,10 @@ def count(store: Store, key: str, amount: int = 0) -> int:
         return add_to(store, key, amount)
     except MalformedMessageError as error:
         drop(error)
-        store.delete_key(key)
+        found = store.get(key)
+        with contextlib.suppress(MalformedMessageError):
+            return add_to(store, key, amount)  # another process has just begun it again, and may have added to it
+        store.compare_set(key, found, "0")  # type: ignore[arg-type]  # torch's stubs lack bytes
         return store.add(key, amount)
 
 

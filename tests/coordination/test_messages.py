@@ -198,6 +198,19 @@ def test_a_counter_that_holds_no_number_begins_again(data):
     assert add_to(store, "counter", 1) == first + 1
 
 
+def test_a_counter_that_two_begin_again_at_once_loses_nothing():
+    class Store(HashStore):
+        def get(self, key):
+            found = super().get(key)
+            super().compare_set(key, found, "0")  # the other one is faster
+            super().add(key, 5)
+            return found
+
+    store = Store()
+    store.set("counter", "nonsense")
+    assert count(store, "counter", 1) == 6
+
+
 def test_nobody_else_decodes_what_other_ranks_wrote():
     """Nor counts: a counter may hold a text. The handshake has a decoder of its own, before there is a store."""
     others, found = {"_coordination/messages.py", "_coordination/abortable_store.py", "_rendezvous/handshake.py"}, []
