@@ -119,6 +119,10 @@ FAILURE = "failure"
 after the verdict also a process that came too late, where the job may be made of two. The process of the store writes
 what each rank has left there for its end, unless left(rank) is set. All read it."""
 
+CARETAKER = "caretaker"
+"""The rank that finds out, after a failure, whether one that does nothing would keep the launcher waiting. The first
+one that knows of the failure and can look writes it, the failing one perhaps; all read it."""
+
 FAILURE_SEEN = "failure seen"
 """Counter of ranks that know of FAILURE and have not left since, without the one that failed. Each adds itself; a store
 rank waits for all of them before its program learns of it, and may end."""
@@ -148,8 +152,8 @@ def left(rank: int) -> str:
 def beat(rank: int) -> str:
     """Sign of life: the time, a space, and what the rank waits in.
 
-    Its watcher writes it, and deletes it when it gives up, or knows of FAILURE; the rank before reads it, and after a
-    failure a store rank, to find those that do not know.
+    Its watcher writes it, and it is deleted when that gives up, or the rank knows of FAILURE; the rank before reads it,
+    and after a failure the caretaker, to find those that do not know.
     """
     return f"beat/{rank}"
 
@@ -157,7 +161,7 @@ def beat(rank: int) -> str:
 def peer_address(rank: int) -> str:
     """Hosts and port at which the rank's watcher accepts a connection, and the word that opens it.
 
-    It writes it, the rank before reads it, and after a failure a store rank.
+    It writes it, the rank before reads it, and after a failure the caretaker.
     """
     return f"peer address/{rank}"
 

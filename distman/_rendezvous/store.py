@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from distman._coordination import protocol
 from distman._coordination.failure.record import FailureRecord, Place
-from distman._coordination.messages import MalformedMessageError, decode, drop
+from distman._coordination.messages import MalformedMessageError, drop
 from distman._coordination.monitor.peer_connection import own_addresses
 from distman._rendezvous import mpi
 from distman._rendezvous.address import Endpoint

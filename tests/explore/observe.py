@@ -243,16 +243,20 @@ def _end(job: Job, watch: Watch, rank: int, since: float) -> End:
 
 
 def _left_behind(case: Case, job: Job, watch: Watch) -> tuple[str, ...]:
-    """Return what is alive; without a launcher nobody ends a silent rank, and its own children."""
+    """Return what is alive. Without a launcher nobody else ends a silent rank: then what was there for it must go too."""
     silent = {watch.places[rank][1] for rank in _stays(case, job) if rank in watch.places}
 
     def others() -> list[Process]:
-        return [process for process in job.alive if process.pid not in silent and not _stands_for(process, silent)]
+        return [process for process in job.alive if not _belongs_to(process, silent)]
 
     is_awaited = case.place == "start" and bool(silent)  # by rank 0, which knows why the start failed
-    if poll(lambda: not others(), TIDYING + is_awaited * START_LIMIT, interval=0.1):
-        return ()
-    return tuple(str(process) for process in others())
+    if not poll(lambda: not others(), TIDYING + is_awaited * START_LIMIT, interval=0.1):
+        return tuple(str(process) for process in others())
+    for process in job.alive:
+        if process.pid in silent:
+            process.send(signal.SIGKILL)
+    poll(lambda: not job.alive, TIDYING, interval=0.1)
+    return tuple(str(process) for process in job.alive)
 
 
 def _left_files(case: Case, folder: Path) -> list[str]:
@@ -267,9 +271,10 @@ def _left_files(case: Case, folder: Path) -> list[str]:
     return [name for name in found if not (dies_saving and name.startswith(".state.pt"))]
 
 
-def _stands_for(process: Process, pids: set[int]) -> bool:
-    """Return whether a process is the program that waits for one of these, which a launcher started in its place."""
-    return "preloaded/bin/python" in process.command and bool(pids)
+def _belongs_to(process: Process, pids: set[int]) -> bool:
+    """Return whether a process is one of these, or there for them: it waits in the place of one, or serves its store."""
+    is_for_them = "preloaded/bin/python" in process.command or "distman._store.server" in process.command
+    return process.pid in pids or (is_for_them and bool(pids))
 
 
 def _remove_memory_groups(case: Case, watch: Watch) -> None:

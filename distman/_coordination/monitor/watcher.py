@@ -18,7 +18,6 @@ from distman._coordination import protocol
 from distman._coordination.failure import hook
 from distman._coordination.failure.delivery import Delivery
 from distman._coordination.failure.interruption import Interruption
-from distman._coordination.failure.job_abort import may_cancel
 from distman._coordination.failure.record import DIED, LEFT, SILENT, FailureRecord
 from distman._coordination.messages import (
     MalformedMessageError,
@@ -65,6 +64,7 @@ class Watcher:
         limits: How long to wait.
         abort_job: Makes the launcher end the job after an error, where it would not do so by itself.
         end_job: Ends the job, under a launcher that would wait for a rank that does nothing; None under others.
+        awaits_dead: Whether the ends of the ranks wait for one that died, too.
         patience: Seconds for a failure to become known, and for another watcher to answer.
 
     Attributes:
@@ -81,6 +81,7 @@ class Watcher:
         abort_job: Callable[[BaseException], None],
         *,
         end_job: Callable[[], None] | None = None,
+        awaits_dead: bool = False,
         patience: float = _PATIENCE,
     ) -> None:
         self.record: FailureRecord | None = None
@@ -91,6 +92,7 @@ class Watcher:
         self._limits = limits
         self._patience = patience
         self._end_job = end_job
+        self._awaits_dead = awaits_dead
         self._last_raised: FailureRecord | None = None
         self._is_looking_after = False
         self._is_stuck = False
@@ -135,13 +137,13 @@ class Watcher:
         """Watch on for the others, now that the program has left the job."""
         self._has_left = True
 
-    def learn(self, record: FailureRecord | None) -> None:
+    def learn(self, record: FailureRecord) -> None:
         """Take note of a failure that the program has not heard of, though it was known when it left the job.
 
         Args:
-            record: The failure on record, if there is one; a wait may have raised it, or another one of that rank.
+            record: The failure on record; a wait may have raised it, or another one of that rank.
         """
-        if record is None or self.record is not None:
+        if self.record is not None:
             return
         if record.rank != self.rank and (self._last_raised is None or record.rank != self._last_raised.rank):
             self.record = record
@@ -247,20 +249,29 @@ class Watcher:
     def look_after_others(self, record: FailureRecord) -> None:
         """At the end of this process, end the job if a rank that does nothing would keep the launcher waiting.
 
+        Blocking, for seconds at most.
+
         Args:
             record: Why the job failed; the others have had the time to read it.
         """
         if self._end_job is None or self._is_looking_after:
             return
         self._is_looking_after = True
-        left_behind = LeftBehind(self._context, record, self._limits.silence, self._end_job)
-        if record.error_type == SILENT and self._context.may_hold_up_store(record.rank):
-            if may_cancel(self.rank) and not self.is_store_rank:
+        is_awaited = self._awaits_dead and record.error_type == DIED
+        left_behind = LeftBehind(self._context, record, self._limits.silence, self._end_job, is_awaited=is_awaited)
+        if self._is_stuck or (record.error_type == SILENT and self._context.may_hold_up_store(record.rank)):
+            if not self.is_store_rank:
                 hook.end_job_at_exit(left_behind.end_job_unseen)
-        elif self.rank == self._context.caretaker(record.rank):
-            with contextlib.suppress(dist.DistError):
-                if left_behind.find(self._context.store):
-                    hook.end_job_at_exit(left_behind.end_job_without)
+            return
+
+        def look() -> None:
+            if self._context.takes_care() and left_behind.find(self._context.store):
+                hook.end_job_at_exit(left_behind.end_job_without)
+
+        with contextlib.suppress(dist.DistError, MalformedMessageError):
+            run_with_timeout(
+                look, 2 * late_after(len(self._context.peers))
+            )  # nobody else sees whether the store answers
 
     def fail(self, error: BaseException) -> None:
         """Let an error that ended another thread end the job, and the main thread of this rank with it."""
