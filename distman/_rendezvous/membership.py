@@ -259,7 +259,7 @@ class _Membership:
         faults = find_faults(arrived, self.me.world_size)
         if faults:
             return _Verdict(error=" ".join([*faults, f"Not there yet: {missing}."] if missing else faults))
-        record = FailureRecord.read(self.store) or (self._early_failure() if missing else None)
+        record = (self._early_failure() if missing else None) or FailureRecord.read(self.store)
         if missing or record is not None:
             return _Verdict(failure=record) if record is not None else None
         return _Verdict(complete(arrived), store_rank=self._store_rank())
