@@ -173,6 +173,10 @@ class Client:
         """Let the store do something when this process ends, see :class:`distman._store.table.Will`; do not wait."""
         self._post(frames.WILL, key, counter, unless, if_closed, if_unreachable)
 
+    def revoke_will(self) -> None:
+        """Let the end of this process mean nothing; do not wait."""
+        self._post(frames.WILL)
+
     def leave_failure(self, failure: bytes) -> bytes:
         """Leave word of a failure for all who come later, and return the first that was left."""
         return self._call(frames.FAIL, failure)
