@@ -74,21 +74,21 @@ class JobStore:
         self,
         store: dist.Store,
         me: Place,
-        *,
-        unless: str,
         key: str = protocol.FAILURE,
         counter: str = protocol.NEWS,
         pack: Callable[[FailureRecord], str | bytes] = FailureRecord.to_json,
+        *,
+        unless: str,
     ) -> None:
         """Let the process that serves the store tell of the end of this one, at once; a store of other code cannot.
 
         Args:
             store: The part of the store where the keys are.
             me: This process.
-            unless: A key that prevents it.
             key: Where it tells, if nothing is there yet.
             counter: Is raised then.
             pack: Makes a message of what it tells.
+            unless: A key that prevents it.
         """
         if self.client is not None and isinstance(store, TorchStore):
             died = FailureRecord.died(me)

@@ -170,8 +170,12 @@ class Client:
     def register_will(
         self, key: bytes, counter: bytes, *, unless: bytes, if_closed: bytes, if_unreachable: bytes
     ) -> None:
-        """Let the store do something when this process ends, see :class:`distman._store.table.Will`."""
-        self._call(frames.WILL, key, counter, unless, if_closed, if_unreachable)
+        """Let the store do something when this process ends, see :class:`distman._store.table.Will`; do not wait."""
+        self._post(frames.WILL, key, counter, unless, if_closed, if_unreachable)
+
+    def revoke_will(self) -> None:
+        """Let the end of this process mean nothing; do not wait."""
+        self._post(frames.WILL)
 
     def leave_failure(self, failure: bytes) -> bytes:
         """Leave word of a failure for all who come later, and return the first that was left."""

@@ -125,10 +125,12 @@ class Operations:
         self._table.append(key, value)
         return b""
 
-    def _register_will(self, peer: Peer, _number: int, fields: Fields) -> bytes:
-        key, counter, unless, if_closed, if_unreachable = fields
-        peer.will = Will(key, counter, unless, if_closed, if_unreachable)
-        return b""
+    def _register_will(self, peer: Peer, _number: int, fields: Fields) -> None:
+        """Take a will in place of an earlier one; no fields are no will."""
+        peer.will = None
+        if fields:
+            key, counter, unless, if_closed, if_unreachable = fields
+            peer.will = Will(key, counter, unless, if_closed, if_unreachable)
 
     def _fail(self, _peer: Peer, _number: int, fields: Fields) -> bytes:
         """Keep the first failure for all who come later, and return it."""

@@ -155,6 +155,11 @@ class TorchStore(dist.Store):
         )
 
     @_with_errors_of_torch
+    def revoke_will(self) -> None:
+        """Let the end of this process mean nothing."""
+        self.client.revoke_will()
+
+    @_with_errors_of_torch
     def compare_set(self, key: str, expected_value: str | bytes, desired_value: str | bytes) -> bytes:
         """Replace a value that is the expected one, or nothing where nothing is expected; return what holds then."""
         return self.client.compare_set(self.full_key(key), _bytes(expected_value), _bytes(desired_value))

@@ -174,7 +174,7 @@ def test_a_rank_that_dies_while_others_are_awaited_is_named_at_once(point, dying
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
         futures = [pool.submit(take_part, *both, timeout=60.0) for both in zip(stores, records, strict=True)]
         for future in futures:
-            with pytest.raises(RankFailedError, match=rf"rank {dying} \(.*\) died, or gave up, before all ranks had"):
+            with pytest.raises(RankFailedError, match=rf"rank {dying} \(.*\) died: its connection broke"):
                 future.result()
     for job_store in stores:
         job_store.close()
@@ -214,6 +214,16 @@ def test_the_end_of_a_rank_that_came_after_the_verdict_harms_nobody(point, job_o
     join_and_end(join_store(point, 1, 10), comes_later(1, 0))
     store.again(WATCHER).close()  # it comes after that end
     assert not store.check([protocol.FAILURE])
+
+
+def test_the_end_of_a_rank_that_gave_up_is_not_told_in_place_of_its_reason(point):
+    host = open_store(point, 0, 10)
+    with pytest.raises(RendezvousError, match="missing: rank 0"):
+        attend(point, join_record(1), timeout=0.1)
+    store = part_of(host.store, protocol.job())
+    store.again(WATCHER).close()  # it comes after that end
+    assert not store.check([protocol.FAILURE])
+    host.close()
 
 
 def test_a_machine_of_the_same_name_does_not_hold_the_place_of_another(job_of_two):

@@ -44,6 +44,9 @@ _UNREACHABLE_SHARE = 0.15
 _SHORTEST_UNREACHABLE = 5.0
 """Seconds; what is lost on the way is sent again within them several times."""
 
+_LARGEST_SHARE = 0.75
+"""Of the same: that a host does not answer has to be found before the silence of who runs there."""
+
 
 @dataclasses.dataclass(frozen=True)
 class WatchLimits:
@@ -60,7 +63,7 @@ class WatchLimits:
     @property
     def unreachable(self) -> float:
         """For any answer of another host: a system answers even while the process is stopped or busy."""
-        return min(self.silence, max(_SHORTEST_UNREACHABLE, _UNREACHABLE_SHARE * self.silence))
+        return min(_LARGEST_SHARE * self.silence, max(_SHORTEST_UNREACHABLE, _UNREACHABLE_SHARE * self.silence))
 
 
 @dataclasses.dataclass(frozen=True)
