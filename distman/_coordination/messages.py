@@ -72,6 +72,11 @@ def decode(data: str | bytes, kind: type[Kind], what: str) -> Kind:
     return checked(value, kind, what)
 
 
+def get_ready_to_decode(kind: type[Kind]) -> None:
+    """Find out what messages of a kind hold: it takes a millisecond, and is done once."""
+    _reader(kind)
+
+
 def decode_row(data: str | bytes, kind: type[Kind], what: str) -> Kind:
     """Return a message that is a dataclass, of which the values alone travel; otherwise as :func:`decode`."""
     names = [field.name for field in dataclasses.fields(kind)]  # type: ignore[arg-type]  # it is a dataclass
