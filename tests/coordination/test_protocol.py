@@ -11,18 +11,18 @@ import distman
 from distman._coordination import protocol
 
 PACKAGE = Path(distman.__file__).parent
-METHODS = {"set", "get", "add", "append", "arrive", "check", "wait", "delete_key", "compare_set", "has_come", "multi_get"}
+METHODS = {
     "set",
     "get",
     "add",
+    "append",
+    "arrive",
     "check",
     "wait",
     "delete_key",
     "compare_set",
-    "multi_get",
-    "append",
-    "arrive",
     "has_come",
+    "multi_get",
 }
 TAKE_KEYS = {
     "PrefixStore": (0, "prefix"),
