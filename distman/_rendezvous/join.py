@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import codecs
 import contextlib
 import dataclasses
 import os
@@ -105,9 +104,8 @@ def join(
 
 
 def _get_ready() -> None:
-    """Do what the ranks need when they have met, and takes milliseconds: it would hold up torch in other threads."""
+    """Do what the ranks need when they have met, and takes milliseconds."""
     keep_threads()
-    codecs.lookup("idna")  # loads what turns names into addresses
     get_ready_to_decode(JoinRecord)
 
 
