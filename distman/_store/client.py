@@ -97,8 +97,8 @@ class Client:
         return total
 
     def append(self, key: bytes, value: bytes) -> None:
-        """Add to the end of a value."""
-        self._call(frames.APPEND, key, value)
+        """Add to the end of a value, and do not wait until that is done, as with :meth:`set`."""
+        self._post(frames.APPEND, key, value)
 
     def check(self, keys: Sequence[bytes]) -> bool:
         """Return whether all keys are set."""
@@ -108,9 +108,9 @@ class Client:
         """Replace a value that is the expected one, or nothing where nothing is expected; return what holds then."""
         return self._call(frames.COMPARE_SET, key, expected, desired)
 
-    def delete(self, key: bytes) -> bool:
-        """Delete a key, and return whether it was there."""
-        return self._call(frames.DELETE, key) == _YES
+    def delete(self, *keys: bytes) -> bool:
+        """Delete keys, and return whether all of them were there."""
+        return self._call(frames.DELETE, *keys) == _YES
 
     def num_keys(self) -> int:
         """Return how many keys are set."""

@@ -170,6 +170,11 @@ class TorchStore(dist.Store):
         return self.client.delete(self.full_key(key))
 
     @_with_errors_of_torch
+    def delete_keys(self, keys: Sequence[str]) -> None:
+        """Delete several keys."""
+        self.client.delete(*self._keys(keys))
+
+    @_with_errors_of_torch
     def num_keys(self) -> int:
         """Return how many keys the whole store has."""
         return self.client.num_keys()
@@ -208,6 +213,15 @@ class TorchStore(dist.Store):
 def part_of(store: dist.Store, name: str) -> dist.Store:
     """Return the part of any store whose keys begin with a name."""
     return store.part(name) if isinstance(store, TorchStore) else dist.PrefixStore(name, store)
+
+
+def delete_keys(store: dist.Store, keys: Sequence[str]) -> None:
+    """Delete several keys of any store, at once where it can."""
+    if isinstance(store, TorchStore):
+        store.delete_keys(keys)
+        return
+    for key in keys:
+        store.delete_key(key)
 
 
 def _bytes(value: str | bytes) -> bytes:

@@ -50,6 +50,8 @@ def test_every_operation_does_what_it_says(client):
     assert not client.check([b"a", b"b"])
     assert client.num_keys() == num_keys - 1
     client.wait([b"b", b"c"], 0.0)
+    assert not client.delete(b"a", b"b")
+    assert client.num_keys() == num_keys - 2
     assert client.multi_get([], 0.0) == []
     with pytest.raises(InvalidRequestError, match="no number of 64 bits"):
         client.add(b"c", 1)

@@ -25,6 +25,7 @@ from distman._coordination import protocol
 from distman._coordination.failure.record import FailureRecord, Place
 from distman._coordination.messages import MalformedMessageError, decode, unless_malformed
 from distman._process_state import puts_back
+from distman._store.dialing import connect_to
 from distman._text import shortened
 
 if TYPE_CHECKING:
@@ -325,7 +326,7 @@ def connect(addresses: Sequence[str], port: int, *, is_one_host: bool) -> socket
     usable = [address for address in addresses if is_one_host or not address.startswith(_LOOPBACK)]
     for address in usable:
         try:
-            return socket.create_connection((address, port), timeout=_PATIENCE / len(usable))
+            return connect_to(address, port, _PATIENCE / len(usable))
         except OSError as error:
             refused = error
     raise refused
