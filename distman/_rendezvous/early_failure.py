@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import json
@@ -92,11 +93,11 @@ def _tell_of(point: Endpoint, failure: dict[str, Any], environment: LaunchEnviro
 
 def _tell(client: Client, failure: bytes) -> None:
     """Leave a failure with the store of the job, for those that come later and those that wait for all to come."""
-    client.compare_set(_key(protocol.EARLY_FAILURE), b"", failure)
-    client.set(_key(protocol.MEMBERSHIP_EVENT), b"failure")
-    client.leave_failure(failure)  # last: who is turned away by it does not judge
-    client.add(_key(protocol.TURNED_AWAY), 1)
-    client.close()
+    with contextlib.closing(client):
+        client.compare_set(_key(protocol.EARLY_FAILURE), b"", failure)
+        client.set(_key(protocol.MEMBERSHIP_EVENT), b"failure")
+        client.leave_failure(failure)  # last: who is turned away by it does not judge
+        client.add(_key(protocol.TURNED_AWAY), 1)
 
 
 def _hold_store(point: Endpoint, failure: bytes, environment: LaunchEnvironment, patience: float) -> None:
@@ -106,9 +107,9 @@ def _hold_store(point: Endpoint, failure: bytes, environment: LaunchEnvironment,
     if not is_own:
         _tell(client, failure)
         return
-    while client.add(_key(protocol.TURNED_AWAY), 0) < environment.world_size - 1 and time.monotonic() < until:
-        time.sleep(_PAUSE)
-    client.close()
+    with contextlib.closing(client):
+        while client.add(_key(protocol.TURNED_AWAY), 0) < environment.world_size - 1 and time.monotonic() < until:
+            time.sleep(_PAUSE)
 
 
 def _key(name: str) -> bytes:

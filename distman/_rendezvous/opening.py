@@ -165,9 +165,8 @@ def _start(
 
 def _end(door: Door) -> None:
     """End a store that was started here and nobody uses."""
-    client = Client(door, VISITOR)
-    client.shut()
-    client.close()
+    with contextlib.closing(Client(door, VISITOR)) as client:
+        client.shut()
 
 
 def _check_is_found(point: Endpoint, port: int) -> None:

@@ -6,6 +6,7 @@ or the store of a launcher's agent.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import json
@@ -26,6 +27,7 @@ from distman._rendezvous.door import find_store, url_of
 from distman._rendezvous.opening import start_or_enter
 from distman._rendezvous.sockets import is_listened_to_here
 from distman._store.client import Client
+from distman._store.connection import StoreLostError
 from distman._store.torch_store import TorchStore
 from distman.environments import LaunchEnvironment
 from distman.errors import RendezvousError
@@ -155,7 +157,12 @@ def tell_over_mpi(environment: LaunchEnvironment, point: Endpoint, timeout: floa
         opened.append(job_store)
         return told, job_store.client.door.secret if job_store.client is not None else None
 
-    told, secret = mpi.broadcast_from_rank_zero(environment, open_here, timeout)
+    try:
+        told, secret = mpi.broadcast_from_rank_zero(environment, open_here, timeout)
+    except BaseException:
+        for job_store in opened:
+            job_store.close()
+        raise
     if opened:
         return opened[0]
     if point.protection is not None:
@@ -172,7 +179,11 @@ def _tell_over_agent(point: Endpoint, rank: int, timeout: float) -> JobStore:
     key = protocol.store_address(point.job_id, next(_told_by_agent))
     if point.is_host:
         opened, told = _open_anywhere(point, timeout)
-        agent.set(key, json.dumps(dataclasses.asdict(told)))
+        try:
+            agent.set(key, json.dumps(dataclasses.asdict(told)))
+        except BaseException:
+            opened.close()
+            raise
         return opened
     until = time.monotonic() + timeout
     while not agent.check([key]):
@@ -228,8 +239,8 @@ def _entered(client: Client, timeout: float) -> JobStore:
         RankFailedError: A rank failed on its way here, and has left word.
     """
     if client.failure:
-        client.add(protocol.in_job(protocol.TURNED_AWAY).encode(), 1)
-        client.close()
+        with contextlib.closing(client), contextlib.suppress(StoreLostError):  # then nobody counts any more
+            client.add(protocol.in_job(protocol.TURNED_AWAY).encode(), 1)
         raise FailureRecord.told(client.failure).to_error()
     return _connected(client, timeout)
 

@@ -4,7 +4,9 @@ import concurrent.futures
 import contextlib
 import dataclasses
 import json
+import os
 import random
+import signal
 import time
 
 import pytest
@@ -12,13 +14,15 @@ import torch.distributed as dist
 
 from distman._coordination import messages, protocol
 from distman._coordination.failure.record import FailureRecord
-from distman._rendezvous import early_failure, membership
+from distman._rendezvous import door, early_failure, membership, opening
 from distman._rendezvous.address import Endpoint
 from distman._rendezvous.door import find_store
 from distman._rendezvous.early_failure import _tell
 from distman._rendezvous.membership import establish_membership
+from distman._rendezvous.opening import start_or_enter
 from distman._rendezvous.sockets import bind_listener
 from distman._rendezvous.store import JobStore, join_store, open_store
+from distman._store.client import Client
 from distman._store.handshake import VISITOR
 from distman._store.torch_store import part_of
 from distman.environments import LaunchEnvironment
@@ -241,14 +245,39 @@ def test_a_rank_that_failed_before_is_told_to_all_at_once(point, failure, messag
                 future.result(timeout=10)
 
 
+@pytest.mark.parametrize("come", [lambda point: open_store(point, 0, 10), lambda point: join_store(point, 1, 10)])
+def test_who_is_told_of_a_failure_by_a_store_that_ends_is_told_of_the_failure(point, come, monkeypatch):
+    """And leaves no connection open."""
+    clients = []
+
+    class LostAtOnce(Client):
+        def __init__(self, *args, **options):
+            super().__init__(*args, **options)
+            clients.append(self)
+
+        def add(self, key, amount):
+            os.kill(self.store_pid, signal.SIGKILL)
+            return super().add(key, amount)
+
+    first, _ = start_or_enter(point, 2, 10, failure=json.dumps(FAILURE).encode())
+    for module in (door, opening):
+        monkeypatch.setattr(module, "Client", LostAtOnce)
+    with (
+        contextlib.closing(first),
+        pytest.raises(RankFailedError, match=r"rank 2 \(n2, pid 5\) raised ValueError: boom"),
+    ):
+        come(point)
+    assert [connection._socket.fileno() for connection in clients[-1]._all] == [-1]
+
+
 @pytest.mark.parametrize("opener", [0, 1, 2])
 @pytest.mark.parametrize("failed", [0, 1, 2])
 def test_whoever_fails_before_it_joins_is_told_to_all_whoever_opens_the_store(point, opener, failed):
     """Under Slurm the first task of the first node opens the store, whatever its rank."""
 
     def come(rank):
-        opening = open_store(point, rank, 10) if rank == opener else join_store(point, rank, 10)
-        with contextlib.closing(opening) as job_store:
+        entered = open_store(point, rank, 10) if rank == opener else join_store(point, rank, 10)
+        with contextlib.closing(entered) as job_store:
             return take_part(job_store, join_record(rank, 3), timeout=60.0)
 
     def fail():
