@@ -15,6 +15,7 @@ from distman._coordination import protocol
 from distman._rendezvous.address import Endpoint, find_endpoint
 from distman._rendezvous.ancestry import ancestors
 from distman._rendezvous.door import find_store
+from distman._rendezvous.munge import DaemonError
 from distman._rendezvous.opening import start_or_enter
 from distman._rendezvous.secret import find_protection
 from distman._store.client import Client
@@ -57,7 +58,7 @@ def _place(environ: Mapping[str, str]) -> tuple[str, int, int] | None:
     return environment.launcher, environment.rank, environment.world_size
 
 
-def tell_waiting_ranks(failure: dict[str, Any], environ: Mapping[str, str], *, patience: float = _PATIENCE) -> None:
+def tell_waiting_ranks(failure: dict[str, Any], environ: Mapping[str, str], *, patience: float = _PATIENCE) -> bool:
     """Leave the failure with the store of the job, or open it for some seconds to tell who comes.
 
     Nothing is done where the other ranks end with this one, nor where no endpoint is known. It needs no torch, so
@@ -67,20 +68,31 @@ def tell_waiting_ranks(failure: dict[str, Any], environ: Mapping[str, str], *, p
         failure: The fields of a ``RankFailedError``.
         environ: Environment variables, usually ``os.environ``; never modified.
         patience: Seconds to wait for ranks that come later; 0 tells those that are there.
+
+    Returns:
+        Whether the others would listen to this rank; not where it cannot prove that it is one.
     """
     try:
         environment = detect(environ).environment
-        others_stay = LAUNCHERS[environment.launcher].on_failure is OnFailure.WAITS
-        if not others_stay or environment.world_size == 1:
-            return
+    except DistmanError:
+        return True  # nobody waits for it
+    others_stay = LAUNCHERS[environment.launcher].on_failure is OnFailure.WAITS
+    if not others_stay or environment.world_size == 1:
+        return True
+    try:
         protection = find_protection(environment, environ)
+    except DistmanError:
+        return False
+    try:
         point = find_endpoint(environment, environ, protection.key)
-        if point is None:
-            return
-        point = dataclasses.replace(point, protection=protection)
-        _tell_of(point, {**failure, "rank": environment.rank}, environment, patience)
+        if point is not None:
+            point = dataclasses.replace(point, protection=protection)
+            _tell_of(point, {**failure, "rank": environment.rank}, environment, patience)
+    except DaemonError:
+        return False
     except (DistmanError, OSError):
-        return  # nobody waits, or nobody can be reached, and the traceback is printed already
+        pass  # nobody waits, or nobody can be reached, and the traceback is printed already
+    return True
 
 
 def _tell_of(point: Endpoint, failure: dict[str, Any], environment: LaunchEnvironment, patience: float) -> None:
