@@ -318,12 +318,13 @@ class _Membership:
         missing = describe_missing(self.arrived.values(), self.me.world_size, self.expected)
         if missing:
             logger.warning(
-                "%d of %d ranks joined %s after %.0f s; missing: %s",
+                "%d of %d ranks joined %s after %.0f s; missing: %s%s",
                 len(self.arrived),
                 self.me.world_size,
                 self.job_store.url,
                 time.monotonic() - self.started,
                 missing,
+                f"; see that all started{unproved}" if (unproved := self._unproved()) else "",
             )
 
     def _missing(self) -> str:

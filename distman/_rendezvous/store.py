@@ -229,7 +229,7 @@ def _join_told(told: _Told, point: Endpoint, rank: int, timeout: float) -> JobSt
     there = dataclasses.replace(
         point, job_id=told.job, addresses=told.addresses, ports=(told.port,), is_host=False, has_agent=False
     )
-    return join_store(there, rank, timeout)
+    return _entered(find_store(there, rank, timeout, left=_left, is_told=True), timeout)
 
 
 def _entered(client: Client, timeout: float) -> JobStore:

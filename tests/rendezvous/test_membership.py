@@ -20,6 +20,7 @@ from distman._rendezvous.door import find_store
 from distman._rendezvous.early_failure import _tell
 from distman._rendezvous.membership import establish_membership
 from distman._rendezvous.opening import start_or_enter
+from distman._rendezvous.secret import Protection, Source
 from distman._rendezvous.sockets import bind_listener
 from distman._rendezvous.store import JobStore, join_store, open_store
 from distman._store.client import Client
@@ -298,6 +299,19 @@ def test_rank_zero_says_who_is_missing_while_it_waits(point, monkeypatch, caplog
     gather(point, join_record(0, 2), timeout=0.5)
     assert "1 of 2 ranks joined" in caplog.text
     assert "missing: rank 1" in caplog.text
+
+
+def test_rank_zero_says_who_has_another_secret_while_it_waits(point, monkeypatch, caplog):
+    monkeypatch.setattr(membership, "_PROGRESS_EVERY", 0.1)
+    same, other = (
+        dataclasses.replace(point, protection=Protection(Source.VARIABLE, character * 32)) for character in (b"a", b"b")
+    )
+    with contextlib.closing(enter(same, join_record(0, 2))) as job_store:
+        with pytest.raises(RendezvousError, match="the job's secret"):
+            join_store(other, 1, 0.0)
+        with pytest.raises(RendezvousError, match=r"have this job's secret, which 1 of those that came did not prove"):
+            take_part(job_store, join_record(0, 2), timeout=0.5)
+    assert "see that all started, and have this job's secret, which 1 of those that came did not prove" in caplog.text
 
 
 def test_a_process_that_joins_with_nonsense_is_as_one_that_is_missing(point, caplog):
