@@ -76,8 +76,13 @@ def tell_waiting_ranks(failure: dict[str, Any], environ: Mapping[str, str], *, p
         environment = detect(environ).environment
     except DistmanError:
         return True  # nobody waits for it
-    others_stay = LAUNCHERS[environment.launcher].on_failure is OnFailure.WAITS
-    if not others_stay or environment.world_size == 1:
+    launcher = LAUNCHERS[environment.launcher]
+    if environment.world_size == 1:
+        return True
+    if launcher.agent is not None and launcher.agent.is_serving(environ) and not environment.is_on_one_node:
+        _tell_other_agents(failure, environment, environ, patience)
+        return True
+    if launcher.on_failure is not OnFailure.WAITS:
         return True
     try:
         protection = find_protection(environment, environ)
@@ -93,6 +98,18 @@ def tell_waiting_ranks(failure: dict[str, Any], environ: Mapping[str, str], *, p
     except (DistmanError, OSError):
         pass  # nobody waits, or nobody can be reached, and the traceback is printed already
     return True
+
+
+def _tell_other_agents(
+    failure: dict[str, Any], environment: LaunchEnvironment, environ: Mapping[str, str], patience: float
+) -> None:
+    """Tell the ranks of other hosts, whose agents do not end them with this one; it needs no secret, but torch."""
+    with contextlib.suppress(ImportError, OSError, DistmanError):  # torch may be what failed
+        from distman._rendezvous.store import tell_agent
+
+        point = find_endpoint(environment, environ)
+        if point is not None:
+            tell_agent(point, json.dumps({**failure, "rank": environment.rank}), max(patience, _PAUSE))
 
 
 def _tell_of(point: Endpoint, failure: dict[str, Any], environment: LaunchEnvironment, patience: float) -> None:

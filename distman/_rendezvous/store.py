@@ -12,6 +12,7 @@ import itertools
 import json
 import secrets
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from urllib.parse import urlsplit
 
@@ -21,6 +22,7 @@ from distman._coordination import protocol
 from distman._coordination.failure.record import FailureRecord
 from distman._coordination.messages import decode
 from distman._coordination.monitor.peer_connection import own_addresses
+from distman._coordination.monitor.reading import read_at_once
 from distman._rendezvous import mpi
 from distman._rendezvous.address import Endpoint
 from distman._rendezvous.door import find_store, url_of
@@ -52,6 +54,7 @@ class JobStore:
         is_opened_here: Whether this process has opened it: then it stays for others where the start fails.
         is_host: Whether other code of this process serves the store, which ends with it.
         opener: The rank that opened it, or serves it, once the verdict has told; None where none did.
+        find_failure: Asks rank 0's agent, until the verdict, for a rank that failed on its way here.
     """
 
     store: dist.Store
@@ -60,6 +63,7 @@ class JobStore:
     is_opened_here: bool = False
     is_host: bool = False
     opener: int | None = None
+    find_failure: Callable[[], FailureRecord | None] = lambda: None
 
     @property
     def key(self) -> bytes:
@@ -173,10 +177,16 @@ def tell_over_mpi(environment: LaunchEnvironment, point: Endpoint, timeout: floa
 def _tell_over_agent(point: Endpoint, rank: int, timeout: float) -> JobStore:
     """Open the store on rank 0, at any free port, and tell the others in the agent's store where it is.
 
-    Anybody can write there. It leads a rank to a store, which has to prove that it is this job's.
+    Anybody can write there. It leads a rank to a store, which has to prove that it is this job's, or ends the start.
     """
     agent = _connect(point, timeout)
-    key = protocol.store_address(point.job_id, next(_told_by_agent))
+    start = next(_told_by_agent)
+    key = protocol.store_address(point.job_id, start)
+
+    def find_failure() -> FailureRecord | None:  # at the first start: later ones find what was left then
+        told = read_at_once(agent, protocol.start_failure(point.job_id)) if start == 0 else None
+        return FailureRecord.told(told.encode()) if told is not None else None
+
     if point.is_host:
         opened, told = _open_anywhere(point, timeout)
         try:
@@ -184,9 +194,13 @@ def _tell_over_agent(point: Endpoint, rank: int, timeout: float) -> JobStore:
         except BaseException:
             opened.close()
             raise
+        opened.find_failure = find_failure
         return opened
     until = time.monotonic() + timeout
     while not agent.check([key]):
+        failure = find_failure()
+        if failure is not None:
+            raise failure.to_error()
         if time.monotonic() > until:
             raise RendezvousError(
                 f"{point.host} must tell where it has opened the job's store within {timeout:g} s, got nothing in the "
@@ -198,6 +212,17 @@ def _tell_over_agent(point: Endpoint, rank: int, timeout: float) -> JobStore:
         agent.get(key), _Told, f"where {point.host} has opened the job's store, in the agent's at {point.url}"
     )
     return _join_told(told, point, rank, timeout)
+
+
+def tell_agent(point: Endpoint, failure: str, timeout: float) -> None:
+    """Leave word with the launcher's agent that this rank failed on its way to the job's store.
+
+    Raises:
+        RendezvousError: The agent's store cannot be reached.
+    """
+    agent = _connect(point, timeout)
+    with contextlib.suppress(dist.DistError):  # it has ended, and so do the others
+        agent.compare_set(protocol.start_failure(point.job_id), "", failure)
 
 
 @dataclasses.dataclass(frozen=True)

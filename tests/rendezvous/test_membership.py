@@ -3,6 +3,7 @@
 import concurrent.futures
 import contextlib
 import dataclasses
+import itertools
 import json
 import os
 import random
@@ -14,19 +15,19 @@ import torch.distributed as dist
 
 from distman._coordination import messages, protocol
 from distman._coordination.failure.record import FailureRecord
-from distman._rendezvous import door, early_failure, membership, opening
-from distman._rendezvous.address import Endpoint
+from distman._rendezvous import door, early_failure, membership, opening, store
+from distman._rendezvous.address import Endpoint, find_endpoint
 from distman._rendezvous.door import find_store
 from distman._rendezvous.early_failure import _tell
 from distman._rendezvous.membership import establish_membership
 from distman._rendezvous.opening import start_or_enter
 from distman._rendezvous.secret import Protection, Source
 from distman._rendezvous.sockets import bind_listener
-from distman._rendezvous.store import JobStore, join_store, open_store
+from distman._rendezvous.store import JobStore, join_store, open_or_join, open_store
 from distman._store.client import Client
 from distman._store.handshake import VISITOR
 from distman._store.torch_store import part_of
-from distman.environments import LaunchEnvironment
+from distman.environments import LaunchEnvironment, detect
 from distman.errors import RankFailedError, RendezvousError
 
 from .join_records import join_record
@@ -292,6 +293,33 @@ def test_whoever_fails_before_it_joins_is_told_to_all_whoever_opens_the_store(po
         for future in others:
             with pytest.raises(RankFailedError, match=rf"rank {failed} \(n2, pid 5\) raised ValueError: boom"):
                 future.result(timeout=20)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("is_first", [True, False])
+def test_who_fails_before_it_joins_is_heard_over_the_agent_on_another_host(rank, is_first, monkeypatch):
+    """It needs no secret for that; rank 1 does not hear where to meet."""
+    monkeypatch.setattr(store, "_told_by_agent", itertools.count())
+    agent = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    environ = {
+        **{"RANK": "2", "WORLD_SIZE": "3", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "GROUP_RANK": "1"},
+        **{"MASTER_ADDR": "127.0.0.2", "MASTER_PORT": f"{agent.port}", "TORCHELASTIC_USE_AGENT_STORE": "True"},
+        **{"TORCHELASTIC_RUN_ID": "run", "TORCHELASTIC_RESTART_COUNT": "0", "GROUP_WORLD_SIZE": "3"},
+        "DISTMAN_SECRET_FILE": "/nowhere",
+    }
+    there = find_endpoint(detect(environ).environment, environ)
+    assert there.has_agent
+
+    def come():
+        with contextlib.closing(open_or_join(dataclasses.replace(there, is_host=rank == 0), rank, 60.0)) as job_store:
+            return take_part(job_store, join_record(rank, 2), timeout=60.0)
+
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        coming = None if is_first else pool.submit(come)
+        early_failure.tell_waiting_ranks(FAILURE, environ)
+        coming = coming or pool.submit(come)
+        with pytest.raises(RankFailedError, match=r"rank 2 \(n2, pid 5\) raised ValueError: boom"):
+            coming.result(timeout=30)
 
 
 def test_rank_zero_says_who_is_missing_while_it_waits(point, monkeypatch, caplog):
