@@ -52,6 +52,14 @@ def store_address(job_id: str, start: int) -> str:
     return f"distman/{job_id}/start {start}"
 
 
+def start_failure(job_id: str) -> str:
+    """In the store of a launcher's agent: fields of the ``FailureRecord`` of a rank that failed before it joined.
+
+    That rank writes it, the first one; rank 0 reads it until the verdict, the others until they know where to meet.
+    """
+    return f"distman/{job_id}/start failure"
+
+
 PROCESS_GROUP = "group"
 """What torch keeps for the default process group."""
 
@@ -94,7 +102,7 @@ so do the others where rank 0 does not judge."""
 
 TURNED_AWAY = "turned away"
 """Counter of processes that did not join, because they failed before, or were told that another one had. Each adds
-itself; the opener waits for it."""
+itself, or rank 0 does it for one that has told of its failure elsewhere; the opener waits for it."""
 
 
 def join_record(place: int) -> str:

@@ -245,6 +245,11 @@ class _Membership:
         return counts
 
     def _look(self) -> _Verdict | None:
+        with contextlib.suppress(dist.DistError):  # the agent may end before the ranks
+            failure = self.job_store.find_failure()
+            if failure is not None:
+                count(self.store, protocol.TURNED_AWAY, 1)  # it does not come
+                return _Verdict(failure=failure)
         self._read_arrivals()
         is_well = len(self.kinds) == 1 and len(self.ranks) == len(self.arrived)
         if is_well and len(self.ranks) < self.me.world_size and not self.store.check([protocol.MEMBERSHIP_EVENT]):
@@ -356,12 +361,13 @@ class _Membership:
         missing = describe_missing(self.arrived.values(), self.me.world_size, self.expected)
         if missing:
             logger.warning(
-                "%d of %d ranks joined %s after %.0f s; missing: %s",
+                "%d of %d ranks joined %s after %.0f s; missing: %s%s",
                 len(self.arrived),
                 self.me.world_size,
                 self.job_store.url,
                 time.monotonic() - self.started,
                 missing,
+                f"; see that all started{unproved}" if (unproved := self._unproved()) else "",
             )
 
     def _missing(self) -> str:

@@ -186,9 +186,8 @@ def _start(listener: socket.socket, address: Address, point: Endpoint, rank: int
 
 def _end(door: Door) -> None:
     """End a store that was started here and nobody uses."""
-    client = Client(door, VISITOR)
-    client.shut()
-    client.close()
+    with contextlib.closing(Client(door, VISITOR)) as client:
+        client.shut()
 
 
 def _check_is_found(point: Endpoint, port: int) -> None:
