@@ -1,5 +1,6 @@
 """Jobs of the launchers, each with its own source of a secret, while others try to get in and at the keys."""
 
+import dataclasses
 from contextlib import ExitStack
 
 import pytest
@@ -11,6 +12,7 @@ from ..torchrun import Torchrun
 from .attacking import JOB, LIMIT, TRIES, assert_all_in_vain, assert_unharmed
 
 SECRET = "0123456789abcdef" * 4
+OF_AGENT = ("TCPStoreLibUvBackend.cpp", "a malformed message is dropped: reading where rank 0 has opened the job's")
 HALF = TRIES // 2  # from each of two places
 
 
@@ -47,7 +49,7 @@ def attack(scene, hosts, *, is_local, has_mpi=False):
     assert_all_in_vain(here, tries=tries)
     assert_all_in_vain(crowd)
     if is_local:
-        assert (elsewhere["doors"], elsewhere["results"]) == (0, {})
+        assert (elsewhere["doors"], elsewhere["results"], scene.open_ports("n1")) == (0, {}, [])
     else:
         assert_all_in_vain(elsewhere, tries=tries)
 
@@ -76,10 +78,16 @@ def test_torchrun_on_two_hosts(namespace_hosts, scene, free_port):
             pass
         (scene.job / "hold").unlink()
         attack(scene, namespace_hosts, is_local=False)
-        finished = [one.wait(timeout=LIMIT) for one in running]
+        finished = [without_words_of_the_agent(one.wait(timeout=LIMIT)) for one in running]
     assert_all_in_vain(told[0])
     assert_unharmed(scene, *finished, num_ranks=3)
     assert squatted["guests"] == 0
+
+
+def without_words_of_the_agent(finished):
+    """Leave out what torch's store says of guests that are gone, and the one warning of an answer that is none."""
+    kept = [line for line in finished.stderr.splitlines(keepends=True) if not any(words in line for words in OF_AGENT)]
+    return dataclasses.replace(finished, stderr="".join(kept))
 
 
 def start_torchrun(stack, hosts, node, port, scene):
