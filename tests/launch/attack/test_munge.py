@@ -1,5 +1,6 @@
 """Those who pose as a store behind a credential of munge, as another user makes one, or as he has recorded it."""
 
+import os
 import subprocess
 
 import pytest
@@ -9,9 +10,11 @@ from distman._rendezvous.address import Endpoint
 from distman._rendezvous.door import door_at
 from distman._rendezvous.opening import start_or_enter
 from distman._rendezvous.secret import Protection, Source
+from distman._rendezvous.sockets import bind_listener
 from distman._store.client import Client
 from distman._store.dialing import ForeignServiceError
 from distman._store.handshake import VISITOR
+from distman._store.process import start_store
 
 from ...rendezvous.munged import munge_daemon
 from ..conftest import require_namespaces, require_programs
@@ -76,6 +79,19 @@ def test_a_poser_is_not_taken_for_the_store(munged, point, scene):
         member.close()
     assert squatted["guests"] == HALF * len(posers)
     assert squatted["secrets"] == 0
+
+
+@pytest.mark.parametrize("age", [DAY, -DAY], ids=["behind", "ahead"])
+def test_clocks_that_disagree_keep_no_rank_out(munged, point, age):
+    key = os.urandom(32)
+    credential = munged.forge(b"distman door 1\0" + point.job_id.encode() + b"\0" + key, uid=0, to=0, age=age)
+    listener = bind_listener("127.0.0.1", 0)
+    address = listener.getsockname()
+    settings = {"entry_limit": LIMIT, "unreachable_after": LIMIT}
+    process = start_store(listener, job=f"{point.job_id}/0", secret=key, credential=credential, **settings)
+    process.wait_until_up(LIMIT)
+    Client(door_at(address, point)).close()
+    assert process.wait(LIMIT) == 0
 
 
 def refusal(port, point):
