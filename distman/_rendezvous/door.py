@@ -33,6 +33,8 @@ _FIRST_PAUSE = 0.002  # seconds: ranks of one launch start within milliseconds o
 _LONGEST_PAUSE = 0.5  # seconds: more would delay a job whose first rank starts late
 _MOST_LISTED = 8  # places in a message; a job tries as many ports, and other users may listen at any number of names
 _DRAWN_BYTES = 8
+UNIX = "unix:"
+"""How the URL of a store begins that ranks on this host find without a network."""
 _LISTENS = "00010000"  # among the flags of /proc/net/unix, as __SO_ACCEPTCON in the kernel's linux/net.h
 _SHOWN_AS = "@"  # the zero byte at the beginning of such a name, in that table
 
@@ -173,7 +175,7 @@ def show(address: Address) -> str:
 
 def url_of(address: Address) -> str:
     """Return an address as a URL, such as ``tcp://n1:23145`` or ``unix:@distman/1000/...``."""
-    return f"{'unix:' if isinstance(address, str) else 'tcp://'}{show(address)}"
+    return f"{UNIX if isinstance(address, str) else 'tcp://'}{show(address)}"
 
 
 def explain(error: Exception) -> str:
