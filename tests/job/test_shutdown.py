@@ -14,7 +14,8 @@ from ..coordination.ranks import failure_on
 
 @pytest.fixture
 def rendezvous():
-    return SimpleNamespace(store=HashStore(), job_store=SimpleNamespace(url="tcp://n1:5", is_host=False))
+    job_store = SimpleNamespace(url="tcp://n1:5", is_host=False, close=lambda: None)
+    return SimpleNamespace(store=HashStore(), job_store=job_store)
 
 
 def watcher_of(learned, looked_for):
@@ -23,7 +24,51 @@ def watcher_of(learned, looked_for):
     )
 
 
-JOB = SimpleNamespace(peer=SimpleNamespace(rank=0), world_size=2, is_adopted=False, end_after=lambda _: None)
+JOB = SimpleNamespace(
+    peer=SimpleNamespace(rank=0), world_size=2, is_adopted=False, holds_store=False, end_after=lambda _: None
+)
+
+
+class OnWatch:
+    """A watcher that finds, when it is asked a second time, that the other rank has left."""
+
+    is_counted, knows_from_others, has_let_go, has_store_rank_failed, record, untold = (
+        True,
+        False,
+        False,
+        False,
+        None,
+        None,
+    )
+
+    def __init__(self, store):
+        self.store = store
+        self.num_asked = 0
+
+    @property
+    def is_on_watch(self):
+        self.num_asked += 1
+        if self.num_asked == 2:
+            self.store.add(protocol.GONE, 1)
+        return True
+
+    def leave(self): ...
+
+    def stop(self): ...
+
+    def close(self): ...
+
+
+@pytest.mark.parametrize("holds_store", [True, False])
+def test_who_holds_the_store_stays_until_the_others_have_left(rendezvous, holds_store):
+    """The system may end what serves it with the last process of a job on a host."""
+    store, watcher = rendezvous.store, OnWatch(rendezvous.store)
+    store.add(protocol.STARTED, 2)
+    store.add(protocol.GONE, 0)
+    job = SimpleNamespace(**{**vars(JOB), "holds_store": holds_store, "rendezvous": rendezvous})
+    shutdown.leave(job, watcher)
+    assert watcher.num_asked == (2 if holds_store else 0)
+    assert store.check([protocol.CLOSING]) == holds_store, "whoever came late must not miss it"
 
 
 @pytest.mark.parametrize("records", [[], [failure_on(1)]], ids=len)
@@ -33,7 +78,7 @@ def test_who_leaves_after_a_failure_looks_who_keeps_the_launcher_waiting(rendezv
     for record in records:
         record.publish(rendezvous.store)
     rendezvous.store.add(protocol.STARTED, 2)
-    shutdown._say_farewell(JOB, rendezvous, watcher_of(learned, looked_for), is_host=False)
+    shutdown._say_farewell(JOB, rendezvous, watcher_of(learned, looked_for), stays=False)
     assert learned == looked_for == records
     assert rendezvous.store.check([protocol.left(0)])
 

@@ -245,6 +245,11 @@ class Watcher:
         """Whether this process serves the store."""
         return self._context.is_store_rank
 
+    @property
+    def holds_store(self) -> bool:
+        """Whether the store ends with this process, or may do so."""
+        return self._context.is_store_rank or self._context.holds_store
+
     def look_after_others(self, record: FailureRecord) -> None:
         """At the end of this process, end the job if a rank that does nothing would keep the launcher waiting.
 
@@ -421,7 +426,7 @@ class Watcher:
         self.record = record
         if self._monitor is not None:
             self._monitor.tell(record)
-            if self._context.is_store_rank:
+            if self.holds_store:
                 with contextlib.suppress(dist.DistError):
                     self._monitor.wait_until_others_know()
         self._is_known.set()
