@@ -272,10 +272,9 @@ class Watcher:
             if self._context.takes_care() and left_behind.find(self._context.store):
                 hook.end_job_at_exit(left_behind.end_job_without)
 
+        limit = 2 * late_after(len(self._context.peers))  # the store may be silent by now, which nobody else would see
         with contextlib.suppress(dist.DistError, MalformedMessageError):
-            run_with_timeout(
-                look, 2 * late_after(len(self._context.peers))
-            )  # nobody else sees whether the store answers
+            run_with_timeout(look, limit)
 
     def fail(self, error: BaseException) -> None:
         """Let an error that ended another thread end the job, and the main thread of this rank with it."""
