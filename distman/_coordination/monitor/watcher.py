@@ -241,11 +241,6 @@ class Watcher:
         return self._context.store_rank_is_gone()
 
     @property
-    def is_store_rank(self) -> bool:
-        """Whether this process serves the store."""
-        return self._context.is_store_rank
-
-    @property
     def holds_store(self) -> bool:
         """Whether the store ends with this process, or may do so."""
         return self._context.is_store_rank or self._context.holds_store
@@ -264,7 +259,7 @@ class Watcher:
         is_awaited = self._awaits_dead and record.error_type == DIED
         left_behind = LeftBehind(self._context, record, self._limits.silence, self._end_job, is_awaited=is_awaited)
         if self._is_stuck or (record.error_type == SILENT and self._context.may_hold_up_store(record.rank)):
-            if not self.is_store_rank:
+            if not self._context.is_store_rank:
                 hook.end_job_at_exit(left_behind.end_job_unseen)
             return
 
