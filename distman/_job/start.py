@@ -190,6 +190,7 @@ def watch(job: Job, limits: WatchLimits | None) -> Watcher | None:
         rank=job.peer.rank,
         peers=job.roll_call,
         is_one_host=job.peer.num_nodes == 1,
+        holds_store=job.holds_store,
     )
     watcher = Watcher(context, limits, job.end_after, end_job=job.ending, awaits_dead=mpi.is_up())
     try:
@@ -278,7 +279,7 @@ def reporter_of(
         num_others=job.world_size - 1,
         store=rendezvous.store,
         store_host=f"the process at {job_store.url}",
-        is_host=job_store.is_host,
+        is_host=job.holds_store,
         leave_group=_leave_group,
         abort_job=job.end_after,
         cause=cause,

@@ -78,6 +78,7 @@ class WatchContext:
         peers: All ranks, in rank order.
         is_one_host: Whether all of them run on one host.
         opener: The rank on whose host the store's process runs; None where that is not known.
+        holds_store: Whether the store may end with this rank, which others have to be told of failures before.
     """
 
     store: Store
@@ -87,6 +88,7 @@ class WatchContext:
     peers: Sequence[Place]
     is_one_host: bool
     opener: int | None = None
+    holds_store: bool = False
 
     @property
     def me(self) -> Place:
@@ -157,9 +159,10 @@ class WatchContext:
 
     def store_rank_has_left(self, operation: str) -> FailureRecord:
         """Return the record that nobody can tell why an operation failed: the store went with its rank."""
-        place = self.me if self.store_rank is None else self.peers[self.store_rank]
+        holder = self.opener if self.store_rank is None else self.store_rank
+        place = self.me if holder is None else self.peers[holder]
         text = (
-            f"served the job's store and left the job, so nobody can tell whose end broke {operation}: that rank's, or "
+            f"held the job's store and left the job, so nobody can tell whose end broke {operation}: that rank's, or "
             "another's after it. Let all ranks take the same way to the end."
         )
         return FailureRecord(place.rank, place.host, place.pid, LEFT, text)
