@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TypeVar
 
 from distman._store import frames
-from distman._store.connection import Connection, StoreLostError
+from distman._store.connection import Connection, StoreLostError, is_of_a_handler
 from distman._store.dialing import Door, ForeignServiceError, dial
 from distman._store.frames import LIMIT, NUMBER
 from distman._store.handshake import MEMBER, WATCHER, Hello, job_key
@@ -234,6 +234,8 @@ class Client:
     def _dial_another(self) -> Connection:
         connection, _ = self._until_let_in(lambda: self._dial(WATCHER))
         self._all.append(connection)
+        if self._first.is_closed:  # meanwhile, by who may not have seen this one
+            connection.close()
         return connection
 
     def _dial(self, role: int) -> tuple[Connection, bytes | None]:
@@ -252,6 +254,8 @@ class Client:
             try:
                 return enter()
             except (OSError, ForeignServiceError) as error:
+                if is_of_a_handler(error):
+                    raise
                 is_pushed_out = isinstance(error, ConnectionResetError | BrokenPipeError | TimeoutError)
                 if not is_pushed_out or time.monotonic() > deadline:
                     raise StoreLostError(f"the job's store cannot be connected to any more: {error}") from error
