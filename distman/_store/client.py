@@ -19,7 +19,6 @@ from distman._store.connection import Connection, StoreLostError, is_of_a_handle
 from distman._store.dialing import Door, ForeignServiceError, dial
 from distman._store.frames import LIMIT, NUMBER
 from distman._store.handshake import MEMBER, WATCHER, Hello, job_key
-from distman._store.server import UNPROVED
 
 T = TypeVar("T")
 
@@ -76,7 +75,8 @@ class Client:
     @property
     def num_unproved(self) -> int:
         """How many came to the store, and did not prove that they know this job's secret, or found that it does not."""
-        return self.add(UNPROVED, 0)
+        number: int = NUMBER.unpack(self._call(frames.NUM_UNPROVED))[0]
+        return number
 
     def again(self, role: int) -> Client:
         """Return another access to the same store, with connections of its own.

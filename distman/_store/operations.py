@@ -28,10 +28,15 @@ class Operations:
         table: The table.
         shut: Lets nobody in any more.
         failure: What all who come are told; empty for nothing.
+
+    Attributes:
+        failure: The same, or what a client that failed has left.
+        num_unproved: How many began a handshake and did not end it: they may have another secret.
     """
 
     def __init__(self, table: Table, shut: Callable[[], None], failure: bytes = b"") -> None:
         self.failure = failure
+        self.num_unproved = 0
         self._table = table
         self._shut = shut
         self._functions: dict[int, Callable[[Peer, int, Fields], bytes | None]] = {
@@ -50,6 +55,7 @@ class Operations:
             frames.WILL: self._register_will,
             frames.FAIL: self._fail,
             frames.SHUT: self._close_door,
+            frames.NUM_UNPROVED: self._num_unproved,
         }
 
     def carry_out(self, peer: Peer, number: int, operation: int, fields: Fields) -> None:
@@ -141,6 +147,9 @@ class Operations:
     def _close_door(self, _peer: Peer, _number: int, _fields: Fields) -> bytes:
         self._shut()
         return b""
+
+    def _num_unproved(self, _peer: Peer, _number: int, _fields: Fields) -> bytes:
+        return NUMBER.pack(self.num_unproved)
 
 
 def _until(limit: bytes) -> float:

@@ -42,8 +42,6 @@ _SPARE_DESCRIPTORS = 64  # kept back from connections, so that there is always o
 _LONGEST_PAUSE = 3600.0  # seconds: the system takes no number that is much larger
 _MOST_DESCRIPTORS = 1 << 20  # where the host sets no limit, Linux does
 _KEY_BYTES = 32
-UNPROVED = b"unproved"
-"""Counter, in the table, of those who began a handshake and did not end it: they may have another secret."""
 UP = b"up"
 """What the process writes to standard error when it has read its settings; an interpreter in trouble writes more."""
 _HEAD_BYTES = MAC_BYTES + LENGTH.size
@@ -230,7 +228,7 @@ class Server:
     def _end(self, peer: Peer, *, is_unreachable: bool = False) -> None:
         """Close a connection, and do what its client wanted to be done in that case."""
         if peer.hello is None and peer.side is not None:
-            self._table.add(UNPROVED, 1)
+            self._operations.num_unproved += 1
         del self._peers[peer.number]
         self._guests.pop(peer, None)
         peer.close()
