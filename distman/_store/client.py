@@ -234,8 +234,11 @@ class Client:
     def _dial_another(self) -> Connection:
         connection, _ = self._until_let_in(lambda: self._dial(WATCHER))
         self._all.append(connection)
-        if self._first.is_closed:  # meanwhile, by who may not have seen this one
+        try:
+            self._first.raise_if_lost()
+        except StoreLostError:  # another thread has closed them all meanwhile, and did not see this one
             connection.close()
+            raise
         return connection
 
     def _dial(self, role: int) -> tuple[Connection, bytes | None]:

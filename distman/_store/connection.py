@@ -60,7 +60,6 @@ class Connection:
     Attributes:
         answer: What the store said.
         has_unanswered: Whether something was sent since the last reply that needs none.
-        is_closed: Whether this process has closed it.
     """
 
     def __init__(self, connected: socket.socket, answer: Answer) -> None:
@@ -72,7 +71,7 @@ class Connection:
         self._sending: tuple[bytes, list[int]] | None = None
         self._pieces: list[bytes] = []
         self._loss = ""
-        self.is_closed = False
+        self._is_closed = False
         _connections.add(self)
 
     def call(self, operation: int, *fields: bytes) -> bytes:
@@ -115,7 +114,7 @@ class Connection:
     def close(self) -> None:
         """Close the connection; a call in another thread, or one that a signal has interrupted, ends with an error."""
         self._loss = self._loss or "this process has closed its connection to the job's store"
-        self.is_closed = True
+        self._is_closed = True
         with contextlib.suppress(OSError):  # the other side was faster, or it is closed already
             self._socket.shutdown(socket.SHUT_RDWR)
         self._close_if_idle()
@@ -137,7 +136,7 @@ class Connection:
                 self.has_unanswered = not is_answered
                 return reply
         finally:
-            if self.is_closed:
+            if self._is_closed:
                 self._close_if_idle()
 
     def _close_if_idle(self) -> None:
@@ -153,16 +152,34 @@ class Connection:
         try:
             self._send(operation, fields)
             return self._receive() if is_answered else (frames.OK, b"")
+        except _RefusedError as error:
+            raise self._refused(error) from error
         except (MalformedError, _EndError) as error:
-            raise self._lost(str(error)) from error
+            raise self._gone(str(error)) from error
         except OSError as error:
             if is_of_a_handler(error):
                 raise
-            raise self._lost(str(error.strerror)) from error
+            raise self._heard_at_the_end() or self._gone(str(error.strerror)) from error
 
-    def _lost(self, reason: str) -> StoreLostError:
-        served_by = f"the process that serves the job's store (pid {self.answer.pid})"
-        self._loss = self._loss or f"{served_by} is gone: {reason}. See what ended it, or the connection to its host."
+    def _heard_at_the_end(self) -> StoreLostError | None:
+        """Return what the store has said before it ended the connection, if it has refused an earlier message."""
+        try:
+            self._socket.settimeout(0)
+            self._receive()
+        except _RefusedError as error:
+            return self._refused(error)
+        except (OSError, _EndError, MalformedError):
+            pass
+        return None
+
+    def _refused(self, error: _RefusedError) -> StoreLostError:
+        return self._lost(f"has refused a message, {error}. See that all hosts have one release of distman")
+
+    def _gone(self, reason: str) -> StoreLostError:
+        return self._lost(f"is gone: {reason}. See what ended it, or the connection to its host")
+
+    def _lost(self, what: str) -> StoreLostError:
+        self._loss = self._loss or f"the process that serves the job's store (pid {self.answer.pid}) {what}."
         return StoreLostError(self._loss)
 
     def _send(self, operation: int, fields: tuple[bytes, ...]) -> None:
@@ -187,7 +204,7 @@ class Connection:
         while True:
             number, status, value = self._next_reply()
             if status == frames.MALFORMED:
-                raise _EndError(f"it refused a message, {_shown(value)}")
+                raise _RefusedError(_shown(value))
             if number == self._number:
                 return status, value
 
@@ -216,6 +233,10 @@ class Connection:
 
 class _EndError(Exception):
     """The other side has ended the connection."""
+
+
+class _RefusedError(Exception):
+    """The other side has refused a message, and ends the connection."""
 
 
 def is_of_a_handler(error: BaseException) -> bool:

@@ -6,7 +6,7 @@ from struct import error as StructError  # noqa: N812 - struct's own name for it
 from time import monotonic
 
 from distman._store import frames
-from distman._store.frames import INVALID, LIMIT, NUMBER, OK, MalformedError
+from distman._store.frames import INVALID, LENGTH, LIMIT, NUMBER, OK, MalformedError, TooLongError
 from distman._store.table import NotANumberError, Table, Will
 
 TYPE_CHECKING = False  # typing takes longer to load than the process that serves a store takes to start
@@ -75,12 +75,12 @@ class Operations:
         try:
             value = function(peer, number, fields)
         except NotANumberError:
-            peer.send(frames.reply(number, INVALID, b"it is no number of 64 bits, or would not be one any more"))
+            peer.send(*frames.reply(number, INVALID, b"it is no number of 64 bits, or would not be one any more"))
         except (ValueError, StructError) as error:  # of taking fields apart
             raise MalformedError(f"operation {operation} with other fields") from error
         else:
             if value is not None:
-                peer.send(frames.reply(number, OK, value))
+                peer.send(*frames.reply(number, OK, value))
 
     def _set(self, _peer: Peer, _number: int, fields: Fields) -> None:
         key, value = fields
@@ -92,7 +92,7 @@ class Operations:
 
     def _multi_get(self, peer: Peer, number: int, fields: Fields) -> None:
         limit, *keys = fields
-        peer.wait = self._table.wait(keys, None, _until(limit), _replier(peer, number, frames.pack))
+        peer.wait = self._table.wait(keys, None, _until(limit), _replier(peer, number, _packed))
 
     def _wait(self, peer: Peer, number: int, fields: Fields) -> None:
         limit, unless, *keys = fields
@@ -161,6 +161,11 @@ def _nothing(_values: Sequence[bytes]) -> bytes:
     return b""
 
 
+def _packed(values: Sequence[bytes]) -> bytes:
+    frames.check_total(sum(map(len, values)) + LENGTH.size * (1 + len(values)))
+    return frames.pack(values)
+
+
 def _replier(
     peer: Peer, number: int, show: Callable[[Sequence[bytes]], bytes]
 ) -> Callable[[int, Sequence[bytes]], None]:
@@ -168,6 +173,10 @@ def _replier(
 
     def reply(status: int, values: Sequence[bytes]) -> None:
         peer.wait = None
-        peer.send(frames.reply(number, status, show(values) if status == OK else b"".join(values)))
+        try:
+            value = show(values) if status == OK else b"".join(values)
+        except TooLongError as error:
+            status, value = INVALID, str(error).encode()
+        peer.send(*frames.reply(number, status, value))
 
     return reply

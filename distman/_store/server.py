@@ -175,7 +175,7 @@ class Server:
         except Exception as error:  # noqa: BLE001 - what one client asks for must not take the store from all others
             self._refuse(peer, repr(error)[:200].encode())
 
-    def _take(self, peer: Peer, received: bytes) -> None:
+    def _take(self, peer: Peer, received: bytes | memoryview) -> None:
         """Go on with a handshake, or with requests, as far as they have come."""
         if peer.hello is None:
             peer.received += received
@@ -185,7 +185,7 @@ class Server:
             peer.received += received
             if frames.num_missing(peer.received) > 0:
                 return
-            received = bytes(peer.received)
+            received = memoryview(peer.received)  # of which each field is copied, and nothing else
         at = 0
         while not peer.is_behind and (found := frames.next_request(received, at)) is not None:
             number, operation, fields, at = found
@@ -222,7 +222,7 @@ class Server:
     def _refuse(self, peer: Peer, reason: bytes) -> None:
         """End the connection of a member that sends nonsense, and tell it so; a guest hears nothing."""
         if peer.hello is not None:
-            peer.send(frames.reply(0, frames.MALFORMED, reason))
+            peer.send(*frames.reply(0, frames.MALFORMED, reason))
         self._end(peer)
 
     def _end(self, peer: Peer, *, is_unreachable: bool = False) -> None:

@@ -15,7 +15,7 @@ from distman._store import client as client_module
 from distman._store import dialing
 from distman._store.client import Client
 from distman._store.connection import GaveUpError, InvalidRequestError, StoreLostError, StoreTimeoutError
-from distman._store.dialing import ForeignServiceError, dial
+from distman._store.dialing import ForeignServiceError
 from distman._store.handshake import CHALLENGE_BYTES, MAGIC, MEMBER, WATCHER, Hello
 from distman._store.process import listen_on_this_host
 
@@ -427,26 +427,6 @@ def test_an_error_that_a_handler_raises_ends_the_attempt_to_connect_again(store)
     finally:
         os.kill(store.process.pid, signal.SIGCONT)
         signal.signal(signal.SIGALRM, before)
-
-
-def test_closing_ends_a_connection_that_is_just_being_made(store, monkeypatch):
-    client, made = store.client(), []
-
-    def close_meanwhile(*args):
-        client.close()
-        made.append(dial(*args))
-        return made[-1]
-
-    monkeypatch.setattr(client_module, "dial", close_meanwhile)
-    with ThreadPoolExecutor(1) as threads:
-        waiting = threads.submit(client.get, b"never set", PATIENCE)
-        while client._calls is not None:
-            threading.Event().wait(0.001)
-        with pytest.raises(StoreLostError, match="this process has closed its connection"):
-            client.check([b"a"])
-        with pytest.raises(StoreLostError):
-            waiting.result(PATIENCE)
-    assert made[0][0].is_closed
 
 
 def test_a_child_that_is_forked_while_a_thread_dials_does_not_keep_the_connection():
