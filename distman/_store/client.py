@@ -15,11 +15,10 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TypeVar
 
 from distman._store import frames
-from distman._store.connection import Connection, StoreLostError
+from distman._store.connection import Connection, StoreLostError, is_of_a_handler
 from distman._store.dialing import Door, ForeignServiceError, dial
 from distman._store.frames import LIMIT, NUMBER
 from distman._store.handshake import MEMBER, WATCHER, Hello, job_key
-from distman._store.server import UNPROVED
 
 T = TypeVar("T")
 
@@ -76,7 +75,8 @@ class Client:
     @property
     def num_unproved(self) -> int:
         """How many came to the store, and did not prove that they know this job's secret, or found that it does not."""
-        return self.add(UNPROVED, 0)
+        number: int = NUMBER.unpack(self._call(frames.NUM_UNPROVED))[0]
+        return number
 
     def again(self, role: int) -> Client:
         """Return another access to the same store, with connections of its own.
@@ -261,6 +261,8 @@ class Client:
             try:
                 return enter()
             except (OSError, ForeignServiceError) as error:
+                if is_of_a_handler(error):
+                    raise
                 is_pushed_out = isinstance(error, ConnectionResetError | BrokenPipeError | TimeoutError)
                 if not is_pushed_out or time.monotonic() > deadline:
                     raise StoreLostError(f"the job's store cannot be connected to any more: {error}") from error

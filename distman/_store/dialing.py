@@ -11,7 +11,7 @@ import time
 from typing import TYPE_CHECKING
 
 from distman._store import transport
-from distman._store.connection import Connection
+from distman._store.connection import Connection, new_socket
 from distman._store.frames import LENGTH, MalformedError
 from distman._store.handshake import (
     MAC_BYTES,
@@ -109,7 +109,7 @@ def connect_to(host: str, port: int, timeout: float) -> socket.socket:
     places = socket.getaddrinfo(name, port, type=socket.SOCK_STREAM)
     places.sort(key=lambda place: place[0] != socket.AF_INET)
     for number, (family, _, _, _, place) in enumerate(places, start=1):
-        connected = socket.socket(family)
+        connected = new_socket(family)
         try:
             connected.settimeout(timeout)
             connected.connect(place)
@@ -124,14 +124,9 @@ def connect_to(host: str, port: int, timeout: float) -> socket.socket:
 def _connect(address: Address, patience: float, in_line: float) -> socket.socket:
     if not isinstance(address, str):
         return connect_to(*address, patience)
-    connected = socket.socket(socket.AF_UNIX)
+    connected = new_socket(socket.AF_UNIX)
     try:
-        # A limit of Python's would make the connection fail at once while a flood of strangers stands in the queue.
-        connected.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _TIME.pack(*_seconds_and_microseconds(in_line)))
-        connected.settimeout(None if in_line > 0 else 0)
-        connected.connect(address)
-        connected.settimeout(None)
-        connected.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _TIME.pack(0, 0))
+        _stand_in_line(connected, address, in_line)
     except BlockingIOError as error:
         connected.close()
         raise CrowdedError(error.errno, "it has too many visitors") from error
@@ -139,6 +134,32 @@ def _connect(address: Address, patience: float, in_line: float) -> socket.socket
         connected.close()
         raise
     return connected
+
+
+def _stand_in_line(connected: socket.socket, name: str, seconds: float) -> None:
+    """Connect to a name of this host within a time.
+
+    A limit of Python's would make the connection fail at once while a flood of strangers stands in the queue. And
+    Python takes a connect that a signal has interrupted for one that goes on, which it does not at such a name.
+    """
+    connected.settimeout(None if seconds > 0 else 0)
+    deadline = time.monotonic() + seconds
+    while not _is_connected(connected):
+        left = max(deadline - time.monotonic(), _SHORTEST_PATIENCE)
+        connected.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _TIME.pack(*_seconds_and_microseconds(left)))
+        connected.connect(name)
+    connected.settimeout(None)
+    connected.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _TIME.pack(0, 0))
+
+
+def _is_connected(connected: socket.socket) -> bool:
+    try:
+        connected.getpeername()
+    except OSError as error:
+        if error.errno != errno.ENOTCONN:
+            raise
+        return False
+    return True
 
 
 def _seconds_and_microseconds(seconds: float) -> tuple[int, int]:

@@ -6,7 +6,7 @@ from struct import error as StructError  # noqa: N812 - struct's own name for it
 from time import monotonic
 
 from distman._store import frames
-from distman._store.frames import INVALID, LIMIT, NUMBER, OK, MalformedError
+from distman._store.frames import INVALID, LENGTH, LIMIT, NUMBER, OK, MalformedError, TooLongError
 from distman._store.table import NotANumberError, Table, Will
 
 TYPE_CHECKING = False  # typing takes longer to load than the process that serves a store takes to start
@@ -28,10 +28,15 @@ class Operations:
         table: The table.
         shut: Lets nobody in any more.
         failure: What all who come are told; empty for nothing.
+
+    Attributes:
+        failure: The same, or what a client that failed has left.
+        num_unproved: How many began a handshake and did not end it: they may have another secret.
     """
 
     def __init__(self, table: Table, shut: Callable[[], None], failure: bytes = b"") -> None:
         self.failure = failure
+        self.num_unproved = 0
         self._table = table
         self._shut = shut
         self._functions: dict[int, Callable[[Peer, int, Fields], bytes | None]] = {
@@ -50,6 +55,7 @@ class Operations:
             frames.WILL: self._register_will,
             frames.FAIL: self._fail,
             frames.SHUT: self._close_door,
+            frames.NUM_UNPROVED: self._num_unproved,
         }
 
     def carry_out(self, peer: Peer, number: int, operation: int, fields: Fields) -> None:
@@ -69,12 +75,12 @@ class Operations:
         try:
             value = function(peer, number, fields)
         except NotANumberError:
-            peer.send(frames.reply(number, INVALID, b"it is no number of 64 bits, or would not be one any more"))
+            peer.send(*frames.reply(number, INVALID, b"it is no number of 64 bits, or would not be one any more"))
         except (ValueError, StructError) as error:  # of taking fields apart
             raise MalformedError(f"operation {operation} with other fields") from error
         else:
             if value is not None:
-                peer.send(frames.reply(number, OK, value))
+                peer.send(*frames.reply(number, OK, value))
 
     def _set(self, _peer: Peer, _number: int, fields: Fields) -> None:
         key, value = fields
@@ -86,7 +92,7 @@ class Operations:
 
     def _multi_get(self, peer: Peer, number: int, fields: Fields) -> None:
         limit, *keys = fields
-        peer.wait = self._table.wait(keys, None, _until(limit), _replier(peer, number, frames.pack))
+        peer.wait = self._table.wait(keys, None, _until(limit), _replier(peer, number, _packed))
 
     def _wait(self, peer: Peer, number: int, fields: Fields) -> None:
         limit, unless, *keys = fields
@@ -143,6 +149,9 @@ class Operations:
         self._shut()
         return b""
 
+    def _num_unproved(self, _peer: Peer, _number: int, _fields: Fields) -> bytes:
+        return NUMBER.pack(self.num_unproved)
+
 
 def _until(limit: bytes) -> float:
     (milliseconds,) = LIMIT.unpack(limit)
@@ -153,6 +162,11 @@ def _nothing(_values: Sequence[bytes]) -> bytes:
     return b""
 
 
+def _packed(values: Sequence[bytes]) -> bytes:
+    frames.check_total(sum(map(len, values)) + LENGTH.size * (1 + len(values)))
+    return frames.pack(values)
+
+
 def _replier(
     peer: Peer, number: int, show: Callable[[Sequence[bytes]], bytes]
 ) -> Callable[[int, Sequence[bytes]], None]:
@@ -160,6 +174,10 @@ def _replier(
 
     def reply(status: int, values: Sequence[bytes]) -> None:
         peer.wait = None
-        peer.send(frames.reply(number, status, show(values) if status == OK else b"".join(values)))
+        try:
+            value = show(values) if status == OK else b"".join(values)
+        except TooLongError as error:
+            status, value = INVALID, str(error).encode()
+        peer.send(*frames.reply(number, status, value))
 
     return reply
