@@ -206,7 +206,8 @@ class DistributedManager(Place, GroupQueries, GroupCreation):
         if error is None or rendezvous is None:
             hook.set_reporter(None)
         else:  # while the watcher can still say where the error comes from
-            hook.set_reporter_for(error, reporter_of(state.job, rendezvous, failure_behind(error)))
+            reporter = reporter_of(state.job, rendezvous, failure_behind(error), state.watcher)
+            hook.set_reporter_for(error, reporter)
         hook.set_thread_reporter(None)
         state.groups.close()
         try:

@@ -18,6 +18,7 @@ package, but no other module spells a key out. The life of a job, as one rank se
      |  +-----------  keys of operations: barriers, consensus, sections, stops
      |
      +- fails     ->  FAILURE (the first one counts), NEWS  ->  each raises it, FAILURE_SEEN +1
+     |  or ends: the same, by the process of the store
      |
     leaves        ->  left(rank), LEFT +1                   ->  who awaits this rank gives up
      v
@@ -84,10 +85,12 @@ opener, or store rank, when it has to end."""
 
 MEMBERSHIP_EVENT = "membership event"
 """``full``, ``failure`` or ``judged``: a reason to look. The last to join, a process that failed before it joined, a
-rank that is interrupted, or rank 0 writes it, all read it."""
+rank that is interrupted, or rank 0 writes it, all read it. The process of the store counts it up when one ends that
+had joined."""
 
 VERDICT = "verdict"
-"""Who takes part, or what is wrong, compressed. Rank 0 writes it, the first one if two claim that rank; all read it."""
+"""Who takes part, or what is wrong, compressed. Rank 0 writes it, the first one if two claim that rank, or the process
+of the store, if rank 0 ends before; all read it."""
 
 VERDICT_HEARD = "verdict heard"
 """Counter of processes that joined and know why the start failed. Each adds itself; the opener, or store rank, waits
@@ -116,12 +119,17 @@ STARTED = "started"
 """Counter of ranks whose process group is up. Each adds itself; ranks that leave wait for all."""
 
 NEWS = "news"
-"""Counter of events. Once the job is up, who writes a failure, a query or CLOSING raises it; every watcher looks at it
+"""Counter of events. Once the job is up, who writes FAILURE, a query or CLOSING raises it; every watcher looks at it
 several times a second, and at the rest only when it has changed."""
 
 FAILURE = "failure"
-"""Fields of the ``FailureRecord`` of the first failure. The rank that fails writes it, or the one that finds another
-dead; after the verdict also a process that came too late, where the job may be made of two. All read it."""
+"""Fields of the ``FailureRecord`` of the first failure. The rank that fails writes it, or the one that misses another;
+after the verdict also a process that came too late, where the job may be made of two. The process of the store writes
+what each rank has left there for its end, unless left(rank) is set. All read it."""
+
+CARETAKER = "caretaker"
+"""The rank that finds out, after a failure, whether one that does nothing would keep the launcher waiting. The first
+one that knows of the failure and can look writes it, the failing one perhaps; all read it."""
 
 FAILURE_SEEN = "failure seen"
 """Counter of ranks that know of FAILURE and have not left since, without the one that failed. Each adds itself; a store
@@ -142,15 +150,18 @@ itself only if it does not watch."""
 
 
 def left(rank: int) -> str:
-    """Flag: this rank left the job of its own accord. It writes it; who awaits or watches it reads it."""
+    """Flag: this rank left the job of its own accord.
+
+    It writes it; who awaits or watches it reads it, and so does the process of the store when the rank ends.
+    """
     return f"left/{rank}"
 
 
 def beat(rank: int) -> str:
     """Sign of life: the time, a space, and what the rank waits in.
 
-    Its watcher writes it, and deletes it when it gives up, or knows of FAILURE; the rank before reads it, and after a
-    failure a store rank, to find those that do not know.
+    Its watcher writes it, and it is deleted when that gives up, or the rank knows of FAILURE; the rank before reads it,
+    and after a failure the caretaker, to find those that do not know.
     """
     return f"beat/{rank}"
 
@@ -158,7 +169,7 @@ def beat(rank: int) -> str:
 def peer_address(rank: int) -> str:
     """Hosts and port at which the rank's watcher accepts a connection, and the word that opens it.
 
-    It writes it, the rank before reads it, and after a failure a store rank.
+    It writes it, the rank before reads it, and after a failure the caretaker.
     """
     return f"peer address/{rank}"
 

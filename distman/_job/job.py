@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import torch
 import torch.distributed as dist
 
+from distman._coordination.failure import hook
 from distman._coordination.failure.job_abort import abort_job_after, ending_of
 from distman._coordination.sync import StoreGroup
 from distman._rendezvous import mpi
@@ -77,8 +78,8 @@ class Job:
 
     @property
     def ending(self) -> Callable[[], None] | None:
-        """What ends the job under a launcher that waits for every rank; None under others."""
-        return ending_of(self.environment)
+        """What ends the job where MPI or the launcher waits for every rank; None elsewhere."""
+        return mpi.abort if mpi.is_up() else ending_of(self.environment)
 
     def end_after(self, error: BaseException) -> None:
         """Make the launcher end the job once this process ends, where it would not do so by itself."""
@@ -93,5 +94,6 @@ class Job:
 
 
 def abort_job(environment: LaunchEnvironment, error: BaseException, *, is_beside: bool = False) -> None:
-    if environment.world_size > 1 and not mpi.abort_at_exit():
-        abort_job_after(error, environment, is_beside=is_beside)
+    if environment.world_size > 1 and mpi.is_up():
+        hook.end_job_at_exit(mpi.abort)  # no rank would come out of MPI_Finalize without this one
+    abort_job_after(error, environment, is_beside=is_beside)

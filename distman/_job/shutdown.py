@@ -151,13 +151,15 @@ def _say_farewell(job: Job, rendezvous: Rendezvous, watcher: Watcher | None, *, 
     """Tell the others that this rank leaves, and wait until all of them have started."""
     store, is_counted = rendezvous.store, watcher is None or watcher.is_counted
     all_started = threading.Event()
+    failures: list[FailureRecord] = []
 
     def tell() -> None:
         try:
             store.set(protocol.left(job.peer.rank), "yes")  # first: it needs no answer
             is_counted_as_knowing = watcher is not None and watcher.knows_from_others
-            if watcher is not None:
-                watcher.learn(FailureRecord.read(store))
+            if watcher is not None and (record := FailureRecord.read(store)) is not None:
+                watcher.learn(record)
+                failures.append(record)
             if count(store, protocol.LEFT, 1) == 1:
                 store.set(protocol.FIRST_TO_LEAVE, str(job.peer.rank))
             if is_counted_as_knowing:
@@ -170,6 +172,8 @@ def _say_farewell(job: Job, rendezvous: Rendezvous, watcher: Watcher | None, *, 
                 watcher.learn(watcher.lost_store(error))
 
     is_told = run_with_timeout(tell, _FAREWELL_LIMIT)  # its process may be suspended
+    if is_told and watcher is not None and failures:  # it may have ended a wait before the watcher came to know
+        watcher.look_after_others(failures[0])
     is_waited_for = is_host or (is_told and not hook.has_failed())
     is_asked = is_waited_for and not all_started.is_set()  # to ask once more might take long: the store may be stopped
     if is_asked and not job.is_adopted:

@@ -20,12 +20,13 @@ from distman._coordination.failure.record import FailureRecord
 from distman._coordination.failure.reporter import JobReporter
 from distman._coordination.messages import count
 from distman._coordination.monitor.context import WatchContext, WatchLimits
-from distman._coordination.monitor.current_watcher import failure_behind
+from distman._coordination.monitor.current_watcher import failure_behind, look_after_others
 from distman._coordination.monitor.watcher import Watcher, announce_unwatched
 from distman._device import backend_for, is_pure_gloo, pick_device
 from distman._job.interface import choose_interface, forget_interface
 from distman._job.job import Job, Limits, abort_job
 from distman._process_state import keep_garbage_from_children
+from distman._rendezvous import mpi
 from distman._rendezvous.join import Rendezvous, join, join_at, join_record_of
 from distman._rendezvous.join_record import JoinRecord
 from distman._rendezvous.peers import complete
@@ -98,6 +99,7 @@ def start(
     watcher = None
     try:
         hook.set_reporter(reporter_of(job, rendezvous))
+        rendezvous.job_store.leave_will(rendezvous.store, peer, unless=protocol.left(peer.rank))
         watcher = watch(job, watch_limits)
         _make_process_group(job, rendezvous.store, rendezvous.job_store.url)
         count(rendezvous.store, protocol.STARTED, 1)
@@ -188,7 +190,7 @@ def watch(job: Job, limits: WatchLimits | None) -> Watcher | None:
         peers=job.roll_call,
         is_one_host=job.peer.num_nodes == 1,
     )
-    watcher = Watcher(context, limits, job.end_after, end_job=job.ending)
+    watcher = Watcher(context, limits, job.end_after, end_job=job.ending, awaits_dead=mpi.is_up())
     try:
         watcher.start()
     except BaseException:  # Ctrl-C while a name is looked up, or no thread can be had
@@ -256,8 +258,17 @@ def _leave_group() -> None:
         dist.destroy_process_group()
 
 
-def reporter_of(job: Job, rendezvous: Rendezvous, cause: FailureRecord | None = None) -> JobReporter:
-    """Return what tells the other ranks of an error that ends this one."""
+def reporter_of(
+    job: Job, rendezvous: Rendezvous, cause: FailureRecord | None = None, watcher: Watcher | None = None
+) -> JobReporter:
+    """Return what tells the other ranks of an error that ends this one.
+
+    Args:
+        job: The job.
+        rendezvous: Where the others are told.
+        cause: Because of whom the error came, if that is known.
+        watcher: Who looks after the others, if this process has left the job; None is who watches then.
+    """
     job_store = rendezvous.job_store
     return JobReporter(
         rank=job.peer.rank,
@@ -268,4 +279,5 @@ def reporter_of(job: Job, rendezvous: Rendezvous, cause: FailureRecord | None = 
         leave_group=_leave_group,
         abort_job=job.end_after,
         cause=cause,
+        look_after=look_after_others if watcher is None else watcher.look_after_others,
     )

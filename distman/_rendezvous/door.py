@@ -57,7 +57,7 @@ def _names() -> Iterator[str] | None:
         proc(5), /proc/net/unix: the fourth word has the flags, the eighth is the name.
     """
     try:
-        table = Path("/proc/self/net/unix").read_text(encoding="ascii", errors="replace").splitlines()
+        table = Path("/proc/self/net/unix").read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
         return None
     rows = (row.split(maxsplit=7) for row in table)
@@ -84,15 +84,7 @@ def door_at(address: Address, point: Endpoint, patience: float = _PATIENCE) -> D
     )
 
 
-def find_store(
-    point: Endpoint,
-    rank: int,
-    timeout: float,
-    *,
-    role: int = MEMBER,
-    left: Collection[str] = (),
-    is_told: bool = False,
-) -> Client:
+def find_store(point: Endpoint, rank: int, timeout: float, *, role: int = MEMBER, left: Collection[str] = ()) -> Client:
     """Try every place of the endpoint until the job's store answers.
 
     Args:
@@ -101,7 +93,6 @@ def find_store(
         timeout: Seconds to go on looking.
         role: As what to enter.
         left: Sessions that this process has taken part in before: those stores are about to close.
-        is_told: Whether its host has told where it is: then something else there will not make room for it.
 
     Raises:
         RendezvousError: None answered within ``timeout`` seconds.
@@ -118,10 +109,8 @@ def find_store(
         if is_foreign and not is_said and time.monotonic() - started > _QUIET:
             is_said = True
             logger.warning("waiting for %s at %s: %s", point.host, point.url, _listed(reasons))
-        if is_told and is_foreign:
-            raise RendezvousError(_host_missing(point, reasons))
         if time.monotonic() + pause > deadline:
-            raise RendezvousError(_host_missing(point, reasons, f" within {timeout:g} s"))
+            raise RendezvousError(_host_missing(point, timeout, reasons))
         time.sleep(pause)
         pause = min(2 * pause, _LONGEST_PAUSE)
 
@@ -168,7 +157,7 @@ def show(address: Address) -> str:
     """Return an address for messages, such as ``n1:23145``; a name of this host's own begins with ``@``."""
     if isinstance(address, str):
         return printable(address.replace("\0", _SHOWN_AS))  # anybody may have given it
-    return f"{address[0]}:{address[1]}"
+    return printable(f"{address[0]}:{address[1]}")
 
 
 def url_of(address: Address) -> str:
@@ -182,14 +171,18 @@ def explain(error: Exception) -> str:
     return text or type(error).__name__
 
 
-def _host_missing(point: Endpoint, reasons: Mapping[str, str], limit: str = "") -> str:
+def _host_missing(point: Endpoint, timeout: float, reasons: Mapping[str, str]) -> str:
     tried = f"Tried {_listed(reasons)}. " if reasons else ""
-    alike = "" if point.is_on_one_host else " with the same secret"  # ports may be derived from it
     return (
-        f"{point.host} must open the job's store at {point.url}{limit}, got no answer from it "
-        f"[{point.source}]. {tried}See whether {point.host} started{alike}, runs on {point.addresses[0]} "
+        f"{point.host} must open the job's store at {point.url} within {timeout:g} s, got no answer from it "
+        f"[{point.source}]. {tried}See whether {point.host} started{alike(point)}, runs on {point.addresses[0]} "
         "and reached DistributedManager.initialize(); set rendezvous_timeout for slow starts."
     )
+
+
+def alike(point: Endpoint) -> str:
+    """Return what else to see about ranks that do not meet: ports may be derived from the secret."""
+    return "" if point.is_on_one_host else " with the same secret"
 
 
 def _listed(reasons: Mapping[str, str]) -> str:

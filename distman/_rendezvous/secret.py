@@ -168,7 +168,7 @@ def check_adoption(environ: Mapping[str, str]) -> None:
 
 def _without_variables(environment: LaunchEnvironment, environ: Mapping[str, str]) -> Protection:
     if is_on_one_host(environment, environ):
-        if os.geteuid() != int(_OVERFLOW_UID.read_text(encoding="ascii")):
+        if os.geteuid() != int(_OVERFLOW_UID.read_text(encoding="utf-8")):
             return Protection(Source.KERNEL)
         return Protection(Source.NONE, lack=f"of uid {os.geteuid()} the kernel does not tell one user from another")
     if is_told_over_mpi(environment, environ):

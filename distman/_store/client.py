@@ -49,7 +49,6 @@ class Client:
         self.door = dataclasses.replace(door, secret=secret, read=None, in_line=None)
         self._all = [self._first]
         self._idle: list[Connection] = []
-        self._will = b""
         self._calls: Connection | None = self._first
 
     @property
@@ -168,14 +167,15 @@ class Client:
         """
         return self._wait_for(frames.ARRIVE, counter, NUMBER.pack(size), *outcome, _limit(limit), unless)
 
-    def register_will(self, key: bytes, counter: bytes) -> None:
-        """Let the store set a key to the reason, and raise a counter, when this process ends without leaving."""
-        self._will = key
-        self._call(frames.WILL, key, counter)
+    def register_will(
+        self, key: bytes, counter: bytes, *, unless: bytes, if_closed: bytes, if_unreachable: bytes
+    ) -> None:
+        """Let the store do something when this process ends, see :class:`distman._store.table.Will`; do not wait."""
+        self._post(frames.WILL, key, counter, unless, if_closed, if_unreachable)
 
-    def leave(self) -> None:
-        """Let the end of this process mean nothing."""
-        self._call(frames.LEAVE, self._will)
+    def revoke_will(self) -> None:
+        """Let the end of this process mean nothing; do not wait."""
+        self._post(frames.WILL)
 
     def leave_failure(self, failure: bytes) -> bytes:
         """Leave word of a failure for all who come later, and return the first that was left."""
@@ -251,15 +251,17 @@ class Client:
     def _until_let_in(self, enter: Callable[[], T]) -> T:
         """Return what comes of dialling a store that is known, though a flood of strangers may push this one out.
 
+        As long as its host may be silent, so may it: a flood must not end the job.
+
         Raises:
             StoreLostError: It is not there any more, or takes nobody else.
         """
-        deadline = time.monotonic() + self.door.patience
+        deadline = time.monotonic() + self.door.unreachable_after
         while True:
             try:
                 return enter()
             except (OSError, ForeignServiceError) as error:
-                is_pushed_out = isinstance(error, ConnectionResetError | BrokenPipeError)
+                is_pushed_out = isinstance(error, ConnectionResetError | BrokenPipeError | TimeoutError)
                 if not is_pushed_out or time.monotonic() > deadline:
                     raise StoreLostError(f"the job's store cannot be connected to any more: {error}") from error
 

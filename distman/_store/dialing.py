@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import math
 import socket
 import struct
@@ -96,7 +97,7 @@ def dial(door: Door, hello: Hello) -> tuple[Connection, bytes | None]:
 
 def _connect(address: Address, patience: float, in_line: float) -> socket.socket:
     if not isinstance(address, str):
-        return socket.create_connection(address, timeout=patience)
+        return _connect_to_port(address, patience)
     connected = socket.socket(socket.AF_UNIX)
     try:
         # A limit of Python's would make the connection fail at once while a flood of strangers stands in the queue.
@@ -112,6 +113,26 @@ def _connect(address: Address, patience: float, in_line: float) -> socket.socket
         connected.close()
         raise
     return connected
+
+
+def _connect_to_port(address: tuple[str, int], patience: float) -> socket.socket:
+    """Return a connection by IPv4 where the host has it, as the store listens to that; else by IPv6.
+
+    Another user's program may listen to the other one, at the same port.
+    """
+    places = socket.getaddrinfo(*address, type=socket.SOCK_STREAM)
+    places.sort(key=lambda place: place[0] != socket.AF_INET)
+    for number, (family, _, _, _, place) in enumerate(places, start=1):
+        connected = socket.socket(family)
+        try:
+            connected.settimeout(patience)
+            connected.connect(place)
+            return connected
+        except BaseException as error:
+            connected.close()
+            if number == len(places) or not isinstance(error, OSError):
+                raise
+    raise OSError(errno.EADDRNOTAVAIL, "it has no address")
 
 
 def _seconds_and_microseconds(seconds: float) -> tuple[int, int]:
@@ -131,7 +152,7 @@ def _shake_hands(connected: socket.socket, door: Door, hello: Hello, deadline: f
             found[0] = door.read(credential)
         return door_key(found[0], door.job.encode())
 
-    side = ClientSide(b"", transport.place_of(door.address), find_key)
+    side = ClientSide(b"", transport.other_place(connected), find_key)
     connected.sendall(side.opening())
     nonce = _read(connected, NONCE_BYTES, deadline)
     credential = _read_sized(connected, MOST_CREDENTIAL_BYTES, deadline)

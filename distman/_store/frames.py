@@ -19,7 +19,7 @@ MOST_FAILURE_BYTES = 1 << 20
 """Bytes of the failure that a store keeps for those who come later: one with a long traceback fits."""
 
 SET, GET, ADD, CHECK, WAIT, COMPARE_SET, DELETE, NUM_KEYS = range(1, 9)
-MULTI_GET, MULTI_SET, APPEND, ARRIVE, WILL, LEAVE, FAIL, SHUT = range(9, 17)
+MULTI_GET, MULTI_SET, APPEND, ARRIVE, WILL, FAIL, SHUT = range(9, 16)
 """The operations; each function of operations.py says what its fields are."""
 
 OK, TIMED_OUT, GIVEN_UP, INVALID, MALFORMED = range(5)

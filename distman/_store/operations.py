@@ -7,7 +7,7 @@ from time import monotonic
 
 from distman._store import frames
 from distman._store.frames import INVALID, LIMIT, NUMBER, OK, MalformedError
-from distman._store.table import NotANumberError, Table
+from distman._store.table import NotANumberError, Table, Will
 
 TYPE_CHECKING = False  # typing takes longer to load than the process that serves a store takes to start
 if TYPE_CHECKING:
@@ -48,7 +48,6 @@ class Operations:
             frames.APPEND: self._append,
             frames.ARRIVE: self._arrive,
             frames.WILL: self._register_will,
-            frames.LEAVE: self._leave,
             frames.FAIL: self._fail,
             frames.SHUT: self._close_door,
         }
@@ -126,16 +125,12 @@ class Operations:
         self._table.append(key, value)
         return b""
 
-    def _register_will(self, peer: Peer, _number: int, fields: Fields) -> bytes:
-        key, counter = fields
-        peer.will = key
-        self._table.register_will(key, counter)
-        return b""
-
-    def _leave(self, _peer: Peer, _number: int, fields: Fields) -> bytes:
-        (key,) = fields
-        self._table.revoke_will(key)
-        return b""
+    def _register_will(self, peer: Peer, _number: int, fields: Fields) -> None:
+        """Take a will in place of an earlier one; no fields are no will."""
+        peer.will = None
+        if fields:
+            key, counter, unless, if_closed, if_unreachable = fields
+            peer.will = Will(key, counter, unless, if_closed, if_unreachable)
 
     def _fail(self, _peer: Peer, _number: int, fields: Fields) -> bytes:
         """Keep the first failure for all who come later, and return it."""

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from select import epoll
 
     from distman._store.handshake import Hello, ServerSide
-    from distman._store.table import Wait
+    from distman._store.table import Wait, Will
 
 _FEW_BYTES = 8192  # a larger buffer costs a call of malloc that asks the kernel for memory
 _MANY_BYTES = 1 << 20
@@ -25,7 +25,7 @@ class Peer:
         side: Its handshake, once it has begun.
         hello: Who it is, once it has proved that; None for a guest.
         wait: The wait that it has not been answered yet.
-        will: The key that its end sets.
+        will: What is to be done at its end; None for nothing.
         received: What has come of a message that is not complete.
         is_behind: Whether it has yet to take what was sent; until then nothing more is read from it.
     """
@@ -50,7 +50,7 @@ class Peer:
         self.side: ServerSide | None = None
         self.hello: Hello | None = None
         self.wait: Wait | None = None
-        self.will: bytes | None = None
+        self.will: Will | None = None
         self.received = bytearray()
         self.is_behind = False
         self.error: OSError | None = None

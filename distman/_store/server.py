@@ -47,6 +47,7 @@ UNPROVED = b"unproved"
 UP = b"up"
 """What the process writes to standard error when it has read its settings; an interpreter in trouble writes more."""
 _HEAD_BYTES = MAC_BYTES + LENGTH.size
+_UNREACHABLE = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH)
 
 
 class Server:
@@ -84,7 +85,6 @@ class Server:
         self._asks_kernel = is_local and not (secret and transport.is_nobody())
         self._key = door_key(secret, job)
         self._credential = credential
-        self._place = transport.own_place(listener)
         self._drawn_key = posix.urandom(_KEY_BYTES) if is_local and not secret else b""
         self._session = posix.urandom(8).hex().encode()
         self._unreachable_after = unreachable_after
@@ -138,11 +138,13 @@ class Server:
                 guest.close()
 
     def _welcome(self, guest: _socket.socket) -> None:
-        if len(self._peers) >= self._most_peers or (self._asks_kernel and not transport.is_of_this_user(guest)):
+        is_full = len(self._peers) >= self._most_peers
+        is_refused = is_full and not self._guests
+        if is_refused or (self._asks_kernel and not transport.is_of_this_user(guest)):
             guest.close()
             return
-        if len(self._guests) >= _MOST_GUESTS:
-            self._end(next(iter(self._guests)), b"")
+        if is_full or len(self._guests) >= _MOST_GUESTS:
+            self._end(next(iter(self._guests)))
         guest.settimeout(0)
         transport.prepare(guest, self._unreachable_after)
         peer = Peer(guest, self._poll)
@@ -151,7 +153,7 @@ class Server:
 
     def _dismiss_guests(self, now: float) -> None:
         while self._guests and next(iter(self._guests.values())) <= now:
-            self._end(next(iter(self._guests)), b"")
+            self._end(next(iter(self._guests)))
 
     def _attend(self, peer: Peer, events: int) -> None:
         """Send what a connection has yet to take, or read what has come from it."""
@@ -165,11 +167,11 @@ class Server:
             if received:
                 self._take(peer, received)
             elif received is not None:
-                self._end(peer, b"its connection was closed")
+                self._end(peer)
         except OSError as error:
-            self._end(peer, _reason(error))
+            self._end(peer, is_unreachable=error.errno in _UNREACHABLE)
         except HandshakeError:
-            self._end(peer, b"")
+            self._end(peer)
         except MalformedError as error:
             self._refuse(peer, str(error).encode())
         except Exception as error:  # noqa: BLE001 - what one client asks for must not take the store from all others
@@ -198,7 +200,7 @@ class Server:
         received = bytes(guest.received)
         if guest.side is None:
             if len(received) >= OPENING_BYTES:
-                guest.side = ServerSide(self._key, self._place, received, self._credential)
+                guest.side = ServerSide(self._key, transport.own_place(guest.socket), received, self._credential)
                 guest.send(guest.side.challenge())
                 guest.received.clear()
             return
@@ -223,9 +225,9 @@ class Server:
         """End the connection of a member that sends nonsense, and tell it so; a guest hears nothing."""
         if peer.hello is not None:
             peer.send(frames.reply(0, frames.MALFORMED, reason))
-        self._end(peer, b"it sent a malformed message: " + reason)
+        self._end(peer)
 
-    def _end(self, peer: Peer, reason: bytes) -> None:
+    def _end(self, peer: Peer, *, is_unreachable: bool = False) -> None:
         """Close a connection, and do what its client wanted to be done in that case."""
         if peer.hello is None and peer.side is not None:
             self._table.add(UNPROVED, 1)
@@ -235,7 +237,7 @@ class Server:
         if peer.wait is not None:
             self._table.cancel(peer.wait)
         if peer.will is not None:
-            self._table.carry_out_will(peer.will, reason)
+            self._table.carry_out(peer.will, is_unreachable=is_unreachable)
         if peer.hello is not None and peer.hello.role == MEMBER:
             self._num_members -= 1
             if self._num_members == 0:
@@ -279,9 +281,3 @@ def _raise_descriptor_limit() -> int:
         most = _MOST_DESCRIPTORS
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     return most
-
-
-def _reason(error: OSError) -> bytes:
-    if error.errno in (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH):
-        return b"its host does not answer"
-    return b"its connection broke"

@@ -142,6 +142,24 @@ class TorchStore(dist.Store):
         return self.client.arrive(self.full_key(counter), size, (self.full_key(key), value.encode()), limit, unless)
 
     @_with_errors_of_torch
+    def register_will(
+        self, key: str, counter: str, *, unless: str, if_closed: str | bytes, if_unreachable: str | bytes
+    ) -> None:
+        """Let the store do something when this process ends, see :class:`distman._store.table.Will`."""
+        self.client.register_will(
+            self.full_key(key),
+            self.full_key(counter),
+            unless=self.full_key(unless),
+            if_closed=_bytes(if_closed),
+            if_unreachable=_bytes(if_unreachable),
+        )
+
+    @_with_errors_of_torch
+    def revoke_will(self) -> None:
+        """Let the end of this process mean nothing."""
+        self.client.revoke_will()
+
+    @_with_errors_of_torch
     def compare_set(self, key: str, expected_value: str | bytes, desired_value: str | bytes) -> bytes:
         """Replace a value that is the expected one, or nothing where nothing is expected; return what holds then."""
         return self.client.compare_set(self.full_key(key), _bytes(expected_value), _bytes(desired_value))

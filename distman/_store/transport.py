@@ -8,26 +8,37 @@ from struct import Struct
 
 TYPE_CHECKING = False  # typing takes longer to load than the process that serves a store takes to start
 if TYPE_CHECKING:
+    from typing import Any
+
     Address = str | tuple[str, int]
 
 _CREDENTIALS = Struct("iII")  # process, user and group
 _OVERFLOW_UID = 65534
 """The user that a namespace shows for all whom it does not know: equal to nobody, not even to itself."""
+_IPV4_SEEN_BY_IPV6 = "::ffff:"
 _MILLISECONDS = 1000
 _PROBES = 3  # of a silent connection, before it is given up
 
 
-def place_of(address: Address) -> bytes:
-    """Return what a handshake calls a place: a name of this host's own, or a port, whatever the host is called."""
-    if isinstance(address, str):
-        return b"unix " + address.encode()
-    return b"tcp %d" % address[1]
+def own_place(connected: _socket.socket) -> bytes:
+    """Return what a handshake calls the place to which this end of a connection belongs."""
+    return _place_of(connected.family, connected.getsockname())
 
 
-def own_place(listener: _socket.socket) -> bytes:
-    """Return what a handshake calls the place where a socket listens."""
-    name = listener.getsockname()
-    return b"unix " + name if isinstance(name, bytes) else b"tcp %d" % name[1]
+def other_place(connected: _socket.socket) -> bytes:
+    """Return what a handshake calls the place that was dialled."""
+    return _place_of(connected.family, connected.getpeername())
+
+
+def _place_of(family: int, name: Any) -> bytes:
+    """Return a name of this host's own as it is; else port and version of IP, whatever the host is called.
+
+    One port may belong to two programs, of one user for IPv4 and of another one for IPv6.
+    """
+    if family == _socket.AF_UNIX:
+        return b"unix " + bytes(name)
+    version = 4 if family == _socket.AF_INET or name[0].startswith(_IPV4_SEEN_BY_IPV6) else 6
+    return b"tcp%d %d" % (version, name[1])
 
 
 def is_nobody() -> bool:

@@ -25,7 +25,7 @@ from distman._rendezvous.secret import Protection, Source
 from distman._rendezvous.sockets import bind_listener
 from distman._rendezvous.store import JobStore, join_store, open_or_join, open_store
 from distman._store.client import Client
-from distman._store.handshake import VISITOR
+from distman._store.handshake import VISITOR, WATCHER
 from distman._store.torch_store import part_of
 from distman.environments import LaunchEnvironment, detect
 from distman.errors import RankFailedError, RendezvousError
@@ -165,6 +165,27 @@ def test_who_is_interrupted_while_it_parts_is_counted_once_as_one_that_knows():
     assert store.add(protocol.VERDICT_HEARD, 0) == 1
 
 
+def join_and_end(job_store, me):
+    """Be counted, and end before there is a verdict, or without a look at it."""
+    store = part_of(job_store.store, protocol.job())
+    membership._Membership(job_store, store, me, 60.0, "the test", {}).join_record()
+    job_store.close()
+
+
+@pytest.mark.parametrize("dying", [0, 2])
+def test_a_rank_that_dies_while_others_are_awaited_is_named_at_once(point, dying):
+    records = [join_record(rank, 3) for rank in range(3)]
+    stores = [enter(point, record) for record in records]
+    join_and_end(stores.pop(dying), records.pop(dying))
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        futures = [pool.submit(take_part, *both, timeout=60.0) for both in zip(stores, records, strict=True)]
+        for future in futures:
+            with pytest.raises(RankFailedError, match=rf"rank {dying} \(.*\) died: its connection broke"):
+                future.result()
+    for job_store in stores:
+        job_store.close()
+
+
 @pytest.fixture
 def job_of_two(point):
     """A host and a call into its store, after ranks 0 and 1 have met there."""
@@ -192,6 +213,23 @@ def test_a_rank_that_comes_after_the_verdict_is_told_who_holds_its_place(job_of_
     with pytest.raises(RendezvousError, match=r"got pid 9 on n1 .* after .* and pid 101 on n1"):
         call(comes_later(1, 3600))
     assert FailureRecord.read(store) is None
+
+
+def test_the_end_of_a_rank_that_came_after_the_verdict_harms_nobody(point, job_of_two):
+    _, store = job_of_two
+    join_and_end(join_store(point, 1, 10), comes_later(1, 0))
+    store.again(WATCHER).close()  # it comes after that end
+    assert not store.check([protocol.FAILURE])
+
+
+def test_the_end_of_a_rank_that_gave_up_is_not_told_in_place_of_its_reason(point):
+    host = open_store(point, 0, 10)
+    with pytest.raises(RendezvousError, match="missing: rank 0"):
+        attend(point, join_record(1), timeout=0.1)
+    store = part_of(host.store, protocol.job())
+    store.again(WATCHER).close()  # it comes after that end
+    assert not store.check([protocol.FAILURE])
+    host.close()
 
 
 def test_a_machine_of_the_same_name_does_not_hold_the_place_of_another(job_of_two):

@@ -29,6 +29,13 @@ def door(address, secret=SECRET, job=JOB):
     return Door(address, job, secret, unreachable_after=PATIENCE, patience=PATIENCE)
 
 
+def leave_will(client, rank):
+    """Let the store tell of the end of a client, as a rank does."""
+    client.register_will(
+        b"failure", b"news", unless=b"left/%d" % rank, if_closed=b"%d died" % rank, if_unreachable=b"%d is lost" % rank
+    )
+
+
 class OpenStore:
     """A store, and whoever has been let in."""
 

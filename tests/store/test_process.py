@@ -28,7 +28,7 @@ address = chr(0) + sys.argv[1]
 process = start_store(listen_on_this_host(address), job="job-1", secret=None, entry_limit=30.0, unreachable_after=30.0)
 client = Client(Door(address, "job-1", None, 30.0, 30.0), rank=0)
 client.set(b"of rank 0", b"kept")
-client.register_will(b"ended/0", b"news")
+client.register_will(b"failure", b"news", unless=b"left/0", if_closed=b"0 died", if_unreachable=b"")
 print(process.pid, flush=True)
 threading.Event().wait()
 """
@@ -107,7 +107,7 @@ def test_a_rank_that_is_killed_takes_neither_the_store_nor_its_keys_with_it():
         pid = int(opener.stdout.readline())
         other = Client(door(f"\0{name}", secret=None), rank=1)
         opener.kill()
-        assert other.get(b"ended/0", PATIENCE) == b"its connection was closed"
+        assert other.get(b"failure", PATIENCE) == b"0 died"
         assert other.get(b"of rank 0", PATIENCE) == b"kept"
         assert other.add(b"news", 0) == 1
         assert other.store_pid == pid

@@ -9,6 +9,7 @@ import time
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from socket import AF_INET, AF_INET6
 
 import pytest
 from hypothesis import given, strategies
@@ -20,9 +21,11 @@ from distman._store.dialing import ForeignServiceError, dial
 from distman._store.frames import MalformedError
 from distman._store.handshake import CHALLENGE_BYTES, MAGIC, MEMBER, ClientSide, Hello, door_key
 from distman._store.operations import Operations
+from distman._store.peer import Peer
+from distman._store.process import start_store
 from distman._store.table import Table
 
-from .stores import KINDS, PATIENCE, SECRET, door, listen, open_store, served_here
+from .stores import JOB, KINDS, PATIENCE, SECRET, door, leave_will, listen, open_store, served_here
 
 HELLO = Hello(MEMBER, 1, os.getpid())
 
@@ -109,8 +112,8 @@ def test_a_thousand_strangers_of_every_kind_do_not_get_in(store):
 
 
 def test_a_handshake_and_requests_may_come_in_any_pieces(store):
-    side = ClientSide(door_key(SECRET, b"job-1"), transport.place_of(store.address))
     with connect(store.address) as member:
+        side = ClientSide(door_key(SECRET, b"job-1"), transport.other_place(member))
         send_in_pieces(member, side.opening())
         send_in_pieces(member, side.proof(member.recv(1000), HELLO))
         assert len(member.recv(1000)) > 32
@@ -131,8 +134,8 @@ def send_in_pieces(connected, message):
 
 def record_a_handshake(store):
     """What a member sent that got in."""
-    side = ClientSide(door_key(SECRET, b"job-1"), transport.place_of(store.address))
     with connect(store.address) as member:
+        side = ClientSide(door_key(SECRET, b"job-1"), transport.other_place(member))
         opening = side.opening()
         member.sendall(opening)
         proof = side.proof(member.recv(1000), HELLO)
@@ -215,6 +218,17 @@ def test_descriptors_are_kept_back_from_connections(monkeypatch):
             member.close()
 
 
+def test_where_descriptors_are_few_the_oldest_stranger_makes_room(monkeypatch):
+    monkeypatch.setattr(server, "_GUEST_SECONDS", 2 * PATIENCE)
+    with served_here(most_descriptors=server._SPARE_DESCRIPTORS + 2) as here:
+        first = Client(here)
+        with connect(here.address) as stranger:
+            second = Client(here)
+            assert is_sent_away(stranger)
+        for member in (first, second):
+            member.close()
+
+
 def test_a_host_that_does_not_answer_is_given_up(monkeypatch):
     prepared = []
     prepare = transport.prepare
@@ -228,12 +242,25 @@ def test_a_host_that_does_not_answer_is_given_up(monkeypatch):
         member.close()
 
 
-@pytest.mark.parametrize(
-    ("number", "reason"),
-    [(errno.ETIMEDOUT, b"its host does not answer"), (errno.ECONNRESET, b"its connection broke")],
-)
-def test_the_end_of_a_connection_has_a_reason(number, reason):
-    assert server._reason(OSError(number, "")) == reason
+@pytest.mark.parametrize(("number", "words"), [(errno.ETIMEDOUT, b"5 is lost"), (errno.ECONNRESET, b"5 died")])
+def test_a_host_that_is_given_up_is_told_from_a_process_that_died(number, words, monkeypatch):
+    receive = Peer.receive
+
+    def break_down(peer):
+        if peer.will is not None:
+            raise OSError(number, "")
+        return receive(peer)
+
+    with served_here("tcp") as here:
+        member, other = Client(here, MEMBER, 5), Client(here)
+        leave_will(member, 5)
+        member.check([b"a"])  # now the store has it
+        monkeypatch.setattr(Peer, "receive", break_down)
+        with pytest.raises(StoreLostError):
+            member.check([b"a"])
+        assert other.get(b"failure", PATIENCE) == words
+        for client in (member, other):
+            client.close()
 
 
 def test_the_user_of_the_other_side_is_asked_of_the_kernel(monkeypatch):
@@ -265,6 +292,31 @@ def test_a_service_that_passes_on_from_another_place_is_refused(store):
         with pytest.raises(ForeignServiceError):
             dial(door(address), HELLO)
         relaying.result(PATIENCE)
+
+
+def test_a_service_that_passes_on_from_the_same_port_of_ipv6_is_refused(monkeypatch):
+    with open_store("tcp") as store, ThreadPoolExecutor(1) as threads:
+        store.client()  # which keeps it
+        port = store.address[1]
+        both = [(family, 0, 0, "", (address, port)) for family, address in ((AF_INET6, "::1"), (AF_INET, "127.0.0.1"))]
+        with socket.create_server(("::1", port), family=AF_INET6) as listener:
+            relaying = threads.submit(relay, listener, store.address)
+            with pytest.raises(ForeignServiceError):
+                dial(door(("::1", port)), HELLO)
+            relaying.result(PATIENCE)
+            monkeypatch.setattr(socket, "getaddrinfo", lambda *_args, **_options: both)
+            Client(door(("a name of both", port))).close()  # it is found, and nobody else is asked
+
+
+def test_a_store_that_listens_to_ipv6_is_found_by_both():
+    listener = socket.create_server(("::", 0), family=AF_INET6, dualstack_ipv6=True)
+    port = listener.getsockname()[1]
+    process = start_store(listener, job=JOB, secret=SECRET, entry_limit=PATIENCE, unreachable_after=PATIENCE)
+    process.wait_until_up(PATIENCE)
+    clients = [Client(door((address, port))) for address in ("127.0.0.1", "::1")]
+    for client in clients:
+        client.close()
+    assert process.wait(PATIENCE) == 0
 
 
 def relay(listener, address):
@@ -313,17 +365,15 @@ MALFORMED = {
 def test_a_member_that_sends_nonsense_is_told_and_named(store, message):
     other = store.client()
     member = store.client(MEMBER, 5)
-    member.register_will(b"ended/5", b"news")
+    leave_will(member, 5)
     member._calls._socket.settimeout(PATIENCE)
     member._calls._socket.sendall(message)
     with pytest.raises(connection._EndError, match=r"it refused a message, "):
         member._calls._receive()
     with pytest.raises(StoreLostError):
         member.check([b"a"])
-    reason = other.get(b"ended/5", PATIENCE)
-    assert reason.startswith(b"it sent a malformed message: ")
-    assert len(reason) < 300
-    other.delete(b"ended/5")
+    assert other.get(b"failure", PATIENCE) == b"5 died"
+    other.delete(b"failure")
 
 
 def test_a_member_that_takes_no_replies_takes_no_memory(store):
@@ -387,7 +437,7 @@ def test_any_request_is_answered_once_or_refused(program):
         except MalformedError:
             assert peer.sent == []
         else:
-            is_answered = operation != frames.SET and peer.wait is None
+            is_answered = operation not in (frames.SET, frames.WILL) and peer.wait is None
             assert [frames.next_reply(reply)[0] for reply in peer.sent] == [number] * is_answered
         assert table._num_waits == sum(one.wait is not None for one in peers)
     table.expire(time.monotonic() + 2**70)

@@ -150,6 +150,17 @@ def test_a_program_that_waits_again_and_again_has_swallowed_each_error():
     watcher.stop()
 
 
+def test_a_rank_that_ends_since_another_one_left_says_so():
+    store, ended = HashStore(), []
+    context = WatchContext(store, "tcp://n1:5", None, 0, places(2), is_one_host=True)
+    watcher = Watcher(context, WatchLimits(silence=300.0), ended.append, patience=60.0)
+    record = FailureRecord.left(places(2)[1], "barrier 0")
+    watcher._interruption._abort_job(record.to_error())
+    assert (FailureRecord.read(store), store.add(protocol.NEWS, 0)) == (record, 1)
+    (error,) = ended
+    assert record.is_told_by(error)
+
+
 def test_who_leaves_the_job_lets_go_of_the_error():
     watcher = make(HashStore())
     error = failure_on(1).to_error()

@@ -220,7 +220,7 @@ def kinds():
         "false question": ask(frames.SET, keys["query"], b"[0, 1, 2]"),
         "false closing": ask(frames.SET, keys["closing"], value),
         "false early failure": ask(frames.FAIL, notice),
-        "false end": ask(frames.WILL, some, keys["news"]),
+        "false end": ask(frames.WILL, some, keys["news"], b"", value, value),
         "shut the store": ask(frames.SHUT),
         "malformed": malformed,
         "huge": huge,

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from distman import DistributedManager, on_rank
 from distman._store.frames import LENGTH
 from distman._store.handshake import CHALLENGE_HEAD_BYTES, MAC_BYTES, NONCE_BYTES, VISITOR, ClientSide, Hello, door_key
-from distman._store.transport import place_of
+from distman._store.transport import other_place
 from distman.collectives import all_gather_objects, broadcast_data
 
 FOLDER = Path(sys.argv[1])
@@ -55,10 +55,10 @@ def check_round(manager, number, model):
 def record(door):
     """Return what this rank would say to be let in, as somebody hears it who reads the wire."""
     family = socket.AF_UNIX if isinstance(door.address, str) else socket.AF_INET
-    side = ClientSide(door_key(door.secret, door.job.encode()), place_of(door.address))
-    opening = side.opening()
     with socket.socket(family) as guest:
         guest.connect(door.address)
+        side = ClientSide(door_key(door.secret, door.job.encode()), other_place(guest))
+        opening = side.opening()
         guest.sendall(opening)
         challenge = guest.recv(CHALLENGE_HEAD_BYTES, socket.MSG_WAITALL)
         (length,) = LENGTH.unpack(challenge[NONCE_BYTES:])
