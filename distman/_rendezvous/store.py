@@ -224,6 +224,7 @@ def _tell_over_agent(point: Endpoint, rank: int, timeout: float) -> JobStore:
         told = read_at_once(agent, protocol.start_failure(point.job_id)) if start == 0 else None
         return FailureRecord.told(told.encode()) if told is not None else None
 
+    secret = point.protection.key if point.protection is not None else None
     if point.is_host:
         opened, told = _open_anywhere(point, timeout)
         try:
@@ -233,7 +234,8 @@ def _tell_over_agent(point: Endpoint, rank: int, timeout: float) -> JobStore:
             raise
         opened.find_failure = find_failure
         return opened
-    return _join_told(_told_over_agent(agent, key, secret, point, timeout, find_failure), point, rank, timeout)
+    told = _told_over_agent(agent, key, secret, point, timeout, find_failure)
+    return _join_told(told, point, rank, timeout)
 
 
 def _told_over_agent(
@@ -292,7 +294,7 @@ def _join_told(told: Told, point: Endpoint, rank: int, timeout: float) -> JobSto
     there = dataclasses.replace(
         point, job_id=told.job, addresses=told.addresses, ports=(told.port,), is_host=False, has_agent=False
     )
-    return _entered(find_store(there, rank, timeout, left=_left, is_told=True), timeout)
+    return join_store(there, rank, timeout)
 
 
 def _entered(client: Client, timeout: float) -> JobStore:
