@@ -94,21 +94,9 @@ def dial(door: Door, hello: Hello) -> tuple[Connection, bytes | None]:
         raise
 
 
-def connect_to(host: str, port: int, timeout: float) -> socket.socket:
-    """Return a connection to a port of a host.
-
-    Blocking, for ``timeout`` seconds at most.
-
-    Raises:
-        OSError: There is none.
-    """
-    name = host.encode() if host.isascii() else host  # for a text, Python loads the codec of other alphabets: 3 ms
-    return socket.create_connection((name, port), timeout=timeout)  # type: ignore[arg-type]  # bytes do as well
-
-
 def _connect(address: Address, patience: float, in_line: float) -> socket.socket:
     if not isinstance(address, str):
-        return connect_to(*address, patience)
+        return socket.create_connection(address, timeout=patience)
     connected = socket.socket(socket.AF_UNIX)
     try:
         # A limit of Python's would make the connection fail at once while a flood of strangers stands in the queue.
