@@ -25,7 +25,7 @@ from distman._coordination.monitor.reading import read_at_once
 from distman._rendezvous import mpi
 from distman._rendezvous.address import Endpoint
 from distman._rendezvous.door import alike, find_store, url_of
-from distman._rendezvous.opening import start_or_enter
+from distman._rendezvous.opening import nothing, start_or_enter
 from distman._rendezvous.sockets import is_listened_to_here
 from distman._rendezvous.told import Told, UnprovedError, unseal, useful_elsewhere
 from distman._store.client import Client
@@ -35,9 +35,6 @@ from distman.environments import LaunchEnvironment
 from distman.errors import RendezvousError
 
 _PAUSE = 0.01  # seconds between two looks whether rank 0 has told its address: it starts within milliseconds
-
-
-def _nothing() -> None: ...
 
 
 _left: set[str] = set()
@@ -130,7 +127,7 @@ def keep_store() -> JobStore:
     return JobStore(dist.HashStore(), "the memory of its only rank")
 
 
-def open_or_join(point: Endpoint, rank: int, timeout: float, meanwhile: Callable[[], None]) -> JobStore:
+def open_or_join(point: Endpoint, rank: int, timeout: float, meanwhile: Callable[[], None] = nothing) -> JobStore:
     """Return the store of the job that meets at this point.
 
     Collective.
@@ -151,7 +148,7 @@ def open_or_join(point: Endpoint, rank: int, timeout: float, meanwhile: Callable
     return _tell_over_agent(point, rank, timeout) if point.has_agent else join_store(point, rank, timeout)
 
 
-def open_store(point: Endpoint, rank: int, timeout: float, meanwhile: Callable[[], None] = _nothing) -> JobStore:
+def open_store(point: Endpoint, rank: int, timeout: float, meanwhile: Callable[[], None] = nothing) -> JobStore:
     """Start the store of the job, at a name of this host's own or at the first free port of the endpoint.
 
     Where another process of the same job has done so already, join it: the verdict will say that this rank came twice.
@@ -218,7 +215,6 @@ def _tell_over_agent(point: Endpoint, rank: int, timeout: float) -> JobStore:
     agent = _connect(point, timeout)
     start = next(_told_by_agent)
     key = protocol.store_address(point.job_id, start)
-    secret = point.protection.key if point.protection is not None else None
 
     def find_failure() -> FailureRecord | None:  # at the first start: later ones find what was left then
         told = read_at_once(agent, protocol.start_failure(point.job_id)) if start == 0 else None
