@@ -40,7 +40,8 @@ _MAX_BYTES = 1_000_000  # more than any notice
 _MAX_ADDRESSES = 32  # of a host
 _PORTS = range(1, 1 << 16)
 _ADDRESS = re.compile(r"[\w.:%-]{1,253}", re.ASCII)  # what a resolver takes without raising of its own
-_PAUSE = 0.01  # seconds between two looks for a notice, and between two guests where there are many
+_PAUSE = 0.01  # seconds between two looks for a notice, and for guests where there are many
+_GUESTS_AT_ONCE = 16
 _LOOPBACK = ("127.", "::1")  # how such addresses begin
 
 _connections: weakref.WeakSet[PeerConnection] = weakref.WeakSet()
@@ -119,6 +120,7 @@ class PeerConnection:
                 if not self._admit():
                     self._wait_for_the_rest(seconds)
                 elif len(self._guests) == _MAX_GUESTS:  # a flood of strangers must not take this rank's time
+                    all(self._admit() for _ in range(_GUESTS_AT_ONCE))
                     self._wait_for_the_rest(min(seconds, _PAUSE))
             elif key.fileobj is self._connection and self._connection is not None:
                 died = self._read(self._connection)
