@@ -36,7 +36,6 @@ from distman.errors import RendezvousError
 
 _PAUSE = 0.01  # seconds between two looks whether rank 0 has told its address: it starts within milliseconds
 
-
 _left: set[str] = set()
 """Sessions of stores that this process has left; a new start must find a new one."""
 
