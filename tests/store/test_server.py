@@ -408,6 +408,7 @@ def test_a_value_grows_no_longer_than_it_may_be_read(store):
     piece = bytes(frames.MOST_VALUE_BYTES // 2)
     for _ in range(2):
         first.append(b"a", piece)
+    assert first.check([b"a"])  # an answer, which comes after both
     assert second.get(b"a", PATIENCE) == piece * 2
     with pytest.raises(StoreLostError, match="refused a message, an addition to a value, which would have"):
         append_and_ask(first, b"a", b"12")
