@@ -275,7 +275,7 @@ def page(sequence: str, number: int) -> str:
 def arrived(operation: str) -> str:
     """Who came to a barrier: each member appends its index and a comma. Who looks for the missing reads it.
 
-    The last one to come deletes it; that of a barrier which was given up lives on.
+    The last one to leave deletes it; that of a barrier which was given up lives on.
     """
     return f"{operation}/arrived"
 

@@ -33,6 +33,10 @@ from distman.errors import RendezvousError
 
 _PAUSE = 0.01  # seconds between two looks whether rank 0 has told its address: it starts within milliseconds
 
+
+def _nothing() -> None: ...
+
+
 _left: set[str] = set()
 """Sessions of stores that this process has left; a new start must find a new one."""
 
@@ -121,21 +125,28 @@ def keep_store() -> JobStore:
     return JobStore(dist.HashStore(), "the memory of its only rank")
 
 
-def open_or_join(point: Endpoint, rank: int, timeout: float) -> JobStore:
+def open_or_join(point: Endpoint, rank: int, timeout: float, meanwhile: Callable[[], None]) -> JobStore:
     """Return the store of the job that meets at this point.
 
     Collective.
+
+    Args:
+        point: Where the ranks meet.
+        rank: This rank.
+        timeout: Seconds for the store to be there.
+        meanwhile: Does what else takes milliseconds, while the process of the store starts.
 
     Raises:
         RendezvousError: It could not be opened, or did not appear within ``timeout`` seconds.
         RankFailedError: A rank failed on its way here.
     """
-    if point.has_agent:
-        return _tell_over_agent(point, rank, timeout)
-    return open_store(point, rank, timeout) if point.is_host else join_store(point, rank, timeout)
+    if point.is_host and not point.has_agent:
+        return open_store(point, rank, timeout, meanwhile)
+    meanwhile()
+    return _tell_over_agent(point, rank, timeout) if point.has_agent else join_store(point, rank, timeout)
 
 
-def open_store(point: Endpoint, rank: int, timeout: float) -> JobStore:
+def open_store(point: Endpoint, rank: int, timeout: float, meanwhile: Callable[[], None] = _nothing) -> JobStore:
     """Start the store of the job, at a name of this host's own or at the first free port of the endpoint.
 
     Where another process of the same job has done so already, join it: the verdict will say that this rank came twice.
@@ -145,7 +156,7 @@ def open_store(point: Endpoint, rank: int, timeout: float) -> JobStore:
             process does not start.
         RankFailedError: A rank failed on its way here.
     """
-    client, is_own = start_or_enter(point, rank, timeout, left=_left)
+    client, is_own = start_or_enter(point, rank, timeout, left=_left, meanwhile=meanwhile)
     if not is_own:
         return _entered(client, timeout)
     job_store = _connected(client, timeout, is_opened_here=True)  # of a failure that was left since, all hear from it

@@ -51,6 +51,11 @@ def look_after_others(record: FailureRecord) -> None:
         _current.look_after_others(record)
 
 
+def has_failed() -> bool:
+    """Return whether the watcher of this process knows that a rank has failed, this one perhaps."""
+    return _current is not None and _current.record is not None
+
+
 def raise_if_failed() -> None:
     """Begin nothing that waits for other ranks once one has failed, this one perhaps.
 
