@@ -45,7 +45,7 @@ _KEY_BYTES = 32
 UNPROVED = b"unproved"
 """Counter, in the table, of those who began a handshake and did not end it: they may have another secret."""
 UP = b"up"
-"""What the process writes to standard error when it has read its settings; an interpreter in trouble writes more."""
+"""What the process writes into a pipe of its own when it has read its settings: others write to standard error."""
 _HEAD_BYTES = MAC_BYTES + LENGTH.size
 _UNREACHABLE = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH)
 
@@ -259,7 +259,9 @@ def main() -> None:
     for number in (SIGINT, SIGTERM, SIGHUP):  # those who leave their job have to find the store
         signal(number, SIG_IGN)
     settings: dict[str, Any] = marshal.loads(_read_all(0))  # noqa: S302 - from the program that started this one
-    posix.write(2, UP)
+    up = settings.pop("up")
+    posix.write(up, UP)
+    posix.close(up)
     nothing = posix.open("/dev/null", posix.O_RDWR)
     for number in range(3):
         posix.dup2(nothing, number)
