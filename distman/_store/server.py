@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 _GUEST_SECONDS = 3.0  # for the whole handshake, which takes milliseconds
 _MOST_GUESTS = 256  # the oldest goes first: a rank that was sent away by a flood dials again
 _GUESTS_PER_ROUND = 16  # then members have their turn
-_SPARE_DESCRIPTORS = 64  # kept back from connections, so that there is always one for the next guest
+SPARE_DESCRIPTORS = 64  # kept back from connections, so that there is always one for the next guest
 _LONGEST_PAUSE = 3600.0  # seconds: the system takes no number that is much larger
 _MOST_DESCRIPTORS = 1 << 20  # where the host sets no limit, Linux does
 _KEY_BYTES = 32
@@ -99,7 +99,7 @@ class Server:
         self._awaited = opener
         self._entry_ends_at = monotonic() + entry_limit
         self._ends_at: float | None = self._entry_ends_at
-        self._most_peers = most_descriptors - _SPARE_DESCRIPTORS
+        self._most_peers = most_descriptors - SPARE_DESCRIPTORS
 
     def serve(self) -> None:
         """Serve until there is nobody left to serve."""
