@@ -15,7 +15,7 @@ from distman._coordination.messages import MalformedMessageError, add_to, decode
 from distman._coordination.monitor.current_watcher import has_failed
 from distman._coordination.sync import StoreGroup
 from distman._store.connection import InvalidRequestError
-from distman._store.torch_store import TorchStore
+from distman._store.torch_store import TorchStore, delete_keys
 from distman._text import printable
 from distman.errors import BarrierTimeoutError
 
@@ -70,8 +70,7 @@ class _Barrier:
         elif passages <= group.size:  # nobody leaves before all have come
             raise MalformedMessageError(f"the outcome of {self.key}", "it was there before all ranks had come")
         elif passages == 2 * group.size:
-            for one in (protocol.arrived, protocol.outcome, protocol.passages):
-                store.delete_key(one(self.key))
+            delete_keys(store, [one(self.key) for one in (protocol.arrived, protocol.outcome, protocol.passages)])
 
     def _come(self, timeout: float) -> bool:
         """Be counted as come, and return whether there is an outcome; the job's own store tells it, in the same call.

@@ -15,11 +15,10 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TypeVar
 
 from distman._store import frames
-from distman._store.connection import Connection, StoreLostError
+from distman._store.connection import Connection, StoreLostError, is_of_a_handler
 from distman._store.dialing import Door, ForeignServiceError, dial
 from distman._store.frames import LIMIT, NUMBER
 from distman._store.handshake import MEMBER, WATCHER, Hello, job_key
-from distman._store.server import UNPROVED
 
 T = TypeVar("T")
 
@@ -76,7 +75,8 @@ class Client:
     @property
     def num_unproved(self) -> int:
         """How many came to the store, and did not prove that they know this job's secret, or found that it does not."""
-        return self.add(UNPROVED, 0)
+        number: int = NUMBER.unpack(self._call(frames.NUM_UNPROVED))[0]
+        return number
 
     def again(self, role: int) -> Client:
         """Return another access to the same store, with connections of its own.
@@ -97,8 +97,8 @@ class Client:
         return total
 
     def append(self, key: bytes, value: bytes) -> None:
-        """Add to the end of a value."""
-        self._call(frames.APPEND, key, value)
+        """Add to the end of a value, and do not wait until that is done, as with :meth:`set`."""
+        self._post(frames.APPEND, key, value)
 
     def check(self, keys: Sequence[bytes]) -> bool:
         """Return whether all keys are set."""
@@ -108,9 +108,9 @@ class Client:
         """Replace a value that is the expected one, or nothing where nothing is expected; return what holds then."""
         return self._call(frames.COMPARE_SET, key, expected, desired)
 
-    def delete(self, key: bytes) -> bool:
-        """Delete a key, and return whether it was there."""
-        return self._call(frames.DELETE, key) == _YES
+    def delete(self, *keys: bytes) -> bool:
+        """Delete keys, and return whether all of them were there."""
+        return self._call(frames.DELETE, *keys) == _YES
 
     def num_keys(self) -> int:
         """Return how many keys are set."""
@@ -170,8 +170,12 @@ class Client:
     def register_will(
         self, key: bytes, counter: bytes, *, unless: bytes, if_closed: bytes, if_unreachable: bytes
     ) -> None:
-        """Let the store do something when this process ends, see :class:`distman._store.table.Will`."""
-        self._call(frames.WILL, key, counter, unless, if_closed, if_unreachable)
+        """Let the store do something when this process ends, see :class:`distman._store.table.Will`; do not wait."""
+        self._post(frames.WILL, key, counter, unless, if_closed, if_unreachable)
+
+    def revoke_will(self) -> None:
+        """Let the end of this process mean nothing; do not wait."""
+        self._post(frames.WILL)
 
     def leave_failure(self, failure: bytes) -> bytes:
         """Leave word of a failure for all who come later, and return the first that was left."""
@@ -234,6 +238,11 @@ class Client:
     def _dial_another(self) -> Connection:
         connection, _ = self._until_let_in(lambda: self._dial(WATCHER))
         self._all.append(connection)
+        try:
+            self._first.raise_if_lost()
+        except StoreLostError:  # another thread has closed them all meanwhile, and did not see this one
+            connection.close()
+            raise
         return connection
 
     def _dial(self, role: int) -> tuple[Connection, bytes | None]:
@@ -252,6 +261,8 @@ class Client:
             try:
                 return enter()
             except (OSError, ForeignServiceError) as error:
+                if is_of_a_handler(error):
+                    raise
                 is_pushed_out = isinstance(error, ConnectionResetError | BrokenPipeError | TimeoutError)
                 if not is_pushed_out or time.monotonic() > deadline:
                     raise StoreLostError(f"the job's store cannot be connected to any more: {error}") from error

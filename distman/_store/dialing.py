@@ -11,7 +11,7 @@ import time
 from typing import TYPE_CHECKING
 
 from distman._store import transport
-from distman._store.connection import Connection
+from distman._store.connection import Connection, new_socket
 from distman._store.frames import LENGTH, MalformedError
 from distman._store.handshake import (
     MAC_BYTES,
@@ -98,17 +98,38 @@ def dial(door: Door, hello: Hello) -> tuple[Connection, bytes | None]:
         raise
 
 
+def connect_to(host: str, port: int, timeout: float) -> socket.socket:
+    """Return a connection by IPv4 where the host has it, as the store listens to that; else by IPv6.
+
+    Another user's program may listen to the other one, at the same port.
+
+    Blocking, for ``timeout`` seconds at most for each address.
+
+    Raises:
+        OSError: There is none.
+    """
+    name = host.encode() if host.isascii() else host  # for a text, Python loads the codec of other alphabets: 3 ms
+    places = socket.getaddrinfo(name, port, type=socket.SOCK_STREAM)
+    places.sort(key=lambda place: place[0] != socket.AF_INET)
+    for number, (family, _, _, _, place) in enumerate(places, start=1):
+        connected = new_socket(family)
+        try:
+            connected.settimeout(timeout)
+            connected.connect(place)
+            return connected
+        except BaseException as error:
+            connected.close()
+            if number == len(places) or not isinstance(error, OSError):
+                raise
+    raise OSError(errno.EADDRNOTAVAIL, "it has no address")
+
+
 def _connect(address: Address, patience: float, in_line: float) -> socket.socket:
     if not isinstance(address, str):
-        return _connect_to_port(address, patience)
-    connected = socket.socket(socket.AF_UNIX)
+        return connect_to(*address, patience)
+    connected = new_socket(socket.AF_UNIX)
     try:
-        # A limit of Python's would make the connection fail at once while a flood of strangers stands in the queue.
-        connected.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _TIME.pack(*_seconds_and_microseconds(in_line)))
-        connected.settimeout(None if in_line > 0 else 0)
-        connected.connect(address)
-        connected.settimeout(None)
-        connected.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _TIME.pack(0, 0))
+        _stand_in_line(connected, address, in_line)
     except BlockingIOError as error:
         connected.close()
         raise CrowdedError(error.errno, "it has too many visitors") from error
@@ -118,24 +139,30 @@ def _connect(address: Address, patience: float, in_line: float) -> socket.socket
     return connected
 
 
-def _connect_to_port(address: tuple[str, int], patience: float) -> socket.socket:
-    """Return a connection by IPv4 where the host has it, as the store listens to that; else by IPv6.
+def _stand_in_line(connected: socket.socket, name: str, seconds: float) -> None:
+    """Connect to a name of this host within a time.
 
-    Another user's program may listen to the other one, at the same port.
+    A limit of Python's would make the connection fail at once while a flood of strangers stands in the queue. And
+    Python takes a connect that a signal has interrupted for one that goes on, which it does not at such a name.
     """
-    places = socket.getaddrinfo(*address, type=socket.SOCK_STREAM)
-    places.sort(key=lambda place: place[0] != socket.AF_INET)
-    for number, (family, _, _, _, place) in enumerate(places, start=1):
-        connected = socket.socket(family)
-        try:
-            connected.settimeout(patience)
-            connected.connect(place)
-            return connected
-        except BaseException as error:
-            connected.close()
-            if number == len(places) or not isinstance(error, OSError):
-                raise
-    raise OSError(errno.EADDRNOTAVAIL, "it has no address")
+    connected.settimeout(None if seconds > 0 else 0)
+    deadline = time.monotonic() + seconds
+    while not _is_connected(connected):
+        left = max(deadline - time.monotonic(), _SHORTEST_PATIENCE)
+        connected.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _TIME.pack(*_seconds_and_microseconds(left)))
+        connected.connect(name)
+    connected.settimeout(None)
+    connected.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _TIME.pack(0, 0))
+
+
+def _is_connected(connected: socket.socket) -> bool:
+    try:
+        connected.getpeername()
+    except OSError as error:
+        if error.errno != errno.ENOTCONN:
+            raise
+        return False
+    return True
 
 
 def _seconds_and_microseconds(seconds: float) -> tuple[int, int]:

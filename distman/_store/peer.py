@@ -9,6 +9,7 @@ from distman._store import frames
 TYPE_CHECKING = False  # typing takes longer to load than the process that serves a store takes to start
 if TYPE_CHECKING:
     from _socket import socket
+    from collections.abc import Sequence
     from select import epoll
 
     from distman._store.handshake import Hello, ServerSide
@@ -54,24 +55,24 @@ class Peer:
         self.received = bytearray()
         self.is_behind = False
         self.error: OSError | None = None
-        self._unsent = memoryview(b"")
+        self._unsent: list[memoryview] = []
         self._poll = poll
         poll.register(self.number, EPOLLIN)
 
-    def send(self, message: bytes) -> None:
+    def send(self, *pieces: bytes) -> None:
         """Send a message, now or when the connection takes it; a broken one is found when it is next read."""
         if self.is_behind:
-            self._unsent = memoryview(bytes(self._unsent) + message)
+            self._unsent += map(memoryview, pieces)
             return
-        num_sent = self._send(message)
-        if num_sent < len(message):
-            self._unsent = memoryview(message)[num_sent:]
+        num_sent = self._send(pieces)
+        if num_sent < sum(map(len, pieces)):
+            self._unsent = _after(num_sent, pieces)
             self.is_behind = True
             self._poll.modify(self.number, EPOLLOUT)
 
     def flush(self) -> None:
         """Send what was left over."""
-        self._unsent = self._unsent[self._send(self._unsent) :]
+        self._unsent = _after(self._send(self._unsent), self._unsent)
         if not self._unsent:
             self.is_behind = False
             self._poll.modify(self.number, EPOLLIN)
@@ -97,15 +98,25 @@ class Peer:
         self._poll.unregister(self.number)
         self.socket.close()
 
-    def _send(self, message: bytes | memoryview) -> int:
+    def _send(self, pieces: Sequence[bytes | memoryview]) -> int:
         """Return how much was sent.
 
         An error is kept until the end of the connection is read: whoever sends may be in the middle of telling many.
         """
         try:
-            return self.socket.send(message)
+            return self.socket.send(pieces[0]) if len(pieces) == 1 else self.socket.sendmsg(pieces)
         except BlockingIOError:
             return 0
         except OSError as error:
             self.error = error
-            return len(message)
+            return sum(map(len, pieces))
+
+
+def _after(num_bytes: int, pieces: Sequence[bytes | memoryview]) -> list[memoryview]:
+    """Return what is left of pieces after so many bytes."""
+    left = []
+    for piece in pieces:
+        if num_bytes < len(piece):
+            left.append(memoryview(piece)[num_bytes:])
+        num_bytes = max(0, num_bytes - len(piece))
+    return left

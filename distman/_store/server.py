@@ -42,8 +42,6 @@ SPARE_DESCRIPTORS = 64  # kept back from connections, so that there is always on
 _LONGEST_PAUSE = 3600.0  # seconds: the system takes no number that is much larger
 _MOST_DESCRIPTORS = 1 << 20  # where the host sets no limit, Linux does
 _KEY_BYTES = 32
-UNPROVED = b"unproved"
-"""Counter, in the table, of those who began a handshake and did not end it: they may have another secret."""
 UP = b"up"
 """What the process writes into a pipe of its own when it has read its settings: others write to standard error."""
 _HEAD_BYTES = MAC_BYTES + LENGTH.size
@@ -177,7 +175,7 @@ class Server:
         except Exception as error:  # noqa: BLE001 - what one client asks for must not take the store from all others
             self._refuse(peer, repr(error)[:200].encode())
 
-    def _take(self, peer: Peer, received: bytes) -> None:
+    def _take(self, peer: Peer, received: bytes | memoryview) -> None:
         """Go on with a handshake, or with requests, as far as they have come."""
         if peer.hello is None:
             peer.received += received
@@ -187,7 +185,7 @@ class Server:
             peer.received += received
             if frames.num_missing(peer.received) > 0:
                 return
-            received = bytes(peer.received)
+            received = memoryview(peer.received)  # of which each field is copied, and nothing else
         at = 0
         while not peer.is_behind and (found := frames.next_request(received, at)) is not None:
             number, operation, fields, at = found
@@ -224,13 +222,13 @@ class Server:
     def _refuse(self, peer: Peer, reason: bytes) -> None:
         """End the connection of a member that sends nonsense, and tell it so; a guest hears nothing."""
         if peer.hello is not None:
-            peer.send(frames.reply(0, frames.MALFORMED, reason))
+            peer.send(*frames.reply(0, frames.MALFORMED, reason))
         self._end(peer)
 
     def _end(self, peer: Peer, *, is_unreachable: bool = False) -> None:
         """Close a connection, and do what its client wanted to be done in that case."""
         if peer.hello is None and peer.side is not None:
-            self._table.add(UNPROVED, 1)
+            self._operations.num_unproved += 1
         del self._peers[peer.number]
         self._guests.pop(peer, None)
         peer.close()

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from _heapq import heapify, heappop, heappush
 
-from distman._store.frames import GIVEN_UP, MOST_NUMBER, OK, TIMED_OUT
+from distman._store.frames import GIVEN_UP, MOST_NUMBER, MOST_VALUE_BYTES, OK, TIMED_OUT, MalformedError
 
 TYPE_CHECKING = False  # typing takes longer to load than the process that serves a store takes to start
 if TYPE_CHECKING:
@@ -87,8 +87,15 @@ class Table:
                 self._wake(key)
 
     def append(self, key: bytes, value: bytes) -> None:
-        """Add to the end of a value."""
-        self.set(key, self._values.get(key, b"") + value)
+        """Add to the end of a value.
+
+        Raises:
+            MalformedError: It would be longer than a message.
+        """
+        before = self._values.get(key, b"")
+        if len(before) + len(value) > MOST_VALUE_BYTES:
+            raise MalformedError(f"an addition to a value, which would have {len(before) + len(value)} bytes")
+        self.set(key, before + value)
 
     def add(self, key: bytes, amount: int) -> int:
         """Add to the number at a key, which begins at 0, and return the sum.

@@ -3,6 +3,7 @@
 import dataclasses
 import errno
 import os
+import select
 import socket
 import struct
 import threading
@@ -15,9 +16,9 @@ from socket import AF_INET, AF_INET6
 import pytest
 from hypothesis import given, strategies
 
-from distman._store import connection, frames, server, transport
+from distman._store import frames, server, transport
 from distman._store.client import Client
-from distman._store.connection import StoreLostError
+from distman._store.connection import InvalidRequestError, StoreLostError
 from distman._store.dialing import ForeignServiceError, dial
 from distman._store.frames import MalformedError
 from distman._store.handshake import CHALLENGE_BYTES, MAGIC, MEMBER, ClientSide, Hello, door_key
@@ -50,6 +51,13 @@ def is_sent_away(stranger):
         return stranger.recv(1000) == b""
     except ConnectionResetError:
         return True
+
+
+def is_over(connected):
+    """Whether the other side has ended a connection, of which nothing is read."""
+    poller = select.poll()
+    poller.register(connected, select.POLLRDHUP)
+    return bool(poller.poll(PATIENCE * 1000))
 
 
 @pytest.fixture(scope="module", params=KINDS)
@@ -255,6 +263,7 @@ def test_a_host_that_is_given_up_is_told_from_a_process_that_died(number, words,
     with served_here("tcp") as here:
         member, other = Client(here, MEMBER, 5), Client(here)
         leave_will(member, 5)
+        member.check([b"a"])  # now the store has it
         monkeypatch.setattr(Peer, "receive", break_down)
         with pytest.raises(StoreLostError):
             member.check([b"a"])
@@ -376,12 +385,67 @@ def test_a_member_that_sends_nonsense_is_told_and_named(store, message):
     leave_will(member, 5)
     member._calls._socket.settimeout(PATIENCE)
     member._calls._socket.sendall(message)
-    with pytest.raises(connection._EndError, match=r"it refused a message, "):
-        member._calls._receive()
-    with pytest.raises(StoreLostError):
+    assert is_over(member._calls._socket)
+    with pytest.raises(StoreLostError, match=r"has refused a message, "):
         member.check([b"a"])
     assert other.get(b"failure", PATIENCE) == b"5 died"
     other.delete(b"failure")
+
+
+@pytest.mark.parametrize("num_bytes", [1, frames.MOST_BYTES // 2])
+def test_values_that_are_too_long_together_are_refused_and_harm_nobody(store, num_bytes):
+    """They are told when the last one is set, by another member."""
+    reader, writer = store.client(), store.client(MEMBER, 6)
+    names = [b"a", b"b", b"c"]
+    with ThreadPoolExecutor(1) as threads:
+        reading = threads.submit(reader.multi_get, names, PATIENCE)
+        for name in names:
+            writer.set(name, bytes(num_bytes - 1))
+        if num_bytes == 1:
+            assert reading.result(PATIENCE) == [b""] * 3
+        else:
+            with pytest.raises(InvalidRequestError, match=f"values of a reply must have less than {frames.MOST_BYTES}"):
+                reading.result(PATIENCE)
+    for name in names:
+        assert len(reader.get(name, PATIENCE)) == num_bytes - 1
+        assert writer.delete(name)
+    reader.wait([], PATIENCE)
+
+
+def test_a_value_grows_no_longer_than_it_may_be_read(store):
+    first, second = store.client(), store.client()
+    piece = bytes(frames.MOST_VALUE_BYTES // 2)
+    for _ in range(2):
+        first.append(b"a", piece)
+    assert second.get(b"a", PATIENCE) == piece * 2
+    with pytest.raises(StoreLostError, match="refused a message, an addition to a value, which would have"):
+        append_and_ask(first, b"a", b"12")
+    assert len(second.get(b"a", PATIENCE)) == len(piece) * 2
+    with pytest.raises(ValueError, match=f"must have less than {frames.MOST_BYTES} bytes"):
+        second.set(b"a", bytes(frames.MOST_BYTES))
+    assert second.delete(b"a")
+
+
+def append_and_ask(client, key, value):
+    client.append(key, value)
+    client.check([key])
+
+
+def test_a_long_value_is_told_to_all_who_wait_and_kept_once():
+    value = os.urandom(16 << 20)
+    with open_store("unix") as store, ThreadPoolExecutor(8) as threads:
+        readers, writer = [store.client() for _ in range(8)], store.client()
+        reading = [threads.submit(reader.get, b"a", PATIENCE) for reader in readers]
+        writer.set(b"a", value)
+        assert all(one.result(PATIENCE) == value for one in reading)
+        assert resident(store, "VmHWM") < 4 * len(value) >> 10
+
+
+def resident(store, name="VmRSS"):
+    """KiB of memory that the store's process has."""
+    status = Path(f"/proc/{store.process.pid}/status").read_text(encoding="utf-8")
+    (number,) = [int(line.split()[1]) for line in status.splitlines() if line.startswith(name)]
+    return number
 
 
 def test_a_member_that_takes_no_replies_takes_no_memory(store):
@@ -392,9 +456,7 @@ def test_a_member_that_takes_no_replies_takes_no_memory(store):
     greedy._calls._socket.settimeout(PATIENCE)
     greedy._calls._socket.sendall(requests)
     assert other.add(b"counter", 1) == 1
-    status = Path(f"/proc/{store.process.pid}/status").read_text(encoding="utf-8")
-    (resident,) = [int(line.split()[1]) for line in status.splitlines() if line.startswith("VmRSS")]
-    assert resident < 200 << 10  # of KiB; all replies have twice that
+    assert resident(store) < 200 << 10  # all replies have twice that
     assert num_sent_unread(greedy._calls._socket, other) < 32 << 20
     numbers = deque(range(1, 101))
     while numbers:
@@ -425,7 +487,9 @@ class Recorder:
     def __init__(self):
         self.wait = self.will = None
         self.sent = []
-        self.send = self.sent.append
+
+    def send(self, *pieces):
+        self.sent.append(b"".join(pieces))
 
 
 FIELDS = strategies.sampled_from([b"", b"a", b"b", b"1", bytes(8), frames.NUMBER.pack(2), b"\xff" * 8])
@@ -445,7 +509,7 @@ def test_any_request_is_answered_once_or_refused(program):
         except MalformedError:
             assert peer.sent == []
         else:
-            is_answered = operation != frames.SET and peer.wait is None
+            is_answered = operation not in (frames.SET, frames.WILL) and peer.wait is None
             assert [frames.next_reply(reply)[0] for reply in peer.sent] == [number] * is_answered
         assert table._num_waits == sum(one.wait is not None for one in peers)
     table.expire(time.monotonic() + 2**70)

@@ -67,11 +67,11 @@ def raise_if_failed() -> None:
 
 
 def let_others_hear_first() -> None:
-    """If this process serves the store, wait until the others know the failure on record too.
+    """If the store may end with this process, wait until the others know the failure on record too.
 
     Blocking. The program may end at once when it learns of a failure, and the others would then miss the store only.
     """
-    if _current is not None and _current.is_store_rank:
+    if _current is not None and _current.holds_store:
         _current.wait_until_known()
 
 
