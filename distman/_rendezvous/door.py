@@ -95,15 +95,7 @@ def door_at(address: Address, point: Endpoint, patience: float = PATIENCE) -> Do
     )
 
 
-def find_store(
-    point: Endpoint,
-    rank: int,
-    timeout: float,
-    *,
-    role: int = MEMBER,
-    left: Collection[str] = (),
-    is_told: bool = False,
-) -> Client:
+def find_store(point: Endpoint, rank: int, timeout: float, *, role: int = MEMBER, left: Collection[str] = ()) -> Client:
     """Try every place of the endpoint until the job's store answers.
 
     Args:
@@ -112,7 +104,6 @@ def find_store(
         timeout: Seconds to go on looking.
         role: As what to enter.
         left: Sessions that this process has taken part in before: those stores are about to close.
-        is_told: Whether its host has told where it is: then something else there will not make room for it.
 
     Raises:
         RendezvousError: None answered within ``timeout`` seconds.
@@ -129,10 +120,8 @@ def find_store(
         if is_foreign and not is_said and time.monotonic() - started > _QUIET:
             is_said = True
             logger.warning("waiting for %s at %s: %s", point.host, point.url, _listed(reasons))
-        if is_told and is_foreign:
-            raise RendezvousError(_host_missing(point, reasons))
         if time.monotonic() + pause > deadline:
-            raise RendezvousError(_host_missing(point, reasons, f" within {timeout:g} s"))
+            raise RendezvousError(_host_missing(point, timeout, reasons))
         time.sleep(pause)
         pause = min(2 * pause, _LONGEST_PAUSE)
 
@@ -222,10 +211,10 @@ def explain(error: Exception) -> str:
     return text or type(error).__name__
 
 
-def _host_missing(point: Endpoint, reasons: Mapping[str, str], limit: str = "") -> str:
+def _host_missing(point: Endpoint, timeout: float, reasons: Mapping[str, str]) -> str:
     tried = f"Tried {_listed(reasons)}. " if reasons else ""
     return (
-        f"{point.host} must open the job's store at {point.url}{limit}, got no answer from it "
+        f"{point.host} must open the job's store at {point.url} within {timeout:g} s, got no answer from it "
         f"[{point.source}]. {tried}See whether {point.host} started{alike(point)}, runs on {point.addresses[0]} "
         "and reached DistributedManager.initialize(); set rendezvous_timeout for slow starts."
     )

@@ -47,7 +47,8 @@ class _Opening:
     meanwhile: Callable[[], None]
 
 
-def _nothing() -> None: ...
+def nothing() -> None:
+    """Do nothing meanwhile."""
 
 
 def start_or_enter(
@@ -57,7 +58,7 @@ def start_or_enter(
     *,
     left: Collection[str] = (),
     failure: bytes = b"",
-    meanwhile: Callable[[], None] = _nothing,
+    meanwhile: Callable[[], None] = nothing,
 ) -> tuple[Client, bool]:
     """Start the store of the job, or enter the one that another process of the job has started.
 

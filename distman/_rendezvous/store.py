@@ -25,7 +25,7 @@ from distman._coordination.monitor.reading import read_at_once
 from distman._rendezvous import mpi
 from distman._rendezvous.address import Endpoint
 from distman._rendezvous.door import alike, find_store, url_of
-from distman._rendezvous.opening import start_or_enter
+from distman._rendezvous.opening import nothing, start_or_enter
 from distman._rendezvous.sockets import is_listened_to_here
 from distman._rendezvous.told import Told, UnprovedError, unseal, useful_elsewhere
 from distman._store.client import Client
@@ -35,10 +35,6 @@ from distman.environments import LaunchEnvironment
 from distman.errors import RendezvousError
 
 _PAUSE = 0.01  # seconds between two looks whether rank 0 has told its address: it starts within milliseconds
-
-
-def _nothing() -> None: ...
-
 
 _left: set[str] = set()
 """Sessions of stores that this process has left; a new start must find a new one."""
@@ -130,7 +126,7 @@ def keep_store() -> JobStore:
     return JobStore(dist.HashStore(), "the memory of its only rank")
 
 
-def open_or_join(point: Endpoint, rank: int, timeout: float, meanwhile: Callable[[], None] = _nothing) -> JobStore:
+def open_or_join(point: Endpoint, rank: int, timeout: float, meanwhile: Callable[[], None] = nothing) -> JobStore:
     """Return the store of the job that meets at this point.
 
     Collective.
@@ -151,7 +147,7 @@ def open_or_join(point: Endpoint, rank: int, timeout: float, meanwhile: Callable
     return _tell_over_agent(point, rank, timeout) if point.has_agent else join_store(point, rank, timeout)
 
 
-def open_store(point: Endpoint, rank: int, timeout: float, meanwhile: Callable[[], None] = _nothing) -> JobStore:
+def open_store(point: Endpoint, rank: int, timeout: float, meanwhile: Callable[[], None] = nothing) -> JobStore:
     """Start the store of the job, at a name of this host's own or at the first free port of the endpoint.
 
     Where another process of the same job has done so already, join it: the verdict will say that this rank came twice.
@@ -218,12 +214,12 @@ def _tell_over_agent(point: Endpoint, rank: int, timeout: float) -> JobStore:
     agent = _connect(point, timeout)
     start = next(_told_by_agent)
     key = protocol.store_address(point.job_id, start)
-    secret = point.protection.key if point.protection is not None else None
 
     def find_failure() -> FailureRecord | None:  # at the first start: later ones find what was left then
         told = read_at_once(agent, protocol.start_failure(point.job_id)) if start == 0 else None
         return FailureRecord.told(told.encode()) if told is not None else None
 
+    secret = point.protection.key if point.protection is not None else None
     if point.is_host:
         opened, told = _open_anywhere(point, timeout)
         try:
@@ -233,7 +229,8 @@ def _tell_over_agent(point: Endpoint, rank: int, timeout: float) -> JobStore:
             raise
         opened.find_failure = find_failure
         return opened
-    return _join_told(_told_over_agent(agent, key, secret, point, timeout, find_failure), point, rank, timeout)
+    told = _told_over_agent(agent, key, secret, point, timeout, find_failure)
+    return _join_told(told, point, rank, timeout)
 
 
 def _told_over_agent(
@@ -292,7 +289,7 @@ def _join_told(told: Told, point: Endpoint, rank: int, timeout: float) -> JobSto
     there = dataclasses.replace(
         point, job_id=told.job, addresses=told.addresses, ports=(told.port,), is_host=False, has_agent=False
     )
-    return _entered(find_store(there, rank, timeout, left=_left, is_told=True), timeout)
+    return join_store(there, rank, timeout)
 
 
 def _entered(client: Client, timeout: float) -> JobStore:

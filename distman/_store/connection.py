@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
+import resource
 import socket
 import threading
 import traceback
@@ -16,6 +18,8 @@ from distman._store.handshake import Answer
 from distman._store.transport import FEW_BYTES, MANY_BYTES
 from distman._text import printable
 
+_NUM_HIGHEST = 32  # descriptors for connections to the store: a process has a few
+_MOST_DESCRIPTORS = 1 << 16  # more than collectives need; the system keeps a table up to the highest one, 8 bytes each
 _MOST_NUMBER = (1 << 32) - 1
 _MOST_REASON_BYTES = 500
 _HERE = __name__.rpartition(".")[0] + "."
@@ -258,9 +262,25 @@ _dialled: weakref.WeakSet[socket.socket] = weakref.WeakSet()
 
 def new_socket(family: int) -> socket.socket:
     """Return a socket for a connection, which a forked child closes even if the store has yet to be reached."""
-    created = socket.socket(family)
+    created = _moved_up(socket.socket(family))
     _dialled.add(created)
     return created
+
+
+def _moved_up(created: socket.socket) -> socket.socket:
+    """Return a socket with one of the highest descriptors that this process may have, or the same where none is free.
+
+    Of a process that dies, Linux closes the highest ones first: so the store knows of a death before another connection
+    breaks, and whoever is surprised by that, and leaves, finds it there.
+    """
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = _MOST_DESCRIPTORS if soft == resource.RLIM_INFINITY else min(soft, _MOST_DESCRIPTORS)
+    try:
+        number = fcntl.fcntl(created.fileno(), fcntl.F_DUPFD_CLOEXEC, max(0, most - _NUM_HIGHEST))
+    except OSError:
+        return created
+    created.close()
+    return socket.socket(fileno=number)
 
 
 @puts_back

@@ -98,7 +98,7 @@ def dial(door: Door, hello: Hello) -> tuple[Connection, bytes | None]:
         raise
 
 
-def connect_to(host: str, port: int, timeout: float) -> socket.socket:
+def _connect_to_port(host: str, port: int, timeout: float) -> socket.socket:
     """Return a connection by IPv4 where the host has it, as the store listens to that; else by IPv6.
 
     Another user's program may listen to the other one, at the same port.
@@ -126,7 +126,7 @@ def connect_to(host: str, port: int, timeout: float) -> socket.socket:
 
 def _connect(address: Address, patience: float, in_line: float) -> socket.socket:
     if not isinstance(address, str):
-        return connect_to(*address, patience)
+        return _connect_to_port(*address, patience)
     connected = new_socket(socket.AF_UNIX)
     try:
         _stand_in_line(connected, address, in_line)

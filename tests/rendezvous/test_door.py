@@ -227,17 +227,6 @@ def test_who_holds_up_the_first_look_is_told_of(monkeypatch, caplog):
     assert f"holds @{point.local_name[1:]}turn" in record.getMessage()
 
 
-def with_secret(point, character):
-    return dataclasses.replace(point, protection=Protection(Source.VARIABLE, character * 32))
-
-
-def test_who_was_told_the_place_and_has_another_secret_does_not_wait(free_port):
-    with opened(with_secret(at_ports(free_port), b"a")) as host:
-        with pytest.raises(RendezvousError, match=r"does not know this job, or the job's secret\. See whether rank 0"):
-            find_store(with_secret(at_ports(free_port), b"b"), 1, 3600, is_told=True)
-        assert host.num_unproved == 1
-
-
 def test_what_others_listen_at_is_passed_by_and_named(monkeypatch, caplog):
     """Somebody else's process may take names that begin like this job's: the kernel says whose it is."""
     monkeypatch.setattr(door, "_QUIET", 0.0)

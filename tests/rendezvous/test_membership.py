@@ -68,6 +68,14 @@ def test_all_learn_the_same_ranks(point, world_size):
     assert [peer.rank for peer in results[0]] == list(range(world_size))
 
 
+def test_the_store_tells_and_need_not_be_asked_again(point, monkeypatch):
+    """Nobody would look again before the test is over."""
+    monkeypatch.setattr(membership, "_SHORTEST_LIMIT", 1e6)
+    monkeypatch.setattr(membership, "_LONGEST_LIMIT", 1e6)
+    results = gather(point, *(join_record(rank, 3) for rank in range(3)), timeout=20)
+    assert [len(peers) for peers in results] == [3] * 3
+
+
 def test_the_missing_are_named_on_every_rank_that_came(point):
     started = time.monotonic()
     results = gather(point, join_record(0, 3), join_record(1, 3), timeout=1.0, expected={2: "n2"})

@@ -4,6 +4,7 @@ import json
 import os
 import select
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -111,6 +112,15 @@ def test_a_rank_that_is_killed_takes_neither_the_store_nor_its_keys_with_it():
         assert other.get(b"of rank 0", PATIENCE) == b"kept"
         assert other.add(b"news", 0) == 1
         assert other.store_pid == pid
+        other.close()
+
+
+def test_of_a_process_that_dies_the_connection_to_the_store_ends_first():
+    with open_store("unix") as store:
+        client = store.client()
+        later, other = socket.socketpair()
+        assert client._first._socket.fileno() > max(later.fileno(), other.fileno())
+        later.close()
         other.close()
 
 

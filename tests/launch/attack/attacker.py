@@ -43,6 +43,7 @@ PATIENCE = 10.0  # seconds for an answer that takes milliseconds
 MORE_PATIENCE = 0.1  # seconds for more of it
 CROWD_PATIENCE = 60.0  # seconds until everybody of a crowd must have been sent away
 CROWD = 1_000
+PAUSE = 0.01  # seconds between two looks for a store that is not there yet: they cost a core otherwise
 DRIP_EVERY = 0.2  # seconds
 LIMIT = struct.pack("<Q", 1000)
 AGENT_HELLO = struct.pack("<BI", 0, 0x3C85F7CE)  # of torch's TCPStore, as all that follows
@@ -390,7 +391,7 @@ def wait_for_doors():
             pass
         if time.monotonic() > until:
             return []
-        time.sleep(0.001)
+        time.sleep(PAUSE)
 
 
 def known_doors():
