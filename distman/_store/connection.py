@@ -15,10 +15,9 @@ from distman._process_state import puts_back
 from distman._store import frames
 from distman._store.frames import MalformedError
 from distman._store.handshake import Answer
+from distman._store.transport import FEW_BYTES, MANY_BYTES
 from distman._text import printable
 
-_FEW_BYTES = 8192  # a larger buffer costs a call of malloc that asks the kernel for memory
-_MANY_BYTES = 1 << 20
 _NUM_HIGHEST = 32  # descriptors for connections to the store: a process has a few
 _MOST_DESCRIPTORS = 1 << 16  # more than collectives need; the system keeps a table up to the highest one, 8 bytes each
 _MOST_NUMBER = (1 << 32) - 1
@@ -229,7 +228,7 @@ class Connection:
     def _read(self, missing: int) -> None:
         """Read so many bytes at least."""
         while missing > 0:
-            self._pieces.extend(map(self._socket.recv, (min(max(missing, _FEW_BYTES), _MANY_BYTES),)))
+            self._pieces.extend(map(self._socket.recv, (min(max(missing, FEW_BYTES), MANY_BYTES),)))
             if not self._pieces[-1]:
                 raise _EndError("it has closed the connection")
             missing -= len(self._pieces[-1])

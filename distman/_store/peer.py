@@ -5,6 +5,7 @@ from __future__ import annotations
 from select import EPOLLIN, EPOLLOUT
 
 from distman._store import frames
+from distman._store.transport import FEW_BYTES, MANY_BYTES
 
 TYPE_CHECKING = False  # typing takes longer to load than the process that serves a store takes to start
 if TYPE_CHECKING:
@@ -14,9 +15,6 @@ if TYPE_CHECKING:
 
     from distman._store.handshake import Hello, ServerSide
     from distman._store.table import Wait, Will
-
-_FEW_BYTES = 8192  # a larger buffer costs a call of malloc that asks the kernel for memory
-_MANY_BYTES = 1 << 20
 
 
 class Peer:
@@ -85,9 +83,9 @@ class Peer:
         """
         if self.error is not None:
             raise self.error
-        num_bytes = _FEW_BYTES
+        num_bytes = FEW_BYTES
         if self.received and self.hello is not None:
-            num_bytes = min(max(frames.num_missing(self.received), _FEW_BYTES), _MANY_BYTES)
+            num_bytes = min(max(frames.num_missing(self.received), FEW_BYTES), MANY_BYTES)
         try:
             return self.socket.recv(num_bytes)
         except BlockingIOError:
