@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 _GUEST_SECONDS = 3.0  # for the whole handshake, which takes milliseconds
 _MOST_GUESTS = 256  # the oldest goes first: a rank that was sent away by a flood dials again
 _GUESTS_PER_ROUND = 16  # then members have their turn
+_LISTENER_RESTS = 0.1  # seconds, where the host can open nothing: it would be found ready all the time
 _SPARE_DESCRIPTORS = 64  # kept back from connections, so that there is always one for the next guest
 _LONGEST_PAUSE = 3600.0  # seconds: the system takes no number that is much larger
 _MOST_DESCRIPTORS = 1 << 20  # where the host sets no limit, Linux does
@@ -45,6 +46,7 @@ _KEY_BYTES = 32
 UP = b"up"
 """What the process writes to standard error when it has read its settings; an interpreter in trouble writes more."""
 _HEAD_BYTES = MAC_BYTES + LENGTH.size
+_HOST_IS_FULL = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 _UNREACHABLE = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH)
 
 
@@ -89,6 +91,7 @@ class Server:
         self._poll = epoll()
         self._poll.register(listener.fileno(), EPOLLIN)
         self._door: int | None = listener.fileno()
+        self._door_rests_until: float | None = None
         self._table = Table()
         self._operations = Operations(self._table, self._shut, failure)
         self._peers: dict[int, Peer] = {}
@@ -111,22 +114,27 @@ class Server:
     def _pause(self) -> float | None:
         """Do what is due, and return how long nothing will be, unless something comes; None at the end."""
         deadline = self._table.next_deadline()
-        if deadline is None and not self._guests and self._ends_at is None:
+        if deadline is None and not self._guests and self._ends_at is None and self._door_rests_until is None:
             return -1.0
         now = monotonic()
         if self._ends_at is not None and now >= self._ends_at:
             return None
         self._table.expire(now)
         self._dismiss_guests(now)
-        times = [self._table.next_deadline(), self._ends_at, next(iter(self._guests.values()), None)]
+        if self._door_rests_until is not None and now >= self._door_rests_until:
+            self._open_again()
+        guests_end = next(iter(self._guests.values()), None)
+        times = [self._table.next_deadline(), self._ends_at, self._door_rests_until, guests_end]
         return min([_LONGEST_PAUSE, *[max(0.0, time - now) for time in times if time is not None]])
 
     def _welcome_guests(self) -> None:
         for _ in range(_GUESTS_PER_ROUND):
             try:
                 number, _ = self._listener._accept()  # type: ignore[attr-defined]
-            except OSError as error:  # nobody waits, or has gone; or the host itself has no descriptor left
-                if error.errno == errno.ECONNABORTED:
+            except OSError as error:
+                if error.errno in _HOST_IS_FULL:
+                    self._rest()
+                elif error.errno != errno.EAGAIN:  # who waited has gone
                     continue
                 return
             guest = _socket.socket(fileno=number)
@@ -134,6 +142,14 @@ class Server:
                 self._welcome(guest)
             except OSError:  # it has gone already, or the host has no room for another one
                 guest.close()
+
+    def _rest(self) -> None:
+        self._poll.unregister(self._listener.fileno())
+        self._door_rests_until = monotonic() + _LISTENER_RESTS
+
+    def _open_again(self) -> None:
+        self._poll.register(self._listener.fileno(), EPOLLIN)
+        self._door_rests_until = None
 
     def _welcome(self, guest: _socket.socket) -> None:
         is_full = len(self._peers) >= self._most_peers
@@ -245,8 +261,9 @@ class Server:
     def _shut(self) -> None:
         """Let nobody in any more, and leave the place where they came to another store."""
         if self._door is not None:
-            self._poll.unregister(self._door)
-            self._door = None
+            if self._door_rests_until is None:
+                self._poll.unregister(self._door)
+            self._door = self._door_rests_until = None
             self._listener.close()
         if self._num_members == 0:
             self._ends_at = monotonic()

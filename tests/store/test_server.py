@@ -17,7 +17,7 @@ from hypothesis import given, strategies
 
 from distman._store import frames, server, transport
 from distman._store.client import Client
-from distman._store.connection import InvalidRequestError, StoreLostError
+from distman._store.connection import InvalidRequestError, StoreLostError, StoreTimeoutError
 from distman._store.dialing import ForeignServiceError, dial
 from distman._store.frames import MalformedError
 from distman._store.handshake import CHALLENGE_BYTES, MAGIC, MEMBER, ClientSide, Hello, door_key
@@ -132,6 +132,19 @@ def test_a_handshake_and_requests_may_come_in_any_pieces(store):
         assert frames.next_reply(member.recv(1000))[:2] == (5, frames.OK)
 
 
+def test_who_proves_nothing_is_counted_whatever_keys_are_set(store):
+    member = store.client()
+    member.set(b"unproved", b"no number")
+    before = member.num_unproved
+    with connect(store.address) as stranger:
+        stranger.sendall(MAGIC + bytes(16))
+        assert len(stranger.recv(1000)) == CHALLENGE_BYTES
+        stranger.shutdown(socket.SHUT_WR)
+        assert is_sent_away(stranger)
+    assert member.num_unproved == before + 1
+    member.delete(b"unproved")
+
+
 def send_in_pieces(connected, message):
     """Send each byte by itself, as a network may cut a message anywhere."""
     if connected.family != socket.AF_UNIX:
@@ -224,6 +237,36 @@ def test_descriptors_are_kept_back_from_connections(monkeypatch):
         assert members[1].add(b"counter", 1) == 1
         for member in members:
             member.close()
+
+
+@pytest.mark.parametrize("number", [errno.ENFILE, errno.EMFILE, errno.ENOBUFS, errno.ENOMEM])
+def test_where_the_host_can_open_nothing_the_door_rests(number, monkeypatch):
+    """A stranger would stand before it all the time, and the process find that again and again."""
+    rounds = []
+    pause = server.Server._pause
+    monkeypatch.setattr(server.Server, "_pause", lambda here: rounds.append(1) or pause(here))
+    monkeypatch.setattr(server, "_LISTENER_RESTS", 0.05)
+    with served_here() as here:
+        member = Client(here)
+        with monkeypatch.context() as full:
+            full.setattr(socket.socket, "_accept", refuse_by(number), raising=False)
+            with connect(here.address) as stranger:
+                del rounds[:]
+                with pytest.raises(StoreTimeoutError):
+                    member.get(b"never set", 0.2)
+                assert len(rounds) < 50
+                full.undo()
+                stranger.sendall(MAGIC + bytes(16))
+                assert len(stranger.recv(1000)) == CHALLENGE_BYTES
+        Client(here).close()
+        member.close()
+
+
+def refuse_by(number):
+    def accept(_listener):
+        raise OSError(number, os.strerror(number))
+
+    return accept
 
 
 def test_where_descriptors_are_few_the_oldest_stranger_makes_room(monkeypatch):
