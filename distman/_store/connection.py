@@ -16,9 +16,9 @@ from distman._store.handshake import Answer
 from distman._text import printable
 
 _FEW_BYTES = 8192  # a larger buffer costs a call of malloc that asks the kernel for memory
-_MANY_BYTES = 1 << 20
-_MOST_NUMBER = (1 << 32) - 1
-_MOST_REASON_BYTES = 500
+_MANY_BYTES = 1 << 20  # in one call: the memory for them is asked for before anything has come
+_MOST_NUMBER = (1 << 32) - 1  # of a request: it travels in 32 bits, and begins again
+_MOST_REASON_BYTES = 500  # that are shown of what the store says: a sentence or two
 _HERE = __name__.rpartition(".")[0] + "."
 
 

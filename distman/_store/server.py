@@ -6,12 +6,12 @@ costs no thread, and members are served between any few of them.
 
 from __future__ import annotations
 
-import _socket
+import _socket  # socket itself loads enum and selectors, which takes longer than all the rest
 import errno
 import marshal
 import posix
 import resource
-from _signal import SIG_IGN, SIGHUP, SIGINT, SIGTERM, signal  # type: ignore[import-not-found]
+from _signal import SIG_IGN, SIGHUP, SIGINT, SIGTERM, signal  # type: ignore[import-not-found]  # no stubs: signal's own module
 from select import EPOLLIN, EPOLLOUT, epoll
 from time import monotonic
 
@@ -42,7 +42,9 @@ _LISTENER_RESTS = 0.1  # seconds, where the host can open nothing: it would be f
 _SPARE_DESCRIPTORS = 64  # kept back from connections, so that there is always one for the next guest
 _LONGEST_PAUSE = 3600.0  # seconds: the system takes no number that is much larger
 _MOST_DESCRIPTORS = 1 << 20  # where the host sets no limit, Linux does
-_KEY_BYTES = 32
+_KEY_BYTES = 32  # of a key that is drawn: nobody guesses 256 bits
+_SESSION_BYTES = 8  # of the name of an opening: it is no secret, and must not come twice
+_MOST_REASON_BYTES = 200  # of the error that a message has caused: one line
 UP = b"up"
 """What the process writes to standard error when it has read its settings; an interpreter in trouble writes more."""
 _HEAD_BYTES = MAC_BYTES + LENGTH.size
@@ -86,7 +88,7 @@ class Server:
         self._key = door_key(secret, job)
         self._credential = credential
         self._drawn_key = posix.urandom(_KEY_BYTES) if is_local and not secret else b""
-        self._session = posix.urandom(8).hex().encode()
+        self._session = posix.urandom(_SESSION_BYTES).hex().encode()
         self._unreachable_after = unreachable_after
         self._poll = epoll()
         self._poll.register(listener.fileno(), EPOLLIN)
@@ -130,7 +132,7 @@ class Server:
     def _welcome_guests(self) -> None:
         for _ in range(_GUESTS_PER_ROUND):
             try:
-                number, _ = self._listener._accept()  # type: ignore[attr-defined]
+                number, _ = self._listener._accept()  # type: ignore[attr-defined]  # no stubs: accept() is Python
             except OSError as error:
                 if error.errno in _HOST_IS_FULL:
                     self._rest()
@@ -189,7 +191,7 @@ class Server:
         except MalformedError as error:
             self._refuse(peer, str(error).encode())
         except Exception as error:  # noqa: BLE001 - what one client asks for must not take the store from all others
-            self._refuse(peer, repr(error)[:200].encode())
+            self._refuse(peer, repr(error)[:_MOST_REASON_BYTES].encode())
 
     def _take(self, peer: Peer, received: bytes | memoryview) -> None:
         """Go on with a handshake, or with requests, as far as they have come."""

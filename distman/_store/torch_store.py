@@ -193,7 +193,7 @@ class TorchStore(dist.Store):
 
     @property
     def _timeout(self) -> timedelta:
-        timeout: timedelta = self.timeout  # type: ignore[attr-defined]
+        timeout: timedelta = self.timeout  # type: ignore[attr-defined]  # torch's stubs lack it
         return timeout
 
     def _keys(self, keys: Sequence[str]) -> list[bytes]:
