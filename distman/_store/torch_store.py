@@ -133,13 +133,13 @@ class TorchStore(dist.Store):
         return True
 
     @_with_errors_of_torch
-    def arrive(self, counter: str, size: int, outcome: tuple[str, str], limit: float, unless: bytes = b"") -> bytes:
+    def arrive(self, counter: str, size: int, outcome: tuple[str, str], limit: float) -> bytes:
         """Count this one as come, wait until so many have, and return the outcome; see :meth:`Client.arrive`.
 
         Blocking, for ``limit`` seconds at most.
         """
         key, value = outcome
-        return self.client.arrive(self.full_key(counter), size, (self.full_key(key), value.encode()), limit, unless)
+        return self.client.arrive(self.full_key(counter), size, (self.full_key(key), value.encode()), limit)
 
     @_with_errors_of_torch
     def register_will(
