@@ -22,12 +22,13 @@ package, but no other module spells a key out. The life of a job, as one rank se
      |
     leaves        ->  left(rank), LEFT +1                   ->  who awaits this rank gives up
      v
-    gone          ->  GONE +1: lets go of the store         ->  the store rank waits for all, or a failure
-    closing       ->  CLOSING, NEWS: from the store rank    ->  who still uses the store: GONE +1; then it is closed
+    gone          ->  GONE +1: lets go of the store         ->  the holder waits for all, or a failure
+    closing       ->  CLOSING, NEWS: from the holder        ->  who still uses the store: GONE +1; then it is closed
 
 The opener is the rank that started the process of the store, which ends with its last member. There is a store rank
-only where other code made the store: the rank that serves it, and with which it ends. In other jobs nobody waits for
-GONE, and CLOSING is never set.
+only where other code made the store: the rank that serves it, and with which it ends. The holder is a store rank, or
+the opener where the launcher may end that process with the last rank of its host. In other jobs nobody waits for GONE,
+and CLOSING is never set.
 
 A counter is a number that ``Store.add`` raises; a flag is a key whose presence alone counts. All other values are JSON
 or plain text, which ``messages.py`` reads, and never a pickle, which can run code. "Lives on" means until the store is
@@ -50,6 +51,14 @@ def in_job(key: str) -> str:
 def store_address(job_id: str, start: int) -> str:
     """In the store of a launcher's agent: where rank 0 has opened the job's own at this start. It lives on."""
     return f"distman/{job_id}/start {start}"
+
+
+def start_failure(job_id: str) -> str:
+    """In the store of a launcher's agent: fields of the ``FailureRecord`` of a rank that failed before it joined.
+
+    That rank writes it, the first one; rank 0 reads it until the verdict, the others until they know where to meet.
+    """
+    return f"distman/{job_id}/start failure"
 
 
 PROCESS_GROUP = "group"
@@ -94,7 +103,7 @@ so do the others where rank 0 does not judge."""
 
 TURNED_AWAY = "turned away"
 """Counter of processes that did not join, because they failed before, or were told that another one had. Each adds
-itself; the opener waits for it."""
+itself, or rank 0 does it for one that has told of its failure elsewhere; the opener waits for it."""
 
 
 def join_record(place: int) -> str:
@@ -124,8 +133,8 @@ CARETAKER = "caretaker"
 one that knows of the failure and can look writes it, the failing one perhaps; all read it."""
 
 FAILURE_SEEN = "failure seen"
-"""Counter of ranks that know of FAILURE and have not left since, without the one that failed. Each adds itself; a store
-rank waits for all of them before its program learns of it, and may end."""
+"""Counter of ranks that know of FAILURE and have not left since, without the one that failed. Each adds itself; the
+holder waits for all of them before its program learns of it, and may end."""
 
 LEFT = "left"
 """Counter of ranks that left the job. Each adds itself; who waits looks for left(rank) only if it is not 0."""
@@ -134,10 +143,10 @@ FIRST_TO_LEAVE = "first to leave"
 """The rank that was the first to leave. It writes it; who finds a connection broken reads it."""
 
 CLOSING = "closing"
-"""Flag: the store will be closed. A store rank writes it when it leaves; all watchers read it."""
+"""Flag: the store will be closed. Its holder writes it when it leaves; all watchers read it."""
 
 GONE = "gone"
-"""Counter of ranks that need the store no more. Each adds itself, once; a store rank waits for all others, and adds
+"""Counter of ranks that need the store no more. Each adds itself, once; its holder waits for all others, and adds
 itself only if it does not watch."""
 
 
@@ -275,7 +284,7 @@ def page(sequence: str, number: int) -> str:
 def arrived(operation: str) -> str:
     """Who came to a barrier: each member appends its index and a comma. Who looks for the missing reads it.
 
-    The last one to come deletes it; that of a barrier which was given up lives on.
+    The last one to leave deletes it; that of a barrier which was given up lives on.
     """
     return f"{operation}/arrived"
 

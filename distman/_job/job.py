@@ -16,7 +16,7 @@ from distman._coordination.sync import StoreGroup
 from distman._rendezvous import mpi
 from distman._rendezvous.join import Rendezvous
 from distman._rendezvous.peers import Peer, Peers
-from distman.environments import LaunchEnvironment
+from distman.environments import LAUNCHERS, LaunchEnvironment
 from distman.errors import RankFailedError
 
 
@@ -80,6 +80,18 @@ class Job:
     def ending(self) -> Callable[[], None] | None:
         """What ends the job where MPI or the launcher waits for every rank; None elsewhere."""
         return mpi.abort if mpi.is_up() else ending_of(self.environment)
+
+    @property
+    def holds_store(self) -> bool:
+        """Whether the store ends with this process, or may end with the last rank of its host.
+
+        Then this process stays until the others are done with it.
+        """
+        if self.rendezvous is None:
+            return False
+        job_store = self.rendezvous.job_store
+        is_ended = self.peer.num_nodes > 1 and LAUNCHERS[self.environment.launcher].ends_leftovers
+        return job_store.is_host or (job_store.is_opened_here and is_ended)
 
     def end_after(self, error: BaseException) -> None:
         """Make the launcher end the job once this process ends, where it would not do so by itself."""

@@ -23,10 +23,11 @@ from distman._coordination.monitor.context import WatchContext, WatchLimits
 from distman._coordination.monitor.current_watcher import failure_behind, look_after_others
 from distman._coordination.monitor.watcher import Watcher, announce_unwatched
 from distman._device import backend_for, is_pure_gloo, pick_device
-from distman._job.interface import choose_interface, forget_interface
+from distman._job.interface import choose_interface, forget_interface, stay_on_this_host
 from distman._job.job import Job, Limits, abort_job
 from distman._process_state import keep_garbage_from_children
 from distman._rendezvous import mpi
+from distman._rendezvous.door import UNIX
 from distman._rendezvous.join import Rendezvous, join, join_at, join_record_of
 from distman._rendezvous.join_record import JoinRecord
 from distman._rendezvous.peers import complete
@@ -189,6 +190,7 @@ def watch(job: Job, limits: WatchLimits | None) -> Watcher | None:
         rank=job.peer.rank,
         peers=job.roll_call,
         is_one_host=job.peer.num_nodes == 1,
+        holds_store=job.holds_store,
     )
     watcher = Watcher(context, limits, job.end_after, end_job=job.ending, awaits_dead=mpi.is_up())
     try:
@@ -210,7 +212,9 @@ def _job_of_one(environment: LaunchEnvironment, requested: torch.device | None, 
 def _make_process_group(job: Job, store: dist.Store, url: str) -> None:
     if job.device.type == "cuda":
         torch.cuda.set_device(job.device)
-    if job.peer.num_nodes > 1:
+    if url.startswith(UNIX):
+        stay_on_this_host()
+    elif job.peer.num_nodes > 1:
         choose_interface(_other_hosts(job, url))
     with counting_no_failed_group():
         dist.init_process_group(
@@ -275,7 +279,7 @@ def reporter_of(
         num_others=job.world_size - 1,
         store=rendezvous.store,
         store_host=f"the process at {job_store.url}",
-        is_host=job_store.is_host,
+        is_host=job.holds_store,
         leave_group=_leave_group,
         abort_job=job.end_after,
         cause=cause,

@@ -33,6 +33,8 @@ _FIRST_PAUSE = 0.002  # seconds: ranks of one launch start within milliseconds o
 _LONGEST_PAUSE = 0.5  # seconds: more would delay a job whose first rank starts late
 _MOST_LISTED = 8  # places in a message; a job tries as many ports, and other users may listen at any number of names
 _DRAWN_BYTES = 8
+UNIX = "unix:"
+"""How the URL of a store begins that ranks on this host find without a network."""
 _LISTENS = "00010000"  # among the flags of /proc/net/unix, as __SO_ACCEPTCON in the kernel's linux/net.h
 _SHOWN_AS = "@"  # the zero byte at the beginning of such a name, in that table
 
@@ -84,7 +86,15 @@ def door_at(address: Address, point: Endpoint, patience: float = _PATIENCE) -> D
     )
 
 
-def find_store(point: Endpoint, rank: int, timeout: float, *, role: int = MEMBER, left: Collection[str] = ()) -> Client:
+def find_store(
+    point: Endpoint,
+    rank: int,
+    timeout: float,
+    *,
+    role: int = MEMBER,
+    left: Collection[str] = (),
+    is_told: bool = False,
+) -> Client:
     """Try every place of the endpoint until the job's store answers.
 
     Args:
@@ -93,6 +103,7 @@ def find_store(point: Endpoint, rank: int, timeout: float, *, role: int = MEMBER
         timeout: Seconds to go on looking.
         role: As what to enter.
         left: Sessions that this process has taken part in before: those stores are about to close.
+        is_told: Whether its host has told where it is: then something else there will not make room for it.
 
     Raises:
         RendezvousError: None answered within ``timeout`` seconds.
@@ -109,8 +120,10 @@ def find_store(point: Endpoint, rank: int, timeout: float, *, role: int = MEMBER
         if is_foreign and not is_said and time.monotonic() - started > _QUIET:
             is_said = True
             logger.warning("waiting for %s at %s: %s", point.host, point.url, _listed(reasons))
+        if is_told and is_foreign:
+            raise RendezvousError(_host_missing(point, reasons))
         if time.monotonic() + pause > deadline:
-            raise RendezvousError(_host_missing(point, timeout, reasons))
+            raise RendezvousError(_host_missing(point, reasons, f" within {timeout:g} s"))
         time.sleep(pause)
         pause = min(2 * pause, _LONGEST_PAUSE)
 
@@ -162,7 +175,7 @@ def show(address: Address) -> str:
 
 def url_of(address: Address) -> str:
     """Return an address as a URL, such as ``tcp://n1:23145`` or ``unix:@distman/1000/...``."""
-    return f"{'unix:' if isinstance(address, str) else 'tcp://'}{show(address)}"
+    return f"{UNIX if isinstance(address, str) else 'tcp://'}{show(address)}"
 
 
 def explain(error: Exception) -> str:
@@ -171,10 +184,10 @@ def explain(error: Exception) -> str:
     return text or type(error).__name__
 
 
-def _host_missing(point: Endpoint, timeout: float, reasons: Mapping[str, str]) -> str:
+def _host_missing(point: Endpoint, reasons: Mapping[str, str], limit: str = "") -> str:
     tried = f"Tried {_listed(reasons)}. " if reasons else ""
     return (
-        f"{point.host} must open the job's store at {point.url} within {timeout:g} s, got no answer from it "
+        f"{point.host} must open the job's store at {point.url}{limit}, got no answer from it "
         f"[{point.source}]. {tried}See whether {point.host} started{alike(point)}, runs on {point.addresses[0]} "
         "and reached DistributedManager.initialize(); set rendezvous_timeout for slow starts."
     )

@@ -13,6 +13,8 @@ import torch
 import torch.distributed as dist
 
 from distman._coordination import protocol
+from distman._coordination.messages import get_ready_to_decode
+from distman._coordination.timeouts import keep_threads
 from distman._device import is_sharing_allowed, visible_devices
 from distman._log import logger
 from distman._rendezvous.address import Endpoint, find_endpoint
@@ -90,7 +92,7 @@ def join(
         job_store = tell_over_mpi(environment, point, timeout)
     else:
         point = dataclasses.replace(point, protection=protection, unreachable_after=unreachable_after)
-        job_store, source = open_or_join(point, environment.rank, timeout), point.source
+        job_store, source = open_or_join(point, environment.rank, timeout, _get_ready), point.source
     try:
         store = part_of(job_store.store, protocol.job())
         on_meeting()
@@ -99,6 +101,12 @@ def join(
         job_store.close()
         raise
     return Rendezvous(job_store, store, peers)
+
+
+def _get_ready() -> None:
+    """Do what the ranks need when they have met, and takes milliseconds."""
+    keep_threads()
+    get_ready_to_decode(JoinRecord)
 
 
 def allow_open_files(number: int) -> None:

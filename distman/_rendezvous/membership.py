@@ -55,7 +55,6 @@ _QUIET = 1.0  # seconds without a word in a failed start: longer looks like a ha
 _WITHDRAWING = 2.5  # seconds that Ctrl-C may take at the worst, where the process that serves the store is stopped
 _PARTING = 2.0  # seconds for the others to read the verdict, when all had the time they were given
 _PARTING_WITH_ALL = 10.0  # seconds also for ranks that are still on their way, to tell them why the job ended
-_GONE = "died, or gave up, before all ranks had joined. See what it said, and the kernel log of its host."
 _MOST_SURPLUS = 1_000  # processes beside the ranks whose records are read: a few show what is wrong
 _MOST_VERDICT = 256 << 20  # bytes, unpacked: a million ranks
 
@@ -192,16 +191,12 @@ class _Membership:
             self.store.set(protocol.MEMBERSHIP_EVENT, "full")
 
     def _leave_will(self) -> None:
-        """Let nobody wait for this process if it ends before there is a verdict; rank 0 has one for this case."""
-
-        def pack(record: FailureRecord) -> str | bytes:
-            if record.error_type == DIED:
-                record = dataclasses.replace(record, error_text=_GONE)
-            return _Verdict(failure=record).pack() if self.me.rank == 0 else record.to_json()
-
-        key = protocol.FAILURE if self.me.rank != 0 else protocol.VERDICT
-        event = protocol.MEMBERSHIP_EVENT
-        self.job_store.leave_will(self.store, self.me, unless=protocol.VERDICT, key=key, counter=event, pack=pack)
+        """Let nobody wait for this process if it dies before there is a verdict; that of rank 0 is one itself."""
+        leave = functools.partial(self.job_store.leave_will, self.store, self.me, unless=protocol.VERDICT)
+        if self.me.rank == 0:
+            leave(protocol.VERDICT, protocol.MEMBERSHIP_EVENT, lambda record: _Verdict(failure=record).pack())
+        else:
+            leave(protocol.FAILURE, protocol.MEMBERSHIP_EVENT)
 
     def judge(self) -> _Verdict:
         """Return rank 0's verdict, and publish it."""
@@ -250,6 +245,11 @@ class _Membership:
         return counts
 
     def _look(self) -> _Verdict | None:
+        with contextlib.suppress(dist.DistError):  # the agent may end before the ranks
+            failure = self.job_store.find_failure()
+            if failure is not None:
+                count(self.store, protocol.TURNED_AWAY, 1)  # it does not come
+                return _Verdict(failure=failure)
         self._read_arrivals()
         is_well = len(self.kinds) == 1 and len(self.ranks) == len(self.arrived)
         if is_well and len(self.ranks) < self.me.world_size and not self.store.check([protocol.MEMBERSHIP_EVENT]):
@@ -361,12 +361,13 @@ class _Membership:
         missing = describe_missing(self.arrived.values(), self.me.world_size, self.expected)
         if missing:
             logger.warning(
-                "%d of %d ranks joined %s after %.0f s; missing: %s",
+                "%d of %d ranks joined %s after %.0f s; missing: %s%s",
                 len(self.arrived),
                 self.me.world_size,
                 self.job_store.url,
                 time.monotonic() - self.started,
                 missing,
+                f"; see that all started{unproved}" if (unproved := self._unproved()) else "",
             )
 
     def _missing(self) -> str:
@@ -419,6 +420,8 @@ class _Membership:
         """
         if not self.has_heard:  # one that is interrupted here parts once more
             self.has_heard = True
+            if isinstance(self.store, TorchStore):
+                self.store.revoke_will()
             count(self.store, protocol.VERDICT_HEARD, 1)
         if not self.job_store.is_opened_here:
             return

@@ -7,7 +7,7 @@ import dataclasses
 import errno
 import socket
 import time
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from distman._rendezvous.address import Endpoint
@@ -29,8 +29,34 @@ _PAUSE = 0.01  # seconds between two tries for a place: a store takes millisecon
 _ENTRY_GRACE = 10.0  # seconds longer than the ranks try to come: then nobody does
 
 
+@dataclasses.dataclass(frozen=True)
+class _Opening:
+    """What belongs to opening the store, beside the place.
+
+    Attributes:
+        timeout: Seconds for the process to start.
+        left: Sessions that this process has taken part in before: those stores are about to close.
+        failure: What all who come are told, if this process starts it.
+        meanwhile: Does what else takes milliseconds, while the process starts.
+    """
+
+    timeout: float
+    left: Collection[str]
+    failure: bytes
+    meanwhile: Callable[[], None]
+
+
+def _nothing() -> None: ...
+
+
 def start_or_enter(
-    point: Endpoint, rank: int, timeout: float, *, left: Collection[str] = (), failure: bytes = b""
+    point: Endpoint,
+    rank: int,
+    timeout: float,
+    *,
+    left: Collection[str] = (),
+    failure: bytes = b"",
+    meanwhile: Callable[[], None] = _nothing,
 ) -> tuple[Client, bool]:
     """Start the store of the job, or enter the one that another process of the job has started.
 
@@ -40,6 +66,7 @@ def start_or_enter(
         timeout: Seconds for the process to start.
         left: Sessions that this process has taken part in before: those stores are about to close.
         failure: What all who come are told, if this process starts it.
+        meanwhile: Does what else takes milliseconds, while the process starts.
 
     Returns:
         A connection to it, and whether it was started here.
@@ -48,16 +75,13 @@ def start_or_enter(
         RendezvousError: The port that the user named is taken, or the others look for it on another host, or its
             process does not start.
     """
-    if point.is_on_one_host:
-        return _open_on_this_host(point, rank, timeout, left, failure)
-    return _open_at_port(point, rank, timeout, left, failure)
+    opening = _Opening(timeout, left, failure, meanwhile)
+    return _open_on_this_host(point, rank, opening) if point.is_on_one_host else _open_at_port(point, rank, opening)
 
 
-def _open_on_this_host(
-    point: Endpoint, rank: int, timeout: float, left: Collection[str], failure: bytes
-) -> tuple[Client, bool]:
+def _open_on_this_host(point: Endpoint, rank: int, opening: _Opening) -> tuple[Client, bool]:
     with _alone(point):
-        client, _, _ = try_all(point, rank, _PATIENCE, left=left)
+        client, _, _ = try_all(point, rank, _PATIENCE, left=opening.left)
         if client is not None:
             return client, False
         name = new_name(point)
@@ -68,7 +92,7 @@ def _open_on_this_host(
                 f"{point.host} must be able to listen at {show(name)}, got {explain(error)} [{point.source}]. Give the "
                 "job a name of its own with DISTMAN_JOB_ID."
             ) from error
-    return Client(_start(listener, name, point, rank, timeout, failure), rank=rank), True
+    return Client(_start(listener, name, point, rank, opening), rank=rank), True
 
 
 @contextlib.contextmanager
@@ -85,19 +109,17 @@ def _alone(point: Endpoint) -> Iterator[None]:
         yield
 
 
-def _open_at_port(
-    point: Endpoint, rank: int, timeout: float, left: Collection[str], failure: bytes
-) -> tuple[Client, bool]:
-    until = time.monotonic() + timeout
+def _open_at_port(point: Endpoint, rank: int, opening: _Opening) -> tuple[Client, bool]:
+    until = time.monotonic() + opening.timeout
     while True:
         taken: dict[int, Exception] = {}
         for port in point.ports or (_ANY_PORT,):
             listener = _listen(point, port)
             if listener is not None:
-                return _open_behind(listener, point, rank, timeout, failure), True
+                return _open_behind(listener, point, rank, opening), True
             try:
                 client = Client(door_at((point.addresses[0], port), point), rank=rank)
-                if client.session not in left:
+                if client.session not in opening.left:
                     return client, False
                 client.close()
                 taken[port] = _StillOpenError("the store of an earlier start is still open")
@@ -128,10 +150,10 @@ def _listen(point: Endpoint, port: int) -> socket.socket | None:
         ) from error
 
 
-def _open_behind(listener: socket.socket, point: Endpoint, rank: int, timeout: float, failure: bytes) -> Client:
+def _open_behind(listener: socket.socket, point: Endpoint, rank: int, opening: _Opening) -> Client:
     host, port = listener.getsockname()[:2]
     here = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)  # noqa: S104 - compared, not listened to
-    door = _start(listener, (here, port), point, rank, timeout, failure)
+    door = _start(listener, (here, port), point, rank, opening)
     try:
         _check_is_found(point, port)
     except RendezvousError:
@@ -140,9 +162,7 @@ def _open_behind(listener: socket.socket, point: Endpoint, rank: int, timeout: f
     return Client(door, rank=rank)
 
 
-def _start(
-    listener: socket.socket, address: Address, point: Endpoint, rank: int, timeout: float, failure: bytes
-) -> Door:
+def _start(listener: socket.socket, address: Address, point: Endpoint, rank: int, opening: _Opening) -> Door:
     """Start the process of the store, and return its door."""
     found = door_at(address, point)
     drawn = point.protection.draw(point.job_id) if point.protection is not None else DoorSecret(None)
@@ -153,11 +173,12 @@ def _start(
             secret=drawn.key,
             credential=drawn.credential,
             opener=rank,
-            entry_limit=timeout + _ENTRY_GRACE,
+            entry_limit=opening.timeout + _ENTRY_GRACE,
             unreachable_after=found.unreachable_after,
-            failure=failure,
+            failure=opening.failure,
         )
-        process.wait_until_up(timeout)
+        opening.meanwhile()
+        process.wait_until_up(opening.timeout)
     except StoreStartError as error:
         raise RendezvousError(f"{error} [{point.source}].") from error
     return dataclasses.replace(found, secret=drawn.key, read=None)
@@ -165,9 +186,8 @@ def _start(
 
 def _end(door: Door) -> None:
     """End a store that was started here and nobody uses."""
-    client = Client(door, VISITOR)
-    client.shut()
-    client.close()
+    with contextlib.closing(Client(door, VISITOR)) as client:
+        client.shut()
 
 
 def _check_is_found(point: Endpoint, port: int) -> None:

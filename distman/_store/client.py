@@ -97,8 +97,8 @@ class Client:
         return total
 
     def append(self, key: bytes, value: bytes) -> None:
-        """Add to the end of a value."""
-        self._call(frames.APPEND, key, value)
+        """Add to the end of a value, and do not wait until that is done, as with :meth:`set`."""
+        self._post(frames.APPEND, key, value)
 
     def check(self, keys: Sequence[bytes]) -> bool:
         """Return whether all keys are set."""
@@ -108,9 +108,9 @@ class Client:
         """Replace a value that is the expected one, or nothing where nothing is expected; return what holds then."""
         return self._call(frames.COMPARE_SET, key, expected, desired)
 
-    def delete(self, key: bytes) -> bool:
-        """Delete a key, and return whether it was there."""
-        return self._call(frames.DELETE, key) == _YES
+    def delete(self, *keys: bytes) -> bool:
+        """Delete keys, and return whether all of them were there."""
+        return self._call(frames.DELETE, *keys) == _YES
 
     def num_keys(self) -> int:
         """Return how many keys are set."""
@@ -167,8 +167,12 @@ class Client:
     def register_will(
         self, key: bytes, counter: bytes, *, unless: bytes, if_closed: bytes, if_unreachable: bytes
     ) -> None:
-        """Let the store do something when this process ends, see :class:`distman._store.table.Will`."""
-        self._call(frames.WILL, key, counter, unless, if_closed, if_unreachable)
+        """Let the store do something when this process ends, see :class:`distman._store.table.Will`; do not wait."""
+        self._post(frames.WILL, key, counter, unless, if_closed, if_unreachable)
+
+    def revoke_will(self) -> None:
+        """Let the end of this process mean nothing; do not wait."""
+        self._post(frames.WILL)
 
     def leave_failure(self, failure: bytes) -> bytes:
         """Leave word of a failure for all who come later, and return the first that was left."""

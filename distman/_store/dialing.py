@@ -95,9 +95,35 @@ def dial(door: Door, hello: Hello) -> tuple[Connection, bytes | None]:
         raise
 
 
+def connect_to(host: str, port: int, timeout: float) -> socket.socket:
+    """Return a connection by IPv4 where the host has it, as the store listens to that; else by IPv6.
+
+    Another user's program may listen to the other one, at the same port.
+
+    Blocking, for ``timeout`` seconds at most for each address.
+
+    Raises:
+        OSError: There is none.
+    """
+    name = host.encode() if host.isascii() else host  # for a text, Python loads the codec of other alphabets: 3 ms
+    places = socket.getaddrinfo(name, port, type=socket.SOCK_STREAM)
+    places.sort(key=lambda place: place[0] != socket.AF_INET)
+    for number, (family, _, _, _, place) in enumerate(places, start=1):
+        connected = new_socket(family)
+        try:
+            connected.settimeout(timeout)
+            connected.connect(place)
+            return connected
+        except BaseException as error:
+            connected.close()
+            if number == len(places) or not isinstance(error, OSError):
+                raise
+    raise OSError(errno.EADDRNOTAVAIL, "it has no address")
+
+
 def _connect(address: Address, patience: float, in_line: float) -> socket.socket:
     if not isinstance(address, str):
-        return _connect_to_port(address, patience)
+        return connect_to(*address, patience)
     connected = new_socket(socket.AF_UNIX)
     try:
         _stand_in_line(connected, address, in_line)
@@ -134,26 +160,6 @@ def _is_connected(connected: socket.socket) -> bool:
             raise
         return False
     return True
-
-
-def _connect_to_port(address: tuple[str, int], patience: float) -> socket.socket:
-    """Return a connection by IPv4 where the host has it, as the store listens to that; else by IPv6.
-
-    Another user's program may listen to the other one, at the same port.
-    """
-    places = socket.getaddrinfo(*address, type=socket.SOCK_STREAM)
-    places.sort(key=lambda place: place[0] != socket.AF_INET)
-    for number, (family, _, _, _, place) in enumerate(places, start=1):
-        connected = new_socket(family)
-        try:
-            connected.settimeout(patience)
-            connected.connect(place)
-            return connected
-        except BaseException as error:
-            connected.close()
-            if number == len(places) or not isinstance(error, OSError):
-                raise
-    raise OSError(errno.EADDRNOTAVAIL, "it has no address")
 
 
 def _seconds_and_microseconds(seconds: float) -> tuple[int, int]:

@@ -116,8 +116,8 @@ class Operations:
         return self._table.compare_set(key, expected, desired)
 
     def _delete(self, _peer: Peer, _number: int, fields: Fields) -> bytes:
-        (key,) = fields
-        return _YES if self._table.delete(key) else _NO
+        were_there = [self._table.delete(key) for key in fields]
+        return _YES if all(were_there) else _NO
 
     def _num_keys(self, _peer: Peer, _number: int, _fields: Fields) -> bytes:
         return NUMBER.pack(self._table.num_keys())
@@ -126,15 +126,16 @@ class Operations:
         self._table.multi_set(list(zip(fields[::2], fields[1::2], strict=True)))
         return b""
 
-    def _append(self, _peer: Peer, _number: int, fields: Fields) -> bytes:
+    def _append(self, _peer: Peer, _number: int, fields: Fields) -> None:
         key, value = fields
         self._table.append(key, value)
-        return b""
 
-    def _register_will(self, peer: Peer, _number: int, fields: Fields) -> bytes:
-        key, counter, unless, if_closed, if_unreachable = fields
-        peer.will = Will(key, counter, unless, if_closed, if_unreachable)
-        return b""
+    def _register_will(self, peer: Peer, _number: int, fields: Fields) -> None:
+        """Take a will in place of an earlier one; no fields are no will."""
+        peer.will = None
+        if fields:
+            key, counter, unless, if_closed, if_unreachable = fields
+            peer.will = Will(key, counter, unless, if_closed, if_unreachable)
 
     def _fail(self, _peer: Peer, _number: int, fields: Fields) -> bytes:
         """Keep the first failure for all who come later, and return it."""

@@ -155,6 +155,11 @@ class TorchStore(dist.Store):
         )
 
     @_with_errors_of_torch
+    def revoke_will(self) -> None:
+        """Let the end of this process mean nothing."""
+        self.client.revoke_will()
+
+    @_with_errors_of_torch
     def compare_set(self, key: str, expected_value: str | bytes, desired_value: str | bytes) -> bytes:
         """Replace a value that is the expected one, or nothing where nothing is expected; return what holds then."""
         return self.client.compare_set(self.full_key(key), _bytes(expected_value), _bytes(desired_value))
@@ -163,6 +168,11 @@ class TorchStore(dist.Store):
     def delete_key(self, key: str) -> bool:
         """Delete a key, and return whether it was there."""
         return self.client.delete(self.full_key(key))
+
+    @_with_errors_of_torch
+    def delete_keys(self, keys: Sequence[str]) -> None:
+        """Delete several keys."""
+        self.client.delete(*self._keys(keys))
 
     @_with_errors_of_torch
     def num_keys(self) -> int:
@@ -203,6 +213,15 @@ class TorchStore(dist.Store):
 def part_of(store: dist.Store, name: str) -> dist.Store:
     """Return the part of any store whose keys begin with a name."""
     return store.part(name) if isinstance(store, TorchStore) else dist.PrefixStore(name, store)
+
+
+def delete_keys(store: dist.Store, keys: Sequence[str]) -> None:
+    """Delete several keys of any store, at once where it can."""
+    if isinstance(store, TorchStore):
+        store.delete_keys(keys)
+        return
+    for key in keys:
+        store.delete_key(key)
 
 
 def _bytes(value: str | bytes) -> bytes:

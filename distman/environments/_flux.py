@@ -45,5 +45,6 @@ FLUX = Launcher(
     has_own_gpus=None,
     gives_terminals=False,
     uses_munge=False,
+    ends_leftovers=False,
     fake=_fake,
 )

@@ -48,5 +48,6 @@ HYDRA = Launcher(
     has_own_gpus=None,
     gives_terminals=False,
     uses_munge=False,
+    ends_leftovers=False,
     fake=_fake,
 )

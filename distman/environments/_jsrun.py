@@ -44,5 +44,6 @@ JSRUN = Launcher(
     has_own_gpus=None,
     gives_terminals=False,
     uses_munge=False,
+    ends_leftovers=False,
     fake=None,
 )

@@ -215,6 +215,7 @@ class Launcher(_Variables):
         has_own_gpus: Says whether no other rank sees the GPUs that this process sees; None where it does not say.
         gives_terminals: Whether a rank's standard output is a terminal of its own, wherever that of the job goes.
         uses_munge: Whether munge may run on its hosts, by which its scheduler knows users.
+        ends_leftovers: Whether it ends what is left on a host when the last rank there has ended.
         fake: Returns the variables that it would set, for :func:`distman.testing.fake_environment`; None sets the
             first spelling of each field to the plain value.
     """
@@ -233,6 +234,7 @@ class Launcher(_Variables):
     has_own_gpus: Callable[[Environ], bool] | None = None
     gives_terminals: bool = False
     uses_munge: bool = False
+    ends_leftovers: bool = False
     fake: Callable[[Place], dict[str, str]] | None = None
 
     def __post_init__(self) -> None:

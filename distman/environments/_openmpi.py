@@ -67,5 +67,6 @@ OPENMPI = Launcher(
     has_own_gpus=None,
     gives_terminals=True,
     uses_munge=False,
+    ends_leftovers=False,
     fake=_fake,
 )

@@ -51,5 +51,6 @@ PALS = Launcher(
     has_own_gpus=None,
     gives_terminals=False,
     uses_munge=False,
+    ends_leftovers=False,
     fake=_fake,
 )

@@ -33,5 +33,6 @@ SINGLE = Launcher(
     has_own_gpus=None,
     gives_terminals=False,
     uses_munge=False,
+    ends_leftovers=False,
     fake=_fake,
 )

@@ -57,5 +57,6 @@ TORCHRUN = Launcher(
     has_own_gpus=None,
     gives_terminals=False,
     uses_munge=False,
+    ends_leftovers=False,
     fake=_fake,
 )

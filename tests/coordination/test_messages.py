@@ -212,8 +212,8 @@ def test_who_lets_a_counter_begin_again_forgets_nobody_who_was_counted_meanwhile
 
 
 def test_nobody_else_decodes_what_other_ranks_wrote():
-    """Nor counts: a counter may hold a text. The handshake has a decoder of its own, before there is a store."""
-    others, found = {"_coordination/messages.py", "_coordination/abortable_store.py", "_rendezvous/handshake.py"}, []
+    """Nor counts: a counter may hold a text."""
+    others, found = {"_coordination/messages.py", "_coordination/abortable_store.py"}, []
     for folder in ("_coordination", "_rendezvous", "_groups", "_job", "_manager"):
         for path in (PACKAGE / folder).rglob("*.py"):
             if path.relative_to(PACKAGE).as_posix() not in others:

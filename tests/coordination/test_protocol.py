@@ -11,7 +11,19 @@ import distman
 from distman._coordination import protocol
 
 PACKAGE = Path(distman.__file__).parent
-METHODS = {"set", "get", "add", "check", "wait", "delete_key", "compare_set", "multi_get"}
+METHODS = {
+    "set",
+    "get",
+    "add",
+    "append",
+    "arrive",
+    "check",
+    "wait",
+    "delete_key",
+    "compare_set",
+    "has_come",
+    "multi_get",
+}
 TAKE_KEYS = {
     "PrefixStore": (0, "prefix"),
     "KeySequence": (1, "name"),
@@ -19,6 +31,7 @@ TAKE_KEYS = {
     "add_to": (1, "key"),
     "claim": (1, "key"),
     "count": (1, "key"),
+    "delete_keys": (1, "keys"),
     "ExclusiveSection": (1, "key"),
     "Looker": (1, "key"),
     "looker": (0, "operation"),

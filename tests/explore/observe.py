@@ -243,7 +243,7 @@ def _end(job: Job, watch: Watch, rank: int, since: float) -> End:
 
 
 def _left_behind(case: Case, job: Job, watch: Watch) -> tuple[str, ...]:
-    """Return what is alive. Without a launcher nobody else ends a silent rank: then what was there for it must go too."""
+    """Return what is alive; a silent rank that no launcher ends is ended here, and what is there for it must go too."""
     silent = {watch.places[rank][1] for rank in _stays(case, job) if rank in watch.places}
 
     def others() -> list[Process]:
@@ -272,7 +272,7 @@ def _left_files(case: Case, folder: Path) -> list[str]:
 
 
 def _belongs_to(process: Process, pids: set[int]) -> bool:
-    """Return whether a process is one of these, or there for them: it waits in the place of one, or serves its store."""
+    """Return whether a process is one of these, or there for them: it stands in for one, or serves their store."""
     is_for_them = "preloaded/bin/python" in process.command or "distman._store.server" in process.command
     return process.pid in pids or (is_for_them and bool(pids))
 

@@ -12,6 +12,7 @@ from distman._rendezvous import door, opening
 from distman._rendezvous.address import Endpoint
 from distman._rendezvous.door import find_store, names_here, new_name
 from distman._rendezvous.opening import start_or_enter
+from distman._rendezvous.secret import Protection, Source
 from distman._rendezvous.sockets import bind_listener
 from distman.errors import RendezvousError
 
@@ -117,6 +118,17 @@ def test_foreign_services_before_the_store_are_passed_by(silent_port, free_port)
 def test_a_port_that_is_taken_is_passed_by(silent_port, free_port):
     with opened(at_ports(silent_port, free_port)) as host:
         assert host.door.address == ("127.0.0.1", free_port)
+
+
+def with_secret(point, character):
+    return dataclasses.replace(point, protection=Protection(Source.VARIABLE, character * 32))
+
+
+def test_who_was_told_the_place_and_has_another_secret_does_not_wait(free_port):
+    with opened(with_secret(at_ports(free_port), b"a")) as host:
+        with pytest.raises(RendezvousError, match=r"does not know this job, or the job's secret\. See whether rank 0"):
+            find_store(with_secret(at_ports(free_port), b"b"), 1, 3600, is_told=True)
+        assert host.num_unproved == 1
 
 
 def test_what_others_listen_at_is_passed_by_and_named(monkeypatch, caplog):

@@ -3,8 +3,11 @@
 import concurrent.futures
 import contextlib
 import dataclasses
+import itertools
 import json
+import os
 import random
+import signal
 import time
 
 import pytest
@@ -12,16 +15,19 @@ import torch.distributed as dist
 
 from distman._coordination import messages, protocol
 from distman._coordination.failure.record import FailureRecord
-from distman._rendezvous import early_failure, membership
-from distman._rendezvous.address import Endpoint
+from distman._rendezvous import door, early_failure, membership, opening, store
+from distman._rendezvous.address import Endpoint, find_endpoint
 from distman._rendezvous.door import find_store
 from distman._rendezvous.early_failure import _tell
 from distman._rendezvous.membership import establish_membership
+from distman._rendezvous.opening import start_or_enter
+from distman._rendezvous.secret import Protection, Source
 from distman._rendezvous.sockets import bind_listener
-from distman._rendezvous.store import JobStore, join_store, open_store
+from distman._rendezvous.store import JobStore, join_store, open_or_join, open_store
+from distman._store.client import Client
 from distman._store.handshake import VISITOR, WATCHER
 from distman._store.torch_store import part_of
-from distman.environments import LaunchEnvironment
+from distman.environments import LaunchEnvironment, detect
 from distman.errors import RankFailedError, RendezvousError
 
 from .join_records import join_record
@@ -174,7 +180,7 @@ def test_a_rank_that_dies_while_others_are_awaited_is_named_at_once(point, dying
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
         futures = [pool.submit(take_part, *both, timeout=60.0) for both in zip(stores, records, strict=True)]
         for future in futures:
-            with pytest.raises(RankFailedError, match=rf"rank {dying} \(.*\) died, or gave up, before all ranks had"):
+            with pytest.raises(RankFailedError, match=rf"rank {dying} \(.*\) died: its connection broke"):
                 future.result()
     for job_store in stores:
         job_store.close()
@@ -214,6 +220,16 @@ def test_the_end_of_a_rank_that_came_after_the_verdict_harms_nobody(point, job_o
     join_and_end(join_store(point, 1, 10), comes_later(1, 0))
     store.again(WATCHER).close()  # it comes after that end
     assert not store.check([protocol.FAILURE])
+
+
+def test_the_end_of_a_rank_that_gave_up_is_not_told_in_place_of_its_reason(point):
+    host = open_store(point, 0, 10)
+    with pytest.raises(RendezvousError, match="missing: rank 0"):
+        attend(point, join_record(1), timeout=0.1)
+    store = part_of(host.store, protocol.job())
+    store.again(WATCHER).close()  # it comes after that end
+    assert not store.check([protocol.FAILURE])
+    host.close()
 
 
 def test_a_machine_of_the_same_name_does_not_hold_the_place_of_another(job_of_two):
@@ -269,14 +285,39 @@ def test_a_rank_that_failed_before_is_told_to_all_at_once(point, failure, messag
                 future.result(timeout=10)
 
 
+@pytest.mark.parametrize("come", [lambda point: open_store(point, 0, 10), lambda point: join_store(point, 1, 10)])
+def test_who_is_told_of_a_failure_by_a_store_that_ends_is_told_of_the_failure(point, come, monkeypatch):
+    """And leaves no connection open."""
+    clients = []
+
+    class LostAtOnce(Client):
+        def __init__(self, *args, **options):
+            super().__init__(*args, **options)
+            clients.append(self)
+
+        def add(self, key, amount):
+            os.kill(self.store_pid, signal.SIGKILL)
+            return super().add(key, amount)
+
+    first, _ = start_or_enter(point, 2, 10, failure=json.dumps(FAILURE).encode())
+    for module in (door, opening):
+        monkeypatch.setattr(module, "Client", LostAtOnce)
+    with (
+        contextlib.closing(first),
+        pytest.raises(RankFailedError, match=r"rank 2 \(n2, pid 5\) raised ValueError: boom"),
+    ):
+        come(point)
+    assert [connection._socket.fileno() for connection in clients[-1]._all] == [-1]
+
+
 @pytest.mark.parametrize("opener", [0, 1, 2])
 @pytest.mark.parametrize("failed", [0, 1, 2])
 def test_whoever_fails_before_it_joins_is_told_to_all_whoever_opens_the_store(point, opener, failed):
     """Under Slurm the first task of the first node opens the store, whatever its rank."""
 
     def come(rank):
-        opening = open_store(point, rank, 10) if rank == opener else join_store(point, rank, 10)
-        with contextlib.closing(opening) as job_store:
+        entered = open_store(point, rank, 10) if rank == opener else join_store(point, rank, 10)
+        with contextlib.closing(entered) as job_store:
             return take_part(job_store, join_record(rank, 3), timeout=60.0)
 
     def fail():
@@ -292,11 +333,51 @@ def test_whoever_fails_before_it_joins_is_told_to_all_whoever_opens_the_store(po
                 future.result(timeout=20)
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("is_first", [True, False])
+def test_who_fails_before_it_joins_is_heard_over_the_agent_on_another_host(rank, is_first, monkeypatch):
+    """It needs no secret for that; rank 1 does not hear where to meet."""
+    monkeypatch.setattr(store, "_told_by_agent", itertools.count())
+    agent = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    environ = {
+        **{"RANK": "2", "WORLD_SIZE": "3", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "GROUP_RANK": "1"},
+        **{"MASTER_ADDR": "127.0.0.2", "MASTER_PORT": f"{agent.port}", "TORCHELASTIC_USE_AGENT_STORE": "True"},
+        **{"TORCHELASTIC_RUN_ID": "run", "TORCHELASTIC_RESTART_COUNT": "0", "GROUP_WORLD_SIZE": "3"},
+        "DISTMAN_SECRET_FILE": "/nowhere",
+    }
+    there = find_endpoint(detect(environ).environment, environ)
+    assert there.has_agent
+
+    def come():
+        with contextlib.closing(open_or_join(dataclasses.replace(there, is_host=rank == 0), rank, 60.0)) as job_store:
+            return take_part(job_store, join_record(rank, 2), timeout=60.0)
+
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        coming = None if is_first else pool.submit(come)
+        early_failure.tell_waiting_ranks(FAILURE, environ)
+        coming = coming or pool.submit(come)
+        with pytest.raises(RankFailedError, match=r"rank 2 \(n2, pid 5\) raised ValueError: boom"):
+            coming.result(timeout=30)
+
+
 def test_rank_zero_says_who_is_missing_while_it_waits(point, monkeypatch, caplog):
     monkeypatch.setattr(membership, "_PROGRESS_EVERY", 0.1)
     gather(point, join_record(0, 2), timeout=0.5)
     assert "1 of 2 ranks joined" in caplog.text
     assert "missing: rank 1" in caplog.text
+
+
+def test_rank_zero_says_who_has_another_secret_while_it_waits(point, monkeypatch, caplog):
+    monkeypatch.setattr(membership, "_PROGRESS_EVERY", 0.1)
+    same, other = (
+        dataclasses.replace(point, protection=Protection(Source.VARIABLE, character * 32)) for character in (b"a", b"b")
+    )
+    with contextlib.closing(enter(same, join_record(0, 2))) as job_store:
+        with pytest.raises(RendezvousError, match="the job's secret"):
+            join_store(other, 1, 0.0)
+        with pytest.raises(RendezvousError, match=r"have this job's secret, which 1 of those that came did not prove"):
+            take_part(job_store, join_record(0, 2), timeout=0.5)
+    assert "see that all started, and have this job's secret, which 1 of those that came did not prove" in caplog.text
 
 
 def test_a_process_that_joins_with_nonsense_is_as_one_that_is_missing(point, caplog):

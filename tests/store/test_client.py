@@ -53,6 +53,8 @@ def test_every_operation_does_what_it_says(client):
     assert not client.check([b"a", b"b"])
     assert client.num_keys() == num_keys - 1
     client.wait([b"b", b"c"], 0.0)
+    assert not client.delete(b"a", b"b")
+    assert client.num_keys() == num_keys - 2
     assert client.multi_get([], 0.0) == []
     with pytest.raises(InvalidRequestError, match="no number of 64 bits"):
         client.add(b"c", 1)
@@ -239,8 +241,8 @@ def test_a_fork_while_another_thread_waits_leaves_that_wait_alone(client):
         assert waiting.result(PATIENCE) == b"1"
 
 
-def test_closing_ends_the_calls_of_other_threads(store):
-    client = store.client(MEMBER, 2)
+def test_closing_ends_the_calls_of_other_threads(client):
+    client = client.again(MEMBER)
     with ThreadPoolExecutor(1) as threads:
         waiting = threads.submit(client.get, b"never set", PATIENCE)
         while client._calls is not None:
@@ -250,6 +252,22 @@ def test_closing_ends_the_calls_of_other_threads(store):
             waiting.result(PATIENCE)
     with pytest.raises(StoreLostError, match="this process has closed its connection"):
         client.get(b"a", 1.0)
+
+
+def test_closing_closes_what_another_thread_is_just_dialling(client, monkeypatch):
+    client = client.again(MEMBER)
+    dial = client._dial
+
+    def dial_and_close(role):
+        found = dial(role)
+        client.close()
+        return found
+
+    monkeypatch.setattr(client, "_dial", dial_and_close)
+    client._calls = None  # a thread waits over the first connection
+    with pytest.raises(StoreLostError):
+        client.num_keys()
+    assert [connection._socket.fileno() for connection in client._all] == [-1, -1]
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -44,6 +44,9 @@ _UNREACHABLE_SHARE = 0.15
 _SHORTEST_UNREACHABLE = 5.0
 """Seconds; what is lost on the way is sent again within them several times."""
 
+_LARGEST_SHARE = 0.75
+"""Of the same: that a host does not answer has to be found before the silence of who runs there."""
+
 
 @dataclasses.dataclass(frozen=True)
 class WatchLimits:
@@ -60,7 +63,7 @@ class WatchLimits:
     @property
     def unreachable(self) -> float:
         """For any answer of another host: a system answers even while the process is stopped or busy."""
-        return min(self.silence, max(_SHORTEST_UNREACHABLE, _UNREACHABLE_SHARE * self.silence))
+        return min(_LARGEST_SHARE * self.silence, max(_SHORTEST_UNREACHABLE, _UNREACHABLE_SHARE * self.silence))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,6 +78,7 @@ class WatchContext:
         peers: All ranks, in rank order.
         is_one_host: Whether all of them run on one host.
         opener: The rank on whose host the store's process runs; None where that is not known.
+        holds_store: Whether the store may end with this rank, which others have to be told of failures before.
     """
 
     store: Store
@@ -84,6 +88,7 @@ class WatchContext:
     peers: Sequence[Place]
     is_one_host: bool
     opener: int | None = None
+    holds_store: bool = False
 
     @property
     def me(self) -> Place:
@@ -154,9 +159,10 @@ class WatchContext:
 
     def store_rank_has_left(self, operation: str) -> FailureRecord:
         """Return the record that nobody can tell why an operation failed: the store went with its rank."""
-        place = self.me if self.store_rank is None else self.peers[self.store_rank]
+        holder = self.opener if self.store_rank is None else self.store_rank
+        place = self.me if holder is None else self.peers[holder]
         text = (
-            f"served the job's store and left the job, so nobody can tell whose end broke {operation}: that rank's, or "
+            f"held the job's store and left the job, so nobody can tell whose end broke {operation}: that rank's, or "
             "another's after it. Let all ranks take the same way to the end."
         )
         return FailureRecord(place.rank, place.host, place.pid, LEFT, text)

@@ -242,9 +242,9 @@ class Watcher:
         return self._context.store_rank_is_gone()
 
     @property
-    def is_store_rank(self) -> bool:
-        """Whether this process serves the store."""
-        return self._context.is_store_rank
+    def holds_store(self) -> bool:
+        """Whether the store ends with this process, or may do so."""
+        return self._context.is_store_rank or self._context.holds_store
 
     def look_after_others(self, record: FailureRecord) -> None:
         """At the end of this process, end the job if a rank that does nothing would keep the launcher waiting.
@@ -260,7 +260,7 @@ class Watcher:
         is_awaited = self._awaits_dead and record.error_type == DIED
         left_behind = LeftBehind(self._context, record, self._limits.silence, self._end_job, is_awaited=is_awaited)
         if self._is_stuck or (record.error_type == SILENT and self._context.may_hold_up_store(record.rank)):
-            if not self.is_store_rank:
+            if not self._context.is_store_rank:
                 hook.end_job_at_exit(left_behind.end_job_unseen)
             return
 
@@ -268,10 +268,9 @@ class Watcher:
             if self._context.takes_care() and left_behind.find(self._context.store):
                 hook.end_job_at_exit(left_behind.end_job_without)
 
+        limit = 2 * late_after(len(self._context.peers))  # the store may be silent by now, which nobody else would see
         with contextlib.suppress(dist.DistError, MalformedMessageError):
-            run_with_timeout(
-                look, 2 * late_after(len(self._context.peers))
-            )  # nobody else sees whether the store answers
+            run_with_timeout(look, limit)
 
     def fail(self, error: BaseException) -> None:
         """Let an error that ended another thread end the job, and the main thread of this rank with it."""
@@ -431,7 +430,7 @@ class Watcher:
         self.record = record
         if self._monitor is not None:
             self._monitor.tell(record)
-            if self._context.is_store_rank:
+            if self.holds_store:
                 with contextlib.suppress(dist.DistError):
                     self._monitor.wait_until_others_know()
         self._is_known.set()

@@ -113,6 +113,21 @@ def test_strangers_who_came_first_do_not_keep_out_the_rank_that_watches():
         assert made[0].hear(60) == failure_on(2)
 
 
+def test_a_flood_of_strangers_takes_little_of_the_watchers_time(monkeypatch):
+    pauses = []
+    monkeypatch.setattr(PeerConnection, "_wait_for_the_rest", lambda _, seconds: pauses.append(seconds))
+    with connections(2) as (_, made), contextlib.ExitStack() as stack:
+        turn(made)
+        place = made[1]._listener.getsockname()
+        for number in range(2 * peer_connection._MAX_GUESTS):
+            stack.enter_context(socket.create_connection(place))
+            made[1].wait(10.0)
+            num_guests = 1 + number + 1  # one rank is there already
+            assert len(pauses) == max(0, num_guests - peer_connection._MAX_GUESTS + 1)
+        assert {*pauses} == {peer_connection._PAUSE}
+        assert turn(made) == set()
+
+
 def test_a_guest_who_cannot_be_let_in_for_lack_of_files_does_not_keep_the_watcher_busy():
     with connections(2) as (_, made), socket.socket() as guest:
         turn(made)

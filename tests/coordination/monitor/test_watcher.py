@@ -292,11 +292,12 @@ def test_a_store_whose_host_does_not_answer_has_not_died(text):
     )
 
 
-def test_who_serves_the_store_learns_last_of_a_failure():
+@pytest.mark.parametrize(("store_rank", "holds_store"), [(0, False), (None, True)])
+def test_who_holds_the_store_learns_last_of_a_failure(store_rank, holds_store):
     """Its program may end at once, and take the store with it."""
     store = HashStore()
-    watcher = make(store, store_rank=0, num_ranks=3)
-    watcher._context = dataclasses.replace(watcher._context, peers=places(3))
+    watcher = make(store, store_rank=store_rank, num_ranks=3)
+    watcher._context = dataclasses.replace(watcher._context, peers=places(3), holds_store=holds_store)
     tell(store, failure_on(1))
     seen = []
 

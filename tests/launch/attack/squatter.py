@@ -1,9 +1,11 @@
 """Takes names and ports at which a job will look for its store, before it does; run by `python -I -S squatter.py`.
 
-In turn it says nothing, poses as the store of a job without a secret, and passes everything on to the real one. It says
-"ready", stays until its standard input ends, and tells what the others have told it.
+In turn it poses as the store of a job without a secret, passes everything on to the real one, and says nothing; or it
+poses as a store behind a credential of munge. It says where it listens, stays until its standard input ends, and tells
+what the others have told it.
 """
 
+import itertools
 import json
 import os
 import resource
@@ -21,7 +23,8 @@ from distman._store.handshake import OPENING_BYTES, ServerSide, door_key  # noqa
 from distman._store.transport import own_place  # noqa: E402
 
 SQUATTED = "squat"
-WAYS = ("poser", "relay", "silent")
+WAYS = ("", "relay", "silent")
+"""What it does; all else is the credential behind which it poses as the store."""
 
 
 class Squatter:
@@ -73,8 +76,8 @@ class Squatter:
             return
         # After the opening, which is random, comes the proof of who knows the secret: nobody but the store may have it.
         self.num_secrets += way != "real" and len(heard) != OPENING_BYTES
-        if way == "poser":
-            side = ServerSide(door_key(None, SETTINGS["job"].encode()), own_place(guest), heard)
+        if way not in ("real", "relay", "silent"):
+            side = ServerSide(door_key(None, SETTINGS["job"].encode()), own_place(guest), heard, way.encode())
             guest.send(side.challenge())
         elif guest in self.links:
             self.links[guest].send(heard)
@@ -124,12 +127,15 @@ def main():
             name += "\x1b[2J\n@looks like a row"
         listener.bind(name)
         squatter.hold(listener, WAYS[number % len(WAYS)])
-    for number, port in enumerate(SETTINGS["ports"]):
-        squatter.hold(socket.create_server(("", port)), WAYS[number % len(WAYS)])
+    ports = []
+    for way, port in zip(SETTINGS["credentials"] or itertools.cycle(WAYS), SETTINGS["ports"], strict=False):
+        listener = socket.create_server(("", port))
+        ports.append(listener.getsockname()[1])
+        squatter.hold(listener, way)
     if SETTINGS["prefix"]:
         turn = socket.socket(socket.AF_UNIX)
         turn.bind(f"{SETTINGS['prefix']}turn")
-    say("ready")
+    say(json.dumps({"ports": ports}))
     squatter.serve()
     told = {"guests": squatter.num_guests, "secrets": squatter.num_secrets, "relayed": squatter.num_relayed}
     say(json.dumps(told))
