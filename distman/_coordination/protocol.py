@@ -117,7 +117,8 @@ def join_record(place: int) -> str:
 # The life of a rank. All of it lives on, unless it says otherwise.
 
 STARTED = "started"
-"""Counter of ranks whose process group is up. Each adds itself; ranks that leave wait for all."""
+"""Counter of ranks whose process group is up. Each adds itself; ranks that leave wait for all, and who finds the store
+looks whether the job has started."""
 
 NEWS = "news"
 """Counter of events. Once the job is up, who writes FAILURE, a query or CLOSING raises it; every watcher looks at it
@@ -126,7 +127,8 @@ several times a second, and at the rest only when it has changed."""
 FAILURE = "failure"
 """Fields of the ``FailureRecord`` of the first failure. The rank that fails writes it, or the one that misses another;
 after the verdict also a process that came too late, where the job may be made of two. The process of the store writes
-what each rank has left there for its end, unless left(rank) is set. All read it."""
+what each rank has left there for its end, unless left(rank) is set. All read it, and who finds the store: if the job
+has started, that is an earlier one."""
 
 CARETAKER = "caretaker"
 """The rank that finds out, after a failure, whether one that does nothing would keep the launcher waiting. The first
@@ -140,7 +142,8 @@ LEFT = "left"
 """Counter of ranks that left the job. Each adds itself; who waits looks for left(rank) only if it is not 0."""
 
 FIRST_TO_LEAVE = "first to leave"
-"""The rank that was the first to leave. It writes it; who finds a connection broken reads it."""
+"""The rank that was the first to leave. It writes it; who finds a connection broken reads it, and who finds the store:
+if the job has started, that is an earlier one."""
 
 CLOSING = "closing"
 """Flag: the store will be closed. Its holder writes it when it leaves; all watchers read it."""

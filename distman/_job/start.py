@@ -27,6 +27,7 @@ from distman._job.interface import choose_interface, forget_interface, stay_on_t
 from distman._job.job import Job, Limits, abort_job
 from distman._process_state import keep_garbage_from_children
 from distman._rendezvous import mpi
+from distman._rendezvous.address import UNREACHABLE_AFTER
 from distman._rendezvous.door import UNIX
 from distman._rendezvous.join import Rendezvous, join, join_at, join_record_of
 from distman._rendezvous.join_record import JoinRecord
@@ -36,8 +37,6 @@ from distman._rendezvous.store import adopt_store
 from distman._torch_internals import counting_no_failed_group, default_store, make_gloo_default
 from distman.environments import LaunchEnvironment
 from distman.errors import DistmanError, RankFailedError, RendezvousError
-
-_UNREACHABLE_AFTER = 45.0  # seconds, where nobody watches: a network that is repaired sooner ends no job
 
 _adoptions: weakref.WeakKeyDictionary[dist.ProcessGroup, Iterator[int]] = weakref.WeakKeyDictionary()
 """Numbers of the adoptions of a group: part of the keys in its store, which remembers those before."""
@@ -79,7 +78,7 @@ def start(
             device=requested,
             backend=backend,
             timeout=limits.rendezvous,
-            unreachable_after=watch_limits.unreachable if watch_limits else _UNREACHABLE_AFTER,
+            unreachable_after=watch_limits.unreachable if watch_limits else UNREACHABLE_AFTER,
             on_meeting=leave_it_to_the_meeting,
         )
     except (RendezvousError, RankFailedError):

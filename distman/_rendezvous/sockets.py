@@ -7,7 +7,8 @@ import socket
 from collections.abc import Iterator
 from pathlib import Path
 
-_BACKLOG = 4096  # connections: all ranks of a large job come at once
+from distman._store.transport import BACKLOG
+
 _LOOPBACK_NAMES = ("localhost", "localhost.localdomain", "localhost4", "localhost6", "ip6-localhost")
 
 
@@ -30,7 +31,7 @@ def bind_listener(address: str, port: int) -> socket.socket:
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind((resolved if means_loopback(address) else "", port))
-        listener.listen(_BACKLOG)
+        listener.listen(BACKLOG)
     except OSError:
         listener.close()
         raise

@@ -130,7 +130,7 @@ def keep_store() -> JobStore:
     return JobStore(dist.HashStore(), "the memory of its only rank")
 
 
-def open_or_join(point: Endpoint, rank: int, timeout: float, meanwhile: Callable[[], None]) -> JobStore:
+def open_or_join(point: Endpoint, rank: int, timeout: float, meanwhile: Callable[[], None] = _nothing) -> JobStore:
     """Return the store of the job that meets at this point.
 
     Collective.

@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 
     from distman._store.transport import Address
 
+PATIENCE = 3.0  # seconds: a foreign service may accept and never answer, a store takes milliseconds
+
 _TIME = struct.Struct("ll")  # seconds and microseconds
 _MICROSECONDS = 1_000_000
 _SHORTEST_PATIENCE = 0.001  # seconds: a limit of zero would mean to a socket that it must not wait
@@ -51,11 +53,11 @@ class Door:
         address: A name of this host's own, which begins with a zero byte, or host and port.
         job: Name of the job.
         secret: Its secret; None where there is none, or it has to be read.
+        asks_kernel: Whether the kernel tells, at a name of this host, if another user listens there.
         read: Returns the secret from what the store sends before any proof; None where it is known. It raises
             ForeignServiceError where this cannot be the store of this job.
         unreachable_after: Seconds after which the store's host is given up when it acknowledges nothing.
-        patience: Seconds for a connection to be made and proved: a foreign service may accept and never answer, a
-            store takes milliseconds.
+        patience: Seconds for a connection to be made and proved.
         in_line: Seconds, of these, to stand in line at a name of this host, where strangers may let nobody pass; None
             for all of them.
     """
@@ -64,8 +66,9 @@ class Door:
     job: str
     secret: bytes | None = dataclasses.field(repr=False)
     unreachable_after: float
-    patience: float = 3.0
+    patience: float = PATIENCE
     in_line: float | None = None
+    asks_kernel: bool = True
     read: Callable[[bytes], bytes | None] | None = None
 
 
@@ -82,7 +85,7 @@ def dial(door: Door, hello: Hello) -> tuple[Connection, bytes | None]:
     connected = _connect(door.address, door.patience, door.patience if door.in_line is None else door.in_line)
     try:
         transport.prepare(connected, door.unreachable_after)
-        if not (door.secret and transport.is_nobody()):
+        if door.asks_kernel:
             _ask_kernel(connected)
         answer, secret = _shake_hands(connected, door, hello, deadline)
         connected.settimeout(None)

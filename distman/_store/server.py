@@ -39,14 +39,14 @@ _GUEST_SECONDS = 3.0  # for the whole handshake, which takes milliseconds
 _MOST_GUESTS = 256  # the oldest goes first: a rank that was sent away by a flood dials again
 _GUESTS_PER_ROUND = 16  # then members have their turn
 _LISTENER_RESTS = 0.1  # seconds, where the host can open nothing: it would be found ready all the time
-_SPARE_DESCRIPTORS = 64  # kept back from connections, so that there is always one for the next guest
+SPARE_DESCRIPTORS = 64  # kept back from connections, so that there is always one for the next guest
 _LONGEST_PAUSE = 3600.0  # seconds: the system takes no number that is much larger
 _MOST_DESCRIPTORS = 1 << 20  # where the host sets no limit, Linux does
 _KEY_BYTES = 32  # of a key that is drawn: nobody guesses 256 bits
 _SESSION_BYTES = 8  # of the name of an opening: it is no secret, and must not come twice
 _MOST_REASON_BYTES = 200  # of the error that a message has caused: one line
 UP = b"up"
-"""What the process writes to standard error when it has read its settings; an interpreter in trouble writes more."""
+"""What the process writes into a pipe of its own when it has read its settings: others write to standard error."""
 _HEAD_BYTES = MAC_BYTES + LENGTH.size
 _HOST_IS_FULL = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 _UNREACHABLE = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH)
@@ -102,7 +102,7 @@ class Server:
         self._awaited = opener
         self._entry_ends_at = monotonic() + entry_limit
         self._ends_at: float | None = self._entry_ends_at
-        self._most_peers = most_descriptors - _SPARE_DESCRIPTORS
+        self._most_peers = most_descriptors - SPARE_DESCRIPTORS
 
     def serve(self) -> None:
         """Serve until there is nobody left to serve."""
@@ -276,7 +276,9 @@ def main() -> None:
     for number in (SIGINT, SIGTERM, SIGHUP):  # those who leave their job have to find the store
         signal(number, SIG_IGN)
     settings: dict[str, Any] = marshal.loads(_read_all(0))  # noqa: S302 - from the program that started this one
-    posix.write(2, UP)
+    up = settings.pop("up")
+    posix.write(up, UP)
+    posix.close(up)
     nothing = posix.open("/dev/null", posix.O_RDWR)
     for number in range(3):
         posix.dup2(nothing, number)

@@ -170,8 +170,47 @@ def test_a_process_that_is_not_up_in_time_is_an_error_and_does_not_stay(tmp_path
         started = start_store(listener, job=JOB, secret=None, entry_limit=PATIENCE, unreachable_after=1.0)
         with pytest.raises(StoreStartError, match="nothing within 0 s"):
             started.wait_until_up(0.0)
-        gate.write_text("go on")
-        assert started.wait(PATIENCE) != 0
+        started.end()
+        assert started.wait(PATIENCE) == -signal.SIGKILL
+
+
+@pytest.mark.parametrize("noise", ["ERROR: ld.so: object cannot be preloaded: ignored.", "up", "x" * 100_000])
+def test_what_others_say_on_standard_error_keeps_no_store_from_its_start(noise, tmp_path, monkeypatch):
+    program = tmp_path / "python"
+    program.write_text(f"#!/bin/sh\necho '{noise}' >&2\nexec {sys.executable} \"$@\"\n")
+    program.chmod(0o700)
+    monkeypatch.setattr(sys, "executable", str(program))
+    with open_store("unix") as store:
+        assert store.client().add(b"counter", 1) == 1
+
+
+def test_a_library_that_cannot_be_preloaded_keeps_no_store_from_its_start(monkeypatch):
+    monkeypatch.setenv("LD_PRELOAD", "/nowhere/lib.so")
+    with open_store("unix") as store:
+        assert store.client().add(b"counter", 1) == 1
+
+
+def test_the_last_words_of_an_interpreter_that_ends_are_told(tmp_path, monkeypatch):
+    program = tmp_path / "python"
+    program.write_text(f"#!/bin/sh\necho {'x' * 3000} no more room >&2\nexit 1\n")
+    program.chmod(0o700)
+    monkeypatch.setattr(sys, "executable", str(program))
+    listener, _ = listen("unix")
+    with listener, pytest.raises(StoreStartError, match=r"said: x{400,500} no more room$"):
+        start_store(listener, job=JOB, secret=None, entry_limit=1.0, unreachable_after=1.0).wait_until_up(PATIENCE)
+
+
+def test_the_library_is_found_where_the_program_was_told_to_look(tmp_path, monkeypatch):
+    library = Path(os.__file__).parent
+    (tmp_path / "lib").mkdir()
+    (tmp_path / "lib" / library.name).symlink_to(library)
+    monkeypatch.setenv("PYTHONHOME", str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", "/nowhere")
+    monkeypatch.setenv("PYTHONVERBOSE", "1")
+    with open_store("unix") as store:
+        assert store.client().add(b"counter", 1) == 1
+        variables = Path(f"/proc/{store.process.pid}/environ").read_bytes().split(b"\0")
+        assert [one for one in variables if one.startswith(b"PYTHON")] == [b"PYTHONHOME=%b" % bytes(tmp_path)]
 
 
 def test_a_name_that_is_taken_is_an_error():

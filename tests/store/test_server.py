@@ -1,5 +1,6 @@
 """What strangers and broken members can do to a store: nothing that its other members would notice."""
 
+import dataclasses
 import errno
 import os
 import select
@@ -230,7 +231,7 @@ def test_the_limit_for_a_first_member_is_over_when_it_has_come(monkeypatch):
 
 def test_descriptors_are_kept_back_from_connections(monkeypatch):
     monkeypatch.setattr(server, "_GUEST_SECONDS", 2 * PATIENCE)
-    with served_here(most_descriptors=server._SPARE_DESCRIPTORS + 2) as here:
+    with served_here(most_descriptors=server.SPARE_DESCRIPTORS + 2) as here:
         members = [Client(here), Client(here)]
         with connect(here.address) as third:
             assert is_sent_away(third)
@@ -271,7 +272,7 @@ def refuse_by(number):
 
 def test_where_descriptors_are_few_the_oldest_stranger_makes_room(monkeypatch):
     monkeypatch.setattr(server, "_GUEST_SECONDS", 2 * PATIENCE)
-    with served_here(most_descriptors=server._SPARE_DESCRIPTORS + 2) as here:
+    with served_here(most_descriptors=server.SPARE_DESCRIPTORS + 2) as here:
         first = Client(here)
         with connect(here.address) as stranger:
             second = Client(here)
@@ -333,7 +334,15 @@ def test_the_user_of_the_other_side_is_asked_of_the_kernel(monkeypatch):
 def test_nobody_needs_a_secret_since_the_kernel_knows_him_not(monkeypatch):
     monkeypatch.setattr(transport, "geteuid", lambda: 65534)
     with served_here(secret=SECRET) as here:
-        Client(here).close()
+        Client(dataclasses.replace(here, asks_kernel=False)).close()
+
+
+@given(strategies.floats(1e-3, 1e15))
+def test_a_host_may_be_silent_for_as_long_as_one_likes(seconds):
+    with socket.socket() as connection:
+        transport.prepare(connection, seconds)
+        limit = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT)
+        assert limit == min(int(seconds * 1000), (1 << 31) - 1)
 
 
 def test_a_service_that_passes_on_from_another_place_is_refused(store):

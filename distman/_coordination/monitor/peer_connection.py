@@ -26,6 +26,7 @@ from distman._coordination.failure.record import FailureRecord, Place
 from distman._coordination.messages import MalformedMessageError, decode, unless_malformed
 from distman._process_state import puts_back
 from distman._store.dialing import connect_to
+from distman._store.transport import LONGEST_PAUSE
 from distman._text import shortened
 
 if TYPE_CHECKING:
@@ -68,7 +69,7 @@ class PeerConnection:
     def __init__(self, store: Store, rank: int, peers: Sequence[Place], *, is_one_host: bool, patience: float) -> None:
         self.is_unanswered = False
         self.notice: FailureRecord | None = None
-        self._probe_every = max(1, round(patience / (1 + _NUM_PROBES)))
+        self._probe_every = max(1, round(min(patience / (1 + _NUM_PROBES), LONGEST_PAUSE)))
         self._store = store
         self._is_one_host = is_one_host
         self._rank = rank
