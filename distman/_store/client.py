@@ -152,9 +152,7 @@ class Client:
         """
         self._wait_for(frames.WAIT, _limit(limit), unless, *keys)
 
-    def arrive(
-        self, counter: bytes, size: int, outcome: tuple[bytes, bytes], limit: float, unless: bytes = b""
-    ) -> bytes:
+    def arrive(self, counter: bytes, size: int, outcome: tuple[bytes, bytes], limit: float) -> bytes:
         """Count this one as come, wait until so many have, and return the outcome.
 
         Blocking, for so many seconds at most. The last one to come sets the key of the outcome to its value, unless
@@ -162,10 +160,9 @@ class Client:
 
         Raises:
             StoreTimeoutError: There was no outcome in time; this one is still counted as come.
-            GaveUpError: The key that ends the wait was set first.
             InvalidRequestError: The counter is no number.
         """
-        return self._wait_for(frames.ARRIVE, counter, NUMBER.pack(size), *outcome, _limit(limit), unless)
+        return self._wait_for(frames.ARRIVE, counter, NUMBER.pack(size), *outcome, _limit(limit))
 
     def register_will(
         self, key: bytes, counter: bytes, *, unless: bytes, if_closed: bytes, if_unreachable: bytes

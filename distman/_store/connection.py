@@ -20,8 +20,8 @@ from distman._text import printable
 
 _NUM_HIGHEST = 32  # descriptors for connections to the store: a process has a few
 _MOST_DESCRIPTORS = 1 << 16  # more than collectives need; the system keeps a table up to the highest one, 8 bytes each
-_MOST_NUMBER = (1 << 32) - 1
-_MOST_REASON_BYTES = 500
+_MOST_NUMBER = (1 << 32) - 1  # of a request: it travels in 32 bits, and begins again
+_MOST_REASON_BYTES = 500  # that are shown of what the store says: a sentence or two
 _HERE = __name__.rpartition(".")[0] + "."
 
 

@@ -11,7 +11,7 @@ import time
 from typing import TYPE_CHECKING
 
 from distman._store import transport
-from distman._store.connection import Connection, new_socket
+from distman._store.connection import Connection, is_of_a_handler, new_socket
 from distman._store.frames import LENGTH, MalformedError
 from distman._store.handshake import (
     MAC_BYTES,
@@ -119,7 +119,7 @@ def _connect_to_port(host: str, port: int, timeout: float) -> socket.socket:
             return connected
         except BaseException as error:
             connected.close()
-            if number == len(places) or not isinstance(error, OSError):
+            if number == len(places) or not isinstance(error, OSError) or is_of_a_handler(error):
                 raise
     raise OSError(errno.EADDRNOTAVAIL, "it has no address")
 

@@ -99,10 +99,10 @@ class Operations:
         peer.wait = self._table.wait(keys, unless or None, _until(limit), _replier(peer, number, _nothing))
 
     def _arrive(self, peer: Peer, number: int, fields: Fields) -> None:
-        counter, size, key, value, limit, unless = fields
+        counter, size, key, value, limit = fields
         (all_of_them,) = NUMBER.unpack(size)
         replier = _replier(peer, number, b"".join)
-        peer.wait = self._table.arrive(counter, all_of_them, (key, value), unless or None, _until(limit), replier)
+        peer.wait = self._table.arrive(counter, all_of_them, (key, value), _until(limit), replier)
 
     def _add(self, _peer: Peer, _number: int, fields: Fields) -> bytes:
         key, amount = fields

@@ -21,12 +21,15 @@ class Peer:
     """One connection.
 
     Attributes:
+        socket: Its socket.
+        number: The number under which that is polled.
         side: Its handshake, once it has begun.
         hello: Who it is, once it has proved that; None for a guest.
         wait: The wait that it has not been answered yet.
         will: What is to be done at its end; None for nothing.
         received: What has come of a message that is not complete.
         is_behind: Whether it has yet to take what was sent; until then nothing more is read from it.
+        error: How sending failed; kept until the end of the connection is read.
     """
 
     __slots__ = (

@@ -6,12 +6,12 @@ costs no thread, and members are served between any few of them.
 
 from __future__ import annotations
 
-import _socket
+import _socket  # socket itself loads enum and selectors, which takes longer than all the rest
 import errno
 import marshal
 import posix
 import resource
-from _signal import SIG_IGN, SIGHUP, SIGINT, SIGTERM, signal  # type: ignore[import-not-found]
+from _signal import SIG_IGN, SIGHUP, SIGINT, SIGTERM, signal  # type: ignore[import-not-found]  # no stubs: signal's own module
 from select import EPOLLIN, EPOLLOUT, epoll
 from time import monotonic
 
@@ -38,13 +38,17 @@ if TYPE_CHECKING:
 _GUEST_SECONDS = 3.0  # for the whole handshake, which takes milliseconds
 _MOST_GUESTS = 256  # the oldest goes first: a rank that was sent away by a flood dials again
 _GUESTS_PER_ROUND = 16  # then members have their turn
+_LISTENER_RESTS = 0.1  # seconds, where the host can open nothing: it would be found ready all the time
 SPARE_DESCRIPTORS = 64  # kept back from connections, so that there is always one for the next guest
 _LONGEST_PAUSE = 3600.0  # seconds: the system takes no number that is much larger
 _MOST_DESCRIPTORS = 1 << 20  # where the host sets no limit, Linux does
-_KEY_BYTES = 32
+_KEY_BYTES = 32  # of a key that is drawn: nobody guesses 256 bits
+_SESSION_BYTES = 8  # of the name of an opening: it is no secret, and must not come twice
+_MOST_REASON_BYTES = 200  # of the error that a message has caused: one line
 UP = b"up"
 """What the process writes into a pipe of its own when it has read its settings: others write to standard error."""
 _HEAD_BYTES = MAC_BYTES + LENGTH.size
+_HOST_IS_FULL = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 _UNREACHABLE = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH)
 
 
@@ -84,11 +88,12 @@ class Server:
         self._key = door_key(secret, job)
         self._credential = credential
         self._drawn_key = posix.urandom(_KEY_BYTES) if is_local and not secret else b""
-        self._session = posix.urandom(8).hex().encode()
+        self._session = posix.urandom(_SESSION_BYTES).hex().encode()
         self._unreachable_after = unreachable_after
         self._poll = epoll()
         self._poll.register(listener.fileno(), EPOLLIN)
         self._door: int | None = listener.fileno()
+        self._door_rests_until: float | None = None
         self._table = Table()
         self._operations = Operations(self._table, self._shut, failure)
         self._peers: dict[int, Peer] = {}
@@ -111,22 +116,27 @@ class Server:
     def _pause(self) -> float | None:
         """Do what is due, and return how long nothing will be, unless something comes; None at the end."""
         deadline = self._table.next_deadline()
-        if deadline is None and not self._guests and self._ends_at is None:
+        if deadline is None and not self._guests and self._ends_at is None and self._door_rests_until is None:
             return -1.0
         now = monotonic()
         if self._ends_at is not None and now >= self._ends_at:
             return None
         self._table.expire(now)
         self._dismiss_guests(now)
-        times = [self._table.next_deadline(), self._ends_at, next(iter(self._guests.values()), None)]
+        if self._door_rests_until is not None and now >= self._door_rests_until:
+            self._open_again()
+        guests_end = next(iter(self._guests.values()), None)
+        times = [self._table.next_deadline(), self._ends_at, self._door_rests_until, guests_end]
         return min([_LONGEST_PAUSE, *[max(0.0, time - now) for time in times if time is not None]])
 
     def _welcome_guests(self) -> None:
         for _ in range(_GUESTS_PER_ROUND):
             try:
-                number, _ = self._listener._accept()  # type: ignore[attr-defined]
-            except OSError as error:  # nobody waits, or has gone; or the host itself has no descriptor left
-                if error.errno == errno.ECONNABORTED:
+                number, _ = self._listener._accept()  # type: ignore[attr-defined]  # no stubs: accept() is Python
+            except OSError as error:
+                if error.errno in _HOST_IS_FULL:
+                    self._rest()
+                elif error.errno != errno.EAGAIN:  # who waited has gone
                     continue
                 return
             guest = _socket.socket(fileno=number)
@@ -134,6 +144,14 @@ class Server:
                 self._welcome(guest)
             except OSError:  # it has gone already, or the host has no room for another one
                 guest.close()
+
+    def _rest(self) -> None:
+        self._poll.unregister(self._listener.fileno())
+        self._door_rests_until = monotonic() + _LISTENER_RESTS
+
+    def _open_again(self) -> None:
+        self._poll.register(self._listener.fileno(), EPOLLIN)
+        self._door_rests_until = None
 
     def _welcome(self, guest: _socket.socket) -> None:
         is_full = len(self._peers) >= self._most_peers
@@ -173,7 +191,7 @@ class Server:
         except MalformedError as error:
             self._refuse(peer, str(error).encode())
         except Exception as error:  # noqa: BLE001 - what one client asks for must not take the store from all others
-            self._refuse(peer, repr(error)[:200].encode())
+            self._refuse(peer, repr(error)[:_MOST_REASON_BYTES].encode())
 
     def _take(self, peer: Peer, received: bytes | memoryview) -> None:
         """Go on with a handshake, or with requests, as far as they have come."""
@@ -245,8 +263,9 @@ class Server:
     def _shut(self) -> None:
         """Let nobody in any more, and leave the place where they came to another store."""
         if self._door is not None:
-            self._poll.unregister(self._door)
-            self._door = None
+            if self._door_rests_until is None:
+                self._poll.unregister(self._door)
+            self._door = self._door_rests_until = None
             self._listener.close()
         if self._num_members == 0:
             self._ends_at = monotonic()

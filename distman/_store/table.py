@@ -154,7 +154,6 @@ class Table:
         counter: bytes,
         size: int,
         outcome: tuple[bytes, bytes],
-        unless: bytes | None,
         until: float,
         answer: Answer,
     ) -> Wait | None:
@@ -168,7 +167,7 @@ class Table:
         key, value = outcome
         if self.add(counter, 1) == size:
             self.compare_set(key, b"", value)
-        return self.wait([key], unless, until, answer)
+        return self.wait([key], None, until, answer)
 
     def cancel(self, wait: Wait) -> None:
         """End a wait without an answer."""

@@ -133,13 +133,13 @@ class TorchStore(dist.Store):
         return True
 
     @_with_errors_of_torch
-    def arrive(self, counter: str, size: int, outcome: tuple[str, str], limit: float, unless: bytes = b"") -> bytes:
+    def arrive(self, counter: str, size: int, outcome: tuple[str, str], limit: float) -> bytes:
         """Count this one as come, wait until so many have, and return the outcome; see :meth:`Client.arrive`.
 
         Blocking, for ``limit`` seconds at most.
         """
         key, value = outcome
-        return self.client.arrive(self.full_key(counter), size, (self.full_key(key), value.encode()), limit, unless)
+        return self.client.arrive(self.full_key(counter), size, (self.full_key(key), value.encode()), limit)
 
     @_with_errors_of_torch
     def register_will(
@@ -203,7 +203,7 @@ class TorchStore(dist.Store):
 
     @property
     def _timeout(self) -> timedelta:
-        timeout: timedelta = self.timeout  # type: ignore[attr-defined]
+        timeout: timedelta = self.timeout  # type: ignore[attr-defined]  # torch's stubs lack it
         return timeout
 
     def _keys(self, keys: Sequence[str]) -> list[bytes]:

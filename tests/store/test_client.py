@@ -86,10 +86,7 @@ def test_all_arrive_or_all_hear_who_gave_up(client, store, size):
     with ThreadPoolExecutor(size) as threads:
         for outcome in (b"open", b"late"):
             coming = members if outcome == b"open" else members[1:]
-            heard = [
-                threads.submit(one.arrive, b"counter", size, (b"outcome", b"open"), PATIENCE, b"failure")
-                for one in coming
-            ]
+            heard = [threads.submit(one.arrive, b"counter", size, (b"outcome", b"open"), PATIENCE) for one in coming]
             if outcome == b"late":
                 client.compare_set(b"outcome", b"", b"late")
             assert {one.result(PATIENCE) for one in heard} <= {outcome}

@@ -18,7 +18,7 @@ from hypothesis import given, strategies
 
 from distman._store import frames, server, transport
 from distman._store.client import Client
-from distman._store.connection import InvalidRequestError, StoreLostError
+from distman._store.connection import InvalidRequestError, StoreLostError, StoreTimeoutError
 from distman._store.dialing import ForeignServiceError, dial
 from distman._store.frames import MalformedError
 from distman._store.handshake import CHALLENGE_BYTES, MAGIC, MEMBER, ClientSide, Hello, door_key
@@ -133,6 +133,19 @@ def test_a_handshake_and_requests_may_come_in_any_pieces(store):
         assert frames.next_reply(member.recv(1000))[:2] == (5, frames.OK)
 
 
+def test_who_proves_nothing_is_counted_whatever_keys_are_set(store):
+    member = store.client()
+    member.set(b"unproved", b"no number")
+    before = member.num_unproved
+    with connect(store.address) as stranger:
+        stranger.sendall(MAGIC + bytes(16))
+        assert len(stranger.recv(1000)) == CHALLENGE_BYTES
+        stranger.shutdown(socket.SHUT_WR)
+        assert is_sent_away(stranger)
+    assert member.num_unproved == before + 1
+    member.delete(b"unproved")
+
+
 def send_in_pieces(connected, message):
     """Send each byte by itself, as a network may cut a message anywhere."""
     if connected.family != socket.AF_UNIX:
@@ -225,6 +238,36 @@ def test_descriptors_are_kept_back_from_connections(monkeypatch):
         assert members[1].add(b"counter", 1) == 1
         for member in members:
             member.close()
+
+
+@pytest.mark.parametrize("number", [errno.ENFILE, errno.EMFILE, errno.ENOBUFS, errno.ENOMEM])
+def test_where_the_host_can_open_nothing_the_door_rests(number, monkeypatch):
+    """A stranger would stand before it all the time, and the process find that again and again."""
+    rounds = []
+    pause = server.Server._pause
+    monkeypatch.setattr(server.Server, "_pause", lambda here: rounds.append(1) or pause(here))
+    monkeypatch.setattr(server, "_LISTENER_RESTS", 0.05)
+    with served_here() as here:
+        member = Client(here)
+        with monkeypatch.context() as full:
+            full.setattr(socket.socket, "_accept", refuse_by(number), raising=False)
+            with connect(here.address) as stranger:
+                del rounds[:]
+                with pytest.raises(StoreTimeoutError):
+                    member.get(b"never set", 0.2)
+                assert len(rounds) < 50
+                full.undo()
+                stranger.sendall(MAGIC + bytes(16))
+                assert len(stranger.recv(1000)) == CHALLENGE_BYTES
+        Client(here).close()
+        member.close()
+
+
+def refuse_by(number):
+    def accept(_listener):
+        raise OSError(number, os.strerror(number))
+
+    return accept
 
 
 def test_where_descriptors_are_few_the_oldest_stranger_makes_room(monkeypatch):
@@ -416,8 +459,7 @@ def test_a_value_grows_no_longer_than_it_may_be_read(store):
     first, second = store.client(), store.client()
     piece = bytes(frames.MOST_VALUE_BYTES // 2)
     for _ in range(2):
-        first.append(b"a", piece)
-    assert first.check([b"a"])  # an answer, which comes after both
+        append_and_ask(first, b"a", piece)
     assert second.get(b"a", PATIENCE) == piece * 2
     with pytest.raises(StoreLostError, match="refused a message, an addition to a value, which would have"):
         append_and_ask(first, b"a", b"12")

@@ -157,7 +157,7 @@ def test_a_counter_does_not_leave_64_bits(sign):
 
 
 def arrive(table, answers, name, size, until=10.0):
-    return table.arrive(b"counter", size, (b"outcome", b"open"), b"failure", until, answers.taker(name))
+    return table.arrive(b"counter", size, (b"outcome", b"open"), until, answers.taker(name))
 
 
 @pytest.mark.parametrize("size", [1, 2, 5])
@@ -176,13 +176,6 @@ def test_who_gives_up_is_heard_by_all_and_by_those_who_come_later():
     arrive(table, answers, 1, 3)
     arrive(table, answers, 2, 3)
     assert answers == [(name, OK, [b"rank 2 is late"]) for name in range(3)]
-
-
-def test_a_failure_ends_the_wait_for_those_who_have_not_come():
-    table, answers = Table(), Answers()
-    arrive(table, answers, 0, 2)
-    table.set(b"failure", b"boom")
-    assert answers == [(0, GIVEN_UP, [b"boom"])]
 
 
 def test_a_wait_goes_on_when_a_key_is_gone_before_the_last_comes():

@@ -99,8 +99,6 @@ def test_a_wait_is_ended_by_a_key_of_another_part(store):
     with pytest.raises(GaveUpError) as caught:
         store.part("group").wait(["nothing"], unless=unless)
     assert caught.value.value == b"boom"
-    with pytest.raises(GaveUpError):
-        store.part("group").arrive("counter", 2, ("outcome", "open"), PATIENCE, unless)
 
 
 def test_all_arrive(store):
