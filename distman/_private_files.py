@@ -50,9 +50,9 @@ def private_folder() -> Path:
     Raises:
         OSError: There can be none.
     """
-    folder = Path(tempfile.gettempdir()) / f"distman-{os.getuid()}"
+    folder = Path(tempfile.gettempdir()) / f"distman-{os.geteuid()}"
     with contextlib.suppress(FileExistsError):
         folder.mkdir(mode=0o700)
     found = folder.lstat()
-    is_ours = stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & _OTHERS
+    is_ours = stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid() and not found.st_mode & _OTHERS
     return folder if is_ours else Path(tempfile.mkdtemp(prefix="distman-"))

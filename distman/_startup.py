@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from distman._coordination.failure import hook
 from distman._coordination.failure.error_file import write_error_file
-from distman._coordination.failure.job_abort import abort_job_after
+from distman._coordination.failure.job_abort import abort_job_after, ending_of
 from distman._coordination.failure.record import FailureRecord
 from distman._coordination.timeouts import begin
 from distman._rendezvous.early_failure import is_started_by_rank, tell_waiting_ranks
@@ -36,7 +36,11 @@ def _tell(error: BaseException) -> Callable[[], object]:
     write_error_file(record, environment.rank)
     # Whoever pressed Ctrl-C wants it to end.
     more = {"patience": 0} if isinstance(error, KeyboardInterrupt) else {}
-    wait = begin(
-        lambda: tell_waiting_ranks(dataclasses.asdict(record), os.environ, **more)
-    )  # while the error is printed
+
+    def tell() -> None:
+        ending = ending_of(environment)
+        if not tell_waiting_ranks(dataclasses.asdict(record), os.environ, **more) and ending is not None:
+            hook.end_job_at_exit(ending)
+
+    wait = begin(tell)  # while the error is printed
     return functools.partial(wait, None)  # it has a limit of its own

@@ -169,7 +169,8 @@ class DistributedManager(Place, GroupQueries, GroupCreation):
         Local; collective with ``barrier=True``. Done at the end of the program by itself; harmless where
         nothing is initialized. In a process forked from the rank it forgets, and the rank stays in the job.
 
-        Blocking until all ranks have started, ten seconds at most. A rank that serves the store of a group which other
+        Blocking until all ranks have started, ten seconds at most; under Slurm, on several hosts, the rank that started
+        the store stays as long until the others have left too. A rank that serves the store of a group which other
         code made goes on with that to the end of the program, where it stays until the others have left too or one of
         them has failed, ten seconds at most.
 
@@ -206,7 +207,8 @@ class DistributedManager(Place, GroupQueries, GroupCreation):
         if error is None or rendezvous is None:
             hook.set_reporter(None)
         else:  # while the watcher can still say where the error comes from
-            hook.set_reporter_for(error, reporter_of(state.job, rendezvous, failure_behind(error)))
+            reporter = reporter_of(state.job, rendezvous, failure_behind(error), state.watcher)
+            hook.set_reporter_for(error, reporter)
         hook.set_thread_reporter(None)
         state.groups.close()
         try:

@@ -5,13 +5,12 @@ from __future__ import annotations
 import time
 from datetime import timedelta
 
-from torch.distributed import Store
+from torch.distributed import DistStoreError, Store
+
+from distman._store.connection import GaveUpError
+from distman._store.torch_store import TorchStore
 
 _PAUSE = 0.002  # seconds; short beside the tens of milliseconds that making a group takes
-
-
-class GaveUpError(Exception):
-    """The wait was ended: another rank said that it failed."""
 
 
 class AbortableStore(Store):
@@ -41,15 +40,25 @@ class AbortableStore(Store):
             TimeoutError: They were not set in time.
         """
         limit = min(timeout.total_seconds(), self._timeout)
+        if not self._is_there(keys, limit):
+            raise TimeoutError(f"keys {keys} must be set within {limit:g} s, got none. See what the other ranks do.")
+
+    def _is_there(self, keys: list[str], limit: float) -> bool:
+        """Wait, and return whether the keys came in time; torch's stores cannot wait for the first of two."""
+        if isinstance(self._store, TorchStore):
+            try:
+                self._store.wait(keys, timedelta(seconds=limit), unless=self._store.full_key(self._failure_key))
+            except DistStoreError:
+                return False
+            return True
         until = time.monotonic() + limit
         while not self._store.check(keys):
             if self._store.check([self._failure_key]):
-                raise GaveUpError
+                raise GaveUpError(self._store.get(self._failure_key))
             if time.monotonic() > until:
-                raise TimeoutError(
-                    f"keys {keys} must be set within {limit:g} s, got none. See what the other ranks do."
-                )
-            time.sleep(_PAUSE)  # torch's stores can wait for all of some keys, not for the first of two
+                return False
+            time.sleep(_PAUSE)
+        return True
 
     def get(self, key: str) -> bytes:
         """Return the value of a key, once it is set.

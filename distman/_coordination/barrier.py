@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import time
 from collections.abc import Callable, Sequence
+
+import torch.distributed as dist
 
 from distman._coordination import protocol
 from distman._coordination.failure.record import FailureRecord
-from distman._coordination.messages import MalformedMessageError, add_to, decode, decode_text
+from distman._coordination.messages import MalformedMessageError, add_to, decode, decode_text, no_counter
+from distman._coordination.monitor.current_watcher import has_failed
 from distman._coordination.sync import StoreGroup
+from distman._store.connection import InvalidRequestError
+from distman._store.torch_store import TorchStore, delete_keys
 from distman._text import printable
 from distman.errors import BarrierTimeoutError
 
 _OPEN = "open"
-_ALL = "all"
 _GIVEN_UP = -(2**40)
 """What is added to the counter of those that came and left, so that each that leaves knows without another call: more
 ranks than there will ever be."""
@@ -56,10 +61,8 @@ class _Barrier:
         store, group = self.store_group.store, self.store_group
         # Before it is counted: who waits may look for it. torch's stubs lack the method.
         store.append(protocol.arrived(self.key), f"{group.rank},")  # type: ignore[attr-defined]
-        if add_to(store, protocol.passages(self.key), 1) == group.size:
-            store.compare_set(protocol.outcome(self.key), "", _OPEN)
-            store.delete_key(protocol.arrived(self.key))
-        elif not self._wait_for_outcome(timeout):
+        until = time.monotonic() + timeout
+        if not self._come(timeout) and not self._wait_for_outcome(until - time.monotonic()):
             self._wait_for_answer(timeout, locate)
         passages = add_to(store, protocol.passages(self.key), 1)
         if passages <= 0:
@@ -67,8 +70,25 @@ class _Barrier:
         elif passages <= group.size:  # nobody leaves before all have come
             raise MalformedMessageError(f"the outcome of {self.key}", "it was there before all ranks had come")
         elif passages == 2 * group.size:
-            store.delete_key(protocol.outcome(self.key))
-            store.delete_key(protocol.passages(self.key))
+            delete_keys(store, [one(self.key) for one in (protocol.arrived, protocol.outcome, protocol.passages)])
+
+    def _come(self, timeout: float) -> bool:
+        """Be counted as come, and return whether there is an outcome; the job's own store tells it, in the same call.
+
+        Blocking, for as long as nobody has to look at what else happened in the job.
+        """
+        store, group = self.store_group.store, self.store_group
+        passages, outcome = protocol.passages(self.key), protocol.outcome(self.key)
+        if not isinstance(store, TorchStore) or has_failed():
+            has_all = add_to(store, passages, 1) == group.size
+            return has_all and bool(store.compare_set(outcome, "", _OPEN))
+        try:
+            store.arrive(passages, group.size, (outcome, _OPEN), min(timeout, group.look_around_every))
+        except InvalidRequestError as error:
+            raise no_counter(passages, error) from None
+        except dist.DistStoreError:
+            return False
+        return True
 
     def _wait_for_outcome(self, timeout: float) -> bool:
         return self.store_group.wait_until(
@@ -95,11 +115,7 @@ class _Barrier:
     def _missing(self) -> list[int]:
         """Return who has not come, by index."""
         group, key = self.store_group, protocol.arrived(self.key)
-        arrived = decode_text(group.store.compare_set(key, "", _ALL))  # get would wait for a key that is gone
-        if arrived == _ALL:
-            group.store.delete_key(key)
-            return []
-        come = set(arrived.split(","))
+        come = set(decode_text(group.store.get(key)).split(","))  # this rank is in it, and the last to leave deletes it
         return [index for index in range(group.size) if str(index) not in come]
 
     def _give_up(self, missing: Sequence[int], record: FailureRecord) -> None:

@@ -72,6 +72,11 @@ def decode(data: str | bytes, kind: type[Kind], what: str) -> Kind:
     return checked(value, kind, what)
 
 
+def get_ready_to_decode(kind: type) -> None:
+    """Find out what messages of a kind hold: it takes a millisecond, and is done once."""
+    _reader(kind)
+
+
 def decode_row(data: str | bytes, kind: type[Kind], what: str) -> Kind:
     """Return a message that is a dataclass, of which the values alone travel; otherwise as :func:`decode`."""
     names = [field.name for field in dataclasses.fields(kind)]  # type: ignore[arg-type]  # it is a dataclass
@@ -147,7 +152,12 @@ def add_to(store: Store, key: str, amount: int) -> int:
     try:
         return store.add(key, amount)
     except (ValueError, IndexError) as error:  # what stores say of a text, and of a number of more than 64 bits
-        raise MalformedMessageError(f"the counter {key!r}", f"it is no number ({error})") from None
+        raise no_counter(key, error) from None
+
+
+def no_counter(key: str, error: Exception) -> MalformedMessageError:
+    """Return what to raise where a counter holds no number."""
+    return MalformedMessageError(f"the counter {key!r}", f"it is no number ({error})")
 
 
 def count(store: Store, key: str, amount: int = 0) -> int:
@@ -156,7 +166,11 @@ def count(store: Store, key: str, amount: int = 0) -> int:
         return add_to(store, key, amount)
     except MalformedMessageError as error:
         drop(error)
-        store.delete_key(key)
+        nonsense = store.compare_set(key, "", "0")  # or a number, where another process has begun again meanwhile
+    try:
+        return add_to(store, key, amount)
+    except MalformedMessageError:
+        store.compare_set(key, nonsense, "0")  # type: ignore[arg-type]  # as above
         return store.add(key, amount)
 
 

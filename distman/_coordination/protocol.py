@@ -18,15 +18,17 @@ package, but no other module spells a key out. The life of a job, as one rank se
      |  +-----------  keys of operations: barriers, consensus, sections, stops
      |
      +- fails     ->  FAILURE (the first one counts), NEWS  ->  each raises it, FAILURE_SEEN +1
+     |  or ends: the same, by the process of the store
      |
     leaves        ->  left(rank), LEFT +1                   ->  who awaits this rank gives up
      v
-    gone          ->  GONE +1: lets go of the store         ->  the store rank waits for all, or a failure
-    closing       ->  CLOSING, NEWS: from the store rank    ->  who still uses the store: GONE +1; then it is closed
+    gone          ->  GONE +1: lets go of the store         ->  the holder waits for all, or a failure
+    closing       ->  CLOSING, NEWS: from the holder        ->  who still uses the store: GONE +1; then it is closed
 
 The opener is the rank that started the process of the store, which ends with its last member. There is a store rank
-only where other code made the store: the rank that serves it, and with which it ends. In other jobs nobody waits for
-GONE, and CLOSING is never set.
+only where other code made the store: the rank that serves it, and with which it ends. The holder is a store rank, or
+the opener where the launcher may end that process with the last rank of its host. In other jobs nobody waits for GONE,
+and CLOSING is never set.
 
 A counter is a number that ``Store.add`` raises; a flag is a key whose presence alone counts. All other values are JSON
 or plain text, which ``messages.py`` reads, and never a pickle, which can run code. "Lives on" means until the store is
@@ -49,6 +51,14 @@ def in_job(key: str) -> str:
 def store_address(job_id: str, start: int) -> str:
     """In the store of a launcher's agent: where rank 0 has opened the job's own at this start. It lives on."""
     return f"distman/{job_id}/start {start}"
+
+
+def start_failure(job_id: str) -> str:
+    """In the store of a launcher's agent: fields of the ``FailureRecord`` of a rank that failed before it joined.
+
+    That rank writes it, the first one; rank 0 reads it until the verdict, the others until they know where to meet.
+    """
+    return f"distman/{job_id}/start failure"
 
 
 PROCESS_GROUP = "group"
@@ -76,21 +86,24 @@ opener, or store rank, when it has to end."""
 
 MEMBERSHIP_EVENT = "membership event"
 """``full``, ``failure`` or ``judged``: a reason to look. The last to join, a process that failed before it joined, a
-rank that is interrupted, or rank 0 writes it, all read it."""
+rank that is interrupted, or rank 0 writes it, all read it. The process of the store counts it up when one ends that
+had joined."""
 
 VERDICT = "verdict"
-"""Who takes part, or what is wrong, compressed. Rank 0 writes it, the first one if two claim that rank; all read it."""
+"""Who takes part, or what is wrong, compressed. Rank 0 writes it, the first one if two claim that rank, or the process
+of the store, if rank 0 ends before; all read it."""
 
 VERDICT_HEARD = "verdict heard"
 """Counter of processes that joined and know why the start failed. Each adds itself; the opener, or store rank, waits
 for it."""
 
 EARLY_FAILURE = "early failure"
-"""Fields of the ``FailureRecord`` of a rank that failed before it joined. That rank writes it, rank 0 reads it."""
+"""Fields of the ``FailureRecord`` of a rank that failed before it joined. That rank writes it; rank 0 reads it, and
+so do the others where rank 0 does not judge."""
 
 TURNED_AWAY = "turned away"
 """Counter of processes that did not join, because they failed before, or were told that another one had. Each adds
-itself; the opener waits for it."""
+itself, or rank 0 does it for one that has told of its failure elsewhere; the opener waits for it."""
 
 
 def join_record(place: int) -> str:
@@ -104,44 +117,55 @@ def join_record(place: int) -> str:
 # The life of a rank. All of it lives on, unless it says otherwise.
 
 STARTED = "started"
-"""Counter of ranks whose process group is up. Each adds itself; ranks that leave wait for all."""
+"""Counter of ranks whose process group is up. Each adds itself; ranks that leave wait for all, and who finds the store
+looks whether the job has started."""
 
 NEWS = "news"
-"""Counter of events. Once the job is up, who writes a failure, a query or CLOSING raises it; every watcher looks at it
+"""Counter of events. Once the job is up, who writes FAILURE, a query or CLOSING raises it; every watcher looks at it
 several times a second, and at the rest only when it has changed."""
 
 FAILURE = "failure"
-"""Fields of the ``FailureRecord`` of the first failure. The rank that fails writes it, or the one that finds another
-dead; after the verdict also a process that came too late, where the job may be made of two. All read it."""
+"""Fields of the ``FailureRecord`` of the first failure. The rank that fails writes it, or the one that misses another;
+after the verdict also a process that came too late, where the job may be made of two. The process of the store writes
+what each rank has left there for its end, unless left(rank) is set. All read it, and who finds the store: if the job
+has started, that is an earlier one."""
+
+CARETAKER = "caretaker"
+"""The rank that finds out, after a failure, whether one that does nothing would keep the launcher waiting. The first
+one that knows of the failure and can look writes it, the failing one perhaps; all read it."""
 
 FAILURE_SEEN = "failure seen"
-"""Counter of ranks that know of FAILURE and have not left since, without the one that failed. Each adds itself; a store
-rank waits for all of them before its program learns of it, and may end."""
+"""Counter of ranks that know of FAILURE and have not left since, without the one that failed. Each adds itself; the
+holder waits for all of them before its program learns of it, and may end."""
 
 LEFT = "left"
 """Counter of ranks that left the job. Each adds itself; who waits looks for left(rank) only if it is not 0."""
 
 FIRST_TO_LEAVE = "first to leave"
-"""The rank that was the first to leave. It writes it; who finds a connection broken reads it."""
+"""The rank that was the first to leave. It writes it; who finds a connection broken reads it, and who finds the store:
+if the job has started, that is an earlier one."""
 
 CLOSING = "closing"
-"""Flag: the store will be closed. A store rank writes it when it leaves; all watchers read it."""
+"""Flag: the store will be closed. Its holder writes it when it leaves; all watchers read it."""
 
 GONE = "gone"
-"""Counter of ranks that need the store no more. Each adds itself, once; a store rank waits for all others, and adds
+"""Counter of ranks that need the store no more. Each adds itself, once; its holder waits for all others, and adds
 itself only if it does not watch."""
 
 
 def left(rank: int) -> str:
-    """Flag: this rank left the job of its own accord. It writes it; who awaits or watches it reads it."""
+    """Flag: this rank left the job of its own accord.
+
+    It writes it; who awaits or watches it reads it, and so does the process of the store when the rank ends.
+    """
     return f"left/{rank}"
 
 
 def beat(rank: int) -> str:
     """Sign of life: the time, a space, and what the rank waits in.
 
-    Its watcher writes it, and deletes it when it gives up, or knows of FAILURE; the rank before reads it, and after a
-    failure a store rank, to find those that do not know.
+    Its watcher writes it, and it is deleted when that gives up, or the rank knows of FAILURE; the rank before reads it,
+    and after a failure the caretaker, to find those that do not know.
     """
     return f"beat/{rank}"
 
@@ -149,7 +173,7 @@ def beat(rank: int) -> str:
 def peer_address(rank: int) -> str:
     """Hosts and port at which the rank's watcher accepts a connection, and the word that opens it.
 
-    It writes it, the rank before reads it, and after a failure a store rank.
+    It writes it, the rank before reads it, and after a failure the caretaker.
     """
     return f"peer address/{rank}"
 
@@ -263,7 +287,7 @@ def page(sequence: str, number: int) -> str:
 def arrived(operation: str) -> str:
     """Who came to a barrier: each member appends its index and a comma. Who looks for the missing reads it.
 
-    The last one to come deletes it; that of a barrier which was given up lives on.
+    The last one to leave deletes it; that of a barrier which was given up lives on.
     """
     return f"{operation}/arrived"
 

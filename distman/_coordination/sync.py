@@ -15,7 +15,7 @@ from distman._coordination import protocol
 from distman._coordination.failure.record import FailureRecord, Place
 from distman._coordination.messages import add_to, count
 from distman._coordination.monitor.current_watcher import let_others_hear_first, raise_if_failed
-from distman._store.torch_store import TorchStore
+from distman._store.torch_store import TorchStore, delete_keys
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -252,9 +252,6 @@ class KeySequence:
         counter = protocol.page(self._name, page)
         if add_to(self._store, counter, 1) < self._size:
             return
-        self._store.delete_key(counter)
-        for number in range((page - 1) * _KEYS_PER_PAGE, page * _KEYS_PER_PAGE):
-            key = protocol.nth(self._name, number)
-            for beside in self._beside:
-                self._store.delete_key(beside(key))
-            self._store.delete_key(key)
+        numbers = range((page - 1) * _KEYS_PER_PAGE, page * _KEYS_PER_PAGE)
+        keys = [protocol.nth(self._name, number) for number in numbers]
+        delete_keys(self._store, [counter, *keys, *(beside(key) for key in keys for beside in self._beside)])

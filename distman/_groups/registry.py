@@ -14,7 +14,6 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from distman._coordination import protocol
-from distman._coordination.abortable_store import GaveUpError
 from distman._coordination.consensus import Consensus
 from distman._coordination.sections import ExclusiveSections
 from distman._coordination.tracking import call_site, check_all_run_here, check_speaks_for_rank
@@ -23,6 +22,7 @@ from distman._groups.connecting import connect, members_store
 from distman._groups.hosts import partitions_by_host, warn_of_crossing
 from distman._job.job import Job
 from distman._log import logger
+from distman._store.connection import GaveUpError
 from distman._store.torch_store import part_of
 from distman._torch_internals import device_types, is_registered, mesh_without_groups
 from distman.errors import DistmanError, UndefinedGroupError, undefined_group

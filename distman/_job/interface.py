@@ -1,4 +1,4 @@
-"""The network interface through which gloo tells the other hosts to connect."""
+"""The network interface through which gloo tells the other ranks to connect."""
 
 from __future__ import annotations
 
@@ -17,6 +17,8 @@ _SIOCGIFADDR = 0x8915  # Linux, ``linux/sockios.h``: asks for the IPv4 address o
 _IFREQ_BYTES = 256  # more than the structure of that call has
 _ADDRESS = slice(20, 24)  # where it holds the address
 
+_LOOPBACK = "127.0.0.1"
+
 _is_set = False
 
 
@@ -29,11 +31,25 @@ def choose_interface(others: Iterable[str]) -> None:
     Args:
         others: Names or addresses of other hosts, tried in turn.
     """
-    global _is_set
     if os.environ.get(_VARIABLE) or not _is_name_loopback():
         return
     own = next((address for address in map(address_towards, others) if address is not None), None)
-    name = None if own is None else _interface_of(own)
+    if own is not None:
+        _use(_interface_of(own))
+
+
+def stay_on_this_host() -> None:
+    """Let gloo listen where no other host reaches it: it asks nobody who he is.
+
+    Only for ranks that have met without a network, so that the loopback of all is one. A variable that is set already
+    is left alone.
+    """
+    if not os.environ.get(_VARIABLE):
+        _use(_interface_of(_LOOPBACK))
+
+
+def _use(name: str | None) -> None:
+    global _is_set
     if name is not None:
         os.environ[_VARIABLE] = name
         _is_set = True
@@ -41,7 +57,7 @@ def choose_interface(others: Iterable[str]) -> None:
 
 @puts_back
 def forget_interface() -> None:
-    """Take back what :func:`choose_interface` has set."""
+    """Take back what was set here."""
     global _is_set
     if _is_set:
         os.environ.pop(_VARIABLE, None)

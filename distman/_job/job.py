@@ -10,12 +10,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import torch
 import torch.distributed as dist
 
+from distman._coordination.failure import hook
 from distman._coordination.failure.job_abort import abort_job_after, ending_of
 from distman._coordination.sync import StoreGroup
 from distman._rendezvous import mpi
 from distman._rendezvous.join import Rendezvous
 from distman._rendezvous.peers import Peer, Peers
-from distman.environments import LaunchEnvironment
+from distman.environments import LAUNCHERS, LaunchEnvironment
 from distman.errors import RankFailedError
 
 
@@ -77,8 +78,20 @@ class Job:
 
     @property
     def ending(self) -> Callable[[], None] | None:
-        """What ends the job under a launcher that waits for every rank; None under others."""
-        return ending_of(self.environment)
+        """What ends the job where MPI or the launcher waits for every rank; None elsewhere."""
+        return mpi.abort if mpi.is_up() else ending_of(self.environment)
+
+    @property
+    def holds_store(self) -> bool:
+        """Whether the store ends with this process, or may end with the last rank of its host.
+
+        Then this process stays until the others are done with it.
+        """
+        if self.rendezvous is None:
+            return False
+        job_store = self.rendezvous.job_store
+        is_ended = self.peer.num_nodes > 1 and LAUNCHERS[self.environment.launcher].ends_leftovers
+        return job_store.is_host or (job_store.is_opened_here and is_ended)
 
     def end_after(self, error: BaseException) -> None:
         """Make the launcher end the job once this process ends, where it would not do so by itself."""
@@ -93,5 +106,6 @@ class Job:
 
 
 def abort_job(environment: LaunchEnvironment, error: BaseException, *, is_beside: bool = False) -> None:
-    if environment.world_size > 1 and not mpi.abort_at_exit():
-        abort_job_after(error, environment, is_beside=is_beside)
+    if environment.world_size > 1 and mpi.is_up():
+        hook.end_job_at_exit(mpi.abort)  # no rank would come out of MPI_Finalize without this one
+    abort_job_after(error, environment, is_beside=is_beside)

@@ -63,8 +63,9 @@ def leave(job: Job, watcher: Watcher | None, *, is_at_exit: bool = False) -> Non
     """Tell the others, destroy the process group, unless other code made it, and close the store.
 
     It waits some seconds at most for ranks that are still starting: they connect to this one, and would take it for
-    dead. A rank that serves the store, since other code made the group there, does so until the program ends, and then
-    waits as long for the others to leave, unless one of them fails, or an exception ends the program.
+    dead. A rank that holds the store waits as long for the others to leave, unless one of them fails, or an exception
+    ends the program. Where it serves the store itself, since other code made the group there, it does so until the
+    program ends.
 
     Args:
         job: What is left.
@@ -75,24 +76,25 @@ def leave(job: Job, watcher: Watcher | None, *, is_at_exit: bool = False) -> Non
     rendezvous = job.rendezvous
     if rendezvous is None:
         return
-    is_host = rendezvous.job_store.is_host
-    if watcher is not None and not is_host:
+    is_host, is_failing = rendezvous.job_store.is_host, sys.exc_info()[1] is not None
+    stays = is_host or (job.holds_store and not is_failing)
+    if watcher is not None and not stays:
         watcher.stop()
     try:
         if watcher is None or not (watcher.has_let_go or watcher.has_store_rank_failed):
-            _say_farewell(job, rendezvous, watcher, is_host=is_host)
+            _say_farewell(job, rendezvous, watcher, stays=stays)
         if watcher is not None:
             watcher.leave()
         if dist.is_initialized() and not job.is_adopted:
             dist.destroy_process_group()
-        if is_host and (sys.exc_info()[1] is not None or (job.is_adopted and not is_at_exit)):
+        if is_host and (is_failing or (job.is_adopted and not is_at_exit)):
             _unclosed.append((os.getpid(), job, rendezvous, watcher))
             atexit.register(_close_at_exit)
             return
-        if is_host:
+        if stays:
             _serve_the_others(job, rendezvous.store, watcher)
     except BaseException:  # the handler of a signal raised, say: the others must not take this rank for dead
-        if is_host:
+        if stays:
             _announce_closing(job, rendezvous.store, watcher)
         raise
     _close(job, rendezvous, watcher)
@@ -147,22 +149,24 @@ def abandon(watcher: Watcher | None) -> None:
     wait_for_gloo()
 
 
-def _say_farewell(job: Job, rendezvous: Rendezvous, watcher: Watcher | None, *, is_host: bool) -> None:
+def _say_farewell(job: Job, rendezvous: Rendezvous, watcher: Watcher | None, *, stays: bool) -> None:
     """Tell the others that this rank leaves, and wait until all of them have started."""
     store, is_counted = rendezvous.store, watcher is None or watcher.is_counted
     all_started = threading.Event()
+    failures: list[FailureRecord] = []
 
     def tell() -> None:
         try:
             store.set(protocol.left(job.peer.rank), "yes")  # first: it needs no answer
             is_counted_as_knowing = watcher is not None and watcher.knows_from_others
-            if watcher is not None:
-                watcher.learn(FailureRecord.read(store))
+            if watcher is not None and (record := FailureRecord.read(store)) is not None:
+                watcher.learn(record)
+                failures.append(record)
             if count(store, protocol.LEFT, 1) == 1:
                 store.set(protocol.FIRST_TO_LEAVE, str(job.peer.rank))
             if is_counted_as_knowing:
                 count(store, protocol.FAILURE_SEEN, -1)  # it is counted among those that are gone instead
-            count(store, protocol.GONE, 0 if is_counted or is_host else 1)
+            count(store, protocol.GONE, 0 if is_counted or stays else 1)
             if count(store, protocol.STARTED) >= job.world_size:
                 all_started.set()
         except dist.DistError as error:
@@ -170,7 +174,9 @@ def _say_farewell(job: Job, rendezvous: Rendezvous, watcher: Watcher | None, *, 
                 watcher.learn(watcher.lost_store(error))
 
     is_told = run_with_timeout(tell, _FAREWELL_LIMIT)  # its process may be suspended
-    is_waited_for = is_host or (is_told and not hook.has_failed())
+    if is_told and watcher is not None and failures:  # it may have ended a wait before the watcher came to know
+        watcher.look_after_others(failures[0])
+    is_waited_for = stays or (is_told and not hook.has_failed())
     is_asked = is_waited_for and not all_started.is_set()  # to ask once more might take long: the store may be stopped
     if is_asked and not job.is_adopted:
         _wait_for_all_at(store, protocol.STARTED, job.world_size, _START_LIMIT)

@@ -20,12 +20,15 @@ from distman._coordination.failure.record import FailureRecord
 from distman._coordination.failure.reporter import JobReporter
 from distman._coordination.messages import count
 from distman._coordination.monitor.context import WatchContext, WatchLimits
-from distman._coordination.monitor.current_watcher import failure_behind
+from distman._coordination.monitor.current_watcher import failure_behind, look_after_others
 from distman._coordination.monitor.watcher import Watcher, announce_unwatched
 from distman._device import backend_for, is_pure_gloo, pick_device
-from distman._job.interface import choose_interface, forget_interface
+from distman._job.interface import choose_interface, forget_interface, stay_on_this_host
 from distman._job.job import Job, Limits, abort_job
 from distman._process_state import keep_garbage_from_children
+from distman._rendezvous import mpi
+from distman._rendezvous.address import UNREACHABLE_AFTER
+from distman._rendezvous.door import UNIX
 from distman._rendezvous.join import Rendezvous, join, join_at, join_record_of
 from distman._rendezvous.join_record import JoinRecord
 from distman._rendezvous.peers import complete
@@ -34,8 +37,6 @@ from distman._rendezvous.store import adopt_store
 from distman._torch_internals import counting_no_failed_group, default_store, make_gloo_default
 from distman.environments import LaunchEnvironment
 from distman.errors import DistmanError, RankFailedError, RendezvousError
-
-_UNREACHABLE_AFTER = 45.0  # seconds, where nobody watches: a network that is repaired sooner ends no job
 
 _adoptions: weakref.WeakKeyDictionary[dist.ProcessGroup, Iterator[int]] = weakref.WeakKeyDictionary()
 """Numbers of the adoptions of a group: part of the keys in its store, which remembers those before."""
@@ -77,7 +78,7 @@ def start(
             device=requested,
             backend=backend,
             timeout=limits.rendezvous,
-            unreachable_after=watch_limits.unreachable if watch_limits else _UNREACHABLE_AFTER,
+            unreachable_after=watch_limits.unreachable if watch_limits else UNREACHABLE_AFTER,
             on_meeting=leave_it_to_the_meeting,
         )
     except (RendezvousError, RankFailedError):
@@ -98,6 +99,7 @@ def start(
     watcher = None
     try:
         hook.set_reporter(reporter_of(job, rendezvous))
+        rendezvous.job_store.leave_will(rendezvous.store, peer, unless=protocol.left(peer.rank))
         watcher = watch(job, watch_limits)
         _make_process_group(job, rendezvous.store, rendezvous.job_store.url)
         count(rendezvous.store, protocol.STARTED, 1)
@@ -187,8 +189,9 @@ def watch(job: Job, limits: WatchLimits | None) -> Watcher | None:
         rank=job.peer.rank,
         peers=job.roll_call,
         is_one_host=job.peer.num_nodes == 1,
+        holds_store=job.holds_store,
     )
-    watcher = Watcher(context, limits, job.end_after, end_job=job.ending)
+    watcher = Watcher(context, limits, job.end_after, end_job=job.ending, awaits_dead=mpi.is_up())
     try:
         watcher.start()
     except BaseException:  # Ctrl-C while a name is looked up, or no thread can be had
@@ -208,7 +211,9 @@ def _job_of_one(environment: LaunchEnvironment, requested: torch.device | None, 
 def _make_process_group(job: Job, store: dist.Store, url: str) -> None:
     if job.device.type == "cuda":
         torch.cuda.set_device(job.device)
-    if job.peer.num_nodes > 1:
+    if url.startswith(UNIX):
+        stay_on_this_host()
+    elif job.peer.num_nodes > 1:
         choose_interface(_other_hosts(job, url))
     with counting_no_failed_group():
         dist.init_process_group(
@@ -256,16 +261,26 @@ def _leave_group() -> None:
         dist.destroy_process_group()
 
 
-def reporter_of(job: Job, rendezvous: Rendezvous, cause: FailureRecord | None = None) -> JobReporter:
-    """Return what tells the other ranks of an error that ends this one."""
+def reporter_of(
+    job: Job, rendezvous: Rendezvous, cause: FailureRecord | None = None, watcher: Watcher | None = None
+) -> JobReporter:
+    """Return what tells the other ranks of an error that ends this one.
+
+    Args:
+        job: The job.
+        rendezvous: Where the others are told.
+        cause: Because of whom the error came, if that is known.
+        watcher: Who looks after the others, if this process has left the job; None is who watches then.
+    """
     job_store = rendezvous.job_store
     return JobReporter(
         rank=job.peer.rank,
         num_others=job.world_size - 1,
         store=rendezvous.store,
         store_host=f"the process at {job_store.url}",
-        is_host=job_store.is_host,
+        is_host=job.holds_store,
         leave_group=_leave_group,
         abort_job=job.end_after,
         cause=cause,
+        look_after=look_after_others if watcher is None else watcher.look_after_others,
     )

@@ -24,7 +24,7 @@ _FIRST_PORT = 23000
 _NUM_PORTS = 9000  # so many that two jobs of one host seldom derive the same one
 _NUM_CANDIDATES = 8  # ports tried in turn; jobs of one host seldom take more than a few
 _LOCALHOST = "127.0.0.1"
-_UNREACHABLE_AFTER = 45.0  # seconds; also for a rank that only tells of its failure
+UNREACHABLE_AFTER = 45.0  # seconds, where nobody watches: a network that is repaired sooner ends no job
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Endpoint:
     has_agent: bool = False
     is_on_one_host: bool = False
     protection: Protection | None = None
-    unreachable_after: float = _UNREACHABLE_AFTER
+    unreachable_after: float = UNREACHABLE_AFTER
 
     @property
     def local_name(self) -> str:

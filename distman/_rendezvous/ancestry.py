@@ -67,7 +67,7 @@ def start_time() -> float:
 def boot_id() -> str:
     """Return the random id of this run of the host's system; an empty text where it is not shown."""
     try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
     except OSError:
         return ""
 

@@ -14,11 +14,12 @@ from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from distman._coordination import protocol
 from distman._log import logger
 from distman._rendezvous.address import Endpoint
 from distman._rendezvous.munge import CredentialError
 from distman._store.client import Client
-from distman._store.dialing import CrowdedError, Door, ForeignServiceError
+from distman._store.dialing import PATIENCE, CrowdedError, Door, ForeignServiceError
 from distman._store.handshake import MEMBER
 from distman._text import printable
 from distman.errors import RendezvousError
@@ -26,15 +27,23 @@ from distman.errors import RendezvousError
 if TYPE_CHECKING:
     from distman._store.transport import Address
 
-_PATIENCE = 3.0  # seconds: a foreign service may accept and never answer, a store takes milliseconds
 _QUIET = 10.0  # seconds before a word on a foreign service in the way, which may be about to end
 _SHORTEST_PATIENCE = 0.2  # seconds, also where no time is left: a store on another host answers in milliseconds
 _FIRST_PAUSE = 0.002  # seconds: ranks of one launch start within milliseconds of each other, and a start takes ten
 _LONGEST_PAUSE = 0.5  # seconds: more would delay a job whose first rank starts late
 _MOST_LISTED = 8  # places in a message; a job tries as many ports, and other users may listen at any number of names
 _DRAWN_BYTES = 8
+UNIX = "unix:"
+"""How the URL of a store begins that ranks on this host find without a network."""
 _LISTENS = "00010000"  # among the flags of /proc/net/unix, as __SO_ACCEPTCON in the kernel's linux/net.h
+_STARTED, _FIRST_TO_LEAVE, _FAILURE = (
+    protocol.in_job(key).encode() for key in (protocol.STARTED, protocol.FIRST_TO_LEAVE, protocol.FAILURE)
+)
 _SHOWN_AS = "@"  # the zero byte at the beginning of such a name, in that table
+
+
+class StillOpenError(Exception):
+    """A store of an earlier start of this job serves others yet."""
 
 
 def new_name(point: Endpoint) -> str:
@@ -57,16 +66,17 @@ def _names() -> Iterator[str] | None:
         proc(5), /proc/net/unix: the fourth word has the flags, the eighth is the name.
     """
     try:
-        table = Path("/proc/self/net/unix").read_text(encoding="ascii", errors="replace").splitlines()
+        table = Path("/proc/self/net/unix").read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
         return None
     rows = (row.split(maxsplit=7) for row in table)
     return (row[7].replace(_SHOWN_AS, "\0", 1) for row in rows if len(row) == 8 and row[3] == _LISTENS)
 
 
-def door_at(address: Address, point: Endpoint, patience: float = _PATIENCE) -> Door:
+def door_at(address: Address, point: Endpoint, patience: float = PATIENCE) -> Door:
     """Return the door of this job's store at an address, as one finds it who has not opened it."""
     protection = point.protection
+    has_secret = protection is not None and protection.has_secret
 
     def read(credential: bytes) -> bytes | None:
         try:
@@ -76,8 +86,9 @@ def door_at(address: Address, point: Endpoint, patience: float = _PATIENCE) -> D
 
     return Door(
         address=address,
-        job=f"{point.job_id}/{os.getuid()}",
+        job=point.job_id if has_secret else f"{point.job_id}/{os.geteuid()}",  # users have other numbers elsewhere
         secret=None,
+        asks_kernel=protection is None or protection.asks_kernel,
         unreachable_after=point.unreachable_after,
         patience=patience,
         read=read,
@@ -102,7 +113,7 @@ def find_store(point: Endpoint, rank: int, timeout: float, *, role: int = MEMBER
     pause = _FIRST_PAUSE
     is_said = False
     while True:
-        patience = min(max(deadline - time.monotonic(), _SHORTEST_PATIENCE), _PATIENCE)
+        patience = min(max(deadline - time.monotonic(), _SHORTEST_PATIENCE), PATIENCE)
         client, reasons, is_foreign = try_all(point, rank, patience, role=role, left=left)
         if client is not None:
             return client
@@ -113,6 +124,38 @@ def find_store(point: Endpoint, rank: int, timeout: float, *, role: int = MEMBER
             raise RendezvousError(_host_missing(point, timeout, reasons))
         time.sleep(pause)
         pause = min(2 * pause, _LONGEST_PAUSE)
+
+
+def enter(found: Door, role: int, rank: int, left: Collection[str], *, shuts: bool = False) -> Client:
+    """Return a connection to the store behind a door; the arguments are those of :func:`find_store`.
+
+    A job that has started, and in which a rank has left or failed since, is over for whoever comes now. Its store stays
+    as long as one of its ranks does, which saves something, or is stopped.
+
+    Args:
+        found: The door.
+        role: As what to enter.
+        rank: Who enters.
+        left: Sessions that this process has taken part in before: those stores are about to close.
+        shuts: Whether the store of a job that is over must let nobody in any more, and leave its place.
+
+    Raises:
+        StillOpenError: It is the store of an earlier start.
+        ForeignServiceError: What listens there is not the store of this job.
+        OSError: Nothing listens there, or it cannot be reached.
+    """
+    client = Client(found, role, rank)
+    try:
+        is_over = client.check([_STARTED, _FIRST_TO_LEAVE]) or client.check([_STARTED, _FAILURE])
+        if not is_over and client.session not in left:
+            return client
+        if is_over and shuts and client.session not in left:
+            client.shut()
+    except BaseException:
+        client.close()
+        raise
+    client.close()
+    raise StillOpenError("the store of an earlier start is still open")
 
 
 def try_all(
@@ -132,12 +175,9 @@ def try_all(
         for address in places:
             shown = show(address)
             try:
-                client = Client(dataclasses.replace(door_at(address, point, patience), in_line=in_line), role, rank)
-                if client.session not in left:
-                    return client, {}, False
-                client.close()
-                reasons[shown] = "the store of an earlier start is still open"
-            except (OSError, ForeignServiceError) as error:
+                found = dataclasses.replace(door_at(address, point, patience), in_line=in_line)
+                return enter(found, role, rank, left), {}, False
+            except (OSError, ForeignServiceError, StillOpenError) as error:
                 reasons[shown] = explain(error)
                 is_foreign |= isinstance(error, ForeignServiceError | CrowdedError)
                 if isinstance(error, CrowdedError) and not in_line:
@@ -157,12 +197,12 @@ def show(address: Address) -> str:
     """Return an address for messages, such as ``n1:23145``; a name of this host's own begins with ``@``."""
     if isinstance(address, str):
         return printable(address.replace("\0", _SHOWN_AS))  # anybody may have given it
-    return f"{address[0]}:{address[1]}"
+    return printable(f"{address[0]}:{address[1]}")
 
 
 def url_of(address: Address) -> str:
     """Return an address as a URL, such as ``tcp://n1:23145`` or ``unix:@distman/1000/...``."""
-    return f"{'unix:' if isinstance(address, str) else 'tcp://'}{show(address)}"
+    return f"{UNIX if isinstance(address, str) else 'tcp://'}{show(address)}"
 
 
 def explain(error: Exception) -> str:
@@ -173,12 +213,16 @@ def explain(error: Exception) -> str:
 
 def _host_missing(point: Endpoint, timeout: float, reasons: Mapping[str, str]) -> str:
     tried = f"Tried {_listed(reasons)}. " if reasons else ""
-    alike = "" if point.is_on_one_host else " with the same secret"  # ports may be derived from it
     return (
         f"{point.host} must open the job's store at {point.url} within {timeout:g} s, got no answer from it "
-        f"[{point.source}]. {tried}See whether {point.host} started{alike}, runs on {point.addresses[0]} "
+        f"[{point.source}]. {tried}See whether {point.host} started{alike(point)}, runs on {point.addresses[0]} "
         "and reached DistributedManager.initialize(); set rendezvous_timeout for slow starts."
     )
+
+
+def alike(point: Endpoint) -> str:
+    """Return what else to see about ranks that do not meet: ports may be derived from the secret."""
+    return "" if point.is_on_one_host else " with the same secret"
 
 
 def _listed(reasons: Mapping[str, str]) -> str:

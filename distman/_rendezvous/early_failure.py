@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import json
@@ -14,6 +15,7 @@ from distman._coordination import protocol
 from distman._rendezvous.address import Endpoint, find_endpoint
 from distman._rendezvous.ancestry import ancestors
 from distman._rendezvous.door import find_store
+from distman._rendezvous.munge import DaemonError
 from distman._rendezvous.opening import start_or_enter
 from distman._rendezvous.secret import find_protection
 from distman._store.client import Client
@@ -56,7 +58,7 @@ def _place(environ: Mapping[str, str]) -> tuple[str, int, int] | None:
     return environment.launcher, environment.rank, environment.world_size
 
 
-def tell_waiting_ranks(failure: dict[str, Any], environ: Mapping[str, str], *, patience: float = _PATIENCE) -> None:
+def tell_waiting_ranks(failure: dict[str, Any], environ: Mapping[str, str], *, patience: float = _PATIENCE) -> bool:
     """Leave the failure with the store of the job, or open it for some seconds to tell who comes.
 
     Nothing is done where the other ranks end with this one, nor where no endpoint is known. It needs no torch, so
@@ -66,33 +68,65 @@ def tell_waiting_ranks(failure: dict[str, Any], environ: Mapping[str, str], *, p
         failure: The fields of a ``RankFailedError``.
         environ: Environment variables, usually ``os.environ``; never modified.
         patience: Seconds to wait for ranks that come later; 0 tells those that are there.
+
+    Returns:
+        Whether the others would listen to this rank; not where it cannot prove that it is one.
     """
     try:
         environment = detect(environ).environment
-        others_stay = LAUNCHERS[environment.launcher].on_failure is OnFailure.WAITS
-        if not others_stay or environment.world_size == 1:
-            return
+    except DistmanError:
+        return True  # nobody waits for it
+    launcher = LAUNCHERS[environment.launcher]
+    if environment.world_size == 1:
+        return True
+    if launcher.agent is not None and launcher.agent.is_serving(environ) and not environment.is_on_one_node:
+        _tell_other_agents(failure, environment, environ, patience)
+        return True
+    if launcher.on_failure is not OnFailure.WAITS:
+        return True
+    try:
         protection = find_protection(environment, environ)
+    except DistmanError:
+        return False
+    try:
         point = find_endpoint(environment, environ, protection.key)
-        if point is None:
-            return
-        point = dataclasses.replace(point, protection=protection)
-        message = json.dumps({**failure, "rank": environment.rank}).encode()
-        if not point.is_host:
-            _tell(find_store(point, environment.rank, patience, role=VISITOR), message)
-        elif patience > 0:
-            _hold_store(point, message, environment, patience)
+        if point is not None:
+            point = dataclasses.replace(point, protection=protection)
+            _tell_of(point, {**failure, "rank": environment.rank}, environment, patience)
+    except DaemonError:
+        return False
     except (DistmanError, OSError):
-        return  # nobody waits, or nobody can be reached, and the traceback is printed already
+        pass  # nobody waits, or nobody can be reached, and the traceback is printed already
+    return True
+
+
+def _tell_other_agents(
+    failure: dict[str, Any], environment: LaunchEnvironment, environ: Mapping[str, str], patience: float
+) -> None:
+    """Tell the ranks of other hosts, whose agents do not end them with this one; it needs no secret, but torch."""
+    with contextlib.suppress(ImportError, OSError, DistmanError):  # torch may be what failed
+        from distman._rendezvous.store import tell_agent
+
+        point = find_endpoint(environment, environ)
+        if point is not None:
+            tell_agent(point, json.dumps({**failure, "rank": environment.rank}), max(patience, _PAUSE))
+
+
+def _tell_of(point: Endpoint, failure: dict[str, Any], environment: LaunchEnvironment, patience: float) -> None:
+    message = json.dumps(failure).encode()
+    if not point.is_host:
+        _tell(find_store(point, environment.rank, patience, role=VISITOR), message)
+    elif patience > 0:
+        _hold_store(point, message, environment, patience)
 
 
 def _tell(client: Client, failure: bytes) -> None:
     """Leave a failure with the store of the job, for those that come later and those that wait for all to come."""
-    client.leave_failure(failure)
-    client.compare_set(_key(protocol.EARLY_FAILURE), b"", failure)
-    client.set(_key(protocol.MEMBERSHIP_EVENT), b"failure")
-    client.add(_key(protocol.TURNED_AWAY), 1)
-    client.close()
+    with contextlib.closing(client):
+        client.compare_set(_key(protocol.EARLY_FAILURE), b"", failure)
+        client.set(_key(protocol.MEMBERSHIP_EVENT), b"failure")
+        client.leave_failure(failure)  # last: who is turned away by it does not judge
+        client.add(_key(protocol.TURNED_AWAY), 1)
 
 
 def _hold_store(point: Endpoint, failure: bytes, environment: LaunchEnvironment, patience: float) -> None:
@@ -102,9 +136,9 @@ def _hold_store(point: Endpoint, failure: bytes, environment: LaunchEnvironment,
     if not is_own:
         _tell(client, failure)
         return
-    while client.add(_key(protocol.TURNED_AWAY), 0) < environment.world_size - 1 and time.monotonic() < until:
-        time.sleep(_PAUSE)
-    client.close()
+    with contextlib.closing(client):
+        while client.add(_key(protocol.TURNED_AWAY), 0) < environment.world_size - 1 and time.monotonic() < until:
+            time.sleep(_PAUSE)
 
 
 def _key(name: str) -> bytes:

@@ -13,6 +13,8 @@ import torch
 import torch.distributed as dist
 
 from distman._coordination import protocol
+from distman._coordination.messages import get_ready_to_decode
+from distman._coordination.timeouts import keep_threads
 from distman._device import is_sharing_allowed, visible_devices
 from distman._log import logger
 from distman._rendezvous.address import Endpoint, find_endpoint
@@ -22,12 +24,14 @@ from distman._rendezvous.membership import establish_membership
 from distman._rendezvous.peers import Peers
 from distman._rendezvous.secret import find_protection
 from distman._rendezvous.store import JobStore, keep_store, open_or_join, tell_over_mpi
+from distman._store.server import SPARE_DESCRIPTORS
 from distman._store.torch_store import part_of
 from distman._text import printable
 from distman._version import VERSION
 from distman.environments import LAUNCHERS, LaunchEnvironment
 
 _FILES_PER_RANK = 2  # collectives open one or two connections to each rank; those to the store are a few in all
+_CONNECTIONS_PER_RANK = 2  # to the store: of the program, and of what watches the other ranks
 _FILES_BESIDE = 512  # for data, libraries and the program itself
 
 
@@ -90,7 +94,10 @@ def join(
         job_store = tell_over_mpi(environment, point, timeout)
     else:
         point = dataclasses.replace(point, protection=protection, unreachable_after=unreachable_after)
-        job_store, source = open_or_join(point, environment.rank, timeout), point.source
+        job_store, source = open_or_join(point, environment.rank, timeout, _get_ready), point.source
+    lack = lack_of_room(environment.world_size, resource.getrlimit(resource.RLIMIT_NOFILE)[1])
+    if job_store.is_opened_here and lack is not None:
+        logger.warning(lack)
     try:
         store = part_of(job_store.store, protocol.job())
         on_meeting()
@@ -101,6 +108,12 @@ def join(
     return Rendezvous(job_store, store, peers)
 
 
+def _get_ready() -> None:
+    """Do what the ranks need when they have met, and takes milliseconds."""
+    keep_threads()
+    get_ready_to_decode(JoinRecord)
+
+
 def allow_open_files(number: int) -> None:
     """Let this process open so many files, as far as its hard limit goes: groups connect to all their ranks."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -109,6 +122,18 @@ def allow_open_files(number: int) -> None:
     wanted = number if hard == resource.RLIM_INFINITY else min(number, hard)
     with contextlib.suppress(OSError, ValueError):  # the kernel has a limit of its own
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+def lack_of_room(world_size: int, most: int) -> str | None:
+    """Return what to say where the process of the store may not have files enough for connections of all ranks."""
+    needed = _CONNECTIONS_PER_RANK * world_size + SPARE_DESCRIPTORS
+    if most == resource.RLIM_INFINITY or most >= needed:
+        return None
+    return (
+        f"The process that serves the job's store may have {most} files open, the hard limit on this host, but needs "
+        f"{needed} for {world_size} ranks: those that find no place cannot join, and only hear that it closes their "
+        f"connections. Raise the hard limit on this host to {needed} (ulimit -Hn), before the launcher starts."
+    )
 
 
 def join_at(

@@ -2,8 +2,8 @@
 
 Each join record is a key of its own, so nothing is lost when two processes claim one rank. What travels is JSON.
 Rank 0 reads the records as they come, and judges as soon as one contradicts another; the others wait for the
-verdict. They ask again and again, ever more slowly, instead of blocking inside the store: so Ctrl-C works,
-and no time-out of a wait is printed by torch.
+verdict. The job's own store tells them of it. A store that other code made they ask again and again, ever more
+slowly, instead of blocking inside it: so Ctrl-C works, and no time-out of a wait is printed by torch.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import contextlib
 import dataclasses
 import datetime
 import functools
+import itertools
 import json
 import threading
 import time
@@ -21,7 +22,7 @@ from collections.abc import Callable, Hashable, Mapping
 import torch.distributed as dist
 
 from distman._coordination import protocol
-from distman._coordination.failure.record import FailureRecord
+from distman._coordination.failure.record import DIED, FailureRecord
 from distman._coordination.messages import (
     MalformedMessageError,
     add_to,
@@ -37,6 +38,7 @@ from distman._log import logger
 from distman._rendezvous.join_record import OWN_RANK, JoinRecord, describe_claim, is_mixed
 from distman._rendezvous.peers import Peers, complete, describe_missing, describe_present, find_faults
 from distman._rendezvous.store import JobStore
+from distman._store.torch_store import TorchStore
 from distman._text import Line
 from distman.errors import RankFailedError, RendezvousError
 
@@ -173,6 +175,7 @@ class _Membership:
         self.ranks: set[int] = set()
         self.kinds: set[tuple[Hashable, ...]] = set()
         self.has_waited = False
+        self.told: set[str] = set()
         self.has_heard = False
         self.is_given_up = threading.Event()
         self.is_over = threading.Event()
@@ -180,16 +183,25 @@ class _Membership:
     def join_record(self) -> None:
         if self.job_store.is_opened_here:
             self.store.set(protocol.STORE_RANK, str(self.me.rank))
+        self._leave_will()
         place = add_to(self.store, protocol.JOINED, 1)
         self._receive({place: self.me})
         self.store.set(protocol.join_record(place), json.dumps(dataclasses.asdict(self.me)))
         if place >= self.me.world_size:
             self.store.set(protocol.MEMBERSHIP_EVENT, "full")
 
+    def _leave_will(self) -> None:
+        """Let nobody wait for this process if it dies before there is a verdict; that of rank 0 is one itself."""
+        leave = functools.partial(self.job_store.leave_will, self.store, self.me, unless=protocol.VERDICT)
+        if self.me.rank == 0:
+            leave(protocol.VERDICT, protocol.MEMBERSHIP_EVENT, lambda record: _Verdict(failure=record).pack())
+        else:
+            leave(protocol.FAILURE, protocol.MEMBERSHIP_EVENT)
+
     def judge(self) -> _Verdict:
         """Return rank 0's verdict, and publish it."""
-        verdict = self._wait(self._look, self.timeout, self._log_progress) or _Verdict(error=self._missing())
-        return self._publish(verdict)
+        verdict = self._wait(self._look, self._next_arrival, self.timeout, self._log_progress)
+        return self._publish(verdict or _Verdict(error=self._missing()))
 
     def withdraw(self, error: BaseException) -> None:
         """Tell the ranks that are here why this one ends, and end its part: a thread in the store aborts the exit."""
@@ -208,7 +220,8 @@ class _Membership:
         self.is_over.wait(_WITHDRAWING)
 
     def wait_for_verdict(self) -> _Verdict:
-        return self._wait(self._verdict, self.timeout + _GRACE) or _Verdict(error=self._missing())
+        verdict = self._wait(self._verdict, lambda: protocol.VERDICT, self.timeout + _GRACE)
+        return verdict or _Verdict(error=self._missing())
 
     def accept(self, verdict: _Verdict) -> Peers:
         if verdict.failure is None and verdict.error is None:
@@ -232,6 +245,11 @@ class _Membership:
         return counts
 
     def _look(self) -> _Verdict | None:
+        with contextlib.suppress(dist.DistError):  # the agent may end before the ranks
+            failure = self.job_store.find_failure()
+            if failure is not None:
+                count(self.store, protocol.TURNED_AWAY, 1)  # it does not come
+                return _Verdict(failure=failure)
         self._read_arrivals()
         is_well = len(self.kinds) == 1 and len(self.ranks) == len(self.arrived)
         if is_well and len(self.ranks) < self.me.world_size and not self.store.check([protocol.MEMBERSHIP_EVENT]):
@@ -241,26 +259,40 @@ class _Membership:
         faults = find_faults(arrived, self.me.world_size)
         if faults:
             return _Verdict(error=" ".join([*faults, f"Not there yet: {missing}."] if missing else faults))
-        if missing:
-            record = FailureRecord.read(self.store) or self._early_failure()
+        record = (self._early_failure() if missing else None) or FailureRecord.read(self.store)
+        if missing or record is not None:
             return _Verdict(failure=record) if record is not None else None
         return _Verdict(complete(arrived), store_rank=self._store_rank())
 
+    def _next_arrival(self) -> str:
+        """Return the key that is written next when there is something new for rank 0."""
+        if protocol.MEMBERSHIP_EVENT not in self.told:
+            return protocol.MEMBERSHIP_EVENT
+        return next(
+            protocol.join_record(place)
+            for place in itertools.count(1)
+            if place not in self.arrived and place not in self.dropped
+        )
+
     def _store_rank(self) -> int | None:
+        if self.job_store.is_opened_here:
+            return self.me.rank
         if not self.store.check([protocol.STORE_RANK]):
             return None
         found = self.store.get(protocol.STORE_RANK)
         return unless_malformed(lambda: decode_index(found, self.me.world_size, "who serves the job's store"))
 
     def _verdict(self) -> _Verdict | None:
-        if not self.store.check([protocol.MEMBERSHIP_EVENT]):
-            return None
-        if not self.has_waited:  # rank 0 is judging: what it finds is there in a moment
-            self.has_waited = True
-            with contextlib.suppress(dist.DistStoreError):
-                self.store.wait([protocol.VERDICT], datetime.timedelta(seconds=_JUDGING))
+        if not isinstance(self.store, TorchStore):
+            if not self.store.check([protocol.MEMBERSHIP_EVENT]):
+                return None
+            if not self.has_waited:  # rank 0 is judging: what it finds is there in a moment
+                self.has_waited = True
+                with contextlib.suppress(dist.DistStoreError):
+                    self.store.wait([protocol.VERDICT], datetime.timedelta(seconds=_JUDGING))
         if not self.store.check([protocol.VERDICT]):
-            return None
+            failure = self._early_failure()  # of rank 0 itself, say, which judges nothing then
+            return _Verdict(failure=failure) if failure is not None else None
         found = self.store.get(protocol.VERDICT)
         return unless_malformed(lambda: _Verdict.unpack(found))
 
@@ -288,12 +320,17 @@ class _Membership:
     def _wait(
         self,
         look: Callable[[], _Verdict | None],
+        next_key: Callable[[], str],
         timeout: float,
         report: Callable[[], None] = lambda: None,
     ) -> _Verdict | None:
-        """Return what ``look`` finds, or None after ``timeout`` seconds without a find."""
+        """Return what ``look`` finds, or None after ``timeout`` seconds without a find.
+
+        It looks again when the next key is set, where the store tells, or else after a pause.
+        """
         longest = min(max(_SHORTEST_LIMIT, _PAUSE_PER_RANK * self.me.world_size), _LONGEST_LIMIT)
-        pause, next_report = max(_FIRST_PAUSE, longest / _STEPS), _PROGRESS_EVERY
+        first = longest if isinstance(self.store, TorchStore) else longest / _STEPS
+        pause, next_report = max(_FIRST_PAUSE, first), _PROGRESS_EVERY
         while (found := look()) is None:
             waited = time.monotonic() - self.started
             if waited > timeout:
@@ -301,11 +338,18 @@ class _Membership:
             if waited > next_report:
                 report()
                 next_report += _PROGRESS_EVERY
-            time.sleep(pause)
+            self._pause(next_key(), pause)
             if self.is_given_up.is_set():
                 raise RendezvousError("the rank was interrupted. Start the job again.")
             pause = min(_GROWTH * pause, longest)
         return found
+
+    def _pause(self, key: str, seconds: float) -> None:
+        """Wait until a key is set, which the job's own store tells, but once: it may hold nonsense; or some seconds."""
+        if not isinstance(self.store, TorchStore) or key in self.told:
+            time.sleep(seconds)
+        elif self.store.has_come([key], seconds):
+            self.told.add(key)
 
     def _early_failure(self) -> FailureRecord | None:
         """Return what a rank told that failed before it joined."""
@@ -317,12 +361,13 @@ class _Membership:
         missing = describe_missing(self.arrived.values(), self.me.world_size, self.expected)
         if missing:
             logger.warning(
-                "%d of %d ranks joined %s after %.0f s; missing: %s",
+                "%d of %d ranks joined %s after %.0f s; missing: %s%s",
                 len(self.arrived),
                 self.me.world_size,
                 self.job_store.url,
                 time.monotonic() - self.started,
                 missing,
+                f"; see that all started{unproved}" if (unproved := self._unproved()) else "",
             )
 
     def _missing(self) -> str:
@@ -375,14 +420,17 @@ class _Membership:
         """
         if not self.has_heard:  # one that is interrupted here parts once more
             self.has_heard = True
+            if isinstance(self.store, TorchStore):
+                self.store.revoke_will()
             count(self.store, protocol.VERDICT_HEARD, 1)
         if not self.job_store.is_opened_here:
             return
+        is_one_gone = isinstance(error, RankFailedError) and error.error_type == DIED
         now = time.monotonic()
         until, report_at = now + seconds, now + _QUIET
         while time.monotonic() < until and not (with_all and self.is_given_up.is_set()):
             num_joined = count(self.store, protocol.JOINED)
-            all_left = count(self.store, protocol.VERDICT_HEARD) >= num_joined
+            all_left = count(self.store, protocol.VERDICT_HEARD) + is_one_gone >= num_joined
             num_come = num_joined + count(self.store, protocol.TURNED_AWAY)
             if all_left and (not with_all or num_come >= self.me.world_size):
                 break

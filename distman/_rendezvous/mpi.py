@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib.util
 import os
 import sys
 import threading
 from typing import TYPE_CHECKING, TypeVar
 
+from distman._coordination.timeouts import run_with_timeout
 from distman._text import printable
 from distman.environments import LaunchEnvironment
 from distman.errors import RendezvousError
@@ -18,6 +20,8 @@ if TYPE_CHECKING:
 
 
 T = TypeVar("T")
+
+_PATIENCE = 5.0  # seconds for MPI to end a job; another thread may be in a call of MPI that does not return
 
 _REMEDY = (
     "Install mpi4py for this MPI in the environment of every rank, or set MASTER_ADDR to the name of rank "
@@ -102,19 +106,19 @@ def _exit_after(timeout: float, environment: LaunchEnvironment) -> Iterator[None
         timer.cancel()
 
 
-def abort_at_exit() -> bool:
-    """Make the end of this process the end of the whole MPI job, and return whether it will be.
-
-    Only where MPI is up: without this, a rank that raised would wait in ``MPI_Finalize`` for the
-    others, which wait for it.
-    """
+def is_up() -> bool:
+    """Return whether MPI is up in this process: then every rank's end waits for all others, in ``MPI_Finalize``."""
     module = sys.modules.get("mpi4py.MPI")
-    if module is None or not module.Is_initialized() or module.Is_finalized():
-        return False
-    from mpi4py import run
+    return module is not None and module.Is_initialized() and not module.Is_finalized()
 
-    run.set_abort_status(1)
-    return True
+
+def abort() -> None:
+    """End the whole MPI job, where MPI is up, and this process with it.
+
+    Blocking, for some seconds where MPI itself is stuck; then this process has to end in another way.
+    """
+    if is_up():
+        run_with_timeout(functools.partial(sys.modules["mpi4py.MPI"].COMM_WORLD.Abort, 1), _PATIENCE)
 
 
 def _library(version: str) -> str:

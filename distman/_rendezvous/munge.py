@@ -35,6 +35,10 @@ class CredentialError(RendezvousError):
     """What another process sent as a credential proves nothing."""
 
 
+class DaemonError(RendezvousError):
+    """This host's daemon does not answer, or refuses: processes here can prove nothing by it."""
+
+
 def find_socket(environ: Mapping[str, str]) -> str | None:
     """Return where the munge daemon of this host listens for Slurm; None without it, or without libmunge.
 
@@ -57,7 +61,7 @@ def seal(payload: bytes, path: str) -> bytes:
         path: The daemon's socket.
 
     Raises:
-        RendezvousError: The daemon does not answer, or refuses.
+        DaemonError: The daemon does not answer, or refuses.
     """
     library = _load()
     made = ctypes.c_char_p()
@@ -65,7 +69,7 @@ def seal(payload: bytes, path: str) -> bytes:
         library.munge_ctx_set(context, _UID_RESTRICTION, ctypes.c_int(os.geteuid()))
         code = library.munge_encode(ctypes.byref(made), context, payload, len(payload))
         if code != _SUCCESS:
-            raise RendezvousError(_failed("making", path, library.munge_ctx_strerror(context)))
+            raise DaemonError(_failed("making", path, library.munge_ctx_strerror(context)))
     credential = made.value or b""
     _free(made)
     return credential
@@ -80,7 +84,7 @@ def unseal(credential: bytes, path: str) -> bytes:
 
     Raises:
         CredentialError: It is no credential, was made by another user, or for another one.
-        RendezvousError: The daemon does not answer.
+        DaemonError: The daemon does not answer.
     """
     library = _load()
     text, length, uid = ctypes.c_void_p(), ctypes.c_int(), ctypes.c_uint32()
@@ -91,7 +95,7 @@ def unseal(credential: bytes, path: str) -> bytes:
     payload = ctypes.string_at(text, length.value) if text else b""
     _free(text)
     if code in _OWN_FAULTS:
-        raise RendezvousError(_failed("reading", path, reason))
+        raise DaemonError(_failed("reading", path, reason))
     if code != _SUCCESS and code not in _OLD:
         raise CredentialError(
             f"the store's credential must be one that munge made for uid {os.geteuid()}, got one of which it says: "

@@ -7,16 +7,17 @@ import dataclasses
 import errno
 import socket
 import time
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import TYPE_CHECKING
 
+from distman._log import logger
 from distman._rendezvous.address import Endpoint
-from distman._rendezvous.door import door_at, explain, new_name, show, try_all
+from distman._rendezvous.door import StillOpenError, door_at, enter, explain, new_name, show, try_all, url_of
 from distman._rendezvous.secret import DoorSecret
 from distman._rendezvous.sockets import addresses_of, bind_listener, is_own
 from distman._store.client import Client
-from distman._store.dialing import Door, ForeignServiceError
-from distman._store.handshake import VISITOR
+from distman._store.dialing import PATIENCE, Door, ForeignServiceError
+from distman._store.handshake import MEMBER, VISITOR
 from distman._store.process import StoreStartError, listen_on_this_host, start_store
 from distman.errors import RendezvousError
 
@@ -24,13 +25,40 @@ if TYPE_CHECKING:
     from distman._store.transport import Address
 
 _ANY_PORT = 0  # the system picks one
-_PATIENCE = 3.0  # seconds for what listens at a place to prove that it is this job's store
 _PAUSE = 0.01  # seconds between two tries for a place: a store takes milliseconds to start, and to end
+_ENDING = 2.0  # seconds for a store to end, or a service that closes connections; then it is in the way
 _ENTRY_GRACE = 10.0  # seconds longer than the ranks try to come: then nobody does
 
 
+@dataclasses.dataclass(frozen=True)
+class _Opening:
+    """What belongs to opening the store, beside the place.
+
+    Attributes:
+        timeout: Seconds for the process to start.
+        left: Sessions that this process has taken part in before: those stores are about to close.
+        failure: What all who come are told, if this process starts it.
+        meanwhile: Does what else takes milliseconds, while the process starts.
+    """
+
+    timeout: float
+    left: Collection[str]
+    failure: bytes
+    meanwhile: Callable[[], None]
+
+
+def nothing() -> None:
+    """Do nothing meanwhile."""
+
+
 def start_or_enter(
-    point: Endpoint, rank: int, timeout: float, *, left: Collection[str] = (), failure: bytes = b""
+    point: Endpoint,
+    rank: int,
+    timeout: float,
+    *,
+    left: Collection[str] = (),
+    failure: bytes = b"",
+    meanwhile: Callable[[], None] = nothing,
 ) -> tuple[Client, bool]:
     """Start the store of the job, or enter the one that another process of the job has started.
 
@@ -40,6 +68,7 @@ def start_or_enter(
         timeout: Seconds for the process to start.
         left: Sessions that this process has taken part in before: those stores are about to close.
         failure: What all who come are told, if this process starts it.
+        meanwhile: Does what else takes milliseconds, while the process starts.
 
     Returns:
         A connection to it, and whether it was started here.
@@ -48,16 +77,13 @@ def start_or_enter(
         RendezvousError: The port that the user named is taken, or the others look for it on another host, or its
             process does not start.
     """
-    if point.is_on_one_host:
-        return _open_on_this_host(point, rank, timeout, left, failure)
-    return _open_at_port(point, rank, timeout, left, failure)
+    opening = _Opening(timeout, left, failure, meanwhile)
+    return _open_on_this_host(point, rank, opening) if point.is_on_one_host else _open_at_port(point, rank, opening)
 
 
-def _open_on_this_host(
-    point: Endpoint, rank: int, timeout: float, left: Collection[str], failure: bytes
-) -> tuple[Client, bool]:
+def _open_on_this_host(point: Endpoint, rank: int, opening: _Opening) -> tuple[Client, bool]:
     with _alone(point):
-        client, _, _ = try_all(point, rank, _PATIENCE, left=left)
+        client, _, _ = try_all(point, rank, PATIENCE, left=opening.left)
         if client is not None:
             return client, False
         name = new_name(point)
@@ -68,57 +94,62 @@ def _open_on_this_host(
                 f"{point.host} must be able to listen at {show(name)}, got {explain(error)} [{point.source}]. Give the "
                 "job a name of its own with DISTMAN_JOB_ID."
             ) from error
-    return Client(_start(listener, name, point, timeout, failure), rank=rank), True
+    with _started(listener, name, point, rank, opening) as door:
+        return _enter_own(door, point, rank), True
 
 
 @contextlib.contextmanager
 def _alone(point: Endpoint) -> Iterator[None]:
     """Let one process at a time look whether the store is open, and open it; who holds this up cannot prevent it."""
-    until = time.monotonic() + _PATIENCE
+    name = f"{point.local_name}turn"
+    until = time.monotonic() + PATIENCE
     with socket.socket(socket.AF_UNIX) as turn:
-        while time.monotonic() < until:
+        while True:
             try:
-                turn.bind(f"{point.local_name}turn")
+                turn.bind(name)
                 break
-            except OSError:
+            except OSError as error:
+                if time.monotonic() > until:
+                    logger.warning(
+                        "opening the job's store without a look at who else does: some process holds %s for %g s "
+                        "(%s), and none of this job should",
+                        show(name),
+                        PATIENCE,
+                        explain(error),
+                    )
+                    break
                 time.sleep(_PAUSE)
         yield
 
 
-def _open_at_port(
-    point: Endpoint, rank: int, timeout: float, left: Collection[str], failure: bytes
-) -> tuple[Client, bool]:
-    until = time.monotonic() + timeout
+def _open_at_port(point: Endpoint, rank: int, opening: _Opening) -> tuple[Client, bool]:
+    started = time.monotonic()
     while True:
+        seconds = time.monotonic() - started
         taken: dict[int, Exception] = {}
         for port in point.ports or (_ANY_PORT,):
             listener = _listen(point, port)
             if listener is not None:
-                return _open_behind(listener, point, rank, timeout, failure), True
+                return _open_behind(listener, point, rank, opening), True
+            found = door_at((point.addresses[0], port), point)
             try:
-                client = Client(door_at((point.addresses[0], port), point), rank=rank)
-                if client.session not in left:
-                    return client, False
-                client.close()
-                taken[port] = _StillOpenError("the store of an earlier start is still open")
-            except (OSError, ForeignServiceError) as error:
+                return enter(found, MEMBER, rank, opening.left, shuts=seconds > _ENDING), False
+            except (OSError, ForeignServiceError, StillOpenError) as error:
                 taken[port] = error
-        is_ending = any(isinstance(error, _StillOpenError | ConnectionError) for error in taken.values())
-        if not is_ending or time.monotonic() > until:
+        is_open = any(isinstance(error, StillOpenError) for error in taken.values())
+        is_closing = any(isinstance(error, ConnectionError) for error in taken.values())
+        if seconds > opening.timeout or not (is_open or (is_closing and seconds < _ENDING)):
             raise RendezvousError(_no_port(point, taken))
         time.sleep(_PAUSE)
-
-
-class _StillOpenError(Exception):
-    """A store that this process has left serves others yet."""
 
 
 def _listen(point: Endpoint, port: int) -> socket.socket | None:
     """Return a socket that listens at a port of the endpoint's host, or None if it is taken."""
     try:
-        return bind_listener(point.addresses[0], port)
-    except socket.gaierror:
-        return bind_listener("0.0.0.0", port)  # noqa: S104 - the name is known to others only
+        try:
+            return bind_listener(point.addresses[0], port)
+        except socket.gaierror:
+            return bind_listener("0.0.0.0", port)  # noqa: S104 - the name is known to others only
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
             return None
@@ -128,20 +159,19 @@ def _listen(point: Endpoint, port: int) -> socket.socket | None:
         ) from error
 
 
-def _open_behind(listener: socket.socket, point: Endpoint, rank: int, timeout: float, failure: bytes) -> Client:
+def _open_behind(listener: socket.socket, point: Endpoint, rank: int, opening: _Opening) -> Client:
     host, port = listener.getsockname()[:2]
     here = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)  # noqa: S104 - compared, not listened to
-    door = _start(listener, (here, port), point, timeout, failure)
-    try:
+    with _started(listener, (here, port), point, rank, opening) as door:
         _check_is_found(point, port)
-    except RendezvousError:
-        _end(door)
-        raise
-    return Client(door, rank=rank)
+        return _enter_own(door, point, rank)
 
 
-def _start(listener: socket.socket, address: Address, point: Endpoint, timeout: float, failure: bytes) -> Door:
-    """Start the process of the store, and return its door."""
+@contextlib.contextmanager
+def _started(
+    listener: socket.socket, address: Address, point: Endpoint, rank: int, opening: _Opening
+) -> Iterator[Door]:
+    """Start the process of the store, and yield its door; if anything fails until the end of the block, end it."""
     found = door_at(address, point)
     drawn = point.protection.draw(point.job_id) if point.protection is not None else DoorSecret(None)
     try:
@@ -150,21 +180,36 @@ def _start(listener: socket.socket, address: Address, point: Endpoint, timeout: 
             job=found.job,
             secret=drawn.key,
             credential=drawn.credential,
-            entry_limit=timeout + _ENTRY_GRACE,
+            opener=rank,
+            entry_limit=opening.timeout + _ENTRY_GRACE,
             unreachable_after=found.unreachable_after,
-            failure=failure,
+            failure=opening.failure,
         )
-        process.wait_until_up(timeout)
+        try:
+            opening.meanwhile()
+            process.wait_until_up(opening.timeout)
+            yield dataclasses.replace(found, secret=drawn.key, read=None)
+        except BaseException:
+            process.end()
+            raise
     except StoreStartError as error:
         raise RendezvousError(f"{error} [{point.source}].") from error
-    return dataclasses.replace(found, secret=drawn.key, read=None)
 
 
-def _end(door: Door) -> None:
-    """End a store that was started here and nobody uses."""
-    client = Client(door, VISITOR)
-    client.shut()
-    client.close()
+def _enter_own(door: Door, point: Endpoint, rank: int) -> Client:
+    """Enter a store that was started here.
+
+    Raises:
+        RendezvousError: It is gone already, or another program answers in its place.
+    """
+    try:
+        return Client(door, rank=rank)
+    except (OSError, ForeignServiceError) as error:
+        raise RendezvousError(
+            f"{point.host} must reach the store of the job, which it has just started, at {url_of(door.address)}, got "
+            f"{explain(error)} [{point.source}]. See whether something has ended its process, such as the kernel for "
+            "want of memory, or keeps this host from reaching itself."
+        ) from error
 
 
 def _check_is_found(point: Endpoint, port: int) -> None:

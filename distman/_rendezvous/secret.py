@@ -12,11 +12,11 @@ import errno
 import os
 import stat
 from collections.abc import Mapping
-from pathlib import Path
 
 from distman._rendezvous import munge
 from distman._rendezvous.address import is_on_one_host, is_told_over_mpi
 from distman._rendezvous.munge import CredentialError
+from distman._store.transport import is_nobody
 from distman.environments import LAUNCHERS, LaunchEnvironment
 from distman.errors import LaunchEnvironmentError, RendezvousError
 
@@ -29,7 +29,6 @@ _MAX_BYTES = 4096  # of a file; more is another file than was meant
 _KEY_BYTES = 32
 _OTHERS = stat.S_IRWXG | stat.S_IRWXO
 _PAYLOAD = b"distman door 1\0"  # a credential that the user had made for another service does not begin like this
-_OVERFLOW_UID = Path("/proc/sys/kernel/overflowuid")  # what the kernel says of every user without a number here
 
 _DRAW = 'export DISTMAN_SECRET="$(openssl rand -hex 32)"'
 
@@ -73,6 +72,16 @@ class Protection:
     key: bytes | None = dataclasses.field(default=None, repr=False)
     socket: str = ""
     lack: str = ""
+
+    @property
+    def has_secret(self) -> bool:
+        """Whether the ranks share a secret, be it drawn later."""
+        return self.source not in (Source.KERNEL, Source.NONE)
+
+    @property
+    def asks_kernel(self) -> bool:
+        """Whether ranks on one host believe the kernel whose process is at the other end."""
+        return not (self.has_secret and is_nobody())
 
     @property
     def warning(self) -> str | None:
@@ -136,7 +145,7 @@ def find_protection(environment: LaunchEnvironment, environ: Mapping[str, str]) 
 
     Raises:
         LaunchEnvironmentError: A secret is too short, or its file is not as it must be.
-        RendezvousError: A source is required, and there is none.
+        RendezvousError: A source is required, and there is none, or the ranks would not find each other without one.
     """
     text = environ.get(_VARIABLE)
     is_required = text is not None and text.strip().lower() == _REQUIRED
@@ -168,9 +177,12 @@ def check_adoption(environ: Mapping[str, str]) -> None:
 
 def _without_variables(environment: LaunchEnvironment, environ: Mapping[str, str]) -> Protection:
     if is_on_one_host(environment, environ):
-        if os.geteuid() != int(_OVERFLOW_UID.read_text(encoding="ascii")):
-            return Protection(Source.KERNEL)
-        return Protection(Source.NONE, lack=f"of uid {os.geteuid()} the kernel does not tell one user from another")
+        if environment.world_size > 1 and is_nobody():
+            raise RendezvousError(
+                "the ranks of a job on one host must have a secret, or a user whom the kernel tells from others, got "
+                f"uid {os.geteuid()}, which stands for all who have no number here. In the job script, write {_DRAW}."
+            )
+        return Protection(Source.KERNEL)
     if is_told_over_mpi(environment, environ):
         return Protection(Source.MPI)
     socket = munge.find_socket(environ) if LAUNCHERS[environment.launcher].uses_munge else None

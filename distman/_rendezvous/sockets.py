@@ -7,32 +7,31 @@ import socket
 from collections.abc import Iterator
 from pathlib import Path
 
-_BACKLOG = 4096  # connections: all ranks of a large job come at once
+from distman._store.transport import BACKLOG
+
 _LOOPBACK_NAMES = ("localhost", "localhost.localdomain", "localhost4", "localhost6", "ip6-localhost")
 
 
-def bind_listener(address: str, port: int, *, is_on_one_host: bool = False) -> socket.socket:
+def bind_listener(address: str, port: int) -> socket.socket:
     """Return a socket that listens at the port; port 0 takes any free one.
 
     IPv4 is preferred where the address has both; who comes tries all addresses. One of the loopback is listened to
     alone, so that nobody outside reaches the port, unless it is one to this host only: Debian lets the name of each
-    host mean 127.0.1.1 there.
+    host mean 127.0.1.1 there, and others come by that name.
 
     Args:
         address: Name of this host, or one of its addresses.
         port: The port.
-        is_on_one_host: Whether nobody on another host has to reach it.
 
     Raises:
         OSError: The port is taken, or the address is not known.
     """
     family, resolved = min(_resolve(address), key=lambda place: place[0] != socket.AF_INET)
-    is_private = _is_loopback(resolved) and (is_on_one_host or means_loopback(address))
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind((resolved if is_private else "", port))
-        listener.listen(_BACKLOG)
+        listener.bind((resolved if means_loopback(address) else "", port))
+        listener.listen(BACKLOG)
     except OSError:
         listener.close()
         raise
@@ -108,7 +107,8 @@ def address_towards(name: str) -> str | None:
 
 def _resolve(name: str) -> list[tuple[socket.AddressFamily, str]]:
     try:
-        found = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
+        # For a text, Python loads the codec of other alphabets, which takes 3 ms.
+        found = socket.getaddrinfo(name.encode() if name.isascii() else name, None, type=socket.SOCK_STREAM)
     except UnicodeError as error:  # a name may be too long or empty in parts
         raise socket.gaierror(socket.EAI_NONAME, "Name or service not known") from error
     return [(family, str(place[0])) for family, _, _, _, place in found]

@@ -6,26 +6,30 @@ or the store of a launcher's agent.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
-import json
 import secrets
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from urllib.parse import urlsplit
 
 import torch.distributed as dist
 
 from distman._coordination import protocol
-from distman._coordination.failure.record import FailureRecord
-from distman._coordination.messages import decode
+from distman._coordination.failure.record import FailureRecord, Place
+from distman._coordination.messages import MalformedMessageError, drop
 from distman._coordination.monitor.peer_connection import own_addresses
+from distman._coordination.monitor.reading import read_at_once
 from distman._rendezvous import mpi
 from distman._rendezvous.address import Endpoint
-from distman._rendezvous.door import find_store, url_of
-from distman._rendezvous.opening import start_or_enter
+from distman._rendezvous.door import alike, find_store, url_of
+from distman._rendezvous.opening import nothing, start_or_enter
 from distman._rendezvous.sockets import is_listened_to_here
+from distman._rendezvous.told import Told, UnprovedError, unseal, useful_elsewhere
 from distman._store.client import Client
+from distman._store.connection import StoreLostError
 from distman._store.torch_store import TorchStore
 from distman.environments import LaunchEnvironment
 from distman.errors import RendezvousError
@@ -50,6 +54,7 @@ class JobStore:
         is_opened_here: Whether this process has opened it: then it stays for others where the start fails.
         is_host: Whether other code of this process serves the store, which ends with it.
         opener: The rank that opened it, or serves it, once the verdict has told; None where none did.
+        find_failure: Asks rank 0's agent, until the verdict, for a rank that failed on its way here.
     """
 
     store: dist.Store
@@ -58,6 +63,7 @@ class JobStore:
     is_opened_here: bool = False
     is_host: bool = False
     opener: int | None = None
+    find_failure: Callable[[], FailureRecord | None] = lambda: None
 
     @property
     def key(self) -> bytes:
@@ -68,6 +74,31 @@ class JobStore:
     def store_rank(self) -> int | None:
         """The rank that serves the store itself, so that it ends with that rank; None where none does."""
         return self.opener if self.client is None else None
+
+    def leave_will(
+        self,
+        store: dist.Store,
+        me: Place,
+        key: str = protocol.FAILURE,
+        counter: str = protocol.NEWS,
+        pack: Callable[[FailureRecord], str | bytes] = FailureRecord.to_json,
+        *,
+        unless: str,
+    ) -> None:
+        """Let the process that serves the store tell of the end of this one, at once; a store of other code cannot.
+
+        Args:
+            store: The part of the store where the keys are.
+            me: This process.
+            key: Where it tells, if nothing is there yet.
+            counter: Is raised then.
+            pack: Makes a message of what it tells.
+            unless: A key that prevents it.
+        """
+        if self.client is not None and isinstance(store, TorchStore):
+            died = FailureRecord.died(me)
+            unreachable = FailureRecord.unreachable(me, self.client.door.unreachable_after)
+            store.register_will(key, counter, unless=unless, if_closed=pack(died), if_unreachable=pack(unreachable))
 
     def close(self) -> None:
         """Leave the store and never use it again; it goes with its last user. One that other code made stays."""
@@ -95,21 +126,28 @@ def keep_store() -> JobStore:
     return JobStore(dist.HashStore(), "the memory of its only rank")
 
 
-def open_or_join(point: Endpoint, rank: int, timeout: float) -> JobStore:
+def open_or_join(point: Endpoint, rank: int, timeout: float, meanwhile: Callable[[], None] = nothing) -> JobStore:
     """Return the store of the job that meets at this point.
 
     Collective.
+
+    Args:
+        point: Where the ranks meet.
+        rank: This rank.
+        timeout: Seconds for the store to be there.
+        meanwhile: Does what else takes milliseconds, while the process of the store starts.
 
     Raises:
         RendezvousError: It could not be opened, or did not appear within ``timeout`` seconds.
         RankFailedError: A rank failed on its way here.
     """
-    if point.has_agent:
-        return _tell_over_agent(point, rank, timeout)
-    return open_store(point, rank, timeout) if point.is_host else join_store(point, rank, timeout)
+    if point.is_host and not point.has_agent:
+        return open_store(point, rank, timeout, meanwhile)
+    meanwhile()
+    return _tell_over_agent(point, rank, timeout) if point.has_agent else join_store(point, rank, timeout)
 
 
-def open_store(point: Endpoint, rank: int, timeout: float) -> JobStore:
+def open_store(point: Endpoint, rank: int, timeout: float, meanwhile: Callable[[], None] = nothing) -> JobStore:
     """Start the store of the job, at a name of this host's own or at the first free port of the endpoint.
 
     Where another process of the same job has done so already, join it: the verdict will say that this rank came twice.
@@ -119,7 +157,7 @@ def open_store(point: Endpoint, rank: int, timeout: float) -> JobStore:
             process does not start.
         RankFailedError: A rank failed on its way here.
     """
-    client, is_own = start_or_enter(point, rank, timeout, left=_left)
+    client, is_own = start_or_enter(point, rank, timeout, left=_left, meanwhile=meanwhile)
     if not is_own:
         return _entered(client, timeout)
     job_store = _connected(client, timeout, is_opened_here=True)  # of a failure that was left since, all hear from it
@@ -150,12 +188,17 @@ def tell_over_mpi(environment: LaunchEnvironment, point: Endpoint, timeout: floa
     """
     opened: list[JobStore] = []
 
-    def open_here() -> tuple[_Told, bytes | None]:
+    def open_here() -> tuple[Told, bytes | None]:
         job_store, told = _open_anywhere(point, timeout)
         opened.append(job_store)
         return told, job_store.client.door.secret if job_store.client is not None else None
 
-    told, secret = mpi.broadcast_from_rank_zero(environment, open_here, timeout)
+    try:
+        told, secret = mpi.broadcast_from_rank_zero(environment, open_here, timeout)
+    except BaseException:
+        for job_store in opened:
+            job_store.close()
+        raise
     if opened:
         return opened[0]
     if point.protection is not None:
@@ -166,55 +209,83 @@ def tell_over_mpi(environment: LaunchEnvironment, point: Endpoint, timeout: floa
 def _tell_over_agent(point: Endpoint, rank: int, timeout: float) -> JobStore:
     """Open the store on rank 0, at any free port, and tell the others in the agent's store where it is.
 
-    Anybody can write there. It leads a rank to a store, which has to prove that it is this job's.
+    Anybody can write there. It leads a rank to a store, which has to prove that it is this job's, or ends the start.
     """
     agent = _connect(point, timeout)
-    key = protocol.store_address(point.job_id, next(_told_by_agent))
+    start = next(_told_by_agent)
+    key = protocol.store_address(point.job_id, start)
+
+    def find_failure() -> FailureRecord | None:  # at the first start: later ones find what was left then
+        told = read_at_once(agent, protocol.start_failure(point.job_id)) if start == 0 else None
+        return FailureRecord.told(told.encode()) if told is not None else None
+
+    secret = point.protection.key if point.protection is not None else None
     if point.is_host:
         opened, told = _open_anywhere(point, timeout)
-        agent.set(key, json.dumps(dataclasses.asdict(told)))
+        try:
+            agent.set(key, told.seal(key, secret))
+        except BaseException:
+            opened.close()
+            raise
+        opened.find_failure = find_failure
         return opened
-    until = time.monotonic() + timeout
-    while not agent.check([key]):
-        if time.monotonic() > until:
-            raise RendezvousError(
-                f"{point.host} must tell where it has opened the job's store within {timeout:g} s, got nothing in the "
-                f"agent's at {point.url} [{point.source}]. See whether {point.host} started and reached "
-                "DistributedManager.initialize(); set rendezvous_timeout for slow starts."
-            )
-        time.sleep(_PAUSE)
-    told = decode(
-        agent.get(key), _Told, f"where {point.host} has opened the job's store, in the agent's at {point.url}"
-    )
+    told = _told_over_agent(agent, key, secret, point, timeout, find_failure)
     return _join_told(told, point, rank, timeout)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Told:
-    """What rank 0 tells the others of its store.
+def _told_over_agent(
+    agent: dist.Store,
+    key: str,
+    secret: bytes | None,
+    point: Endpoint,
+    timeout: float,
+    find_failure: Callable[[], FailureRecord | None],
+) -> Told:
+    """Return what rank 0 has told in the agent's store, and wait for it in spite of what others have."""
+    what = f"where {point.host} has opened the job's store, in the agent's at {point.url}"
+    until, found = time.monotonic() + timeout, "nothing"
+    while time.monotonic() < until:
+        if agent.check([key]):
+            try:
+                return unseal(agent.get(key), key, secret, what)
+            except UnprovedError:
+                found = "an answer of somebody who does not know this job's secret"
+            except MalformedMessageError as error:
+                found = "a malformed answer"
+                drop(error)
+        failure = find_failure()
+        if failure is not None:
+            raise failure.to_error()
+        time.sleep(_PAUSE)
+    raise RendezvousError(
+        f"{point.host} must tell where it has opened the job's store within {timeout:g} s, got {found} in the agent's "
+        f"at {point.url} [{point.source}]. See whether {point.host} started{alike(point)} and reached "
+        "DistributedManager.initialize(); set rendezvous_timeout for slow starts."
+    )
 
-    Attributes:
-        addresses: Those of its host.
-        port: Where it is there.
-        job: Name that it has given to this start.
+
+def tell_agent(point: Endpoint, failure: str, timeout: float) -> None:
+    """Leave word with the launcher's agent that this rank failed on its way to the job's store.
+
+    Raises:
+        RendezvousError: The agent's store cannot be reached.
     """
+    agent = _connect(point, timeout)
+    with contextlib.suppress(dist.DistError):  # it has ended, and so do the others
+        agent.compare_set(protocol.start_failure(point.job_id), "", failure)
 
-    addresses: tuple[str, ...]
-    port: int
-    job: str
 
-
-def _open_anywhere(point: Endpoint, timeout: float) -> tuple[JobStore, _Told]:
+def _open_anywhere(point: Endpoint, timeout: float) -> tuple[JobStore, Told]:
     """Open the store at any free port, and return it and what rank 0 tells the others of it."""
     name = f"{point.job_id}/{secrets.token_hex(8)}"
     here = dataclasses.replace(point, job_id=name, addresses=("0.0.0.0",), ports=())  # noqa: S104 - for all nodes
     opened = open_store(here, 0, timeout)
-    told = _Told(tuple(own_addresses()), urlsplit(opened.url).port or 0, name)
+    told = Told(useful_elsewhere(own_addresses()), urlsplit(opened.url).port or 0, name)
     opened.url = url_of((told.addresses[0], told.port))
     return opened, told
 
 
-def _join_told(told: _Told, point: Endpoint, rank: int, timeout: float) -> JobStore:
+def _join_told(told: Told, point: Endpoint, rank: int, timeout: float) -> JobStore:
     there = dataclasses.replace(
         point, job_id=told.job, addresses=told.addresses, ports=(told.port,), is_host=False, has_agent=False
     )
@@ -228,8 +299,8 @@ def _entered(client: Client, timeout: float) -> JobStore:
         RankFailedError: A rank failed on its way here, and has left word.
     """
     if client.failure:
-        client.add(protocol.in_job(protocol.TURNED_AWAY).encode(), 1)
-        client.close()
+        with contextlib.closing(client), contextlib.suppress(StoreLostError):  # then nobody counts any more
+            client.add(protocol.in_job(protocol.TURNED_AWAY).encode(), 1)
         raise FailureRecord.told(client.failure).to_error()
     return _connected(client, timeout)
 

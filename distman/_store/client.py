@@ -15,11 +15,10 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TypeVar
 
 from distman._store import frames
-from distman._store.connection import Connection, StoreLostError
+from distman._store.connection import Connection, StoreLostError, is_of_a_handler
 from distman._store.dialing import Door, ForeignServiceError, dial
 from distman._store.frames import LIMIT, NUMBER
 from distman._store.handshake import MEMBER, WATCHER, Hello, job_key
-from distman._store.server import UNPROVED
 
 T = TypeVar("T")
 
@@ -49,7 +48,6 @@ class Client:
         self.door = dataclasses.replace(door, secret=secret, read=None, in_line=None)
         self._all = [self._first]
         self._idle: list[Connection] = []
-        self._will = b""
         self._calls: Connection | None = self._first
 
     @property
@@ -77,7 +75,8 @@ class Client:
     @property
     def num_unproved(self) -> int:
         """How many came to the store, and did not prove that they know this job's secret, or found that it does not."""
-        return self.add(UNPROVED, 0)
+        number: int = NUMBER.unpack(self._call(frames.NUM_UNPROVED))[0]
+        return number
 
     def again(self, role: int) -> Client:
         """Return another access to the same store, with connections of its own.
@@ -98,8 +97,8 @@ class Client:
         return total
 
     def append(self, key: bytes, value: bytes) -> None:
-        """Add to the end of a value."""
-        self._call(frames.APPEND, key, value)
+        """Add to the end of a value, and do not wait until that is done, as with :meth:`set`."""
+        self._post(frames.APPEND, key, value)
 
     def check(self, keys: Sequence[bytes]) -> bool:
         """Return whether all keys are set."""
@@ -109,9 +108,9 @@ class Client:
         """Replace a value that is the expected one, or nothing where nothing is expected; return what holds then."""
         return self._call(frames.COMPARE_SET, key, expected, desired)
 
-    def delete(self, key: bytes) -> bool:
-        """Delete a key, and return whether it was there."""
-        return self._call(frames.DELETE, key) == _YES
+    def delete(self, *keys: bytes) -> bool:
+        """Delete keys, and return whether all of them were there."""
+        return self._call(frames.DELETE, *keys) == _YES
 
     def num_keys(self) -> int:
         """Return how many keys are set."""
@@ -153,9 +152,7 @@ class Client:
         """
         self._wait_for(frames.WAIT, _limit(limit), unless, *keys)
 
-    def arrive(
-        self, counter: bytes, size: int, outcome: tuple[bytes, bytes], limit: float, unless: bytes = b""
-    ) -> bytes:
+    def arrive(self, counter: bytes, size: int, outcome: tuple[bytes, bytes], limit: float) -> bytes:
         """Count this one as come, wait until so many have, and return the outcome.
 
         Blocking, for so many seconds at most. The last one to come sets the key of the outcome to its value, unless
@@ -163,19 +160,19 @@ class Client:
 
         Raises:
             StoreTimeoutError: There was no outcome in time; this one is still counted as come.
-            GaveUpError: The key that ends the wait was set first.
             InvalidRequestError: The counter is no number.
         """
-        return self._wait_for(frames.ARRIVE, counter, NUMBER.pack(size), *outcome, _limit(limit), unless)
+        return self._wait_for(frames.ARRIVE, counter, NUMBER.pack(size), *outcome, _limit(limit))
 
-    def register_will(self, key: bytes, counter: bytes) -> None:
-        """Let the store set a key to the reason, and raise a counter, when this process ends without leaving."""
-        self._will = key
-        self._call(frames.WILL, key, counter)
+    def register_will(
+        self, key: bytes, counter: bytes, *, unless: bytes, if_closed: bytes, if_unreachable: bytes
+    ) -> None:
+        """Let the store do something when this process ends, see :class:`distman._store.table.Will`; do not wait."""
+        self._post(frames.WILL, key, counter, unless, if_closed, if_unreachable)
 
-    def leave(self) -> None:
-        """Let the end of this process mean nothing."""
-        self._call(frames.LEAVE, self._will)
+    def revoke_will(self) -> None:
+        """Let the end of this process mean nothing; do not wait."""
+        self._post(frames.WILL)
 
     def leave_failure(self, failure: bytes) -> bytes:
         """Leave word of a failure for all who come later, and return the first that was left."""
@@ -238,6 +235,11 @@ class Client:
     def _dial_another(self) -> Connection:
         connection, _ = self._until_let_in(lambda: self._dial(WATCHER))
         self._all.append(connection)
+        try:
+            self._first.raise_if_lost()
+        except StoreLostError:  # another thread has closed them all meanwhile, and did not see this one
+            connection.close()
+            raise
         return connection
 
     def _dial(self, role: int) -> tuple[Connection, bytes | None]:
@@ -246,15 +248,19 @@ class Client:
     def _until_let_in(self, enter: Callable[[], T]) -> T:
         """Return what comes of dialling a store that is known, though a flood of strangers may push this one out.
 
+        As long as its host may be silent, so may it: a flood must not end the job.
+
         Raises:
             StoreLostError: It is not there any more, or takes nobody else.
         """
-        deadline = time.monotonic() + self.door.patience
+        deadline = time.monotonic() + self.door.unreachable_after
         while True:
             try:
                 return enter()
             except (OSError, ForeignServiceError) as error:
-                is_pushed_out = isinstance(error, ConnectionResetError | BrokenPipeError)
+                if is_of_a_handler(error):
+                    raise
+                is_pushed_out = isinstance(error, ConnectionResetError | BrokenPipeError | TimeoutError)
                 if not is_pushed_out or time.monotonic() > deadline:
                     raise StoreLostError(f"the job's store cannot be connected to any more: {error}") from error
 

@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
+import resource
 import socket
 import threading
+import traceback
 import weakref
 
 from distman._process_state import puts_back
 from distman._store import frames
 from distman._store.frames import MalformedError
 from distman._store.handshake import Answer
+from distman._store.transport import FEW_BYTES, MANY_BYTES
 from distman._text import printable
 
-_FEW_BYTES = 8192  # a larger buffer costs a call of malloc that asks the kernel for memory
-_MANY_BYTES = 1 << 20
-_MOST_NUMBER = (1 << 32) - 1
-_MOST_REASON_BYTES = 500
+_NUM_HIGHEST = 32  # descriptors for connections to the store: a process has a few
+_MOST_DESCRIPTORS = 1 << 16  # more than collectives need; the system keeps a table up to the highest one, 8 bytes each
+_MOST_NUMBER = (1 << 32) - 1  # of a request: it travels in 32 bits, and begins again
+_MOST_REASON_BYTES = 500  # that are shown of what the store says: a sentence or two
+_HERE = __name__.rpartition(".")[0] + "."
 
 
 class StoreLostError(ConnectionError):
@@ -69,6 +74,7 @@ class Connection:
         self._sending: tuple[bytes, list[int]] | None = None
         self._pieces: list[bytes] = []
         self._loss = ""
+        self._is_closed = False
         _connections.add(self)
 
     def call(self, operation: int, *fields: bytes) -> bytes:
@@ -82,9 +88,7 @@ class Connection:
             GaveUpError: The key that ends the wait was set.
             InvalidRequestError: The request means nothing.
         """
-        with self._lock:
-            status, value = self._exchange(operation, fields, is_answered=True)
-            self.has_unanswered = False
+        status, value = self._take_turn(operation, fields, is_answered=True)
         if status == frames.OK:
             return value
         if status == frames.TIMED_OUT:
@@ -99,9 +103,7 @@ class Connection:
         Raises:
             StoreLostError: The store is gone.
         """
-        with self._lock:
-            self.has_unanswered = True
-            self._exchange(operation, fields, is_answered=False)
+        self._take_turn(operation, fields, is_answered=False)
 
     def raise_if_lost(self) -> None:
         """Refuse to be used when the connection is known to be of no use.
@@ -113,18 +115,39 @@ class Connection:
             raise StoreLostError(self._loss)
 
     def close(self) -> None:
-        """Close the connection; a call in another thread ends with an error."""
+        """Close the connection; a call in another thread, or one that a signal has interrupted, ends with an error."""
         self._loss = self._loss or "this process has closed its connection to the job's store"
+        self._is_closed = True
         with contextlib.suppress(OSError):  # the other side was faster, or it is closed already
             self._socket.shutdown(socket.SHUT_RDWR)
-        with self._lock:
-            self._socket.close()
+        self._close_if_idle()
 
-    def close_in_child(self) -> None:
-        """Close this process's copy after a fork; the connection is its parent's, where threads may have the lock."""
+    def give_up_in_child(self) -> None:
+        """Refuse to be used after a fork; the connection is the parent's, where threads may have the lock."""
         self._loss = f"process {os.getppid()} is connected to the job's store, and this is a child that it forked"
         self._lock = threading.Lock()
-        self._socket.close()
+
+    def _take_turn(self, operation: int, fields: tuple[bytes, ...], *, is_answered: bool) -> tuple[int, bytes]:
+        """Keep other threads out during an exchange, and close at its end what was to be closed meanwhile.
+
+        Who closes must not wait for that: it may be the handler of a signal, in the thread that it has interrupted.
+        """
+        try:
+            with self._lock:
+                self.has_unanswered = self.has_unanswered or not is_answered
+                reply = self._exchange(operation, fields, is_answered=is_answered)
+                self.has_unanswered = not is_answered
+                return reply
+        finally:
+            if self._is_closed:
+                self._close_if_idle()
+
+    def _close_if_idle(self) -> None:
+        if self._lock.acquire(blocking=False):
+            try:
+                self._socket.close()
+            finally:
+                self._lock.release()
 
     def _exchange(self, operation: int, fields: tuple[bytes, ...], *, is_answered: bool) -> tuple[int, bytes]:
         """Send a request, and return status and value of its reply."""
@@ -132,16 +155,34 @@ class Connection:
         try:
             self._send(operation, fields)
             return self._receive() if is_answered else (frames.OK, b"")
+        except _RefusedError as error:
+            raise self._refused(error) from error
         except (MalformedError, _EndError) as error:
-            raise self._lost(str(error)) from error
+            raise self._gone(str(error)) from error
         except OSError as error:
-            if error.errno is None:  # a signal raised it, not the socket
+            if is_of_a_handler(error):
                 raise
-            raise self._lost(str(error.strerror)) from error
+            raise self._heard_at_the_end() or self._gone(str(error.strerror)) from error
 
-    def _lost(self, reason: str) -> StoreLostError:
-        served_by = f"the process that serves the job's store (pid {self.answer.pid})"
-        self._loss = self._loss or f"{served_by} is gone: {reason}. See what ended it, or the connection to its host."
+    def _heard_at_the_end(self) -> StoreLostError | None:
+        """Return what the store has said before it ended the connection, if it has refused an earlier message."""
+        try:
+            self._socket.settimeout(0)
+            self._receive()
+        except _RefusedError as error:
+            return self._refused(error)
+        except (OSError, _EndError, MalformedError):
+            pass
+        return None
+
+    def _refused(self, error: _RefusedError) -> StoreLostError:
+        return self._lost(f"has refused a message, {error}. See that all hosts have one release of distman")
+
+    def _gone(self, reason: str) -> StoreLostError:
+        return self._lost(f"is gone: {reason}. See what ended it, or the connection to its host")
+
+    def _lost(self, what: str) -> StoreLostError:
+        self._loss = self._loss or f"the process that serves the job's store (pid {self.answer.pid}) {what}."
         return StoreLostError(self._loss)
 
     def _send(self, operation: int, fields: tuple[bytes, ...]) -> None:
@@ -166,7 +207,7 @@ class Connection:
         while True:
             number, status, value = self._next_reply()
             if status == frames.MALFORMED:
-                raise _EndError(f"it refused a message, {_shown(value)}")
+                raise _RefusedError(_shown(value))
             if number == self._number:
                 return status, value
 
@@ -187,7 +228,7 @@ class Connection:
     def _read(self, missing: int) -> None:
         """Read so many bytes at least."""
         while missing > 0:
-            self._pieces.extend(map(self._socket.recv, (min(max(missing, _FEW_BYTES), _MANY_BYTES),)))
+            self._pieces.extend(map(self._socket.recv, (min(max(missing, FEW_BYTES), MANY_BYTES),)))
             if not self._pieces[-1]:
                 raise _EndError("it has closed the connection")
             missing -= len(self._pieces[-1])
@@ -197,11 +238,49 @@ class _EndError(Exception):
     """The other side has ended the connection."""
 
 
+class _RefusedError(Exception):
+    """The other side has refused a message, and ends the connection."""
+
+
+def is_of_a_handler(error: BaseException) -> bool:
+    """Return whether the handler of a signal has raised an error in the middle of this folder's code.
+
+    It may run inside of any call, that of a socket for instance, and raise whatever it likes: only the functions tell,
+    through which the error has come to who asks.
+    """
+    modules = {str(frame.f_globals.get("__name__")) for frame, _ in traceback.walk_tb(error.__traceback__)}
+    return not all(module == socket.__name__ or module.startswith(_HERE) for module in modules)
+
+
 def _shown(reason: bytes) -> str:
     return printable(reason[:_MOST_REASON_BYTES].decode(errors="replace"))
 
 
 _connections: weakref.WeakSet[Connection] = weakref.WeakSet()
+_dialled: weakref.WeakSet[socket.socket] = weakref.WeakSet()
+
+
+def new_socket(family: int) -> socket.socket:
+    """Return a socket for a connection, which a forked child closes even if the store has yet to be reached."""
+    created = _moved_up(socket.socket(family))
+    _dialled.add(created)
+    return created
+
+
+def _moved_up(created: socket.socket) -> socket.socket:
+    """Return a socket with one of the highest descriptors that this process may have, or the same where none is free.
+
+    Of a process that dies, Linux closes the highest ones first: so the store knows of a death before another connection
+    breaks, and whoever is surprised by that, and leaves, finds it there.
+    """
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = _MOST_DESCRIPTORS if soft == resource.RLIM_INFINITY else min(soft, _MOST_DESCRIPTORS)
+    try:
+        number = fcntl.fcntl(created.fileno(), fcntl.F_DUPFD_CLOEXEC, max(0, most - _NUM_HIGHEST))
+    except OSError:
+        return created
+    created.close()
+    return socket.socket(fileno=number)
 
 
 @puts_back
@@ -209,12 +288,16 @@ def _close_all() -> None:
     for connection in list(_connections):
         connection.close()
     _connections.clear()
+    _dialled.clear()
 
 
 def _close_all_in_child() -> None:
     for connection in list(_connections):
-        connection.close_in_child()
+        connection.give_up_in_child()
     _connections.clear()
+    for dialled in list(_dialled):
+        dialled.close()
+    _dialled.clear()
 
 
 os.register_at_fork(after_in_child=_close_all_in_child)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import math
 import socket
 import struct
@@ -10,7 +11,7 @@ import time
 from typing import TYPE_CHECKING
 
 from distman._store import transport
-from distman._store.connection import Connection
+from distman._store.connection import Connection, is_of_a_handler, new_socket
 from distman._store.frames import LENGTH, MalformedError
 from distman._store.handshake import (
     MAC_BYTES,
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from distman._store.transport import Address
+
+PATIENCE = 3.0  # seconds: a foreign service may accept and never answer, a store takes milliseconds
 
 _TIME = struct.Struct("ll")  # seconds and microseconds
 _MICROSECONDS = 1_000_000
@@ -50,11 +53,11 @@ class Door:
         address: A name of this host's own, which begins with a zero byte, or host and port.
         job: Name of the job.
         secret: Its secret; None where there is none, or it has to be read.
+        asks_kernel: Whether the kernel tells, at a name of this host, if another user listens there.
         read: Returns the secret from what the store sends before any proof; None where it is known. It raises
             ForeignServiceError where this cannot be the store of this job.
         unreachable_after: Seconds after which the store's host is given up when it acknowledges nothing.
-        patience: Seconds for a connection to be made and proved: a foreign service may accept and never answer, a
-            store takes milliseconds.
+        patience: Seconds for a connection to be made and proved.
         in_line: Seconds, of these, to stand in line at a name of this host, where strangers may let nobody pass; None
             for all of them.
     """
@@ -63,8 +66,9 @@ class Door:
     job: str
     secret: bytes | None = dataclasses.field(repr=False)
     unreachable_after: float
-    patience: float = 3.0
+    patience: float = PATIENCE
     in_line: float | None = None
+    asks_kernel: bool = True
     read: Callable[[bytes], bytes | None] | None = None
 
 
@@ -81,7 +85,7 @@ def dial(door: Door, hello: Hello) -> tuple[Connection, bytes | None]:
     connected = _connect(door.address, door.patience, door.patience if door.in_line is None else door.in_line)
     try:
         transport.prepare(connected, door.unreachable_after)
-        if not (door.secret and transport.is_nobody()):
+        if door.asks_kernel:
             _ask_kernel(connected)
         answer, secret = _shake_hands(connected, door, hello, deadline)
         connected.settimeout(None)
@@ -94,17 +98,38 @@ def dial(door: Door, hello: Hello) -> tuple[Connection, bytes | None]:
         raise
 
 
+def _connect_to_port(host: str, port: int, timeout: float) -> socket.socket:
+    """Return a connection by IPv4 where the host has it, as the store listens to that; else by IPv6.
+
+    Another user's program may listen to the other one, at the same port.
+
+    Blocking, for ``timeout`` seconds at most for each address.
+
+    Raises:
+        OSError: There is none.
+    """
+    name = host.encode() if host.isascii() else host  # for a text, Python loads the codec of other alphabets: 3 ms
+    places = socket.getaddrinfo(name, port, type=socket.SOCK_STREAM)
+    places.sort(key=lambda place: place[0] != socket.AF_INET)
+    for number, (family, _, _, _, place) in enumerate(places, start=1):
+        connected = new_socket(family)
+        try:
+            connected.settimeout(timeout)
+            connected.connect(place)
+            return connected
+        except BaseException as error:
+            connected.close()
+            if number == len(places) or not isinstance(error, OSError) or is_of_a_handler(error):
+                raise
+    raise OSError(errno.EADDRNOTAVAIL, "it has no address")
+
+
 def _connect(address: Address, patience: float, in_line: float) -> socket.socket:
     if not isinstance(address, str):
-        return socket.create_connection(address, timeout=patience)
-    connected = socket.socket(socket.AF_UNIX)
+        return _connect_to_port(*address, patience)
+    connected = new_socket(socket.AF_UNIX)
     try:
-        # A limit of Python's would make the connection fail at once while a flood of strangers stands in the queue.
-        connected.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _TIME.pack(*_seconds_and_microseconds(in_line)))
-        connected.settimeout(None if in_line > 0 else 0)
-        connected.connect(address)
-        connected.settimeout(None)
-        connected.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _TIME.pack(0, 0))
+        _stand_in_line(connected, address, in_line)
     except BlockingIOError as error:
         connected.close()
         raise CrowdedError(error.errno, "it has too many visitors") from error
@@ -112,6 +137,32 @@ def _connect(address: Address, patience: float, in_line: float) -> socket.socket
         connected.close()
         raise
     return connected
+
+
+def _stand_in_line(connected: socket.socket, name: str, seconds: float) -> None:
+    """Connect to a name of this host within a time.
+
+    A limit of Python's would make the connection fail at once while a flood of strangers stands in the queue. And
+    Python takes a connect that a signal has interrupted for one that goes on, which it does not at such a name.
+    """
+    connected.settimeout(None if seconds > 0 else 0)
+    deadline = time.monotonic() + seconds
+    while not _is_connected(connected):
+        left = max(deadline - time.monotonic(), _SHORTEST_PATIENCE)
+        connected.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _TIME.pack(*_seconds_and_microseconds(left)))
+        connected.connect(name)
+    connected.settimeout(None)
+    connected.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _TIME.pack(0, 0))
+
+
+def _is_connected(connected: socket.socket) -> bool:
+    try:
+        connected.getpeername()
+    except OSError as error:
+        if error.errno != errno.ENOTCONN:
+            raise
+        return False
+    return True
 
 
 def _seconds_and_microseconds(seconds: float) -> tuple[int, int]:
@@ -131,7 +182,7 @@ def _shake_hands(connected: socket.socket, door: Door, hello: Hello, deadline: f
             found[0] = door.read(credential)
         return door_key(found[0], door.job.encode())
 
-    side = ClientSide(b"", transport.place_of(door.address), find_key)
+    side = ClientSide(b"", transport.other_place(connected), find_key)
     connected.sendall(side.opening())
     nonce = _read(connected, NONCE_BYTES, deadline)
     credential = _read_sized(connected, MOST_CREDENTIAL_BYTES, deadline)

@@ -13,13 +13,14 @@ TYPE_CHECKING = False  # typing takes longer to load than the process that serve
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-MOST_BYTES = 1 << 30
-"""Bytes of a message: what exceeds a gigabyte is no value of a store, but a length that somebody made up."""
+MOST_BYTES = 64 << 20
+"""Bytes of a message, twice what ranks take from each other: larger ones would hold up all others, since the store is
+one thread that copies them. A length that somebody made up is found by it, too."""
 MOST_FAILURE_BYTES = 1 << 20
 """Bytes of the failure that a store keeps for those who come later: one with a long traceback fits."""
 
 SET, GET, ADD, CHECK, WAIT, COMPARE_SET, DELETE, NUM_KEYS = range(1, 9)
-MULTI_GET, MULTI_SET, APPEND, ARRIVE, WILL, LEAVE, FAIL, SHUT = range(9, 17)
+MULTI_GET, MULTI_SET, APPEND, ARRIVE, WILL, FAIL, SHUT, NUM_UNPROVED = range(9, 17)
 """The operations; each function of operations.py says what its fields are."""
 
 OK, TIMED_OUT, GIVEN_UP, INVALID, MALFORMED = range(5)
@@ -32,9 +33,16 @@ LIMIT = Struct("<Q")
 """Milliseconds of a wait."""
 _HEAD = Struct("<IIB")  # length, number, and operation or status
 _HEAD_REST = _HEAD.size - LENGTH.size  # the length does not count itself
+MOST_VALUE_BYTES = MOST_BYTES - _HEAD_REST
+_LONG = 1 << 16  # bytes: to copy less costs less than to send it as a piece of its own
+_INSTEAD = "Send large data by a collective."
 _FEW = 8  # fields: all operations on a single key have less
 _FEW_LENGTHS = [Struct(f"<{1 + num_fields}I") for num_fields in range(_FEW)]
 _FEW_HEADS = [Struct(f"<IIB{1 + num_fields}I") for num_fields in range(_FEW)]
+
+
+class TooLongError(Exception):
+    """Values that are asked for together are too long for a reply."""
 
 
 class MalformedError(Exception):
@@ -51,7 +59,7 @@ def pack(fields: Sequence[bytes]) -> bytes:
     return b"".join((_lengths_of(num_fields).pack(num_fields, *map(len, fields)), *fields))
 
 
-def unpack(packed: bytes, at: int = 0, end: int | None = None) -> list[bytes]:
+def unpack(packed: bytes | memoryview, at: int = 0, end: int | None = None) -> list[bytes]:
     """Return the byte strings in a packed one, or in a part of it.
 
     Raises:
@@ -64,7 +72,7 @@ def unpack(packed: bytes, at: int = 0, end: int | None = None) -> list[bytes]:
         raise MalformedError("fields without their lengths")
     fields = []
     for length in _lengths_of(num_fields).unpack_from(packed, at)[1:]:
-        fields.append(packed[start : start + length])
+        fields.append(bytes(packed[start : start + length]))
         start += length
     if start != end:
         raise MalformedError("fields of other lengths than their message")
@@ -82,19 +90,29 @@ def request(number: int, operation: int, fields: Sequence[bytes]) -> bytes:
     length = _HEAD_REST + LENGTH.size * (1 + num_fields) + sum(lengths)
     if length > MOST_BYTES:
         raise ValueError(
-            f"a value and its key must have less than {MOST_BYTES} bytes, got {sum(lengths)}. "
-            "Send large data by a collective."
+            f"keys and values of a call must have less than {MOST_BYTES} bytes, got {sum(lengths)}. {_INSTEAD}"
         )
     head = _FEW_HEADS[num_fields] if num_fields < _FEW else Struct(f"<IIB{1 + num_fields}I")
     return b"".join((head.pack(length, number, operation, num_fields, *lengths), *fields))
 
 
-def reply(number: int, status: int, value: bytes = b"") -> bytes:
-    """Return the reply to a request."""
-    return _HEAD.pack(len(value) + _HEAD_REST, number, status) + value
+def check_total(num_bytes: int) -> None:
+    """Refuse values that are asked for together and would not fit into a reply.
+
+    Raises:
+        TooLongError: They have too many bytes.
+    """
+    if num_bytes > MOST_VALUE_BYTES:
+        raise TooLongError(f"values of a reply must have less than {MOST_BYTES} bytes, got {num_bytes}. {_INSTEAD}")
 
 
-def next_request(received: bytes, at: int) -> tuple[int, int, list[bytes], int] | None:
+def reply(number: int, status: int, value: bytes = b"") -> Sequence[bytes]:
+    """Return the reply to a request, in pieces: a long value stays what it is, however many are told it."""
+    head = _HEAD.pack(len(value) + _HEAD_REST, number, status)
+    return (head + value,) if len(value) < _LONG else (head, value)
+
+
+def next_request(received: bytes | memoryview, at: int) -> tuple[int, int, list[bytes], int] | None:
     """Return the request that begins at a place in what was received, and where the next one begins.
 
     Returns:

@@ -17,7 +17,7 @@ Keyed BLAKE2b is a MAC by construction (RFC 7693); HMAC would load OpenSSL, whic
 
 from __future__ import annotations
 
-from _operator import _compare_digest
+from _operator import _compare_digest  # hmac's, which would load OpenSSL
 from posix import urandom
 from struct import Struct
 
@@ -33,8 +33,8 @@ except ImportError:  # an interpreter that has OpenSSL's only
     from hashlib import blake2b
 
 MAGIC = b"distman1"
-NONCE_BYTES = 16
-MAC_BYTES = 32
+NONCE_BYTES = 16  # drawn anew for each handshake: 128 bits do not come twice
+MAC_BYTES = 32  # 256 bits: nobody hits them by trying
 OPENING_BYTES = len(MAGIC) + NONCE_BYTES
 MOST_CREDENTIAL_BYTES = 4096  # munge's have some 300
 CHALLENGE_HEAD_BYTES = NONCE_BYTES + LENGTH.size

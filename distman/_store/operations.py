@@ -6,8 +6,8 @@ from struct import error as StructError  # noqa: N812 - struct's own name for it
 from time import monotonic
 
 from distman._store import frames
-from distman._store.frames import INVALID, LIMIT, NUMBER, OK, MalformedError
-from distman._store.table import NotANumberError, Table
+from distman._store.frames import INVALID, LENGTH, LIMIT, NUMBER, OK, MalformedError, TooLongError
+from distman._store.table import NotANumberError, Table, Will
 
 TYPE_CHECKING = False  # typing takes longer to load than the process that serves a store takes to start
 if TYPE_CHECKING:
@@ -28,10 +28,15 @@ class Operations:
         table: The table.
         shut: Lets nobody in any more.
         failure: What all who come are told; empty for nothing.
+
+    Attributes:
+        failure: The same, or what a client that failed has left.
+        num_unproved: How many began a handshake and did not end it: they may have another secret.
     """
 
     def __init__(self, table: Table, shut: Callable[[], None], failure: bytes = b"") -> None:
         self.failure = failure
+        self.num_unproved = 0
         self._table = table
         self._shut = shut
         self._functions: dict[int, Callable[[Peer, int, Fields], bytes | None]] = {
@@ -48,9 +53,9 @@ class Operations:
             frames.APPEND: self._append,
             frames.ARRIVE: self._arrive,
             frames.WILL: self._register_will,
-            frames.LEAVE: self._leave,
             frames.FAIL: self._fail,
             frames.SHUT: self._close_door,
+            frames.NUM_UNPROVED: self._num_unproved,
         }
 
     def carry_out(self, peer: Peer, number: int, operation: int, fields: Fields) -> None:
@@ -70,12 +75,12 @@ class Operations:
         try:
             value = function(peer, number, fields)
         except NotANumberError:
-            peer.send(frames.reply(number, INVALID, b"it is no number of 64 bits, or would not be one any more"))
+            peer.send(*frames.reply(number, INVALID, b"it is no number of 64 bits, or would not be one any more"))
         except (ValueError, StructError) as error:  # of taking fields apart
             raise MalformedError(f"operation {operation} with other fields") from error
         else:
             if value is not None:
-                peer.send(frames.reply(number, OK, value))
+                peer.send(*frames.reply(number, OK, value))
 
     def _set(self, _peer: Peer, _number: int, fields: Fields) -> None:
         key, value = fields
@@ -87,17 +92,17 @@ class Operations:
 
     def _multi_get(self, peer: Peer, number: int, fields: Fields) -> None:
         limit, *keys = fields
-        peer.wait = self._table.wait(keys, None, _until(limit), _replier(peer, number, frames.pack))
+        peer.wait = self._table.wait(keys, None, _until(limit), _replier(peer, number, _packed))
 
     def _wait(self, peer: Peer, number: int, fields: Fields) -> None:
         limit, unless, *keys = fields
         peer.wait = self._table.wait(keys, unless or None, _until(limit), _replier(peer, number, _nothing))
 
     def _arrive(self, peer: Peer, number: int, fields: Fields) -> None:
-        counter, size, key, value, limit, unless = fields
+        counter, size, key, value, limit = fields
         (all_of_them,) = NUMBER.unpack(size)
         replier = _replier(peer, number, b"".join)
-        peer.wait = self._table.arrive(counter, all_of_them, (key, value), unless or None, _until(limit), replier)
+        peer.wait = self._table.arrive(counter, all_of_them, (key, value), _until(limit), replier)
 
     def _add(self, _peer: Peer, _number: int, fields: Fields) -> bytes:
         key, amount = fields
@@ -111,8 +116,8 @@ class Operations:
         return self._table.compare_set(key, expected, desired)
 
     def _delete(self, _peer: Peer, _number: int, fields: Fields) -> bytes:
-        (key,) = fields
-        return _YES if self._table.delete(key) else _NO
+        were_there = [self._table.delete(key) for key in fields]
+        return _YES if all(were_there) else _NO
 
     def _num_keys(self, _peer: Peer, _number: int, _fields: Fields) -> bytes:
         return NUMBER.pack(self._table.num_keys())
@@ -121,21 +126,16 @@ class Operations:
         self._table.multi_set(list(zip(fields[::2], fields[1::2], strict=True)))
         return b""
 
-    def _append(self, _peer: Peer, _number: int, fields: Fields) -> bytes:
+    def _append(self, _peer: Peer, _number: int, fields: Fields) -> None:
         key, value = fields
         self._table.append(key, value)
-        return b""
 
-    def _register_will(self, peer: Peer, _number: int, fields: Fields) -> bytes:
-        key, counter = fields
-        peer.will = key
-        self._table.register_will(key, counter)
-        return b""
-
-    def _leave(self, _peer: Peer, _number: int, fields: Fields) -> bytes:
-        (key,) = fields
-        self._table.revoke_will(key)
-        return b""
+    def _register_will(self, peer: Peer, _number: int, fields: Fields) -> None:
+        """Take a will in place of an earlier one; no fields are no will."""
+        peer.will = None
+        if fields:
+            key, counter, unless, if_closed, if_unreachable = fields
+            peer.will = Will(key, counter, unless, if_closed, if_unreachable)
 
     def _fail(self, _peer: Peer, _number: int, fields: Fields) -> bytes:
         """Keep the first failure for all who come later, and return it."""
@@ -149,6 +149,9 @@ class Operations:
         self._shut()
         return b""
 
+    def _num_unproved(self, _peer: Peer, _number: int, _fields: Fields) -> bytes:
+        return NUMBER.pack(self.num_unproved)
+
 
 def _until(limit: bytes) -> float:
     (milliseconds,) = LIMIT.unpack(limit)
@@ -159,6 +162,11 @@ def _nothing(_values: Sequence[bytes]) -> bytes:
     return b""
 
 
+def _packed(values: Sequence[bytes]) -> bytes:
+    frames.check_total(sum(map(len, values)) + LENGTH.size * (1 + len(values)))
+    return frames.pack(values)
+
+
 def _replier(
     peer: Peer, number: int, show: Callable[[Sequence[bytes]], bytes]
 ) -> Callable[[int, Sequence[bytes]], None]:
@@ -166,6 +174,10 @@ def _replier(
 
     def reply(status: int, values: Sequence[bytes]) -> None:
         peer.wait = None
-        peer.send(frames.reply(number, status, show(values) if status == OK else b"".join(values)))
+        try:
+            value = show(values) if status == OK else b"".join(values)
+        except TooLongError as error:
+            status, value = INVALID, str(error).encode()
+        peer.send(*frames.reply(number, status, value))
 
     return reply

@@ -5,29 +5,31 @@ from __future__ import annotations
 from select import EPOLLIN, EPOLLOUT
 
 from distman._store import frames
+from distman._store.transport import FEW_BYTES, MANY_BYTES
 
 TYPE_CHECKING = False  # typing takes longer to load than the process that serves a store takes to start
 if TYPE_CHECKING:
     from _socket import socket
+    from collections.abc import Sequence
     from select import epoll
 
     from distman._store.handshake import Hello, ServerSide
-    from distman._store.table import Wait
-
-_FEW_BYTES = 8192  # a larger buffer costs a call of malloc that asks the kernel for memory
-_MANY_BYTES = 1 << 20
+    from distman._store.table import Wait, Will
 
 
 class Peer:
     """One connection.
 
     Attributes:
+        socket: Its socket.
+        number: The number under which that is polled.
         side: Its handshake, once it has begun.
         hello: Who it is, once it has proved that; None for a guest.
         wait: The wait that it has not been answered yet.
-        will: The key that its end sets.
+        will: What is to be done at its end; None for nothing.
         received: What has come of a message that is not complete.
         is_behind: Whether it has yet to take what was sent; until then nothing more is read from it.
+        error: How sending failed; kept until the end of the connection is read.
     """
 
     __slots__ = (
@@ -50,28 +52,28 @@ class Peer:
         self.side: ServerSide | None = None
         self.hello: Hello | None = None
         self.wait: Wait | None = None
-        self.will: bytes | None = None
+        self.will: Will | None = None
         self.received = bytearray()
         self.is_behind = False
         self.error: OSError | None = None
-        self._unsent = memoryview(b"")
+        self._unsent: list[memoryview] = []
         self._poll = poll
         poll.register(self.number, EPOLLIN)
 
-    def send(self, message: bytes) -> None:
+    def send(self, *pieces: bytes) -> None:
         """Send a message, now or when the connection takes it; a broken one is found when it is next read."""
         if self.is_behind:
-            self._unsent = memoryview(bytes(self._unsent) + message)
+            self._unsent += map(memoryview, pieces)
             return
-        num_sent = self._send(message)
-        if num_sent < len(message):
-            self._unsent = memoryview(message)[num_sent:]
+        num_sent = self._send(pieces)
+        if num_sent < sum(map(len, pieces)):
+            self._unsent = _after(num_sent, pieces)
             self.is_behind = True
             self._poll.modify(self.number, EPOLLOUT)
 
     def flush(self) -> None:
         """Send what was left over."""
-        self._unsent = self._unsent[self._send(self._unsent) :]
+        self._unsent = _after(self._send(self._unsent), self._unsent)
         if not self._unsent:
             self.is_behind = False
             self._poll.modify(self.number, EPOLLIN)
@@ -84,9 +86,9 @@ class Peer:
         """
         if self.error is not None:
             raise self.error
-        num_bytes = _FEW_BYTES
+        num_bytes = FEW_BYTES
         if self.received and self.hello is not None:
-            num_bytes = min(max(frames.num_missing(self.received), _FEW_BYTES), _MANY_BYTES)
+            num_bytes = min(max(frames.num_missing(self.received), FEW_BYTES), MANY_BYTES)
         try:
             return self.socket.recv(num_bytes)
         except BlockingIOError:
@@ -97,15 +99,25 @@ class Peer:
         self._poll.unregister(self.number)
         self.socket.close()
 
-    def _send(self, message: bytes | memoryview) -> int:
+    def _send(self, pieces: Sequence[bytes | memoryview]) -> int:
         """Return how much was sent.
 
         An error is kept until the end of the connection is read: whoever sends may be in the middle of telling many.
         """
         try:
-            return self.socket.send(message)
+            return self.socket.send(pieces[0]) if len(pieces) == 1 else self.socket.sendmsg(pieces)
         except BlockingIOError:
             return 0
         except OSError as error:
             self.error = error
-            return len(message)
+            return sum(map(len, pieces))
+
+
+def _after(num_bytes: int, pieces: Sequence[bytes | memoryview]) -> list[memoryview]:
+    """Return what is left of pieces after so many bytes."""
+    left = []
+    for piece in pieces:
+        if num_bytes < len(piece):
+            left.append(memoryview(piece)[num_bytes:])
+        num_bytes = max(0, num_bytes - len(piece))
+    return left

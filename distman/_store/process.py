@@ -7,14 +7,17 @@ import contextlib
 import marshal
 import os
 import select
+import signal
 import socket
 import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any, BinaryIO
 
 from distman._process_state import puts_back
 from distman._store.server import UP
+from distman._store.transport import BACKLOG
 
 _PROGRAM = """
 import sys
@@ -23,8 +26,9 @@ package.__path__ = [sys.argv[1]]
 from distman._store.server import main
 main()
 """
-_BACKLOG = 4096  # connections: all ranks of a large job come at once
-_MOST_ERROR_BYTES = 500
+_OF_THIS_INTERPRETER = b"PYTHONHOME"  # where its library is, in installations that were moved
+_MOST_ERROR_BYTES = 500  # of what it says last: the error of an interpreter, without the way there
+_READ_BYTES = 1 << 16  # at a time: all that a pipe holds
 _MILLISECONDS = 1000
 
 _started: list[subprocess.Popen[bytes]] = []
@@ -39,10 +43,12 @@ class StoreProcess:
 
     Args:
         process: The process.
+        word: The end of a pipe where it says that it is up; it has the only other end.
     """
 
-    def __init__(self, process: subprocess.Popen[bytes]) -> None:
+    def __init__(self, process: subprocess.Popen[bytes], word: BinaryIO) -> None:
         self._process = process
+        self._word = word
 
     @property
     def pid(self) -> int:
@@ -58,13 +64,21 @@ class StoreProcess:
             timeout: Seconds to wait.
 
         Raises:
-            StoreStartError: It ended, or is not there in time; then it ends as soon as it is.
+            StoreStartError: It ended, or is not there in time.
         """
-        with self._process.stderr as pipe:  # type: ignore[union-attr]
-            words = _read_words(pipe.fileno(), time.monotonic() + timeout)
-        if words != UP:
-            shown = words[-_MOST_ERROR_BYTES:].decode(errors="replace").strip() or f"nothing within {timeout:g} s"
+        with self._word as word, self._process.stderr as errors:  # type: ignore[union-attr]  # it is a pipe
+            is_up, said = _is_up(word.fileno(), errors.fileno(), time.monotonic() + timeout)
+        if not is_up:
+            shown = said.decode(errors="replace").strip() or f"nothing within {timeout:g} s"
             raise StoreStartError(f"starting the store's process failed: {sys.executable} said: {shown}")
+
+    def end(self) -> None:
+        """End it at once, with whatever it has started: nobody shall find it."""
+        self._word.close()
+        self._process.stderr.close()  # type: ignore[union-attr]  # it is a pipe
+        if self._process.poll() is None:
+            os.killpg(self._process.pid, signal.SIGKILL)  # it leads a session of its own
+            self._process.wait()
 
     def wait(self, timeout: float) -> int:
         """Wait for its end, and return its exit code.
@@ -89,7 +103,7 @@ def listen_on_this_host(name: str) -> socket.socket:
     listener = socket.socket(socket.AF_UNIX)
     try:
         listener.bind(name)
-        listener.listen(_BACKLOG)
+        listener.listen(BACKLOG)
     except OSError:
         listener.close()
         raise
@@ -102,6 +116,7 @@ def start_store(
     job: str,
     secret: bytes | None = None,
     credential: bytes = b"",
+    opener: int | None = None,
     entry_limit: float,
     unreachable_after: float,
     failure: bytes = b"",
@@ -115,6 +130,8 @@ def start_store(
         job: Name of the job.
         secret: Its secret; None where there is none.
         credential: What it sends to all who come, for them to find out the secret; empty for nothing.
+        opener: The rank that starts it and will dial it: until then it does not end, though others may have come and
+            gone. None waits for nobody.
         entry_limit: Seconds within which a first member must come.
         unreachable_after: Seconds after which a host is given up that acknowledges nothing.
         failure: What all who come are told, as if a rank that failed had left it; empty for nothing.
@@ -128,16 +145,17 @@ def start_store(
         "job": job.encode(),
         "secret": secret,
         "credential": credential,
+        "opener": None if opener is None else (opener, os.getpid()),
         "entry_limit": entry_limit,
         "failure": failure,
         "unreachable_after": unreachable_after,
     }
     with listener:
-        process = _spawn(listener.fileno(), secret)
+        process, word = _spawn(settings, secret)
     _started.append(process)
     with contextlib.suppress(BrokenPipeError), process.stdin as pipe:  # type: ignore[union-attr]
         pipe.write(marshal.dumps(settings))  # if it has ended, its last words say why
-    return StoreProcess(process)
+    return StoreProcess(process, word)
 
 
 @atexit.register
@@ -153,39 +171,69 @@ def reap() -> None:
     _started[:] = [process for process in _started if process.poll() is None]
 
 
-def _spawn(listener: int, secret: bytes | None) -> subprocess.Popen[bytes]:
+def _spawn(settings: dict[str, Any], secret: bytes | None) -> tuple[subprocess.Popen[bytes], BinaryIO]:
+    """Return the process, and the end of the pipe where it says that it is up; the settings name the other one."""
     if not sys.executable:
         raise StoreStartError("starting the store's process failed: this interpreter has no program of its own.")
-    environ = {name: value for name, value in os.environb.items() if not (secret and secret in value)}
+    try:
+        number, settings["up"] = os.pipe()
+    except OSError as error:
+        raise StoreStartError(f"starting the store's process failed: {error.strerror}.") from error
+    word = os.fdopen(number, "rb")
     try:
         return subprocess.Popen(
             [sys.executable, *_options(), "-c", _PROGRAM, str(Path(__file__).parent.parent)],
-            env=environ,
+            env=_environment(secret),
             cwd="/",  # a folder that the process were in could not be unmounted
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
-            pass_fds=[listener],
+            pass_fds=[settings["listener"], settings["up"]],
             start_new_session=True,
-        )
+        ), word
     except OSError as error:
+        word.close()
         raise StoreStartError(f"starting the store's process failed: {sys.executable}: {error.strerror}.") from error
+    finally:
+        os.close(settings["up"])
 
 
-def _read_words(pipe: int, deadline: float) -> bytes:
-    """Return what a process says at its start, up to the word that it is up, or its end."""
-    words = b""
+def _is_up(word: int, errors: int, deadline: float) -> tuple[bool, bytes]:
+    """Return whether a process says in time that it is up, and the end of what it, or its loader, says beside that."""
+    heard, said = b"", b""
     poller = select.poll()
-    poller.register(pipe, select.POLLIN)
-    while words != UP and poller.poll(max(0.0, deadline - time.monotonic()) * _MILLISECONDS):
-        piece = os.read(pipe, _MOST_ERROR_BYTES)
-        if not piece:
-            return words or b"it has ended without a word"
-        words += piece
-    return words
+    poller.register(word, select.POLLIN)
+    poller.register(errors, select.POLLIN)
+    while heard != UP and (ready := poller.poll(max(0.0, deadline - time.monotonic()) * _MILLISECONDS)):
+        numbers = [number for number, _ in ready]
+        if errors in numbers:  # first: the word is closed when all of it is here
+            piece = os.read(errors, _READ_BYTES)
+            said = (said + piece)[-_MOST_ERROR_BYTES:]
+            if not piece:
+                poller.unregister(errors)
+        elif piece := os.read(word, len(UP)):
+            heard += piece
+        else:
+            return False, said or b"it has ended without a word"
+    return heard == UP, said
 
 
 def _options() -> list[str]:
     """Return the options of an interpreter that loads nothing but what it is told to, from the same compiled files."""
     cache = ["-X", f"pycache_prefix={sys.pycache_prefix}"] if sys.pycache_prefix else []
-    return ["-I", "-S", *cache, *(["-B"] if sys.dont_write_bytecode else [])]
+    alone = "-s" if _needs_home() else "-I"  # which would leave that out too; only root has programs in /
+    return [alone, "-S", *cache, *(["-B"] if sys.dont_write_bytecode else [])]
+
+
+def _environment(secret: bytes | None) -> dict[bytes, bytes]:
+    """Return the variables of the process: no secret, and none that tells an interpreter what to load."""
+    return {
+        name: value
+        for name, value in os.environb.items()
+        if not (secret and secret in value)
+        and (not name.startswith(b"PYTHON") or (name == _OF_THIS_INTERPRETER and _needs_home()))
+    }
+
+
+def _needs_home() -> bool:
+    return _OF_THIS_INTERPRETER in os.environb and not sys.flags.ignore_environment

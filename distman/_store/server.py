@@ -6,12 +6,12 @@ costs no thread, and members are served between any few of them.
 
 from __future__ import annotations
 
-import _socket
+import _socket  # socket itself loads enum and selectors, which takes longer than all the rest
 import errno
 import marshal
 import posix
 import resource
-from _signal import SIG_IGN, SIGHUP, SIGINT, SIGTERM, signal  # type: ignore[import-not-found]
+from _signal import SIG_IGN, SIGHUP, SIGINT, SIGTERM, signal  # type: ignore[import-not-found]  # no stubs: signal's own module
 from select import EPOLLIN, EPOLLOUT, epoll
 from time import monotonic
 
@@ -38,15 +38,18 @@ if TYPE_CHECKING:
 _GUEST_SECONDS = 3.0  # for the whole handshake, which takes milliseconds
 _MOST_GUESTS = 256  # the oldest goes first: a rank that was sent away by a flood dials again
 _GUESTS_PER_ROUND = 16  # then members have their turn
-_SPARE_DESCRIPTORS = 64  # kept back from connections, so that there is always one for the next guest
+_LISTENER_RESTS = 0.1  # seconds, where the host can open nothing: it would be found ready all the time
+SPARE_DESCRIPTORS = 64  # kept back from connections, so that there is always one for the next guest
 _LONGEST_PAUSE = 3600.0  # seconds: the system takes no number that is much larger
 _MOST_DESCRIPTORS = 1 << 20  # where the host sets no limit, Linux does
-_KEY_BYTES = 32
-UNPROVED = b"unproved"
-"""Counter, in the table, of those who began a handshake and did not end it: they may have another secret."""
+_KEY_BYTES = 32  # of a key that is drawn: nobody guesses 256 bits
+_SESSION_BYTES = 8  # of the name of an opening: it is no secret, and must not come twice
+_MOST_REASON_BYTES = 200  # of the error that a message has caused: one line
 UP = b"up"
-"""What the process writes to standard error when it has read its settings; an interpreter in trouble writes more."""
+"""What the process writes into a pipe of its own when it has read its settings: others write to standard error."""
 _HEAD_BYTES = MAC_BYTES + LENGTH.size
+_HOST_IS_FULL = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+_UNREACHABLE = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH)
 
 
 class Server:
@@ -57,6 +60,8 @@ class Server:
         job: Name of the job.
         secret: Its secret; None where the kernel's word has to do.
         credential: What is sent to all who come, before any proof; empty for nothing.
+        opener: Rank and process of who has started it and comes too: others may have come and gone before. None waits
+            for nobody.
         entry_limit: Seconds within which a first member must come.
         failure: What all who come are told, as if a rank that failed had left it; empty for nothing.
         unreachable_after: Seconds after which a host is given up that acknowledges nothing.
@@ -70,6 +75,7 @@ class Server:
         job: bytes,
         secret: bytes | None,
         credential: bytes,
+        opener: tuple[int, int] | None,
         entry_limit: float,
         failure: bytes,
         unreachable_after: float,
@@ -81,20 +87,22 @@ class Server:
         self._asks_kernel = is_local and not (secret and transport.is_nobody())
         self._key = door_key(secret, job)
         self._credential = credential
-        self._place = transport.own_place(listener)
         self._drawn_key = posix.urandom(_KEY_BYTES) if is_local and not secret else b""
-        self._session = posix.urandom(8).hex().encode()
+        self._session = posix.urandom(_SESSION_BYTES).hex().encode()
         self._unreachable_after = unreachable_after
         self._poll = epoll()
         self._poll.register(listener.fileno(), EPOLLIN)
         self._door: int | None = listener.fileno()
+        self._door_rests_until: float | None = None
         self._table = Table()
         self._operations = Operations(self._table, self._shut, failure)
         self._peers: dict[int, Peer] = {}
         self._guests: dict[Peer, float] = {}
         self._num_members = 0
-        self._ends_at: float | None = monotonic() + entry_limit
-        self._most_peers = most_descriptors - _SPARE_DESCRIPTORS
+        self._awaited = opener
+        self._entry_ends_at = monotonic() + entry_limit
+        self._ends_at: float | None = self._entry_ends_at
+        self._most_peers = most_descriptors - SPARE_DESCRIPTORS
 
     def serve(self) -> None:
         """Serve until there is nobody left to serve."""
@@ -108,22 +116,27 @@ class Server:
     def _pause(self) -> float | None:
         """Do what is due, and return how long nothing will be, unless something comes; None at the end."""
         deadline = self._table.next_deadline()
-        if deadline is None and not self._guests and self._ends_at is None:
+        if deadline is None and not self._guests and self._ends_at is None and self._door_rests_until is None:
             return -1.0
         now = monotonic()
         if self._ends_at is not None and now >= self._ends_at:
             return None
         self._table.expire(now)
         self._dismiss_guests(now)
-        times = [self._table.next_deadline(), self._ends_at, next(iter(self._guests.values()), None)]
+        if self._door_rests_until is not None and now >= self._door_rests_until:
+            self._open_again()
+        guests_end = next(iter(self._guests.values()), None)
+        times = [self._table.next_deadline(), self._ends_at, self._door_rests_until, guests_end]
         return min([_LONGEST_PAUSE, *[max(0.0, time - now) for time in times if time is not None]])
 
     def _welcome_guests(self) -> None:
         for _ in range(_GUESTS_PER_ROUND):
             try:
-                number, _ = self._listener._accept()  # type: ignore[attr-defined]
-            except OSError as error:  # nobody waits, or has gone; or the host itself has no descriptor left
-                if error.errno == errno.ECONNABORTED:
+                number, _ = self._listener._accept()  # type: ignore[attr-defined]  # no stubs: accept() is Python
+            except OSError as error:
+                if error.errno in _HOST_IS_FULL:
+                    self._rest()
+                elif error.errno != errno.EAGAIN:  # who waited has gone
                     continue
                 return
             guest = _socket.socket(fileno=number)
@@ -132,12 +145,22 @@ class Server:
             except OSError:  # it has gone already, or the host has no room for another one
                 guest.close()
 
+    def _rest(self) -> None:
+        self._poll.unregister(self._listener.fileno())
+        self._door_rests_until = monotonic() + _LISTENER_RESTS
+
+    def _open_again(self) -> None:
+        self._poll.register(self._listener.fileno(), EPOLLIN)
+        self._door_rests_until = None
+
     def _welcome(self, guest: _socket.socket) -> None:
-        if len(self._peers) >= self._most_peers or (self._asks_kernel and not transport.is_of_this_user(guest)):
+        is_full = len(self._peers) >= self._most_peers
+        is_refused = is_full and not self._guests
+        if is_refused or (self._asks_kernel and not transport.is_of_this_user(guest)):
             guest.close()
             return
-        if len(self._guests) >= _MOST_GUESTS:
-            self._end(next(iter(self._guests)), b"")
+        if is_full or len(self._guests) >= _MOST_GUESTS:
+            self._end(next(iter(self._guests)))
         guest.settimeout(0)
         transport.prepare(guest, self._unreachable_after)
         peer = Peer(guest, self._poll)
@@ -146,7 +169,7 @@ class Server:
 
     def _dismiss_guests(self, now: float) -> None:
         while self._guests and next(iter(self._guests.values())) <= now:
-            self._end(next(iter(self._guests)), b"")
+            self._end(next(iter(self._guests)))
 
     def _attend(self, peer: Peer, events: int) -> None:
         """Send what a connection has yet to take, or read what has come from it."""
@@ -160,17 +183,17 @@ class Server:
             if received:
                 self._take(peer, received)
             elif received is not None:
-                self._end(peer, b"its connection was closed")
+                self._end(peer)
         except OSError as error:
-            self._end(peer, _reason(error))
+            self._end(peer, is_unreachable=error.errno in _UNREACHABLE)
         except HandshakeError:
-            self._end(peer, b"")
+            self._end(peer)
         except MalformedError as error:
             self._refuse(peer, str(error).encode())
         except Exception as error:  # noqa: BLE001 - what one client asks for must not take the store from all others
-            self._refuse(peer, repr(error)[:200].encode())
+            self._refuse(peer, repr(error)[:_MOST_REASON_BYTES].encode())
 
-    def _take(self, peer: Peer, received: bytes) -> None:
+    def _take(self, peer: Peer, received: bytes | memoryview) -> None:
         """Go on with a handshake, or with requests, as far as they have come."""
         if peer.hello is None:
             peer.received += received
@@ -180,7 +203,7 @@ class Server:
             peer.received += received
             if frames.num_missing(peer.received) > 0:
                 return
-            received = bytes(peer.received)
+            received = memoryview(peer.received)  # of which each field is copied, and nothing else
         at = 0
         while not peer.is_behind and (found := frames.next_request(received, at)) is not None:
             number, operation, fields, at = found
@@ -193,7 +216,7 @@ class Server:
         received = bytes(guest.received)
         if guest.side is None:
             if len(received) >= OPENING_BYTES:
-                guest.side = ServerSide(self._key, self._place, received, self._credential)
+                guest.side = ServerSide(self._key, transport.own_place(guest.socket), received, self._credential)
                 guest.send(guest.side.challenge())
                 guest.received.clear()
             return
@@ -210,35 +233,39 @@ class Server:
         if guest.hello is not None and guest.hello.role == MEMBER:
             self._num_members += 1
             self._ends_at = None
+            if (guest.hello.rank, guest.hello.pid) == self._awaited:
+                self._awaited = None
         guest.send(side.welcome(Answer(self._session, posix.getpid(), self._drawn_key, self._operations.failure)))
 
     def _refuse(self, peer: Peer, reason: bytes) -> None:
         """End the connection of a member that sends nonsense, and tell it so; a guest hears nothing."""
         if peer.hello is not None:
-            peer.send(frames.reply(0, frames.MALFORMED, reason))
-        self._end(peer, b"it sent a malformed message: " + reason)
+            peer.send(*frames.reply(0, frames.MALFORMED, reason))
+        self._end(peer)
 
-    def _end(self, peer: Peer, reason: bytes) -> None:
+    def _end(self, peer: Peer, *, is_unreachable: bool = False) -> None:
         """Close a connection, and do what its client wanted to be done in that case."""
         if peer.hello is None and peer.side is not None:
-            self._table.add(UNPROVED, 1)
+            self._operations.num_unproved += 1
         del self._peers[peer.number]
         self._guests.pop(peer, None)
         peer.close()
         if peer.wait is not None:
             self._table.cancel(peer.wait)
         if peer.will is not None:
-            self._table.carry_out_will(peer.will, reason)
+            self._table.carry_out(peer.will, is_unreachable=is_unreachable)
         if peer.hello is not None and peer.hello.role == MEMBER:
             self._num_members -= 1
             if self._num_members == 0:
-                self._ends_at = monotonic()
+                is_opener_coming = self._awaited is not None and posix.getppid() == self._awaited[1]
+                self._ends_at = self._entry_ends_at if is_opener_coming else monotonic()
 
     def _shut(self) -> None:
         """Let nobody in any more, and leave the place where they came to another store."""
         if self._door is not None:
-            self._poll.unregister(self._door)
-            self._door = None
+            if self._door_rests_until is None:
+                self._poll.unregister(self._door)
+            self._door = self._door_rests_until = None
             self._listener.close()
         if self._num_members == 0:
             self._ends_at = monotonic()
@@ -249,7 +276,9 @@ def main() -> None:
     for number in (SIGINT, SIGTERM, SIGHUP):  # those who leave their job have to find the store
         signal(number, SIG_IGN)
     settings: dict[str, Any] = marshal.loads(_read_all(0))  # noqa: S302 - from the program that started this one
-    posix.write(2, UP)
+    up = settings.pop("up")
+    posix.write(up, UP)
+    posix.close(up)
     nothing = posix.open("/dev/null", posix.O_RDWR)
     for number in range(3):
         posix.dup2(nothing, number)
@@ -271,9 +300,3 @@ def _raise_descriptor_limit() -> int:
         most = _MOST_DESCRIPTORS
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     return most
-
-
-def _reason(error: OSError) -> bytes:
-    if error.errno in (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH):
-        return b"its host does not answer"
-    return b"its connection broke"

@@ -5,9 +5,9 @@ Values are bytes; a counter is a number in decimal digits, as in torch's stores.
 
 from __future__ import annotations
 
-import heapq
+from _heapq import heapify, heappop, heappush
 
-from distman._store.frames import GIVEN_UP, MOST_NUMBER, OK, TIMED_OUT
+from distman._store.frames import GIVEN_UP, MOST_NUMBER, MOST_VALUE_BYTES, OK, TIMED_OUT, MalformedError
 
 TYPE_CHECKING = False  # typing takes longer to load than the process that serves a store takes to start
 if TYPE_CHECKING:
@@ -42,8 +42,29 @@ class Wait:
         self.is_over = False
 
 
+class Will:
+    """What is to be done when a client is gone: a key, if it is not set, is set to some last words.
+
+    Args:
+        key: The key.
+        counter: Is raised then.
+        unless: A key that prevents it: the client has left.
+        if_closed: The words, where its connection was closed, as the end of a process does, or broke.
+        if_unreachable: The same, where its host did not answer any more.
+    """
+
+    __slots__ = ("counter", "if_closed", "if_unreachable", "key", "unless")
+
+    def __init__(self, key: bytes, counter: bytes, unless: bytes, if_closed: bytes, if_unreachable: bytes) -> None:
+        self.key = key
+        self.counter = counter
+        self.unless = unless
+        self.if_closed = if_closed
+        self.if_unreachable = if_unreachable
+
+
 class Table:
-    """Keys, their values, waits for them, and what is to be done when somebody is gone."""
+    """Keys, their values, and waits for them."""
 
     def __init__(self) -> None:
         self._values: dict[bytes, bytes] = {}
@@ -51,7 +72,6 @@ class Table:
         self._deadlines: list[tuple[float, int, Wait]] = []
         self._num_waits = 0
         self._num_made = 0
-        self._wills: dict[bytes, bytes] = {}
 
     def set(self, key: bytes, value: bytes) -> None:
         """Set a key, and end the waits that this completes."""
@@ -67,8 +87,15 @@ class Table:
                 self._wake(key)
 
     def append(self, key: bytes, value: bytes) -> None:
-        """Add to the end of a value."""
-        self.set(key, self._values.get(key, b"") + value)
+        """Add to the end of a value.
+
+        Raises:
+            MalformedError: It would be longer than a message.
+        """
+        before = self._values.get(key, b"")
+        if len(before) + len(value) > MOST_VALUE_BYTES:
+            raise MalformedError(f"an addition to a value, which would have {len(before) + len(value)} bytes")
+        self.set(key, before + value)
 
     def add(self, key: bytes, amount: int) -> int:
         """Add to the number at a key, which begins at 0, and return the sum.
@@ -119,7 +146,7 @@ class Table:
         self._num_waits += 1
         self._num_made += 1
         self._clear_deadlines()
-        heapq.heappush(self._deadlines, (until, self._num_made, wait))
+        heappush(self._deadlines, (until, self._num_made, wait))
         return wait
 
     def arrive(
@@ -127,7 +154,6 @@ class Table:
         counter: bytes,
         size: int,
         outcome: tuple[bytes, bytes],
-        unless: bytes | None,
         until: float,
         answer: Answer,
     ) -> Wait | None:
@@ -141,7 +167,7 @@ class Table:
         key, value = outcome
         if self.add(counter, 1) == size:
             self.compare_set(key, b"", value)
-        return self.wait([key], unless, until, answer)
+        return self.wait([key], None, until, answer)
 
     def cancel(self, wait: Wait) -> None:
         """End a wait without an answer."""
@@ -150,32 +176,23 @@ class Table:
     def next_deadline(self) -> float | None:
         """Return the time before which no wait is too long; None if there is no wait."""
         while self._deadlines and self._deadlines[0][2].is_over:
-            heapq.heappop(self._deadlines)
+            heappop(self._deadlines)
         return self._deadlines[0][0] if self._deadlines else None
 
     def expire(self, now: float) -> None:
         """Answer the waits whose time is over."""
         while (deadline := self.next_deadline()) is not None and deadline <= now:
-            _, _, wait = heapq.heappop(self._deadlines)
+            _, _, wait = heappop(self._deadlines)
             self._end(wait)
             wait.answer(TIMED_OUT, ())
 
-    def register_will(self, key: bytes, counter: bytes) -> None:
-        """Note what is to be done when somebody is gone: set a key to the reason, and raise a counter."""
-        self._wills[key] = counter
-
-    def revoke_will(self, key: bytes) -> None:
-        """Do nothing in that case after all."""
-        self._wills.pop(key, None)
-
-    def carry_out_will(self, key: bytes, reason: bytes) -> None:
-        """Do what was noted under a key, once, unless it was revoked."""
-        counter = self._wills.pop(key, None)
-        if counter is None:
+    def carry_out(self, will: Will, *, is_unreachable: bool) -> None:
+        """Do what is to be done at the end of a client."""
+        if will.unless in self._values or self._values.get(will.key):
             return
-        self.set(key, reason)
+        self.set(will.key, will.if_unreachable if is_unreachable else will.if_closed)
         try:  # noqa: SIM105 - contextlib takes longer to load than the process to start
-            self.add(counter, 1)
+            self.add(will.counter, 1)
         except NotANumberError:
             pass  # then nobody can count on it
 
@@ -222,7 +239,7 @@ class Table:
         """Drop those of waits that ended early, which would otherwise stay for as long as they might have taken."""
         if len(self._deadlines) > 2 * self._num_waits + _FEW:
             self._deadlines = [entry for entry in self._deadlines if not entry[2].is_over]
-            heapq.heapify(self._deadlines)
+            heapify(self._deadlines)
 
 
 def _awaited(wait: Wait) -> Sequence[bytes]:

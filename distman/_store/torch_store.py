@@ -133,13 +133,31 @@ class TorchStore(dist.Store):
         return True
 
     @_with_errors_of_torch
-    def arrive(self, counter: str, size: int, outcome: tuple[str, str], limit: float, unless: bytes = b"") -> bytes:
+    def arrive(self, counter: str, size: int, outcome: tuple[str, str], limit: float) -> bytes:
         """Count this one as come, wait until so many have, and return the outcome; see :meth:`Client.arrive`.
 
         Blocking, for ``limit`` seconds at most.
         """
         key, value = outcome
-        return self.client.arrive(self.full_key(counter), size, (self.full_key(key), value.encode()), limit, unless)
+        return self.client.arrive(self.full_key(counter), size, (self.full_key(key), value.encode()), limit)
+
+    @_with_errors_of_torch
+    def register_will(
+        self, key: str, counter: str, *, unless: str, if_closed: str | bytes, if_unreachable: str | bytes
+    ) -> None:
+        """Let the store do something when this process ends, see :class:`distman._store.table.Will`."""
+        self.client.register_will(
+            self.full_key(key),
+            self.full_key(counter),
+            unless=self.full_key(unless),
+            if_closed=_bytes(if_closed),
+            if_unreachable=_bytes(if_unreachable),
+        )
+
+    @_with_errors_of_torch
+    def revoke_will(self) -> None:
+        """Let the end of this process mean nothing."""
+        self.client.revoke_will()
 
     @_with_errors_of_torch
     def compare_set(self, key: str, expected_value: str | bytes, desired_value: str | bytes) -> bytes:
@@ -150,6 +168,11 @@ class TorchStore(dist.Store):
     def delete_key(self, key: str) -> bool:
         """Delete a key, and return whether it was there."""
         return self.client.delete(self.full_key(key))
+
+    @_with_errors_of_torch
+    def delete_keys(self, keys: Sequence[str]) -> None:
+        """Delete several keys."""
+        self.client.delete(*self._keys(keys))
 
     @_with_errors_of_torch
     def num_keys(self) -> int:
@@ -180,7 +203,7 @@ class TorchStore(dist.Store):
 
     @property
     def _timeout(self) -> timedelta:
-        timeout: timedelta = self.timeout  # type: ignore[attr-defined]
+        timeout: timedelta = self.timeout  # type: ignore[attr-defined]  # torch's stubs lack it
         return timeout
 
     def _keys(self, keys: Sequence[str]) -> list[bytes]:
@@ -190,6 +213,15 @@ class TorchStore(dist.Store):
 def part_of(store: dist.Store, name: str) -> dist.Store:
     """Return the part of any store whose keys begin with a name."""
     return store.part(name) if isinstance(store, TorchStore) else dist.PrefixStore(name, store)
+
+
+def delete_keys(store: dist.Store, keys: Sequence[str]) -> None:
+    """Delete several keys of any store, at once where it can."""
+    if isinstance(store, TorchStore):
+        store.delete_keys(keys)
+        return
+    for key in keys:
+        store.delete_key(key)
 
 
 def _bytes(value: str | bytes) -> bytes:

@@ -15,7 +15,7 @@ from distman._workers.server_process import ServerProcess, WorkerStartError
 from distman._workers.sockets import is_readable, socket_pair
 
 # A new server imports torch first, which takes minutes where a thousand nodes load it from one network file system.
-_START_SECONDS = 300.0
+START_SECONDS = 300.0
 # After SIGKILL: the kernel may keep a process that long while it is in a call of a driver.
 END_SECONDS = 30.0
 
@@ -55,8 +55,8 @@ class WorkerProcess:
             raise
 
     def _await_start(self, server: ServerProcess) -> None:
-        if not is_readable(self.life, seconds=_START_SECONDS):
-            raise WorkerStartError(f"No worker started within {_START_SECONDS:g} s.\n{server.read_output()}".rstrip())
+        if not is_readable(self.life, seconds=START_SECONDS):
+            raise WorkerStartError(f"No worker started within {START_SECONDS:g} s.\n{server.read_output()}".rstrip())
         pid = self._receive()
         if pid is None:
             raise WorkerStartError(f"The process that forks the workers ended.\n{server.read_output()}".rstrip())

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from distman._coordination.failure.record import FailureRecord
+from distman._coordination.messages import MalformedMessageError, decode
 from distman._coordination.wait_scope import collective
 from distman._groups.registry import Group
 from distman._tensor_pickling import StoragePickler, memory_of
@@ -24,6 +25,7 @@ from distman.collectives._validation import GroupLike, check_member, resolve_gro
 from distman.manager import DistributedManager
 
 T = TypeVar("T")
+_LENGTH_BYTES = 8  # of how long the specs are
 _LARGE_BYTES = 65_536  # from here on memory travels by itself: copying it into the message would cost more
 
 
@@ -60,12 +62,12 @@ def broadcast_data(data: T, src: int = 0, group: GroupLike = None) -> T:
     is_source = members.rank == src
     seal = Seal(members)
     payload, error = _pack(data) if is_source else (_Payload(), None)
-    text = seal.put_on(payload.specs + payload.pickle) if payload.pickle else b""
-    specs_length, length = broadcast_numbers([len(payload.specs), len(text)], src, members, device)
+    text = seal.put_on(payload.to_bytes()) if payload.pickle else b""
+    (length,) = broadcast_numbers([len(text)], src, members, device)
     message = _to_bytes(text, device) if is_source else _room(length, device)
     dist.broadcast(message, group=members.process_group, group_src=src)
     if not is_source and length:
-        payload, error = _open(message, specs_length, seal, src)
+        payload, error = _open(message, seal, src)
     _raise_everywhere(error, members, device)
     for memory in payload.memories:
         _broadcast_memory(memory, src, members, device)
@@ -172,6 +174,10 @@ class _Payload:
     memories: Sequence[torch.Tensor] = ()
     specs: bytes = b""
 
+    def to_bytes(self) -> bytes:
+        """Return the specs and the pickle, which needs to be sealed as one."""
+        return len(self.specs).to_bytes(_LENGTH_BYTES, "big") + self.specs + self.pickle
+
 
 class _Pickler(StoragePickler):
     """Leaves large memories of tensors out, and takes small ones off their accelerator.
@@ -240,17 +246,19 @@ def _pack(data: object, *, is_whole: bool = False) -> tuple[_Payload, Exception 
     return _Payload(file.getvalue(), pickler.memories, json.dumps(specs).encode()), None
 
 
-def _open(message: torch.Tensor, specs_length: int, seal: Seal, src: int) -> tuple[_Payload, Exception | None]:
+def _open(message: torch.Tensor, seal: Seal, src: int) -> tuple[_Payload, Exception | None]:
     """Return the payload with room for its memories, or why there is none."""
     try:
         text = seal.take_off(_to_text(message), src)
+        start = _LENGTH_BYTES + int.from_bytes(text[:_LENGTH_BYTES], "big")
+        specs = decode(text[_LENGTH_BYTES:start], list[tuple[int, bool]], f"where tensors of rank {src} are")
         memories = [
             _room(num_bytes, torch.device("cpu") if is_on_cpu else DistributedManager().device)
-            for num_bytes, is_on_cpu in json.loads(text[:specs_length])
+            for num_bytes, is_on_cpu in specs
         ]
-    except (RuntimeError, MemoryError, ForeignPickleError) as error:
+    except (RuntimeError, MemoryError, ForeignPickleError, MalformedMessageError) as error:
         return _Payload(), error
-    return _Payload(text[specs_length:], memories), None
+    return _Payload(text[start:], memories), None
 
 
 def _unseal_and_unpickle(sealed: bytes, seal: Seal, src: int) -> tuple[Any, Exception | None]:

@@ -33,11 +33,6 @@ class Seal:
         self._group = group
         self._call = next(group.seals)
 
-    @property
-    def num_bytes(self) -> int:
-        """How much longer a sealed pickle is."""
-        return _SEAL_BYTES if self._key else 0
-
     def put_on(self, text: bytes) -> bytes:
         """Return this rank's pickle with its seal before it."""
         return self._of(text, self._group.rank) + text if self._key else text

@@ -58,5 +58,6 @@ BARE = Launcher(
     gives_terminals=False,
     uses_munge=False,
     shows_errors=False,
+    ends_leftovers=False,
     fake=fake_bare,
 )

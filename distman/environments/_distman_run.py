@@ -42,5 +42,6 @@ DISTMAN_RUN = Launcher(
     gives_terminals=False,
     uses_munge=False,
     shows_errors=True,
+    ends_leftovers=True,
     fake=_fake,
 )

@@ -46,5 +46,6 @@ FLUX = Launcher(
     gives_terminals=False,
     uses_munge=False,
     shows_errors=False,
+    ends_leftovers=False,
     fake=_fake,
 )

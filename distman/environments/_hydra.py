@@ -49,5 +49,6 @@ HYDRA = Launcher(
     gives_terminals=False,
     uses_munge=False,
     shows_errors=False,
+    ends_leftovers=False,
     fake=_fake,
 )

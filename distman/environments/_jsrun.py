@@ -45,5 +45,6 @@ JSRUN = Launcher(
     gives_terminals=False,
     uses_munge=False,
     shows_errors=False,
+    ends_leftovers=False,
     fake=None,
 )

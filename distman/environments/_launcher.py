@@ -217,6 +217,7 @@ class Launcher(_Variables):
         uses_munge: Whether munge may run on its hosts, by which its scheduler knows users.
         shows_errors: Whether it prints at the end why a rank failed, as it reads in the rank's error file: then the
             rank need not.
+        ends_leftovers: Whether it ends what is left on a host when the last rank there has ended.
         fake: Returns the variables that it would set, for :func:`distman.testing.fake_environment`; None sets the
             first spelling of each field to the plain value.
     """
@@ -236,6 +237,7 @@ class Launcher(_Variables):
     gives_terminals: bool = False
     uses_munge: bool = False
     shows_errors: bool = False
+    ends_leftovers: bool = False
     fake: Callable[[Place], dict[str, str]] | None = None
 
     def __post_init__(self) -> None:

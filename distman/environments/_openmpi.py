@@ -68,5 +68,6 @@ OPENMPI = Launcher(
     gives_terminals=True,
     uses_munge=False,
     shows_errors=False,
+    ends_leftovers=False,
     fake=_fake,
 )

@@ -34,5 +34,6 @@ SINGLE = Launcher(
     gives_terminals=False,
     uses_munge=False,
     shows_errors=False,
+    ends_leftovers=False,
     fake=_fake,
 )

@@ -4,7 +4,8 @@ The size is that of the step, never ``SLURM_NTASKS``, which a batch script sees 
 the step: the allocation may begin elsewhere, and ``srun`` itself may run elsewhere.
 
 Source:
-    srun manual, section OUTPUT ENVIRONMENT VARIABLES; of the allocation, sbatch manual, the same section.
+    srun manual, section OUTPUT ENVIRONMENT VARIABLES; of the allocation, sbatch manual, the same section. Where it
+    tracks processes by cgroups, it ends all of a step on a node with the last task there: seen with Slurm 22.05.
 """
 
 from __future__ import annotations
@@ -151,5 +152,6 @@ SLURM = Launcher(
     gives_terminals=False,
     uses_munge=True,
     shows_errors=False,
+    ends_leftovers=True,
     fake=_fake,
 )

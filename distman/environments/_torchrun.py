@@ -58,5 +58,6 @@ TORCHRUN = Launcher(
     gives_terminals=False,
     uses_munge=False,
     shows_errors=False,
+    ends_leftovers=False,
     fake=_fake,
 )

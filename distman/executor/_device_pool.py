@@ -12,6 +12,7 @@ from functools import partial
 import torch
 
 from distman._workers.server_process import ResidentServer, ServerProcess, WorkerStartError, spawn_server
+from distman._workers.worker_process import START_SECONDS
 from distman.errors import WorkerDiedError
 from distman.executor._collect import collect
 from distman.executor._device_worker import DeviceWorker
@@ -72,6 +73,7 @@ class DevicePool:
         return collect(workers, self._timeout)
 
     def _initialize(self, workers: Sequence[DeviceWorker]) -> None:
+        collect(workers, START_SECONDS)
         if self._initializer is not None and workers:
             try:
                 self._ask(workers, _pack(self._initializer))

@@ -105,6 +105,7 @@ def _serve(program: socket.socket, stacks: int, settings: Settings) -> None:
         torch.set_num_threads(settings.num_threads)
     seed_generators(settings.seed)
     pool = BufferPool()
+    send(program, Kind.VALUE, pack(None))  # the time of the first task begins now
     while (message := receive(program)) is not None:
         pool.release(message.free_buffers)
         exit_code = _answer(program, message, pool, torch.device(settings.device))

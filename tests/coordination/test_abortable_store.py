@@ -3,11 +3,25 @@ import datetime
 import pytest
 from torch.distributed import HashStore
 
-from distman._coordination.abortable_store import AbortableStore, GaveUpError
+from distman._coordination.abortable_store import AbortableStore
+from distman._store.connection import GaveUpError
+from distman._store.torch_store import TorchStore
+from tests.store.stores import open_store
 
 
-def test_what_is_set_is_found():
-    store = AbortableStore(HashStore(), "failure", 5)
+@pytest.fixture(params=["memory", "unix"])
+def plain(request):
+    """A store in memory, or the part of one that is opened."""
+    if request.param == "memory":
+        yield HashStore()
+        return
+    with open_store("unix") as opened:
+        whole = TorchStore(opened.client())
+        yield whole.part("job")
+
+
+def test_what_is_set_is_found(plain):
+    store = AbortableStore(plain, "failure", 5)
     store.set("key", "value")
     store.wait(["key"])
     assert store.get("key") == b"value"
@@ -16,14 +30,13 @@ def test_what_is_set_is_found():
     assert not store.check(["other"])
 
 
-def test_a_failure_ends_the_wait():
-    plain = HashStore()
+def test_a_failure_ends_the_wait(plain):
     plain.set("failure", "why")
     with pytest.raises(GaveUpError):
         AbortableStore(plain, "failure", 5).get("key")
 
 
 @pytest.mark.parametrize(("own", "asked"), [(0.05, 3600), (3600, 0.05)])
-def test_the_shorter_limit_ends_the_wait_for_a_rank_that_died(own, asked):
+def test_the_shorter_limit_ends_the_wait_for_a_rank_that_died(plain, own, asked):
     with pytest.raises(TimeoutError, match=r"keys \['key'\] must be set within 0.05 s"):
-        AbortableStore(HashStore(), "failure", own).wait(["key"], datetime.timedelta(seconds=asked))
+        AbortableStore(plain, "failure", own).wait(["key"], datetime.timedelta(seconds=asked))

@@ -13,19 +13,30 @@ from distman._coordination import protocol, sync
 from distman._coordination.barrier import wait_for_all
 from distman._coordination.sync import StoreGroup
 from distman.errors import BarrierTimeoutError, RankFailedError
+from tests.store.stores import open_store
 
-from .ranks import at_once, leave, places, store_groups
+from . import ranks
+from .ranks import at_once, leave, places
+
+
+@pytest.fixture(params=["memory", "unix"])
+def store_groups(request):
+    if request.param == "memory":
+        yield ranks.store_groups
+        return
+    with open_store(request.param) as opened:
+        yield functools.partial(ranks.store_groups, opened=opened)
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 5])
-def test_a_barrier_opens_when_all_have_come_and_leaves_no_keys(num_ranks):
+def test_a_barrier_opens_when_all_have_come_and_leaves_no_keys(store_groups, num_ranks):
     groups = store_groups(num_ranks)
     come = [functools.partial(wait_for_all, group, "barrier 0", timeout=10) for group in groups]
     assert at_once(*come) == [None] * num_ranks
     assert groups[0].store.num_keys() == groups[0].store.check([protocol.LEFT])  # a look makes that counter
 
 
-def test_all_that_came_to_a_barrier_learn_who_did_not():
+def test_all_that_came_to_a_barrier_learn_who_did_not(store_groups):
     first, second, _ = store_groups(3)
     results = at_once(
         lambda: wait_for_all(first, "barrier 0", timeout=0.05, locate=lambda ranks: dict.fromkeys(ranks, "in main")),
@@ -36,7 +47,7 @@ def test_all_that_came_to_a_barrier_learn_who_did_not():
         assert "barrier 0 failed: within 0.05 s, 1 of 3 ranks did not come: rank 2 (n1, pid 102), in main" in str(error)
 
 
-def test_a_rank_that_comes_after_the_others_gave_up_is_told():
+def test_a_rank_that_comes_after_the_others_gave_up_is_told(store_groups):
     first, second = store_groups(2)
     with pytest.raises(BarrierTimeoutError):
         wait_for_all(first, "barrier 0", timeout=0)
@@ -44,7 +55,7 @@ def test_a_rank_that_comes_after_the_others_gave_up_is_told():
         wait_for_all(second, "barrier 0", timeout=60)
 
 
-def test_ranks_at_two_barriers_miss_each_other():
+def test_ranks_at_two_barriers_miss_each_other(store_groups):
     first, second = store_groups(2)
     results = at_once(
         lambda: wait_for_all(first, "barrier 0 'a'", timeout=0.05),
@@ -53,7 +64,7 @@ def test_ranks_at_two_barriers_miss_each_other():
     assert [type(error) for error in results] == [BarrierTimeoutError] * 2
 
 
-def test_barriers_at_once_know_their_own_ranks():
+def test_barriers_at_once_know_their_own_ranks(store_groups):
     """Groups of other ranks use the same part of the store, as those of each host do; so may threads of one rank."""
     whole = store_groups(4)
     halves = [
@@ -71,7 +82,7 @@ def test_barriers_at_once_know_their_own_ranks():
         assert f"ranks did not come: {rank}. See what" in str(error)
 
 
-def test_a_rank_that_left_is_found_by_one_and_told_to_all():
+def test_a_rank_that_left_is_found_by_one_and_told_to_all(store_groups):
     first, second, third = store_groups(3)
     leave(first.job_store, 2)
     results = at_once(*(functools.partial(wait_for_all, group, "barrier 0", timeout=60) for group in (first, second)))
@@ -82,7 +93,7 @@ def test_a_rank_that_left_is_found_by_one_and_told_to_all():
         wait_for_all(third, "barrier 0", timeout=60)
 
 
-def test_who_looks_without_an_answer_is_relieved(monkeypatch):
+def test_who_looks_without_an_answer_is_relieved(store_groups, monkeypatch):
     monkeypatch.setattr(sync, "_LOOKER_PATIENCE", 0.0)
     monkeypatch.setattr(sync, "_LOOKER_PATIENCE_PER_RANK", 0.0)
     group, *_ = store_groups(3)
@@ -92,7 +103,7 @@ def test_who_looks_without_an_answer_is_relieved(monkeypatch):
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_all_that_come_hear_the_same(seed):
+def test_all_that_come_hear_the_same(store_groups, seed):
     """Ranks come at any time with any limit, or leave; who comes passes with all others, or hears what they hear."""
     rng = random.Random(seed)  # noqa: S311 - it draws no secrets
     groups = store_groups(rng.randint(2, 6))

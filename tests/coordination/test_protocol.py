@@ -11,14 +11,25 @@ import distman
 from distman._coordination import protocol
 
 PACKAGE = Path(distman.__file__).parent
-METHODS = {"set", "get", "add", "check", "wait", "delete_key", "compare_set", "multi_get"}
+OWNERS = ("store", "client", "table")
+METHODS = {
+    **dict.fromkeys(("set", "get", "add", "append", "compare_set", "delete", "delete_key"), ((0, "key"),)),
+    **dict.fromkeys(("check", "delete_keys", "has_come", "multi_get", "multi_set"), ((0, "keys"),)),
+    "wait": ((0, "keys"), (2, "unless")),
+    "arrive": ((0, "counter"), (2, "outcome")),
+    "register_will": ((0, "key"), (1, "counter"), (2, "unless")),
+}
+"""Methods of stores, and what they are made of: where the arguments stand that are keys, and how they are called."""
 TAKE_KEYS = {
     "PrefixStore": (0, "prefix"),
+    "part_of": (1, "name"),
+    "store.part": (0, "name"),
     "KeySequence": (1, "name"),
     "AbortableStore": (1, "failure_key"),
     "add_to": (1, "key"),
     "claim": (1, "key"),
     "count": (1, "key"),
+    "delete_keys": (1, "keys"),
     "ExclusiveSection": (1, "key"),
     "Looker": (1, "key"),
     "looker": (0, "operation"),
@@ -39,12 +50,13 @@ def name_of(node):
 def keys_in(call, take_keys):
     """The arguments of a call that are keys of a store."""
     name, owner = name_of(call.func), name_of(getattr(call.func, "value", None))
-    is_method = name in METHODS and owner.endswith("store")
-    position, keyword = (0, "key") if is_method else take_keys.get(f"{owner}.{name}", take_keys.get(name, (None, None)))
-    if position is None:
-        return []
-    named = [argument.value for argument in call.keywords if argument.arg == keyword]
-    return named + call.args[position : position + 1]
+    if name in METHODS and owner.endswith(OWNERS):
+        places = METHODS[name]
+    else:
+        places = tuple(place for one in (f"{owner}.{name}", name) if (place := take_keys.get(one)))
+    found = [argument.value for argument in call.keywords if argument.arg in dict(places).values()]
+    found += [argument for position, _ in places for argument in call.args[position : position + 1]]
+    return [key.elts[0] if name == "arrive" and isinstance(key, ast.Tuple) else key for key in found]  # with its value
 
 
 def parts(node):
@@ -87,7 +99,7 @@ def assignments(nodes):
 def literals(node, values, seen=frozenset()):
     """The strings that an expression is made of, through the names in it."""
     for part in parts(node):
-        if isinstance(part, ast.JoinedStr) or (isinstance(part, ast.Constant) and isinstance(part.value, str)):
+        if isinstance(part, ast.JoinedStr) or (isinstance(part, ast.Constant) and isinstance(part.value, str | bytes)):
             yield ast.unparse(part)
         elif isinstance(part, ast.Name) and part.id not in seen:
             for name, value in values:
@@ -124,6 +136,19 @@ def test_no_key_is_spelt_out_outside_the_protocol():
         "self._store.add(f'planted/{rank}', 1)",
         "store_group.job_store.check([f'planted/{rank}'])",
         "store.delete_key('planted/' + str(rank))",
+        "store.append('planted', '1,')",
+        "store.multi_set(['planted'], ['yes'])",
+        "store.has_come(['planted'], 1.0)",
+        "store.arrive('planted', 2, (protocol.outcome(key), 'open'), 1.0)",
+        "store.arrive(protocol.passages(key), 2, ('planted', 'open'), 1.0)",
+        "store.wait([protocol.VERDICT], unless=b'planted')",
+        "store.register_will(protocol.FAILURE, protocol.NEWS, unless=f'planted/{rank}', if_closed='died')",
+        "store.register_will(protocol.FAILURE, 'planted', unless=protocol.left(rank), if_closed='died')",
+        "self.client.compare_set(b'planted', b'', failure)",
+        "client.add(f'planted/{rank}'.encode(), 1)",
+        "self._table.add(b'planted', 1)",
+        "part_of(job_store.store, 'planted')",
+        "self.store.part('planted')",
         "key = f'planted {rank}'; store.get(key)",
         "keys = [f'planted {n}' for n in range(3)]; store.multi_get(keys)",
         "[store.get(key) for key in ['planted']]",
@@ -147,7 +172,13 @@ def test_a_planted_key_is_found(source):
 
 @pytest.mark.parametrize(
     "source",
-    ["store.set(protocol.left(3), 'yes')", "environ.get('HOME')", "store.check([protocol.report(1, 'links', 2)])"],
+    [
+        "store.set(protocol.left(3), 'yes')",
+        "environ.get('HOME')",
+        "store.check([protocol.report(1, 'links', 2)])",
+        "store.arrive(protocol.passages('x'), 2, (protocol.outcome('x'), 'open'), 1.0)",
+        "client.compare_set(protocol.FAILURE.encode(), b'', b'it failed')",
+    ],
 )
 def test_keys_of_the_protocol_and_other_strings_are_left_alone(source):
     assert spelt_out(ast.parse(f"def here(store, environ):\n    {source}\n")) == []

@@ -78,6 +78,7 @@ def random_site(chance):
         "may_bind_gpus": False,
         "gives_terminals": True,
         "uses_munge": True,
+        "ends_leftovers": True,
         "fake": lambda place: {"SITE_RANK": str(place.rank), "SITE_WORLD_SIZE": str(place.world_size)},
     }
     return site(

@@ -262,6 +262,26 @@ def test_the_time_limit():
         assert executor.run(lambda device: os.getpid())[1] == second
 
 
+def test_the_start_of_a_worker_does_not_count(type_in):
+    type_in(SLOW_START)
+
+
+SLOW_START = """
+import os
+import threading
+from distman import ParallelExecutor
+from distman.executor import _task_loop
+
+def start_slowly(seed):
+    threading.Event().wait(1.5)
+    os.environ["STARTED"] = "slowly"
+
+_task_loop.seed_generators = start_slowly  # workers are forks of this program
+with ParallelExecutor(devices=["cpu"], timeout=1) as executor:
+    assert executor.run(lambda device: os.environ["STARTED"]) == ["slowly"]
+"""
+
+
 def test_descendants_of_a_dead_worker_neither_stay_nor_keep_the_caller():
     def leave_children(device):
         forked = os.fork()

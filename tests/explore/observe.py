@@ -24,7 +24,7 @@ START_PATIENCE = 120.0  # seconds for all ranks to start and to come to the plac
 TIDYING = 5.0  # seconds for the last processes of a job to go
 NOT_OURS = ("pymp-", "kernel-")  # what a loader's worker, or a kernel, leaves in its temporary folder when it is ended
 LOOKS_PER_MEASUREMENT = 20  # of which a hundred are made in a second
-LONGEST_TEXT = 20_000  # characters of what a rank said that are kept
+LONGEST_TEXT = 20_000  # characters of what a rank said that are shown; one that swallows errors in a loop says much
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class End:
         rank: Which rank.
         seconds: From the fault until its process was gone; None where it was not.
         exit_code: As it saw it itself; None where a signal ended it.
-        said: The end of its standard output and standard error.
+        said: Its standard output and standard error.
         left: Files and shared memory that it left behind.
         open: Descriptors that were left when it had caught the failure and ended the job.
     """
@@ -46,6 +46,10 @@ class End:
     said: str
     left: tuple[str, ...] = ()
     open: tuple[str, ...] = ()
+
+
+def _shown(text: str) -> str:
+    return text[-LONGEST_TEXT:]
 
 
 @dataclass(frozen=True)
@@ -59,7 +63,7 @@ class Outcome:
         launcher_seconds: From the fault until the launcher ended; None where it did not, or there is none.
         launcher_code: Its exit code; None likewise.
         left_behind: Processes that were alive five seconds after the end.
-        said: The end of what the launcher said.
+        said: What the launcher said.
         seconds: From the start until the end.
         delay: Seconds from the fault on in which threads of the job could run, but had no core, all of them together.
     """
@@ -75,8 +79,8 @@ class Outcome:
     delay: float = 0.0
 
     def __str__(self) -> str:
-        ends = [f"rank {end.rank}: {end.exit_code} after {end.seconds} s\n{end.said}" for end in self.ends]
-        launcher = f"launcher: {self.launcher_code} after {self.launcher_seconds} s\n{self.said}"
+        ends = [f"rank {end.rank}: {end.exit_code} after {end.seconds} s\n{_shown(end.said)}" for end in self.ends]
+        launcher = f"launcher: {self.launcher_code} after {self.launcher_seconds} s\n{_shown(self.said)}"
         return "\n--- ".join(["", *ends, launcher])
 
     def survivors_seconds(self, case: Case) -> float | None:
@@ -184,7 +188,7 @@ def _observe(case: Case, job: Job, watch: Watch, work: Path) -> Outcome:
         launcher_seconds=max(0.0, ended - since) if has_ended and job.has_launcher else None,
         launcher_code=code,
         left_behind=(*left_behind, *_left_files(case, work)),
-        said=job.said[-LONGEST_TEXT:],
+        said=job.said,
         seconds=time.monotonic() - began,
         delay=watch.delay,
     )
@@ -229,7 +233,7 @@ def _end(job: Job, watch: Watch, rank: int, since: float) -> End:
         rank=rank,
         seconds=max(0.0, watch.ended[rank] - since) if rank in watch.ended else None,
         exit_code=exit_code,
-        said=records.said(rank)[-LONGEST_TEXT:],
+        said=records.said(rank),
         left=(
             *(f"$TMPDIR/{path.name}" for path in temporary.glob("*") if not path.name.startswith(NOT_OURS)),
             *(str(path) for path in Path("/dev/shm").glob(f"*_{pid}_*") if pid),  # noqa: S108 - that is where they are
@@ -239,16 +243,20 @@ def _end(job: Job, watch: Watch, rank: int, since: float) -> End:
 
 
 def _left_behind(case: Case, job: Job, watch: Watch) -> tuple[str, ...]:
-    """Return what is alive; without a launcher nobody ends a silent rank, and its own children."""
+    """Return what is alive; a silent rank that no launcher ends is ended here, and what is there for it must go too."""
     silent = {watch.places[rank][1] for rank in _stays(case, job) if rank in watch.places}
 
     def others() -> list[Process]:
-        return [process for process in job.alive if process.pid not in silent and not _stands_for(process, silent)]
+        return [process for process in job.alive if not _belongs_to(process, silent)]
 
     is_awaited = case.place == "start" and bool(silent)  # by rank 0, which knows why the start failed
-    if poll(lambda: not others(), TIDYING + is_awaited * START_LIMIT, interval=0.1):
-        return ()
-    return tuple(str(process) for process in others())
+    if not poll(lambda: not others(), TIDYING + is_awaited * START_LIMIT, interval=0.1):
+        return tuple(str(process) for process in others())
+    for process in job.alive:
+        if process.pid in silent:
+            process.send(signal.SIGKILL)
+    poll(lambda: not job.alive, TIDYING, interval=0.1)
+    return tuple(str(process) for process in job.alive)
 
 
 def _left_files(case: Case, folder: Path) -> list[str]:
@@ -263,9 +271,10 @@ def _left_files(case: Case, folder: Path) -> list[str]:
     return [name for name in found if not (dies_saving and name.startswith(".state.pt"))]
 
 
-def _stands_for(process: Process, pids: set[int]) -> bool:
-    """Return whether a process is the program that waits for one of these, which a launcher started in its place."""
-    return "preloaded/bin/python" in process.command and bool(pids)
+def _belongs_to(process: Process, pids: set[int]) -> bool:
+    """Return whether a process is one of these, or there for them: it stands in for one, or serves their store."""
+    is_for_them = "preloaded/bin/python" in process.command or "distman._store.server" in process.command
+    return process.pid in pids or (is_for_them and bool(pids))
 
 
 def _remove_memory_groups(case: Case, watch: Watch) -> None:

@@ -5,7 +5,7 @@ import socket
 
 import pytest
 
-from distman._job.interface import _interface_of, choose_interface, forget_interface
+from distman._job.interface import _interface_of, choose_interface, forget_interface, stay_on_this_host
 
 NAME = "GLOO_SOCKET_IFNAME"
 
@@ -40,5 +40,15 @@ def test_what_the_user_sets_stays_and_no_way_out_sets_nothing(monkeypatch, given
     if given is not None:
         monkeypatch.setenv(NAME, given)
     choose_interface(["localhost", "no-such-host.invalid"])
+    forget_interface()
+    assert os.environ.get(NAME) == given
+
+
+@pytest.mark.parametrize("given", ["eth7", None])
+def test_on_one_host_gloo_stays_there_unless_the_user_says_otherwise(monkeypatch, given):
+    if given is not None:
+        monkeypatch.setenv(NAME, given)
+    stay_on_this_host()
+    assert os.environ.get(NAME) == (given or "lo")
     forget_interface()
     assert os.environ.get(NAME) == given

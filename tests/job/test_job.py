@@ -1,5 +1,7 @@
 """What a job knows of its ranks."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -26,3 +28,22 @@ def test_a_rank_beside_this_one_is_on_the_same_machine(changes, told, is_beside)
     job = Job(peers[0], 2, torch.device("cpu"), "gloo", Limits(1.0, 1.0), peers, LaunchEnvironment.bare(0, 2))
     rank, pid = told
     assert job._is_beside(FailureRecord(rank, "n1", pid, "silent", "is silent").to_error()) is is_beside
+
+
+@pytest.mark.parametrize(
+    ("launcher", "hosts", "is_opened_here", "is_host", "holds_store"),
+    [
+        ("slurm", 2, True, False, True),
+        ("slurm", 2, False, False, False),
+        ("slurm", 1, True, False, False),
+        ("hydra", 2, True, False, False),
+        ("env", 1, True, True, True),
+    ],
+)
+def test_who_holds_the_store(launcher, hosts, is_opened_here, is_host, holds_store):
+    peers = complete([join_record(0), join_record(1, host=f"n{hosts}")])
+    job_store = SimpleNamespace(is_opened_here=is_opened_here, is_host=is_host)
+    environment, limits = LaunchEnvironment(launcher, 0, 2), Limits(1.0, 1.0)
+    rendezvous = SimpleNamespace(job_store=job_store)
+    job = Job(peers[0], 2, torch.device("cpu"), "gloo", limits, peers, environment, rendezvous)
+    assert job.holds_store is holds_store

@@ -21,6 +21,8 @@ FOUND = (  # once, by other seeds
     "launcher=env hosts=2 ranks=3 fault=raise-in-worker@on_rank:2,raise@on_rank:1 around=callback",
     "launcher=env hosts=1 ranks=2 fault=full-disk@save:0 around=acknowledge",
     "launcher=srun hosts=1 ranks=4 fault=full-disk@save:0,SIGSTOP@save:2 around=plain",
+    "launcher=mpich hosts=2 ranks=2 fault=memory-limit@python:1 around=acknowledge",
+    "launcher=mpich hosts=2 ranks=2 fault=os._exit(3)@python:1 around=acknowledge",
     "launcher=srun hosts=2 ranks=4 fault=GIL@python:1 around=notebook",
     "launcher=srun hosts=1 ranks=3 fault=os._exit(3)@collective:0 around=finally",
     "launcher=env hosts=2 ranks=2 fault=link-down@python:0 around=acknowledge",

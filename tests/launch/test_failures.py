@@ -94,6 +94,21 @@ def test_a_task_that_exits_early_is_named_with_its_host(slurm_cluster):
     assert all("the first node of SLURM_STEP_NODELIST" in line for line in told)
 
 
+def test_a_task_that_cannot_prove_that_it_is_one_ends_the_step(slurm_cluster, tmp_path):
+    """It cannot tell the others why it fails, who would wait for their time-out."""
+    for name, mode in (("secret", 0o600), ("open", 0o644)):
+        (tmp_path / name).write_text("0123456789abcdef" * 4)
+        (tmp_path / name).chmod(mode)
+    code = (
+        "import os; from distman import DistributedManager as M; odd = os.environ['SLURM_PROCID'] == '3'; "
+        f"os.environ['DISTMAN_SECRET_FILE'] = {str(tmp_path)!r} + ('/open' if odd else '/secret'); "
+        "M.initialize(rendezvous_timeout=3600)"
+    )
+    finished = slurm_cluster.srun("-N2", "-n4", sys.executable, "-c", code, timeout=LIMIT)
+    assert finished.returncode != 0
+    assert f"{tmp_path}/open must have mode 0600, got 0644" in finished.stderr
+
+
 def test_two_processes_that_claim_one_rank_are_named_on_all(free_port):
     with ExitStack() as stack:
         ranks = start_ranks(stack, [0, 1, 1], 3, free_port, INITIALIZE)

@@ -2,6 +2,7 @@
 
 import multiprocessing
 import os
+import signal
 import socket
 import sys
 
@@ -51,6 +52,31 @@ def test_a_cleanup_in_an_exit_handler_that_comes_later_forgets():
     DistributedManager.cleanup()
     with pytest.raises(NotInitializedError):
         _ = manager.rank
+
+
+class EndedByHandlerError(Exception):
+    """What a handler raises at its end, as sys.exit() does."""
+
+
+@ranks(2)
+def test_the_handler_of_a_signal_may_clean_up_in_the_middle_of_a_barrier():
+    manager = DistributedManager()
+
+    def end(*_):
+        manager.cleanup()
+        raise EndedByHandlerError
+
+    before = signal.signal(signal.SIGALRM, end)
+    try:
+        if manager.rank == 0:
+            signal.setitimer(signal.ITIMER_REAL, 0.05)  # seconds; the other rank does not come
+            with pytest.raises(EndedByHandlerError):
+                manager.barrier()
+        else:
+            manager.cleanup()
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    assert not DistributedManager.is_initialized()
 
 
 FORK = multiprocessing.get_context("fork")

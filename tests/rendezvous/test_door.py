@@ -4,16 +4,24 @@ import contextlib
 import dataclasses
 import os
 import socket
+import subprocess
+import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from distman._coordination import protocol
 from distman._rendezvous import door, opening
 from distman._rendezvous.address import Endpoint
 from distman._rendezvous.door import find_store, names_here, new_name
 from distman._rendezvous.opening import start_or_enter
+from distman._rendezvous.secret import Protection, Source
 from distman._rendezvous.sockets import bind_listener
+from distman._store.process import StoreProcess
 from distman.errors import RendezvousError
+
+from ..launch.conftest import require_programs
 
 NOBODY = 65534
 
@@ -56,6 +64,39 @@ def test_the_store_of_the_job_is_found(point):
         host.set(b"key", b"value")
         assert client.get(b"key", 10) == b"value"
         assert client.session == host.session
+
+
+def test_nobody_meets_by_a_secret_where_the_kernel_knows_no_users():
+    """In a namespace without users the kernel gives the same number to all."""
+    require_programs("unshare")
+    subprocess.run(["unshare", "--user", sys.executable, "-c", MEETS, os.urandom(8).hex()], check=True, timeout=60)
+
+
+MEETS = """
+import dataclasses, sys
+from distman._rendezvous.address import find_endpoint
+from distman._rendezvous.door import find_store
+from distman._rendezvous.opening import start_or_enter
+from distman._rendezvous.secret import find_protection
+from distman.environments import detect
+environ = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "DISTMAN_JOB_ID": sys.argv[1]}
+environ["DISTMAN_SECRET"] = "s" * 32
+environment = detect(environ).environment
+protection = find_protection(environment, environ)
+point = dataclasses.replace(find_endpoint(environment, environ, protection.key), protection=protection)
+host, is_own = start_or_enter(point, 0, 30)
+assert is_own and find_store(point, 1, 30).session == host.session
+"""
+
+
+def test_a_store_is_found_by_a_user_of_another_number_who_has_the_secret(free_port, monkeypatch):
+    point = dataclasses.replace(at_ports(free_port), protection=Protection(Source.VARIABLE, b"s" * 32))
+    with opened(point) as host:
+        mine = os.geteuid()
+        monkeypatch.setattr(os, "geteuid", lambda: mine + 1)
+        monkeypatch.setattr(os, "getuid", lambda: mine + 1)
+        with contextlib.closing(find_store(point, 1, 10)) as client:
+            assert client.session == host.session
 
 
 def test_a_second_process_that_would_open_it_enters_it(point):
@@ -101,6 +142,27 @@ def test_the_store_of_an_earlier_start_is_not_taken_for_the_new_one(point):
         find_store(point, 1, 0.1, left={host.session})
 
 
+@pytest.mark.parametrize("key", [protocol.FIRST_TO_LEAVE, protocol.FAILURE])
+def test_a_job_of_which_a_rank_goes_on_leaves_its_place_to_the_next_start(point, key, monkeypatch):
+    """A rank that saves something, or is stopped, keeps the store of a job that is over."""
+    monkeypatch.setattr(opening, "_ENDING", 0.1)
+    with opened(point) as lingering:
+        lingering.add(protocol.in_job(protocol.STARTED).encode(), 2)
+        lingering.set(protocol.in_job(key).encode(), b"1")
+        with pytest.raises(RendezvousError, match="the store of an earlier start is still open"):
+            find_store(point, 1, 0.1)
+        with opened(point) as host, contextlib.closing(find_store(point, 1, 10)) as client:
+            assert client.session == host.session != lingering.session
+            assert lingering.add(b"counter", 1) == 1
+
+
+def test_a_failure_before_the_start_is_heard_by_those_who_come_later(point):
+    with opened(point) as host:
+        host.set(protocol.in_job(protocol.FAILURE).encode(), b"1")
+        with contextlib.closing(find_store(point, 1, 10)) as client:
+            assert client.session == host.session
+
+
 def test_the_store_of_another_job_is_not_taken_for_this_one(free_port):
     point = at_ports(free_port)
     with opened(point), pytest.raises(RendezvousError, match=f"127.0.0.1:{free_port}: another program listens there"):
@@ -117,6 +179,52 @@ def test_foreign_services_before_the_store_are_passed_by(silent_port, free_port)
 def test_a_port_that_is_taken_is_passed_by(silent_port, free_port):
     with opened(at_ports(silent_port, free_port)) as host:
         assert host.door.address == ("127.0.0.1", free_port)
+
+
+def test_a_port_whose_service_sends_everybody_away_is_taken(monkeypatch):
+    monkeypatch.setattr(opening, "_ENDING", 0.1)
+    with bind_listener("127.0.0.1", 0) as listener, ThreadPoolExecutor(1) as threads:
+
+        def send_away():
+            with contextlib.suppress(OSError):
+                while True:
+                    listener.accept()[0].close()
+
+        threads.submit(send_away)
+        port = listener.getsockname()[1]
+        with pytest.raises(RendezvousError, match=f"no port is free on this host: {port} "):
+            start_or_enter(at_ports(port), 0, 300)
+        listener.shutdown(socket.SHUT_RDWR)
+
+
+@pytest.mark.parametrize("port_or_name", ["port", "name"])
+def test_a_store_that_is_gone_when_it_has_just_started_is_told(port_or_name, free_port, monkeypatch):
+    point = at_ports(free_port) if port_or_name == "port" else on_this_host()
+    monkeypatch.setattr(StoreProcess, "wait_until_up", lambda self, _: self.end())
+    with pytest.raises(RendezvousError, match=r"rank 0 must reach the store of the job, .* \[the test\]\. See whether"):
+        start_or_enter(point, 0, 10)
+
+
+def test_what_fails_while_the_store_starts_ends_it_and_leaves_its_place(point):
+    def fail():
+        raise KeyboardInterrupt
+
+    for _ in range(2):
+        with pytest.raises(KeyboardInterrupt):
+            start_or_enter(point, 0, 10, meanwhile=fail)
+    with opened(point):
+        pass
+
+
+def test_who_holds_up_the_first_look_is_told_of(monkeypatch, caplog):
+    monkeypatch.setattr(opening, "PATIENCE", 0.1)
+    point = on_this_host()
+    with socket.socket(socket.AF_UNIX) as turn:
+        turn.bind(f"{point.local_name}turn")
+        with opened(point):
+            pass
+    (record,) = caplog.records
+    assert f"holds @{point.local_name[1:]}turn" in record.getMessage()
 
 
 def test_what_others_listen_at_is_passed_by_and_named(monkeypatch, caplog):
@@ -149,8 +257,8 @@ def occupy(point, *, name="", backlog=64):
 
 def test_names_of_others_where_nobody_gets_his_turn_hold_up_nobody(monkeypatch):
     """All of them together may cost the patience for one: it is long here, and nobody waits it out in vain."""
-    monkeypatch.setattr(door, "_PATIENCE", 300.0)
-    monkeypatch.setattr(opening, "_PATIENCE", 0.2)  # here all is in vain
+    monkeypatch.setattr(door, "PATIENCE", 300.0)
+    monkeypatch.setattr(opening, "PATIENCE", 0.2)  # here all is in vain
     point = on_this_host()
     with contextlib.ExitStack() as stack:
         for _ in range(20):

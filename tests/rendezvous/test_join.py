@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from distman._rendezvous import join as module
-from distman._rendezvous.join import allow_open_files, join, join_record_of
+from distman._rendezvous.join import allow_open_files, join, join_record_of, lack_of_room
 from distman._rendezvous.sockets import bind_listener
 from distman.environments import LaunchEnvironment
 
@@ -28,6 +28,12 @@ def test_the_limit_of_open_files_grows_as_far_as_it_may(limits):
     assert resource.getrlimit(resource.RLIMIT_NOFILE) == (700, hard)
     allow_open_files(10**12)
     assert hard == resource.RLIM_INFINITY or resource.getrlimit(resource.RLIMIT_NOFILE) == (hard, hard)
+
+
+def test_a_store_that_has_no_room_for_all_ranks_is_told_of():
+    assert lack_of_room(2016, 4096) is None
+    assert "4096 files open, the hard limit on this host, but needs 4098 for 2017 ranks" in lack_of_room(2017, 4096)
+    assert lack_of_room(10**6, resource.RLIM_INFINITY) is None
 
 
 def test_what_may_fail_is_done_before_the_store_is_opened(monkeypatch):

@@ -3,8 +3,11 @@
 import concurrent.futures
 import contextlib
 import dataclasses
+import itertools
 import json
+import os
 import random
+import signal
 import time
 
 import pytest
@@ -12,15 +15,19 @@ import torch.distributed as dist
 
 from distman._coordination import messages, protocol
 from distman._coordination.failure.record import FailureRecord
-from distman._rendezvous import membership
-from distman._rendezvous.address import Endpoint
+from distman._rendezvous import door, early_failure, membership, opening, store
+from distman._rendezvous.address import Endpoint, find_endpoint
 from distman._rendezvous.door import find_store
 from distman._rendezvous.early_failure import _tell
 from distman._rendezvous.membership import establish_membership
+from distman._rendezvous.opening import start_or_enter
+from distman._rendezvous.secret import Protection, Source
 from distman._rendezvous.sockets import bind_listener
-from distman._rendezvous.store import JobStore, join_store, open_store
-from distman._store.handshake import VISITOR
+from distman._rendezvous.store import JobStore, join_store, open_or_join, open_store
+from distman._store.client import Client
+from distman._store.handshake import VISITOR, WATCHER
 from distman._store.torch_store import part_of
+from distman.environments import LaunchEnvironment, detect
 from distman.errors import RankFailedError, RendezvousError
 
 from .join_records import join_record
@@ -59,6 +66,14 @@ def test_all_learn_the_same_ranks(point, world_size):
     results = gather(point, *(join_record(rank, world_size) for rank in range(world_size)))
     assert all(result == results[0] for result in results)
     assert [peer.rank for peer in results[0]] == list(range(world_size))
+
+
+def test_the_store_tells_and_need_not_be_asked_again(point, monkeypatch):
+    """Nobody would look again before the test is over."""
+    monkeypatch.setattr(membership, "_SHORTEST_LIMIT", 1e6)
+    monkeypatch.setattr(membership, "_LONGEST_LIMIT", 1e6)
+    results = gather(point, *(join_record(rank, 3) for rank in range(3)), timeout=20)
+    assert [len(peers) for peers in results] == [3] * 3
 
 
 def test_the_missing_are_named_on_every_rank_that_came(point):
@@ -158,6 +173,27 @@ def test_who_is_interrupted_while_it_parts_is_counted_once_as_one_that_knows():
     assert store.add(protocol.VERDICT_HEARD, 0) == 1
 
 
+def join_and_end(job_store, me):
+    """Be counted, and end before there is a verdict, or without a look at it."""
+    store = part_of(job_store.store, protocol.job())
+    membership._Membership(job_store, store, me, 60.0, "the test", {}).join_record()
+    job_store.close()
+
+
+@pytest.mark.parametrize("dying", [0, 2])
+def test_a_rank_that_dies_while_others_are_awaited_is_named_at_once(point, dying):
+    records = [join_record(rank, 3) for rank in range(3)]
+    stores = [enter(point, record) for record in records]
+    join_and_end(stores.pop(dying), records.pop(dying))
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        futures = [pool.submit(take_part, *both, timeout=60.0) for both in zip(stores, records, strict=True)]
+        for future in futures:
+            with pytest.raises(RankFailedError, match=rf"rank {dying} \(.*\) died: its connection broke"):
+                future.result()
+    for job_store in stores:
+        job_store.close()
+
+
 @pytest.fixture
 def job_of_two(point):
     """A host and a call into its store, after ranks 0 and 1 have met there."""
@@ -185,6 +221,23 @@ def test_a_rank_that_comes_after_the_verdict_is_told_who_holds_its_place(job_of_
     with pytest.raises(RendezvousError, match=r"got pid 9 on n1 .* after .* and pid 101 on n1"):
         call(comes_later(1, 3600))
     assert FailureRecord.read(store) is None
+
+
+def test_the_end_of_a_rank_that_came_after_the_verdict_harms_nobody(point, job_of_two):
+    _, store = job_of_two
+    join_and_end(join_store(point, 1, 10), comes_later(1, 0))
+    store.again(WATCHER).close()  # it comes after that end
+    assert not store.check([protocol.FAILURE])
+
+
+def test_the_end_of_a_rank_that_gave_up_is_not_told_in_place_of_its_reason(point):
+    host = open_store(point, 0, 10)
+    with pytest.raises(RendezvousError, match="missing: rank 0"):
+        attend(point, join_record(1), timeout=0.1)
+    store = part_of(host.store, protocol.job())
+    store.again(WATCHER).close()  # it comes after that end
+    assert not store.check([protocol.FAILURE])
+    host.close()
 
 
 def test_a_machine_of_the_same_name_does_not_hold_the_place_of_another(job_of_two):
@@ -240,11 +293,99 @@ def test_a_rank_that_failed_before_is_told_to_all_at_once(point, failure, messag
                 future.result(timeout=10)
 
 
+@pytest.mark.parametrize("come", [lambda point: open_store(point, 0, 10), lambda point: join_store(point, 1, 10)])
+def test_who_is_told_of_a_failure_by_a_store_that_ends_is_told_of_the_failure(point, come, monkeypatch):
+    """And leaves no connection open."""
+    clients = []
+
+    class LostAtOnce(Client):
+        def __init__(self, *args, **options):
+            super().__init__(*args, **options)
+            clients.append(self)
+
+        def add(self, key, amount):
+            os.kill(self.store_pid, signal.SIGKILL)
+            return super().add(key, amount)
+
+    first, _ = start_or_enter(point, 2, 10, failure=json.dumps(FAILURE).encode())
+    for module in (door, opening):
+        monkeypatch.setattr(module, "Client", LostAtOnce)
+    with (
+        contextlib.closing(first),
+        pytest.raises(RankFailedError, match=r"rank 2 \(n2, pid 5\) raised ValueError: boom"),
+    ):
+        come(point)
+    assert [connection._socket.fileno() for connection in clients[-1]._all] == [-1]
+
+
+@pytest.mark.parametrize("opener", [0, 1, 2])
+@pytest.mark.parametrize("failed", [0, 1, 2])
+def test_whoever_fails_before_it_joins_is_told_to_all_whoever_opens_the_store(point, opener, failed):
+    """Under Slurm the first task of the first node opens the store, whatever its rank."""
+
+    def come(rank):
+        entered = open_store(point, rank, 10) if rank == opener else join_store(point, rank, 10)
+        with contextlib.closing(entered) as job_store:
+            return take_part(job_store, join_record(rank, 3), timeout=60.0)
+
+    def fail():
+        error = {**FAILURE, "rank": failed}
+        environment = LaunchEnvironment("slurm", rank=failed, world_size=3)
+        early_failure._tell_of(dataclasses.replace(point, is_host=failed == opener), error, environment, 10)
+
+    with concurrent.futures.ThreadPoolExecutor(3) as pool:
+        others = [pool.submit(come, rank) for rank in range(3) if rank != failed]
+        pool.submit(fail).result()
+        for future in others:
+            with pytest.raises(RankFailedError, match=rf"rank {failed} \(n2, pid 5\) raised ValueError: boom"):
+                future.result(timeout=20)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("is_first", [True, False])
+def test_who_fails_before_it_joins_is_heard_over_the_agent_on_another_host(rank, is_first, monkeypatch):
+    """It needs no secret for that; rank 1 does not hear where to meet."""
+    monkeypatch.setattr(store, "_told_by_agent", itertools.count())
+    agent = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    environ = {
+        **{"RANK": "2", "WORLD_SIZE": "3", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "GROUP_RANK": "1"},
+        **{"MASTER_ADDR": "127.0.0.2", "MASTER_PORT": f"{agent.port}", "TORCHELASTIC_USE_AGENT_STORE": "True"},
+        **{"TORCHELASTIC_RUN_ID": "run", "TORCHELASTIC_RESTART_COUNT": "0", "GROUP_WORLD_SIZE": "3"},
+        "DISTMAN_SECRET_FILE": "/nowhere",
+    }
+    there = find_endpoint(detect(environ).environment, environ)
+    assert there.has_agent
+
+    def come():
+        with contextlib.closing(open_or_join(dataclasses.replace(there, is_host=rank == 0), rank, 60.0)) as job_store:
+            return take_part(job_store, join_record(rank, 2), timeout=60.0)
+
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        coming = None if is_first else pool.submit(come)
+        early_failure.tell_waiting_ranks(FAILURE, environ)
+        coming = coming or pool.submit(come)
+        with pytest.raises(RankFailedError, match=r"rank 2 \(n2, pid 5\) raised ValueError: boom"):
+            coming.result(timeout=30)
+
+
 def test_rank_zero_says_who_is_missing_while_it_waits(point, monkeypatch, caplog):
     monkeypatch.setattr(membership, "_PROGRESS_EVERY", 0.1)
     gather(point, join_record(0, 2), timeout=0.5)
     assert "1 of 2 ranks joined" in caplog.text
     assert "missing: rank 1" in caplog.text
+
+
+def test_rank_zero_says_who_has_another_secret_while_it_waits(point, monkeypatch, caplog):
+    monkeypatch.setattr(membership, "_PROGRESS_EVERY", 0.1)
+    same, other = (
+        dataclasses.replace(point, protection=Protection(Source.VARIABLE, character * 32)) for character in (b"a", b"b")
+    )
+    with contextlib.closing(enter(same, join_record(0, 2))) as job_store:
+        with pytest.raises(RendezvousError, match="the job's secret"):
+            join_store(other, 1, 0.0)
+        with pytest.raises(RendezvousError, match=r"have this job's secret, which 1 of those that came did not prove"):
+            take_part(job_store, join_record(0, 2), timeout=0.5)
+    assert "see that all started, and have this job's secret, which 1 of those that came did not prove" in caplog.text
 
 
 def test_a_process_that_joins_with_nonsense_is_as_one_that_is_missing(point, caplog):

@@ -7,9 +7,9 @@ import secrets
 import pytest
 
 from distman._rendezvous import mpi, munge
-from distman._rendezvous import secret as module
 from distman._rendezvous.munge import CredentialError
 from distman._rendezvous.secret import Protection, Source, check_adoption, find_protection
+from distman._store import transport
 from distman.environments import LaunchEnvironment, detect
 from distman.errors import LaunchEnvironmentError, RendezvousError
 from distman.testing import fake_environment
@@ -178,13 +178,16 @@ def test_required_refuses_a_job_that_nothing_protects(word):
         protections("torchrun", nodes=2, DISTMAN_SECRET=word)
 
 
-def test_a_user_whom_the_kernel_cannot_name_has_no_word_of_it(tmp_path, monkeypatch):
+def test_a_user_whom_the_kernel_cannot_name_needs_a_secret_where_there_are_others(tmp_path, monkeypatch):
     file = tmp_path / "overflowuid"
     file.write_text(f"{os.geteuid()}\n")
-    monkeypatch.setattr(module, "_OVERFLOW_UID", file)
-    found = find_protection(LaunchEnvironment.lone(), {})
-    assert found.source is Source.NONE
-    assert "the kernel does not tell one user from another" in found.warning
+    monkeypatch.setattr(transport, "_OVERFLOW_UID", str(file))
+    assert find_protection(LaunchEnvironment.lone(), {}).source is Source.KERNEL
+    with pytest.raises(RendezvousError, match=f"must have a secret, .*, got uid {os.geteuid()}, .* write export DIST"):
+        protections("torchrun")
+    for found in protections("torchrun", DISTMAN_SECRET=SECRET):
+        assert (found.source, found.asks_kernel) == (Source.VARIABLE, False)
+    assert agreed(protections("torchrun", nodes=2)).source is Source.NONE
 
 
 def test_nothing_shows_a_secret(tmp_path):

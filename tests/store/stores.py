@@ -29,14 +29,27 @@ def door(address, secret=SECRET, job=JOB):
     return Door(address, job, secret, unreachable_after=PATIENCE, patience=PATIENCE)
 
 
+def leave_will(client, rank):
+    """Let the store tell of the end of a client, as a rank does."""
+    client.register_will(
+        b"failure", b"news", unless=b"left/%d" % rank, if_closed=b"%d died" % rank, if_unreachable=b"%d is lost" % rank
+    )
+
+
 class OpenStore:
     """A store, and whoever has been let in."""
 
-    def __init__(self, kind, *, secret=SECRET, entry_limit=PATIENCE, failure=b""):
+    def __init__(self, kind, *, secret=SECRET, entry_limit=PATIENCE, failure=b"", opener=None):
         listener, self.address = listen(kind)
         self.door = door(self.address, secret)
         self.process = start_store(
-            listener, job=JOB, secret=secret, entry_limit=entry_limit, unreachable_after=PATIENCE, failure=failure
+            listener,
+            job=JOB,
+            secret=secret,
+            opener=opener,
+            entry_limit=entry_limit,
+            unreachable_after=PATIENCE,
+            failure=failure,
         )
         self.process.wait_until_up(PATIENCE)
         self.is_over = False
@@ -82,6 +95,7 @@ def served_here(kind="unix", *, secret=SECRET, most_descriptors=4096):
         job=JOB.encode(),
         secret=secret,
         credential=b"",
+        opener=None,
         entry_limit=PATIENCE,
         failure=b"",
         unreachable_after=PATIENCE,

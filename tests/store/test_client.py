@@ -1,19 +1,25 @@
 """What a process may ask of its store, from any thread, whatever interrupts it, and how it hears of the store's end."""
 
+import dataclasses
+import errno
 import os
 import random
 import signal
+import socket
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from distman._store import client as client_module
+from distman._store import dialing
 from distman._store.client import Client
 from distman._store.connection import GaveUpError, InvalidRequestError, StoreLostError, StoreTimeoutError
-from distman._store.handshake import MEMBER, WATCHER
+from distman._store.dialing import ForeignServiceError
+from distman._store.handshake import CHALLENGE_BYTES, MAGIC, MEMBER, WATCHER, Hello
 from distman._store.process import listen_on_this_host
 
-from .stores import KINDS, PATIENCE, SECRET, door, listen, open_store
+from .stores import KINDS, PATIENCE, SECRET, door, leave_will, listen, open_store
 
 
 @pytest.fixture(scope="module", params=KINDS)
@@ -47,6 +53,8 @@ def test_every_operation_does_what_it_says(client):
     assert not client.check([b"a", b"b"])
     assert client.num_keys() == num_keys - 1
     client.wait([b"b", b"c"], 0.0)
+    assert not client.delete(b"a", b"b")
+    assert client.num_keys() == num_keys - 2
     assert client.multi_get([], 0.0) == []
     with pytest.raises(InvalidRequestError, match="no number of 64 bits"):
         client.add(b"c", 1)
@@ -78,10 +86,7 @@ def test_all_arrive_or_all_hear_who_gave_up(client, store, size):
     with ThreadPoolExecutor(size) as threads:
         for outcome in (b"open", b"late"):
             coming = members if outcome == b"open" else members[1:]
-            heard = [
-                threads.submit(one.arrive, b"counter", size, (b"outcome", b"open"), PATIENCE, b"failure")
-                for one in coming
-            ]
+            heard = [threads.submit(one.arrive, b"counter", size, (b"outcome", b"open"), PATIENCE) for one in coming]
             if outcome == b"late":
                 client.compare_set(b"outcome", b"", b"late")
             assert {one.result(PATIENCE) for one in heard} <= {outcome}
@@ -236,8 +241,8 @@ def test_a_fork_while_another_thread_waits_leaves_that_wait_alone(client):
         assert waiting.result(PATIENCE) == b"1"
 
 
-def test_closing_ends_the_calls_of_other_threads(store):
-    client = store.client(MEMBER, 2)
+def test_closing_ends_the_calls_of_other_threads(client):
+    client = client.again(MEMBER)
     with ThreadPoolExecutor(1) as threads:
         waiting = threads.submit(client.get, b"never set", PATIENCE)
         while client._calls is not None:
@@ -247,6 +252,22 @@ def test_closing_ends_the_calls_of_other_threads(store):
             waiting.result(PATIENCE)
     with pytest.raises(StoreLostError, match="this process has closed its connection"):
         client.get(b"a", 1.0)
+
+
+def test_closing_closes_what_another_thread_is_just_dialling(client, monkeypatch):
+    client = client.again(MEMBER)
+    dial = client._dial
+
+    def dial_and_close(role):
+        found = dial(role)
+        client.close()
+        return found
+
+    monkeypatch.setattr(client, "_dial", dial_and_close)
+    client._calls = None  # a thread waits over the first connection
+    with pytest.raises(StoreLostError):
+        client.num_keys()
+    assert [connection._socket.fileno() for connection in client._all] == [-1, -1]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -268,19 +289,19 @@ def test_the_end_of_the_store_ends_all_calls_and_is_named(kind):
 def test_the_end_of_a_member_is_told_unless_it_has_left(client, store):
     for rank in (1, 2):
         member = store.client(MEMBER, rank)
-        member.register_will(b"ended/%d" % rank, b"news")
+        leave_will(member, rank)
         with ThreadPoolExecutor(1) as threads:
             waiting = threads.submit(member.get, b"never set", PATIENCE)
             while member._calls is not None:
                 threading.Event().wait(0.001)
             if rank == 1:
-                member.leave()
+                client.set(b"left/1", b"yes")
+                client.check([b"left/1"])
             member.close()
             with pytest.raises(StoreLostError):
                 waiting.result(PATIENCE)
-    assert client.get(b"ended/2", PATIENCE) == b"its connection was closed"
+    assert client.get(b"failure", PATIENCE) == b"2 died"
     assert client.add(b"news", 0) == 1
-    assert not client.check([b"ended/1"])
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -361,3 +382,137 @@ def test_the_handler_of_a_signal_may_ask_in_the_middle_of_a_call(client):
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
     assert asked == [b"%d" % number for number in range(len(asked))]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_the_handler_of_a_signal_may_close_in_the_middle_of_a_call(store, seed):
+    """As one for SIGTERM does that cleans up; the call that it has interrupted ends with an error."""
+    rng = random.Random(seed)  # noqa: S311 - it is no secret
+
+    def ask(client, num_times):
+        for _ in range(num_times):
+            client.add(b"counter", 1)
+        client.get(b"never set", PATIENCE)
+
+    for _ in range(20):
+        client = store.client(WATCHER)
+        before = signal.signal(signal.SIGALRM, lambda *_, client=client: client.close())
+        try:
+            signal.setitimer(signal.ITIMER_REAL, rng.uniform(1e-5, 2e-3))
+            with pytest.raises(StoreLostError, match="this process has closed its connection"):
+                ask(client, rng.choice([0, 1000]))
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.signal(signal.SIGALRM, before)
+        assert client._first._socket.fileno() == -1
+
+
+@pytest.mark.parametrize("error", [FileNotFoundError(errno.ENOENT, "no file"), TimeoutError("too late")])
+def test_an_error_of_the_system_that_a_handler_raises_is_its_own(client, error):
+    def fail(*_):
+        raise error
+
+    before = signal.signal(signal.SIGALRM, fail)
+    try:
+        for wait in (lambda: client.get(b"a", PATIENCE), lambda: client.wait([b"a", b"b"], PATIENCE)):
+            signal.setitimer(signal.ITIMER_REAL, 0.01)
+            with pytest.raises(type(error)) as caught:
+                wait()
+            assert caught.value is error
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    client.set(b"a", b"1")
+    assert client.get(b"a", PATIENCE) == b"1"
+
+
+def test_an_error_that_a_handler_raises_ends_the_attempt_to_connect_again(store):
+    """It might be one that a flood of strangers makes, of which the next attempt is the remedy."""
+    client, error = store.client(), TimeoutError("too late")
+
+    def fail(*_):
+        raise error
+
+    before = signal.signal(signal.SIGALRM, fail)
+    os.kill(store.process.pid, signal.SIGSTOP)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.05)
+        with pytest.raises(TimeoutError) as caught:
+            client.again(WATCHER)
+        assert caught.value is error
+    finally:
+        os.kill(store.process.pid, signal.SIGCONT)
+        signal.signal(signal.SIGALRM, before)
+
+
+def test_a_child_that_is_forked_while_a_thread_dials_does_not_keep_the_connection():
+    listener, address = listen("unix")
+    listener.settimeout(PATIENCE)
+    with listener, ThreadPoolExecutor(1) as threads:
+        dialling = threads.submit(Client, door(address))
+        accepted, _ = listener.accept()
+        with accepted:
+            accepted.settimeout(PATIENCE)
+            assert accepted.recv(1000).startswith(MAGIC)
+            reader, writer = os.pipe()
+            pid = os.fork()
+            if pid == 0:
+                accepted.close()
+                os.close(writer)
+                os.read(reader, 1)  # until the test is over
+                os._exit(0)
+            try:
+                accepted.sendall(bytes(CHALLENGE_BYTES))
+                with pytest.raises(ForeignServiceError):
+                    dialling.result(PATIENCE)
+                assert accepted.recv(1000) == b""
+            finally:
+                os.close(reader)
+                os.close(writer)
+                os.waitpid(pid, 0)
+
+
+def test_a_signal_while_others_stand_in_line_is_not_taken_for_a_connection():
+    listener, address = listen("unix")
+    listener.listen(0)  # there is place for one
+    signals = []
+
+    def make_room(*_):
+        signals.append(1)
+        if len(signals) == 3:
+            listener.accept()[0].close()
+
+    before = signal.signal(signal.SIGALRM, make_room)
+    with listener, socket.socket(socket.AF_UNIX) as other:
+        other.connect(address)
+        signal.setitimer(signal.ITIMER_REAL, 0.02, 0.02)
+        try:
+            with dialing._connect(address, PATIENCE, PATIENCE) as connected:
+                assert connected.getpeername() == address.encode()
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.signal(signal.SIGALRM, before)
+
+
+def test_another_access_waits_for_a_store_that_does_not_get_to_it_for_long(store, monkeypatch):
+    """As long as one that is known is only slow, it is no failure: a flood of strangers may stand before the door."""
+    client = store.client()
+    client.door = dataclasses.replace(client.door, patience=0.05)
+    tries, has_tried = [], threading.Event()
+
+    def count(*args):
+        tries.append(args)
+        if len(tries) > 1:
+            has_tried.set()
+        return Hello(*args)
+
+    monkeypatch.setattr(client_module, "Hello", count)
+    with ThreadPoolExecutor(1) as threads:
+        os.kill(store.process.pid, signal.SIGSTOP)
+        try:
+            entering = threads.submit(client.again, WATCHER)
+            assert has_tried.wait(PATIENCE)
+        finally:
+            os.kill(store.process.pid, signal.SIGCONT)
+        other = entering.result(PATIENCE)
+    assert other.session == client.session
+    other.close()

@@ -24,7 +24,7 @@ def test_a_request_cut_at_any_length_is_not_complete(number, operation, fields):
 
 @given(NUMBERS, strategies.integers(0, 255), strategies.binary(max_size=40))
 def test_a_reply_cut_at_any_length_says_what_is_missing(number, status, value):
-    whole = frames.reply(number, status, value)
+    whole = b"".join(frames.reply(number, status, value))
     assert frames.next_reply(whole + b"next") == (number, status, value, len(whole))
     for length in range(len(whole)):
         assert frames.next_reply(whole[:length]) is None

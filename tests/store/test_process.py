@@ -2,7 +2,9 @@
 
 import json
 import os
+import select
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -27,7 +29,7 @@ address = chr(0) + sys.argv[1]
 process = start_store(listen_on_this_host(address), job="job-1", secret=None, entry_limit=30.0, unreachable_after=30.0)
 client = Client(Door(address, "job-1", None, 30.0, 30.0), rank=0)
 client.set(b"of rank 0", b"kept")
-client.register_will(b"ended/0", b"news")
+client.register_will(b"failure", b"news", unless=b"left/0", if_closed=b"0 died", if_unreachable=b"")
 print(process.pid, flush=True)
 threading.Event().wait()
 """
@@ -52,6 +54,31 @@ def test_it_ends_where_nobody_comes():
         started = start_store(listener, job=JOB, secret=None, entry_limit=0.0, unreachable_after=1.0)
         started.wait_until_up(PATIENCE)
         assert started.wait(PATIENCE) == 0
+
+
+OPENS_AND_GOES = """
+import sys
+from distman._store.process import listen_on_this_host, start_store
+address = chr(0) + sys.argv[1]
+limits = {"entry_limit": 30.0, "unreachable_after": 30.0}
+start_store(listen_on_this_host(address), job="job-1", opener=0, **limits).wait_until_up(30.0)
+"""
+
+
+def test_it_waits_for_who_started_it_though_others_have_come_and_gone():
+    with open_store("unix", opener=0) as store:
+        store.client(MEMBER, 1).close()
+        assert store.client(MEMBER, 0).add(b"counter", 1) == 1
+
+
+def test_it_does_not_wait_for_one_who_has_ended():
+    name = f"distman-test/{os.urandom(8).hex()}"
+    subprocess.run([sys.executable, "-c", OPENS_AND_GOES, name], check=True, timeout=PATIENCE)
+    member = Client(door(f"\0{name}", secret=None), rank=1)
+    end = os.pidfd_open(member.store_pid)
+    member.close()
+    assert select.select([end], [], [], PATIENCE / 2)[0]
+    os.close(end)
 
 
 def test_a_failure_is_told_to_those_who_come_later():
@@ -81,10 +108,19 @@ def test_a_rank_that_is_killed_takes_neither_the_store_nor_its_keys_with_it():
         pid = int(opener.stdout.readline())
         other = Client(door(f"\0{name}", secret=None), rank=1)
         opener.kill()
-        assert other.get(b"ended/0", PATIENCE) == b"its connection was closed"
+        assert other.get(b"failure", PATIENCE) == b"0 died"
         assert other.get(b"of rank 0", PATIENCE) == b"kept"
         assert other.add(b"news", 0) == 1
         assert other.store_pid == pid
+        other.close()
+
+
+def test_of_a_process_that_dies_the_connection_to_the_store_ends_first():
+    with open_store("unix") as store:
+        client = store.client()
+        later, other = socket.socketpair()
+        assert client._first._socket.fileno() > max(later.fileno(), other.fileno())
+        later.close()
         other.close()
 
 
@@ -144,8 +180,47 @@ def test_a_process_that_is_not_up_in_time_is_an_error_and_does_not_stay(tmp_path
         started = start_store(listener, job=JOB, secret=None, entry_limit=PATIENCE, unreachable_after=1.0)
         with pytest.raises(StoreStartError, match="nothing within 0 s"):
             started.wait_until_up(0.0)
-        gate.write_text("go on")
-        assert started.wait(PATIENCE) != 0
+        started.end()
+        assert started.wait(PATIENCE) == -signal.SIGKILL
+
+
+@pytest.mark.parametrize("noise", ["ERROR: ld.so: object cannot be preloaded: ignored.", "up", "x" * 100_000])
+def test_what_others_say_on_standard_error_keeps_no_store_from_its_start(noise, tmp_path, monkeypatch):
+    program = tmp_path / "python"
+    program.write_text(f"#!/bin/sh\necho '{noise}' >&2\nexec {sys.executable} \"$@\"\n")
+    program.chmod(0o700)
+    monkeypatch.setattr(sys, "executable", str(program))
+    with open_store("unix") as store:
+        assert store.client().add(b"counter", 1) == 1
+
+
+def test_a_library_that_cannot_be_preloaded_keeps_no_store_from_its_start(monkeypatch):
+    monkeypatch.setenv("LD_PRELOAD", "/nowhere/lib.so")
+    with open_store("unix") as store:
+        assert store.client().add(b"counter", 1) == 1
+
+
+def test_the_last_words_of_an_interpreter_that_ends_are_told(tmp_path, monkeypatch):
+    program = tmp_path / "python"
+    program.write_text(f"#!/bin/sh\necho {'x' * 3000} no more room >&2\nexit 1\n")
+    program.chmod(0o700)
+    monkeypatch.setattr(sys, "executable", str(program))
+    listener, _ = listen("unix")
+    with listener, pytest.raises(StoreStartError, match=r"said: x{400,500} no more room$"):
+        start_store(listener, job=JOB, secret=None, entry_limit=1.0, unreachable_after=1.0).wait_until_up(PATIENCE)
+
+
+def test_the_library_is_found_where_the_program_was_told_to_look(tmp_path, monkeypatch):
+    library = Path(os.__file__).parent
+    (tmp_path / "lib").mkdir()
+    (tmp_path / "lib" / library.name).symlink_to(library)
+    monkeypatch.setenv("PYTHONHOME", str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", "/nowhere")
+    monkeypatch.setenv("PYTHONVERBOSE", "1")
+    with open_store("unix") as store:
+        assert store.client().add(b"counter", 1) == 1
+        variables = Path(f"/proc/{store.process.pid}/environ").read_bytes().split(b"\0")
+        assert [one for one in variables if one.startswith(b"PYTHON")] == [b"PYTHONHOME=%b" % bytes(tmp_path)]
 
 
 def test_a_name_that_is_taken_is_an_error():

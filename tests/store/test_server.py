@@ -1,7 +1,9 @@
 """What strangers and broken members can do to a store: nothing that its other members would notice."""
 
+import dataclasses
 import errno
 import os
+import select
 import socket
 import struct
 import threading
@@ -9,20 +11,23 @@ import time
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from socket import AF_INET, AF_INET6
 
 import pytest
 from hypothesis import given, strategies
 
-from distman._store import connection, frames, server, transport
+from distman._store import frames, server, transport
 from distman._store.client import Client
-from distman._store.connection import StoreLostError
+from distman._store.connection import InvalidRequestError, StoreLostError, StoreTimeoutError
 from distman._store.dialing import ForeignServiceError, dial
 from distman._store.frames import MalformedError
 from distman._store.handshake import CHALLENGE_BYTES, MAGIC, MEMBER, ClientSide, Hello, door_key
 from distman._store.operations import Operations
+from distman._store.peer import Peer
+from distman._store.process import start_store
 from distman._store.table import Table
 
-from .stores import KINDS, PATIENCE, SECRET, door, listen, open_store, served_here
+from .stores import JOB, KINDS, PATIENCE, SECRET, door, leave_will, listen, open_store, served_here
 
 HELLO = Hello(MEMBER, 1, os.getpid())
 
@@ -46,6 +51,13 @@ def is_sent_away(stranger):
         return stranger.recv(1000) == b""
     except ConnectionResetError:
         return True
+
+
+def is_over(connected):
+    """Whether the other side has ended a connection, of which nothing is read."""
+    poller = select.poll()
+    poller.register(connected, select.POLLRDHUP)
+    return bool(poller.poll(PATIENCE * 1000))
 
 
 @pytest.fixture(scope="module", params=KINDS)
@@ -109,8 +121,8 @@ def test_a_thousand_strangers_of_every_kind_do_not_get_in(store):
 
 
 def test_a_handshake_and_requests_may_come_in_any_pieces(store):
-    side = ClientSide(door_key(SECRET, b"job-1"), transport.place_of(store.address))
     with connect(store.address) as member:
+        side = ClientSide(door_key(SECRET, b"job-1"), transport.other_place(member))
         send_in_pieces(member, side.opening())
         send_in_pieces(member, side.proof(member.recv(1000), HELLO))
         assert len(member.recv(1000)) > 32
@@ -119,6 +131,19 @@ def test_a_handshake_and_requests_may_come_in_any_pieces(store):
             assert frames.next_reply(member.recv(1000))[:2] == (number, frames.OK)
         member.sendall(frames.request(4, frames.SET, [b"a", b"1"]) + frames.request(5, frames.DELETE, [b"counter"]))
         assert frames.next_reply(member.recv(1000))[:2] == (5, frames.OK)
+
+
+def test_who_proves_nothing_is_counted_whatever_keys_are_set(store):
+    member = store.client()
+    member.set(b"unproved", b"no number")
+    before = member.num_unproved
+    with connect(store.address) as stranger:
+        stranger.sendall(MAGIC + bytes(16))
+        assert len(stranger.recv(1000)) == CHALLENGE_BYTES
+        stranger.shutdown(socket.SHUT_WR)
+        assert is_sent_away(stranger)
+    assert member.num_unproved == before + 1
+    member.delete(b"unproved")
 
 
 def send_in_pieces(connected, message):
@@ -131,8 +156,8 @@ def send_in_pieces(connected, message):
 
 def record_a_handshake(store):
     """What a member sent that got in."""
-    side = ClientSide(door_key(SECRET, b"job-1"), transport.place_of(store.address))
     with connect(store.address) as member:
+        side = ClientSide(door_key(SECRET, b"job-1"), transport.other_place(member))
         opening = side.opening()
         member.sendall(opening)
         proof = side.proof(member.recv(1000), HELLO)
@@ -206,12 +231,53 @@ def test_the_limit_for_a_first_member_is_over_when_it_has_come(monkeypatch):
 
 def test_descriptors_are_kept_back_from_connections(monkeypatch):
     monkeypatch.setattr(server, "_GUEST_SECONDS", 2 * PATIENCE)
-    with served_here(most_descriptors=server._SPARE_DESCRIPTORS + 2) as here:
+    with served_here(most_descriptors=server.SPARE_DESCRIPTORS + 2) as here:
         members = [Client(here), Client(here)]
         with connect(here.address) as third:
             assert is_sent_away(third)
         assert members[1].add(b"counter", 1) == 1
         for member in members:
+            member.close()
+
+
+@pytest.mark.parametrize("number", [errno.ENFILE, errno.EMFILE, errno.ENOBUFS, errno.ENOMEM])
+def test_where_the_host_can_open_nothing_the_door_rests(number, monkeypatch):
+    """A stranger would stand before it all the time, and the process find that again and again."""
+    rounds = []
+    pause = server.Server._pause
+    monkeypatch.setattr(server.Server, "_pause", lambda here: rounds.append(1) or pause(here))
+    monkeypatch.setattr(server, "_LISTENER_RESTS", 0.05)
+    with served_here() as here:
+        member = Client(here)
+        with monkeypatch.context() as full:
+            full.setattr(socket.socket, "_accept", refuse_by(number), raising=False)
+            with connect(here.address) as stranger:
+                del rounds[:]
+                with pytest.raises(StoreTimeoutError):
+                    member.get(b"never set", 0.2)
+                assert len(rounds) < 50
+                full.undo()
+                stranger.sendall(MAGIC + bytes(16))
+                assert len(stranger.recv(1000)) == CHALLENGE_BYTES
+        Client(here).close()
+        member.close()
+
+
+def refuse_by(number):
+    def accept(_listener):
+        raise OSError(number, os.strerror(number))
+
+    return accept
+
+
+def test_where_descriptors_are_few_the_oldest_stranger_makes_room(monkeypatch):
+    monkeypatch.setattr(server, "_GUEST_SECONDS", 2 * PATIENCE)
+    with served_here(most_descriptors=server.SPARE_DESCRIPTORS + 2) as here:
+        first = Client(here)
+        with connect(here.address) as stranger:
+            second = Client(here)
+            assert is_sent_away(stranger)
+        for member in (first, second):
             member.close()
 
 
@@ -228,12 +294,25 @@ def test_a_host_that_does_not_answer_is_given_up(monkeypatch):
         member.close()
 
 
-@pytest.mark.parametrize(
-    ("number", "reason"),
-    [(errno.ETIMEDOUT, b"its host does not answer"), (errno.ECONNRESET, b"its connection broke")],
-)
-def test_the_end_of_a_connection_has_a_reason(number, reason):
-    assert server._reason(OSError(number, "")) == reason
+@pytest.mark.parametrize(("number", "words"), [(errno.ETIMEDOUT, b"5 is lost"), (errno.ECONNRESET, b"5 died")])
+def test_a_host_that_is_given_up_is_told_from_a_process_that_died(number, words, monkeypatch):
+    receive = Peer.receive
+
+    def break_down(peer):
+        if peer.will is not None:
+            raise OSError(number, "")
+        return receive(peer)
+
+    with served_here("tcp") as here:
+        member, other = Client(here, MEMBER, 5), Client(here)
+        leave_will(member, 5)
+        member.check([b"a"])  # now the store has it
+        monkeypatch.setattr(Peer, "receive", break_down)
+        with pytest.raises(StoreLostError):
+            member.check([b"a"])
+        assert other.get(b"failure", PATIENCE) == words
+        for client in (member, other):
+            client.close()
 
 
 def test_the_user_of_the_other_side_is_asked_of_the_kernel(monkeypatch):
@@ -255,7 +334,15 @@ def test_the_user_of_the_other_side_is_asked_of_the_kernel(monkeypatch):
 def test_nobody_needs_a_secret_since_the_kernel_knows_him_not(monkeypatch):
     monkeypatch.setattr(transport, "geteuid", lambda: 65534)
     with served_here(secret=SECRET) as here:
-        Client(here).close()
+        Client(dataclasses.replace(here, asks_kernel=False)).close()
+
+
+@given(strategies.floats(1e-3, 1e15))
+def test_a_host_may_be_silent_for_as_long_as_one_likes(seconds):
+    with socket.socket() as connection:
+        transport.prepare(connection, seconds)
+        limit = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT)
+        assert limit == min(int(seconds * 1000), (1 << 31) - 1)
 
 
 def test_a_service_that_passes_on_from_another_place_is_refused(store):
@@ -265,6 +352,31 @@ def test_a_service_that_passes_on_from_another_place_is_refused(store):
         with pytest.raises(ForeignServiceError):
             dial(door(address), HELLO)
         relaying.result(PATIENCE)
+
+
+def test_a_service_that_passes_on_from_the_same_port_of_ipv6_is_refused(monkeypatch):
+    with open_store("tcp") as store, ThreadPoolExecutor(1) as threads:
+        store.client()  # which keeps it
+        port = store.address[1]
+        both = [(family, 0, 0, "", (address, port)) for family, address in ((AF_INET6, "::1"), (AF_INET, "127.0.0.1"))]
+        with socket.create_server(("::1", port), family=AF_INET6) as listener:
+            relaying = threads.submit(relay, listener, store.address)
+            with pytest.raises(ForeignServiceError):
+                dial(door(("::1", port)), HELLO)
+            relaying.result(PATIENCE)
+            monkeypatch.setattr(socket, "getaddrinfo", lambda *_args, **_options: both)
+            Client(door(("a name of both", port))).close()  # it is found, and nobody else is asked
+
+
+def test_a_store_that_listens_to_ipv6_is_found_by_both():
+    listener = socket.create_server(("::", 0), family=AF_INET6, dualstack_ipv6=True)
+    port = listener.getsockname()[1]
+    process = start_store(listener, job=JOB, secret=SECRET, entry_limit=PATIENCE, unreachable_after=PATIENCE)
+    process.wait_until_up(PATIENCE)
+    clients = [Client(door((address, port))) for address in ("127.0.0.1", "::1")]
+    for client in clients:
+        client.close()
+    assert process.wait(PATIENCE) == 0
 
 
 def relay(listener, address):
@@ -313,17 +425,70 @@ MALFORMED = {
 def test_a_member_that_sends_nonsense_is_told_and_named(store, message):
     other = store.client()
     member = store.client(MEMBER, 5)
-    member.register_will(b"ended/5", b"news")
+    leave_will(member, 5)
     member._calls._socket.settimeout(PATIENCE)
     member._calls._socket.sendall(message)
-    with pytest.raises(connection._EndError, match=r"it refused a message, "):
-        member._calls._receive()
-    with pytest.raises(StoreLostError):
+    assert is_over(member._calls._socket)
+    with pytest.raises(StoreLostError, match=r"has refused a message, "):
         member.check([b"a"])
-    reason = other.get(b"ended/5", PATIENCE)
-    assert reason.startswith(b"it sent a malformed message: ")
-    assert len(reason) < 300
-    other.delete(b"ended/5")
+    assert other.get(b"failure", PATIENCE) == b"5 died"
+    other.delete(b"failure")
+
+
+@pytest.mark.parametrize("num_bytes", [1, frames.MOST_BYTES // 2])
+def test_values_that_are_too_long_together_are_refused_and_harm_nobody(store, num_bytes):
+    """They are told when the last one is set, by another member."""
+    reader, writer = store.client(), store.client(MEMBER, 6)
+    names = [b"a", b"b", b"c"]
+    with ThreadPoolExecutor(1) as threads:
+        reading = threads.submit(reader.multi_get, names, PATIENCE)
+        for name in names:
+            writer.set(name, bytes(num_bytes - 1))
+        if num_bytes == 1:
+            assert reading.result(PATIENCE) == [b""] * 3
+        else:
+            with pytest.raises(InvalidRequestError, match=f"values of a reply must have less than {frames.MOST_BYTES}"):
+                reading.result(PATIENCE)
+    for name in names:
+        assert len(reader.get(name, PATIENCE)) == num_bytes - 1
+        assert writer.delete(name)
+    reader.wait([], PATIENCE)
+
+
+def test_a_value_grows_no_longer_than_it_may_be_read(store):
+    first, second = store.client(), store.client()
+    piece = bytes(frames.MOST_VALUE_BYTES // 2)
+    for _ in range(2):
+        append_and_ask(first, b"a", piece)
+    assert second.get(b"a", PATIENCE) == piece * 2
+    with pytest.raises(StoreLostError, match="refused a message, an addition to a value, which would have"):
+        append_and_ask(first, b"a", b"12")
+    assert len(second.get(b"a", PATIENCE)) == len(piece) * 2
+    with pytest.raises(ValueError, match=f"must have less than {frames.MOST_BYTES} bytes"):
+        second.set(b"a", bytes(frames.MOST_BYTES))
+    assert second.delete(b"a")
+
+
+def append_and_ask(client, key, value):
+    client.append(key, value)
+    client.check([key])
+
+
+def test_a_long_value_is_told_to_all_who_wait_and_kept_once():
+    value = os.urandom(16 << 20)
+    with open_store("unix") as store, ThreadPoolExecutor(8) as threads:
+        readers, writer = [store.client() for _ in range(8)], store.client()
+        reading = [threads.submit(reader.get, b"a", PATIENCE) for reader in readers]
+        writer.set(b"a", value)
+        assert all(one.result(PATIENCE) == value for one in reading)
+        assert resident(store, "VmHWM") < 4 * len(value) >> 10
+
+
+def resident(store, name="VmRSS"):
+    """KiB of memory that the store's process has."""
+    status = Path(f"/proc/{store.process.pid}/status").read_text(encoding="utf-8")
+    (number,) = [int(line.split()[1]) for line in status.splitlines() if line.startswith(name)]
+    return number
 
 
 def test_a_member_that_takes_no_replies_takes_no_memory(store):
@@ -334,9 +499,7 @@ def test_a_member_that_takes_no_replies_takes_no_memory(store):
     greedy._calls._socket.settimeout(PATIENCE)
     greedy._calls._socket.sendall(requests)
     assert other.add(b"counter", 1) == 1
-    status = Path(f"/proc/{store.process.pid}/status").read_text(encoding="utf-8")
-    (resident,) = [int(line.split()[1]) for line in status.splitlines() if line.startswith("VmRSS")]
-    assert resident < 200 << 10  # of KiB; all replies have twice that
+    assert resident(store) < 200 << 10  # all replies have twice that
     assert num_sent_unread(greedy._calls._socket, other) < 32 << 20
     numbers = deque(range(1, 101))
     while numbers:
@@ -367,7 +530,9 @@ class Recorder:
     def __init__(self):
         self.wait = self.will = None
         self.sent = []
-        self.send = self.sent.append
+
+    def send(self, *pieces):
+        self.sent.append(b"".join(pieces))
 
 
 FIELDS = strategies.sampled_from([b"", b"a", b"b", b"1", bytes(8), frames.NUMBER.pack(2), b"\xff" * 8])
@@ -387,7 +552,7 @@ def test_any_request_is_answered_once_or_refused(program):
         except MalformedError:
             assert peer.sent == []
         else:
-            is_answered = operation != frames.SET and peer.wait is None
+            is_answered = operation not in (frames.SET, frames.APPEND, frames.WILL) and peer.wait is None
             assert [frames.next_reply(reply)[0] for reply in peer.sent] == [number] * is_answered
         assert table._num_waits == sum(one.wait is not None for one in peers)
     table.expire(time.monotonic() + 2**70)

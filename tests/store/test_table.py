@@ -7,7 +7,7 @@ from hypothesis import given, settings, strategies
 from torch.distributed import HashStore
 
 from distman._store.frames import GIVEN_UP, MOST_NUMBER, OK, TIMED_OUT
-from distman._store.table import NotANumberError, Table
+from distman._store.table import NotANumberError, Table, Will
 
 KEYS = strategies.sampled_from(["a", "b", "c"])
 VALUES = strategies.sampled_from(["", "1", "-7", "x", "xy"])
@@ -157,7 +157,7 @@ def test_a_counter_does_not_leave_64_bits(sign):
 
 
 def arrive(table, answers, name, size, until=10.0):
-    return table.arrive(b"counter", size, (b"outcome", b"open"), b"failure", until, answers.taker(name))
+    return table.arrive(b"counter", size, (b"outcome", b"open"), until, answers.taker(name))
 
 
 @pytest.mark.parametrize("size", [1, 2, 5])
@@ -178,13 +178,6 @@ def test_who_gives_up_is_heard_by_all_and_by_those_who_come_later():
     assert answers == [(name, OK, [b"rank 2 is late"]) for name in range(3)]
 
 
-def test_a_failure_ends_the_wait_for_those_who_have_not_come():
-    table, answers = Table(), Answers()
-    arrive(table, answers, 0, 2)
-    table.set(b"failure", b"boom")
-    assert answers == [(0, GIVEN_UP, [b"boom"])]
-
-
 def test_a_wait_goes_on_when_a_key_is_gone_before_the_last_comes():
     table, answers = Table(), Answers()
     table.wait([b"a", b"b"], None, 10.0, answers.taker("both"))
@@ -196,19 +189,22 @@ def test_a_wait_goes_on_when_a_key_is_gone_before_the_last_comes():
     assert answers == [("both", OK, [b"3", b"2"])]
 
 
-def test_an_end_is_told_once_even_where_nobody_can_count():
+def will(rank):
+    return Will(b"failure", b"news", b"left/%d" % rank, b"%d died" % rank, b"%d is lost" % rank)
+
+
+@pytest.mark.parametrize("counter", [b"0", b"no number"])
+def test_the_first_end_is_told_even_where_nobody_can_count(counter):
     table = Table()
+    table.set(b"news", counter)
     for rank in (3, 4):
-        table.register_will(b"ended/%d" % rank, b"news")
-        table.carry_out_will(b"ended/%d" % rank, b"closed")
-        table.carry_out_will(b"ended/%d" % rank, b"closed again")
-        table.set(b"news", b"no number")
-    assert table.compare_set(b"ended/3", b"", b"") == table.compare_set(b"ended/4", b"", b"") == b"closed"
+        table.carry_out(will(rank), is_unreachable=rank == 3)
+    assert table.compare_set(b"failure", b"", b"") == b"3 is lost"
+    assert table.compare_set(b"news", b"?", b"") == (b"1" if counter == b"0" else counter)
 
 
 def test_the_end_of_who_has_left_is_not_told():
     table = Table()
-    table.register_will(b"ended/3", b"news")
-    table.revoke_will(b"ended/3")
-    table.carry_out_will(b"ended/3", b"closed")
-    assert table.num_keys() == 0
+    table.set(b"left/3", b"yes")
+    table.carry_out(will(3), is_unreachable=False)
+    assert table.num_keys() == 1

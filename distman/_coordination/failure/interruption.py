@@ -20,6 +20,7 @@ from distman._coordination.tracking import stacks
 from distman.errors import RankFailedError
 
 _SIGNAL = signal.SIGURG  # ignored by default: harmless where it meets nobody
+_TICKS = 30  # in which the main thread may answer: each lets both threads run
 _LONGEST_PAUSE = 1.0  # seconds; a program that swallows the error prints it each time, and is not in haste
 
 
@@ -180,7 +181,8 @@ class Interruption:
         if self._is_installed and main is not None:
             with contextlib.suppress(ProcessLookupError):
                 signal.pthread_kill(main, _SIGNAL)
-        return self._is_answered.wait(self._patience.to_come)
+        # By ticks, not by the time: on a busy host, or after a suspension, the main thread must have had its turn.
+        return any(self._is_answered.wait(self._patience.to_come / _TICKS) for _ in range(_TICKS))
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         is_due, self._is_due = self._is_due, False

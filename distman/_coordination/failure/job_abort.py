@@ -38,7 +38,8 @@ def abort_job_after(error: BaseException, environment: LaunchEnvironment, *, is_
     """Let the launcher end the whole job once this process ends because of an error, if it must be asked to.
 
     A launcher that ignores exit codes is asked by every rank. One that waits for every rank would wait for ever for one
-    that is stopped or never came: then some ranks cancel the job. A process of this host that is stopped is ended.
+    that is stopped or never came: then the ranks cancel the job, in turn. A process of this host that is stopped is
+    ended.
 
     Args:
         error: Why this process ends.
@@ -53,8 +54,8 @@ def abort_job_after(error: BaseException, environment: LaunchEnvironment, *, is_
     launcher = LAUNCHERS[environment.launcher]
     if launcher.on_failure is OnFailure.NEEDS_ABORT:
         actions.append(_abort)
-    elif launcher.cancel_command and may_cancel(environment.rank) and _leaves_a_rank_behind(error):
-        grace = _GRACE + _TURN * environment.rank.bit_length()
+    elif launcher.cancel_command and _leaves_a_rank_behind(error):
+        grace = _GRACE + seconds_before_turn(environment.rank, environment.world_size)
         actions.append(functools.partial(_cancel, launcher.cancel_command, grace))
     for action in actions:
         hook.end_job_at_exit(action)
@@ -73,12 +74,14 @@ def ending_of(environment: LaunchEnvironment) -> Callable[[], None] | None:
     return None
 
 
-def may_cancel(rank: int) -> bool:
-    """Return whether a rank is one of the few that cancel a job: 0, 1, 2, 4, 8 and so on.
+def seconds_before_turn(rank: int, world_size: int) -> float:
+    """Return how long a rank leaves it to others to end the job, all of which end with it: any of them may be stuck.
 
-    Not all of them are on the first host, whose ranks may be stuck together.
+    The ranks 0, 1, 2, 4, 8 and so on have a turn each, since not all of them are on the first host, whose ranks may be
+    stuck together. The others come last, and at once, so that nobody waits long and the scheduler is not flooded.
     """
-    return rank & (rank - 1) == 0
+    is_early = rank & (rank - 1) == 0
+    return _TURN * (rank.bit_length() if is_early else world_size.bit_length() + 1)
 
 
 def _leaves_a_rank_behind(error: BaseException) -> bool:

@@ -18,7 +18,7 @@ from distman._coordination.failure.error_file import is_shown_by_starter, write_
 from distman._coordination.failure.record import SILENT, FailureRecord
 from distman._coordination.messages import count
 from distman._coordination.monitor.context import interval, late_after
-from distman._coordination.monitor.current_watcher import failure_behind, is_watching, look_after_others
+from distman._coordination.monitor.current_watcher import failure_behind, is_watching
 from distman._coordination.timeouts import run_with_timeout
 from distman.errors import RankFailedError
 
@@ -48,6 +48,7 @@ class JobReporter:
         is_host: Whether this process serves it.
         leave_group: Closes this process's connections to the others.
         abort_job: Makes the launcher end the job once this process ends, where it would not do so by itself.
+        look_after: Finds out whether a rank that does nothing would keep the launcher waiting after a failure.
         cause: Because of whom the error came that this process ends with, if that was found out before.
     """
 
@@ -58,6 +59,7 @@ class JobReporter:
     is_host: bool
     leave_group: Callable[[], None]
     abort_job: Callable[[BaseException], None]
+    look_after: Callable[[FailureRecord], object]
     cause: FailureRecord | None = None
 
     def __call__(self, error: BaseException) -> Callable[[], None]:
@@ -68,7 +70,13 @@ class JobReporter:
         write_error_file(mine, self.rank)
         first: list[FailureRecord] = []
         is_told = mine.error_type != SILENT and self._tell(mine, first)
-        return functools.partial(self._finish, error, first[0] if first else cause, is_told=is_told)
+
+        def finish() -> None:
+            self._finish(error, first[0] if first else cause, is_told=is_told)
+            if is_told or mine.error_type == SILENT:
+                self.look_after(first[0] if first else mine)
+
+        return finish
 
     def _failure_behind(self, error: BaseException) -> FailureRecord | None:
         found: list[FailureRecord | None] = []
@@ -91,8 +99,6 @@ class JobReporter:
         if self.is_host and is_told:
             run_with_timeout(self.leave_group, _STAY)
             run_with_timeout(self._stay_until_seen, _PATIENCE)
-            if cause is not None:
-                look_after_others(cause)
 
     def _tell(self, mine: FailureRecord, first: list[FailureRecord]) -> bool:
         """Leave a record in the store, add the first one there to the list, and return whether that was possible."""
@@ -106,6 +112,7 @@ class JobReporter:
 
     def _publish(self, mine: FailureRecord, first: list[FailureRecord]) -> None:
         first.append(mine.publish(self.store))
+        self.store.delete_key(protocol.beat(self.rank))  # it knows, though its watcher may not come to say so
         count(self.store, protocol.NEWS, 1)
         if not is_watching() and first[0].rank != self.rank:  # else the watcher says so, once
             count(self.store, protocol.FAILURE_SEEN, 1)

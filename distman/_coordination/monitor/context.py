@@ -6,7 +6,9 @@ import dataclasses
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from distman._coordination import protocol
 from distman._coordination.failure.record import DIED, LEFT, SILENT, FailureRecord, Place
+from distman._coordination.messages import claim, decode_index
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -42,6 +44,9 @@ _UNREACHABLE_SHARE = 0.15
 _SHORTEST_UNREACHABLE = 5.0
 """Seconds; what is lost on the way is sent again within them several times."""
 
+_LARGEST_SHARE = 0.75
+"""Of the same: that a host does not answer has to be found before the silence of who runs there."""
+
 
 @dataclasses.dataclass(frozen=True)
 class WatchLimits:
@@ -58,7 +63,7 @@ class WatchLimits:
     @property
     def unreachable(self) -> float:
         """For any answer of another host: a system answers even while the process is stopped or busy."""
-        return min(self.silence, max(_SHORTEST_UNREACHABLE, _UNREACHABLE_SHARE * self.silence))
+        return min(_LARGEST_SHARE * self.silence, max(_SHORTEST_UNREACHABLE, _UNREACHABLE_SHARE * self.silence))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,6 +78,7 @@ class WatchContext:
         peers: All ranks, in rank order.
         is_one_host: Whether all of them run on one host.
         opener: The rank on whose host the store's process runs; None where that is not known.
+        holds_store: Whether the store may end with this rank, which others have to be told of failures before.
     """
 
     store: Store
@@ -82,6 +88,7 @@ class WatchContext:
     peers: Sequence[Place]
     is_one_host: bool
     opener: int | None = None
+    holds_store: bool = False
 
     @property
     def me(self) -> Place:
@@ -97,11 +104,17 @@ class WatchContext:
         """Return whether the store may be silent because a rank is."""
         return self.store_rank == rank or (self.store_rank is None and self.opener is None)
 
-    def caretaker(self, failed: int) -> int | None:
-        """Return the rank that looks after the others when one has failed; None where that is nobody's part."""
-        if self.store_rank is not None or self.opener is None:
-            return self.store_rank
-        return self.opener if self.opener != failed else min({0, 1} - {failed})
+    def takes_care(self) -> bool:
+        """Return whether this rank, which knows of a failure, is to look after the others.
+
+        Where the store outlives every rank, that is the first one which asks: whoever failed, died or stands still,
+        that one is alive. Else it is the rank that serves the store, which is gone with it.
+        """
+        if self.store_rank is not None:
+            return self.is_store_rank
+        size, what = len(self.peers), "who looks after the others"
+        first = claim(self.store, protocol.CARETAKER, str(self.rank), lambda found: decode_index(found, size, what))
+        return first == self.rank
 
     @property
     def interval(self) -> float:
@@ -123,6 +136,13 @@ class WatchContext:
         if self.store_rank is not None:
             role = f", which serves the job's store at {self.url}, "
             return FailureRecord.silent(self.peers[self.store_rank], seconds, role=role)
+        if self.opener is not None and self.peers[self.opener].host != self.me.host:
+            place = self.peers[self.opener]
+            text = (
+                f"is beside the job's store at {self.url}, which has not answered for {seconds:.0f} s: its process is "
+                "stopped, or that host is cut off."
+            )
+            return FailureRecord(place.rank, place.host, place.pid, SILENT, text)
         text = f"got no answer from the job's store at {self.url} for {seconds:.0f} s. See what stopped who serves it."
         return FailureRecord(self.me.rank, self.me.host, self.me.pid, SILENT, text)
 
@@ -139,9 +159,10 @@ class WatchContext:
 
     def store_rank_has_left(self, operation: str) -> FailureRecord:
         """Return the record that nobody can tell why an operation failed: the store went with its rank."""
-        place = self.me if self.store_rank is None else self.peers[self.store_rank]
+        holder = self.opener if self.store_rank is None else self.store_rank
+        place = self.me if holder is None else self.peers[holder]
         text = (
-            f"served the job's store and left the job, so nobody can tell whose end broke {operation}: that rank's, or "
+            f"held the job's store and left the job, so nobody can tell whose end broke {operation}: that rank's, or "
             "another's after it. Let all ranks take the same way to the end."
         )
         return FailureRecord(place.rank, place.host, place.pid, LEFT, text)

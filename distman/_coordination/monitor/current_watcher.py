@@ -51,6 +51,11 @@ def look_after_others(record: FailureRecord) -> None:
         _current.look_after_others(record)
 
 
+def has_failed() -> bool:
+    """Return whether the watcher of this process knows that a rank has failed, this one perhaps."""
+    return _current is not None and _current.record is not None
+
+
 def raise_if_failed() -> None:
     """Begin nothing that waits for other ranks once one has failed, this one perhaps.
 
@@ -62,11 +67,11 @@ def raise_if_failed() -> None:
 
 
 def let_others_hear_first() -> None:
-    """If this process serves the store, wait until the others know the failure on record too.
+    """If the store may end with this process, wait until the others know the failure on record too.
 
     Blocking. The program may end at once when it learns of a failure, and the others would then miss the store only.
     """
-    if _current is not None and _current.is_store_rank:
+    if _current is not None and _current.holds_store:
         _current.wait_until_known()
 
 

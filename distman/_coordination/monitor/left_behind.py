@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from distman._coordination import protocol
 from distman._coordination.failure import hook
+from distman._coordination.failure.job_abort import seconds_before_turn
 from distman._coordination.failure.record import SILENT, FailureRecord
 from distman._coordination.messages import unless_malformed
 from distman._coordination.monitor.context import WatchContext, late_after
@@ -38,16 +39,25 @@ class LeftBehind:
         record: Why it failed.
         silence: Seconds for which a rank may be silent.
         end_job: Ends the job.
+        is_awaited: Whether the rank that failed is gone, and the ends of all others wait for it nevertheless.
     """
 
     def __init__(
-        self, context: WatchContext, record: FailureRecord, silence: float, end_job: Callable[[], None]
+        self,
+        context: WatchContext,
+        record: FailureRecord,
+        silence: float,
+        end_job: Callable[[], None],
+        *,
+        is_awaited: bool = False,
     ) -> None:
         self._others = [place.rank for place in context.peers if place.rank != context.rank]
         self._late_after = late_after(len(context.peers))
         self._is_one_host = context.is_one_host
+        self._turn = seconds_before_turn(context.rank, len(context.peers))
         self._end_job = end_job
         self._failed = record.rank
+        self._is_awaited = is_awaited
         self._silent = {record.rank} if record.error_type == SILENT else set[int]()
         self._late: set[int] = set()
         self._late_until = time.monotonic() + silence
@@ -64,12 +74,13 @@ class LeftBehind:
         while (late := {rank for rank in late if _is_unaware(store, rank)}) and time.monotonic() < until:
             time.sleep(_PAUSE)
         self._late = late
-        if self._silent or self._late:
+        is_anyone = bool(self._silent or self._late or self._is_awaited)
+        if is_anyone:
             for rank in self._others:
                 place = protocol.peer_address(rank)
                 if store.check([place]) and not store.check([protocol.left(rank)]):
                     self._addresses[rank] = store.get(place)
-        return bool(self._silent or self._late)
+        return is_anyone
 
     def end_job_without(self) -> None:
         """End the job once all others have ended or left it, if one is there that does nothing.
@@ -80,7 +91,7 @@ class LeftBehind:
         while True:
             there = {rank for rank, connection in connections.items() if connection is None or _is_open(connection)}
             late = there & self._late
-            if not late and not there & self._silent:
+            if not late and not there & self._silent and not self._is_awaited:
                 break
             if there <= self._silent | self._late and (not late or time.monotonic() > self._late_until):
                 self._end_job()
@@ -97,7 +108,7 @@ class LeftBehind:
         the job is ended as after any.
         """
         if not hook.has_failed():
-            time.sleep(_PATIENCE)
+            time.sleep(_PATIENCE + self._turn)
             self._end_job()
 
     def _connect(self) -> dict[int, socket.socket | None]:

@@ -19,12 +19,13 @@ import socket
 import time
 import weakref
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from distman._coordination import protocol
 from distman._coordination.failure.record import FailureRecord, Place
 from distman._coordination.messages import MalformedMessageError, decode, unless_malformed
 from distman._process_state import puts_back
+from distman._store.transport import LONGEST_PAUSE
 from distman._text import shortened
 
 if TYPE_CHECKING:
@@ -40,7 +41,8 @@ _MAX_BYTES = 1_000_000  # more than any notice
 _MAX_ADDRESSES = 32  # of a host
 _PORTS = range(1, 1 << 16)
 _ADDRESS = re.compile(r"[\w.:%-]{1,253}", re.ASCII)  # what a resolver takes without raising of its own
-_PAUSE = 0.01  # seconds between two looks for a notice
+_PAUSE = 0.01  # seconds between two looks for a notice, and for guests where there are many
+_GUESTS_AT_ONCE = 16
 _LOOPBACK = ("127.", "::1")  # how such addresses begin
 
 _connections: weakref.WeakSet[PeerConnection] = weakref.WeakSet()
@@ -67,7 +69,7 @@ class PeerConnection:
     def __init__(self, store: Store, rank: int, peers: Sequence[Place], *, is_one_host: bool, patience: float) -> None:
         self.is_unanswered = False
         self.notice: FailureRecord | None = None
-        self._probe_every = max(1, round(patience / (1 + _NUM_PROBES)))
+        self._probe_every = max(1, round(min(patience / (1 + _NUM_PROBES), LONGEST_PAUSE)))
         self._store = store
         self._is_one_host = is_one_host
         self._rank = rank
@@ -118,6 +120,9 @@ class PeerConnection:
             elif key.fileobj is self._listener:
                 if not self._admit():
                     self._wait_for_the_rest(seconds)
+                elif len(self._guests) == _MAX_GUESTS:  # a flood of strangers must not take this rank's time
+                    all(self._admit() for _ in range(_GUESTS_AT_ONCE))
+                    self._wait_for_the_rest(min(seconds, _PAUSE))
             elif key.fileobj is self._connection and self._connection is not None:
                 died = self._read(self._connection)
                 if died is not None:
@@ -208,13 +213,10 @@ class PeerConnection:
         except OSError:
             return False
         guest.settimeout(0)
-        for gone in [other for other in self._guests if _is_closed(other)]:
-            self._guests.remove(gone)
-            gone.close()
         self._guests.append(guest)
         if len(self._guests) > _MAX_GUESTS:
-            strangers = filter(self._is_stranger, self._guests)
-            oldest = next(strangers, self._guests[0])
+            useless = (other for other in self._guests if self._is_stranger(other) or _is_closed(other))
+            oldest = next(useless, self._guests[0])
             self._guests.remove(oldest)
             oldest.close()
         return True
@@ -325,7 +327,9 @@ def connect(addresses: Sequence[str], port: int, *, is_one_host: bool) -> socket
     usable = [address for address in addresses if is_one_host or not address.startswith(_LOOPBACK)]
     for address in usable:
         try:
-            return socket.create_connection((address, port), timeout=_PATIENCE / len(usable))
+            # Bytes: for a text, Python loads the codec of other alphabets, which takes 3 ms.
+            place: Any = (address.encode(), port)
+            return socket.create_connection(place, timeout=_PATIENCE / len(usable))
         except OSError as error:
             refused = error
     raise refused

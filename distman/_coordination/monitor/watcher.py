@@ -18,7 +18,6 @@ from distman._coordination import protocol
 from distman._coordination.failure import hook
 from distman._coordination.failure.delivery import Delivery
 from distman._coordination.failure.interruption import Interruption
-from distman._coordination.failure.job_abort import may_cancel
 from distman._coordination.failure.record import DIED, LEFT, SILENT, FailureRecord
 from distman._coordination.messages import (
     MalformedMessageError,
@@ -35,6 +34,7 @@ from distman._coordination.monitor.hang import HangWatch, StackQueries
 from distman._coordination.monitor.left_behind import LeftBehind
 from distman._coordination.monitor.peer_monitor import PeerMonitor, give_sign, read_sign
 from distman._coordination.monitor.watchdog import Watchdog
+from distman._coordination.timeouts import run_with_timeout
 from distman._log import logger
 from distman._process_state import puts_back
 from distman._text import Line, printable
@@ -64,6 +64,7 @@ class Watcher:
         limits: How long to wait.
         abort_job: Makes the launcher end the job after an error, where it would not do so by itself.
         end_job: Ends the job, under a launcher that would wait for a rank that does nothing; None under others.
+        awaits_dead: Whether the ends of the ranks wait for one that died, too.
         patience: Seconds for a failure to become known, and for another watcher to answer.
 
     Attributes:
@@ -80,6 +81,7 @@ class Watcher:
         abort_job: Callable[[BaseException], None],
         *,
         end_job: Callable[[], None] | None = None,
+        awaits_dead: bool = False,
         patience: float = _PATIENCE,
     ) -> None:
         self.record: FailureRecord | None = None
@@ -90,6 +92,7 @@ class Watcher:
         self._limits = limits
         self._patience = patience
         self._end_job = end_job
+        self._awaits_dead = awaits_dead
         self._last_raised: FailureRecord | None = None
         self._is_looking_after = False
         self._is_stuck = False
@@ -98,7 +101,8 @@ class Watcher:
         self._is_stopping = threading.Event()
         self._is_program_done = threading.Event()
         self._has_left = False
-        self._interruption = Interruption(abort_job, self._is_program_done)
+        self._abort_job = abort_job
+        self._interruption = Interruption(self._end_with, self._is_program_done)
         self._monitor: PeerMonitor | None = None
         self._watchdog = None if context.is_store_rank else Watchdog(limits.silence, self._store_rank_is_silent)
         self._thread = threading.Thread(target=self._run, name="distman-watcher", daemon=True)
@@ -133,13 +137,13 @@ class Watcher:
         """Watch on for the others, now that the program has left the job."""
         self._has_left = True
 
-    def learn(self, record: FailureRecord | None) -> None:
+    def learn(self, record: FailureRecord) -> None:
         """Take note of a failure that the program has not heard of, though it was known when it left the job.
 
         Args:
-            record: The failure on record, if there is one; a wait may have raised it, or another one of that rank.
+            record: The failure on record; a wait may have raised it, or another one of that rank.
         """
-        if record is None or self.record is not None:
+        if self.record is not None:
             return
         if record.rank != self.rank and (self._last_raised is None or record.rank != self._last_raised.rank):
             self.record = record
@@ -238,12 +242,14 @@ class Watcher:
         return self._context.store_rank_is_gone()
 
     @property
-    def is_store_rank(self) -> bool:
-        """Whether this process serves the store."""
-        return self._context.is_store_rank
+    def holds_store(self) -> bool:
+        """Whether the store ends with this process, or may do so."""
+        return self._context.is_store_rank or self._context.holds_store
 
     def look_after_others(self, record: FailureRecord) -> None:
         """At the end of this process, end the job if a rank that does nothing would keep the launcher waiting.
+
+        Blocking, for seconds at most.
 
         Args:
             record: Why the job failed; the others have had the time to read it.
@@ -251,21 +257,37 @@ class Watcher:
         if self._end_job is None or self._is_looking_after:
             return
         self._is_looking_after = True
-        left_behind = LeftBehind(self._context, record, self._limits.silence, self._end_job)
-        if record.error_type == SILENT and self._context.may_hold_up_store(record.rank):
-            if may_cancel(self.rank) and not self.is_store_rank:
+        is_awaited = self._awaits_dead and record.error_type == DIED
+        left_behind = LeftBehind(self._context, record, self._limits.silence, self._end_job, is_awaited=is_awaited)
+        if self._is_stuck or (record.error_type == SILENT and self._context.may_hold_up_store(record.rank)):
+            if not self._context.is_store_rank:
                 hook.end_job_at_exit(left_behind.end_job_unseen)
-        elif self.rank == self._context.caretaker(record.rank):
-            with contextlib.suppress(dist.DistError):
-                if left_behind.find(self._context.store):
-                    hook.end_job_at_exit(left_behind.end_job_without)
+            return
+
+        def look() -> None:
+            if self._context.takes_care() and left_behind.find(self._context.store):
+                hook.end_job_at_exit(left_behind.end_job_without)
+
+        limit = 2 * late_after(len(self._context.peers))  # the store may be silent by now, which nobody else would see
+        with contextlib.suppress(dist.DistError, MalformedMessageError):
+            run_with_timeout(look, limit)
 
     def fail(self, error: BaseException) -> None:
         """Let an error that ended another thread end the job, and the main thread of this rank with it."""
         self._has_failed_thread = True
+        self._publish(FailureRecord.of(error, self._context.rank))
+
+    def _publish(self, record: FailureRecord) -> None:
         with contextlib.suppress(dist.DistError):  # the store is gone, and the watcher will say so
-            FailureRecord.of(error, self._context.rank).publish(self._context.store)
+            record.publish(self._context.store)
             count(self._context.store, protocol.NEWS, 1)
+
+    def _end_with(self, error: BaseException) -> None:
+        """Leave word of why this process ends, and make the launcher end the job; the end itself would count else."""
+        record = FailureRecord.of(error, self.rank)
+        if record.error_type == LEFT:  # all others are on record, or the store is gone
+            run_with_timeout(lambda: self._publish(record), self._patience)
+        self._abort_job(error)
 
     def note(self, error: RankFailedError) -> None:
         """Take note of an error that a wait raises because the job has failed, or a rank has left it too early.
@@ -389,9 +411,8 @@ class Watcher:
             return
         self.is_counted = True
         logger.warning(
-            "the other ranks are not watched any more: %r. This rank hears of failures only where it waits for others; "
-            "if it dies, or the next one, broken connections may be all that tells of it. DISTMAN_WATCH=0 switches "
-            "this off",
+            "the other ranks are not watched any more: %r. This rank hears of failures only where it waits for others, "
+            "and nobody misses the next one if that falls silent. DISTMAN_WATCH=0 switches this off",
             error,
         )
 
@@ -409,7 +430,7 @@ class Watcher:
         self.record = record
         if self._monitor is not None:
             self._monitor.tell(record)
-            if self._context.is_store_rank:
+            if self.holds_store:
                 with contextlib.suppress(dist.DistError):
                     self._monitor.wait_until_others_know()
         self._is_known.set()

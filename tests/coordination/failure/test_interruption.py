@@ -138,6 +138,25 @@ def test_a_main_thread_that_awaits_it_is_left_alone():
             wait_for_it(thread)
 
 
+def test_a_main_thread_that_has_had_no_turn_is_not_taken_for_stuck():
+    """The limit may pass while nobody runs: the whole process was suspended, say, or the host is busy."""
+
+    class Suspended(threading.Event):
+        num_waits = 0
+
+        def wait(self, timeout=None):
+            self.num_waits += 1
+            return self.num_waits > 1 and super().wait(timeout)
+
+    ended = []
+    with delivering(failure_on(1)) as (interruption, thread):
+        interruption._is_answered = Suspended()
+        interruption._exit = lambda *_: ended.append("ended")
+        with pytest.raises(RankFailedError):
+            wait_for_it(thread)
+    assert ended == []
+
+
 def test_a_rank_that_has_left_the_job_is_left_alone():
     is_over = threading.Event()
     is_over.set()

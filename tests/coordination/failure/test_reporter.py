@@ -25,7 +25,7 @@ def store():
     return HashStore()
 
 
-def reporter(store, *, is_host=False, num_others=1):
+def reporter(store, *, is_host=False, num_others=1, look_after=lambda _: None):
     done = []
     made = JobReporter(
         rank=0,
@@ -35,8 +35,27 @@ def reporter(store, *, is_host=False, num_others=1):
         is_host=is_host,
         leave_group=lambda: done.append("left the group"),
         abort_job=done.append,
+        look_after=look_after,
     )
     return made, done
+
+
+@pytest.mark.parametrize("error", [ValueError("boom"), FailureRecord.silent(Place(1), 300).to_error()], ids=repr)
+def test_after_the_end_of_the_program_it_is_looked_who_keeps_the_launcher_waiting(store, error):
+    looked_for = []
+    report, _ = reporter(store, look_after=looked_for.append)
+    finish = report(error)
+    assert looked_for == []
+    finish()
+    assert [record.error_text for record in looked_for] == [FailureRecord.of(error, 0).error_text]
+
+
+def test_who_has_told_of_a_failure_counts_as_one_that_knows(store):
+    """Its watcher may not come to say so, since the process ends."""
+    store.set(protocol.beat(0), "now")
+    report, _ = reporter(store)
+    report(failure_on(1).to_error())
+    assert not store.check([protocol.beat(0)])
 
 
 def test_the_others_are_told(store, capsys):

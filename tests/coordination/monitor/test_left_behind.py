@@ -9,7 +9,7 @@ from torch.distributed import HashStore
 
 from distman._coordination import protocol
 from distman._coordination.failure import hook
-from distman._coordination.failure.job_abort import ending_of, may_cancel
+from distman._coordination.failure.job_abort import ending_of, seconds_before_turn
 from distman._coordination.failure.record import FailureRecord
 from distman._coordination.failure.reporter import JobReporter
 from distman._coordination.monitor import left_behind
@@ -46,8 +46,8 @@ def others(store):
         yield ends
 
 
-def context_of(store, rank=0):
-    return WatchContext(store, "tcp://n1:5", 0, rank, places(NUM_RANKS), is_one_host=True)
+def context_of(store, rank=0, store_rank=0):
+    return WatchContext(store, "tcp://n1:5", store_rank, rank, places(NUM_RANKS), is_one_host=True, opener=0)
 
 
 def make(store, record, ended, *, silence=300.0):
@@ -122,6 +122,19 @@ def test_a_silent_rank_on_a_host_that_does_not_answer_is_ended_too(store):
     assert ended == ["ended"]
 
 
+def test_where_all_wait_for_one_that_died_the_job_is_ended_when_the_others_are_done(store, others, waits):
+    """MPI_Finalize waits for it."""
+    ended = []
+    store.delete_key(protocol.beat(3))
+    died = FailureRecord.died(places(NUM_RANKS)[1])
+    left = LeftBehind(context_of(store), died, 300.0, lambda: ended.append("ended"), is_awaited=True)
+    assert left.find(store)
+    others[1].close()
+    waits += [others[2].close, others[3].close]
+    left.end_job_without()
+    assert (ended, waits) == (["ended"], [])
+
+
 @pytest.mark.parametrize(("has_failed", "expected"), [(False, ["ended"]), (True, [])])
 def test_where_the_store_is_silent_handlers_get_a_minute(store, waits, monkeypatch, has_failed, expected):
     ended = []
@@ -150,8 +163,9 @@ def actions(monkeypatch):
     return found
 
 
-def watcher_of(store, rank=0, end_job=lambda: None):
-    return Watcher(context_of(store, rank), WatchLimits(silence=300.0), lambda _: None, end_job=end_job)
+def watcher_of(store, rank=0, end_job=lambda: None, store_rank=0):
+    context = context_of(store, rank, store_rank)
+    return Watcher(context, WatchLimits(silence=300.0), lambda _: None, end_job=end_job)
 
 
 @pytest.mark.parametrize(
@@ -161,17 +175,46 @@ def watcher_of(store, rank=0, end_job=lambda: None):
         (2, SILENT, 0),
         (0, failure_on(1), 0),
         (2, OF_THE_STORE_RANK, 1),
-        (3, OF_THE_STORE_RANK, 0),
+        (3, OF_THE_STORE_RANK, 1),
         (0, OF_THE_STORE_RANK, 0),
     ],
 )
 def test_the_rank_that_serves_the_store_looks_after_the_others(store, actions, rank, record, num_actions):
-    """Where that is the silent one, some others do; it does nothing itself if it comes back."""
+    """Where that is the silent one, all others do; it does nothing itself if it comes back."""
     watcher = watcher_of(store, rank)
     watcher.look_after_others(record)
     watcher.look_after_others(record)
     watcher.stop()
     assert len(actions) == num_actions
+
+
+@pytest.mark.parametrize("alive", [(0, 2), (2, 0), (3,), (1, 3)], ids=str)
+def test_where_the_store_outlives_them_the_first_that_asks_does(store, actions, alive):
+    """Any others may have died or stand still, the one that has opened the store among them."""
+    for num_that_asked, rank in enumerate(alive):
+        watcher = watcher_of(store, rank, store_rank=None)
+        assert len(actions) == (num_that_asked > 0)
+        watcher.look_after_others(SILENT)
+        watcher.stop()
+        assert len(actions) == 1
+
+
+def test_nonsense_in_the_place_of_who_does_is_replaced(store, actions):
+    store.set(protocol.CARETAKER, "99")
+    watcher = watcher_of(store, 2, store_rank=None)
+    watcher.look_after_others(SILENT)
+    watcher.stop()
+    assert len(actions) == 1
+
+
+def test_where_the_store_itself_is_silent_nobody_asks_it(store, actions):
+    """A call to it would have no end."""
+    store.set(protocol.CARETAKER, "0")
+    watcher = watcher_of(store, 3, store_rank=None)
+    watcher._interruption.deliver = lambda _: None  # it would raise here
+    watcher._store_rank_is_silent(300.0)
+    watcher.stop()
+    assert len(actions) == 1
 
 
 def test_it_does_so_too_where_the_program_handles_the_failure(store, actions):
@@ -192,8 +235,9 @@ def test_under_a_launcher_that_ends_the_rest_nobody_does(store, actions):
 
 
 @pytest.mark.usefixtures("no_patience", "others")
-def test_a_rank_that_serves_the_store_and_fails_itself_looks_too(store, actions):
-    watcher = watcher_of(store)
+@pytest.mark.parametrize("store_rank", [0, None])
+def test_a_rank_that_fails_itself_looks_too(store, actions, store_rank):
+    watcher = watcher_of(store, store_rank=store_rank)
     watcher.start()
     store.add(protocol.FAILURE_SEEN, NUM_RANKS)
     report = JobReporter(
@@ -201,9 +245,10 @@ def test_a_rank_that_serves_the_store_and_fails_itself_looks_too(store, actions)
         num_others=NUM_RANKS - 1,
         store=store,
         store_host="",
-        is_host=True,
+        is_host=store_rank == 0,
         leave_group=lambda: None,
         abort_job=lambda _: None,
+        look_after=watcher.look_after_others,
     )
     report(ValueError("the disk is full"))()
     watcher.stop()
@@ -219,5 +264,9 @@ def test_who_is_asked_to_end_a_job(launcher, is_asked):
     assert (ending_of(LaunchEnvironment(launcher, 0, 4)) is not None) == is_asked
 
 
-def test_those_that_cancel_are_few_and_not_all_on_one_host():
-    assert [rank for rank in range(1000) if may_cancel(rank)] == [0, 1, 2, 4, 8, 16, 32, 64, 128, 256, 512]
+def test_those_that_cancel_first_are_few_and_not_all_on_one_host():
+    turns = [seconds_before_turn(rank, 1000) for rank in range(1000)]
+    early = [rank for rank in range(1000) if turns[rank] < max(turns)]
+    assert early == [0, 1, 2, 4, 8, 16, 32, 64, 128, 256, 512]
+    assert sorted(turns[rank] for rank in early) == sorted({turns[rank] for rank in early}), "each has its own turn"
+    assert max(turns) < 10

@@ -22,10 +22,10 @@ PEERS = [Place(rank, "n1", 100 + rank) for rank in range(3)]
 
 
 @contextlib.contextmanager
-def connections(num_ranks):
+def connections(num_ranks, patience=45.0):
     store = HashStore()
     made = [
-        PeerConnection(store, rank, PEERS[:num_ranks], is_one_host=True, patience=45.0) for rank in range(num_ranks)
+        PeerConnection(store, rank, PEERS[:num_ranks], is_one_host=True, patience=patience) for rank in range(num_ranks)
     ]
     try:
         yield store, made
@@ -111,6 +111,21 @@ def test_strangers_who_came_first_do_not_keep_out_the_rank_that_watches():
         assert turn(made) == set()
         made[1].tell(failure_on(2))
         assert made[0].hear(60) == failure_on(2)
+
+
+def test_a_flood_of_strangers_takes_little_of_the_watchers_time(monkeypatch):
+    pauses = []
+    monkeypatch.setattr(PeerConnection, "_wait_for_the_rest", lambda _, seconds: pauses.append(seconds))
+    with connections(2) as (_, made), contextlib.ExitStack() as stack:
+        turn(made)
+        place = made[1]._listener.getsockname()
+        for number in range(2 * peer_connection._MAX_GUESTS):
+            stack.enter_context(socket.create_connection(place))
+            made[1].wait(10.0)
+            num_guests = 1 + number + 1  # one rank is there already
+            assert len(pauses) == max(0, num_guests - peer_connection._MAX_GUESTS + 1)
+        assert {*pauses} == {peer_connection._PAUSE}
+        assert turn(made) == set()
 
 
 def test_a_guest_who_cannot_be_let_in_for_lack_of_files_does_not_keep_the_watcher_busy():
@@ -205,6 +220,14 @@ def test_a_host_that_does_not_answer_holds_the_watcher_up_for_a_bounded_time(mon
         connect(["n2", "127.0.1.1", "192.0.2.1", "192.0.2.2", "2001:db8::1"], 5, is_one_host=False)
     assert len(timeouts) == 4
     assert sum(timeouts) <= peer_connection._PATIENCE
+
+
+@pytest.mark.parametrize("patience", [1e-3, 1e6, 1e12])
+def test_a_host_may_be_silent_for_as_long_as_one_likes(patience):
+    with connections(2, patience) as (_, made):
+        assert turn(made) == set()
+        made[1].tell(failure_on(2))
+        assert made[0].hear(60) == failure_on(2)
 
 
 NONSENSE = [

@@ -150,6 +150,17 @@ def test_a_program_that_waits_again_and_again_has_swallowed_each_error():
     watcher.stop()
 
 
+def test_a_rank_that_ends_since_another_one_left_says_so():
+    store, ended = HashStore(), []
+    context = WatchContext(store, "tcp://n1:5", None, 0, places(2), is_one_host=True)
+    watcher = Watcher(context, WatchLimits(silence=300.0), ended.append, patience=60.0)
+    record = FailureRecord.left(places(2)[1], "barrier 0")
+    watcher._interruption._abort_job(record.to_error())
+    assert (FailureRecord.read(store), store.add(protocol.NEWS, 0)) == (record, 1)
+    (error,) = ended
+    assert record.is_told_by(error)
+
+
 def test_who_leaves_the_job_lets_go_of_the_error():
     watcher = make(HashStore())
     error = failure_on(1).to_error()
@@ -235,7 +246,7 @@ def test_a_rank_that_cannot_watch_says_so(caplog):
     assert not store.check([protocol.beat(0)])
     assert store.add(protocol.GONE, 0) == 1
     assert "not watched any more: OSError('Too many open files')" in caplog.text
-    assert "if it dies, or the next one, broken connections may be all that tells of it" in caplog.text
+    assert "nobody misses the next one if that falls silent" in caplog.text
 
 
 LOST = RuntimeError("[gloo/transport/tcp/pair.cc:553] Connection closed by peer")
@@ -281,11 +292,12 @@ def test_a_store_whose_host_does_not_answer_has_not_died(text):
     )
 
 
-def test_who_serves_the_store_learns_last_of_a_failure():
+@pytest.mark.parametrize(("store_rank", "holds_store"), [(0, False), (None, True)])
+def test_who_holds_the_store_learns_last_of_a_failure(store_rank, holds_store):
     """Its program may end at once, and take the store with it."""
     store = HashStore()
-    watcher = make(store, store_rank=0, num_ranks=3)
-    watcher._context = dataclasses.replace(watcher._context, peers=places(3))
+    watcher = make(store, store_rank=store_rank, num_ranks=3)
+    watcher._context = dataclasses.replace(watcher._context, peers=places(3), holds_store=holds_store)
     tell(store, failure_on(1))
     seen = []
 

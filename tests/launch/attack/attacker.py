@@ -4,6 +4,7 @@ The attacker knows what is public: where the job's store listens, the names of i
 and this source. What it is to do comes from standard input as JSON; what came of it goes to standard output.
 """
 
+import collections
 import itertools
 import json
 import os
@@ -14,7 +15,6 @@ import socket
 import struct
 import sys
 import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 SETTINGS = json.load(sys.stdin) if __name__ == "__main__" else {}
@@ -36,18 +36,18 @@ from distman._store.handshake import (  # noqa: E402
     door_key,
     mac,
 )
-from distman._store.transport import place_of  # noqa: E402
+from distman._store.transport import other_place  # noqa: E402
 
-AT_ONCE = 16  # tries
+AT_ONCE = 48  # tries: fewer than the strangers for whom a store has room
 PATIENCE = 10.0  # seconds for an answer that takes milliseconds
 MORE_PATIENCE = 0.1  # seconds for more of it
 CROWD_PATIENCE = 60.0  # seconds until everybody of a crowd must have been sent away
 CROWD = 1_000
+PAUSE = 0.01  # seconds between two looks for a store that is not there yet: they cost a core otherwise
 DRIP_EVERY = 0.2  # seconds
-EVERYWHERE = ("0.0.0.0", "::")  # noqa: S104 - compared, not listened to
-LISTENS = "0A"  # a state in /proc/net/tcp
-TABLES = {socket.AF_INET: ("/proc/net/tcp", "127.0.0.1"), socket.AF_INET6: ("/proc/net/tcp6", "::1")}
 LIMIT = struct.pack("<Q", 1000)
+AGENT_HELLO = struct.pack("<BI", 0, 0x3C85F7CE)  # of torch's TCPStore, as all that follows
+AGENT_SET = b"\1"
 SQUATTED = "squat"  # in the names that other attackers have taken
 MANY = b"x" * (1 << 18)
 
@@ -64,14 +64,26 @@ class Evil:
 
 
 def connect(address):
-    if isinstance(address, str):
-        guest = socket.socket(socket.AF_UNIX)
+    guest = socket.socket(family_of(address))
+    try:
         guest.settimeout(PATIENCE)
         guest.connect(address)
-        return guest
-    guest = socket.create_connection(address, timeout=PATIENCE)
-    guest.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # its port is free at once
+        if not isinstance(address, str):
+            guest.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # its port is free at once
+    except OSError:
+        guest.close()
+        raise
     return guest
+
+
+def family_of(address):
+    if isinstance(address, str):
+        return socket.AF_UNIX
+    return socket.AF_INET6 if ":" in address[0] else socket.AF_INET
+
+
+# What follows are generators: each lets the others go on where it has to wait for an answer, and returns what it has
+# heard at last. So one process makes thousands of tries a second.
 
 
 def say(guest, *messages, is_all=False):
@@ -82,6 +94,7 @@ def say(guest, *messages, is_all=False):
             guest.sendall(message)
         if is_all:
             guest.shutdown(socket.SHUT_WR)
+        yield
         while piece := guest.recv(1 << 16):
             heard += piece
             guest.settimeout(MORE_PATIENCE)
@@ -106,6 +119,7 @@ def challenge(guest, opening):
     """Return the nonces and the proof of the store, and what it sends beside."""
     try:
         guest.sendall(opening)
+        yield
         head = read(guest, CHALLENGE_HEAD_BYTES)
         (length,) = frames.LENGTH.unpack(head[NONCE_BYTES:])
         credential = read(guest, length)
@@ -131,10 +145,13 @@ def forged(number, nonces, theirs, where, packed):
 def enter(address, number, hello, *requests):
     """Try to be let in, and to have requests carried out; return whatever comes after the store's own proof."""
     with connect(address) as guest:
-        nonces, theirs, _ = challenge(guest, MAGIC + os.urandom(NONCE_BYTES))
+        nonces, theirs, _ = yield from challenge(guest, MAGIC + os.urandom(NONCE_BYTES))
         packed = hello.pack()
-        proof = forged(number, nonces, theirs, place_of(address), packed)
-        return say(guest, proof + frames.LENGTH.pack(len(packed)) + packed, *requests)
+        proof = forged(number, nonces, theirs, other_place(guest), packed) + frames.LENGTH.pack(len(packed)) + packed
+        if number % 2:
+            return (yield from say(guest, proof, *requests))
+        welcome = yield from say(guest, proof)  # a store carries out nothing that comes before its answer
+        return welcome and welcome + (yield from say(guest, *requests))
 
 
 def join(role, rank):
@@ -147,11 +164,12 @@ def ask(operation, *fields):
     def attempt(address, number):
         request = frames.request(1, operation, fields)
         if number % 3 == 0:
-            return enter(address, number, Hello(MEMBER, number % 4 - 1, os.getpid()), request * 10)
+            hello = Hello(MEMBER, number % 4 - 1, os.getpid())
+            return (yield from enter(address, number, hello, request * 10))
         with connect(address) as guest:
             if number % 3 == 1:
-                challenge(guest, MAGIC + os.urandom(NONCE_BYTES))
-            return say(guest, request * 10)
+                yield from challenge(guest, MAGIC + os.urandom(NONCE_BYTES))
+            return (yield from say(guest, request * 10))
 
     return attempt
 
@@ -160,25 +178,25 @@ def replay(address, _number):
     """Say again what a rank has said, and then what it would say next."""
     recorded = SETTINGS["recorded"]
     with connect(address) as guest:
-        challenge(guest, bytes.fromhex(recorded["opening"]))
-        return say(guest, bytes.fromhex(recorded["proof"]), frames.request(1, frames.NUM_KEYS, []))
+        yield from challenge(guest, bytes.fromhex(recorded["opening"]))
+        return (yield from say(guest, bytes.fromhex(recorded["proof"]), frames.request(1, frames.NUM_KEYS, [])))
 
 
 def malformed(address, number):
     with connect(address) as guest:
         if number % 2:
-            return say(guest, os.urandom(1 + number % 3000), is_all=True)
-        challenge(guest, MAGIC + os.urandom(NONCE_BYTES))
-        return say(guest, os.urandom(1 + number % 300), is_all=True)
+            return (yield from say(guest, os.urandom(1 + number % 3000), is_all=True))
+        yield from challenge(guest, MAGIC + os.urandom(NONCE_BYTES))
+        return (yield from say(guest, os.urandom(1 + number % 300), is_all=True))
 
 
 def huge(address, number):
     length = frames.LENGTH.pack([0xFFFFFFFF, frames.MOST_BYTES, 1 << 31, 65][number % 4])
     with connect(address) as guest:
         if number % 2:
-            return say(guest, length, MANY, is_all=True)
-        challenge(guest, MAGIC + os.urandom(NONCE_BYTES))
-        return say(guest, os.urandom(MAC_BYTES) + length, MANY, is_all=True)
+            return (yield from say(guest, length, MANY, is_all=True))
+        yield from challenge(guest, MAGIC + os.urandom(NONCE_BYTES))
+        return (yield from say(guest, os.urandom(MAC_BYTES) + length, MANY, is_all=True))
 
 
 def pickles(address, number):
@@ -187,11 +205,12 @@ def pickles(address, number):
     sized = [evil, frames.LENGTH.pack(len(evil)) + evil, struct.pack(">Q", len(evil)) + evil, evil + b"\n"]
     with connect(address) as guest:
         if number % 3 == 0:
-            return say(guest, sized[number % 4], is_all=True)
-        challenge(guest, MAGIC + os.urandom(NONCE_BYTES))
+            return (yield from say(guest, sized[number % 4], is_all=True))
+        yield from challenge(guest, MAGIC + os.urandom(NONCE_BYTES))
         if number % 3 == 1:
-            return say(guest, os.urandom(MAC_BYTES) + frames.LENGTH.pack(len(evil)) + evil, is_all=True)
-        return say(guest, frames.request(1, frames.SET, [os.urandom(4), evil]), is_all=True)
+            proof = os.urandom(MAC_BYTES) + frames.LENGTH.pack(len(evil)) + evil
+            return (yield from say(guest, proof, is_all=True))
+        return (yield from say(guest, frames.request(1, frames.SET, [os.urandom(4), evil]), is_all=True))
 
 
 def kinds():
@@ -220,7 +239,7 @@ def kinds():
         "false question": ask(frames.SET, keys["query"], b"[0, 1, 2]"),
         "false closing": ask(frames.SET, keys["closing"], value),
         "false early failure": ask(frames.FAIL, notice),
-        "false end": ask(frames.WILL, some, keys["news"]),
+        "false end": ask(frames.WILL, some, keys["news"], b"", value, value),
         "shut the store": ask(frames.SHUT),
         "malformed": malformed,
         "huge": huge,
@@ -228,23 +247,28 @@ def kinds():
     }
 
 
-def attack(doors, names):
-    """Return, by kind, how many tries reached the store, and how many of them got anything."""
-    results = {}
-    with ThreadPoolExecutor(AT_ONCE) as pool:
-        for name, attempt in kinds().items():
-            if names is None or name in names:
-                tries = ((attempt, doors[number % len(doors)], number) for number in range(SETTINGS["tries"]))
-                gains = [gain for gain in pool.map(gain_of, tries) if gain is not None]
-                results[name] = [len(gains), sum(gains)]
+def attack(addresses, attempts):
+    """Return, by kind, how many tries reached somebody, and how many of them got anything."""
+    results = {name: [0, 0] for name in attempts}
+    for name, attempt in attempts.items():
+        tries = (gain_of(attempt, addresses[n % len(addresses)], n) for n in range(SETTINGS["tries"]))
+        running = collections.deque(itertools.islice(tries, AT_ONCE))
+        while running:
+            one = running.popleft()
+            try:
+                next(one)
+                running.append(one)
+            except StopIteration as end:
+                results[name][0] += end.value is not None
+                results[name][1] += bool(end.value)
+                running.extend(itertools.islice(tries, 1))
     return results
 
 
-def gain_of(one):
+def gain_of(attempt, address, number):
     """Return whether a try got anything; None where it did not even reach the store."""
-    attempt, address, number = one
     try:
-        heard = attempt(address, number)
+        heard = yield from attempt(address, number)
     except UnansweredError:
         return False
     except OSError:
@@ -296,33 +320,55 @@ def crowd(doors):
     return {"a thousand connections, idle and slow": [reached, gains + len(guests)]}
 
 
-def ring(addresses):
-    """Say what neighbours tell each other, at every other port; nobody answers there, or sends anybody away."""
-    results = {}
-    line = SETTINGS["notice"].encode() + b"\n"
-    words = {
-        "false notice at the ring": lambda: os.urandom(8).hex().encode() + b"\n" + line,
-        "notice without a word at the ring": lambda: line * 3,
-        "malformed at the ring": lambda: os.urandom(512),
-        "pickles at the ring": lambda: pickle.dumps(Evil()) + b"\n",
-    }
-    for name, message in words.items():
-        reached = gains = 0
-        for _, address in zip(range(SETTINGS["tries"]), itertools.cycle(addresses)):
+def shout(make):
+    """Say something at any port; nobody answers there, or sends anybody away."""
+
+    def attempt(address, number):
+        with connect(address) as guest:
+            guest.settimeout(0)
             try:
-                guest = connect(address)
+                guest.send(make(number))
+                yield
+                return guest.recv(1 << 16)
             except OSError:
-                continue
-            reached += 1
-            with guest:
-                guest.settimeout(0)
-                try:
-                    guest.send(message())
-                    gains += bool(guest.recv(1 << 16))
-                except OSError:
-                    continue
-        results[name] = [reached, gains]
-    return results
+                return b""
+
+    return attempt
+
+
+def tell(address, number):
+    """Tell in the store of torchrun's agent where else the job's store would be, as if rank 0 had told."""
+    told, key = SETTINGS["agent"]["told"], SETTINGS["agent"]["key"].encode()
+    secret = [None, b"guess %d" % number][number % 2]
+    proof = mac(door_key(secret, key), b"told", json.dumps(told).encode()).hex()
+    messages = [
+        json.dumps({"told": told, "proof": proof}).encode(),
+        json.dumps(told).encode(),
+        pickle.dumps(Evil()),
+        b"\x1b[2J",
+    ]
+    message = messages[min(number % 8, 3)] if number < SETTINGS["tries"] - 1 else messages[0]
+    with connect(address) as guest:
+        guest.sendall(AGENT_HELLO + AGENT_SET + sized(b"/" + key) + sized(message))
+        guest.shutdown(socket.SHUT_WR)
+        yield
+    return b""
+
+
+def sized(field):
+    return struct.pack("<Q", len(field)) + field
+
+
+def kinds_anywhere():
+    """Return what is tried at the other ports of a rank: gloo's, and that of the connection to its neighbours."""
+    line = SETTINGS["notice"].encode() + b"\n"
+    return {
+        "false notice at other ports": shout(lambda _: os.urandom(8).hex().encode() + b"\n" + line),
+        "notice without a word at other ports": shout(lambda _: line * 3),
+        "malformed at other ports": shout(lambda _: os.urandom(512)),
+        "small numbers at other ports": shout(lambda number: struct.pack("<Q", number % 64) * 4),
+        "pickles at other ports": shout(lambda _: pickle.dumps(Evil()) + b"\n"),
+    }
 
 
 def names_of_stores():
@@ -332,25 +378,11 @@ def names_of_stores():
     return [name.replace("@", "\0", 1) for name in found if SQUATTED not in name]
 
 
-def ports_of_all():
-    """Return everything of this host that listens to TCP."""
-    found = []
-    for family, (table, loopback) in TABLES.items():
-        for row in Path(table).read_text().splitlines()[1:]:
-            _, local, _, state = row.split()[:4]
-            if state == LISTENS:
-                address, port = local.split(":")
-                packed = b"".join(bytes.fromhex(address[i : i + 8])[::-1] for i in range(0, len(address), 8))
-                named = socket.inet_ntop(family, packed)
-                found.append((loopback if named in EVERYWHERE else named, int(port, 16)))
-    return found
-
-
 def wait_for_doors():
     """Return where the store listens, as soon as it does."""
     until = time.monotonic() + CROWD_PATIENCE
     while True:
-        doors = [tuple(address) for address in SETTINGS["addresses"]] or names_of_stores()
+        doors = known_doors()
         try:
             if doors:
                 connect(doors[0]).close()
@@ -359,24 +391,31 @@ def wait_for_doors():
             pass
         if time.monotonic() > until:
             return []
-        time.sleep(0.001)
+        time.sleep(PAUSE)
+
+
+def known_doors():
+    return resolved(SETTINGS["addresses"]) or names_of_stores()
+
+
+def resolved(addresses):
+    return [(socket.getaddrinfo(host, None)[0][4][0], port) for host, port in addresses]
 
 
 def main():
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     results = {}
-    doors = (
-        wait_for_doors() if SETTINGS["waits"] else [tuple(one) for one in SETTINGS["addresses"]] or names_of_stores()
-    )
+    doors = wait_for_doors() if SETTINGS["waits"] else known_doors()
+    names = SETTINGS["kinds"]
     if doors:
-        results |= attack(doors, SETTINGS["kinds"])
+        results |= attack(doors, {name: one for name, one in kinds().items() if names is None or name in names})
+    if doors and SETTINGS["agent"]:
+        results |= attack(doors, {"false answers in the agent's store": tell})
     if doors and SETTINGS["crowd"]:
         results |= crowd(doors)
-    if SETTINGS["ring"]:
-        taken = {*SETTINGS["taken"], *(port for _, port in SETTINGS["addresses"])}
-        others = [address for address in ports_of_all() if address[1] not in taken]
-        results |= ring(others) if others else {}
+    if SETTINGS["others"]:
+        results |= attack(resolved(SETTINGS["others"]), kinds_anywhere())
     sys.stdout.write(json.dumps({"uid": os.geteuid(), "doors": len(doors), "results": results}))
 
 

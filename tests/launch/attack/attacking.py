@@ -72,12 +72,19 @@ class Scene:
             "marker": str(self.theirs / IS_MARKED),
             "tries": TRIES,
             "kinds": None,
-            "taken": [],
             "waits": False,
+            "agent": None,
             "crowd": False,
-            "ring": False,
+            "others": [],
         }
         return settings | changes
+
+    def open_ports(self, host=None):
+        """Return where rank 0 listens itself, as its own host sees it, or what another one can reach of that."""
+        found = self.public["ports"]
+        if host is None:
+            return [[address, port] for address, port in found]
+        return [[host, port] for address, port in found if not address.startswith("127.")]
 
     @contextlib.contextmanager
     def attackers(self, *places):
@@ -97,11 +104,12 @@ class Scene:
     @contextlib.contextmanager
     def squatter(self, enter, **settings):
         """Hold names and ports for the length of a block; the dictionary says at its end what came of it."""
-        told = {}
+        nothing = {"prefix": "", "num_names": 0, "ports": [], "real": [], "job": "", "credentials": []}
         with self._start("squatter.py", enter) as process:
-            process.stdin.write(json.dumps({"package": str(self.source), **settings}).encode() + b"\n")
+            said = {"package": str(self.source), **nothing, **settings}
+            process.stdin.write(json.dumps(said).encode() + b"\n")
             process.stdin.flush()
-            assert process.stdout.readline() == b"ready\n"
+            told = json.loads(process.stdout.readline())
             yield told
             process.stdin.close()
             told |= json.loads(process.stdout.read())

@@ -1,15 +1,18 @@
 """Takes names and ports at which a job will look for its store, before it does; run by `python -I -S squatter.py`.
 
-In turn it says nothing, poses as the store of a job without a secret, and passes everything on to the real one. It says
-"ready", stays until its standard input ends, and tells what the others have told it.
+In turn it poses as the store of a job without a secret, passes everything on to the real one, and says nothing; or it
+poses as a store behind a credential of munge. It says where it listens, stays until its standard input ends, and tells
+what the others have told it.
 """
 
+import itertools
 import json
 import os
 import resource
 import selectors
 import socket
 import sys
+import time
 from pathlib import Path
 
 SETTINGS = json.loads(sys.stdin.readline())
@@ -21,7 +24,9 @@ from distman._store.handshake import OPENING_BYTES, ServerSide, door_key  # noqa
 from distman._store.transport import own_place  # noqa: E402
 
 SQUATTED = "squat"
-WAYS = ("poser", "relay", "silent")
+PAUSE = 0.1  # seconds between two looks for other names
+WAYS = ("", "relay", "silent")
+"""What it does; all else is the credential behind which it poses as the store."""
 
 
 class Squatter:
@@ -33,6 +38,8 @@ class Squatter:
         self.num_secrets = 0
         self.num_relayed = 0
         self.links = {}
+        self.found = []
+        self.looks_again_at = 0.0
 
     def hold(self, listener, way):
         listener.listen(64)
@@ -73,8 +80,8 @@ class Squatter:
             return
         # After the opening, which is random, comes the proof of who knows the secret: nobody but the store may have it.
         self.num_secrets += way != "real" and len(heard) != OPENING_BYTES
-        if way == "poser":
-            side = ServerSide(door_key(None, SETTINGS["job"].encode()), own_place(guest), heard)
+        if way not in ("real", "relay", "silent"):
+            side = ServerSide(door_key(None, SETTINGS["job"].encode()), own_place(guest), heard, way.encode())
             guest.send(side.challenge())
         elif guest in self.links:
             self.links[guest].send(heard)
@@ -101,6 +108,12 @@ class Squatter:
         return None
 
     def other_names(self):
+        """Return the names of others; to look for each guest would cost more than all the rest."""
+        if time.monotonic() > self.looks_again_at:
+            self.found, self.looks_again_at = self.names_now(), time.monotonic() + PAUSE
+        return self.found
+
+    def names_now(self):
         rows = [
             row.split()[-1] for row in Path("/proc/net/unix").read_text(errors="replace").splitlines() if "@" in row
         ]
@@ -124,12 +137,15 @@ def main():
             name += "\x1b[2J\n@looks like a row"
         listener.bind(name)
         squatter.hold(listener, WAYS[number % len(WAYS)])
-    for number, port in enumerate(SETTINGS["ports"]):
-        squatter.hold(socket.create_server(("", port)), WAYS[number % len(WAYS)])
+    ports = []
+    for way, port in zip(SETTINGS["credentials"] or itertools.cycle(WAYS), SETTINGS["ports"], strict=False):
+        listener = socket.create_server(("", port))
+        ports.append(listener.getsockname()[1])
+        squatter.hold(listener, way)
     if SETTINGS["prefix"]:
         turn = socket.socket(socket.AF_UNIX)
         turn.bind(f"{SETTINGS['prefix']}turn")
-    say("ready")
+    say(json.dumps({"ports": ports}))
     squatter.serve()
     told = {"guests": squatter.num_guests, "secrets": squatter.num_secrets, "relayed": squatter.num_relayed}
     say(json.dumps(told))

@@ -29,8 +29,8 @@ def test_one_host(namespace_hosts, scene):
     prefix = Endpoint("attacked", (), derive_ports("attacked"), "", is_host=False).local_name
     here, elsewhere = namespace_hosts.enter("n1"), namespace_hosts.enter("ctl")
     with ExitStack() as stack:
-        names = {"prefix": prefix, "num_names": NUM_NAMES, "ports": [], "real": [], "job": "attacked/0"}
-        squatted = stack.enter_context(scene.squatter(here, **names))
+        names = scene.squatter(here, prefix=prefix, num_names=NUM_NAMES, job="attacked/0")
+        squatted = stack.enter_context(names)
         ranks = [start_rank(stack, namespace_hosts, "n1", scene, 0, **job)]
         with scene.attackers((here, scene.settings(waits=True, kinds=JOINS))) as before:
             pass
@@ -38,9 +38,9 @@ def test_one_host(namespace_hosts, scene):
         public = scene.public
         (scene.job / "attacked").touch()
         with scene.attackers(
-            (here, scene.settings(public, ring=True)),
+            (here, scene.settings(public, others=scene.open_ports())),
             (here, scene.settings(public, kinds=[], crowd=True)),
-            (elsewhere, scene.settings(public, ring=True)),
+            (elsewhere, scene.settings(public)),
         ) as after:
             pass
         finished = end(scene, *ranks)
@@ -49,6 +49,7 @@ def test_one_host(namespace_hosts, scene):
         assert_all_in_vain(found)
     assert after[2]["doors"] == 0
     assert after[2]["results"] == {}
+    assert scene.open_ports("n1") == [], "of gloo, and of connections to neighbours"
     assert squatted["guests"] >= NUM_NAMES
     assert squatted["secrets"] == 0
 
@@ -60,8 +61,7 @@ def test_two_hosts(namespace_hosts, scene):
     here, there, elsewhere = map(namespace_hosts.enter, ("n1", "n2", "ctl"))
     address = {"addresses": [["n1", port]]}
     with ExitStack() as stack:
-        ports = {"prefix": "", "num_names": 0, "ports": taken, "real": [["n1", port]], "job": "attacked/0"}
-        squatted = stack.enter_context(scene.squatter(here, **ports))
+        squatted = stack.enter_context(scene.squatter(here, ports=taken, real=[["n1", port]], job="attacked/0"))
         ranks = [start_rank(stack, namespace_hosts, "n1", scene, 0, **job)]
         with scene.attackers((here, scene.settings(waits=True, kinds=JOINS, **address))) as before:
             pass
@@ -69,9 +69,9 @@ def test_two_hosts(namespace_hosts, scene):
         public = scene.public
         (scene.job / "attacked").touch()
         with scene.attackers(
-            (here, scene.settings(public, tries=HALF, ring=True, taken=taken)),
+            (here, scene.settings(public, tries=HALF, others=scene.open_ports())),
             (elsewhere, scene.settings(public, tries=HALF, crowd=True)),
-            (there, scene.settings(public, tries=HALF, kinds=[], ring=True)),
+            (there, scene.settings(public, tries=HALF, kinds=[], others=scene.open_ports("n1"))),
         ) as after:
             dialled = start(
                 [*there, PYTHON, HERE / "dials.py", str(TRIES), *map(str, taken)],

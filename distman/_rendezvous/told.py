@@ -1,0 +1,97 @@
+"""What rank 0 tells the others of the job's store, where no address is known beforehand."""
+
+from __future__ import annotations
+
+import dataclasses
+import hmac
+import json
+import re
+from typing import Annotated
+
+from distman._coordination.messages import decode
+from distman._rendezvous.sockets import means_loopback
+from distman._store.handshake import door_key, mac
+
+_ADDRESS = re.compile(r"[\w.:%-]{1,253}", re.ASCII)  # what a resolver takes without raising of its own
+_MOST_ADDRESSES = 32  # of a host; each may take seconds to try
+_PORTS = range(1, 1 << 16)
+
+
+class UnprovedError(Exception):
+    """Who wrote an answer does not know the secret of the job."""
+
+
+def _checked_addresses(addresses: tuple[str, ...]) -> tuple[str, ...]:
+    if len(addresses) > _MOST_ADDRESSES or not all(map(_ADDRESS.fullmatch, addresses)):
+        raise ValueError(f"it must be {_MOST_ADDRESSES} names or addresses of a host at most")
+    return addresses
+
+
+def _checked_port(port: int) -> int:
+    if port not in _PORTS:
+        raise ValueError("it must be a port")
+    return port
+
+
+@dataclasses.dataclass(frozen=True)
+class Told:
+    """Where the store is.
+
+    Attributes:
+        addresses: Those of its host.
+        port: Where it is there.
+        job: Name that rank 0 has given to this start.
+    """
+
+    addresses: Annotated[tuple[str, ...], _checked_addresses]
+    port: Annotated[int, _checked_port]
+    job: str
+
+    def seal(self, key: str, secret: bytes | None) -> str:
+        """Return it as a message for a place where anybody can write.
+
+        The handshake proves to which port a connection leads, and not to which host. So an answer that is not proved
+        could lead to a program on another host that passes everything on.
+
+        Args:
+            key: Where it is written.
+            secret: The secret of the job; None where there is none.
+        """
+        return json.dumps({"told": dataclasses.asdict(self), "proof": self._proof(key, secret)})
+
+    def _proof(self, key: str, secret: bytes | None) -> str:
+        text = json.dumps(dataclasses.asdict(self)).encode()
+        return mac(door_key(secret, key.encode(errors="surrogateescape")), b"told", text).hex()
+
+
+def useful_elsewhere(addresses: list[str]) -> tuple[str, ...]:
+    """Return the addresses of a host without those that mean every other host itself, unless there are no others.
+
+    There, another user's program may listen, and pass on what it hears.
+    """
+    return tuple(address for address in addresses if not means_loopback(address)) or tuple(addresses)
+
+
+def unseal(message: bytes, key: str, secret: bytes | None, what: str) -> Told:
+    """Return what rank 0 has told.
+
+    Args:
+        message: What was written.
+        key: Where.
+        secret: The secret of the job; None where there is none.
+        what: What it is, for messages.
+
+    Raises:
+        MalformedMessageError: It is something else.
+        UnprovedError: Somebody else has told it.
+    """
+    sealed = decode(message, _Sealed, what)
+    if not hmac.compare_digest(sealed.proof.encode(), sealed.told._proof(key, secret).encode()):
+        raise UnprovedError
+    return sealed.told
+
+
+@dataclasses.dataclass(frozen=True)
+class _Sealed:
+    told: Told
+    proof: str

@@ -1,0 +1,91 @@
+"""How a rank parts from the others, over a store in memory."""
+
+from types import SimpleNamespace
+
+import pytest
+from torch.distributed import HashStore
+
+from distman._coordination import protocol
+from distman._job import shutdown
+from distman._job.start import reporter_of
+
+from ..coordination.ranks import failure_on
+
+
+@pytest.fixture
+def rendezvous():
+    job_store = SimpleNamespace(url="tcp://n1:5", is_host=False, close=lambda: None)
+    return SimpleNamespace(store=HashStore(), job_store=job_store)
+
+
+def watcher_of(learned, looked_for):
+    return SimpleNamespace(
+        is_counted=True, knows_from_others=False, learn=learned.append, look_after_others=looked_for.append
+    )
+
+
+JOB = SimpleNamespace(
+    peer=SimpleNamespace(rank=0), world_size=2, is_adopted=False, holds_store=False, end_after=lambda _: None
+)
+
+
+class OnWatch:
+    """A watcher that finds, when it is asked a second time, that the other rank has left."""
+
+    is_counted, knows_from_others, has_let_go, has_store_rank_failed, record, untold = (
+        True,
+        False,
+        False,
+        False,
+        None,
+        None,
+    )
+
+    def __init__(self, store):
+        self.store = store
+        self.num_asked = 0
+
+    @property
+    def is_on_watch(self):
+        self.num_asked += 1
+        if self.num_asked == 2:
+            self.store.add(protocol.GONE, 1)
+        return True
+
+    def leave(self): ...
+
+    def stop(self): ...
+
+    def close(self): ...
+
+
+@pytest.mark.parametrize("holds_store", [True, False])
+def test_who_holds_the_store_stays_until_the_others_have_left(rendezvous, holds_store):
+    """The system may end what serves it with the last process of a job on a host."""
+    store, watcher = rendezvous.store, OnWatch(rendezvous.store)
+    store.add(protocol.STARTED, 2)
+    store.add(protocol.GONE, 0)
+    job = SimpleNamespace(**{**vars(JOB), "holds_store": holds_store, "rendezvous": rendezvous})
+    shutdown.leave(job, watcher)
+    assert watcher.num_asked == (2 if holds_store else 0)
+    assert store.check([protocol.CLOSING]) == holds_store, "whoever came late must not miss it"
+
+
+@pytest.mark.parametrize("records", [[], [failure_on(1)]], ids=len)
+def test_who_leaves_after_a_failure_looks_who_keeps_the_launcher_waiting(rendezvous, records):
+    """A wait may have raised it before the watcher knew, and the program have handled it."""
+    learned, looked_for = [], []
+    for record in records:
+        record.publish(rendezvous.store)
+    rendezvous.store.add(protocol.STARTED, 2)
+    shutdown._say_farewell(JOB, rendezvous, watcher_of(learned, looked_for), stays=False)
+    assert learned == looked_for == records
+    assert rendezvous.store.check([protocol.left(0)])
+
+
+def test_so_does_who_fails_when_it_has_left(rendezvous):
+    """It may be the only one that can: nobody watches for this process any more."""
+    looked_for = []
+    report = reporter_of(JOB, rendezvous, watcher=watcher_of([], looked_for))
+    report(ValueError("boom"))()
+    assert [record.error_text for record in looked_for] == ["boom"]
