@@ -42,6 +42,6 @@ DISTMAN_RUN = Launcher(
     gives_terminals=False,
     uses_munge=False,
     shows_errors=True,
-    ends_leftovers=True,
+    ends_leftovers=False,
     fake=_fake,
 )
