@@ -72,7 +72,7 @@ def test_help_of_a_command_has_two_spellings():
     assert run("help", "plan").stdout == run("plan", "--help").stdout
 
 
-@pytest.mark.parametrize(("word", "meant"), [("chekc", "check"), ("laucnh", "launch"), ("ENV", None), ("x", None)])
+@pytest.mark.parametrize(("word", "meant"), [("checkup", "check"), ("laucnh", "launch"), ("ENV", None), ("x", None)])
 def test_a_command_that_is_none_is_answered_with_the_one_that_was_meant(word, meant):
     finished = run(word)
     assert finished.returncode == 2
