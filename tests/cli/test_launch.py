@@ -336,7 +336,8 @@ def test_a_scheduler_that_is_not_here_is_told_with_the_command(capsys, tmp_path,
 
 
 def test_submit_runs_a_script_of_torchrun_here_and_returns_its_exit_code(tmp_path):
-    (tmp_path / "leave.py").write_text("import os, sys\nprint('rank', os.environ['RANK'], flush=True)\nsys.exit(0)\n")
+    text = r"import os, sys; os.write(1, b'rank %s\n' % os.environb[b'RANK']); sys.exit(0)"
+    (tmp_path / "leave.py").write_text(text)
     options = ["--backend=torchrun", "--gpus-per-node=0", "--tasks-per-node=2", "--submit"]
     command = [sys.executable, "-m", "distman", "launch", *options, "--", "leave.py"]
     environ = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}

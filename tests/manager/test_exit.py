@@ -5,6 +5,7 @@ import os
 import signal
 import socket
 import sys
+import threading
 
 import pytest
 
@@ -52,31 +53,6 @@ def test_a_cleanup_in_an_exit_handler_that_comes_later_forgets():
     DistributedManager.cleanup()
     with pytest.raises(NotInitializedError):
         _ = manager.rank
-
-
-class EndedByHandlerError(Exception):
-    """What a handler raises at its end, as sys.exit() does."""
-
-
-@ranks(2)
-def test_the_handler_of_a_signal_may_clean_up_in_the_middle_of_a_barrier():
-    manager = DistributedManager()
-
-    def end(*_):
-        manager.cleanup()
-        raise EndedByHandlerError
-
-    before = signal.signal(signal.SIGALRM, end)
-    try:
-        if manager.rank == 0:
-            signal.setitimer(signal.ITIMER_REAL, 0.05)  # seconds; the other rank does not come
-            with pytest.raises(EndedByHandlerError):
-                manager.barrier()
-        else:
-            manager.cleanup()
-    finally:
-        signal.signal(signal.SIGALRM, before)
-    assert not DistributedManager.is_initialized()
 
 
 FORK = multiprocessing.get_context("fork")
@@ -135,3 +111,23 @@ def ask_the_store_that_is_left(manager, other_has_ended):
 
 def test_a_process_of_multiprocessing_leaves_the_store_to_the_others():
     assert forked_ranks(ask_the_store_that_is_left, first=0) == [3, 0]
+
+
+def clean_up_in_a_handler(manager, other_has_ended):
+    def end(*_):
+        manager.cleanup()
+        sys.exit(3)
+
+    if manager.rank == 1:
+        assert other_has_ended.wait(60)
+        return
+    watchdog = threading.Timer(60, os._exit, (4,))  # if it hangs
+    watchdog.daemon = True
+    watchdog.start()
+    signal.signal(signal.SIGALRM, end)
+    signal.setitimer(signal.ITIMER_REAL, 0.05)  # seconds; the other rank does not come
+    manager.barrier()
+
+
+def test_the_handler_of_a_signal_may_clean_up_in_the_middle_of_a_barrier():
+    assert forked_ranks(clean_up_in_a_handler, first=0) == [3, 0]

@@ -70,7 +70,7 @@ def test_a_poser_is_not_taken_for_the_store(munged, point, scene):
     recorded = munge.seal(b"distman door 1\0" + point.job_id.encode() + b"\0" + member.door.secret, munged.socket)
     posers = credentials(munged, point, recorded)
     listed = [credential.decode() for credential, _ in posers.values()]
-    with scene.squatter([], ports=[0] * len(posers), credentials=listed, job="attacked/0") as squatted:
+    with scene.squatter([], ports=[0] * len(posers), credentials=listed, job="attacked") as squatted:
         for port, (_, reason) in zip(squatted["ports"], posers.values(), strict=True):
             said = {refusal(port, point) for _ in range(HALF)}
             assert len(said) == 1
@@ -88,7 +88,7 @@ def test_clocks_that_disagree_keep_no_rank_out(munged, point, age):
     listener = bind_listener("127.0.0.1", 0)
     address = listener.getsockname()
     settings = {"entry_limit": LIMIT, "unreachable_after": LIMIT}
-    process = start_store(listener, job=f"{point.job_id}/0", secret=key, credential=credential, **settings)
+    process = start_store(listener, job=door_at(address, point).job, secret=key, credential=credential, **settings)
     process.wait_until_up(LIMIT)
     Client(door_at(address, point)).close()
     assert process.wait(LIMIT) == 0
