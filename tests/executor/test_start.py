@@ -1,6 +1,5 @@
 """How the workers are started, and where functions may come from."""
 
-import json
 import os
 import re
 import signal
@@ -11,6 +10,8 @@ import pytest
 from distman import ParallelExecutor, WorkerError
 from distman._workers import server_process
 from distman.executor import _device_pool, _program_fork
+
+from ..notebooks import outputs_of_cells
 
 PROMPT = '''
 import os
@@ -109,20 +110,6 @@ executor.shutdown()
 with ParallelExecutor(devices=["cpu"]) as again:
     assert np.allclose(again.run(compute)[0][0], expected, rtol=1e-12)
 """
-# In a process of its own, since nbclient takes over SIGINT and SIGTERM and turns them into a CancelledError; over
-# sockets in the current folder, since a free port that was found may be taken before the kernel listens.
-NOTEBOOK = """
-import json, sys
-import nbclient, nbformat
-from traitlets.config import Config
-
-cells = [nbformat.v4.new_code_cell(cell) for cell in json.loads(sys.argv[1])]
-config = Config(KernelManager={"transport": "ipc"})
-nbclient.NotebookClient(
-    nbformat.v4.new_notebook(cells=cells), timeout=60, kernel_name="python3", config=config
-).execute()
-print(json.dumps([output for cell in cells for output in cell.outputs]))
-"""
 CELLS = [
     "import os\nfrom distman import ParallelExecutor, WorkerError, parallelize_on_gpus\nfactor = 3",
     "executor = ParallelExecutor(devices=['cpu', 'cpu'])\nexecutor.run(lambda device, x: x * factor, 2)",
@@ -139,10 +126,8 @@ def test_functions_typed_at_a_prompt(type_in):
     assert sorted(lines) == ["[4, 4]", "from cpu", "from cpu"]
 
 
-def test_functions_of_a_notebook(type_in, tmp_path):
-    shown = json.loads(
-        type_in(NOTEBOOK, json.dumps(CELLS), JUPYTER_RUNTIME_DIR=str(tmp_path), IPYTHONDIR=str(tmp_path))
-    )
+def test_functions_of_a_notebook(tmp_path):
+    shown = outputs_of_cells(CELLS, tmp_path)
     assert [output.get("data", output).get("text/plain") for output in shown] == ["[6, 6]", "{12}", "[10, 10]", "3"], (
         shown
     )

@@ -5,12 +5,15 @@ import io
 import os
 import subprocess
 import sys
+import textwrap
 
 import psutil
 import pytest
 import torch
 
 import distman
+
+from ..notebooks import outputs_of_cells
 
 
 def place(first, *, step=1):
@@ -76,3 +79,28 @@ def test_nothing_is_left():
     before = {child.pid for child in psutil.Process().children(recursive=True)}
     distman.run(lambda: subprocess.Popen(["sleep", "1000"]).pid, n=2)
     assert {child.pid for child in psutil.Process().children(recursive=True)} <= before
+
+
+def test_a_notebook_has_results_output_and_errors_in_its_cells(tmp_path):
+    cells = [
+        "import distman\nfactor = 3",
+        """
+        def work():
+            manager = distman.DistributedManager.initialize()
+            print("rank", manager.rank, flush=True)
+            return factor * manager.rank
+        """,
+        "distman.run(work, n=2)",
+        "factor = 5\ndistman.run(lambda: factor, n=1)",
+        """
+        try:
+            distman.run(lambda: 1 / 0, n=2)
+        except distman.RankFailedError as error:
+            print(error.error_type)
+        """,
+    ]
+    outputs = outputs_of_cells([textwrap.dedent(cell) for cell in cells], tmp_path)
+    assert [one["data"]["text/plain"] for one in outputs if one["output_type"] == "execute_result"] == ["[0, 3]", "[5]"]
+    written = "".join(one["text"] for one in outputs if one["output_type"] == "stream").splitlines()
+    assert sorted(written[:2]) == ["0: rank 0", "1: rank 1"]
+    assert written[2:] == ["ZeroDivisionError"]
