@@ -43,9 +43,19 @@ def run(arguments: argparse.Namespace) -> int:
     """Run the command.
 
     Returns:
-        The exit code: 0, that of the rank that failed first, or 130 after Ctrl-C.
+        The exit code: 0, that of the rank that failed first, 130 after Ctrl-C, or 1 where ranks could not be started.
     """
     plan = _plan(arguments)
+    try:
+        return _run(plan, arguments)
+    except BrokenPipeError:
+        raise  # whoever reads has what it wants
+    except OSError as error:
+        print(f"distman run: starting the ranks failed: {error}. None is left.", file=sys.stderr)
+        return 1
+
+
+def _run(plan: Plan, arguments: argparse.Namespace) -> int:
     for restart in range(arguments.restarts + 1):
         outcome = run_job(plan, is_restart=restart > 0)
         if outcome.exit_code and arguments.report is None:
@@ -68,6 +78,8 @@ def _plan(arguments: argparse.Namespace) -> Plan:
         error("name the script to start, or -m and a module")
     if not arguments.is_module and not Path(command[0]).exists():
         error(f"there is no script {command[0]!r} here")
+    if arguments.report is not None and not arguments.report.absolute().parent.is_dir():
+        error(f"--report must be in a folder that exists, got {arguments.report}")
     try:
         number = number_of_ranks(arguments.ranks, arguments.cpus_per_rank)
     except ValueError as problem:

@@ -7,7 +7,7 @@ import json
 import signal
 from collections.abc import Iterable
 
-from distman._coordination.failure.record import DIED, LEFT, FailureRecord
+from distman._coordination.failure.record import DIED, FailureRecord
 from distman._run.placement import shown_ranks
 from distman._text import printable, printable_lines
 
@@ -64,7 +64,7 @@ class Outcome:
         if told is None:
             return next((_unexplained(one) for one in self.ranks if one.exit_code), None)
         of = {one.rank: one for one in self.ranks}
-        if told.error_type in (DIED, LEFT) and of[told.rank].exit_code:  # its starter knows better how
+        if told.error_type == DIED and of[told.rank].exit_code:  # its starter knows better how
             return _unexplained(of[told.rank])
         return told
 

@@ -46,6 +46,13 @@ def test_a_rank_that_left_is_named_though_its_exit_code_is_0():
     )
 
 
+def test_a_rank_that_left_with_a_code_of_its_own_gives_it():
+    left = FailureRecord(1, "n1", 101, "left", "left the job before it came to a barrier.")
+    ended = outcome((1, 3, None, False), (0, 1, left, False))
+    assert ended.exit_code == 3
+    assert "exit code 3): it left the job before it came to a barrier." in ended.report()
+
+
 def test_a_silent_rank_that_was_ended_gives_no_exit_code():
     silent = FailureRecord(1, "n1", 101, "silent", "has been silent for 9 s.")
     ended = outcome((0, 1, silent, False), (1, -signal.SIGKILL, None, True))

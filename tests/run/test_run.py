@@ -271,6 +271,7 @@ def test_the_report_is_for_programs(script, tmp_path):
         (["--nnodes", "2", __file__], "it starts ranks on this machine only. For several hosts, start the ranks with"),
         (["--nnodes=1:2", "-n", "2", __file__], "it starts ranks on this machine only"),
         (["--cpus-per-rank", "4096", "-n", "1", __file__], "--cpus-per-rank must be at most"),
+        (["--report", "/nowhere/x.json", __file__], "--report must be in a folder that exists, got /nowhere/x.json"),
         (["--rank", "2", __file__], "unrecognized arguments: --rank"),
     ],
 )
@@ -295,3 +296,21 @@ def test_torchrun_blames_the_rank_that_failed(script):
     root_cause = done.stderr.partition("Root Cause")[2]
     assert "rank      : 1 " in root_cause
     assert "ValueError: the learning rate must be positive" in root_cause
+
+
+def test_files_that_cannot_be_written_are_told_before_anything_runs(script, tmp_path):
+    (tmp_path / "logs").write_text("no folder")
+    done = finish("-n", 2, "--log-dir", tmp_path / "logs", script("print('ran')"))
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.startswith("distman run: starting the ranks failed: ")
+
+
+def test_a_reader_that_goes_away_ends_all(script, started):
+    process = started("-n", 2, script("while True: print('x' * 1000)"), stderr=subprocess.PIPE)
+    ranks = psutil.Process(process.pid).children()
+    process.stdout.readline()
+    process.stdout.close()
+    assert process.wait(timeout=LIMIT) == 128 + signal.SIGPIPE
+    process.stdout = None
+    _, alive = psutil.wait_procs(ranks, timeout=LIMIT)
+    assert alive == []
