@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
 import importlib.util
 import os
 import sys
 import threading
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, TypeVar, cast
 
 from distman._coordination.timeouts import run_with_timeout
 from distman._text import printable
@@ -17,7 +18,7 @@ from distman.errors import RendezvousError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
-
+    from types import ModuleType
 
 T = TypeVar("T")
 
@@ -56,14 +57,12 @@ def broadcast_from_rank_zero(environment: LaunchEnvironment, make: Callable[[], 
 
 def _broadcast(environment: LaunchEnvironment, make: Callable[[], T]) -> T:
     try:
-        from mpi4py import MPI
+        MPI = _initialized()  # noqa: N806 - it is the module
     except (ImportError, RuntimeError) as error:
         raise RendezvousError(
             f"importing mpi4py failed, through which the ranks of {environment.launcher} on several nodes learn where "
             f"to meet: {type(error).__name__}: {error}. {_REMEDY}"
         ) from error
-    if not MPI.Is_initialized():
-        MPI.Init_thread()
     world = MPI.COMM_WORLD
     if (world.rank, world.size) != (environment.rank, environment.world_size):
         raise RendezvousError(
@@ -84,6 +83,25 @@ def _broadcast(environment: LaunchEnvironment, make: Callable[[], T]) -> T:
         raise
     world.bcast((False, made))
     return made
+
+
+def _initialized() -> ModuleType:
+    """Return mpi4py's module, with MPI initialized as mpi4py does at its import, but without the GIL.
+
+    MPI waits there for all ranks, and a thread of this process must be able to give up meanwhile.
+    """
+    import mpi4py
+
+    wants, mpi4py.rc.initialize = mpi4py.rc.initialize, False
+    if wants and mpi4py.rc.finalize is None:
+        mpi4py.rc.finalize = True
+    from mpi4py import MPI
+
+    mpi4py.rc.initialize = wants
+    if not MPI.Is_initialized():
+        level = getattr(MPI, f"THREAD_{mpi4py.rc.thread_level.upper()}") if mpi4py.rc.threads else MPI.THREAD_SINGLE
+        ctypes.CDLL(MPI.__file__).MPI_Init_thread(None, None, level, ctypes.byref(ctypes.c_int()))
+    return cast("ModuleType", MPI)
 
 
 @contextlib.contextmanager

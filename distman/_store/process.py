@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import fcntl
 import marshal
 import os
 import select
@@ -36,6 +37,10 @@ _started: list[subprocess.Popen[bytes]] = []
 
 class StoreStartError(Exception):
     """The process that should serve the store did not start."""
+
+
+_NUM_STANDARD = 3
+"""Descriptors that a new process gets anew: where the program has closed its own, other files have their numbers."""
 
 
 class StoreProcess:
@@ -172,15 +177,18 @@ def reap() -> None:
 
 
 def _spawn(settings: dict[str, Any], secret: bytes | None) -> tuple[subprocess.Popen[bytes], BinaryIO]:
-    """Return the process, and the end of the pipe where it says that it is up; the settings name the other one."""
+    """Return the process, and the end of the pipe where it says that it is up; the settings name what it gets."""
     if not sys.executable:
         raise StoreStartError("starting the store's process failed: this interpreter has no program of its own.")
     try:
-        number, settings["up"] = os.pipe()
+        number, up = os.pipe()
     except OSError as error:
         raise StoreStartError(f"starting the store's process failed: {error.strerror}.") from error
-    word = os.fdopen(number, "rb")
+    word, passed = os.fdopen(number, "rb"), [up]
     try:
+        for name, descriptor in (("listener", settings["listener"]), ("up", up)):
+            settings[name] = fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, _NUM_STANDARD)
+            passed.append(settings[name])
         return subprocess.Popen(
             [sys.executable, *_options(), "-c", _PROGRAM, str(Path(__file__).parent.parent)],
             env=_environment(secret),
@@ -195,7 +203,8 @@ def _spawn(settings: dict[str, Any], secret: bytes | None) -> tuple[subprocess.P
         word.close()
         raise StoreStartError(f"starting the store's process failed: {sys.executable}: {error.strerror}.") from error
     finally:
-        os.close(settings["up"])
+        for descriptor in passed:
+            os.close(descriptor)
 
 
 def _is_up(word: int, errors: int, deadline: float) -> tuple[bool, bytes]:

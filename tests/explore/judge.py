@@ -17,6 +17,7 @@ BLAME = re.compile(
 )
 MISSING = re.compile(r"missing: ranks? (.*)\. Present")  # such as `ranks 2 (expected on n3), 4`
 OPENS_STORE = "must open the job's store"  # rank 0, by whatever name
+WAITED_IN_MPI = "in MPI for the other ranks of"  # which does not say for whom
 EXITS = ("sys.exit(0)", "os._exit(0)")
 CONNECTS_MPI = re.compile(r'_rendezvous/mpi\.py", line \d+ in _broadcast')  # rank 0 does more there
 UNHANDLED = 76  # exit code of a program that has not handled the failure of another rank
@@ -97,7 +98,11 @@ def _goes_on(case: Case, outcome: Outcome, survivors: list[End]) -> Iterator[str
             yield f"rank {end.rank} raised and must not end with 0"
     if outcome.launcher_code == 0:
         yield "the launcher must not end with 0"
-    has_reason = any(end.exit_code is not None or blamed(end.said) or OPENS_STORE in end.said for end in survivors)
+    reasons = (OPENS_STORE, WAITED_IN_MPI) if case.place == "start" else ()
+    has_reason = any(
+        end.exit_code is not None or blamed(end.said) or any(reason in end.said for reason in reasons)
+        for end in survivors
+    )
     if not has_reason and not _is_ended_by_launcher(case):
         yield "no survivor says why it ended"
 

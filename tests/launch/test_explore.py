@@ -27,6 +27,7 @@ FOUND = (  # once, by other seeds
     "launcher=srun hosts=1 ranks=3 fault=os._exit(3)@collective:0 around=finally",
     "launcher=env hosts=2 ranks=2 fault=link-down@python:0 around=acknowledge",
     "launcher=env hosts=1 ranks=3 fault=raise-full-stderr@collective:0 around=acknowledge",
+    "launcher=intel-mpi hosts=2 ranks=2 fault=sys.exit(0)@start:0 around=plain",
 )
 
 

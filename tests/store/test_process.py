@@ -236,3 +236,18 @@ def test_reset_closes_every_connection():
         with pytest.raises(StoreLostError):
             client.num_keys()
         assert store.exit_code() == 0
+
+
+@pytest.mark.parametrize("closed", [(0,), (1,), (2,), (1, 2), (0, 1, 2)])
+def test_a_program_that_has_closed_its_outputs_starts_a_store(closed):
+    pid = os.fork()
+    if pid == 0:
+        code = 1
+        try:
+            for descriptor in closed:
+                os.close(descriptor)
+            with open_store("unix") as store:
+                code = 0 if store.client().add(b"counter", 1) == 1 else 2
+        finally:
+            os._exit(code)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
