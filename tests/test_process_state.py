@@ -23,7 +23,7 @@ from .test_docs import read, rows
 
 PACKAGE = Path(distman.__file__).parent
 # These run in processes of the package's own.
-OWN_PROCESSES = ("_cli", "_workers", "executor", "testing")
+OWN_PROCESSES = ("_cli", "_run", "_workers", "executor", "testing")
 CHANGES = (
     "atexit.register",
     "register_at_fork(",

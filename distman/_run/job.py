@@ -14,9 +14,9 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import IO
 
-from distman._coordination.failure.error_file import read_error_file
 from distman._coordination.failure.record import SILENT
 from distman._run.console import Console
+from distman._run.error_files import read_error_file
 from distman._run.outcome import Outcome, RankOutcome
 from distman._run.placement import cpus_of_ranks, variables_of_ranks
 from distman._run.rank import Rank

@@ -90,7 +90,5 @@ def test_a_wheel_from_the_source_distribution_works_in_an_empty_environment(tmp_
     missing = run(python, "-c", IMPORT_ALL, cwd=tmp_path)
     assert set(missing.splitlines()) == {"testing pytest"}, "only the test kit needs more than is installed"
     assert "rank 0 of 1" in run(python, "-c", ONE_PROCESS, cwd=tmp_path)
-    mypy = [sys.executable, "-m", "mypy", "--strict", "--config-file=", "--python-executable", python]
-    run(*mypy, ROOT / "tests" / "typing" / "user_code.py", cwd=tmp_path)
     assert run(distman, "env", cwd=tmp_path).startswith("launcher          single\n")
     assert "One process" in run(python, "-m", "distman", "check", cwd=tmp_path)

@@ -8,10 +8,8 @@ import json
 import os
 import time
 from pathlib import Path
-from typing import Any
 
 from distman._coordination.failure.record import FailureRecord
-from distman._coordination.messages import MalformedMessageError
 from distman._private_files import write_new
 from distman.environments import LAUNCHERS, detect
 from distman.errors import DistmanError
@@ -23,7 +21,7 @@ Source:
     PyTorch documentation, torch.distributed.elastic, Error Propagation.
 """
 
-_RECORD = "distman"
+RECORD = "distman"
 """Key of what only this package writes and reads."""
 
 
@@ -40,7 +38,7 @@ def write_error_file(record: FailureRecord, rank: int) -> None:
     is_own = record.rank == rank
     text = f"{record.error_type}: {record.error_text}" if is_own else str(record.to_error()).partition("\n")[0]
     details = {"py_callstack": record.traceback_text, "timestamp": str(int(time.time()) + (not is_own))}
-    said = {"message": {"message": text, "extraInfo": details}, _RECORD: dataclasses.asdict(record)}
+    said = {"message": {"message": text, "extraInfo": details}, RECORD: dataclasses.asdict(record)}
     path = os.environ.get(VARIABLE)
     if path:
         with contextlib.suppress(OSError):  # it is there already, or its folder is gone
@@ -54,18 +52,3 @@ def is_shown_by_starter() -> bool:
     except (DistmanError, ValueError):
         return False
     return launcher.shows_errors and VARIABLE in os.environ and Path(os.environ[VARIABLE]).exists()
-
-
-def read_error_file(path: Path) -> FailureRecord | None:
-    """Return what a rank said of its failure; None if nothing, or nothing that can be read.
-
-    What torch's decorator wrote is the failure of nobody known: its rank is -1.
-    """
-    try:
-        said: Any = json.loads(path.read_bytes())
-        if _RECORD in said:
-            return FailureRecord.decoded(json.dumps(said[_RECORD]).encode())
-        kind, _, text = said["message"]["message"].partition(": ")
-        return FailureRecord(-1, "", 0, kind, text, said["message"]["extraInfo"]["py_callstack"])
-    except (OSError, ValueError, TypeError, KeyError, MalformedMessageError):
-        return None

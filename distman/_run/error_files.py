@@ -1,0 +1,26 @@
+"""What the ranks have said of their failures, each in a file of its own."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from distman._coordination.failure.error_file import RECORD
+from distman._coordination.failure.record import FailureRecord
+from distman._coordination.messages import MalformedMessageError
+
+
+def read_error_file(path: Path) -> FailureRecord | None:
+    """Return what a rank said of its failure; None if nothing, or nothing that can be read.
+
+    What torch's decorator wrote is the failure of nobody known: its rank is -1.
+    """
+    try:
+        said: Any = json.loads(path.read_bytes())
+        if RECORD in said:
+            return FailureRecord.decoded(json.dumps(said[RECORD]).encode())
+        kind, _, text = said["message"]["message"].partition(": ")
+        return FailureRecord(-1, "", 0, kind, text, said["message"]["extraInfo"]["py_callstack"])
+    except (OSError, ValueError, TypeError, KeyError, MalformedMessageError):
+        return None
