@@ -475,8 +475,8 @@ def test_spawned_processes_end_with_the_error_of_the_first(free_port, tmp_path):
     with start([sys.executable, tmp_path / "spawned.py", str(free_port)]) as running:
         finished = running.wait(timeout=LIMIT)
     assert finished.returncode == 1
-    assert "ProcessRaisedException" in finished.stderr
-    assert finished.stderr.rstrip().endswith("ValueError: boom")
+    _, _, raised = finished.stderr.partition("ProcessRaisedException")
+    assert "ValueError: boom" in raised  # the other rank may write after it
 
 
 def test_a_job_that_stops_is_queued_again(slurm_cluster):
