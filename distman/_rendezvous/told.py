@@ -5,32 +5,15 @@ from __future__ import annotations
 import dataclasses
 import hmac
 import json
-import re
-from typing import Annotated
 
+from distman._coordination.addresses import Addresses, Port
 from distman._coordination.messages import decode
 from distman._rendezvous.sockets import means_loopback
 from distman._store.handshake import door_key, mac
 
-_ADDRESS = re.compile(r"[\w.:%-]{1,253}", re.ASCII)  # what a resolver takes without raising of its own
-_MOST_ADDRESSES = 32  # of a host; each may take seconds to try
-_PORTS = range(1, 1 << 16)
-
 
 class UnprovedError(Exception):
     """Who wrote an answer does not know the secret of the job."""
-
-
-def _checked_addresses(addresses: tuple[str, ...]) -> tuple[str, ...]:
-    if len(addresses) > _MOST_ADDRESSES or not all(map(_ADDRESS.fullmatch, addresses)):
-        raise ValueError(f"it must be {_MOST_ADDRESSES} names or addresses of a host at most")
-    return addresses
-
-
-def _checked_port(port: int) -> int:
-    if port not in _PORTS:
-        raise ValueError("it must be a port")
-    return port
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,8 +26,8 @@ class Told:
         job: Name that rank 0 has given to this start.
     """
 
-    addresses: Annotated[tuple[str, ...], _checked_addresses]
-    port: Annotated[int, _checked_port]
+    addresses: Addresses
+    port: Port
     job: str
 
     def seal(self, key: str, secret: bytes | None) -> str:

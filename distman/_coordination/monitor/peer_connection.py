@@ -11,8 +11,6 @@ import functools
 import itertools
 import json
 import os
-import re
-import reprlib
 import secrets
 import selectors
 import socket
@@ -22,8 +20,9 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from distman._coordination import protocol
+from distman._coordination.addresses import Addresses, Port
 from distman._coordination.failure.record import FailureRecord, Place
-from distman._coordination.messages import MalformedMessageError, decode, unless_malformed
+from distman._coordination.messages import decode, unless_malformed
 from distman._process_state import puts_back
 from distman._store.transport import LONGEST_PAUSE
 from distman._text import shortened
@@ -38,9 +37,6 @@ _MAX_GUESTS = 64  # one is the rank before; more only while ranks leave, or from
 _RETRY_EVERY = 10.0  # seconds; each try may block a look for as long as the patience
 _MAX_NOTICE = 5_000  # characters of each text: a notice must fit into an idle connection at once
 _MAX_BYTES = 1_000_000  # more than any notice
-_MAX_ADDRESSES = 32  # of a host
-_PORTS = range(1, 1 << 16)
-_ADDRESS = re.compile(r"[\w.:%-]{1,253}", re.ASCII)  # what a resolver takes without raising of its own
 _PAUSE = 0.01  # seconds between two looks for a notice, and for guests where there are many
 _GUESTS_AT_ONCE = 16
 _LOOPBACK = ("127.", "::1")  # how such addresses begin
@@ -295,17 +291,13 @@ def _is_closed(connection: socket.socket) -> bool:
         return True
 
 
-def read_address(message: bytes, rank: int) -> tuple[list[str], int, str]:
+def read_address(message: bytes, rank: int) -> tuple[Addresses, Port, str]:
     """Return the names and addresses of a rank's host, the port there, and the word that opens it.
 
     Raises:
         MalformedMessageError: They are not such that one can connect there.
     """
-    what = f"the address of rank {rank}"
-    addresses, port, word = decode(message, tuple[list[str], int, str], what)
-    if port not in _PORTS or len(addresses) > _MAX_ADDRESSES or not all(map(_ADDRESS.fullmatch, addresses)):
-        raise MalformedMessageError(what, f"it must be a host and a port, got {reprlib.repr((addresses, port))}")
-    return addresses, port, word
+    return decode(message, tuple[Addresses, Port, str], f"the address of rank {rank}")
 
 
 def connect(addresses: Sequence[str], port: int, *, is_one_host: bool) -> socket.socket:
