@@ -24,6 +24,7 @@ T = TypeVar("T")
 
 _YES = b"\1"
 _MILLISECONDS = 1000
+_PAUSE = 0.01  # seconds between two tries to get in: to be let in takes a tenth of a millisecond
 _MOST_MILLISECONDS = 1 << 53  # longer than anybody waits, and exact as a number of seconds
 
 
@@ -263,6 +264,7 @@ class Client:
                 is_pushed_out = isinstance(error, ConnectionResetError | BrokenPipeError | TimeoutError)
                 if not is_pushed_out or time.monotonic() > deadline:
                     raise StoreLostError(f"the job's store cannot be connected to any more: {error}") from error
+            time.sleep(_PAUSE)  # a store without room sends everybody away at once, and nothing tells when it has some
 
 
 def _limit(seconds: float) -> bytes:
