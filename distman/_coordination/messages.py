@@ -170,7 +170,7 @@ def count(store: Store, key: str, amount: int = 0) -> int:
     try:
         return add_to(store, key, amount)
     except MalformedMessageError:
-        store.compare_set(key, nonsense, "0")  # type: ignore[arg-type]  # as above
+        store.compare_set(key, nonsense, "0")  # type: ignore[arg-type]  # torch's stubs lack bytes, as in claim()
         return store.add(key, amount)
 
 

@@ -151,7 +151,7 @@ def enter(found: Door, role: int, rank: int, left: Collection[str], *, shuts: bo
             return client
         if is_over and shuts and client.session not in left:
             client.shut()
-    except BaseException:
+    except BaseException:  # Ctrl-C too: a connection that is left open would count as a member
         client.close()
         raise
     client.close()

@@ -102,7 +102,7 @@ def join(
         store = part_of(job_store.store, protocol.job())
         on_meeting()
         peers = join_at(job_store, store, me, timeout=timeout, source=source, environ=environ)
-    except BaseException:
+    except BaseException:  # Ctrl-C too: a connection that is left open would count as a member
         job_store.close()
         raise
     return Rendezvous(job_store, store, peers)

@@ -189,7 +189,7 @@ def _started(
             opening.meanwhile()
             process.wait_until_up(opening.timeout)
             yield dataclasses.replace(found, secret=drawn.key, read=None)
-        except BaseException:
+        except BaseException:  # Ctrl-C too: nobody would ever enter it
             process.end()
             raise
     except StoreStartError as error:

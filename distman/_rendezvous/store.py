@@ -195,7 +195,7 @@ def tell_over_mpi(environment: LaunchEnvironment, point: Endpoint, timeout: floa
 
     try:
         told, secret = mpi.broadcast_from_rank_zero(environment, open_here, timeout)
-    except BaseException:
+    except BaseException:  # Ctrl-C too: a connection that is left open would count as a member
         for job_store in opened:
             job_store.close()
         raise
@@ -224,7 +224,7 @@ def _tell_over_agent(point: Endpoint, rank: int, timeout: float) -> JobStore:
         opened, told = _open_anywhere(point, timeout)
         try:
             agent.set(key, told.seal(key, secret))
-        except BaseException:
+        except BaseException:  # the same
             opened.close()
             raise
         opened.find_failure = find_failure

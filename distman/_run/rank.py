@@ -71,7 +71,7 @@ class Rank:
                 stderr=ends[1][1],
                 preexec_fn=_preparation(cpus),
             )
-        except BaseException:
+        except BaseException:  # Ctrl-C too: the descriptors belong to nobody yet
             for ours, _ in ends:
                 os.close(ours)
             raise

@@ -93,7 +93,7 @@ def dial(door: Door, hello: Hello) -> tuple[Connection, bytes | None]:
     except (HandshakeError, MalformedError) as error:
         connected.close()
         raise ForeignServiceError(f"another program listens there: {error}") from error
-    except BaseException:
+    except BaseException:  # what a signal's handler raises too: the socket belongs to nobody yet
         connected.close()
         raise
 
@@ -117,7 +117,7 @@ def _connect_to_port(host: str, port: int, timeout: float) -> socket.socket:
             connected.settimeout(timeout)
             connected.connect(place)
             return connected
-        except BaseException as error:
+        except BaseException as error:  # the same
             connected.close()
             if number == len(places) or not isinstance(error, OSError) or is_of_a_handler(error):
                 raise
@@ -133,7 +133,7 @@ def _connect(address: Address, patience: float, in_line: float) -> socket.socket
     except BlockingIOError as error:
         connected.close()
         raise CrowdedError(error.errno, "it has too many visitors") from error
-    except BaseException:
+    except BaseException:  # what a signal's handler raises too: the socket belongs to nobody yet
         connected.close()
         raise
     return connected
