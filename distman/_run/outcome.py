@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import signal
+from collections import Counter
 from collections.abc import Iterable
 
 from distman._coordination.failure.record import DIED, FailureRecord
@@ -24,14 +25,22 @@ class RankOutcome:
         pid: Its process id.
         exit_code: Its exit code, or minus the number of the signal that ended it.
         was_ended: Whether its starter ended it.
-        failure: What failed first as far as it knew; None where it said nothing.
+        own: What failed on it, as it said; None where it said nothing, or failed only because of another rank.
+        first: What failed first in the job, as the job's store told it; None where it could not ask.
     """
 
     rank: int
     pid: int
     exit_code: int
     was_ended: bool
-    failure: FailureRecord | None
+    own: FailureRecord | None = None
+    first: FailureRecord | None = None
+
+    def last_words(self) -> str:
+        """Return what it said of its end, for its log."""
+        if self.own is not None:
+            return self.own.traceback_text
+        return f"distman run: rank {self.rank} ended since {self.first.headline}\n" if self.first is not None else ""
 
     @property
     def end(self) -> str:
@@ -63,19 +72,22 @@ class Outcome:
         told = self._told()
         if told is None:
             return next((_unexplained(one) for one in self.ranks if one.exit_code), None)
-        of = {one.rank: one for one in self.ranks}
-        if told.error_type == DIED and of[told.rank].exit_code:  # its starter knows better how
-            return _unexplained(of[told.rank])
+        guilty = next(one for one in self.ranks if one.rank == told.rank)
+        if guilty.own is not None and guilty.exit_code:
+            return dataclasses.replace(guilty.own, rank=guilty.rank, pid=guilty.pid)
+        if told.error_type == DIED and guilty.exit_code:  # its starter knows better how
+            return _unexplained(guilty)
         return told
 
     def _told(self) -> FailureRecord | None:
-        """Return what a rank told of itself, or else what the others told of one."""
-        failed = [one for one in self.ranks if one.failure is not None and one.exit_code]
-        for one in failed:
-            if one.failure is not None and one.failure.rank in (one.rank, -1):
-                return dataclasses.replace(one.failure, rank=one.rank, pid=one.pid)
+        """Return what most ranks told as the job's first failure, or else what the first to end told of itself."""
         known = {one.rank for one in self.ranks}
-        return next((one.failure for one in failed if one.failure is not None and one.failure.rank in known), None)
+        failed = [one for one in self.ranks if one.exit_code]
+        firsts = [one.first for one in failed if one.first is not None and one.first.rank in known]
+        if firsts:
+            (rank, _), *_ = Counter(first.rank for first in firsts).most_common()
+            return next(first for first in firsts if first.rank == rank)
+        return next((dataclasses.replace(one.own, rank=one.rank) for one in failed if one.own is not None), None)
 
     @property
     def exit_code(self) -> int:
@@ -118,10 +130,8 @@ class Outcome:
         for one in self.ranks:
             if one.rank == failure.rank:
                 continue
-            told = one.failure
-            is_own = one.exit_code and told is not None and told.rank == one.rank
-            if is_own and told is not None:
-                yield f"rank {one.rank} failed too ({one.end}): {told.error_type}: {printable(told.error_text)}"
+            if one.exit_code and one.own is not None:
+                yield f"rank {one.rank} failed too ({one.end}): {one.own.error_type}: {printable(one.own.error_text)}"
             else:
                 ends.setdefault(one.end, []).append(one.rank)
         if ends:
