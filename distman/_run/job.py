@@ -131,8 +131,11 @@ class _Job:
                 self._attend(self._seconds_to_next_step())
                 self._heed_signals()
                 self._take_steps()
-            while self._attend(0.0):  # what they have written last; who holds their pipes now is nobody's rank
+            while self._attend(0.0):  # what they have written last
                 pass
+            for key in list(self._selector.get_map().values()):  # those that a process holds which a rank left behind
+                if key.data is not None:
+                    key.data.close(key.fd)
         for console in self._consoles.values():
             console.close()
         return Outcome(tuple(self._ended), self._interruption)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import signal
+import socket
 from collections import Counter
 from collections.abc import Iterable
 
@@ -12,7 +13,7 @@ from distman._coordination.failure.record import DIED, FailureRecord
 from distman._run.placement import shown_ranks
 from distman._text import printable, printable_lines
 
-_OF_A_SHELL = 128
+OF_A_SHELL = 128
 """What a shell adds to the number of a signal that ended a program, for its exit code."""
 
 
@@ -68,7 +69,9 @@ class Outcome:
 
     @property
     def failure(self) -> FailureRecord | None:
-        """What failed first: what the ranks say, or else what their ends say; None where nothing did."""
+        """What failed first, as the ranks say, or as their ends do; None where nothing did, or the job was ended."""
+        if self.interruption is not None:
+            return None
         told = self._told()
         if told is None:
             return next((_unexplained(one) for one in self.ranks if one.exit_code), None)
@@ -93,12 +96,12 @@ class Outcome:
     def exit_code(self) -> int:
         """The exit code of the rank that failed first, as a shell has it; 0 where none failed."""
         if self.interruption is not None:
-            return _OF_A_SHELL + self.interruption
+            return OF_A_SHELL + self.interruption
         failure = self.failure
         if failure is None:
             return 0
         codes = [one.exit_code for one in self.ranks if one.rank == failure.rank and not one.was_ended]
-        return next((code if code > 0 else _OF_A_SHELL - code for code in codes if code), 1)
+        return next((code if code > 0 else OF_A_SHELL - code for code in codes if code), 1)
 
     def to_json(self) -> str:
         """Return what tools read: the failure, and how each rank ended."""
@@ -142,4 +145,4 @@ def _unexplained(one: RankOutcome) -> FailureRecord:
     text = "said nothing of why; what it wrote is above."
     if one.exit_code == -signal.SIGKILL and not one.was_ended:
         text = "was killed; the kernel's log (dmesg) says whether memory ran out."
-    return FailureRecord(one.rank, "", one.pid, DIED, text)
+    return FailureRecord(one.rank, socket.gethostname(), one.pid, DIED, text)
