@@ -196,7 +196,12 @@ class ForeignSource(Source):
 
     def num_steps(self) -> int | None:
         """Return the number of this rank's batches; None if it cannot be known."""
-        return len(self.batches) if isinstance(self.batches, Sized) else None
+        if not isinstance(self.batches, Sized):
+            return None
+        try:
+            return len(self.batches)
+        except (TypeError, NotImplementedError):  # a DataLoader over a stream has a length that cannot be asked for
+            return None
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position after the latest step."""
