@@ -9,7 +9,6 @@ from typing import Any, Literal
 
 import torch
 
-from distman import checkpoint
 from distman._device import resolve_device
 from distman._seeds import seed_generators, seed_of
 from distman.handler._history import History
@@ -17,7 +16,7 @@ from distman.handler._model import TrainedModel
 from distman.handler._optimization import Optimization, StepOptions
 from distman.handler._reporting import LoggerMode, Reporter
 from distman.handler._resumption import end_program
-from distman.handler._saving import Saving
+from distman.handler._saving import Saving, read_checkpoint
 from distman.handler._setup import check_factory, required
 from distman.handler._training import Training
 from distman.manager import DistributedManager
@@ -89,7 +88,7 @@ class NNHandler(Saving):
             RankFailedError: On the other ranks.
         """
         _manager(kwargs.get("device"), use_distributed=kwargs.get("use_distributed"))
-        saved = checkpoint.load(path)
+        saved = read_checkpoint(path)
         handler = cls(model_class, **{**saved["model_kwargs"], **kwargs})
         handler._load(saved)
         return handler

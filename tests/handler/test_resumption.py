@@ -300,6 +300,12 @@ def test_files_that_are_no_checkpoints(tmp_path, rank):
     DistributedManager().barrier()
     with pytest.raises((CheckpointError, RankFailedError), match=r"bad\.pt"):
         handler.load(tmp_path / "bad.pt")
+    checkpoint.save(handler.module.state_dict(), tmp_path / "weights.pt")
+    for load in (handler.load, lambda path: NNHandler.initialize_from_checkpoint(path, Network)):
+        with pytest.raises(
+            CheckpointError, match=r"must hold what NNHandler.save\(\) wrote, but has no model, .* Load"
+        ):
+            load(tmp_path / "weights.pt")
     other = NNHandler(nn.Linear, in_features=1, out_features=1)
     other.save(tmp_path / "other.pt")
     with pytest.raises(RuntimeError, match="Missing key"):
