@@ -101,7 +101,7 @@ class NNHandler(Saving):
         amp: Literal["bf16", "fp16"] | None = None,
         clip_norm: float | None = None,
         ema_decay: float | None = None,
-        non_finite: Literal["raise", "skip"] = "raise",
+        non_finite: Literal["raise", "skip", "ignore"] = "raise",
         validate_every: int = 1,
         progress: bool | None = None,
     ) -> History:
@@ -116,8 +116,8 @@ class NNHandler(Saving):
             amp: Automatic mixed precision; ``"fp16"`` scales the loss.
             clip_norm: Largest 2-norm of the gradient; None does not clip.
             ema_decay: Decay of a moving average of the weights, which validation, prediction and sampling then use.
-            non_finite: When a loss or the gradient is NaN or infinite on any rank, ``"raise"`` on all ranks, or
-                ``"skip"`` the step on all.
+            non_finite: When a loss or the gradient is NaN or infinite on any rank, ``"raise"`` on all ranks,
+                ``"skip"`` the step on all, or ``"ignore"`` it, which saves a GPU the wait for the answer in each step.
             validate_every: Number of epochs from one validation to the next.
             progress: Show a progress bar; None shows it on a terminal.
 
