@@ -57,7 +57,7 @@ def start() -> Drawing:
     drawing.arrow(first, store, 240, "join record")
     drawing.arrow(others, store, 240, "join records")
     drawing.arrow(store, first, 276, "all records")
-    drawing.box(first, 308, 94, 40, "missing, double,", "unlike ranks?")
+    drawing.box(first, 308, 100, 40, "missing, double,", "unlike ranks?")
     drawing.arrow(first, store, 356, "verdict")
     drawing.arrow(store, others, 356, "verdict")
     drawing.arrow(first, others, 412, "connections of gloo or NCCL")
@@ -81,7 +81,7 @@ def failure() -> Drawing:
     drawing.text((failing + store - 55) / 2 - 8, 182, "failure record")
     drawing.box(store, 194, 110, 44, "the first record", "counts", kind="blue")
     drawing.arrow(store, others, 258, "each watcher looks", "5 times a second", kind="red")
-    drawing.box(failing, 258, 124, 44, "prints its traceback,", "exit code 1")
+    drawing.box(failing, 258, 130, 44, "prints its traceback,", "exit code 1")
     drawing.box(
         others,
         305,
@@ -96,7 +96,7 @@ def failure() -> Drawing:
     drawing.line(0, 364, WIDTH, 364, "faint")
     drawing.box(failing, 400, 124, 44, "is killed: SIGKILL,", "out of memory", kind="red")
     drawing.line(failing + 62, 400, store - 62, 400, "faint")
-    drawing.box(store, 400, 116, 44, "connection breaks:", "writes the record", kind="blue")
+    drawing.box(store, 400, 116, 44, "connection lost:", "writes the record", kind="blue")
     drawing.arrow(store, others - 70, 448, "", kind="red")
     drawing.box(others, 436, 140, 44, "RankFailedError:", "rank 1 (...) died", kind="red")
     return drawing
