@@ -118,8 +118,8 @@ def setup(app: Sphinx) -> None:
     """Make all of it part of the build."""
     app.add_autodoc_attrgetter(type, get_member)
     app.set_translator("html", Translator)
+    app.connect("doctree-resolved", name_cells, priority=400)  # before the heads, too, may break
     app.connect("doctree-resolved", let_names_break)
-    app.connect("doctree-resolved", name_cells)
     app.connect("doctree-resolved", draw_in_page)
     app.connect("autodoc-process-signature", shorten_signature)
     app.connect("autodoc-process-docstring", shorten_docstring, priority=800)  # after napoleon
