@@ -14,6 +14,7 @@ import pytest
 from markdown_it import MarkdownIt
 
 import distman
+from distman._version import VERSION
 from distman.environments import LAUNCHERS, detect
 from distman.handler import NNHandler
 from distman.testing import fake_environment
@@ -144,7 +145,7 @@ def test_the_output_on_the_page_of_launchers_is_real():
 def assert_shown(shown, output):
     """Compare what a page shows with the output, but for white space and what "..." stands for."""
     output = " ".join(output.split())
-    parts = [" ".join(part.split()) for part in re.split(r"^\s*\.\.\.$", shown, flags=re.MULTILINE)]
+    parts = [" ".join(part.split()) for part in shown.split("...")]
     for text in filter(None, parts):
         assert text in output
         output = output.partition(text)[2]
@@ -243,3 +244,33 @@ def test_the_picture_of_the_layers_is_what_the_linter_checks():
     (layers,) = (contract["layers"] for contract in contracts if contract["type"] == "layers")
     picture = text_blocks("docs/architecture.md")[0].splitlines()
     assert [re.split(r"\s{2,}", line)[0] for line in picture] == [one for one in layers if one not in NO_LAYERS]
+
+
+def test_the_diagrams_are_what_their_script_draws(tmp_path):
+    drawn = REPOSITORY / "docs" / "diagrams"
+    subprocess.run([sys.executable, drawn / "draw.py", tmp_path], timeout=60, check=True)
+    pictures = {path.name: path.read_text(encoding="utf-8") for path in drawn.glob("*.svg")}
+    assert pictures == {path.name: path.read_text(encoding="utf-8") for path in tmp_path.iterdir()} != {}
+    shown = {target for page in PAGES for target in links(page)}
+    assert {f"diagrams/{name}" for name in pictures} <= shown
+
+
+def test_pictures_are_described_for_those_who_do_not_see_them():
+    blocks = [block for page in PAGES for block in MarkdownIt().parse(page.read_text(encoding="utf-8"))]
+    tokens = [token for block in blocks for token in block.children or ()]
+    pictures = [token for token in tokens if token.type == "image"]
+    assert [token.attrs["src"] for token in pictures if len(token.content) < 20] == []
+    assert pictures
+
+
+def test_the_newest_version_in_the_changelog_is_that_of_the_package():
+    versions = re.findall(r"^## (\S+) \((?:unreleased|\d{4}-\d\d-\d\d)\)$", read("CHANGELOG.md"), re.MULTILINE)
+    assert versions[0] == VERSION
+    assert len(versions) == read("CHANGELOG.md").count("\n## ")
+
+
+def test_the_search_ranks_pages_that_exist():
+    lists = re.findall(r"^const \w+ = \[(.*)\];$", read("docs/search_scorer.js"), re.MULTILINE)
+    named = [page for names in lists for page in re.findall(r'"([\w/]+)"', names)]
+    assert [page for page in named if not (REPOSITORY / "docs" / f"{page}.md").is_file()] == []
+    assert len(lists) == 2
