@@ -22,8 +22,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add what the command takes to its parser."""
     parser.usage = "distman plan --world-size RANKS (--tree TREE | --mesh MESH)\n                    [options]"
     parser.description = (
-        "Draw the groups that create_groups_from_config() or initialize_mesh() would make; nothing is started. The exit "
-        "code is 0, 1 where the plan does not fit the world, 2 where the arguments are wrong."
+        "Draw the groups that create_groups_from_config() or initialize_mesh() would make; nothing is started. The "
+        "exit code is 0, 1 where the plan does not fit the world, 2 where the arguments are wrong."
     )
     parser.add_argument("--world-size", type=at_least(1), required=True, metavar="RANKS", help="number of ranks")
     wanted = parser.add_mutually_exclusive_group(required=True)
