@@ -100,8 +100,8 @@ def plain_table(columns: Sequence[str], rows: Sequence[Sequence[object]], width:
     if room is not None and sum(widths) > room:
         narrowest = _narrowest(columns, rows)
         if sum(narrowest) > room:
-            lines = (", ".join(map(" ".join, zip(columns, row, strict=True))) for row in cells[1:])
-            return "\n".join(_folded(line, width) for line in lines)
+            sentences = (", ".join(map(" ".join, zip(columns, row, strict=True))) for row in cells[1:])
+            return "\n".join(_folded(sentence, width) for sentence in sentences)
         while sum(widths) > room:
             widest = max(range(len(widths)), key=lambda column: widths[column] - narrowest[column])
             widths[widest] -= 1

@@ -20,7 +20,7 @@ _MAX_WORLD_SIZE = 10_000_000
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add what the command takes to its parser."""
-    parser.usage = "distman plan --world-size RANKS (--tree TREE | --mesh MESH)\n                    [options]"
+    parser.usage = "distman plan --world-size RANKS\n                    (--tree TREE | --mesh MESH) [options]"
     parser.description = (
         "Draw the groups that create_groups_from_config() or initialize_mesh() would make; nothing is started. The "
         "exit code is 0, 1 where the plan does not fit the world, 2 where the arguments are wrong."
