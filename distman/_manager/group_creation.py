@@ -126,6 +126,10 @@ class GroupCreation(SharedState):
             ValueError: The tree does not fit the world, or a name is taken.
             DistmanError: See :meth:`create_process_subgroup`.
         """
+        if not isinstance(config, ProcessGroupConfig):
+            raise TypeError(
+                f"config must be a ProcessGroupConfig, got {config!r}. Make one, or call initialize_mesh()."
+            )
         manager = cls()
         manager._state.groups.create(
             lambda: tree_plan(config, manager._state.job.world_size), world_name=config.root.name, verbose=verbose

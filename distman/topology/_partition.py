@@ -26,7 +26,11 @@ def split_sizes(length: int, parts: int) -> list[int]:
 
     Raises:
         ValueError: There is no such split.
+        TypeError: A number is not whole.
     """
+    for name, value in (("length", length), ("parts", parts)):
+        if not is_whole_number(value):
+            raise TypeError(f"{name} must be a whole number, got {value!r}. Pass an integer.")
     if parts < 1 or length < 0:
         raise ValueError(
             f"length must be at least 0 and parts at least 1, got length {length} and parts {parts}. Pass the length "

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import traceback
 
-from distman._coordination.internal_files import is_internal, is_of_package
+from distman._coordination.internal_files import is_internal, is_of_package, is_of_user
 from distman.environments._base import read_flag
 from distman.errors import DistmanError, RankFailedError
 
@@ -15,7 +15,7 @@ _STARTER = "<frozen runpy>"  # what starts a module; the interpreter shows no su
 
 
 def short_traceback(error: BaseException) -> str:
-    """Return a traceback without the frames of this package; empty if there are none, or it is to be shown in full.
+    """Return a traceback without the frames of this package; empty if none is left out, or it is to be shown in full.
 
     Of a failure of another rank, those of torch are left out too. Of an error that is none of this package's own, its
     innermost frame stays: it may be a mistake here.
@@ -36,7 +36,7 @@ def _fold(shown: traceback.TracebackException, error: BaseException) -> bool:
     one: traceback.TracebackException | None = shown
     while one is not None:
         kept = [frame for frame in one.stack if not is_dropped(frame.filename) and frame.filename != _STARTER]
-        if len(kept) < len(one.stack) and (kept or one is not shown):
+        if one is not shown or any(is_of_user(frame.filename) for frame in kept):
             is_own = one is not shown or isinstance(error, DistmanError)
             last = [] if is_own or kept[-1] is one.stack[-1] else [one.stack[-1]]
             is_folded |= len(kept + last) < len(one.stack)
