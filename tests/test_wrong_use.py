@@ -31,6 +31,11 @@ WRONG = {
     "a negative timeout": (lambda: DistributedManager().barrier(timeout=-1), ValueError),
     "a group that is a number": (lambda: DistributedManager().group_size(3), TypeError),
     "a tree that is text": (lambda: DistributedManager.create_groups_from_config("world(a=1)"), TypeError),
+    "a tree whose root is text": (lambda: distman.ProcessGroupConfig("world"), TypeError),
+    "a part of a tree that is text": (
+        lambda: distman.ProcessGroupConfig(distman.ProcessGroupNode("world")).add_node("model", "world"),
+        TypeError,
+    ),
     "a mesh of the wrong size": (lambda: DistributedManager().initialize_mesh((2, 2), ("a", "b")), ValueError),
     "a mesh with text for a length": (lambda: DistributedManager().initialize_mesh(("1",), ("a",)), ValueError),
     "a length as text": (lambda: distman.split_sizes("10", 2), TypeError),

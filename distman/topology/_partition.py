@@ -338,5 +338,5 @@ def _across(blocks: Sequence[tuple[int, ...]]) -> tuple[tuple[int, ...], ...]:
 def _check_split(block_size: int, size: int) -> None:
     if not is_whole_number(size) or size < 1 or block_size % size:
         raise ValueError(
-            f"size must be a divisor of the parent group's size {block_size}, got {size}. Choose another size."
+            f"size must be a divisor of the parent group's size {block_size}, got {size!r}. Choose another size."
         )
