@@ -13,7 +13,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # The table in launchers/README.md: a file, and the command that writes it.
 row := ^\| \[([a-z_]+\.sh)\].*`distman (launch .*)` \|$$
 
-.PHONY: help demo check test test-newest lint docs launchers clean
+.PHONY: help demo check test test-newest lint docs launchers man clean
 
 help:  ## Say what there is.
 	@sed -nE 's/^([a-z-]+):.*## (.*)/make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 18
@@ -50,6 +50,9 @@ docs: $(installed)  ## Build the documentation in docs/_build; a warning is an e
 
 launchers: $(installed)  ## Write the job scripts in launchers/ again.
 	cd launchers && sed -nE 's/$(row)/\2 --force --output \1/p' README.md | xargs -L 1 ../$(venv)/bin/distman
+
+man: $(installed)  ## Write the manual page docs/distman.1 again.
+	$(python) -m distman._cli.man_page > docs/distman.1
 
 clean:  ## Remove everything that was built or installed.
 	rm -rf $(venv) $(newest) docs/_build *.egg-info .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis

@@ -95,7 +95,7 @@ def on_rank(
         >>> count_files()  # counted once, known to both
         41
     """
-    ranks = _whole_ranks(rank)
+    ranks = _whole_ranks(rank, "on_rank")
     warned: set[str] = set()
 
     def run_there(run: Callable[[], Any], what: str) -> Any:
@@ -159,7 +159,7 @@ def on_local_rank(
         >>> unpack()
         '/tmp/data'
     """
-    ranks = _whole_ranks(local_rank)
+    ranks = _whole_ranks(local_rank, "on_local_rank")
     if len(ranks) > 1:
         raise ValueError(f"local_rank must be one rank of each host, got {local_rank!r}. Pass one integer.")
     warned: set[str] = set()
@@ -386,11 +386,10 @@ def _warn_of_nobody(what: str, among: str, members: Group | None, warned: set[st
         logger.warning("%s runs nowhere and returns None: there is no such rank %s. Name another one.", what, among)
 
 
-def _whole_ranks(rank: object) -> tuple[int, ...]:
+def _whole_ranks(rank: object, decorator: str) -> tuple[int, ...]:
     if callable(rank):
         raise TypeError(
-            f"rank must be an integer or a list of integers, got {rank!r}. Write @on_rank(0), with parentheses, or "
-            "@rank_zero_only."
+            f"rank must be an integer or a list of integers, got {rank!r}. Write @{decorator}(0), with parentheses."
         )
     try:
         given: list[Any] = list(cast(Iterable[object], rank))

@@ -69,6 +69,8 @@ def aggregate_metrics(
         >>> aggregate_metrics(metrics, weight=[30, 10][rank])  # numbers of samples
         {'loss': 1.25, 'accuracy': 0.5}
     """
+    if not isinstance(metrics, Mapping):
+        raise TypeError(f"metrics must be a mapping, got {metrics!r}. Pass a dict of names and numbers.")
     _warn_of(ignored, "aggregate_metrics")
     own: dict[str, _Metric] = {}
     numbers: dict[str, _Number] = {}
@@ -138,14 +140,21 @@ def _as_floats(numbers: Mapping[str, _Number]) -> list[float]:
         if tensor.numel() != 1:
             raise ValueError(f"{name} must be one number, got a tensor of shape {tuple(tensor.shape)}. Take its mean.")
     if not tensors:
-        return [float(value) for value in numbers.values()]
+        return [_as_float(name, value) for name, value in numbers.items()]
     there = [tensor.detach().double().reshape(()) for tensor in tensors.values()]
     fetched = dict(zip(tensors, torch.stack(there).tolist(), strict=True))
-    return [fetched[name] if name in fetched else float(value) for name, value in numbers.items()]
+    return [fetched[name] if name in fetched else _as_float(name, value) for name, value in numbers.items()]
+
+
+def _as_float(name: str, value: _Number) -> float:
+    try:
+        return float(value)
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"{name} must be a number or a tensor with one element, got {value!r}. Convert it.") from error
 
 
 def _checked_weight(weight: float | None) -> float:
-    weight = 1.0 if weight is None else float(weight)
+    weight = 1.0 if weight is None else _as_float("weight", weight)
     if not 0 <= weight < math.inf:
         raise ValueError(f"weight must be a number of 0 or more, got {weight}. Pass the number of samples.")
     return weight
@@ -192,7 +201,7 @@ def reduce_loss(
     if isinstance(loss, torch.Tensor) and loss.numel() != 1:
         raise ValueError(f"loss must be one number, got a tensor of shape {tuple(loss.shape)}. Take its mean.")
     device = control_device(members, DistributedManager().device)
-    total = torch.tensor(float(loss), dtype=torch.float64, device=device)
+    total = torch.tensor(_as_float("loss", loss), dtype=torch.float64, device=device)
     if members.size > 1:
         dist.reduce(total, group=members.process_group, group_dst=dst_rank)
     if members.rank != dst_rank:

@@ -147,6 +147,10 @@ class GroupCreation(SharedState):
             >>> manager.group_ranks("model"), manager.group_size("channel")
             ((0, 1), 1)
         """
+        if not isinstance(config, ProcessGroupConfig):
+            raise TypeError(
+                f"config must be a ProcessGroupConfig, got {config!r}. Make one, or call initialize_mesh()."
+            )
         manager = cls()
         manager._state.groups.create(
             lambda: tree_plan(config, manager._state.job.world_size), world_name=config.root.name, verbose=verbose

@@ -42,8 +42,11 @@ def locate(path: str | os.PathLike[str]) -> Location:
 
     Raises:
         ValueError: The scheme of the URL is unknown, or the URL has lost a slash.
+        TypeError: It is neither.
         ImportError: A package is missing that the scheme needs.
     """
+    if not isinstance(path, (str, os.PathLike)):
+        raise TypeError(f"path must be a str or a Path, got {type(path).__name__}. Pass where the file or folder is.")
     text = os.fspath(path)
     url = _URL.match(text)
     if url is None and _SHORTENED_URL.match(text):

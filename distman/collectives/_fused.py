@@ -297,4 +297,4 @@ def _name_of(op: Any) -> str:
         if is_torchs and op == known:
             return name
     error = ValueError if isinstance(op, str) or is_torchs else TypeError
-    raise error(f"op must be one of {', '.join(OPERATIONS)}, got {op}. Choose one.")
+    raise error(f"op must be one of {', '.join(OPERATIONS)}, got {op!r}. Choose one.")

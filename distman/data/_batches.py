@@ -296,6 +296,8 @@ class EvaluationBatches(Sampler[list[int]]):
 
 
 def _at_least_one(name: str, value: int) -> int:
+    if not hasattr(value, "__index__"):
+        raise TypeError(f"{name} must be a whole number, got {value!r}. Pass an integer.")
     if operator.index(value) < 1:
         raise ValueError(f"{name} must be at least 1, got {value}. Pass a positive number.")
     return value

@@ -81,7 +81,7 @@ class LaunchEnvironment:
 
         Local.
         """
-        return cls(_NONE, rank=0, world_size=1)
+        return cls(_NONE, 0, 1, local_rank=0, local_world_size=1, node_rank=0, num_nodes=1)
 
     @classmethod
     def bare(cls, rank: int, world_size: int) -> LaunchEnvironment:

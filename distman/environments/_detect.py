@@ -236,6 +236,8 @@ def _explain_single(environ: Mapping[str, str], warnings: tuple[str, ...]) -> tu
 
 
 def _believe(method: str, source: str, environ: Mapping[str, str]) -> Detection:
+    if not isinstance(method, str):
+        raise TypeError(f"method must be the name of a launcher, got {method!r} from {source}. Pass 'slurm', say.")
     name = method.strip().lower()
     asked = f"{method} was asked for by {source}."
     if name == SINGLE.name:

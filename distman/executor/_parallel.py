@@ -126,6 +126,8 @@ class ParallelExecutor(Executor):
         Raises:
             RuntimeError: The executor was shut down.
         """
+        if not callable(fn):
+            raise TypeError(f"fn must be a function, got {fn!r}. Pass the function and its arguments, without a call.")
         self._begin()
         try:
             future: Future[Any] = self._open_threads().submit(self._call_here, fn, args, kwargs)
@@ -295,7 +297,7 @@ def _choose_devices(num_gpus: int | None, devices: Sequence[str | torch.device] 
         return _choose_gpus(num_gpus)
     if num_gpus is not None:
         raise ValueError(f"devices must stand alone, got num_gpus={num_gpus!r} as well. Leave one of them out.")
-    if isinstance(devices, str) or not devices:
+    if isinstance(devices, str) or not isinstance(devices, Sequence) or not devices:
         raise ValueError(f"devices must be a list with at least one device, got {devices!r}. Pass ['cpu', 'cpu'].")
     chosen = [resolve_device(device) for device in devices]
     return tuple(

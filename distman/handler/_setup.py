@@ -137,7 +137,13 @@ class Setup:
             loss_fn: Takes outputs and targets, and returns the mean loss over the samples, shape ``()``.
             forward: Takes the model and a batch, and returns outputs and targets. None calls the model with the first
                 element of the batch, and takes the last element for the targets.
+
+        Raises:
+            TypeError: One of them cannot be called.
         """
+        for name, function in (("loss_fn", loss_fn), ("forward", forward or default_forward)):
+            if not callable(function):
+                raise TypeError(f"{name} must be a function, got {function!r}. Pass torch.nn.MSELoss(), for example.")
         self._forward = forward or default_forward
         self._objective = Supervised(self._forward, loss_fn)
 
@@ -214,6 +220,10 @@ class Setup:
 
         Local.
         """
+        if not isinstance(callback, Callback):
+            raise TypeError(
+                f"callback must be a Callback, got {callback!r}. Pass an object of a class derived from it."
+            )
         self._callbacks.add(callback, is_last=isinstance(callback, ModelCheckpoint))
 
     def _required_objective(self) -> Objective:
@@ -246,7 +256,7 @@ def check_factory(name: str, factory: object, product: str, remedy: str) -> None
         TypeError: It is not a class or function.
     """
     if not callable(factory) or isinstance(factory, torch.nn.Module):
-        got = repr(factory) if isinstance(factory, str) else f"a {type(factory).__name__}"
+        got = repr(factory) if isinstance(factory, (str, int)) else f"a {type(factory).__name__}"
         raise TypeError(f"{name} must be a class or function that makes {product}, got {got}. {remedy}")
 
 

@@ -30,11 +30,15 @@ def split_sizes(length: int, parts: int) -> list[int]:
 
     Raises:
         ValueError: There is no such split.
+        TypeError: A number is not whole.
 
     Example:
         >>> split_sizes(10, 4)
         [3, 3, 2, 2]
     """
+    for name, value in (("length", length), ("parts", parts)):
+        if not is_whole_number(value):
+            raise TypeError(f"{name} must be a whole number, got {value!r}. Pass an integer.")
     if parts < 1 or length < 0:
         raise ValueError(
             f"length must be at least 0 and parts at least 1, got length {length} and parts {parts}. Pass the length "
@@ -378,5 +382,5 @@ def _across(blocks: Sequence[tuple[int, ...]]) -> tuple[tuple[int, ...], ...]:
 def _check_split(block_size: int, size: int) -> None:
     if not is_whole_number(size) or size < 1 or block_size % size:
         raise ValueError(
-            f"size must be a divisor of the parent group's size {block_size}, got {size}. Choose another size."
+            f"size must be a divisor of the parent group's size {block_size}, got {size!r}. Choose another size."
         )

@@ -35,6 +35,9 @@ class ProcessGroupConfig:
     Args:
         root: The node of the whole world.
 
+    Raises:
+        TypeError: It is no node.
+
     Example:
         >>> tree = ProcessGroupConfig(ProcessGroupNode("world"))
         >>> tree.add_node(ProcessGroupNode("data", size=2), "world")
@@ -44,6 +47,7 @@ class ProcessGroupConfig:
     """
 
     def __init__(self, root: ProcessGroupNode) -> None:
+        _check_node("root", root)
         self.root = root
         self._nodes = {root.name: root}
         self._children: dict[str, list[str]] = {root.name: []}
@@ -58,6 +62,7 @@ class ProcessGroupConfig:
             parent: The node above it, or its name.
 
         Raises:
+            TypeError: It is no node.
             ValueError: There is a node of that name already.
             UndefinedGroupError: There is no such parent.
 
@@ -67,6 +72,7 @@ class ProcessGroupConfig:
             >>> print(tree)
             world(data=2, model(spatial=4))
         """
+        _check_node("node", node)
         if node.name in self._nodes:
             raise ValueError(f"a node's name must not be taken in its tree, got {node.name!r}. Choose another name.")
         above = self.get_node(parent if isinstance(parent, str) else parent.name)
@@ -207,3 +213,10 @@ def _check_size(name: str, size: int | None) -> int:
     if not isinstance(size, int) or size < 1:
         raise ValueError(f"the size of group {name!r} must be a positive number of ranks, got {size}. Set it.")
     return size
+
+
+def _check_node(name: str, node: object) -> None:
+    if not isinstance(node, ProcessGroupNode):
+        raise TypeError(
+            f"{name} must be a ProcessGroupNode, got {node!r}. Write ProcessGroupNode('world'), for example."
+        )
