@@ -17,7 +17,7 @@ from .processes import Finished, launch
 
 LIMIT = 60
 LANGUAGES = {"python", "sh", "text", "yaml"}
-SPHINX = {"{toctree}", "{include}", "{eval-rst}"}  # the build of the documentation checks them
+SPHINX = {"{toctree}", "{include}", "{literalinclude}", "{eval-rst}"}  # the build of the documentation checks them
 NOTHING_RAN = Finished((), 0, "", "", 0.0)
 SHELL = re.compile(r"[|&;<>$`]")
 ASSIGNMENT = re.compile(r"[A-Z_]+=")
