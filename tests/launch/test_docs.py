@@ -19,6 +19,7 @@ LIMIT = 60
 LANGUAGES = {"python", "sh", "text", "yaml"}
 SPHINX = {"{toctree}", "{eval-rst}"}  # the build of the documentation checks them
 NOTHING_RAN = Finished((), 0, "", "", 0.0)
+MEASURED = ("docs/benchmarks/", "docs/comparison/")  # which need minutes, or other libraries
 SHELL = re.compile(r"[|&;<>$`]")
 ASSIGNMENT = re.compile(r"[A-Z_]+=")
 # Any number of ranks on any number of cores, and no binding, as in the tests' own mpirun.
@@ -197,7 +198,7 @@ def run_line(request, line, folder):
     variables = {}
     while ASSIGNMENT.match(words[0]):
         name, _, variables[name] = words.pop(0).partition("=")
-    benchmark = next((word for word in words if word.startswith("docs/benchmarks/")), None)
+    benchmark = next((word for word in words if word.startswith(MEASURED)), None)
     if benchmark is not None:
         return assert_options_exist(benchmark, words[words.index(benchmark) + 1 :])
     if words[0] in BUILDERS:
