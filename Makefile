@@ -11,7 +11,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # The table in launchers/README.md: a file, and the command that writes it.
 row := ^\| \[([a-z_]+\.sh)\].*`distman (launch .*)` \|$$
 
-.PHONY: help demo check test test-newest lint docs launchers clean
+.PHONY: help demo check test test-newest wheels lint docs launchers clean
 
 help:  ## Say what there is.
 	@sed -nE 's/^([a-z-]+):.*## (.*)/make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 18
@@ -36,6 +36,9 @@ test-newest:  ## Run the tests that need no launcher with the newest torch.
 	$(newest)/bin/python -c 'import torch; print("torch", torch.__version__)'
 	$(newest)/bin/python -m pytest --numprocesses=2 --dist=worksteal --ignore=tests/launch
 
+wheels:  ## Build the distributions in dist/, and test the wheel with each Python and the newest torch.
+	.ci/wheels
+
 lint: $(installed)  ## Check formatting, style, types, layers and spelling.
 	$(venv)/bin/ruff check
 	$(venv)/bin/ruff format --check
@@ -50,7 +53,7 @@ launchers: $(installed)  ## Write the job scripts in launchers/ again.
 	cd launchers && sed -nE 's/$(row)/\2 --force --output \1/p' README.md | xargs -L 1 ../$(venv)/bin/distman
 
 clean:  ## Remove everything that was built or installed.
-	rm -rf $(venv) $(newest) build dist docs/_build *.egg-info .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf $(venv) $(newest) .venv-wheels build dist docs/_build *.egg-info .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
 
 $(installed): setup.cfg pyproject.toml .ci/constraints.txt
 	test -x $(python) || python3 -m venv $(venv)
