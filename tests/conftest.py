@@ -15,7 +15,7 @@ import pytest
 SKIPPING_IS_FORBIDDEN = os.environ.get("DISTMAN_FORBID_SKIP") == "1"
 TESTS = Path(__file__).parent
 LAUNCHERS = TESTS / "launch"
-LONGEST = ("test_packaging.py", "test_training.py", "test_job_scripts.py")
+LONGEST = ("test_training.py", "test_job_scripts.py")
 WITH_PROCESSES = {  # that are no ranks of `@ranks`; these folders and files have no unit tests
     LAUNCHERS,
     TESTS / "executor",
@@ -24,6 +24,7 @@ WITH_PROCESSES = {  # that are no ranks of `@ranks`; these folders and files hav
     TESTS / "rendezvous" / "test_door.py",
     TESTS / "rendezvous" / "test_membership.py",
     TESTS / "test_no_skips.py",
+    TESTS / "test_packaging.py",
 }
 NOT_RUN = (pytest.skip.Exception, pytest.xfail.Exception)
 
