@@ -63,6 +63,11 @@ def aggregate_metrics(
     Raises:
         ValueError: A metric has more than one element, or the weight is negative or not finite.
         PlanMismatchError: On every rank: the ranks have different names.
+
+    Example on two ranks:
+        >>> metrics = {"loss": 1.0 + rank, "accuracy": torch.tensor(0.5)}
+        >>> aggregate_metrics(metrics, weight=[30, 10][rank])  # numbers of samples
+        {'loss': 1.25, 'accuracy': 0.5}
     """
     _warn_of(ignored, "aggregate_metrics")
     own: dict[str, _Metric] = {}
@@ -91,6 +96,10 @@ def aggregate_loss(loss: _Number, *ignored: object, weight: float | None = None,
 
     Raises:
         ValueError: The loss has more than one element, or the weight is negative or not finite.
+
+    Example on two ranks:
+        >>> aggregate_loss(1.0 + rank)
+        1.5
     """
     _warn_of(ignored, "aggregate_loss")
     (mean,) = _means({"loss": loss}, _checked_weight(weight), [], group)
@@ -171,6 +180,11 @@ def reduce_loss(
     Raises:
         ValueError: The group has no rank ``dst_rank``.
         PlanMismatchError: In debug mode, on every rank: the ranks call differently.
+
+    Example on two ranks:
+        >>> mean = reduce_loss(torch.tensor(1.0 + rank))
+        >>> all_gather_objects(mean)
+        [1.5, None]
     """
     members = resolve_group(group)
     _debug.compare("reduce_loss", members, dst_rank=dst_rank, mean=mean)

@@ -1,11 +1,13 @@
 """Configuration of the documentation; built with warnings as errors.
 
-With ``-t online`` names of Python, torch and NumPy become links to their documentation. That needs the network, so the
-build that tests the documentation goes without.
+Names of Python and torch become links to their documentation, as far as ``inventories/`` says where they are; with
+``-t online`` the sites themselves are asked, NumPy's too, which needs the network.
 """
 
 import inspect
 import re
+import sys
+from pathlib import Path
 
 from docutils import nodes
 from sphinx.application import Sphinx
@@ -28,16 +30,24 @@ autodoc_typehints = "signature"
 maximum_signature_line_length = 88
 napoleon_google_docstring = True
 napoleon_use_ivar = True
-napoleon_custom_sections = ["Source"]
+napoleon_custom_sections = ["Source", "Example on two ranks"]
 myst_heading_anchors = 3
 
+sys.path.insert(0, str(Path(__file__).parent / "_extensions"))
+extensions += ["sphinx.ext.intersphinx", "summary"]
+sites = {"python": "https://docs.python.org/3", "torch": "https://docs.pytorch.org/docs/stable"}
+intersphinx_mapping = {name: (site, f"inventories/{name}.inv") for name, site in sites.items()}
 if tags.has("online"):  # noqa: F821 - Sphinx puts it here
-    extensions.append("sphinx.ext.intersphinx")
-    intersphinx_mapping = {
-        "python": ("https://docs.python.org/3", None),
-        "torch": ("https://docs.pytorch.org/docs/stable", None),
-        "numpy": ("https://numpy.org/doc/stable", None),
-    }
+    sites["numpy"] = "https://numpy.org/doc/stable"
+    intersphinx_mapping = {name: (site, None) for name, site in sites.items()}
+
+PUBLIC_PATHS = {
+    "concurrent.futures._base.Future": "concurrent.futures.Future",
+    "torch._C.Generator": "torch.Generator",
+    "torch.distributed.distributed_c10d.ProcessGroup": "torch.distributed.ProcessGroup",
+    "torch.nn.modules.module.Module": "torch.nn.Module",
+    "torch.utils.data.dataset.Dataset": "torch.utils.data.Dataset",
+}
 
 
 def let_names_break(_app: Sphinx, doctree: nodes.document, _page: str) -> None:
@@ -51,13 +61,16 @@ def let_names_break(_app: Sphinx, doctree: nodes.document, _page: str) -> None:
 
 def by_public_path(text: str) -> str:
     """Name classes by the package that users import them from, not by the private module that defines them."""
+    for private, public in PUBLIC_PATHS.items():
+        text = text.replace(private, public)
     return re.sub(r"\b(distman(?:\.[a-z]\w*)*)\._[\w.]*\.([A-Z]\w*)", r"\1.\2", text)
 
 
 def shorten_signature(
     _app: Sphinx, _what: str, _name: str, _value: object, _options: object, signature: str | None, returns: str | None
 ) -> tuple[str | None, str | None]:
-    """Show public paths in signatures."""
+    """Show public paths in signatures, and no defaults that Sphinx takes for a mistake in the whole of it."""
+    signature = signature and signature.replace("<factory>", "...")
     return signature and by_public_path(signature), returns and by_public_path(returns)
 
 

@@ -1,7 +1,6 @@
-"""What the documentation says is so: its links, tables and pictures, and the examples of docstrings."""
+"""What the documentation says is so: its links, tables and pictures."""
 
 import ast
-import doctest
 import importlib
 import inspect
 import itertools
@@ -195,7 +194,7 @@ def names_in_the_reference():
     named = []
     for page in sorted((REPOSITORY / "docs" / "reference").glob("*.md")):
         text = page.read_text(encoding="utf-8")
-        named += re.findall(r"auto(?:class|function|data|exception):: (\S+)", text)
+        named += re.findall(r"auto(?:class|function|data|exception):: ([\w.]+)", text)
         for module, options in re.findall(r"automodule:: (\S+)\n((?:   :.*\n)*)", text):
             left_out = re.findall(r"\w+", "".join(re.findall(r":exclude-members:(.*)", options)))
             named += [f"{module}.{name}" for name in exports(module) if name not in left_out]
@@ -257,9 +256,3 @@ def test_the_picture_of_the_layers_is_what_the_linter_checks():
     (layers,) = (contract["layers"] for contract in contracts if contract["type"] == "layers")
     picture = text_blocks("docs/architecture.md")[0].splitlines()
     assert [re.split(r"\s{2,}", line)[0] for line in picture] == [one for one in layers if one not in NO_LAYERS]
-
-
-def test_examples_in_docstrings_run():
-    results = {name: doctest.testmod(importlib.import_module(name)) for name in modules()}
-    assert {name: result for name, result in results.items() if result.failed} == {}
-    assert sum(result.attempted for result in results.values()) > 0

@@ -29,6 +29,11 @@ class LaunchEnvironment:
         main_address: Host on which the ranks meet.
         main_port: TCP port on which the ranks meet.
         job_id: A text that is the same on all ranks of this job and different in other jobs.
+
+    Example:
+        >>> environment = detect(fake_environment("slurm", nodes=2, tasks=4)[3]).environment
+        >>> environment.launcher, environment.rank, environment.local_rank, environment.main_address
+        ('slurm', 3, 1, 'n1')
     """
 
     launcher: str
@@ -87,6 +92,13 @@ class LaunchEnvironment:
         Args:
             rank: Index of this process in the job.
             world_size: Number of processes in the job.
+
+        Raises:
+            LaunchEnvironmentError: There is no such rank.
+
+        Example:
+            >>> LaunchEnvironment.bare(rank=1, world_size=2).launcher
+            'env'
         """
         return cls(_BARE, rank, world_size)
 
