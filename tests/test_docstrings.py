@@ -12,6 +12,8 @@ import inspect
 import io
 import pydoc
 import re
+import subprocess
+import sys
 from collections.abc import Callable
 from types import ModuleType
 
@@ -28,6 +30,7 @@ from .test_docs import REPOSITORY
 from .test_package import documented, exports, modules, public_modules
 
 ON_TWO_RANKS = "Example on two ranks:"
+OF_EXECUTORS = ("distman.executor.", "distman.errors.Worker")
 FINDER = doctest.DocTestFinder()
 IMPORTED = {"torch": torch, "TensorDataset": TensorDataset}  # which examples leave out, as they do public names
 NAMES = {name: value for module in public_modules() for name, value in exports(module).items()}
@@ -125,6 +128,11 @@ def examples(*, on_ranks):
     return [test for test in found if test.examples and (ON_TWO_RANKS in test.docstring) == on_ranks]
 
 
+def names_on_one_process(*, of_executors):
+    names = [test.name for test in examples(on_ranks=False)]
+    return [name for name in names if name.startswith(OF_EXECUTORS) == of_executors]
+
+
 def run(test, **names):
     """Return what an example gets wrong, as doctest tells it."""
     said = io.StringIO()
@@ -133,7 +141,7 @@ def run(test, **names):
     return said.getvalue()
 
 
-@pytest.mark.parametrize("name", [test.name for test in examples(on_ranks=False)])
+@pytest.mark.parametrize("name", names_on_one_process(of_executors=False))
 def test_an_example_runs(name, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(_location, "_registered", dict(_location._registered))
@@ -145,6 +153,20 @@ def test_an_example_runs(name, monkeypatch, tmp_path):
         assert run(test) == ""
     finally:
         DistributedManager.cleanup()
+
+
+def run_examples_of_executors():
+    names = names_on_one_process(of_executors=True)
+    for test in [test for test in examples(on_ranks=False) if test.name in names]:
+        sys.stdout.write(run(test))
+
+
+def test_the_examples_of_executors_run():
+    """All in one program with a single thread, which can be forked; here each executor would have to import torch."""
+    code = "from tests.test_docstrings import run_examples_of_executors as run; run()"
+    finished = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True, check=False)
+    assert (finished.returncode, finished.stdout) == (0, ""), finished.stderr
+    assert names_on_one_process(of_executors=True)
 
 
 @ranks(2)
