@@ -8,11 +8,15 @@ from typing import Any
 
 from distman import checkpoint
 from distman.checkpoint._state import check_state
+from distman.errors import CheckpointError
 from distman.handler._history import History
 from distman.handler._inference import Inference
 from distman.handler._model import TrainedModel
 from distman.handler._plots import plot_history
 from distman.handler._resumption import AutoSave, Progress
+
+_PARTS = ("model", "model_kwargs", "training", "history", "callbacks")
+"""What a checkpoint of a handler holds."""
 
 
 class Saving(Inference):
@@ -151,6 +155,7 @@ class Saving(Inference):
             path: The file, or a URL.
 
         Raises:
+            CheckpointError: It holds something else, such as weights alone.
             Exception: On the rank where reading failed: the reason.
             RankFailedError: On the other ranks.
 
@@ -162,7 +167,7 @@ class Saving(Inference):
             >>> torch.equal(handler.module.weight, other.module.weight)
             True
         """
-        self._load(checkpoint.load(path))
+        self._load(read_checkpoint(path))
 
     def plot_losses(self, path: str | os.PathLike[str], *, log: bool = False) -> None:
         """Plot the losses over the epochs into a file, on rank 0.
@@ -215,6 +220,24 @@ class Saving(Inference):
         if state["training"] is not None:
             state["training"]["reason"] = ""
         self.load_state_dict(state)
+
+
+def read_checkpoint(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """Return what a handler has saved.
+
+    Collective.
+
+    Raises:
+        CheckpointError: The file holds something else.
+    """
+    state = checkpoint.load(path)
+    lacking = [name for name in _PARTS if not isinstance(state, Mapping) or name not in state]
+    if lacking:
+        raise CheckpointError(
+            f"the file must hold what NNHandler.save() wrote, but has no {', '.join(lacking)}. Load weights alone with "
+            "handler.module.load_state_dict(distman.checkpoint.load(path))."
+        )
+    return dict(state)
 
 
 def _is_storable(value: object) -> bool:
