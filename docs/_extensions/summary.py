@@ -23,7 +23,8 @@ class Summary(SphinxDirective):
         owner = find(path)
         names = " ".join(self.content).split() or members(owner)
         rows = [f"   * - :py:obj:`~{path}.{name}`\n     - {first_paragraph(owner, name)}" for name in names]
-        return self.parse_text_to_nodes("\n".join([".. list-table::", "   :class: summary", "", *rows]))
+        context = [] if isinstance(owner, type) else [f".. py:currentmodule:: {path}", ""]  # of names in docstrings
+        return self.parse_text_to_nodes("\n".join([*context, ".. list-table::", "   :class: summary", "", *rows]))
 
 
 def find(path: str) -> object:
