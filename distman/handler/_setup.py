@@ -159,7 +159,7 @@ class Setup:
             >>> def forward(model, batch):
             ...     return model(batch["x"]), batch["y"]
             >>> handler.set_loss_fn(torch.nn.functional.mse_loss, forward=forward)
-            >>> handler.set_val_loader([{"x": torch.zeros(1), "y": torch.ones(1)}])
+            >>> handler.set_val_loader([{"x": torch.zeros(1), "y": torch.ones(1)}], batch_size=1)
             >>> handler.validate()
             {'loss': 1.0}
         """
