@@ -61,7 +61,7 @@ class _EpochBatches(Sampler[list[int]], abc.ABC):
     @property
     @abc.abstractmethod
     def layout(self) -> list[int]:
-        """What a position refers to: positions saved with another layout do not apply."""
+        """What a position refers to; positions saved with another layout do not apply."""
 
     @property
     @abc.abstractmethod
@@ -159,12 +159,12 @@ class TrainingBatches(_EpochBatches):
 
     @property
     def layout(self) -> list[int]:
-        """The number of samples: a position applies to any number of ranks."""
+        """The number of samples; a position applies to any number of ranks."""
         return [self._num_samples]
 
     @property
     def num_drawn(self) -> int:
-        """Position at the end of an epoch: the number of samples that all ranks draw."""
+        """Position at the end of an epoch, the number of samples that all ranks draw."""
         return self._num_samples - (self._num_samples % self.stride if self._drop_last else 0)
 
     @property
@@ -271,7 +271,7 @@ class ShardBatches(_EpochBatches):
 
     @property
     def num_drawn(self) -> int:
-        """Position at the end of an epoch: the number of samples drawn by the rank that draws most."""
+        """Position at the end of an epoch, the number of samples drawn by the rank that draws most."""
         return min(self._sizes) // self.batch_size * self.batch_size if self._drop_last else max(self._sizes)
 
     @property

@@ -174,7 +174,7 @@ class VariancePreserving(SDE):
 
     @property
     def prior_std(self) -> float:
-        """Standard deviation of the prior: 1."""
+        """Standard deviation of the prior, 1."""
         return 1.0
 
     def drift(self, t: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
@@ -237,7 +237,7 @@ class VarianceExploding(SDE):
 
     @property
     def prior_std(self) -> float:
-        """Standard deviation of the prior: that of the kernel at the horizon."""
+        """Standard deviation of the prior, that of the kernel at the horizon."""
         return math.sqrt(self.sigma_max**2 - self.sigma_min**2)
 
     def drift(self, t: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
