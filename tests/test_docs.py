@@ -210,6 +210,19 @@ def test_the_reference_has_every_public_name_once_and_no_others():
     assert set(named) - set().union(*public) == set()
 
 
+def test_methods_that_the_reference_lists_one_by_one_are_all_of_their_class():
+    listed = {}
+    for page in (REPOSITORY / "docs" / "reference").glob("*.md"):
+        for path in re.findall(r"auto(?:method|property):: (\S+)", page.read_text(encoding="utf-8")):
+            owner, _, name = path.rpartition(".")
+            listed.setdefault(owner, []).append(name)
+    assert "distman.handler.NNHandler" in listed
+    for owner, names in listed.items():
+        module, _, cls = owner.rpartition(".")
+        bases = [base for base in getattr(importlib.import_module(module), cls).__mro__ if base is not object]
+        assert sorted(names) == sorted({name for base in bases for name in vars(base) if not name.startswith("_")})
+
+
 PLACES = {"distman": distman, "manager": distman.DistributedManager, "handler": NNHandler}
 
 

@@ -69,6 +69,17 @@ def register_storage(scheme: str, storage: Storage) -> None:
 
     Raises:
         ValueError: It is no scheme.
+
+    Example:
+        >>> save({"step": 7}, "model.pt")
+        >>> class Released(Storage):  # for loading only
+        ...     def resolve(self, path):
+        ...         return path
+        ...     def open(self, place):
+        ...         return open(place.removeprefix("released://"), "rb")
+        >>> register_storage("released", Released())
+        >>> load("released://model.pt")
+        {'step': 7}
     """
     if not _URL.fullmatch(f"{scheme}://"):
         raise ValueError(f"scheme must be letters, digits, '+', '-' and '.', got {scheme!r}. Leave '://' out.")

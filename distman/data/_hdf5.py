@@ -24,6 +24,14 @@ class Hdf5Dataset(Dataset[tuple[torch.Tensor, ...]]):
         ImportError: h5py is not installed.
         FileNotFoundError: The file does not exist.
         ValueError: A dataset does not exist in the file, or they differ in length.
+
+    Example:
+        >>> import h5py
+        >>> with h5py.File("flow.h5", "w") as file:
+        ...     file["fields"], file["labels"] = [[0.0, 1.0], [2.0, 3.0]], [0, 1]
+        >>> dataset = Hdf5Dataset("flow.h5", ["fields", "labels"])
+        >>> dataset[1]
+        (tensor([2., 3.], dtype=torch.float64), tensor(1))
     """
 
     def __init__(self, path: str | os.PathLike[str], names: Sequence[str]) -> None:
@@ -49,6 +57,19 @@ class Hdf5Dataset(Dataset[tuple[torch.Tensor, ...]]):
         """Return consecutive samples as one batch, reading no others.
 
         Local.
+
+        Args:
+            rows: Indices of the samples, one after another.
+
+        Returns:
+            For each of the datasets a tensor, shape ``(len(rows), *)``.
+
+        Example:
+            >>> import h5py
+            >>> with h5py.File("flow.h5", "w") as file:
+            ...     file["labels"] = [5, 6, 7, 8]
+            >>> Hdf5Dataset("flow.h5", ["labels"]).read(range(1, 3))
+            (tensor([6, 7]),)
         """
         return tuple(torch.as_tensor(data[rows.start : rows.stop]) for data in self._datasets())
 
