@@ -185,6 +185,8 @@ class _Job:
             if number == signal.SIGWINCH:
                 for rank in self._running:
                     rank.resize(self._columns())
+            elif number in (signal.SIGUSR1, signal.SIGUSR2):  # what they mean is the ranks' business
+                self._send(number, self._running)
             else:
                 self._end_all(number)
 

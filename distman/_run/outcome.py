@@ -16,6 +16,13 @@ from distman._text import printable, printable_lines
 OF_A_SHELL = 128
 """What a shell adds to the number of a signal that ended a program, for its exit code."""
 
+_WANTS_RESTART = 75
+"""Exit code of a rank that was told to stop and has saved.
+
+Source:
+    ``EX_TEMPFAIL`` of sysexits.h: try again later. ``distman.handler.Preempted`` ends a program with it.
+"""
+
 
 @dataclasses.dataclass(frozen=True)
 class RankOutcome:
@@ -68,9 +75,14 @@ class Outcome:
     interruption: int | None = None
 
     @property
+    def wants_restart(self) -> bool:
+        """Whether all ranks were told to stop, have saved, and ask to be started again."""
+        return bool(self.ranks) and all(one.exit_code == _WANTS_RESTART for one in self.ranks)
+
+    @property
     def failure(self) -> FailureRecord | None:
         """What failed first, as the ranks say, or as their ends do; None where nothing did, or the job was ended."""
-        if self.interruption is not None:
+        if self.interruption is not None or self.wants_restart:
             return None
         told = self._told()
         if told is None:
@@ -95,6 +107,8 @@ class Outcome:
     @property
     def exit_code(self) -> int:
         """The exit code of the rank that failed first, as a shell has it; 0 where none failed."""
+        if self.wants_restart:
+            return _WANTS_RESTART
         if self.interruption is not None:
             return OF_A_SHELL + self.interruption
         failure = self.failure
@@ -116,6 +130,8 @@ class Outcome:
     def report(self) -> str:
         """Return what a user is to read at the end: who failed and why, and what became of the others."""
         failure = self.failure
+        if self.wants_restart:
+            return f"distman run: the ranks have saved, and ask to be started again (exit code {_WANTS_RESTART})."
         if self.interruption is not None:
             return f"distman run: ended by {signal.Signals(self.interruption).name}."
         if failure is None:

@@ -8,7 +8,7 @@ import socket
 from types import FrameType, TracebackType
 from typing import Any
 
-_HEARD = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGWINCH)
+_HEARD = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGWINCH)
 
 
 class HeardSignals:

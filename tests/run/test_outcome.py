@@ -91,6 +91,14 @@ def test_ctrl_c_is_no_failure_of_a_rank():
     assert (ended.exit_code, ended.report()) == (130, "distman run: ended by SIGINT.")
 
 
+def test_ranks_that_have_saved_ask_to_be_started_again_whatever_signal_told_them():
+    for interruption in (None, signal.SIGTERM):
+        job = Outcome((ended(1, 75), ended(0, 75)), interruption)
+        assert (job.exit_code, job.failure) == (75, None)
+        assert job.report() == "distman run: the ranks have saved, and ask to be started again (exit code 75)."
+    assert Outcome((ended(1, 75), ended(0, 1))).failure.rank == 1
+
+
 def test_what_ranks_wrote_moves_no_cursor():
     ended = outcome((0, 1, record(0, trace="\x1b[2J\nValueError: \x07"), False))
     assert "\x1b" not in ended.report()

@@ -237,6 +237,20 @@ def test_ranks_are_started_again_after_a_failure(script, tmp_path):
     assert (logs / "rank-0.log").read_text() == "start\n" * 3
 
 
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM])
+def test_ranks_may_save_and_ask_to_be_started_again(number, script, started):
+    text = f"""
+    signal.signal({int(number)}, lambda *_: sys.exit(75))
+    print("up")
+    time.sleep(1000)
+    """
+    process = started("-n", 2, script(text), stderr=subprocess.PIPE)
+    wait_for_lines(process, 2)
+    process.send_signal(number)
+    assert process.communicate(timeout=LIMIT)[1].endswith("ask to be started again (exit code 75).\n")
+    assert process.returncode == 75
+
+
 def test_restarts_close_what_a_rank_has_left_open(script):
     text = """
     import subprocess
