@@ -98,6 +98,18 @@ def batch_isend_irecv(operations: list[dist.P2POp]) -> list[dist.Work]:
     return works
 
 
+def collects_batches(process_group: dist.ProcessGroup, device: torch.device) -> bool:
+    """Return whether what carries a group's tensors of a device has the rules of NCCL, as those for GPUs have."""
+    return type(process_group) is dist.ProcessGroup and bool(process_group._get_backend(device).supports_coalescing)
+
+
+def abort_backends(process_group: dist.ProcessGroup) -> None:
+    """End what a group waits for by aborting the backends that have NCCL's rules; it is good for nothing afterwards."""
+    for device in process_group._device_types:
+        if collects_batches(process_group, device):
+            process_group._get_backend(device).abort()
+
+
 @contextlib.contextmanager
 def counting_no_failed_group() -> Iterator[None]:
     """Let a group that could not be made not count: the number is part of the store's keys, which all ranks share."""

@@ -14,10 +14,11 @@ from distman._coordination.monitor.mismatch import Call
 from distman._coordination.tracking import check_all_run_here, current_wait
 from distman._coordination.wait_scope import collective
 from distman._groups.registry import Group
-from distman._torch_internals import batch_isend_irecv
+from distman._torch_internals import batch_isend_irecv, collects_batches
 from distman.errors import DistmanError, PlanMismatchError
 
-_connected: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
+_connected: weakref.WeakKeyDictionary[dist.ProcessGroup, set[str]] = weakref.WeakKeyDictionary()
+"""The types of devices of which a group's backend needs no first operation of all ranks any more."""
 _TAGS = 2**31  # tags are not negative, and of 32 bits
 _MAX_NUMBERS = 24  # broadcast by any call: then messages of calls that differ are of one length
 
@@ -114,10 +115,12 @@ def process_group_of(group: Group) -> dist.ProcessGroup | None:
 
 
 def _connect(device: torch.device, process_group: dist.ProcessGroup | None) -> None:
-    """Let all ranks of an NCCL group take part in its first operation, as NCCL demands; later ones need not."""
-    if device.type == "cuda" and process_group is not None and process_group not in _connected:
+    """Let all ranks of a group take part in its first operation, as NCCL and its like demand; later ones need not."""
+    if process_group is None or device.type in _connected.get(process_group, ()):
+        return
+    if collects_batches(process_group, device):
         dist.all_reduce(torch.zeros(1, device=device), group=process_group)
-        _connected.add(process_group)
+    _connected.setdefault(process_group, set()).add(device.type)
 
 
 def sum_pieces(pieces: Sequence[torch.Tensor], own: int, *, use_fp32: bool) -> torch.Tensor:
