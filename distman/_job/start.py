@@ -34,7 +34,7 @@ from distman._rendezvous.join_record import JoinRecord
 from distman._rendezvous.peers import complete
 from distman._rendezvous.secret import check_adoption
 from distman._rendezvous.store import adopt_store
-from distman._torch_internals import counting_no_failed_group, default_store, make_gloo_default
+from distman._torch_internals import counting_no_failed_group, default_store, end_group, make_gloo_default
 from distman.environments import LaunchEnvironment
 from distman.errors import DistmanError, RankFailedError, RendezvousError
 
@@ -258,7 +258,7 @@ def _let_group_be() -> None:
 
 def _leave_group() -> None:
     if dist.is_initialized():  # else it was not made yet, or the rank has left the job
-        dist.destroy_process_group()
+        end_group(aborts=True)
 
 
 def reporter_of(
