@@ -27,7 +27,7 @@ WITH_PROCESSES = {  # that are no ranks of `@ranks`; these folders and files hav
     TESTS / "rendezvous" / "test_membership.py",
     TESTS / "test_no_skips.py",
 }
-OVER_NCCL_RULES = {TESTS / "collectives"}
+OVER_NCCL_RULES = {TESTS / "collectives", TESTS / "test_mappings.py"}
 """Folders and files whose tests of several ranks run over a backend with NCCL's rules too."""
 BACKENDS = [
     pytest.param("gloo", id=pytest.HIDDEN_PARAM),
