@@ -33,7 +33,6 @@ def _tell(error: BaseException) -> Callable[[], object]:
     environment = detect(os.environ).environment
     abort_job_after(error, environment)
     record = FailureRecord.of(error, environment.rank)
-    write_error_file(record, environment.rank)
     # Whoever pressed Ctrl-C wants it to end.
     more = {"patience": 0} if isinstance(error, KeyboardInterrupt) else {}
 
@@ -43,4 +42,5 @@ def _tell(error: BaseException) -> Callable[[], object]:
             hook.end_job_at_exit(ending)
 
     wait = begin(tell)  # while the error is printed
+    write_error_file(environment.rank, record, None)
     return functools.partial(wait, None)  # it has a limit of its own

@@ -21,7 +21,7 @@ def printable(text: str) -> str:
         return f"{printable(text[:half])} ... {left_out} characters left out ... {printable(text[-half:])}"
     if text.isprintable():
         return text
-    return "".join(one if one.isprintable() else one.encode("unicode_escape").decode() for one in text)
+    return "".join(one if one.isprintable() else ascii(one)[1:-1] for one in text)  # a codec may fail to be imported
 
 
 def printable_lines(text: str, indent: str = _INDENT) -> str:

@@ -328,8 +328,13 @@ def is_forward_mode() -> bool:
 
 
 def norms(tensors: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-    """Return the 2-norm of each tensor, by one kernel for all of them."""
-    return torch._foreach_norm(tensors)
+    """Return the 2-norm of each tensor, in any order, by one kernel; in float32 at least, since 16 bits overflow."""
+    short = [one for one in tensors if one.dtype in (torch.float16, torch.bfloat16)]
+    long = [one for one in tensors if one.dtype not in (torch.float16, torch.bfloat16)]
+    return (
+        *(torch._foreach_norm(short, dtype=torch.float32) if short else ()),
+        *(torch._foreach_norm(long) if long else ()),
+    )
 
 
 def without_type(storage: torch.TypedStorage) -> torch.UntypedStorage:

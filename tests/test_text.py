@@ -3,6 +3,8 @@
 import dataclasses
 import functools
 import json
+import subprocess
+import sys
 import types
 import typing
 
@@ -221,3 +223,17 @@ def test_a_long_text_loses_its_middle():
     text = shortened("a" * 600 + "b" * 600, 100)
     assert text == "a" * 50 + "\n... 1100 characters left out ...\n" + "b" * 50
     assert shortened("short", 100) == "short"
+
+
+def test_no_codec_is_needed_that_is_not_there_yet():
+    """The import of one may be cut off by the very failure that is to be shown; then it is unknown for ever."""
+    program = (
+        "import codecs, encodings; from distman._text import printable; codecs.unregister(encodings.search_function)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", f"{program}; print(printable('a\\x1b\\u202e'))"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout == "a\\x1b\\u202e\n"

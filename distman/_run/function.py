@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import pickle
@@ -14,8 +15,10 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from distman._run.call import CALL, result_file
+from distman._run.outcome import OF_A_SHELL
+from distman._run.placement import shown_ranks
 from distman._workers.pickling import ModulePickler
-from distman.errors import RankFailedError
+from distman.errors import DistmanError, RankFailedError
 
 T = TypeVar("T")
 
@@ -39,7 +42,10 @@ def run(function: Callable[..., T], *args: Any, n: int | str = "auto", **kwargs:
 
     Raises:
         RankFailedError: A rank failed; the error has its traceback.
+        DistmanError: The job was ended from outside, or the function ended a rank's program instead of returning.
         ValueError: ``n`` is none of these.
+        TypeError: The function or an argument cannot be pickled; other errors of its ``__reduce__`` as they are.
+        KeyboardInterrupt: Ctrl-C; all ranks have ended.
 
     Example:
         >>> import distman
@@ -62,11 +68,27 @@ def run(function: Callable[..., T], *args: Any, n: int | str = "auto", **kwargs:
             raise ValueError(
                 f"n must be a number of ranks that can be started here, 'gpu', 'cpu' or 'auto', got {n!r}."
             )
+        if not report.exists():
+            raise DistmanError(f"the process that started the ranks {_end(code)}, and they with it.")
         said = json.loads(report.read_bytes())
         if said["failure"] is not None:
             raise RankFailedError(**said["failure"])
-        ranks = range(len(said["ranks"]))
-        return [pickle.loads(result_file(folder, rank).read_bytes()) for rank in ranks]  # noqa: S301 - of its own ranks
+        if code:
+            raise DistmanError(f"the job {_end(code)}.")
+        files = [result_file(folder, rank) for rank in range(len(said["ranks"]))]
+        if lacking := [rank for rank, file in enumerate(files) if not file.exists()]:
+            raise DistmanError(
+                f"{shown_ranks(lacking)} ended with exit code 0 before the function returned: it must return, and not "
+                "call sys.exit() or os._exit()."
+            )
+        return [pickle.loads(file.read_bytes()) for file in files]  # noqa: S301 - of its own ranks
+
+
+def _end(code: int) -> str:
+    number = -code if code < 0 else code - OF_A_SHELL
+    with contextlib.suppress(ValueError):
+        return f"was ended by {signal.Signals(number).name}"
+    return f"ended with exit code {code}"
 
 
 def _start(command: list[str]) -> int:

@@ -73,8 +73,7 @@ def run_job(plan: Plan, *, is_restart: bool = False) -> Outcome:
         finally:
             end_descendants()
         for one, log in zip(sorted(outcome.ranks, key=lambda one: one.rank), logs, strict=False):
-            if one.failure is not None:  # it was left to this process to show it
-                log.write(one.failure.traceback_text.encode(errors="backslashreplace"))
+            log.write(one.last_words().encode(errors="backslashreplace"))  # it was left to this process to show them
         return outcome
 
 
@@ -132,8 +131,11 @@ class _Job:
                 self._attend(self._seconds_to_next_step())
                 self._heed_signals()
                 self._take_steps()
-            while self._attend(0.0):  # what they have written last; who holds their pipes now is nobody's rank
+            while self._attend(0.0):  # what they have written last
                 pass
+            for key in list(self._selector.get_map().values()):  # those that a process holds which a rank left behind
+                if key.data is not None:
+                    key.data.close(key.fd)
         for console in self._consoles.values():
             console.close()
         return Outcome(tuple(self._ended), self._interruption)
@@ -163,17 +165,17 @@ class _Job:
         self._selector.unregister(rank.end)
         rank.reap()
         self._running.remove(rank)
-        failure = read_error_file(rank.error_file) if rank.exit_code else None
+        own, first = read_error_file(rank.error_file) if rank.exit_code else (None, None)
         was_ended = any(rank.exit_code == -number for number in rank.signals)
-        self._ended.append(RankOutcome(rank.rank, rank.pid, rank.exit_code or 0, was_ended, failure))
+        self._ended.append(RankOutcome(rank.rank, rank.pid, rank.exit_code or 0, was_ended, own, first))
         if rank.exit_code and not self._steps:
             now = time.monotonic()
             self._steps = [
                 (now + _AFTER_FAILURE, signal.SIGTERM),
                 (now + _AFTER_FAILURE + _AFTER_SIGTERM, signal.SIGKILL),
             ]
-        if failure is not None and failure.error_type == SILENT:
-            self._send(signal.SIGKILL, [one for one in self._running if one.rank == failure.rank])
+        if first is not None and first.error_type == SILENT:
+            self._send(signal.SIGKILL, [one for one in self._running if one.rank == first.rank])
 
     def _heed_signals(self) -> None:
         for number in self._signals.take():

@@ -5,13 +5,15 @@ from __future__ import annotations
 import dataclasses
 import json
 import signal
+import socket
+from collections import Counter
 from collections.abc import Iterable
 
 from distman._coordination.failure.record import DIED, FailureRecord
 from distman._run.placement import shown_ranks
 from distman._text import printable, printable_lines
 
-_OF_A_SHELL = 128
+OF_A_SHELL = 128
 """What a shell adds to the number of a signal that ended a program, for its exit code."""
 
 
@@ -24,14 +26,22 @@ class RankOutcome:
         pid: Its process id.
         exit_code: Its exit code, or minus the number of the signal that ended it.
         was_ended: Whether its starter ended it.
-        failure: What failed first as far as it knew; None where it said nothing.
+        own: What failed on it, as it said; None where it said nothing, or failed only because of another rank.
+        first: What failed first in the job, as the job's store told it; None where it could not ask.
     """
 
     rank: int
     pid: int
     exit_code: int
     was_ended: bool
-    failure: FailureRecord | None
+    own: FailureRecord | None = None
+    first: FailureRecord | None = None
+
+    def last_words(self) -> str:
+        """Return what it said of its end, for its log."""
+        if self.own is not None:
+            return self.own.traceback_text
+        return f"distman run: rank {self.rank} ended since {self.first.headline}\n" if self.first is not None else ""
 
     @property
     def end(self) -> str:
@@ -59,34 +69,39 @@ class Outcome:
 
     @property
     def failure(self) -> FailureRecord | None:
-        """What failed first: what the ranks say, or else what their ends say; None where nothing did."""
+        """What failed first, as the ranks say, or as their ends do; None where nothing did, or the job was ended."""
+        if self.interruption is not None:
+            return None
         told = self._told()
         if told is None:
             return next((_unexplained(one) for one in self.ranks if one.exit_code), None)
-        of = {one.rank: one for one in self.ranks}
-        if told.error_type == DIED and of[told.rank].exit_code:  # its starter knows better how
-            return _unexplained(of[told.rank])
+        guilty = next(one for one in self.ranks if one.rank == told.rank)
+        if guilty.own is not None and guilty.exit_code:
+            return dataclasses.replace(guilty.own, rank=guilty.rank, pid=guilty.pid)
+        if told.error_type == DIED and guilty.exit_code:  # its starter knows better how
+            return _unexplained(guilty)
         return told
 
     def _told(self) -> FailureRecord | None:
-        """Return what a rank told of itself, or else what the others told of one."""
-        failed = [one for one in self.ranks if one.failure is not None and one.exit_code]
-        for one in failed:
-            if one.failure is not None and one.failure.rank in (one.rank, -1):
-                return dataclasses.replace(one.failure, rank=one.rank, pid=one.pid)
+        """Return what most ranks told as the job's first failure, or else what the first to end told of itself."""
         known = {one.rank for one in self.ranks}
-        return next((one.failure for one in failed if one.failure is not None and one.failure.rank in known), None)
+        failed = [one for one in self.ranks if one.exit_code]
+        firsts = [one.first for one in failed if one.first is not None and one.first.rank in known]
+        if firsts:
+            (rank, _), *_ = Counter(first.rank for first in firsts).most_common()
+            return next(first for first in firsts if first.rank == rank)
+        return next((dataclasses.replace(one.own, rank=one.rank) for one in failed if one.own is not None), None)
 
     @property
     def exit_code(self) -> int:
         """The exit code of the rank that failed first, as a shell has it; 0 where none failed."""
         if self.interruption is not None:
-            return _OF_A_SHELL + self.interruption
+            return OF_A_SHELL + self.interruption
         failure = self.failure
         if failure is None:
             return 0
         codes = [one.exit_code for one in self.ranks if one.rank == failure.rank and not one.was_ended]
-        return next((code if code > 0 else _OF_A_SHELL - code for code in codes if code), 1)
+        return next((code if code > 0 else OF_A_SHELL - code for code in codes if code), 1)
 
     def to_json(self) -> str:
         """Return what tools read: the failure, and how each rank ended."""
@@ -118,10 +133,8 @@ class Outcome:
         for one in self.ranks:
             if one.rank == failure.rank:
                 continue
-            told = one.failure
-            is_own = one.exit_code and told is not None and told.rank == one.rank
-            if is_own and told is not None:
-                yield f"rank {one.rank} failed too ({one.end}): {told.error_type}: {printable(told.error_text)}"
+            if one.exit_code and one.own is not None:
+                yield f"rank {one.rank} failed too ({one.end}): {one.own.error_type}: {printable(one.own.error_text)}"
             else:
                 ends.setdefault(one.end, []).append(one.rank)
         if ends:
@@ -132,4 +145,4 @@ def _unexplained(one: RankOutcome) -> FailureRecord:
     text = "said nothing of why; what it wrote is above."
     if one.exit_code == -signal.SIGKILL and not one.was_ended:
         text = "was killed; the kernel's log (dmesg) says whether memory ran out."
-    return FailureRecord(one.rank, "", one.pid, DIED, text)
+    return FailureRecord(one.rank, socket.gethostname(), one.pid, DIED, text)

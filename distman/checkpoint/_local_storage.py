@@ -48,9 +48,9 @@ class LocalStorage:
         path = Path(place)
         _make_folder(path.parent)
         _remove_leftovers(path.parent, glob.escape(path.name))
-        temporary, file = _create_locked(path)
-        try:
-            with file:
+        temporary = _beside(path)
+        try:  # around the creation too: another rank's failure may be raised as soon as the file is there
+            with _create_locked(temporary) as file:
                 yield file
                 _keep_mode(file, path)
                 os.fsync(file.fileno())
@@ -90,8 +90,8 @@ class LocalStorage:
         """Rename a new symbolic link over the one before."""
         link = Path(place)
         temporary = _beside(link)
-        temporary.symlink_to(target)
         try:
+            temporary.symlink_to(target)
             temporary.replace(link)
         except BaseException:
             with contextlib.suppress(OSError):
@@ -126,9 +126,13 @@ class _FolderBeside:
         _remove_leftovers(place.parent, glob.escape(place.name))
         self._folder = _beside(place)
         self.path = str(self._folder)
-        self._folder.mkdir()
-        self._lock = (self._folder / _LOCK).open("xb", buffering=0)
-        _lock(self._lock)
+        try:
+            self._folder.mkdir()
+            self._lock = (self._folder / _LOCK).open("xb", buffering=0)
+            _lock(self._lock)
+        except BaseException:  # another rank's failure too
+            shutil.rmtree(self._folder, ignore_errors=True)
+            raise
 
     def publish(self) -> None:
         (self._folder / _LOCK).unlink()
@@ -149,23 +153,16 @@ class _FolderBeside:
         _put_back(self._place)
 
 
-def _create_locked(path: Path) -> tuple[Path, io.FileIO]:
-    """Return a new temporary file beside a path, locked, so that others see that its writer is alive.
+def _create_locked(temporary: Path) -> io.FileIO:
+    """Return a new temporary file, locked, so that others see that its writer is alive.
 
-    Between the creation and the lock another writer may take it for abandoned and remove it: then the next one is made.
+    Between the creation and the lock another writer may take it for abandoned and remove it: then it is made again.
     """
     while True:
-        temporary = _beside(path)
         file = temporary.open("xb", buffering=0)
-        try:
-            _lock(file)
-            if temporary.exists():
-                return temporary, file
-        except BaseException:
-            with contextlib.suppress(OSError):
-                temporary.unlink()
-            file.close()
-            raise
+        _lock(file)
+        if temporary.exists():
+            return file
         file.close()
 
 

@@ -56,8 +56,8 @@ def save_sharded(state: dict[str, Any], path: str | os.PathLike[str]) -> None:
         return made[0].path
 
     on_all_ranks(functools.partial(_check, state))
-    temporary = on_rank(0, broadcast=True)(prepare)()
     try:
+        temporary = on_rank(0, broadcast=True)(prepare)()
         on_all_ranks(functools.partial(_run, functools.partial(_write, state, location.storage, str(temporary))))
         on_rank(0)(_publish)(made)
     except BaseException:  # including KeyboardInterrupt: nothing half-written stays

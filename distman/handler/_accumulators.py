@@ -12,7 +12,7 @@ import torch
 
 from distman._torch_internals import tree_map
 from distman.collectives._fused import fused_all_reduce
-from distman.collectives._objects import gather_objects
+from distman.collectives._objects import all_gather_objects, gather_objects
 from distman.decorators import on_rank
 from distman.handler._nested import concatenate, on_host
 from distman.handler._objective import Outcome
@@ -69,7 +69,7 @@ class Accumulators:
         self._over_all: dict[str, MetricFunction] = {}
         for name, metric in metrics.items():
             if isinstance(metric.measure, StatefulMetric):
-                self._stateful[name] = copy.deepcopy(metric.measure)
+                self._stateful[name] = _gathering(copy.deepcopy(metric.measure))
                 self._stateful[name].reset()
             elif not metric.needs_all:
                 self._by_batch[name] = metric.measure
@@ -129,7 +129,8 @@ class Accumulators:
         """
         total, num = fused_all_reduce(self.sums)
         means = dict(zip(["loss", *self._by_batch], (total / num).tolist(), strict=True))
-        means |= {name: float(stateful.compute()) for name, stateful in self._stateful.items()}
+        for name, stateful in self._stateful.items():
+            means |= _by_name(name, stateful.compute())
         return means | self._compute_over_all()
 
     def _compute_over_all(self) -> dict[str, float]:
@@ -146,6 +147,32 @@ class Accumulators:
             return {name: float(measure(outputs, targets)) for name, measure in self._over_all.items()}
 
         return measure_all() or {}
+
+
+def _gathering(metric: StatefulMetric) -> StatefulMetric:
+    """Let a metric of torchmetrics, or a collection, gather its states by a function that takes unlike ones."""
+    for part in metric.modules() if isinstance(metric, torch.nn.Module) else ():
+        if getattr(part, "dist_sync_fn", part) is None:
+            setattr(part, "dist_sync_fn", _gather_states)  # noqa: B010 - an attribute that torch.nn.Module does not declare
+    return metric
+
+
+def _gather_states(state: torch.Tensor, group: object = None) -> list[torch.Tensor]:  # noqa: ARG001 - see below
+    """Return the state of every rank. That of one without samples says nothing of the others' types and shapes.
+
+    Args:
+        state: This rank's.
+        group: What torchmetrics passes, the ranks; a handler's are all.
+    """
+    states = [one.to(state.device) for one in all_gather_objects(state)]
+    like = next((one for one in states if one.numel()), state)
+    return [one if one.numel() else like[:0] if like.ndim else one for one in states]
+
+
+def _by_name(name: str, value: Any) -> dict[str, float]:
+    """Return the numbers of a metric, or of a collection of metrics."""
+    parts = {f"{name}_{part}": one for part, one in value.items()} if isinstance(value, Mapping) else {name: value}
+    return {part: _as_number(part, one).item() for part, one in parts.items()}
 
 
 def _as_number(name: str, value: float | torch.Tensor) -> torch.Tensor:

@@ -14,7 +14,7 @@ from distman.data import EvaluationLoader
 from distman.decorators import on_rank
 from distman.handler._accumulators import Accumulators, Metric
 from distman.handler._nested import concatenate, on_host
-from distman.handler._objective import Objective, to_device
+from distman.handler._objective import Objective, check_loss, to_device
 from distman.handler._sources import count_samples
 from distman.manager import DistributedManager
 
@@ -60,6 +60,7 @@ def evaluate(
     with evaluating(model, dtype):
         for batch, num_samples in _counted(batches):
             outcome = objective(model, to_device(batch, DistributedManager().device))
+            check_loss(outcome.loss)
             accumulators.add(accumulators.measure(outcome, num_samples), num_samples)
     return accumulators.compute()
 

@@ -77,3 +77,18 @@ class History:
         Local.
         """
         self._records = [dict(record) for record in state["records"]]
+
+
+def turn_into_numbers(record: Record) -> None:
+    """Turn what callbacks have added to a record into numbers, those of NumPy and torch say.
+
+    Raises:
+        TypeError: It is none.
+    """
+    for name, value in record.items():
+        try:
+            record[name] = float(value)
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise TypeError(
+                f"{name} in the record of an epoch must be a number, got a {type(value).__name__}. Log anything else."
+            ) from error

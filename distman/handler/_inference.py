@@ -8,11 +8,17 @@ from typing import Any
 import torch
 from torch.utils.data import Dataset
 
+from distman._seeds import seed_generators, seed_of
 from distman.data import EvaluationLoader
 from distman.handler._evaluation import evaluate, predict
 from distman.handler._loading import make_prediction_loader
 from distman.handler._model import TrainedModel
+from distman.handler._randomness import generators_preserved
 from distman.handler._setup import Setup
+from distman.manager import DistributedManager
+
+_VALIDATION = 1
+"""Tells the seeds of validations from those of the training."""
 
 
 class Inference(Setup):
@@ -35,11 +41,14 @@ class Inference(Setup):
     def validate(self) -> dict[str, float]:
         """Return the loss and the metrics over the validation data, the same on all ranks.
 
-        Collective. Blocking.
+        Collective. Blocking. A loss that draws random numbers, as that of a score-based model does, draws the same ones
+        in each validation; the training's are left alone.
         """
-        data = self._required_val_data()
+        data, objective = self._required_val_data(), self._required_objective()
         self._model.share_buffers()
-        return evaluate(self._model.evaluated, self._required_objective(), data, self._metrics, dtype=self._dtype)
+        with generators_preserved():
+            seed_generators(seed_of(self._seed, DistributedManager().rank, _VALIDATION))
+            return evaluate(self._model.evaluated, objective, data, self._metrics, dtype=self._dtype)
 
     def predict(
         self,

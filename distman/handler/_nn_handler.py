@@ -9,7 +9,6 @@ from typing import Any, Literal
 
 import torch
 
-from distman import checkpoint
 from distman._device import resolve_device
 from distman._seeds import seed_generators, seed_of
 from distman.handler._history import History
@@ -17,7 +16,7 @@ from distman.handler._model import TrainedModel
 from distman.handler._optimization import Optimization, StepOptions
 from distman.handler._reporting import LoggerMode, Reporter
 from distman.handler._resumption import end_program
-from distman.handler._saving import Saving
+from distman.handler._saving import Saving, read_checkpoint
 from distman.handler._setup import check_factory, required
 from distman.handler._training import Training
 from distman.manager import DistributedManager
@@ -89,7 +88,7 @@ class NNHandler(Saving):
             RankFailedError: On the other ranks.
         """
         _manager(kwargs.get("device"), use_distributed=kwargs.get("use_distributed"))
-        saved = checkpoint.load(path)
+        saved = read_checkpoint(path)
         handler = cls(model_class, **{**saved["model_kwargs"], **kwargs})
         handler._load(saved)
         return handler
@@ -102,7 +101,7 @@ class NNHandler(Saving):
         amp: Literal["bf16", "fp16"] | None = None,
         clip_norm: float | None = None,
         ema_decay: float | None = None,
-        non_finite: Literal["raise", "skip"] = "raise",
+        non_finite: Literal["raise", "skip", "ignore"] = "raise",
         validate_every: int = 1,
         progress: bool | None = None,
     ) -> History:
@@ -117,8 +116,8 @@ class NNHandler(Saving):
             amp: Automatic mixed precision; ``"fp16"`` scales the loss.
             clip_norm: Largest 2-norm of the gradient; None does not clip.
             ema_decay: Decay of a moving average of the weights, which validation, prediction and sampling then use.
-            non_finite: When a loss or the gradient is NaN or infinite on any rank, ``"raise"`` on all ranks, or
-                ``"skip"`` the step on all.
+            non_finite: When a loss or the gradient is NaN or infinite on any rank, ``"raise"`` on all ranks,
+                ``"skip"`` the step on all, or ``"ignore"`` it, which saves a GPU the wait for the answer in each step.
             validate_every: Number of epochs from one validation to the next.
             progress: Show a progress bar; None shows it on a terminal.
 

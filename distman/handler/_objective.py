@@ -32,6 +32,22 @@ class Outcome:
 Objective = Callable[[torch.nn.Module, Any], Outcome]
 
 
+def check_loss(loss: object) -> None:
+    """Refuse a loss that is not one number.
+
+    Raises:
+        TypeError: It is no tensor.
+        ValueError: It has several elements.
+    """
+    if not isinstance(loss, torch.Tensor):
+        raise TypeError(
+            f"the loss must be a tensor with one element, got a {type(loss).__name__}. Return the number to minimize; "
+            "pass what else is to be measured to add_metric()."
+        )
+    if loss.numel() != 1:
+        raise ValueError(f"the loss must be one number, got shape {tuple(loss.shape)}. Take its mean over the batch.")
+
+
 @dataclasses.dataclass(frozen=True)
 class Supervised:
     """The loss of outputs against targets.

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import math
+import operator
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any, Literal
@@ -16,12 +18,13 @@ from distman.collectives._objects import all_gather_objects
 from distman.errors import NonFiniteLossError
 from distman.handler._accumulators import Accumulators
 from distman.handler._model import TrainedModel
-from distman.handler._objective import Objective, Outcome, to_device
+from distman.handler._objective import Objective, Outcome, check_loss, to_device
 from distman.handler._randomness import generators_preserved
 from distman.handler._sources import Step
 from distman.manager import DistributedManager
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+_NO_CLOSURE = inspect.Parameter("closure", inspect.Parameter.KEYWORD_ONLY, default=None)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,8 +36,8 @@ class StepOptions:
         amp: ``"bf16"`` or ``"fp16"`` for automatic mixed precision, the latter with a scaled loss; None without it.
         clip_norm: Largest 2-norm of the gradient; None does not clip.
         ema_decay: Decay of the moving average of the weights, between 0 and 1; None keeps no average.
-        non_finite: What to do when a rank's loss, or the gradient, is NaN or infinite: ``"raise"`` on all ranks, or
-            ``"skip"`` the step on all.
+        non_finite: What to do when a rank's loss, or the gradient, is NaN or infinite: ``"raise"`` on all ranks,
+            ``"skip"`` the step on all, or ``"ignore"`` it: then no step waits for the device to say so.
 
     Raises:
         ValueError: An option is not valid.
@@ -44,7 +47,7 @@ class StepOptions:
     amp: Literal["bf16", "fp16"] | None = None
     clip_norm: float | None = None
     ema_decay: float | None = None
-    non_finite: Literal["raise", "skip"] = "raise"
+    non_finite: Literal["raise", "skip", "ignore"] = "raise"
 
     def __post_init__(self) -> None:
         if self.accumulate < 1:
@@ -55,8 +58,10 @@ class StepOptions:
             raise ValueError(f"clip_norm must be greater than 0, got {self.clip_norm}. Pass None not to clip.")
         if self.ema_decay is not None and not 0 < self.ema_decay < 1:
             raise ValueError(f"ema_decay must lie between 0 and 1, got {self.ema_decay}. Pass None for no average.")
-        if self.non_finite not in ("raise", "skip"):
-            raise ValueError(f"non_finite must be 'raise' or 'skip', got {self.non_finite!r}. Choose one of them.")
+        if self.non_finite not in ("raise", "skip", "ignore"):
+            raise ValueError(
+                f"non_finite must be 'raise', 'skip' or 'ignore', got {self.non_finite!r}. Choose one of them."
+            )
 
     @property
     def dtype(self) -> torch.dtype | None:
@@ -89,6 +94,11 @@ class Optimization:
                 f"parameters of the optimizer must be the model's, got {len(outside)} others, whose gradients would "
                 "not be averaged over the ranks. Make them part of the model."
             )
+        if inspect.signature(optimizer.step).parameters.get("closure", _NO_CLOSURE).default is inspect.Parameter.empty:
+            raise TypeError(
+                f"the optimizer must step without a closure, got {type(optimizer).__name__}, which computes the loss "
+                "several times per step. Write the loop yourself, with manager.wrap_ddp()."
+            )
         model.wrap()
         self._scaler = torch.amp.GradScaler(self._device.type, enabled=options.amp == "fp16")
         model.keep_average(options.ema_decay)
@@ -110,7 +120,8 @@ class Optimization:
         """
         buffers = self._copy_buffers() if self._options.non_finite == "skip" else None
         losses, measured = self._accumulate(objective, steps, accumulators)
-        is_taken = math.isfinite(self._gradient_size())
+        norm = self._clip()
+        is_taken = self._options.non_finite == "ignore" or math.isfinite(norm)
         if not is_taken:
             self._check_skippable(losses)
             self._restore_buffers(buffers)
@@ -187,23 +198,25 @@ class Optimization:
         with self._model.training() as model:
             with torch.autocast(self._device.type, self._options.dtype) if self._options.amp else nullcontext():
                 outcome = objective(model, batch)
-            if outcome.loss.numel() != 1:
-                raise ValueError(
-                    f"the loss must be one number, got shape {tuple(outcome.loss.shape)}. Take its mean over the batch."
-                )
+            check_loss(outcome.loss)
             loss = outcome.loss.detach()
             root = (loss - loss) + factor  # NaN if the loss is not finite, which makes the gradient NaN on all ranks
             with WaitScope("backward of the model"):
                 self._scaler.scale(outcome.loss).backward(gradient=root)
         return outcome
 
-    def _gradient_size(self) -> float:
-        """Clip the gradient, and return a norm of it, the same on all ranks."""
+    def _clip(self) -> float | torch.Tensor:
+        """Clip the gradient, and return its 2-norm, the same on all ranks."""
         self._scaler.unscale_(self._optimizer)
-        if self._options.clip_norm is not None:
-            return torch.nn.utils.clip_grad_norm_(self._parameters, self._options.clip_norm).item()
         gradients = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
-        return torch.stack(norms(gradients)).sum().item() if gradients else 0.0
+        if not gradients or (self._options.clip_norm is None and self._options.non_finite == "ignore"):
+            return 0.0
+        dense = [one.coalesce().values() if one.is_sparse else one for one in gradients]
+        norm: torch.Tensor = torch.linalg.vector_norm(torch.stack(norms(dense)))
+        if self._options.clip_norm is not None:
+            by_one_kernel = None if all(map(operator.is_, dense, gradients)) else False
+            torch.nn.utils.clip_grads_with_norm_(self._parameters, self._options.clip_norm, norm, foreach=by_one_kernel)
+        return norm
 
     def _check_skippable(self, losses: Sequence[torch.Tensor]) -> None:
         """Raise unless the step may be skipped: the scale of the loss was too large, or the options say so."""

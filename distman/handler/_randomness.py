@@ -1,4 +1,4 @@
-"""The global random number generators of Python, NumPy and torch."""
+"""The random number generators of Python, NumPy and torch: the global ones, and those of loaders."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.utils.data import DataLoader, Dataset, Sampler
 
+from distman._torch_internals import tree_map
 from distman.manager import DistributedManager
 
 
@@ -45,3 +47,63 @@ def generators_preserved() -> Iterator[None]:
         yield
     finally:
         set_generators_state(state)
+
+
+Generator = torch.Generator | random.Random | np.random.Generator | np.random.RandomState
+
+
+def generators_of(loader: object) -> dict[str, Generator]:
+    """Return the generators that a loader, its samplers and its dataset hold, by where they are."""
+    found: dict[str, Generator] = {}
+    _find(loader, "", found, set())
+    return found
+
+
+def _find(holder: object, path: str, found: dict[str, Generator], seen: set[int]) -> None:
+    for name, value in getattr(holder, "__dict__", {}).items():
+        if id(value) in seen:
+            continue
+        if isinstance(value, Generator):
+            found[f"{path}{name}"] = value
+        elif not isinstance(value, DataLoader | Dataset | Sampler):
+            continue
+        seen.add(id(value))
+        if not isinstance(value, Generator):
+            _find(value, f"{path}{name}.", found, seen)
+
+
+def states_of(generators: Mapping[str, Generator]) -> dict[str, Any]:
+    """Return the states of generators, as plain values and tensors."""
+    return {name: _state_of(generator) for name, generator in generators.items()}
+
+
+def set_states_of(generators: Mapping[str, Generator], states: Mapping[str, Any]) -> None:
+    """Restore such states, of the generators that are still there."""
+    for name in generators.keys() & states.keys():
+        _set_state_of(generators[name], states[name])
+
+
+def _state_of(generator: Generator) -> Any:
+    if isinstance(generator, torch.Generator):
+        return generator.get_state()
+    if isinstance(generator, random.Random):
+        return generator.getstate()
+    if isinstance(generator, np.random.Generator):
+        return tree_map(_plain, generator.bit_generator.state)
+    return tree_map(_plain, generator.get_state(legacy=False))
+
+
+def _set_state_of(generator: Generator, state: Any) -> None:
+    if isinstance(generator, torch.Generator):
+        generator.set_state(state.cpu())
+    elif isinstance(generator, random.Random):
+        version, words, gauss_next = state
+        generator.setstate((version, tuple(words), gauss_next))
+    elif isinstance(generator, np.random.Generator):
+        generator.bit_generator.state = state
+    else:
+        generator.set_state(state)
+
+
+def _plain(leaf: Any) -> Any:
+    return leaf.tolist() if isinstance(leaf, np.ndarray | np.generic) else leaf

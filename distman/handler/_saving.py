@@ -8,11 +8,15 @@ from typing import Any
 
 from distman import checkpoint
 from distman.checkpoint._state import check_state
+from distman.errors import CheckpointError
 from distman.handler._history import History
 from distman.handler._inference import Inference
 from distman.handler._model import TrainedModel
 from distman.handler._plots import plot_history
 from distman.handler._resumption import AutoSave, Progress
+
+_PARTS = ("model", "model_kwargs", "training", "history", "callbacks")
+"""What a checkpoint of a handler holds."""
 
 
 class Saving(Inference):
@@ -117,10 +121,11 @@ class Saving(Inference):
         Collective. Blocking. Add callbacks first, so that they are restored too.
 
         Raises:
+            CheckpointError: It holds something else, such as weights alone.
             Exception: On the rank where reading failed: the reason.
             RankFailedError: On the other ranks.
         """
-        self._load(checkpoint.load(path))
+        self._load(read_checkpoint(path))
 
     def plot_losses(self, path: str | os.PathLike[str], *, log: bool = False) -> None:
         """Plot the losses over the epochs into a file, on rank 0.
@@ -153,6 +158,24 @@ class Saving(Inference):
         if state["training"] is not None:
             state["training"]["reason"] = ""
         self.load_state_dict(state)
+
+
+def read_checkpoint(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """Return what a handler has saved.
+
+    Collective.
+
+    Raises:
+        CheckpointError: The file holds something else.
+    """
+    state = checkpoint.load(path)
+    lacking = [name for name in _PARTS if not isinstance(state, Mapping) or name not in state]
+    if lacking:
+        raise CheckpointError(
+            f"the file must hold what NNHandler.save() wrote, but has no {', '.join(lacking)}. Load weights alone with "
+            "handler.module.load_state_dict(distman.checkpoint.load(path))."
+        )
+    return dict(state)
 
 
 def _is_storable(value: object) -> bool:

@@ -191,6 +191,7 @@ class Setup:
         Args:
             name: Its name in the history. In validation ``val_`` is put before it, so it must not begin with that.
             metric: Takes outputs and targets, and returns the mean over their samples; or a metric of torchmetrics.
+                Those of a collection are named by this name, an underscore, and their own.
             needs_all: Call it once, on rank 0, with all outputs and targets of a validation instead of batch by batch:
                 for metrics that are not a mean over samples.
 

@@ -15,7 +15,14 @@ from distman._torch_internals import tree_leaves
 from distman.collectives._exchange import all_gather_numbers, control_device
 from distman.collectives._objects import broadcast_data
 from distman.data import TrainingLoader
-from distman.handler._randomness import generators_preserved, generators_state, set_generators_state
+from distman.handler._randomness import (
+    generators_of,
+    generators_preserved,
+    generators_state,
+    set_generators_state,
+    set_states_of,
+    states_of,
+)
 from distman.manager import DistributedManager
 
 
@@ -142,6 +149,7 @@ class ForeignSource(Source):
         self.batches = batches
         self._epoch, self._num_taken = 0, 0
         self._at_start: dict[str, Any] | None = None
+        self._own_at_start: dict[str, Any] | None = None
         self._last: Any = None
         self._has_last = False
 
@@ -155,7 +163,8 @@ class ForeignSource(Source):
 
     def begin(self, epoch: int) -> None:
         """Move to the start of an epoch."""
-        self._epoch, self._num_taken, self._at_start = epoch, 0, None
+        self._epoch, self._num_taken = epoch, 0
+        self._at_start = self._own_at_start = None
 
     def steps(self, epoch: int) -> Iterator[Step]:
         """Yield the rest of an epoch; nothing if the next one has been reached.
@@ -185,8 +194,9 @@ class ForeignSource(Source):
         if hasattr(sampler, "set_epoch"):
             sampler.set_epoch(epoch)
         if self._at_start is None or hasattr(self.batches, "load_state_dict"):
-            self._at_start = generators_state()
+            self._at_start, self._own_at_start = generators_state(), states_of(generators_of(self.batches))
             return iter(self.batches)
+        set_states_of(generators_of(self.batches), self._own_at_start or {})
         with generators_preserved():
             set_generators_state(self._at_start)
             iterator = iter(self.batches)
@@ -196,13 +206,24 @@ class ForeignSource(Source):
 
     def num_steps(self) -> int | None:
         """Return the number of this rank's batches; None if it cannot be known."""
-        return len(self.batches) if isinstance(self.batches, Sized) else None
+        if not isinstance(self.batches, Sized):
+            return None
+        try:
+            return len(self.batches)
+        except (TypeError, NotImplementedError):  # a DataLoader over a stream has a length that cannot be asked for
+            return None
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position after the latest step."""
         batches: Any = self.batches
-        own = batches.state_dict() if hasattr(batches, "state_dict") else None
-        return {"epoch": self._epoch, "num_taken": self._num_taken, "random_at_start": self._at_start, "own": own}
+        generators = self._own_at_start
+        return {
+            "epoch": self._epoch,
+            "num_taken": self._num_taken,
+            "random_at_start": self._at_start,
+            "generators_at_start": states_of(generators_of(batches)) if generators is None else generators,
+            "own": batches.state_dict() if hasattr(batches, "state_dict") else None,
+        }
 
     def load_state_dict(self, state: Mapping[str, Any], *, is_same_job: bool) -> bool:
         """Resume after this position; return False if another number of ranks saved it."""
@@ -210,7 +231,14 @@ class ForeignSource(Source):
         if not is_same_job:
             logger.warning("epoch %d starts over: its position was saved by another number of ranks", self._epoch)
             return False
+        if getattr(self.batches, "persistent_workers", False) and (self._epoch or state["num_taken"]):
+            logger.warning(
+                "random transforms go on with other numbers than in the interrupted run: workers that persist keep "
+                "theirs, which cannot be saved. Set persistent_workers=False, or pass the dataset instead of a loader"
+            )
         self._num_taken, self._at_start = state["num_taken"], state["random_at_start"]
+        self._own_at_start = state["generators_at_start"]
+        set_states_of(generators_of(self.batches), self._own_at_start or {})
         if state["own"] is not None and hasattr(self.batches, "load_state_dict"):
             self.batches.load_state_dict(state["own"])
         return True

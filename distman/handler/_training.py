@@ -14,7 +14,7 @@ from distman.collectives._fused import fused_all_reduce
 from distman.collectives._objects import all_gather_objects
 from distman.handler._accumulators import Accumulators, Metric
 from distman.handler._events import Callback, Callbacks
-from distman.handler._history import History
+from distman.handler._history import History, turn_into_numbers
 from distman.handler._objective import Objective
 from distman.handler._optimization import Optimization
 from distman.handler._randomness import generators_state, set_generators_state
@@ -203,6 +203,7 @@ class Training:
         self.epoch += 1
         self._accumulators, self._seconds, self.optimization.num_skipped = Accumulators(self._metrics), 0.0, 0
         self._callbacks.emit(Callback.on_epoch_end, self._handler, record)
+        turn_into_numbers(record)
         self._reporter.log_epoch(record, epochs)
         self._agree_to_stop()
         if self._is_save_due(epoch=self.epoch) or self.reason or self.epoch >= epochs:

@@ -6,6 +6,7 @@ import logging
 import os
 import threading
 import uuid
+from pathlib import Path
 
 import pytest
 import torch
@@ -156,3 +157,36 @@ def test_threads_may_save_to_one_path(tmp_path, kind):
     assert load(path)["number"] in range(4)
     if kind != "memory":
         assert [one.name for one in tmp_path.iterdir()] == ["state.pt"]
+
+
+class FailedElsewhereError(Exception):
+    """What the watcher raises in this program, between any two of its instructions."""
+
+
+@pytest.mark.parametrize("name", ["open", "mkdir", "symlink_to"])
+def test_nothing_is_left_where_a_failure_is_raised_as_soon_as_something_was_made(name, tmp_path, monkeypatch):
+    make = getattr(Path, name)
+
+    def make_and_fail(path, *args, **kwargs):
+        made = make(path, *args, **kwargs)
+        if ".tmp" in (path.suffix, path.parent.suffix):
+            if made is not None:
+                made.close()
+            raise FailedElsewhereError
+        return made
+
+    def write(storage, place):
+        with storage.create(place):
+            pass
+
+    storage, place = _local_storage.LocalStorage(), str(tmp_path / "state.pt")
+    calls = {
+        "open": [lambda: write(storage, place), lambda: storage.new_folder(place)],
+        "mkdir": [lambda: storage.new_folder(place)],
+        "symlink_to": [lambda: storage.link(place, "other.pt")],
+    }[name]
+    monkeypatch.setattr(Path, name, make_and_fail)
+    for call in calls:
+        with pytest.raises(FailedElsewhereError):
+            call()
+        assert [*tmp_path.iterdir()] == []

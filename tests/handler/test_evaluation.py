@@ -1,3 +1,5 @@
+import warnings
+
 import pytest
 import torch
 from torch import nn
@@ -247,3 +249,24 @@ def test_names_and_shapes_of_metrics():
     handler.clear_metrics()
     assert list(handler.validate()) == ["loss"]
     assert isinstance(handler.module, Network)
+
+
+@ranks(1, 3)
+def test_metrics_that_keep_lists_know_of_ranks_without_samples():
+    from torchmetrics import MetricCollection
+    from torchmetrics.classification import MulticlassAccuracy, MulticlassAUROC
+
+    warnings.simplefilter("ignore", UserWarning)  # of so few samples
+    metrics = {"auroc": MulticlassAUROC(num_classes=3), "accuracy": MulticlassAccuracy(num_classes=3)}
+    for num_samples in (1, 2, 10):
+        data = classes(num_samples)
+        handler = make_classifier(data)
+        handler.add_metric("of", MetricCollection({name: metric.clone() for name, metric in metrics.items()}))
+        with torch.no_grad():
+            outputs = handler.module(data.tensors[0])
+        found = handler.validate()
+        for name, metric in metrics.items():
+            single = metric.clone()
+            single.sync_on_compute = False
+            single.update(outputs, data.tensors[1])
+            assert found[f"of_{name}"] == pytest.approx(single.compute().item(), rel=1e-6, nan_ok=True)

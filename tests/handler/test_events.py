@@ -1,4 +1,6 @@
+import numpy as np
 import pytest
+import torch
 
 from distman import DistributedManager
 from distman.handler import Callback
@@ -67,3 +69,29 @@ def test_a_stop_of_one_rank_is_one_of_all():
     handler = make_handler(4)
     handler.add_callback(StopsOnOneRank())
     assert len(handler.train(5)) == 2
+
+
+class Notes(Callback):
+    def __init__(self, value):
+        self.value = value
+
+    def on_epoch_end(self, handler, record):
+        record["noted"] = self.value
+
+
+@ranks(1)
+@pytest.mark.parametrize("value", [np.float32(2.5), np.float64(2.5), torch.tensor(2.5), torch.tensor([2.5])])
+def test_callbacks_may_note_numbers_of_numpy_and_torch(value, tmp_path):
+    handler = make_handler(8)
+    handler.add_callback(Notes(value))
+    handler.auto_save(tmp_path)
+    assert handler.train(1)["noted"] == [2.5]
+
+
+@ranks(1)
+@pytest.mark.parametrize("value", ["good", None, torch.ones(2)])
+def test_anything_else_in_a_record_is_refused_by_name(value):
+    handler = make_handler(8)
+    handler.add_callback(Notes(value))
+    with pytest.raises(TypeError, match="noted in the record of an epoch must be a number, got a"):
+        handler.train(1)

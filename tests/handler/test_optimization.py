@@ -109,3 +109,46 @@ def test_a_step_that_is_left_out_leaves_no_trace_in_buffers():
     handler.train(2, non_finite="skip")
     assert handler.history["skipped"] == [1, 1]
     assert all(loss == loss for loss in handler.val_losses)
+
+
+class Embedded(nn.Module):
+    def __init__(self, *, sparse):
+        super().__init__()
+        self.embedding = nn.Embedding(10, 3, sparse=sparse, dtype=torch.float64)
+
+    def forward(self, indices):
+        return self.embedding(indices).sum(1)
+
+
+@ranks(1, 2)
+@pytest.mark.parametrize("clip_norm", [None, 0.01])
+def test_sparse_gradients_train_as_dense_ones(clip_norm, world_size):
+    data = TensorDataset(torch.arange(24) % 7, torch.linspace(0, 1, 24, dtype=torch.float64))
+    found = []
+    for sparse in (False, True):
+        handler = NNHandler(Embedded, seed=0, sparse=sparse)
+        handler.set_optimizer(torch.optim.SGD, lr=0.1)
+        handler.set_loss_fn(nn.functional.mse_loss)
+        handler.set_train_loader(data, batch_size=8 // world_size)
+        found.append(handler.train(2, clip_norm=clip_norm)["loss"])
+    assert found[1] == pytest.approx(found[0], rel=1e-12)
+
+
+@ranks(1, 2)
+@pytest.mark.parametrize("clip_norm", [None, 1.0])
+def test_gradients_of_16_bits_whose_norm_does_not_fit_into_them(clip_norm):
+    handler = make_handler(8, dtype=torch.float16, lr=1e-3)
+    handler.set_optimizer(torch.optim.SGD, lr=1e-6)
+    handler.set_loss_fn(lambda outputs, targets: (outputs - targets).abs().mean() * 3e4)
+    assert all(loss == loss for loss in handler.train(2, clip_norm=clip_norm)["loss"])
+    assert handler.history["skipped"] == [0, 0]
+
+
+@ranks(1, 2)
+def test_what_is_not_finite_may_be_ignored(world_size):
+    handler = make_handler(GLOBAL_BATCH // world_size, data=regression())
+    assert handler.train(3, non_finite="ignore")["loss"] == pytest.approx(reference(3)[0], rel=1e-10)
+    handler.set_loss_fn(Poisoned([0], 2))
+    handler.train(4, non_finite="ignore")
+    assert handler.history["skipped"] == [0, 0, 0, 0]
+    assert not all(parameter.isfinite().all() for parameter in handler.module.parameters())

@@ -1,11 +1,20 @@
 """A training that is cut off anywhere and gone on with is the training that was never cut off, bit for bit."""
 
 import logging
+import random
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, Dataset, TensorDataset
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    Sampler,
+    TensorDataset,
+    WeightedRandomSampler,
+)
 
 from distman import DistributedManager, checkpoint
 from distman.checkpoint import CheckpointFolder
@@ -44,6 +53,47 @@ class Augmented(Dataset):
         return self.inputs[index] + 0.1 * torch.randn(4, dtype=torch.float64), self.targets[index]
 
 
+class Drawn(Sampler):
+    """Indices drawn with a generator of its own, of NumPy or Python."""
+
+    def __init__(self, kind):
+        self.random = np.random.default_rng(3) if kind == "numpy" else random.Random(3)  # noqa: S311 - no secret
+
+    def __len__(self):
+        return 72
+
+    def __iter__(self):
+        choice = self.random.choice
+        return (int(choice(range(72))) for _ in range(72))
+
+
+class Numbers(IterableDataset):
+    """A stream of samples in an order of its own in each epoch."""
+
+    def __init__(self):
+        self.data = Augmented()
+        self.generator = torch.Generator().manual_seed(DistributedManager().rank)
+
+    def __iter__(self):
+        return (self.data[index] for index in torch.randperm(72, generator=self.generator).tolist())
+
+
+def foreign_loader(kind):
+    generator = torch.Generator().manual_seed(3)
+    if kind == "stream":
+        return DataLoader(Numbers(), batch_size=16)
+    if kind in ("numpy", "python"):
+        return DataLoader(Augmented(), batch_size=16, sampler=Drawn(kind))
+    if kind == "own generator in workers":
+        return DataLoader(Augmented(), batch_size=16, shuffle=True, generator=generator, num_workers=2)
+    if kind == "own generator":
+        weights = torch.arange(1.0, 73)
+        return DataLoader(
+            Augmented(), 16, sampler=WeightedRandomSampler(weights, 72, generator=generator), generator=generator
+        )
+    return DataLoader(Augmented(), batch_size=16, shuffle=True)
+
+
 class BatchNormed(nn.Module):
     def __init__(self):
         super().__init__()
@@ -66,8 +116,8 @@ def prepare(folder, kind, *, every_steps=3, cut_at=None):
         handler.set_train_loader(regression(num_samples=72), batch_size=GLOBAL_BATCH // world_size, cached=True)
     elif kind == "workers":
         handler.set_train_loader(Augmented(), batch_size=GLOBAL_BATCH // world_size, num_workers=1)
-    elif kind == "foreign":
-        handler.set_train_loader(DataLoader(Augmented(), batch_size=16, shuffle=True))
+    elif kind != "plain":
+        handler.set_train_loader(foreign_loader(kind))
     else:
         handler.set_train_loader(Augmented(), batch_size=GLOBAL_BATCH // world_size)
     handler.set_val_loader(regression(), batch_size=9)
@@ -97,7 +147,7 @@ def assert_equal(one, other):
 
 
 @ranks(1, 4)
-@pytest.mark.parametrize("kind", ["plain", "cached", "workers", "foreign"])
+@pytest.mark.parametrize("kind", ["plain", "cached", "workers", "foreign", "stream"])
 def test_a_run_that_was_cut_off_goes_on_bit_for_bit(kind, tmp_path):
     options = {"accumulate": 2, "clip_norm": 1.0, "ema_decay": 0.9}
     whole = prepare(None, kind)
@@ -116,6 +166,35 @@ def test_a_run_that_was_cut_off_goes_on_bit_for_bit(kind, tmp_path):
     again.train(3, **options)
     assert again.num_steps == num_steps
     assert_equal(again, whole)
+
+
+@ranks(1, 2)
+@pytest.mark.parametrize("kind", ["own generator", "own generator in workers", "numpy", "python"])
+def test_a_loader_draws_from_its_own_generator_as_if_it_had_never_been_cut_off(kind, tmp_path):
+    whole = prepare(None, kind)
+    whole.train(3)
+    for cut_at in (7, 10):  # within the second epoch, and at its end
+        with pytest.raises(CutOffError):
+            prepare(tmp_path / str(cut_at), kind, every_steps=1, cut_at=cut_at + 1).train(3)
+        resumed = prepare(tmp_path / str(cut_at), kind)
+        resumed.train(3)
+        assert_equal(resumed, whole)
+
+
+@ranks(1)
+def test_workers_that_persist_are_told_of(tmp_path, monkeypatch):
+    told = []
+    monkeypatch.setattr("distman.handler._sources.logger.warning", told.append)
+
+    def make():
+        handler = prepare(tmp_path, "plain")
+        handler.set_train_loader(DataLoader(Augmented(), 16, num_workers=1, persistent_workers=True))
+        return handler
+
+    make().train(1)
+    assert told == []
+    make().train(2)
+    assert "Set persistent_workers=False" in told[0]
 
 
 @ranks(1, 2)
@@ -221,6 +300,12 @@ def test_files_that_are_no_checkpoints(tmp_path, rank):
     DistributedManager().barrier()
     with pytest.raises((CheckpointError, RankFailedError), match=r"bad\.pt"):
         handler.load(tmp_path / "bad.pt")
+    checkpoint.save(handler.module.state_dict(), tmp_path / "weights.pt")
+    for load in (handler.load, lambda path: NNHandler.initialize_from_checkpoint(path, Network)):
+        with pytest.raises(
+            CheckpointError, match=r"must hold what NNHandler.save\(\) wrote, but has no model, .* Load"
+        ):
+            load(tmp_path / "weights.pt")
     other = NNHandler(nn.Linear, in_features=1, out_features=1)
     other.save(tmp_path / "other.pt")
     with pytest.raises(RuntimeError, match="Missing key"):

@@ -82,3 +82,19 @@ def test_wrong_equations_and_arguments_that_differ(rank):
     handler.set_sde("ve", sigma_max=3.0)
     with pytest.raises(PlanMismatchError):
         handler.sample((3 + rank, 2), num_steps=5, seed=1)
+
+
+@ranks(1, 2)
+def test_validation_draws_the_same_noise_each_time_and_none_of_the_training(world_size):
+    found = []
+    for validate_every in (1, 3):
+        handler = NNHandler(ScoreNetwork, seed=0)
+        handler.set_sde("ve")
+        handler.set_optimizer(torch.optim.Adam, lr=5e-3)
+        handler.set_train_loader(TensorDataset(normal_samples(64)), batch_size=16 // world_size)
+        handler.set_val_loader(normal_samples(33), batch_size=8)
+        handler.train(3, validate_every=validate_every)
+        found.append(handler.history)
+        assert handler.validate() == handler.validate() == {"loss": handler.val_losses[-1]}
+    assert found[0]["loss"] == found[1]["loss"]
+    assert found[0]["val_loss"][-1] == found[1]["val_loss"][-1]

@@ -40,7 +40,7 @@ def test_what_is_missing_or_wrong_is_one_sentence():
         ({"amp": "fp8"}, "amp must be 'bf16', 'fp16' or None, got 'fp8'"),
         ({"clip_norm": 0.0}, "clip_norm must be greater than 0"),
         ({"ema_decay": 1.0}, "ema_decay must lie between 0 and 1"),
-        ({"non_finite": "ignore"}, "non_finite must be 'raise' or 'skip'"),
+        ({"non_finite": "stop"}, "non_finite must be 'raise', 'skip' or 'ignore', got 'stop'"),
         ({"validate_every": 0}, "validate_every must be at least 1"),
     ):
         with pytest.raises(ValueError, match=message):
@@ -62,10 +62,23 @@ def test_what_is_missing_or_wrong_is_one_sentence():
         handler.train(1)
     with pytest.raises(ValueError, match="use_distributed must be True, as the manager was initialized, got False"):
         NNHandler(Network, use_distributed=False)
-    handler.set_loss_fn(lambda outputs, targets: (outputs - targets).square())
     handler.set_train_loader(regression(), batch_size=8)
-    with pytest.raises(ValueError, match=r"the loss must be one number, got shape \(8, 1\)"):
+    handler.set_val_loader(regression(), batch_size=8)
+    for loss_fn, message in (
+        (lambda outputs, targets: (outputs - targets).square(), r"the loss must be one number, got shape \(8, 1\)"),
+        (lambda outputs, _: {"loss": outputs.sum()}, "the loss must be a tensor with one element, got a dict"),
+        (lambda outputs, _: outputs.sum().item(), "the loss must be a tensor with one element, got a float"),
+    ):
+        handler.set_loss_fn(loss_fn)
+        for call in (lambda: handler.train(1), handler.validate):
+            with pytest.raises((TypeError, ValueError), match=message):
+                call()
+    handler.set_loss_fn(nn.functional.mse_loss)
+    handler.set_optimizer(torch.optim.LBFGS)
+    with pytest.raises(TypeError, match="the optimizer must step without a closure, got LBFGS"):
         handler.train(1)
+    with pytest.raises(TypeError, match="data must not be a list without batch_size, which could hold samples or"):
+        handler.set_train_loader([regression().tensors])
 
 
 def made(what):

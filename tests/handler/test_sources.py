@@ -1,6 +1,7 @@
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import DataLoader, IterableDataset
 
 from distman.data import distributed_loader
 from distman.handler import Callback, NNHandler
@@ -87,3 +88,36 @@ def test_the_program_may_go_through_the_loader_meanwhile():
     handler.set_train_loader(loader)
     handler.add_callback(GoesThrough(loader))
     assert handler.train(3)["loss"] == pytest.approx(reference(3)[0], rel=1e-10)
+
+
+class Endless(IterableDataset):
+    def __init__(self, *, has_length):
+        self.has_length = has_length
+
+    def __iter__(self):
+        return iter(zip(*regression().tensors, strict=True))
+
+    def __len__(self):
+        if not self.has_length:
+            raise NotImplementedError
+        return len(regression())
+
+
+@ranks(1)
+@pytest.mark.parametrize("has_length", [False, True])
+@pytest.mark.parametrize("progress", [False, True])
+def test_a_loader_of_a_stream_trains(has_length, progress):
+    handler = make_handler(1)
+    handler.set_train_loader(DataLoader(Endless(has_length=has_length), batch_size=16))
+    handler.set_val_loader(DataLoader(Endless(has_length=has_length), batch_size=16))
+    handler.train(2, progress=progress)
+    assert handler.num_steps == 2 * 5
+    assert handler.validate()["loss"] == pytest.approx(handler.val_losses[-1])
+
+
+@ranks(1)
+def test_a_stream_itself_is_refused_with_what_to_write_instead():
+    with pytest.raises(
+        TypeError, match="with batch_size=32 if it yields samples, or batch_size=None if it yields batches"
+    ):
+        make_handler(1, data=Endless(has_length=False))

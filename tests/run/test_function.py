@@ -3,6 +3,8 @@
 import contextlib
 import io
 import os
+import signal
+import socket
 import subprocess
 import sys
 import textwrap
@@ -59,6 +61,11 @@ def test_an_error_of_a_function_that_starts_no_job_is_told_too():
         distman.run(fail, n=2)
 
 
+def test_a_death_names_rank_and_host():
+    with pytest.raises(distman.RankFailedError, match=rf"rank 0 \({socket.gethostname()}, pid \d+\) was killed"):
+        distman.run(lambda: os.kill(os.getpid(), signal.SIGKILL), n=1)
+
+
 def test_what_cannot_be_pickled_is_an_error_of_its_rank():
     with pytest.raises(distman.RankFailedError, match="cannot pickle"):
         distman.run(lambda: sys._getframe(), n=1)
@@ -73,6 +80,27 @@ def test_what_cannot_be_sent_is_an_error_here():
 def test_a_number_of_ranks_that_is_none_is_refused(number):
     with pytest.raises(ValueError, match="n must be a number of ranks that can be started here"):
         distman.run(print, n=number)
+
+
+@pytest.mark.parametrize(
+    ("number", "end"),
+    [
+        (signal.SIGKILL, "the process that started the ranks was ended by SIGKILL, and they with it"),
+        (signal.SIGTERM, "the job was ended by SIGTERM"),
+    ],
+)
+def test_a_job_that_is_ended_from_outside_is_told(number, end):
+    def end_the_starter():
+        os.kill(os.getppid(), number)
+        signal.pause()
+
+    with pytest.raises(distman.DistmanError, match=end):
+        distman.run(end_the_starter, n=2)
+
+
+def test_a_program_that_ends_instead_of_returning_is_named():
+    with pytest.raises(distman.DistmanError, match=r"^rank 1 ended with exit code 0 before the function returned"):
+        distman.run(lambda: sys.exit(0) if os.environ["RANK"] == "1" else None, n=2)
 
 
 def test_nothing_is_left():

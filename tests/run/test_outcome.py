@@ -9,9 +9,16 @@ def record(rank, kind="ValueError", text="boom", trace="Traceback ...\nValueErro
 
 
 def outcome(*ranks, interruption=None):
-    """The outcome of ranks that ended in this order: (rank, exit code, failure, was ended)."""
-    made = [RankOutcome(rank, 100 + rank, code, was_ended, failure) for rank, code, failure, was_ended in ranks]
+    """The outcome of ranks that ended in this order: (rank, exit code, what it told, was ended)."""
+    made = []
+    for rank, code, told, was_ended in ranks:
+        own = told if told is not None and told.rank in (rank, -1) else None
+        made.append(RankOutcome(rank, 100 + rank, code, was_ended, own, None if own else told))
     return Outcome(tuple(made), interruption)
+
+
+def ended(rank, exit_code, **said):
+    return RankOutcome(rank, 100 + rank, exit_code, was_ended=False, **said)
 
 
 def test_nothing_is_said_of_ranks_that_ended_well():
@@ -88,3 +95,29 @@ def test_what_ranks_wrote_moves_no_cursor():
     ended = outcome((0, 1, record(0, trace="\x1b[2J\nValueError: \x07"), False))
     assert "\x1b" not in ended.report()
     assert "\x07" not in ended.report()
+
+
+def test_the_first_failure_in_the_job_s_store_counts_and_not_the_order_of_ends():
+    late, early = record(0, "KeyError", "'x'"), record(1)
+    job = Outcome((ended(0, 1, own=late, first=early), ended(1, 3, own=early, first=early)))
+    assert job.exit_code == 3
+    assert job.report().splitlines() == [
+        "distman run: rank 1 failed (pid 101, exit code 3):",
+        "  Traceback ...",
+        "  ValueError: boom",
+        "rank 0 failed too (exit code 1): KeyError: 'x'",
+    ]
+
+
+def test_what_a_rank_says_of_itself_is_better_than_hearsay():
+    hearsay = FailureRecord(1, "n1", 101, "died", "died: its connection broke.")
+    job = Outcome((ended(0, 1, first=hearsay), ended(1, 1, own=record(1))))
+    assert job.report().startswith("distman run: rank 1 failed (pid 101, exit code 1):\n  Traceback")
+
+
+def test_the_log_of_a_rank_that_ended_with_the_others_names_the_one_that_failed():
+    assert ended(0, 1, first=record(1)).last_words() == (
+        "distman run: rank 0 ended since rank 1 (n1, pid 101) raised ValueError: boom\n"
+    )
+    assert ended(0, 1, own=record(0), first=record(1)).last_words() == record(0).traceback_text
+    assert ended(0, 1).last_words() == ""

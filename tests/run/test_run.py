@@ -237,6 +237,18 @@ def test_ranks_are_started_again_after_a_failure(script, tmp_path):
     assert (logs / "rank-0.log").read_text() == "start\n" * 3
 
 
+def test_restarts_close_what_a_rank_has_left_open(script):
+    text = """
+    import subprocess
+    subprocess.Popen(["sleep", "1000"], start_new_session=True)  # holds this rank's standard output
+    print(len(os.listdir(f"/proc/{os.getppid()}/fd")))
+    sys.exit(1)
+    """
+    done = finish("-n", 1, "--restarts", 3, script(text))
+    assert len(done.stdout.split()) == 4
+    assert len(set(done.stdout.split())) == 1
+
+
 def test_restarts_have_an_end(script):
     done = finish("-n", 2, "--restarts", 1, script("sys.exit(4)"))
     assert done.returncode == 4

@@ -25,20 +25,25 @@ RECORD = "distman"
 """Key of what only this package writes and reads."""
 
 
-def write_error_file(record: FailureRecord, rank: int) -> None:
+def write_error_file(rank: int, mine: FailureRecord, first: FailureRecord | None) -> None:
     """Say why a rank fails, unless it was said.
 
-    torchrun blames the rank with the earliest time, in whole seconds. So a rank that fails because of another one gives
-    the next second.
+    torchrun blames the rank with the earliest time, in whole seconds. So a rank that is not the first to fail gives the
+    next second.
 
     Args:
-        record: What failed first, as far as this rank knows.
         rank: This process's rank.
+        mine: What it fails of: an error of its own, or another rank's failure.
+        first: What failed first in the job, as its store says; None if it could not be asked.
     """
-    is_own = record.rank == rank
-    text = f"{record.error_type}: {record.error_text}" if is_own else str(record.to_error()).partition("\n")[0]
-    details = {"py_callstack": record.traceback_text, "timestamp": str(int(time.time()) + (not is_own))}
-    said = {"message": {"message": text, "extraInfo": details}, RECORD: dataclasses.asdict(record)}
+    own = mine if mine.rank == rank else None
+    first = first or (None if own else mine)
+    record = first or mine
+    is_first = record.rank == rank
+    text = f"{record.error_type}: {record.error_text}" if is_first else record.headline
+    details = {"py_callstack": record.traceback_text, "timestamp": str(int(time.time()) + (not is_first))}
+    ours = {name: said and dataclasses.asdict(said) for name, said in (("own", own), ("first", first))}
+    said = {"message": {"message": text, "extraInfo": details}, RECORD: ours}
     path = os.environ.get(VARIABLE)
     if path:
         with contextlib.suppress(OSError):  # it is there already, or its folder is gone

@@ -159,6 +159,11 @@ class FailureRecord:
         """Return whether an error, which may be any that a program raised, tells the other ranks' failure on record."""
         return issubclass(type(error), RankFailedError) and vars(self).items() <= vars(error).items()
 
+    @property
+    def headline(self) -> str:
+        """Who failed and how, in one line."""
+        return str(self.to_error()).partition("\n")[0]
+
     def to_json(self) -> str:
         """Return the record as text."""
         return json.dumps(dataclasses.asdict(self))

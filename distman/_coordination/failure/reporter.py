@@ -67,9 +67,9 @@ class JobReporter:
         cause = self.cause or self._failure_behind(error)
         self.abort_job(cause.to_error() if cause is not None else error)
         mine = cause or FailureRecord.of(error, self.rank)
-        write_error_file(mine, self.rank)
         first: list[FailureRecord] = []
         is_told = mine.error_type != SILENT and self._tell(mine, first)
+        write_error_file(self.rank, mine, first[0] if first else None)
 
         def finish() -> None:
             self._finish(error, first[0] if first else cause, is_told=is_told)
