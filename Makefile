@@ -4,8 +4,6 @@ venv := .venv
 python := $(venv)/bin/python
 installed := $(venv)/installed
 newest := .venv-newest
-# As a path, which type checkers and scripts beside this folder find, instead of a hook of setuptools.
-as_path := --config-settings editable_mode=compat
 
 # Thousands of processes start; each would compile the package anew.
 unexport PYTHONDONTWRITEBYTECODE
@@ -13,7 +11,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # The table in launchers/README.md: a file, and the command that writes it.
 row := ^\| \[([a-z_]+\.sh)\].*`distman (launch .*)` \|$$
 
-.PHONY: help demo check test test-newest lint docs launchers clean
+.PHONY: help demo check test test-newest wheels lint docs launchers man clean
 
 help:  ## Say what there is.
 	@sed -nE 's/^([a-z-]+):.*## (.*)/make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 18
@@ -34,9 +32,12 @@ test: $(installed)  ## Check the style, build the documentation, run all tests.
 test-newest:  ## Run the tests that need no launcher with the newest torch.
 	test -x $(newest)/bin/python || python3 -m venv $(newest)
 	sed '/^torch==/d' .ci/constraints.txt > $(newest)/constraints.txt
-	$(newest)/bin/python -m pip install --quiet --constraint $(newest)/constraints.txt --upgrade torch $(as_path) --editable '.[test]'
+	$(newest)/bin/python -m pip install --quiet --constraint $(newest)/constraints.txt --upgrade torch --editable '.[test]'
 	$(newest)/bin/python -c 'import torch; print("torch", torch.__version__)'
 	$(newest)/bin/python -m pytest --numprocesses=2 --dist=worksteal --ignore=tests/launch
+
+wheels:  ## Build the distributions in dist/, and test the wheel with each Python and the newest torch.
+	.ci/wheels
 
 lint: $(installed)  ## Check formatting, style, types, layers and spelling.
 	$(venv)/bin/ruff check
@@ -51,10 +52,13 @@ docs: $(installed)  ## Build the documentation in docs/_build; a warning is an e
 launchers: $(installed)  ## Write the job scripts in launchers/ again.
 	cd launchers && sed -nE 's/$(row)/\2 --force --output \1/p' README.md | xargs -L 1 ../$(venv)/bin/distman
 
+man: $(installed)  ## Write the manual page docs/distman.1 again.
+	$(python) -m distman._cli.man_page > docs/distman.1
+
 clean:  ## Remove everything that was built or installed.
-	rm -rf $(venv) $(newest) docs/_build *.egg-info .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf $(venv) $(newest) .venv-wheels build dist docs/_build *.egg-info .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
 
 $(installed): setup.cfg pyproject.toml .ci/constraints.txt
 	test -x $(python) || python3 -m venv $(venv)
-	$(python) -m pip install --quiet --constraint .ci/constraints.txt $(as_path) --editable '.[dev]'
+	$(python) -m pip install --quiet --constraint .ci/constraints.txt --editable '.[dev]'
 	touch $@

@@ -28,6 +28,10 @@ def pick_device(local_rank: int = 0, local_world_size: int | None = None) -> tor
 
     Raises:
         ValueError: More ranks than visible devices, with more than one visible.
+
+    Example:
+        >>> pick_device(local_rank=1, local_world_size=2)  # without a GPU; with two of them cuda:1
+        device(type='cpu')
     """
     device_type, count = _accelerator()
     if device_type == "cpu":
@@ -83,11 +87,15 @@ def resolve_device(device: str | torch.device) -> torch.device:
     Local.
 
     Args:
-        device: ``"cuda"``, ``"gpu"``, ``"cuda:1"``, ``"cpu"`` and the like, or a ``torch.device``.
+        device: ``"cuda"``, ``"gpu"``, ``"cuda:1"``, ``"cpu"`` and the like, or a :class:`torch.device`.
 
     Raises:
-        TypeError: ``device`` is neither a string nor a ``torch.device``.
+        TypeError: ``device`` is neither a string nor a :class:`torch.device`.
         ValueError: The string names no device, or a GPU beyond those that are visible.
+
+    Example:
+        >>> resolve_device("gpu")  # without a GPU, of which a warning tells; with one cuda
+        device(type='cpu')
     """
     if isinstance(device, str):
         text = device.strip().lower()

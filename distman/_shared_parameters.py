@@ -136,6 +136,8 @@ def mark_of(module: torch.nn.Module) -> SharedMark | None:
 
 def parameters_of(module: torch.nn.Module, *, recurse: bool) -> Iterator[tuple[str, torch.nn.Parameter, bool]]:
     """Yield name and parameter of a module, and whether it is marked as shared."""
+    if not isinstance(module, torch.nn.Module):
+        raise TypeError(f"module must be a torch.nn.Module, got {module!r}. Pass the model, or a part of it.")
     for path, owner in module.named_modules() if recurse else [("", module)]:
         is_marked = mark_of(owner) is not None
         for name, parameter in own_parameters(owner).items():

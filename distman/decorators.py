@@ -87,8 +87,15 @@ def on_rank(
         TypeError: The rank is no integer; or what is decorated is no function that runs when it is called, but a
             class, a property, a generator, a coroutine or a context manager.
         ValueError: There is no rank in the list, or a negative one.
+
+    Example on two ranks:
+        >>> @on_rank(1, broadcast=True)
+        ... def count_files():
+        ...     return 40 + rank
+        >>> count_files()  # counted once, known to both
+        41
     """
-    ranks = _whole_ranks(rank)
+    ranks = _whole_ranks(rank, "on_rank")
     warned: set[str] = set()
 
     def run_there(run: Callable[[], Any], what: str) -> Any:
@@ -105,7 +112,23 @@ def on_rank(
 def rank_zero_only(func: Callable[P, R]) -> Callable[P, R | None]:
     """Let a function run on rank 0 only: the same as ``on_rank(0)``.
 
-    Local; the decorated function is collective. See :func:`on_rank`.
+    Local; the decorated function is collective.
+
+    Args:
+        func: The function.
+
+    Returns:
+        The decorated function; what it returns and raises, :func:`on_rank` says.
+
+    Raises:
+        TypeError: As of :func:`on_rank`.
+
+    Example on two ranks:
+        >>> @rank_zero_only
+        ... def log(text):
+        ...     return f"rank {rank}: {text}"
+        >>> all_gather_objects(log("epoch 3"))
+        ['rank 0: epoch 3', None]
     """
     return on_rank(0)(func)
 
@@ -126,10 +149,17 @@ def on_local_rank(
         A decorator; what the decorated function returns and raises, :func:`on_rank` says.
 
     Raises:
-        TypeError: As :func:`on_rank`.
+        TypeError: As of :func:`on_rank`.
         ValueError: The rank is negative, or there are several.
+
+    Example on two ranks:
+        >>> @on_local_rank(0, broadcast=True)
+        ... def unpack():  # once on each host
+        ...     return "/tmp/data"
+        >>> unpack()
+        '/tmp/data'
     """
-    ranks = _whole_ranks(local_rank)
+    ranks = _whole_ranks(local_rank, "on_local_rank")
     if len(ranks) > 1:
         raise ValueError(f"local_rank must be one rank of each host, got {local_rank!r}. Pass one integer.")
     warned: set[str] = set()
@@ -156,6 +186,10 @@ def rank_zero_first() -> AbstractContextManager[None]:
 
     Local; the ``with`` block is collective. If it raises on rank 0, the others raise ``RankFailedError`` instead of
     running it. Collectives within it raise ``DistmanError``: the ranks do not run there together.
+
+    Example on two ranks:
+        >>> with rank_zero_first():  # rank 0 downloads, rank 1 finds the file there
+        ...     model = torch.nn.Linear(2, 1)
     """
     members = _members(None)
     if members is None or members.sections is None:
@@ -167,6 +201,10 @@ def local_rank_zero_first() -> AbstractContextManager[None]:
     """Return a context in which one rank of each host runs first: the one with local rank 0.
 
     Local; the ``with`` block is collective over the ranks of each host. See :func:`rank_zero_first`.
+
+    Example on two ranks:
+        >>> with local_rank_zero_first():  # one rank of each host unpacks to its disk, the others find the files
+        ...     data = torch.arange(3)
     """
     sections = DistributedManager().node_sections if _members(None) is not None else None
     if sections is None:
@@ -178,12 +216,22 @@ def local_rank_zero_first() -> AbstractContextManager[None]:
 def parallel_on_all_devices(func: Callable[P, R]) -> Callable[P, R]:
     """Let a function run on all GPUs that this process sees, each with its part of the batch.
 
-    Local. ``torch.nn.DataParallel`` splits tensor arguments along dim 0, runs the function in a thread for each GPU,
-    and gathers the results on the first one. With one GPU or none, the function runs as it is.
+    Local. :class:`torch.nn.DataParallel` splits tensor arguments along dim 0, runs the function in a thread for each
+    GPU, and gathers the results on the first one. With one GPU or none, the function runs as it is.
 
     Args:
         func: A function of tensors, or a module. It must find its device from its arguments; a module is replicated,
             the modules that a function refers to are not.
+
+    Returns:
+        A function of the same arguments.
+
+    Example:
+        >>> @parallel_on_all_devices
+        ... def norms(batch):
+        ...     return batch.norm(dim=1)
+        >>> norms(torch.tensor([[3.0, 4.0], [6.0, 8.0]]))
+        tensor([ 5., 10.])
     """
     module = func if isinstance(func, torch.nn.Module) else _Forward(func)
 
@@ -338,11 +386,10 @@ def _warn_of_nobody(what: str, among: str, members: Group | None, warned: set[st
         logger.warning("%s runs nowhere and returns None: there is no such rank %s. Name another one.", what, among)
 
 
-def _whole_ranks(rank: object) -> tuple[int, ...]:
+def _whole_ranks(rank: object, decorator: str) -> tuple[int, ...]:
     if callable(rank):
         raise TypeError(
-            f"rank must be an integer or a list of integers, got {rank!r}. Write @on_rank(0), with parentheses, or "
-            "@rank_zero_only."
+            f"rank must be an integer or a list of integers, got {rank!r}. Write @{decorator}(0), with parentheses."
         )
     try:
         given: list[Any] = list(cast(Iterable[object], rank))

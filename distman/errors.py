@@ -53,31 +53,104 @@ __all__ = [
 
 
 class DistmanError(RuntimeError):
-    """Base of every error that distman raises on its own account."""
+    """Base of every error that distman raises on its own account.
+
+    Raised itself where a call comes too early or at the wrong place, such as :meth:`~distman.handler.NNHandler.train`
+    without an optimizer; the message names the call to make instead. Wrong arguments are ``ValueError`` or
+    ``TypeError``.
+
+    Example:
+        >>> try:
+        ...     DistributedManager().rank
+        ... except DistmanError as error:
+        ...     print(type(error).__name__)
+        NotInitializedError
+    """
 
 
 class NotInitializedError(DistmanError):
-    """The manager was asked before ``DistributedManager.initialize()``, or after ``cleanup()``."""
+    """The manager was asked before ``DistributedManager.initialize()``, or after ``cleanup()``.
+
+    Raised by ``DistributedManager()``, and so by collectives, loaders and metrics. Call ``initialize()`` once, at the
+    start of the script. Code that may run without a job asks ``DistributedManager.find()``, which returns None there.
+
+    Example:
+        >>> DistributedManager()
+        Traceback (most recent call last):
+            ...
+        distman.errors.NotInitializedError: DistributedManager must be initialized before it is used. ...
+    """
 
 
 class LaunchEnvironmentError(DistmanError):
-    """Variables of a launcher are missing, not numbers, or contradict each other."""
+    """Variables of a launcher are missing, not numbers, or contradict each other.
+
+    Raised by ``DistributedManager.initialize()`` and :func:`distman.environments.detect`, before this rank meets
+    others. Correct or unset the variable that the message names; ``distman env`` shows what a rank has been told.
+
+    Example:
+        >>> from distman.environments import detect
+        >>> detect({"RANK": "0", "WORLD_SIZE": "two", "LOCAL_RANK": "0", "MASTER_ADDR": "n1", "MASTER_PORT": "29500"})
+        Traceback (most recent call last):
+            ...
+        distman.errors.LaunchEnvironmentError: WORLD_SIZE must be ...
+    """
 
 
 class RendezvousError(DistmanError):
-    """The ranks of the job could not be brought together."""
+    """The ranks of the job could not be brought together.
+
+    Raised by ``DistributedManager.initialize()``, on every rank that arrived: ranks are missing when
+    ``rendezvous_timeout`` has passed, double, unlike each other, share a GPU, or do not reach the job's store. The
+    message names them and where the address came from. Look at the ranks that it names, or at the network between the
+    hosts.
+
+    Example:
+        >>> try:
+        ...     manager = DistributedManager.initialize(rendezvous_timeout=60)
+        ... except RendezvousError as error:
+        ...     raise SystemExit(f"not all ranks are here: {error}")
+        >>> manager.world_size
+        1
+    """
 
 
 class UndefinedGroupError(DistmanError):
-    """There is no group, mesh axis or node of that name."""
+    """There is no group, mesh axis or node of that name, or it has been destroyed.
+
+    Raised by whatever takes the name of one. The message has the names that there are; correct it, or make the group
+    first.
+
+    Example:
+        >>> manager = DistributedManager.initialize()
+        >>> manager.group_size("spatial")
+        Traceback (most recent call last):
+            ...
+        distman.errors.UndefinedGroupError: 'spatial' must be ...
+    """
 
 
 class PlanMismatchError(DistmanError):
-    """The ranks ask for different groups, or come to a collective with different operations, keys or shapes."""
+    """The ranks ask for different groups, or come to a collective with different operations, keys or shapes.
+
+    Raised on every rank that waits: where groups are made, and by metrics, ``fused_all_reduce`` and
+    :mod:`distman.score`, at once; by other collectives after a second, or before each of them with ``DISTMAN_DEBUG=1``.
+    The message shows the calls that differ. Make the same calls on all ranks, in the same order.
+
+    Example on two ranks:
+        >>> aggregate_metrics({"loss": 0.5} if rank == 0 else {"los": 0.5})
+        Traceback (most recent call last):
+            ...
+        distman.errors.PlanMismatchError: ...
+    """
 
 
 class RankFailedError(DistmanError):
     """Another rank raised, or ended without a word.
+
+    Raised in the main thread of every other rank of the job, wherever it is; and on all ranks where a call does its
+    work on some of them, with the error of this one as its cause. The message has the error and the traceback of the
+    rank that failed: mend that one. A rank that catches it may finish what needs no other rank, and has to end then.
 
     Attributes:
         rank: The rank that failed, in the world.
@@ -88,6 +161,15 @@ class RankFailedError(DistmanError):
         error_text: Text of that error, or what is known; as that rank gave it, while the message of this error escapes
             control characters and ends of lines.
         traceback_text: The traceback as that rank printed it; empty if it did not raise.
+
+    Example on two ranks:
+        >>> def load_shard():
+        ...     raise OSError("the disk is full")
+        >>> try:
+        ...     on_rank(1)(load_shard)()
+        ... except RankFailedError as error:
+        ...     print(f"rank {error.rank} raised {error.error_type}: {error.error_text}")
+        rank 1 raised OSError: the disk is full
     """
 
     def __init__(
@@ -112,21 +194,63 @@ class RankFailedError(DistmanError):
 
 
 class BarrierTimeoutError(DistmanError):
-    """Ranks did not come to a barrier in time."""
+    """Ranks did not come to a barrier in time.
+
+    Raised by :meth:`~distman.DistributedManager.barrier`, and where groups are made, on every rank that came. The
+    message names those that are missing, and where they are. See what they do instead, or pass a longer ``timeout``.
+
+    Example:
+        >>> manager = DistributedManager.initialize()
+        >>> try:
+        ...     manager.barrier("data is there", timeout=600)  # seconds
+        ... except BarrierTimeoutError as error:
+        ...     raise SystemExit(f"still without data: {error}")
+    """
 
 
 class CheckpointError(DistmanError):
-    """A checkpoint is damaged, is none at all, or holds code; or a save in the background failed."""
+    """A checkpoint is damaged, is none at all, or holds code; or a save in the background failed.
+
+    Raised by the functions of :mod:`distman.checkpoint` that load, on the rank that could not; and by the save that
+    follows one that failed in the background. Load an older one; nothing in this one was run.
+
+    Example:
+        >>> import pathlib
+        >>> _ = pathlib.Path("state.pt").write_bytes(b"half a file")
+        >>> load("state.pt")
+        Traceback (most recent call last):
+            ...
+        distman.errors.CheckpointError: ...state.pt ...
+    """
 
 
 class NonFiniteLossError(DistmanError):
-    """The loss of a training, or its gradient, is NaN or infinite on some rank."""
+    """The loss of a training, or its gradient, is NaN or infinite on some rank.
+
+    Raised by :meth:`~distman.handler.NNHandler.train` on every rank, before the optimizer steps: the weights are those
+    of the step before. The message names the ranks. Lower the learning rate, pass ``clip_norm``, or skip such steps
+    with ``non_finite="skip"``.
+
+    Example:
+        >>> handler = NNHandler(torch.nn.Linear, in_features=1, out_features=1)
+        >>> handler.set_optimizer(torch.optim.SGD, lr=0.1)
+        >>> handler.set_loss_fn(lambda outputs, targets: outputs.mean() / 0)
+        >>> handler.set_train_loader(TensorDataset(torch.ones(4, 1)), batch_size=4)
+        >>> handler.train(1)
+        Traceback (most recent call last):
+            ...
+        distman.errors.NonFiniteLossError: the loss must be finite in step 0, got ...
+    """
 
 
 class WorkerError(DistmanError):
-    """A worker of a ``ParallelExecutor`` died, ran out of time, or has an answer that cannot be sent.
+    """A task of a ``ParallelExecutor`` has no answer: what its function returned or raised cannot be sent.
 
-    It is also the ``__cause__`` of an exception that the function raised, and says where that was.
+    Raised by the executor's calls. Let the function return plain values and tensors. It is also the ``__cause__`` of an
+    exception that the function raised, and says where that was.
+
+    Args:
+        message: What happened. The other arguments are the attributes.
 
     Attributes:
         device: The worker's device, such as ``"cuda:1"``.
@@ -135,6 +259,14 @@ class WorkerError(DistmanError):
         exit_code: Its exit code, minus the number of the signal that ended it, or None while it lives.
         error_type: Name of the type of the exception raised there, such as ``"ValueError"``; may be empty.
         traceback_text: The traceback as the worker saw it, or the stacks of its threads; may be empty.
+
+    Example:
+        >>> with ParallelExecutor(devices=["cpu"], pass_device=False) as executor:
+        ...     try:
+        ...         executor.run(lambda: 1 / 0)
+        ...     except ZeroDivisionError as error:
+        ...         print(f"worker {error.__cause__.index} on {error.__cause__.device}: {error}")
+        worker 0 on cpu: division by zero
     """
 
     def __init__(
@@ -158,9 +290,20 @@ class WorkerError(DistmanError):
 
 
 class WorkerDiedError(WorkerError, BrokenExecutor):
-    """A worker of a ``ParallelExecutor`` died, was too late, or did not start.
+    """A worker of a ``ParallelExecutor`` died, by ``sys.exit`` too, took longer than ``timeout``, or did not start.
 
-    The next call starts a new one.
+    Raised by the call that needed it; the next call starts a new worker. The message has the signal or exit code, or
+    the stacks of the worker that was too late: a kill by signal 9 is often lack of memory. It is a ``BrokenExecutor``,
+    too.
+
+    Example:
+        >>> import os
+        >>> with ParallelExecutor(devices=["cpu"], pass_device=False) as executor:
+        ...     try:
+        ...         executor.run(os._exit, 3)
+        ...     except WorkerDiedError as error:
+        ...         print(f"exit code {error.exit_code}")
+        exit code 3
     """
 
 
@@ -176,6 +319,12 @@ def check_options(options: Mapping[str, object], known: Iterable[str], method: s
 
     Raises:
         TypeError: A name is unknown.
+
+    Example:
+        >>> check_options({"bucket_cap": 25}, ["bucket_cap_mb", "static_graph"], "wrap_ddp")
+        Traceback (most recent call last):
+            ...
+        TypeError: bucket_cap must be an option that wrap_ddp() takes, got bucket_cap=25. Did you mean bucket_cap_mb?
     """
     names = sorted(known)
     for name, value in options.items():
@@ -198,6 +347,10 @@ def check_seconds(name: str, value: object, *, below: float | None = None) -> fl
     Raises:
         TypeError: It is neither.
         ValueError: It is not positive, or too large.
+
+    Example:
+        >>> check_seconds("timeout", datetime.timedelta(minutes=5))
+        300.0
     """
     number = value.total_seconds() if isinstance(value, datetime.timedelta) else value
     if isinstance(number, bool) or not isinstance(number, Real):
@@ -221,6 +374,10 @@ def undefined_group(name: str, known: Iterable[str], what: str) -> UndefinedGrou
         name: The name that was asked for.
         known: The names there are.
         what: What the name should have been, such as ``"a group"``.
+
+    Example:
+        >>> print(undefined_group("modle", ["data", "model"], "a group"))
+        'modle' must be a group, known are 'data', 'model'. Did you mean 'model'?
     """
     names = sorted(known)
     close = difflib.get_close_matches(name, names, n=1)

@@ -51,6 +51,13 @@ class DistributedManager(Place, GroupQueries, GroupCreation):
 
     Raises:
         NotInitializedError: Made before :meth:`initialize`, or after :meth:`cleanup`.
+
+    Example:
+        >>> manager = DistributedManager.initialize()
+        >>> print(f"rank {manager.rank} of {manager.world_size} on {manager.device}")
+        rank 0 of 1 on cpu
+        >>> manager
+        DistributedManager(rank 0 of 1, local rank 0 of 1 on ..., node 0 of 1, cpu, no process group, single)
     """
 
     @classmethod
@@ -100,6 +107,11 @@ class DistributedManager(Place, GroupQueries, GroupCreation):
             ValueError: An argument, or the variable that stands for it, has no meaning.
             TypeError: An argument is of the wrong type.
             DistmanError: Called in a process forked from a rank, which cannot be a rank of that job, too.
+
+        Example:
+            >>> manager = DistributedManager.initialize(device="cpu", timeout=600, seed=1)
+            >>> manager.initialization_method, manager.is_main
+            ('single', True)
         """
         with _lifecycle.start() as is_first:
             if cls.is_initialized() and tracking.is_outside() and cls()._state.job.rendezvous is None:
@@ -179,6 +191,12 @@ class DistributedManager(Place, GroupQueries, GroupCreation):
 
         Raises:
             DistmanError: Asked to wait in a process forked from the rank.
+
+        Example:
+            >>> manager = DistributedManager.initialize()
+            >>> DistributedManager.cleanup()
+            >>> DistributedManager.is_initialized()
+            False
         """
         if not cls.is_initialized() or _lifecycle.is_here:
             return
@@ -263,6 +281,11 @@ class DistributedManager(Place, GroupQueries, GroupCreation):
                 others had given up.
             DistmanError: Called where only some ranks run.
             TypeError: The timeout is no number of seconds.
+
+        Example on two ranks:
+            >>> if rank == 0:
+            ...     table = "prepared"
+            >>> manager.barrier("prepared", timeout=60)  # rank 1 waits for rank 0 here
         """
         job = self._state.job
         store_group = job.store_group()
@@ -299,6 +322,16 @@ class DistributedManager(Place, GroupQueries, GroupCreation):
             ValueError: The step is smaller than the one before.
             PlanMismatchError: The ranks ask at different steps.
             DistmanError: Called in a process forked from the rank.
+
+        Example:
+            >>> manager = DistributedManager.initialize()
+            >>> for step in range(1000):
+            ...     if step == 2:
+            ...         manager.request_stop()  # as Slurm does by a signal
+            ...     if manager.should_stop(step):
+            ...         print(f"saving and leaving at step {step}")
+            ...         break
+            saving and leaving at step 2
         """
         tracking.check_speaks_for_rank("should_stop()")
         self._state.stop.listen()
@@ -337,12 +370,18 @@ class DistributedManager(Place, GroupQueries, GroupCreation):
 
         Args:
             module: The model; some parameter of it must require a gradient.
-            kwargs: Options of DistributedDataParallel; they go before the manager's own.
+            kwargs: Options of :class:`torch.nn.parallel.DistributedDataParallel`; they go before the manager's own.
 
         Raises:
             TypeError: It is no module, or DistributedDataParallel has no such option.
             ValueError: No parameter requires a gradient.
             DistmanError: Called in a process forked from the rank.
+
+        Example on two ranks:
+            >>> model = manager.wrap_ddp(torch.nn.Linear(1, 1, bias=False).to(manager.device))
+            >>> model(torch.tensor([rank + 1.0])).backward()
+            >>> model.module.weight.grad  # the mean of 1 and 2
+            tensor([[1.5000]])
         """
         check_wrappable(module, kwargs)
         tracking.check_speaks_for_rank("wrap_ddp()")
@@ -401,6 +440,11 @@ def initialize_ddp(
 
     Raises:
         DistmanError: See :meth:`DistributedManager.initialize`.
+
+    Example:
+        >>> distributed, rank, local_rank, world_size, device = initialize_ddp()
+        >>> rank, world_size, initialize_ddp()
+        (0, 1, None)
     """
     if DistributedManager.is_initialized():
         return None

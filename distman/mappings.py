@@ -44,7 +44,17 @@ def copy_to_parallel_region(input: torch.Tensor, group: GroupLike = None) -> tor
         group: A process group, the name of one, or None for the world.
 
     Returns:
-        The same values: a view.
+        The same values, a view.
+
+    Raises:
+        ValueError: The group or the device does not fit.
+        PlanMismatchError: In debug mode, on every rank: the ranks call differently.
+
+    Example on two ranks:
+        >>> x = torch.ones(2, requires_grad=True)
+        >>> (copy_to_parallel_region(x) * (rank + 1)).sum().backward()
+        >>> x.grad  # 1 from rank 0, 2 from rank 1
+        tensor([3., 3.])
     """
     members = resolve_group(group)
     check_call("copy_to_parallel_region", input, members)
@@ -63,7 +73,18 @@ def reduce_from_parallel_region(input: torch.Tensor, group: GroupLike = None) ->
         group: A process group, the name of one, or None for the world.
 
     Returns:
-        The sum: a new tensor, equal on all ranks.
+        The sum, a new tensor, equal on all ranks.
+
+    Raises:
+        ValueError: The group or the device does not fit.
+        PlanMismatchError: On every rank that waits, in debug mode on all: the ranks call differently.
+
+    Example on two ranks:
+        >>> partial = torch.tensor([1.0, rank], requires_grad=True)
+        >>> total = reduce_from_parallel_region(partial)
+        >>> total.sum().backward()
+        >>> total.tolist(), partial.grad.tolist()
+        ([2.0, 1.0], [1.0, 1.0])
     """
     members = resolve_group(group)
     check_call("reduce_from_parallel_region", input, members)
@@ -83,10 +104,16 @@ def scatter_to_parallel_region(input: torch.Tensor, dim: int = -1, group: GroupL
         group: A process group, the name of one, or None for the world.
 
     Returns:
-        The slice: a new tensor.
+        The slice, a new tensor.
 
     Raises:
-        ValueError: The tensor has no such dim.
+        ValueError: The tensor has no such dim; or the group or the device does not fit.
+        PlanMismatchError: In debug mode, on every rank: the ranks call differently.
+
+    Example on two ranks:
+        >>> part = scatter_to_parallel_region(torch.arange(5.0))
+        >>> all_gather_objects(part.tolist())
+        [[0.0, 1.0, 2.0], [3.0, 4.0]]
     """
     members = resolve_group(group)
     check_call("scatter_to_parallel_region", input, members, dim=dim)
@@ -113,11 +140,18 @@ def gather_from_parallel_region(
         group: A process group, the name of one, or None for the world.
 
     Returns:
-        The full tensor: new, equal on all ranks.
+        The full tensor, new and equal on all ranks.
 
     Raises:
         ValueError: Dim, shapes, group or device do not fit; without ``shapes`` on every rank: the slices differ in
             dtype or in another dim.
+        PlanMismatchError: On every rank that waits, in debug mode on all: the ranks call differently.
+
+    Example on two ranks:
+        >>> features = torch.full((2, rank + 1), rank)
+        >>> gather_from_parallel_region(features)
+        tensor([[0, 1, 1],
+                [0, 1, 1]])
     """
     members = resolve_group(group)
     check_call(
@@ -149,8 +183,8 @@ def mark_module_as_shared(
 
     The mark belongs to the module and its submodules. Copies have it, saved modules (over a group with a name), and the
     parameters that are frozen when it is given, take the place of others, or are put together by ``fully_shard``. Not
-    summed are the gradients of tensors that ``torch.func.functional_call`` puts in the place of parameters. A module
-    that ``torch.compile`` has compiled does not look for new parameters: mark it after they are there.
+    summed are the gradients of tensors that :func:`torch.func.functional_call` puts in the place of parameters. A
+    module that :func:`torch.compile` has compiled does not look for new parameters: mark it after they are there.
 
     Args:
         module: The module, with equal parameters on all ranks of the group.
@@ -166,6 +200,12 @@ def mark_module_as_shared(
         DistmanError: In a later forward pass: a parameter has gone, to a parametrization say, or a module that was
             loaded is shared over a group that is not there.
         TypeError: In a later forward pass: a parameter is a DTensor where it is used.
+
+    Example on two ranks:
+        >>> scale = mark_module_as_shared(torch.nn.Linear(1, 1, bias=False))
+        >>> scale(torch.tensor([rank + 1.0])).backward()
+        >>> scale.weight.grad  # 1 from rank 0, 2 from rank 1
+        tensor([[3.]])
     """
     members = resolve_group(process_group)
     marked = [name for name, _, is_marked in parameters_of(module, recurse=recurse) if is_marked]
@@ -190,6 +230,12 @@ def unmark_module_as_shared(module: torch.nn.Module, recurse: bool = True) -> to
 
     Raises:
         ValueError: None of the parameters is marked.
+
+    Example on two ranks:
+        >>> scale = mark_module_as_shared(torch.nn.Linear(1, 1, bias=False))
+        >>> unmark_module_as_shared(scale)(torch.tensor([rank + 1.0])).backward()
+        >>> all_gather_objects(scale.weight.grad.item())  # each rank its own again
+        [1.0, 2.0]
     """
     states = {name: is_marked for name, _, is_marked in parameters_of(module, recurse=recurse)}
     if states and not any(states.values()):

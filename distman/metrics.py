@@ -63,7 +63,14 @@ def aggregate_metrics(
     Raises:
         ValueError: A metric has more than one element, or the weight is negative or not finite.
         PlanMismatchError: On every rank: the ranks have different names.
+
+    Example on two ranks:
+        >>> metrics = {"loss": 1.0 + rank, "accuracy": torch.tensor(0.5)}
+        >>> aggregate_metrics(metrics, weight=[30, 10][rank])  # numbers of samples
+        {'loss': 1.25, 'accuracy': 0.5}
     """
+    if not isinstance(metrics, Mapping):
+        raise TypeError(f"metrics must be a mapping, got {metrics!r}. Pass a dict of names and numbers.")
     _warn_of(ignored, "aggregate_metrics")
     own: dict[str, _Metric] = {}
     numbers: dict[str, _Number] = {}
@@ -91,6 +98,10 @@ def aggregate_loss(loss: _Number, *ignored: object, weight: float | None = None,
 
     Raises:
         ValueError: The loss has more than one element, or the weight is negative or not finite.
+
+    Example on two ranks:
+        >>> aggregate_loss(1.0 + rank)
+        1.5
     """
     _warn_of(ignored, "aggregate_loss")
     (mean,) = _means({"loss": loss}, _checked_weight(weight), [], group)
@@ -129,14 +140,21 @@ def _as_floats(numbers: Mapping[str, _Number]) -> list[float]:
         if tensor.numel() != 1:
             raise ValueError(f"{name} must be one number, got a tensor of shape {tuple(tensor.shape)}. Take its mean.")
     if not tensors:
-        return [float(value) for value in numbers.values()]
+        return [_as_float(name, value) for name, value in numbers.items()]
     there = [tensor.detach().double().reshape(()) for tensor in tensors.values()]
     fetched = dict(zip(tensors, torch.stack(there).tolist(), strict=True))
-    return [fetched[name] if name in fetched else float(value) for name, value in numbers.items()]
+    return [fetched[name] if name in fetched else _as_float(name, value) for name, value in numbers.items()]
+
+
+def _as_float(name: str, value: _Number) -> float:
+    try:
+        return float(value)
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"{name} must be a number or a tensor with one element, got {value!r}. Convert it.") from error
 
 
 def _checked_weight(weight: float | None) -> float:
-    weight = 1.0 if weight is None else float(weight)
+    weight = 1.0 if weight is None else _as_float("weight", weight)
     if not 0 <= weight < math.inf:
         raise ValueError(f"weight must be a number of 0 or more, got {weight}. Pass the number of samples.")
     return weight
@@ -171,6 +189,11 @@ def reduce_loss(
     Raises:
         ValueError: The group has no rank ``dst_rank``.
         PlanMismatchError: In debug mode, on every rank: the ranks call differently.
+
+    Example on two ranks:
+        >>> mean = reduce_loss(torch.tensor(1.0 + rank))
+        >>> all_gather_objects(mean)
+        [1.5, None]
     """
     members = resolve_group(group)
     _debug.compare("reduce_loss", members, dst_rank=dst_rank, mean=mean)
@@ -178,7 +201,7 @@ def reduce_loss(
     if isinstance(loss, torch.Tensor) and loss.numel() != 1:
         raise ValueError(f"loss must be one number, got a tensor of shape {tuple(loss.shape)}. Take its mean.")
     device = control_device(members, DistributedManager().device)
-    total = torch.tensor(float(loss), dtype=torch.float64, device=device)
+    total = torch.tensor(_as_float("loss", loss), dtype=torch.float64, device=device)
     if members.size > 1:
         dist.reduce(total, group=members.process_group, group_dst=dst_rank)
     if members.rank != dst_rank:

@@ -17,7 +17,7 @@ import pytest
 SKIPPING_IS_FORBIDDEN = os.environ.get("DISTMAN_FORBID_SKIP") == "1"
 TESTS = Path(__file__).parent
 LAUNCHERS = TESTS / "launch"
-LONGEST = ("test_packaging.py", "test_training.py", "test_job_scripts.py")
+LONGEST = ("test_training.py", "test_job_scripts.py")
 WITH_PROCESSES = {  # that are no ranks of `@ranks`; these folders and files have no unit tests
     LAUNCHERS,
     TESTS / "executor",
@@ -26,6 +26,7 @@ WITH_PROCESSES = {  # that are no ranks of `@ranks`; these folders and files hav
     TESTS / "rendezvous" / "test_door.py",
     TESTS / "rendezvous" / "test_membership.py",
     TESTS / "test_no_skips.py",
+    TESTS / "test_packaging.py",
 }
 OVER_NCCL_RULES = {TESTS / "collectives", TESTS / "test_mappings.py"}
 """Folders and files whose tests of several ranks run over a backend with NCCL's rules too."""

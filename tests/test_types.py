@@ -1,53 +1,55 @@
 """Users' own type checkers: what they find in typical code, and that they find mistakes in it."""
 
+import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-CODE = Path(__file__).parent / "typing"
+USER_CODE = Path(__file__).parent / "typing" / "user_code.py"
+WRONG = Path(__file__).parent / "typing" / "wrong_user_code.py"
 NO_PATH = {name: value for name, value in os.environ.items() if name not in ("MYPYPATH", "PYTHONPATH")}
-WRONG = CODE / "wrong_user_code.py"
 
 
-def mypy(file, folder):
-    command = [sys.executable, "-m", "mypy", "--strict", "--config-file=", "--no-error-summary", str(file)]
-    return complaints(command, folder, r":(\d+): error:")
+def mypy(python, folder):
+    options = ["--strict", "--config-file=", "--no-error-summary", "--python-executable", python]
+    return complaints("mypy", *options, folder=folder, pattern=r"(\w+\.py):(\d+): error:")
 
 
-def pyright(file, folder):
-    (folder / "pyrightconfig.json").write_text('{"typeCheckingMode": "strict", "reportUnusedExpression": false}')
-    command = [
-        sys.executable,
-        "-m",
-        "basedpyright",
-        "--project",
-        str(folder),
-        "--pythonpath",
-        sys.executable,
-        str(file),
-    ]
-    return complaints(command, folder, r":(\d+):\d+ - error:")
+def pyright(python, folder):
+    settings = {"typeCheckingMode": "strict", "reportUnusedExpression": False}
+    (folder / "pyrightconfig.json").write_text(json.dumps(settings))
+    options = ["--project", folder, "--pythonpath", python]
+    return complaints("basedpyright", *options, folder=folder, pattern=r"(\w+\.py):(\d+):\d+ - error:")
 
 
-def complaints(command, folder, pattern):
-    """Return the lines with mistakes, and all that was said; no path of the environment leads to the package."""
+def complaints(module, *options, folder, pattern):
+    """Return the lines with mistakes, and all that was said.
+
+    Nothing leads to the package but its installation: no path of the environment, and not the place of the files.
+    """
+    files = [shutil.copy(file, folder) for file in (USER_CODE, WRONG)]
+    command = [sys.executable, "-m", module, *options, *files]
     finished = subprocess.run(command, cwd=folder, env=NO_PATH, capture_output=True, text=True, check=False)
-    return [int(line) for line in re.findall(pattern, finished.stdout)], finished.stdout + finished.stderr
+    found = {(name, int(line)) for name, line in re.findall(pattern, finished.stdout)}
+    return sorted(found), finished.stdout + finished.stderr
 
 
-@pytest.mark.parametrize("checker", [mypy, pyright])
-def test_typical_code_has_no_mistakes(checker, tmp_path):
-    lines, said = checker(CODE / "user_code.py", tmp_path)
-    assert lines == [], said
+def mistakes():
+    """The lines after the comment that announces them."""
+    text = WRONG.read_text(encoding="utf-8").splitlines()
+    return [(WRONG.name, line) for line in range(text.index("# mistakes") + 2, len(text) + 1)]
 
 
-@pytest.mark.parametrize("checker", [mypy, pyright])
-def test_mistakes_are_found(checker, tmp_path):
-    text = WRONG.read_text().splitlines()
-    mistakes = range(text.index("# mistakes") + 2, len(text) + 1)
-    lines, said = checker(WRONG, tmp_path)
-    assert sorted(set(lines)) == list(mistakes), said
+CHECKERS = [mypy, pyright]
+EXPECTED = mistakes()
+
+
+@pytest.mark.parametrize("checker", CHECKERS)
+def test_mistakes_are_found_and_nothing_else(checker, tmp_path):
+    found, said = checker(sys.executable, tmp_path)
+    assert found == EXPECTED, said

@@ -2,58 +2,14 @@
 
 from __future__ import annotations
 
-import argparse
-import difflib
 import os
 import signal
 import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
-from distman._cli import env, run
-from distman._cli.bench import command as bench
-from distman._cli.check import command as check
-from distman._cli.launch import command as launch
-from distman._cli.plan import command as plan
-from distman._version import VERSION
-
-_DESCRIPTION = "Start a job of many processes, look at it before it runs, and write its job script."
-
-
-class _Parser(argparse.ArgumentParser):
-    """A parser whose subparsers, which are of its class, refuse what they do not know by themselves."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **(kwargs | {"allow_abbrev": False}))
-
-    def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
-        """Parse; what is left over is an error with the usage of this very command."""
-        arguments, unknown = super().parse_known_args(args, namespace)
-        if unknown:
-            close = difflib.get_close_matches(unknown[0].partition("=")[0], self._option_string_actions, n=1)
-            hint = f"; did you mean {close[0]}?" if close else ""
-            self.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
-        return arguments, unknown
-
-    def _check_value(self, action: argparse.Action, value: Any) -> None:
-        """Refuse a value that is none of an option's choices, and name the one that was meant."""
-        if action.choices is None or value in action.choices:
-            return
-        close = difflib.get_close_matches(str(value), action.choices, n=1)
-        meant = f"did you mean {close[0]}?" if close else f"choose from {', '.join(action.choices)}"
-        raise argparse.ArgumentError(action, f"there is no {value!r}; {meant}")
-
-
-def make_parser() -> argparse.ArgumentParser:
-    """Return the parser of the whole command."""
-    parser = _Parser(prog="distman", description=_DESCRIPTION, epilog="`distman help COMMAND` says more.")
-    parser.add_argument("-V", "--version", action="version", version=f"%(prog)s {VERSION}")
-    subparsers = parser.add_subparsers(required=True, metavar="COMMAND")
-    for command in (run, env, check, bench, plan, launch):
-        command.add_parser(subparsers)
-    return parser
+from distman._cli.parser import make_parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -10,18 +10,15 @@ import sys
 from collections.abc import Sequence
 
 from distman._cli.host import this_host
+from distman._cli.output import print_text
 from distman._rendezvous.secret import Protection, find_protection
 from distman.environments import Detection, detect, diagnose
 from distman.errors import DistmanError
 
 
-def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add the command to the parser."""
-    parser = subparsers.add_parser(
-        "env",
-        help="show what was detected, from which variables, and why, and what will go wrong",
-        description="Show what initialize() would do in this process; nothing is started.",
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add what the command takes to its parser."""
+    parser.description = "Show what initialize() would do in this process; nothing is started."
     parser.add_argument("--method", help="believe this launcher")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--strict", action="store_true", help="exit with 1 where there are warnings")
@@ -42,8 +39,10 @@ def run(arguments: argparse.Namespace) -> int:
     except (DistmanError, ValueError) as error:
         print(f"distman env: {error}", file=sys.stderr)
         return 1
-    show = _as_json if arguments.json else _as_text
-    print(show(detection, protection, warnings))
+    if arguments.json:
+        print(_as_json(detection, protection, warnings))
+    else:
+        print_text(_as_text(detection, protection, warnings))
     return 1 if warnings and arguments.strict else 0
 
 

@@ -1,9 +1,12 @@
-"""What the commands print: tables with lines and colours on a terminal, plain text everywhere else."""
+"""What the commands print: tables with lines and colours on a terminal, plain text everywhere else; never too wide."""
 
 from __future__ import annotations
 
+import itertools
 import os
+import shutil
 import sys
+import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
@@ -60,8 +63,10 @@ def print_table(
         title: A line above.
         is_plain: Print plain text also on what looks like a terminal.
     """
-    if is_plain or os.environ.get("NO_COLOR") or not sys.stdout.isatty() or find_spec("rich") is None:
-        print("\n".join([*([title] if title else []), plain_table(columns, rows)]), flush=True)
+    width = _width()
+    is_narrow = width is not None and sum(_narrowest(columns, rows)) + 3 * len(columns) + 1 > width
+    if is_plain or is_narrow or os.environ.get("NO_COLOR") or not sys.stdout.isatty() or find_spec("rich") is None:
+        print("\n".join([*([title] if title else []), plain_table(columns, rows, width)]), flush=True)
         return
     from rich.console import Console
     from rich.table import Table
@@ -75,11 +80,55 @@ def print_table(
     Console(highlight=False, markup=False).print(table)
 
 
-def plain_table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
-    """Return a table as lines of plain text, with two spaces between the columns."""
+def print_text(text: str) -> None:
+    """Print lines, each folded between words where it is longer than the terminal is wide."""
+    print("\n".join(_folded(line, _width()) for line in text.split("\n")), flush=True)
+
+
+def plain_table(columns: Sequence[str], rows: Sequence[Sequence[object]], width: int | None = None) -> str:
+    """Return a table as lines of plain text, with two spaces between the columns.
+
+    Args:
+        columns: Heads of the columns.
+        rows: Rows of as many cells.
+        width: Columns of the terminal. Where the table is wider, its cells are folded between words; where that does
+            not help, each row is a sentence. None folds nothing.
+    """
     cells = [list(columns), *([str(cell) for cell in row] for row in rows)]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in cells)
+    room = None if width is None else width - 2 * (len(columns) - 1)
+    if room is not None and sum(widths) > room:
+        narrowest = _narrowest(columns, rows)
+        if sum(narrowest) > room:
+            sentences = (", ".join(map(" ".join, zip(columns, row, strict=True))) for row in cells[1:])
+            return "\n".join(_folded(sentence, width) for sentence in sentences)
+        while sum(widths) > room:
+            widest = max(range(len(widths)), key=lambda column: widths[column] - narrowest[column])
+            widths[widest] -= 1
+    folded = [
+        [textwrap.wrap(cell, size, break_on_hyphens=False) for cell, size in zip(row, widths, strict=True)]
+        for row in cells
+    ]
+    lines = (line for row in folded for line in itertools.zip_longest(*row, fillvalue=""))
+    return "\n".join("  ".join(map(str.ljust, line, widths)).rstrip() for line in lines)
+
+
+def _narrowest(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> list[int]:
+    """Return the length of the longest word in each column."""
+    words = [[word for cell in column for word in str(cell).split()] for column in zip(columns, *rows, strict=True)]
+    return [max(map(len, column), default=0) for column in words]
+
+
+def _width() -> int | None:
+    """Return the columns of the terminal, or of ``COLUMNS``; None where there is neither."""
+    return shutil.get_terminal_size((0, 0)).columns or None
+
+
+def _folded(line: str, width: int | None) -> str:
+    """Return a line in as many as it needs, those that follow indented by two spaces; a longer word stays whole."""
+    if width is None or len(line) <= width:
+        return line
+    return textwrap.fill(line, width, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
 
 
 @contextmanager

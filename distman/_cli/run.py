@@ -16,15 +16,11 @@ _EPILOG = (
 )
 
 
-def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add the command to the parser."""
-    parser = subparsers.add_parser(
-        "run",
-        usage="distman run [options] script.py [arguments]\n       distman run [options] -m module [arguments]",
-        help="start the ranks of a job on this machine",
-        description="Start the ranks of a job on this machine, and end them together.",
-        epilog=_EPILOG,
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add what the command takes to its parser."""
+    parser.usage = "distman run [options] script.py [arguments]\n       distman run [options] -m module [arguments]"
+    parser.description = "Start the ranks of a job on this machine, and end them together."
+    parser.epilog = _EPILOG
     parser.add_argument("-n", "--ranks", default="auto", metavar="N", help="a number, gpu, cpu or auto (the default)")
     parser.add_argument("--cpus-per-rank", type=at_least(1), metavar="C", help="bind each rank to as many CPUs")
     parser.add_argument("--log-dir", type=Path, metavar="DIR", help="a file for each rank; only rank 0 is shown")
@@ -32,6 +28,9 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument("--restarts", type=at_least(0), default=0, metavar="K", help="start all again after a failure")
     parser.add_argument(
         "--report", type=Path, metavar="FILE", help="write how the ranks ended, as JSON, and do not print it"
+    )
+    parser.add_argument(
+        "--json", action="store_true", help="print how the ranks ended as one JSON object; all else on standard error"
     )
     parser.add_argument("--nnodes", help=argparse.SUPPRESS)
     parser.add_argument("-m", action="store_true", dest="is_module", help="what follows is a module, not a script")
@@ -58,7 +57,7 @@ def run(arguments: argparse.Namespace) -> int:
 def _run(plan: Plan, arguments: argparse.Namespace) -> int:
     for restart in range(arguments.restarts + 1):
         outcome = run_job(plan, is_restart=restart > 0)
-        if outcome.exit_code and arguments.report is None:
+        if outcome.exit_code and arguments.report is None and not arguments.json:
             print(outcome.report(), file=sys.stderr, flush=True)
         if not outcome.exit_code or outcome.interruption is not None:
             break
@@ -66,6 +65,8 @@ def _run(plan: Plan, arguments: argparse.Namespace) -> int:
             print(f"distman run: restart {restart + 1} of {arguments.restarts}", file=sys.stderr, flush=True)
     if arguments.report is not None:
         arguments.report.write_text(outcome.to_json())
+    if arguments.json:
+        print(outcome.to_json())
     return outcome.exit_code
 
 
@@ -80,6 +81,8 @@ def _plan(arguments: argparse.Namespace) -> Plan:
         error(f"there is no script {command[0]!r} here")
     if arguments.report is not None and not arguments.report.absolute().parent.is_dir():
         error(f"--report must be in a folder that exists, got {arguments.report}")
+    if arguments.report is not None and arguments.report.is_dir():
+        error(f"--report must be a file, got the folder {arguments.report}")
     try:
         number = number_of_ranks(arguments.ranks, arguments.cpus_per_rank)
     except ValueError as problem:
@@ -90,4 +93,5 @@ def _plan(arguments: argparse.Namespace) -> Plan:
         cpus_per_rank=arguments.cpus_per_rank,
         log_dir=arguments.log_dir,
         shows_all=arguments.log_dir is None or arguments.tee,
+        is_quiet=arguments.json,
     )

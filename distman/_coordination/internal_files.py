@@ -16,6 +16,11 @@ def is_internal(file: str) -> bool:
     return file.startswith(internal_folders())
 
 
+def is_of_package(file: str) -> bool:
+    """Return whether a file is one of this package."""
+    return file.startswith(_PACKAGE)
+
+
 def is_of_user(file: str) -> bool:
     """Return whether a file belongs to none of these, nor to Python's own library."""
     is_of_python = file.startswith(_LIBRARY) and "-packages" not in file

@@ -161,6 +161,8 @@ class Groups:
             return self._ready_made[name]
         if name in READY_MADE:
             raise DistmanError("all ranks must be known to say which of them share a host. Start without a fake group.")
+        if not isinstance(name, str):
+            raise TypeError(f"name must be that of a group, got {name!r}. Pass a string, such as 'world'.")
         if name not in self._partitions:
             known = {*self._partitions, *self._world_names, *READY_MADE}
             raise undefined_group(name, known, "the name of a group")

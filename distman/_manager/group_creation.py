@@ -38,6 +38,11 @@ class GroupCreation(SharedState):
             PlanMismatchError: On every rank: the ranks ask for different groups.
             RankFailedError: On every other rank: a rank could not make its group.
             BarrierTimeoutError: On every rank that came: some did not come in time.
+
+        Example on two ranks:
+            >>> manager.create_process_subgroup("alone", 1)
+            >>> all_gather_objects(manager.group_ranks("alone"))
+            [(0,), (1,)]
         """
         groups = cls()._state.groups
         groups.create(lambda: Plan({name: groups.partition(group_name).split(size)}), verbose=verbose)
@@ -61,6 +66,12 @@ class GroupCreation(SharedState):
         Raises:
             ValueError: The name is taken, or the groups to cross differ in size.
             DistmanError: See :meth:`create_process_subgroup`.
+
+        Example on two ranks:
+            >>> manager.create_process_subgroup("model", 1)
+            >>> manager.create_orthogonal_process_group("data", "model")
+            >>> manager.group_ranks("data")
+            (0, 1)
         """
         groups = cls()._state.groups
         groups.create(
@@ -92,6 +103,11 @@ class GroupCreation(SharedState):
         Raises:
             ValueError: The node has no size, or see :meth:`create_process_subgroup`.
             DistmanError: See :meth:`create_process_subgroup`.
+
+        Example on two ranks:
+            >>> crossing = manager.create_group_from_node(ProcessGroupNode("model", size=1))
+            >>> manager.group_size("model"), manager.group_size(crossing)
+            (1, 2)
         """
         groups = cls()._state.groups
         orthogonal = f"__orthogonal_to_{node.name}"
@@ -125,7 +141,16 @@ class GroupCreation(SharedState):
         Raises:
             ValueError: The tree does not fit the world, or a name is taken.
             DistmanError: See :meth:`create_process_subgroup`.
+
+        Example on two ranks:
+            >>> manager.create_groups_from_config(parse_tree("world(data=1, model(spatial=2, channel=1))"))
+            >>> manager.group_ranks("model"), manager.group_size("channel")
+            ((0, 1), 1)
         """
+        if not isinstance(config, ProcessGroupConfig):
+            raise TypeError(
+                f"config must be a ProcessGroupConfig, got {config!r}. Make one, or call initialize_mesh()."
+            )
         manager = cls()
         manager._state.groups.create(
             lambda: tree_plan(config, manager._state.job.world_size), world_name=config.root.name, verbose=verbose
@@ -147,6 +172,11 @@ class GroupCreation(SharedState):
         Raises:
             ValueError: The mesh does not fit the world, there is one already, or a name is taken.
             DistmanError: See :meth:`create_process_subgroup`.
+
+        Example on two ranks:
+            >>> mesh = manager.initialize_mesh((-1, 1), ("data", "model"))
+            >>> manager.mesh_dims
+            {'data': 2, 'model': 1}
         """
         if self._state.mesh is not None:
             raise ValueError(

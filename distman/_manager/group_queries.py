@@ -54,6 +54,11 @@ class GroupQueries(SharedState):
         Raises:
             UndefinedGroupError: There is no mesh, or no axis of that name.
             ValueError: The axes are not in the order of the mesh.
+
+        Example on two ranks:
+            >>> whole = manager.initialize_mesh((2, 1), ("data", "model"))
+            >>> manager.mesh("data").mesh.tolist()
+            [0, 1]
         """
         names = [name] if isinstance(name, str) else list(() if name is None else name)
         for one in names:
@@ -85,6 +90,11 @@ class GroupQueries(SharedState):
 
         Raises:
             UndefinedGroupError: The mesh is no part of this job's mesh.
+
+        Example on two ranks:
+            >>> mesh = manager.initialize_mesh((2, 1), ("data", "model"))
+            >>> manager.get_mesh_group(manager.mesh("data")).size()
+            2
         """
         names = mesh.mesh_dim_names or ()
         for one in names:
@@ -114,6 +124,12 @@ class GroupQueries(SharedState):
         Raises:
             UndefinedGroupError: There is no group of that name.
             ValueError: This rank is no member of it.
+
+        Example on two ranks:
+            >>> total = torch.tensor(1.0)
+            >>> torch.distributed.all_reduce(total, group=manager.group("node"))
+            >>> total
+            tensor(2.)
         """
         return self._group(name).process_group
 
@@ -122,8 +138,15 @@ class GroupQueries(SharedState):
 
         Local.
 
+        Args:
+            name: Name of the group; None or ``"world"`` is the world.
+
         Raises:
             UndefinedGroupError: There is no group of that name.
+
+        Example on two ranks:
+            >>> manager.group_size(), manager.group_size("node")
+            (2, 2)
         """
         return len(self.group_ranks(name))
 
@@ -132,9 +155,16 @@ class GroupQueries(SharedState):
 
         Local.
 
+        Args:
+            name: Name of the group; None or ``"world"`` is the world.
+
         Raises:
             UndefinedGroupError: There is no group of that name.
             ValueError: This rank is no member of it.
+
+        Example on two ranks:
+            >>> all_gather_objects(manager.group_rank("node"))
+            [0, 1]
         """
         ranks = self.group_ranks(name)
         rank = self._state.job.peer.rank
@@ -147,8 +177,15 @@ class GroupQueries(SharedState):
 
         Local.
 
+        Args:
+            name: Name of the group; None or ``"world"`` is the world.
+
         Raises:
             UndefinedGroupError: There is no group of that name.
+
+        Example on two ranks:
+            >>> manager.group_ranks("node"), manager.group_ranks("leaders")
+            ((0, 1), (0,))
         """
         return self._state.groups.ranks("world" if name is None else name)
 
@@ -157,8 +194,15 @@ class GroupQueries(SharedState):
 
         Local.
 
+        Args:
+            group: The group; None is the world.
+
         Raises:
             UndefinedGroupError: The manager did not make it.
+
+        Example on two ranks:
+            >>> manager.group_name(manager.group("node"))
+            'node'
         """
         return self._state.groups.name_of(group)
 
@@ -173,6 +217,11 @@ class GroupQueries(SharedState):
         Raises:
             UndefinedGroupError: There is no group of that name.
             ValueError: This rank is no member of it.
+
+        Example on two ranks:
+            >>> node = manager.resolve_group("node")
+            >>> node.name, node.ranks, node.size
+            ('node', (0, 1), 2)
         """
         return self._group(group) if group is None or isinstance(group, str) else self._state.groups.of(group)
 
@@ -185,6 +234,13 @@ class GroupQueries(SharedState):
         """Return the ranks that have this local rank, one of each host that has it.
 
         Local.
+
+        Args:
+            local_rank: Index of a rank on its host.
+
+        Example on two ranks:
+            >>> manager.ranks_with_local_rank(1)
+            [1]
         """
         return self._state.groups.by_local_rank.get(local_rank, [])
 
@@ -193,8 +249,17 @@ class GroupQueries(SharedState):
 
         Local. Every rank does it, when no collective of the group is under way.
 
+        Args:
+            name: Name of the groups.
+
         Raises:
             UndefinedGroupError: There is no group of that name.
+
+        Example on two ranks:
+            >>> manager.create_process_subgroup("pair", 2)
+            >>> manager.destroy_group("pair")
+            >>> "pair" in manager.group_names
+            False
         """
         self._state.groups.destroy(name)
 

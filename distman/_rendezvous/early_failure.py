@@ -4,14 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import itertools
 import json
+import os
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from distman._coordination import protocol
+from distman._coordination.failure import hook
+from distman._coordination.failure.error_file import write_error_file
+from distman._coordination.failure.job_abort import abort_job_after, ending_of
+from distman._coordination.failure.record import FailureRecord
+from distman._coordination.timeouts import begin
 from distman._rendezvous.address import Endpoint, find_endpoint
 from distman._rendezvous.ancestry import ancestors
 from distman._rendezvous.door import find_store
@@ -28,6 +35,26 @@ _PATIENCE = 10.0
 
 _PAUSE = 0.02
 """Seconds between two looks at how many ranks have heard: no more than the end of this rank may be late."""
+
+
+def tell_of(error: BaseException) -> Callable[[], object]:
+    """Tell who concerns it that this process ends by an error, before its job is up, and return what is left to do."""
+    if is_started_by_rank(os.environ):
+        return lambda: None
+    environment = detect(os.environ).environment
+    abort_job_after(error, environment)
+    record = FailureRecord.of(error, environment.rank)
+    # Whoever pressed Ctrl-C wants it to end.
+    more = {"patience": 0} if isinstance(error, KeyboardInterrupt) else {}
+
+    def tell() -> None:
+        ending = ending_of(environment)
+        if not tell_waiting_ranks(dataclasses.asdict(record), os.environ, **more) and ending is not None:
+            hook.end_job_at_exit(ending)
+
+    wait = begin(tell)  # while the error is printed
+    write_error_file(environment.rank, record, None)
+    return functools.partial(wait, None)  # it has a limit of its own
 
 
 def is_started_by_rank(environ: Mapping[str, str]) -> bool:

@@ -36,6 +36,10 @@ class Peer:
         launcher: Who started it.
         torch: Version of torch.
         distman: Version of distman.
+
+    Example on two ranks:
+        >>> [(peer.rank, peer.local_rank, peer.device) for peer in manager.roll_call]
+        [(0, 0, 'cpu'), (1, 1, 'cpu')]
     """
 
     rank: int

@@ -22,6 +22,8 @@ from distman.errors import DistmanError, RankFailedError
 
 T = TypeVar("T")
 
+_NUMBERS = ("gpu", "cpu", "auto")
+
 
 def run(function: Callable[..., T], *args: Any, n: int | str = "auto", **kwargs: Any) -> list[T]:
     """Call a function in several new processes on this machine, the ranks of a job.
@@ -44,7 +46,7 @@ def run(function: Callable[..., T], *args: Any, n: int | str = "auto", **kwargs:
         RankFailedError: A rank failed; the error has its traceback.
         DistmanError: The job was ended from outside, or the function ended a rank's program instead of returning.
         ValueError: ``n`` is none of these.
-        TypeError: The function or an argument cannot be pickled; other errors of its ``__reduce__`` as they are.
+        TypeError: It is no function, or something cannot be pickled; other errors of a ``__reduce__`` as they are.
         KeyboardInterrupt: Ctrl-C; all ranks have ended.
 
     Example:
@@ -56,6 +58,12 @@ def run(function: Callable[..., T], *args: Any, n: int | str = "auto", **kwargs:
         >>> distman.run(work, 10, n=2)
         [10, 11]
     """
+    if not callable(function):
+        raise TypeError(
+            f"function must be one, got {function!r}. To start the ranks of a script, call distman run in a shell."
+        )
+    if n not in _NUMBERS and not (str(n).isdecimal() and int(n) > 0):
+        raise ValueError(f"n must be a number of at least 1, 'gpu', 'cpu' or 'auto', got {n!r}. Choose one of these.")
     with tempfile.TemporaryDirectory(prefix="distman-run-") as name:
         folder = Path(name)
         call = io.BytesIO()

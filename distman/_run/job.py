@@ -43,6 +43,7 @@ class Plan:
         cpus_per_rank: CPUs that each rank is bound to; None binds none.
         log_dir: The folder in which each rank has a file of what it writes; None for none.
         shows_all: Whether the terminal shows what all ranks write; else it shows rank 0.
+        is_quiet: Whether all that the ranks write is shown on standard error.
     """
 
     command: tuple[str, ...]
@@ -50,6 +51,7 @@ class Plan:
     cpus_per_rank: int | None = None
     log_dir: Path | None = None
     shows_all: bool = True
+    is_quiet: bool = False
 
 
 def run_job(plan: Plan, *, is_restart: bool = False) -> Outcome:
@@ -63,7 +65,7 @@ def run_job(plan: Plan, *, is_restart: bool = False) -> Outcome:
         OSError: A rank cannot be started, or a file cannot be written. None is left then.
     """
     adopt_orphans()
-    consoles = _consoles(plan.num_ranks)
+    consoles = _consoles(plan)
     with _private_folder() as folder, HeardSignals() as signals, ExitStack() as stack:
         logs = [stack.enter_context(log) for log in _open_logs(plan, "ab" if is_restart else "wb")]
         job = _Job(consoles, logs, signals, num_shown=plan.num_ranks if plan.shows_all else 1)
@@ -91,9 +93,10 @@ def _open_logs(plan: Plan, mode: str) -> Iterator[IO[bytes]]:
             yield (plan.log_dir / f"rank-{rank:0{width}}.log").open(mode, buffering=0)
 
 
-def _consoles(num_ranks: int) -> dict[int, Console]:
+def _consoles(plan: Plan) -> dict[int, Console]:
     """Return where each stream of the ranks is shown: one terminal is one console."""
-    output, errors = Console(sys.stdout.buffer, num_ranks), Console(sys.stderr.buffer, num_ranks)
+    errors = Console(sys.stderr.buffer, plan.num_ranks)
+    output = errors if plan.is_quiet else Console(sys.stdout.buffer, plan.num_ranks)
     return {1: output, 2: output if output.is_terminal and errors.is_terminal else errors}
 
 

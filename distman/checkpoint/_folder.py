@@ -43,6 +43,14 @@ class CheckpointFolder:
     Raises:
         ValueError: ``keep`` is less than 1, or the scheme of the URL is unknown.
         ImportError: A package is missing that the scheme needs.
+
+    Example:
+        >>> folder = CheckpointFolder("run", keep=2)
+        >>> for step in (100, 200, 300):
+        ...     folder.save({"step": step}, step)
+        >>> folder.wait()
+        >>> sorted(path.name for path in folder.path.iterdir())
+        ['checkpoint-00000200.pt', 'checkpoint-00000300.pt', 'latest.pt']
     """
 
     def __init__(self, path: str | os.PathLike[str], *, keep: int | None = 3, background: bool = True) -> None:
@@ -66,6 +74,13 @@ class CheckpointFolder:
         Raises:
             RankFailedError: On every rank: rank 0 could not save it, see :func:`save`; or the previous save in the
                 background failed, and nothing was saved this time.
+
+        Example:
+            >>> folder = CheckpointFolder("run", keep=1)
+            >>> for step, loss in enumerate([0.5, 0.2, 0.4]):
+            ...     folder.save({"loss": loss}, step, is_best=loss == 0.2)
+            >>> folder.best().name, folder.latest().name
+            ('checkpoint-00000001.pt', 'checkpoint-00000002.pt')
         """
         on_rank(0)(self._save)(state, step, is_best=is_best)
 
@@ -106,6 +121,13 @@ class CheckpointFolder:
         Raises:
             CheckpointError: On a rank where all of them are damaged.
             RankFailedError: On the other ranks; and on all, if a file cannot be read on one for another reason.
+
+        Example:
+            >>> folder = CheckpointFolder("run")
+            >>> state = folder.load_latest() or {"step": 0}  # of the run before, if there was one
+            >>> folder.save({"step": state["step"] + 100}, state["step"] + 100)
+            >>> folder.load_latest()
+            {'step': 100}
         """
         names = on_rank(0, broadcast=True)(self._names_newest_first)() or []
         for name in names[:-1]:
@@ -120,7 +142,20 @@ class CheckpointFolder:
     def load_best(self, *, device: str | torch.device | None = None) -> Any:
         """Return the best state, on every rank, or None if there is none.
 
-        Collective. Blocking. See :meth:`load_latest`.
+        Collective. Blocking.
+
+        Args:
+            device: See :func:`load`.
+
+        Raises:
+            CheckpointError: On a rank where it is damaged.
+            RankFailedError: On the other ranks.
+
+        Example:
+            >>> folder = CheckpointFolder("run")
+            >>> folder.save({"weight": torch.ones(2)}, 7, is_best=True)
+            >>> folder.load_best(device="cpu")
+            {'weight': tensor([1., 1.])}
         """
         name = on_rank(0, broadcast=True)(self._best)()
         return None if name is None else self._load(name, device)

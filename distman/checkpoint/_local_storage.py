@@ -46,6 +46,8 @@ class LocalStorage:
     def create(self, place: str) -> Iterator[IO[bytes]]:
         """Write beside the place, bring it to the disk, and rename."""
         path = Path(place)
+        if path.is_dir():
+            raise IsADirectoryError(f"the place of a file must not be a directory, got {place}. Name a file in it.")
         _make_folder(path.parent)
         _remove_leftovers(path.parent, glob.escape(path.name))
         temporary = _beside(path)

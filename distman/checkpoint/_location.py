@@ -42,8 +42,11 @@ def locate(path: str | os.PathLike[str]) -> Location:
 
     Raises:
         ValueError: The scheme of the URL is unknown, or the URL has lost a slash.
+        TypeError: It is neither.
         ImportError: A package is missing that the scheme needs.
     """
+    if not isinstance(path, (str, os.PathLike)):
+        raise TypeError(f"path must be a str or a Path, got {type(path).__name__}. Pass where the file or folder is.")
     text = os.fspath(path)
     url = _URL.match(text)
     if url is None and _SHORTENED_URL.match(text):
@@ -66,6 +69,17 @@ def register_storage(scheme: str, storage: Storage) -> None:
 
     Raises:
         ValueError: It is no scheme.
+
+    Example:
+        >>> save({"step": 7}, "model.pt")
+        >>> class Released(Storage):  # for loading only
+        ...     def resolve(self, path):
+        ...         return path
+        ...     def open(self, place):
+        ...         return open(place.removeprefix("released://"), "rb")
+        >>> register_storage("released", Released())
+        >>> load("released://model.pt")
+        {'step': 7}
     """
     if not _URL.fullmatch(f"{scheme}://"):
         raise ValueError(f"scheme must be letters, digits, '+', '-' and '.', got {scheme!r}. Leave '://' out.")

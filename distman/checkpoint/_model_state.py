@@ -24,7 +24,12 @@ def model_state(module: torch.nn.Module) -> dict[str, Any]:
         module: The model.
 
     Returns:
-        Its ``state_dict()``: the tensors are the model's own.
+        Its ``state_dict()``, with the model's own tensors.
+
+    Example on two ranks:
+        >>> model = manager.wrap_ddp(torch.nn.Linear(2, 1))
+        >>> [*model.state_dict()], [*model_state(model)]
+        (['module.weight', 'module.bias'], ['weight', 'bias'])
     """
     wrapped = module.state_dict()
     state = OrderedDict((_bare(module, name), value) for name, value in wrapped.items())
@@ -51,6 +56,14 @@ def load_model_state(
 
     Raises:
         RuntimeError: The names do not fit and ``strict`` is True, or a shape does not.
+
+    Example:
+        >>> saved = {"module.weight": torch.ones(1, 2), "module.bias": torch.zeros(1)}  # of a wrapped model
+        >>> model = torch.nn.Linear(2, 1)
+        >>> load_model_state(model, saved)
+        ([], [])
+        >>> model.weight.tolist()
+        [[1.0, 1.0]]
     """
     wrapped_of = {_bare(module, name): name for name in module.state_dict()}
     bare_of = max(_candidates(module, list(state)), key=lambda names: len(wrapped_of.keys() & names.values()))

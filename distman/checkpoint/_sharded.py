@@ -45,6 +45,13 @@ def save_sharded(state: dict[str, Any], path: str | os.PathLike[str]) -> None:
         OSError: On a rank that could not write.
         RankFailedError: On the other ranks. The old folder is as it was.
 
+    Example on two ranks:
+        >>> save_sharded({"step": 7, f"seed of rank {rank}": 10 + rank}, "run")
+        >>> state = {"step": 0, "seed of rank 1": 0}
+        >>> load_sharded(state, "run")
+        >>> state
+        {'step': 7, 'seed of rank 1': 11}
+
     Source:
         The format is that of ``torch.distributed.checkpoint``.
     """
@@ -81,6 +88,13 @@ def load_sharded(state: dict[str, Any], path: str | os.PathLike[str]) -> None:
         FileNotFoundError: On a rank that finds no such folder.
         CheckpointError: On a rank where it is damaged, does not fit the state, or holds code to be run.
         RankFailedError: On the other ranks.
+
+    Example:
+        >>> save_sharded({"weight": torch.ones(3), "step": 7}, "run")
+        >>> state = {"weight": torch.zeros(3), "step": 0}
+        >>> load_sharded(state, "run")
+        >>> state
+        {'weight': tensor([1., 1., 1.]), 'step': 7}
     """
     location = locate(path)
     on_rank(0)(location.storage.folder)(location.place)  # one rank puts an old folder back where that is needed

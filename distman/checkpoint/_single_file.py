@@ -19,10 +19,16 @@ from distman.manager import DistributedManager
 
 
 class PendingSave:
-    """A checkpoint that is being written while the program continues.
+    """A checkpoint that is being written while the program continues; :func:`save` returns it.
 
     Attributes:
         path: Where it will be: a path, or a URL.
+
+    Example:
+        >>> pending = save({"step": 7}, "run/state.pt", background=True)
+        >>> pending.wait()
+        >>> load(pending.path)
+        {'step': 7}
     """
 
     def __init__(self, path: Path | str, write: BackgroundWrite | None) -> None:
@@ -79,6 +85,12 @@ def save(state: object, path: str | os.PathLike[str], *, background: bool = Fals
         RankFailedError: On every rank: rank 0 could not save, and the old file is as it was. The cause, on rank 0, is
             ValueError, if something in the state could not be loaded again, and says where; OSError, if the disk is
             full, for example; CheckpointError, if the previous save in the background failed.
+
+    Example:
+        >>> model = torch.nn.Linear(2, 1)
+        >>> save({"model": model_state(model), "epoch": 3}, "run/state.pt")
+        >>> load("run/state.pt")["epoch"]
+        3
     """
     location = locate(path)
     if not background:
@@ -115,6 +127,11 @@ def load(path: str | os.PathLike[str], *, device: str | torch.device | None = No
         FileNotFoundError: On a rank that does not find the file.
         CheckpointError: On a rank where the file is damaged, no checkpoint, or holds code to be run.
         RankFailedError: On the ranks that could read it, if another could not.
+
+    Example:
+        >>> save({"weight": torch.ones(2, dtype=torch.bfloat16)}, "state.pt")
+        >>> load("state.pt", device="cpu")
+        {'weight': tensor([1., 1.], dtype=torch.bfloat16)}
     """
     return on_all_ranks(functools.partial(read_state, locate(path), target_device(device)))
 

@@ -193,6 +193,7 @@ def read_state(location: Location, device: torch.device) -> Any:
 
     Raises:
         FileNotFoundError: There is no such file.
+        IsADirectoryError: It is a directory.
         CheckpointError: It is damaged, no checkpoint, or wants to run code.
     """
     try:
@@ -200,6 +201,10 @@ def read_state(location: Location, device: torch.device) -> Any:
     except FileNotFoundError as error:
         raise FileNotFoundError(
             f"no checkpoint at {location}. Correct the path; on several hosts, save where all of them can read."
+        ) from error
+    except IsADirectoryError as error:
+        raise IsADirectoryError(
+            f"{location} is a directory and no checkpoint. Name a file in it, or call load_sharded()."
         ) from error
     with file:
         try:

@@ -11,6 +11,17 @@ class NewFolder(Protocol):
 
     Attributes:
         path: Where its files go until then.
+
+    Example:
+        >>> class Upload(NewFolder):  # in a store of names and contents, where a name can stand for a folder
+        ...     def __init__(self, store, place, attempt):
+        ...         self.store, self.place, self.path = store, place, f"{place}.{attempt}"
+        ...     def publish(self):
+        ...         self.store[self.place] = self.path
+        >>> store = {"run": "run.1"}
+        >>> Upload(store, "run", attempt=2).publish()
+        >>> store
+        {'run': 'run.2'}
     """
 
     path: str
@@ -34,6 +45,24 @@ class Storage(Protocol):
     A place is a string that :meth:`resolve` returned, with a slash and a name for what is in it. Methods run on rank 0
     or on every rank, and in threads at the same time; what they raise reaches all ranks. :func:`register_storage` adds
     one.
+
+    Example:
+        >>> import contextlib, io
+        >>> class InMemory(Storage):  # what save and load need
+        ...     files = {}
+        ...     def resolve(self, path):
+        ...         return path
+        ...     @contextlib.contextmanager
+        ...     def create(self, place):
+        ...         file = io.BytesIO()
+        ...         yield file
+        ...         self.files[place] = file.getvalue()  # not where the block raised
+        ...     def open(self, place):
+        ...         return io.BytesIO(self.files[place])
+        >>> register_storage("here", InMemory())
+        >>> save({"step": 7}, "here://state.pt")
+        >>> load("here://state.pt")
+        {'step': 7}
     """
 
     def resolve(self, path: str) -> str:
@@ -42,17 +71,23 @@ class Storage(Protocol):
         Local. Nothing is looked up in a store that is far away. Users get places back as the paths of checkpoints, and
         pass them on: a place should be a URL of the same scheme, which stands for itself.
 
+        Args:
+            path: What the user passed, such as ``"scheme://folder/state.pt"``.
+
         Raises:
             ValueError: It cannot be a place in this storage.
         """
 
     def create(self, place: str) -> AbstractContextManager[IO[bytes]]:
-        """Write a file that takes the place of the one before when the block ends without an error.
+        """Return a context that writes a file, which replaces the old one if the block ends without an error.
 
         Local. Blocking. Whatever ends the block or the process, a reader finds the old file or the whole new one.
         Folders above the file are made; what an earlier write of this file left when it was killed is removed. The file
         that the block gets may be unbuffered: one call of ``write`` may take fewer bytes than it is given, and returns
         how many.
+
+        Args:
+            place: The file.
 
         Raises:
             OSError: It could not be written; the old file is as it was.
@@ -63,6 +98,9 @@ class Storage(Protocol):
 
         Local. Blocking.
 
+        Args:
+            place: The file, or a link to it.
+
         Raises:
             FileNotFoundError: There is no such file.
         """
@@ -71,12 +109,18 @@ class Storage(Protocol):
         """Return the names of the complete files and links in a folder; none if there is no such folder.
 
         Local. Blocking.
+
+        Args:
+            folder: The folder.
         """
 
     def saved_at(self, place: str) -> int:
         """Return when a file was written, in nanoseconds; only compared with other files of the same storage.
 
         Local. Blocking.
+
+        Args:
+            place: The file.
 
         Raises:
             FileNotFoundError: There is no such file.
@@ -86,12 +130,18 @@ class Storage(Protocol):
         """Remove a file, if it is there.
 
         Local. Blocking.
+
+        Args:
+            place: The file or link.
         """
 
     def remove_leftovers(self, folder: str) -> None:
         """Remove what writers left half-written in a folder when they were killed.
 
         Local. Blocking.
+
+        Args:
+            folder: The folder; it may not exist.
         """
 
     def link(self, place: str, target: str) -> None:
@@ -108,16 +158,25 @@ class Storage(Protocol):
         """Return the name of the file that a link stands for, or its own if it is a file; None if there is neither.
 
         Local. Blocking.
+
+        Args:
+            place: The link or file.
         """
 
     def new_folder(self, place: str) -> NewFolder:
         """Return a folder to be filled with :meth:`create`, by other processes too, and then published.
 
         Local. Blocking.
+
+        Args:
+            place: The folder; it may exist.
         """
 
     def folder(self, place: str) -> str:
         """Return where the files of the folder are that was published last.
 
         Local. Blocking.
+
+        Args:
+            place: The folder, as :meth:`new_folder` got it.
         """

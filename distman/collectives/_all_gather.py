@@ -40,13 +40,20 @@ def all_gather_v(
         group: A process group, the name of one, or None for the world.
 
     Returns:
-        The full tensor, shape ``(*, sum(sizes), *)``: a new tensor, equal on all ranks. Along dim 0 the shards are
+        The full tensor, shape ``(*, sum(sizes), *)``, a new tensor, equal on all ranks. Along dim 0 the shards are
         received straight into it; along others they are rearranged once.
 
     Raises:
         ValueError: Sizes, dim, group or device do not fit; without ``sizes`` on every rank: the shards differ in
             dtype or in another dim.
         PlanMismatchError: On every rank that waits, in debug mode on all: the ranks call differently.
+
+    Example on two ranks:
+        >>> shard = torch.full((rank + 1, 2), rank)  # one row on rank 0, two on rank 1
+        >>> all_gather_v(shard)
+        tensor([[0, 0],
+                [1, 1],
+                [1, 1]])
     """
     members = resolve_group(group)
     check_call(

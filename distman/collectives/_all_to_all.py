@@ -40,11 +40,17 @@ def all_to_all_v(
         group: A process group, the name of one, or None for the world.
 
     Returns:
-        The slices received, of length ``sum(sizes[i][r] for i)`` along ``dim``: a new tensor.
+        The slices received, of length ``sum(sizes[i][r] for i)`` along ``dim``, a new tensor.
 
     Raises:
         ValueError: Sizes, dim, group or device do not fit.
         PlanMismatchError: On every rank that waits, in debug mode on all: the ranks call differently.
+
+    Example on two ranks:
+        >>> mine = torch.arange(3) + 10 * rank
+        >>> theirs = all_to_all_v(mine, sizes=[[1, 2], [2, 1]])  # rank 0 keeps one and sends two
+        >>> all_gather_objects(theirs.tolist())
+        [[0, 10, 11], [1, 2, 12]]
     """
     members = resolve_group(group)
     check_call("all_to_all_v", tensor, members, free_dim=dim, dim=dim, sizes=sizes)
@@ -76,11 +82,17 @@ def indexed_all_to_all_v(
         group: A process group, the name of one, or None for the world.
 
     Returns:
-        The slices received, of length ``sum(sizes[i][r] for i)`` along ``dim`` on rank r: a new tensor.
+        The slices received, of length ``sum(sizes[i][r] for i)`` along ``dim`` on rank r, a new tensor.
 
     Raises:
         ValueError: Indices, sizes, dim, group or device do not fit.
         PlanMismatchError: On every rank that waits, in debug mode on all: the ranks call differently.
+
+    Example on two ranks:
+        >>> rows = torch.tensor([10, 20, 30]) + rank
+        >>> indices = [torch.tensor([0]), torch.tensor([2, 0])]  # the first to rank 0; the last and the first to rank 1
+        >>> all_gather_objects(indexed_all_to_all_v(rows, indices, sizes=[[1, 2], [1, 2]]).tolist())
+        [[10, 11], [30, 10, 31, 11]]
     """
     members = resolve_group(group)
     check_call("indexed_all_to_all_v", tensor, members, free_dim=dim, dim=dim, sizes=sizes, use_fp32=use_fp32)
@@ -125,12 +137,18 @@ def distributed_transpose(
         sizes: Lengths of all shards along ``dim1``, the same list on all ranks; None lets the ranks exchange them.
 
     Returns:
-        The shard along ``dim0``, whole along ``dim1``: a new tensor.
+        The shard along ``dim0``, whole along ``dim1``, a new tensor.
 
     Raises:
         ValueError: Dims, sizes, group or device do not fit; without ``sizes`` on every rank: the shards differ in
             dtype or in another dim.
         PlanMismatchError: On every rank that waits, in debug mode on all: the ranks call differently.
+
+    Example on two ranks:
+        >>> columns = torch.zeros(5, 2)  # of a matrix of five rows and four columns
+        >>> rows = distributed_transpose(columns, dim0=0, dim1=1)
+        >>> all_gather_objects(tuple(rows.shape))
+        [(3, 4), (2, 4)]
     """
     members = resolve_group(group)
     check_call(

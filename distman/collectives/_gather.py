@@ -47,6 +47,11 @@ def gather_v(
         ValueError: Sizes, dim, dst, group or device do not fit; without ``sizes`` on every rank: the shards differ
             in dtype or in another dim.
         PlanMismatchError: On every rank that waits, in debug mode on all: the ranks call differently.
+
+    Example on two ranks:
+        >>> full = gather_v(torch.full((rank + 1, 2), rank), dst=1)
+        >>> all_gather_objects(tuple(full.shape))
+        [(0, 2), (3, 2)]
     """
     members = resolve_group(group)
     check_call("gather_v", tensor, members, free_dim=dim, unites_grad=sizes is None, dim=dim, sizes=sizes, dst=dst)

@@ -42,7 +42,7 @@ def broadcast_data(data: T, src: int = 0, group: GroupLike = None) -> T:
         group: A process group, the name of one, or None for the world.
 
     Returns:
-        On ``src`` the data itself; elsewhere an equal object, as a pickle would give it: with the types, strides and
+        On ``src`` the data itself; elsewhere an equal object, as a pickle would give it, with the types, strides and
         attributes of its tensors. They are on the CPU where they were on the CPU, and on this rank's device where
         they were on an accelerator.
 
@@ -52,6 +52,10 @@ def broadcast_data(data: T, src: int = 0, group: GroupLike = None) -> T:
         Exception: On the rank where pickling or unpickling failed: its error.
         RankFailedError: On the other ranks: that error.
         PlanMismatchError: In debug mode, on every rank: the ranks call differently.
+
+    Example on two ranks:
+        >>> broadcast_data({"run": "a7", "lr": 0.1} if rank == 0 else None)
+        {'run': 'a7', 'lr': 0.1}
     """
     members = resolve_group(group)
     _debug.compare("broadcast_data", members, src=src)
@@ -78,13 +82,22 @@ def broadcast_data(data: T, src: int = 0, group: GroupLike = None) -> T:
 
 
 def broadcast_if_ddp(data: T, src: int = 0) -> T:
-    """Return rank ``src``'s data on all ranks; the data itself where there is no job of several processes.
+    """Return rank ``src``'s data on all ranks; the data itself where there is no job.
 
-    Collective if the manager is initialized; local in a process that is alone. See :func:`broadcast_data`.
+    Collective if the manager is initialized; local in a process that is alone.
+
+    Args:
+        data: As of :func:`broadcast_data`.
+        src: The rank whose data it is.
 
     Raises:
         NotInitializedError: The manager is not initialized, though a launcher or a process group says that there is a
             job.
+        Exception: As of :func:`broadcast_data`.
+
+    Example:
+        >>> broadcast_if_ddp("a7")  # alone, and the manager is not initialized
+        'a7'
     """
     return data if DistributedManager.find() is None else broadcast_data(data, src)
 
@@ -108,6 +121,11 @@ def gather_objects(data: T, dst: int = 0, group: GroupLike = None) -> list[T] | 
         Exception: On the rank where pickling or unpickling failed: its error.
         RankFailedError: On the other ranks: that error.
         PlanMismatchError: In debug mode, on every rank: the ranks call differently.
+
+    Example on two ranks:
+        >>> lengths = gather_objects(10 + rank)
+        >>> all_gather_objects(lengths)
+        [[10, 11], None]
     """
     members = resolve_group(group)
     _debug.compare("gather_objects", members, dst=dst)
@@ -132,6 +150,10 @@ def all_gather_objects(data: T, group: GroupLike = None) -> list[T]:
         Exception: On the rank where pickling or unpickling failed: its error.
         RankFailedError: On the other ranks: that error.
         PlanMismatchError: In debug mode, on every rank: the ranks call differently.
+
+    Example on two ranks:
+        >>> all_gather_objects({"rank": rank, "files": 3 - rank})
+        [{'rank': 0, 'files': 3}, {'rank': 1, 'files': 2}]
     """
     members = resolve_group(group)
     _debug.compare("all_gather_objects", members)

@@ -35,11 +35,16 @@ def reduce_scatter_v(
         group: A process group, the name of one, or None for the world.
 
     Returns:
-        The slice, shape ``(*, sizes[group rank], *)``: a new tensor. The terms are added in rank order.
+        The slice, shape ``(*, sizes[group rank], *)``, a new tensor. The terms are added in rank order.
 
     Raises:
         ValueError: Sizes, dim, group or device do not fit.
         PlanMismatchError: On every rank that waits, in debug mode on all: the ranks call differently.
+
+    Example on two ranks:
+        >>> part = reduce_scatter_v(torch.arange(5) + rank, sizes=[3, 2])
+        >>> all_gather_objects(part.tolist())
+        [[1, 3, 5], [7, 9]]
     """
     members = resolve_group(group)
     check_call("reduce_scatter_v", tensor, members, dim=dim, sizes=sizes, use_fp32=use_fp32)

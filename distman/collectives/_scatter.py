@@ -49,12 +49,18 @@ def scatter_v(
         group: A process group, the name of one, or None for the world.
 
     Returns:
-        This rank's slice, shape ``(*, sizes[group rank], *)``: a new tensor, on the manager's device or, where a
+        This rank's slice, shape ``(*, sizes[group rank], *)``, a new tensor, on the manager's device or, where a
         tensor was given, on that one's. It requires a gradient if the tensor on ``src`` does.
 
     Raises:
         ValueError: On every rank: sizes, dim or the tensor on ``src`` do not fit. On this rank: the group does not.
         PlanMismatchError: On every rank that waits, in debug mode on all: the ranks call differently.
+
+    Example on two ranks:
+        >>> full = torch.arange(5) if rank == 0 else None
+        >>> part = scatter_v(full, sizes=[3, 2])
+        >>> all_gather_objects(part.tolist())
+        [[0, 1, 2], [3, 4]]
     """
     members = resolve_group(group)
     _debug.compare("scatter_v", members, dim=dim, sizes=sizes, src=src)

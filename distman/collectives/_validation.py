@@ -140,7 +140,7 @@ def check_sizes(sizes: Sequence[int], group: Group, name: str = "sizes") -> list
     if len(numbers) != group.size or min(numbers) < 0:
         raise ValueError(
             f"{name} must hold one number, 0 or more, for each of the {group.size} ranks of group {group.name!r}, got "
-            f"{sizes}. Pass the same list on all ranks."
+            f"{sizes!r}. Pass the same list on all ranks."
         )
     return numbers
 
@@ -167,7 +167,7 @@ def check_member(name: str, rank: int, group: Group) -> None:
     """
     if not is_whole_number(rank) or not 0 <= rank < group.size:
         raise ValueError(
-            f"{name} must be a rank in group {group.name!r}, 0 to {group.size - 1}, got {rank}. "
+            f"{name} must be a rank in group {group.name!r}, 0 to {group.size - 1}, got {rank!r}. "
             "It counts within the group, not in the world."
         )
 

@@ -49,13 +49,19 @@ class _EpochBatches(Sampler[list[int]], abc.ABC):
         Args:
             epoch: Index of the epoch; the first iteration is 0.
             position: Number of samples drawn of it before, a multiple of :attr:`stride`, or :attr:`num_drawn`.
+
+        Example on two ranks:
+            >>> batches = TrainingBatches(6, batch_size=1, shuffle=False)
+            >>> batches.start_at(epoch=0, position=4)
+            >>> all_gather_objects([*batches])
+            [[[4]], [[5]]]
         """
         self._epoch, self._position = epoch, position
 
     @property
     @abc.abstractmethod
     def layout(self) -> list[int]:
-        """What a position refers to: positions saved with another layout do not apply."""
+        """What a position refers to; positions saved with another layout do not apply."""
 
     @property
     @abc.abstractmethod
@@ -84,9 +90,21 @@ class _EpochBatches(Sampler[list[int]], abc.ABC):
         """Return this rank's samples of a step; at least one."""
 
     def parts(self, epoch: int, position: int = 0) -> Iterator[torch.Tensor]:
-        """Yield the indices of this rank's samples as tensors, for each step of an epoch from a position on.
+        """Return an iterator over the indices of this rank's samples, for each step of an epoch from a position on.
 
         Local. The next iteration is not affected.
+
+        Args:
+            epoch: Index of the epoch.
+            position: Number of samples drawn of it before, as for :meth:`start_at`.
+
+        Returns:
+            A tensor for each step, shape ``(samples,)``.
+
+        Example on two ranks:
+            >>> batches = TrainingBatches(6, batch_size=1, shuffle=False)
+            >>> all_gather_objects([part.tolist() for part in batches.parts(epoch=0, position=2)])
+            [[[2], [4]], [[3], [5]]]
         """
         order = self._order(torch.Generator().manual_seed(seed_of(self.seed, epoch, *self._order_seeds())))
         for start in range(position, self.num_drawn, self.stride):
@@ -116,6 +134,11 @@ class TrainingBatches(_EpochBatches):
 
     Raises:
         ValueError: There are no samples, the batch size is less than 1, or the weights are not valid.
+
+    Example on two ranks:
+        >>> batches = TrainingBatches(10, batch_size=2, shuffle=False)
+        >>> len(batches), all_gather_objects([*batches])
+        (3, [[[0, 1], [4, 5], [8]], [[2, 3], [6, 7], [9]]])
     """
 
     def __init__(
@@ -136,12 +159,12 @@ class TrainingBatches(_EpochBatches):
 
     @property
     def layout(self) -> list[int]:
-        """The number of samples: a position applies to any number of ranks."""
+        """The number of samples; a position applies to any number of ranks."""
         return [self._num_samples]
 
     @property
     def num_drawn(self) -> int:
-        """Position at the end of an epoch: the number of samples that all ranks draw."""
+        """Position at the end of an epoch, the number of samples that all ranks draw."""
         return self._num_samples - (self._num_samples % self.stride if self._drop_last else 0)
 
     @property
@@ -153,6 +176,14 @@ class TrainingBatches(_EpochBatches):
         """Return how many samples of the step at this position are this rank's; 0 if it takes part with weight 0.
 
         Local.
+
+        Args:
+            position: Number of samples drawn before, see :meth:`start_at`.
+
+        Example on two ranks:
+            >>> batches = TrainingBatches(5, batch_size=2)
+            >>> all_gather_objects([batches.num_own(position) for position in (0, 4)])
+            [[2, 1], [2, 0]]
         """
         quotient, rest = divmod(self.num_total(position), self.num_ranks)
         return quotient + (self._rank < rest)
@@ -161,6 +192,14 @@ class TrainingBatches(_EpochBatches):
         """Return how many samples the step at this position has on all ranks.
 
         Local.
+
+        Args:
+            position: Number of samples drawn before, see :meth:`start_at`.
+
+        Example on two ranks:
+            >>> batches = TrainingBatches(5, batch_size=2)
+            >>> [batches.num_total(position) for position in (0, 4)]
+            [4, 1]
         """
         return min(self.stride, self.num_drawn - position)
 
@@ -195,6 +234,11 @@ class ShardBatches(_EpochBatches):
 
     Raises:
         ValueError: There are no samples, the batch size is less than 1, or the number of sizes is not that of ranks.
+
+    Example on two ranks:
+        >>> batches = ShardBatches([3, 2], batch_size=2, shuffle=False)
+        >>> all_gather_objects([*batches])  # the last one of rank 1 has weight 0
+        [[[0, 1], [2]], [[0, 1], [0]]]
     """
 
     def __init__(
@@ -227,7 +271,7 @@ class ShardBatches(_EpochBatches):
 
     @property
     def num_drawn(self) -> int:
-        """Position at the end of an epoch: the number of samples drawn by the rank that draws most."""
+        """Position at the end of an epoch, the number of samples drawn by the rank that draws most."""
         return min(self._sizes) // self.batch_size * self.batch_size if self._drop_last else max(self._sizes)
 
     @property
@@ -239,6 +283,14 @@ class ShardBatches(_EpochBatches):
         """Return how many samples of the step at this position are this rank's; 0 if it takes part with weight 0.
 
         Local.
+
+        Args:
+            position: Number of samples drawn before by a rank with the largest shard, see :meth:`start_at`.
+
+        Example on two ranks:
+            >>> batches = ShardBatches([3, 2], batch_size=2)
+            >>> all_gather_objects([batches.num_own(position) for position in (0, 2)])
+            [[2, 1], [2, 0]]
         """
         return self._num_of(self._sizes[self._rank], position)
 
@@ -246,6 +298,14 @@ class ShardBatches(_EpochBatches):
         """Return how many samples the step at this position has on all ranks.
 
         Local.
+
+        Args:
+            position: Number of samples drawn before by a rank with the largest shard, see :meth:`start_at`.
+
+        Example on two ranks:
+            >>> batches = ShardBatches([3, 2], batch_size=2)
+            >>> [batches.num_total(position) for position in (0, 2)]
+            [4, 1]
         """
         return sum(count * self._num_of(size, position) for size, count in self._counts.items())
 
@@ -275,6 +335,11 @@ class EvaluationBatches(Sampler[list[int]]):
 
     Raises:
         ValueError: The batch size is less than 1.
+
+    Example on two ranks:
+        >>> batches = EvaluationBatches(5, batch_size=2)
+        >>> all_gather_objects([*batches])
+        [[[0, 1], [2]], [[3, 4]]]
     """
 
     def __init__(self, num_samples: int, batch_size: int, *, group: GroupLike = None) -> None:
@@ -296,6 +361,8 @@ class EvaluationBatches(Sampler[list[int]]):
 
 
 def _at_least_one(name: str, value: int) -> int:
+    if not hasattr(value, "__index__"):
+        raise TypeError(f"{name} must be a whole number, got {value!r}. Pass an integer.")
     if operator.index(value) < 1:
         raise ValueError(f"{name} must be at least 1, got {value}. Pass a positive number.")
     return value

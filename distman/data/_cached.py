@@ -41,6 +41,11 @@ class RankCachedDataset(Dataset[Any]):
     Raises:
         TypeError: The dataset is not a map-style dataset with a length, or its samples do not consist of numbers.
         ValueError: The dataset is empty, or two samples differ in shape.
+
+    Example on two ranks:
+        >>> shard = RankCachedDataset(TensorDataset(torch.arange(5)))
+        >>> shard.sizes, all_gather_objects(shard[:][0].tolist())
+        ([3, 2], [[0, 1, 2], [3, 4]])
     """
 
     def __init__(
@@ -123,6 +128,11 @@ def rank_cached_loader(
     Raises:
         TypeError: See :class:`RankCachedDataset`; or an option is for training only.
         ValueError: See :class:`RankCachedDataset`; or an option is not valid.
+
+    Example on two ranks:
+        >>> loader = rank_cached_loader(TensorDataset(torch.arange(5)), batch_size=2, shuffle=False)
+        >>> all_gather_objects([batch.tolist() for (batch,) in loader])  # the last one of rank 1 has weight 0
+        [[[0, 1], [2]], [[3, 4], [3]]]
     """
     if not isinstance(dataset, RankCachedDataset):
         dataset = RankCachedDataset(dataset, device=device, group=group)

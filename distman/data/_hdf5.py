@@ -24,16 +24,20 @@ class Hdf5Dataset(Dataset[tuple[torch.Tensor, ...]]):
         ImportError: h5py is not installed.
         FileNotFoundError: The file does not exist.
         ValueError: A dataset does not exist in the file, or they differ in length.
+
+    Example:
+        >>> import h5py
+        >>> with h5py.File("flow.h5", "w") as file:
+        ...     file["fields"], file["labels"] = [[0.0, 1.0], [2.0, 3.0]], [0, 1]
+        >>> dataset = Hdf5Dataset("flow.h5", ["fields", "labels"])
+        >>> dataset[1]
+        (tensor([2., 3.], dtype=torch.float64), tensor(1))
     """
 
     def __init__(self, path: str | os.PathLike[str], names: Sequence[str]) -> None:
         self._path, self._names = Path(path), list(names)
-        self._file: tuple[int, Any] | None = None
-        found = {name: self._open().get(name) for name in self._names}
-        missing = [name for name, data in found.items() if not hasattr(data, "shape")]
-        if missing or not found:
-            raise ValueError(f"names must be datasets in {path}, got {missing}. The file has {sorted(self._open())}.")
-        lengths = {name: len(data) for name, data in found.items()}
+        self._opened: tuple[int, list[Any]] | None = None
+        lengths = {name: len(data) for name, data in zip(self._names, self._datasets(), strict=True)}
         if len(set(lengths.values())) > 1:
             raise ValueError(
                 f"datasets must be equally long, got {lengths} from {path}. Name those with a row for each sample."
@@ -44,24 +48,45 @@ class Hdf5Dataset(Dataset[tuple[torch.Tensor, ...]]):
         return self._length
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, ...]:
-        return tuple(torch.as_tensor(self._open()[name][index]) for name in self._names)
+        return tuple(torch.as_tensor(data[index]) for data in self._datasets())
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_file": None}
+        return {**self.__dict__, "_opened": None}
 
     def read(self, rows: range) -> tuple[torch.Tensor, ...]:
         """Return consecutive samples as one batch, reading no others.
 
         Local.
-        """
-        return tuple(torch.as_tensor(self._open()[name][rows.start : rows.stop]) for name in self._names)
 
-    def _open(self) -> Any:
-        """Return the file as opened by this process; one opened before a fork cannot be shared with it."""
-        if self._file is None or self._file[0] != os.getpid():
+        Args:
+            rows: Indices of the samples, one after another.
+
+        Returns:
+            For each of the datasets a tensor, shape ``(len(rows), *)``.
+
+        Example:
+            >>> import h5py
+            >>> with h5py.File("flow.h5", "w") as file:
+            ...     file["labels"] = [5, 6, 7, 8]
+            >>> Hdf5Dataset("flow.h5", ["labels"]).read(range(1, 3))
+            (tensor([6, 7]),)
+        """
+        return tuple(torch.as_tensor(data[rows.start : rows.stop]) for data in self._datasets())
+
+    def _datasets(self) -> list[Any]:
+        """Return the datasets as opened by this process; those opened before a fork cannot be shared with it.
+
+        They are kept, since finding one by its name takes several times as long as reading a row.
+        """
+        if self._opened is None or self._opened[0] != os.getpid():
             try:
                 import h5py
             except ImportError as error:
                 raise ImportError("Hdf5Dataset needs h5py, which is not installed. Run pip install h5py.") from error
-            self._file = os.getpid(), h5py.File(self._path, "r")
-        return self._file[1]
+            file = h5py.File(self._path, "r")
+            found = {name: file.get(name) for name in self._names}
+            missing = [name for name, data in found.items() if not hasattr(data, "shape")]
+            if missing or not found:
+                raise ValueError(f"names must be datasets in {self._path}, got {missing}. The file has {sorted(file)}.")
+            self._opened = os.getpid(), list(found.values())
+        return self._opened[1]

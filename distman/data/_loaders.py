@@ -28,6 +28,11 @@ class EvaluationLoader(DataLoader[Any]):
         dataset: A map-style dataset with a length.
         batches: Which samples this rank takes.
         options: Options of torch's DataLoader.
+
+    Example on two ranks:
+        >>> loader = EvaluationLoader(TensorDataset(torch.arange(5)), EvaluationBatches(5, batch_size=2))
+        >>> all_gather_objects([batch.tolist() for (batch,) in loader])
+        [[[0, 1], [2]], [[3, 4]]]
     """
 
     def __init__(self, dataset: Dataset[Any], batches: EvaluationBatches, **options: Any) -> None:
@@ -49,6 +54,13 @@ class TrainingLoader(DataLoader[Any]):
         batches: Which samples this rank takes.
         num_own: How many samples of the latest batch are this rank's; 0 if it takes part with weight 0.
         num_total: How many samples the latest batch has on all ranks.
+
+    Example on two ranks:
+        >>> loader = TrainingLoader(TensorDataset(torch.arange(6)), TrainingBatches(6, batch_size=2))
+        >>> for (batch,) in loader:
+        ...     print(f"{loader.num_own} samples of {loader.num_total}")
+        2 samples of 4
+        1 samples of 2
     """
 
     def __init__(self, dataset: Dataset[Any], batches: TrainingBatches | ShardBatches, **options: Any) -> None:
@@ -76,6 +88,16 @@ class TrainingLoader(DataLoader[Any]):
         """Let the next iteration be this epoch.
 
         Local.
+
+        Args:
+            epoch: Index of the epoch; the first iteration is 0.
+
+        Example on two ranks:
+            >>> loader = distributed_loader(TensorDataset(torch.arange(6)), batch_size=3)
+            >>> first = [batch.tolist() for (batch,) in loader]
+            >>> loader.set_epoch(0)
+            >>> [batch.tolist() for (batch,) in loader] == first
+            True
         """
         self._next = self._reached = (epoch, 0)
 
@@ -94,6 +116,11 @@ class TrainingLoader(DataLoader[Any]):
         Args:
             epoch: Index of the epoch.
             position: Number of samples drawn of it, see :attr:`batches`; its end is the start of the next epoch.
+
+        Example on two ranks:
+            >>> loader = distributed_loader(TensorDataset(torch.arange(6)), batch_size=1)
+            >>> loader.state_at(epoch=2, position=4)
+            {'epoch': 2, 'position': 4, 'seed': 0, 'layout': [6]}
         """
         if position >= self.batches.num_drawn:
             epoch, position = epoch + 1, 0
@@ -105,8 +132,20 @@ class TrainingLoader(DataLoader[Any]):
         Local. The position applies to any number of ranks and any batch size. If the dataset has another number of
         samples, or is cached by another number of ranks, the epoch starts over, and a warning is logged.
 
+        Args:
+            state: From :meth:`state_dict` or :meth:`state_at` on any rank.
+
         Raises:
             ValueError: The position was saved with another seed, so with another order.
+
+        Example on two ranks:
+            >>> dataset = TensorDataset(torch.arange(8))
+            >>> loader = distributed_loader(dataset, batch_size=2, shuffle=False)
+            >>> step = next(iter(loader))
+            >>> resumed = distributed_loader(dataset, batch_size=1, shuffle=False)
+            >>> resumed.load_state_dict(loader.state_dict())
+            >>> all_gather_objects([batch.tolist() for (batch,) in resumed])
+            [[[4], [6]], [[5], [7]]]
         """
         if state["seed"] != self.batches.seed:
             raise ValueError(f"seed must be {state['seed']}, as saved, got {self.batches.seed}. Pass it to the loader.")
@@ -199,6 +238,11 @@ def distributed_loader(
     Raises:
         TypeError: The dataset is not a map-style dataset with a length, or an option is one that this function sets.
         ValueError: An option is not valid.
+
+    Example on two ranks:
+        >>> loader = distributed_loader(TensorDataset(torch.arange(10)), batch_size=2, shuffle=False)
+        >>> all_gather_objects([batch.tolist() for (batch,) in loader])
+        [[[0, 1], [4, 5], [8]], [[2, 3], [6, 7], [9]]]
     """
     length = length_of(dataset)
     reserved = [name for name in _RESERVED if name in loader_kwargs]
@@ -233,6 +277,10 @@ def default_num_workers() -> int:
 
     Local. The number comes from ``SLURM_CPUS_PER_TASK``, or under PBS from ``NCPUS``, which the ranks of a host share.
     It is at most the number of CPUs that this process may use, and 0 without a scheduler.
+
+    Example:
+        >>> default_num_workers()  # without a scheduler
+        0
     """
     number = _positive(os.environ.get("SLURM_CPUS_PER_TASK"))
     if not number and "PBS_JOBID" in os.environ:

@@ -29,6 +29,11 @@ class LaunchEnvironment:
         main_address: Host on which the ranks meet.
         main_port: TCP port on which the ranks meet.
         job_id: A text that is the same on all ranks of this job and different in other jobs.
+
+    Example:
+        >>> environment = detect(fake_environment("slurm", nodes=2, tasks=4)[3]).environment
+        >>> environment.launcher, environment.rank, environment.local_rank, environment.main_address
+        ('slurm', 3, 1, 'n1')
     """
 
     launcher: str
@@ -76,7 +81,7 @@ class LaunchEnvironment:
 
         Local.
         """
-        return cls(_NONE, rank=0, world_size=1)
+        return cls(_NONE, 0, 1, local_rank=0, local_world_size=1, node_rank=0, num_nodes=1)
 
     @classmethod
     def bare(cls, rank: int, world_size: int) -> LaunchEnvironment:
@@ -87,6 +92,13 @@ class LaunchEnvironment:
         Args:
             rank: Index of this process in the job.
             world_size: Number of processes in the job.
+
+        Raises:
+            LaunchEnvironmentError: There is no such rank.
+
+        Example:
+            >>> LaunchEnvironment.bare(rank=1, world_size=2).launcher
+            'env'
         """
         return cls(_BARE, rank, world_size)
 

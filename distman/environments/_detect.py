@@ -43,6 +43,13 @@ class Detection:
         environment: What the chosen launcher says.
         warnings: Sentences that a user should see without asking.
         reasons: Gives the explanation; called once, when somebody asks for it.
+
+    Example:
+        >>> detection = detect({"RANK": "1", "WORLD_SIZE": "2", "PMI_RANK": "3"})
+        >>> detection.environment.rank, detection.warnings
+        (1, ())
+        >>> print(detection.explanation[0])
+        env was chosen: rank 1 (RANK=1), world_size 2 (WORLD_SIZE=2)...
     """
 
     environment: LaunchEnvironment
@@ -79,10 +86,19 @@ def detect(environ: Mapping[str, str], method: str | None = None) -> Detection:
         method: Name of the launcher to believe, any case; also ``"mpi"`` for any MPI. None asks the variable
             ``DISTMAN_INITIALIZATION_METHOD``, then all launchers, the innermost first.
 
+    Returns:
+        What the launcher says, and why it was chosen; one process, ``"single"``, where none speaks.
+
     Raises:
         LaunchEnvironmentError: Variables are missing, not numbers, or contradict each other; the method finds
             nothing; an entry point cannot be loaded.
         ValueError: There is no such method.
+
+    Example:
+        >>> detect({"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "4"}).environment.launcher
+        'openmpi'
+        >>> detect({}).environment.launcher
+        'single'
     """
     source = "the call" if method is not None else METHOD
     method = read_text(environ, METHOD) if method is None else method
@@ -101,6 +117,12 @@ def explain(environ: Mapping[str, str] | None = None, method: str | None = None)
     Raises:
         LaunchEnvironmentError: See :func:`detect`.
         ValueError: There is no such method.
+
+    Example:
+        >>> print(explain({"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "4"}))
+        openmpi was chosen: rank 0 (OMPI_COMM_WORLD_RANK=0), world_size 4 (OMPI_COMM_WORLD_SIZE=4).
+        torchrun was passed over: TORCHELASTIC_RUN_ID, RANK, WORLD_SIZE are not set.
+        ...
     """
     return "\n".join(detect(os.environ if environ is None else environ, method).explanation)
 
@@ -131,6 +153,10 @@ def is_env_distributed(environ: Mapping[str, str] | None = None) -> bool:
 
     Raises:
         LaunchEnvironmentError: See :func:`detect`.
+
+    Example:
+        >>> is_env_distributed({}), is_env_distributed({"RANK": "0", "WORLD_SIZE": "1"})
+        (False, True)
     """
     return detect(os.environ if environ is None else environ).environment.is_launched
 
@@ -146,6 +172,11 @@ def should_use_distributed(use_distributed: bool | None, environ: Mapping[str, s
 
     Raises:
         LaunchEnvironmentError: It is insisted on where no launcher speaks; or see :func:`detect`.
+
+    Example:
+        >>> lone, pair = {"RANK": "0", "WORLD_SIZE": "1"}, {"RANK": "0", "WORLD_SIZE": "2"}
+        >>> should_use_distributed(None, lone), should_use_distributed(True, lone), should_use_distributed(None, pair)
+        (False, True, True)
     """
     if use_distributed is False:
         return False
@@ -205,6 +236,8 @@ def _explain_single(environ: Mapping[str, str], warnings: tuple[str, ...]) -> tu
 
 
 def _believe(method: str, source: str, environ: Mapping[str, str]) -> Detection:
+    if not isinstance(method, str):
+        raise TypeError(f"method must be the name of a launcher, got {method!r} from {source}. Pass 'slurm', say.")
     name = method.strip().lower()
     asked = f"{method} was asked for by {source}."
     if name == SINGLE.name:

@@ -53,6 +53,13 @@ class Host:
         resolve: Returns the addresses of a name: none where there is no such name, None without an answer in time.
         is_own: Returns whether an address is this host's.
         is_reachable: Returns whether an address and a port answer, be it by refusing.
+
+    Example:
+        >>> cores, gpus, first_port, files = (8, 8), 4, 1024, 65536
+        >>> answers = (lambda name: ["10.0.0.2"], lambda address: address == "10.0.0.2", lambda address, port: True)
+        >>> host = Host("n2", ["lo", "eth0"], *cores, gpus, first_port, files, *answers)
+        >>> host.resolve("n2"), host.is_own("10.0.0.1")
+        (['10.0.0.2'], False)
     """
 
     name: str
@@ -127,6 +134,13 @@ def diagnose(environ: Mapping[str, str], environment: LaunchEnvironment, host: H
         environ: Environment variables, usually ``os.environ``; never modified.
         environment: What the chosen launcher says.
         host: What this host answers.
+
+    Example:
+        >>> answers = (lambda name: [], lambda address: False, lambda address, port: False)  # no name has an address
+        >>> host = Host("n2", ["lo", "eth0"], 8, 8, 4, 1024, 65536, *answers)
+        >>> environ = fake_environment("slurm", nodes=2, tasks=2)[1] | {"OMP_NUM_THREADS": "1"}
+        >>> print(*diagnose(environ, detect(environ).environment, host))
+        This host cannot resolve the main address 'n1' (from slurm), so the ranks cannot meet there...
     """
     job = _Job(environ, environment, host)
     return tuple(itertools.chain.from_iterable(check(job) for check in _CHECKS))
@@ -139,6 +153,10 @@ def misspelt_variables(environ: Mapping[str, str]) -> tuple[str, ...]:
 
     Args:
         environ: Environment variables, usually ``os.environ``; never modified.
+
+    Example:
+        >>> print(*misspelt_variables({"DISTMAN_TIMOUT": "60"}))
+        DISTMAN_TIMOUT has no effect, because distman reads no such variable: did you mean DISTMAN_TIMEOUT?
     """
     unknown = (name for name in sorted(environ) if name.startswith(_PREFIX) and not _is_known(name))
     return tuple(

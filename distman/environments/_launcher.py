@@ -25,6 +25,10 @@ class Family(enum.Enum):
             its ranks where to meet.
         STEP: A scheduler's step: they are right where they differ, since a launcher inside the step set them.
         NONE: No launcher: one process.
+
+    Example:
+        >>> [name for name, launcher in LAUNCHERS.items() if launcher.family is Family.MPI]
+        ['openmpi', 'hydra', 'mvapich', 'pals']
     """
 
     ENV = "env"
@@ -41,6 +45,10 @@ class OnFailure(enum.Enum):
         NEEDS_ABORT: It ignores exit codes. It ends the other ranks if this one asks for that over PMI, or dies of a
             signal.
         WAITS: It waits for the other ranks, so these must be told.
+
+    Example:
+        >>> LAUNCHERS["slurm"].on_failure
+        <OnFailure.WAITS: 'waits'>
     """
 
     ENDS_JOB = "ends_job"
@@ -55,6 +63,10 @@ class Agent:
     Attributes:
         serves: A variable and the value by which it says that it serves a store.
         restart_count: The variable that counts how often the ranks were started again.
+
+    Example:
+        >>> LAUNCHERS["torchrun"].agent.restart_count
+        'TORCHELASTIC_RESTART_COUNT'
     """
 
     serves: tuple[str, str]
@@ -64,6 +76,13 @@ class Agent:
         """Return whether there is a store in which rank 0 can tell the others where it has opened the job's own.
 
         Local.
+
+        Args:
+            environ: Environment variables, usually ``os.environ``; never modified.
+
+        Example:
+            >>> LAUNCHERS["torchrun"].agent.is_serving({"TORCHELASTIC_USE_AGENT_STORE": "True"})
+            True
         """
         name, value = self.serves
         return environ.get(name) == value
@@ -81,6 +100,11 @@ class Place:
         main_address: The first host.
         main_port: A port.
         job_id: Name of the job.
+
+    Example:
+        >>> place = Place(rank=3, local_rank=1, node_rank=1, counts=(2, 2))
+        >>> place.host, place.local_world_size, place.world_size
+        ('n2', 2, 4)
     """
 
     rank: int
@@ -136,6 +160,11 @@ class _Variables:
 
         Raises:
             LaunchEnvironmentError: A variable is not a number, or two contradict each other.
+
+        Example:
+            >>> environment = LAUNCHERS["slurm"].read(fake_environment("slurm", tasks=2)[1])
+            >>> environment.rank, environment.world_size, LAUNCHERS["slurm"].read({})
+            (1, 2, None)
         """
         if not all(read_text(environ, *names) for names in self.marks) or self.denial(environ) is not None:
             return None
@@ -145,6 +174,13 @@ class _Variables:
         """Return why the launcher did not start this process although its variables are set, or None.
 
         Local.
+
+        Args:
+            environ: Environment variables, usually ``os.environ``; never modified.
+
+        Example:
+            >>> LAUNCHERS["slurm"].denial({"SLURM_STEP_ID": "4294967291"})  # of the batch script itself
+            "the step is Slurm's own (the shell of salloc, a batch script), not srun's"
         """
         return None if self.why_not is None else self.why_not(environ)
 
@@ -154,9 +190,16 @@ class _Variables:
         return [*self.marks, self.fields["rank"], self.fields["world_size"]]
 
     def missing(self, environ: Environ) -> list[tuple[str, ...]]:
-        """Return those of the required variables that are not set.
+        """Return those of the required variables that are not set, each with all its spellings.
 
         Local.
+
+        Args:
+            environ: Environment variables, usually ``os.environ``; never modified.
+
+        Example:
+            >>> LAUNCHERS["slurm"].missing({"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "2"})
+            [('SLURM_STEP_ID', 'SLURM_STEPID')]
         """
         return [names for names in self.required if read_text(environ, *names) is None]
 
@@ -172,6 +215,11 @@ class Allocation(_Variables):
         fields: As of :class:`Launcher`. Those of rank and world size, if it has both, are believed where the launcher
             is asked for by name; without that of the job id nobody is told of an allocation that stands idle.
         derived: As of :class:`Launcher`.
+
+    Example:
+        >>> allocation = LAUNCHERS["slurm"].allocation
+        >>> allocation.title, allocation.command, allocation.tells_place
+        ('Slurm', 'srun', True)
     """
 
     title: str
@@ -220,6 +268,11 @@ class Launcher(_Variables):
         ends_leftovers: Whether it ends what is left on a host when the last rank there has ended.
         fake: Returns the variables that it would set, for :func:`distman.testing.fake_environment`; None sets the
             first spelling of each field to the plain value.
+
+    Example:
+        >>> launcher = LAUNCHERS["torchrun"]
+        >>> launcher.fields["local_rank"], launcher.family.value, launcher.on_failure.value
+        (('LOCAL_RANK',), 'env', 'ends_job')
     """
 
     family: Family
@@ -255,6 +308,10 @@ class Launcher(_Variables):
 
         Args:
             name: Name of an environment variable.
+
+        Example:
+            >>> LAUNCHERS["torchrun"].sets("TORCHELASTIC_RUN_ID"), LAUNCHERS["torchrun"].sets("PATH")
+            (True, False)
         """
         spellings = (*self.fields.values(), *self.marks)
         return any(name in names for names in spellings) or any(
@@ -268,6 +325,10 @@ class Launcher(_Variables):
 
         Args:
             environ: Environment variables, usually ``os.environ``; never modified.
+
+        Example:
+            >>> LAUNCHERS["slurm"].gives_own_gpus({"SLURMD_TRES_BIND": "gpu:per_task:1"})
+            True
         """
         return self.has_own_gpus is not None and self.has_own_gpus(environ)
 
@@ -278,6 +339,11 @@ class Launcher(_Variables):
 
         Args:
             place: Where the rank stands.
+
+        Example:
+            >>> place = Place(rank=3, local_rank=1, node_rank=1, counts=(2, 2))
+            >>> LAUNCHERS["slurm"].fake_variables(place)["SLURM_PROCID"]
+            '3'
         """
         if self.fake is not None:
             return self.fake(place)

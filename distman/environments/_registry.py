@@ -101,6 +101,13 @@ def register_launcher(launcher: Launcher, *, before: str | None = None) -> None:
     Raises:
         ValueError: The name is taken, the record does not say where rank and world size are, or ``before`` names
             no launcher. Nothing is registered then.
+
+    Example:
+        >>> fields = {"rank": ("SITE_RANK",), "world_size": ("SITE_SIZE",)}
+        >>> behaviour = {"family": Family.STEP, "variables": ("SITE_*",), "on_failure": OnFailure.WAITS}
+        >>> register_launcher(Launcher(name="site", fields=fields, **behaviour), before="slurm")
+        >>> detect({"SITE_RANK": "3", "SITE_SIZE": "4"}).environment.rank
+        3
     """
     for field in ("rank", "world_size"):
         if not launcher.fields.get(field):

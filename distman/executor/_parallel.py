@@ -40,7 +40,7 @@ class ParallelExecutor(Executor):
         devices: The devices instead, such as ``["cpu", "cpu"]``; one may come several times.
         timeout: Seconds that a call may take on a worker, None for no limit.
         initializer: A function that every worker calls when it starts, with its device like any other. If it fails,
-            so does the call that needs the worker, with :class:`~distman.WorkerDiedError`.
+            so does the call that needs the worker, with :class:`~distman.errors.WorkerDiedError`.
         initargs: Its arguments after the device.
 
     Raises:
@@ -48,6 +48,13 @@ class ParallelExecutor(Executor):
             ``initializer`` cannot be called.
         ValueError: There are not as many GPUs, ``devices`` is empty, both are given, or ``timeout`` is not a positive
             number below two million.
+
+    Example:
+        >>> def square(x):
+        ...     return x**2
+        >>> with ParallelExecutor(devices=["cpu", "cpu"], pass_device=False) as executor:
+        ...     print(list(executor.map(square, [1, 2, 3])))
+        [1, 4, 9]
     """
 
     def __init__(
@@ -95,13 +102,23 @@ class ParallelExecutor(Executor):
             args: Its arguments after the device, the same on every device.
             kwargs: Its keyword arguments.
 
+        Returns:
+            What the function returned on each device.
+
         Raises:
             Exception: What the function raised, from a ``WorkerError`` that has its traceback. Of several workers,
                 that of the first one to fail; what the others do is ended, and the next call works again.
             RuntimeError: The executor was shut down.
             TypeError: Function or arguments cannot be pickled, or ``kwargs`` has the device.
-            WorkerDiedError: A worker died, was too late, or did not start.
+            WorkerDiedError: A worker died, by ``sys.exit`` too, was too late, or did not start.
             WorkerError: What the function returned or raised cannot be pickled, or is no ``Exception``.
+
+        Example:
+            >>> def make(device, size):
+            ...     return torch.ones(size, device=device)
+            >>> with ParallelExecutor(devices=["cpu", "cpu"]) as executor:
+            ...     print(executor.run(make, size=2))
+            [tensor([1., 1.]), tensor([1., 1.])]
         """
         self._begin()
         try:
@@ -125,7 +142,15 @@ class ParallelExecutor(Executor):
 
         Raises:
             RuntimeError: The executor was shut down.
+
+        Example:
+            >>> with ParallelExecutor(devices=["cpu"], pass_device=False) as executor:
+            ...     future = executor.submit(pow, 2, 10)
+            ...     print(future.result())
+            1024
         """
+        if not callable(fn):
+            raise TypeError(f"fn must be a function, got {fn!r}. Pass the function and its arguments, without a call.")
         self._begin()
         try:
             future: Future[Any] = self._open_threads().submit(self._call_here, fn, args, kwargs)
@@ -154,6 +179,15 @@ class ParallelExecutor(Executor):
         Raises:
             ValueError: ``chunksize`` is below 1, or ``timeout`` is not positive.
             TypeError: ``timeout`` is no number of seconds.
+
+        Example:
+            >>> def train(device, rate, width):
+            ...     return f"{rate} with width {width} on {device}"
+            >>> with ParallelExecutor(devices=["cpu", "cpu"]) as executor:
+            ...     for result in executor.map(train, [0.1, 0.01], [32, 64]):
+            ...         print(result)
+            0.1 with width 32 on cpu
+            0.01 with width 64 on cpu
         """
         if chunksize < 1:
             raise ValueError(f"chunksize must be at least 1, got {chunksize}.")
@@ -215,6 +249,13 @@ class ParallelExecutor(Executor):
         Args:
             wait: Whether to return only when nothing of the executor is left.
             cancel_futures: Whether to drop what has not begun.
+
+        Example:
+            >>> executor = ParallelExecutor(devices=["cpu"], pass_device=False)
+            >>> future = executor.submit(pow, 2, 10)
+            >>> executor.shutdown()  # when that is done
+            >>> future.result()
+            1024
         """
         if self._pool.pid != os.getpid():
             self._renew()
@@ -295,7 +336,7 @@ def _choose_devices(num_gpus: int | None, devices: Sequence[str | torch.device] 
         return _choose_gpus(num_gpus)
     if num_gpus is not None:
         raise ValueError(f"devices must stand alone, got num_gpus={num_gpus!r} as well. Leave one of them out.")
-    if isinstance(devices, str) or not devices:
+    if isinstance(devices, str) or not isinstance(devices, Sequence) or not devices:
         raise ValueError(f"devices must be a list with at least one device, got {devices!r}. Pass ['cpu', 'cpu'].")
     chosen = [resolve_device(device) for device in devices]
     return tuple(

@@ -31,7 +31,7 @@ def fftfreq(
     device: torch.device | str | None = None,
     group: GroupLike = None,
 ) -> torch.Tensor:
-    """Return this rank's part of the frequencies of a spectrum, of which ``torch.fft.fftfreq`` gives all.
+    """Return this rank's part of the frequencies of a spectrum, of which :func:`torch.fft.fftfreq` gives all.
 
     Local.
 
@@ -49,12 +49,14 @@ def fftfreq(
     Raises:
         ValueError: The length, the distance, the sizes, the dtype or the group do not fit.
 
-    Example:
-        What multiplies the spectrum of a periodic signal in a derivative::
-
-            spectrum = fft.fft(part)
-            frequencies = fft.fftfreq(n, 1 / n, device=part.device)
-            derivative = fft.ifft(2j * torch.pi * frequencies * spectrum).real
+    Example on two ranks:
+        >>> frequencies = fftfreq(6, 1 / 6)  # whole ones in a signal of length 1
+        >>> all_gather_objects(frequencies.tolist())
+        [[0.0, 1.0, 2.0], [-3.0, -2.0, -1.0]]
+        >>> signal = torch.sin(2 * torch.pi * torch.arange(6) / 6).chunk(2)[rank]
+        >>> slope = ifft(2j * torch.pi * frequencies * fft(signal)).real
+        >>> all_gather_v(slope / torch.pi).round()
+        tensor([ 2.,  1., -1., -2., -1.,  1.])
     """
     n = as_length(n)
     start, end, step = _part(n, d, n, sizes, group)
@@ -73,9 +75,27 @@ def rfftfreq(
     device: torch.device | str | None = None,
     group: GroupLike = None,
 ) -> torch.Tensor:
-    """Return this rank's part of the frequencies of half of a spectrum, of which ``torch.fft.rfftfreq`` gives all.
+    """Return this rank's part of the frequencies of half of a spectrum, of which :func:`torch.fft.rfftfreq` gives all.
 
-    Local. Arguments and errors are those of :func:`fftfreq`; ``sizes`` add up to ``n // 2 + 1``.
+    Local.
+
+    Args:
+        n: Number of points of the full signal.
+        d: Distance of the points; frequencies count the periods per unit of it.
+        sizes: Lengths of all shards of the half spectrum, ``n // 2 + 1`` together; None: :func:`distman.split_sizes`.
+        dtype: A floating point dtype; None: torch's default.
+        device: Where the result is; None: torch's default.
+        group: A process group, the name of one, or None for the world.
+
+    Returns:
+        A tensor of one dim, as long as this rank's shard.
+
+    Raises:
+        ValueError: As of :func:`fftfreq`.
+
+    Example on two ranks:
+        >>> all_gather_objects(rfftfreq(6, 1 / 6).tolist())
+        [[0.0, 1.0], [2.0, 3.0]]
     """
     n = as_length(n)
     start, end, step = _part(n, d, n // 2 + 1, sizes, group)
@@ -115,7 +135,7 @@ def fftshift(
     sizes: Sequence[int] | None = None,
     group: GroupLike = None,
 ) -> torch.Tensor:
-    """Shift the frequency zero of a sharded spectrum to the middle, as ``torch.fft.fftshift`` does with a full one.
+    """Shift the frequency zero of a sharded spectrum to the middle, as :func:`torch.fft.fftshift` does with a full one.
 
     Collective, if the sharded dim is shifted. Blocking. Differentiable, twice too.
 
@@ -137,6 +157,10 @@ def fftshift(
         ValueError: Dims, sizes, dtype or group do not fit, or several dims are shifted without ``shard_dim``; without
             ``sizes`` on every rank: the shards differ in dtype or in another dim.
         PlanMismatchError: In debug mode, on every rank: the ranks call differently.
+
+    Example on two ranks:
+        >>> all_gather_objects(fftshift(fftfreq(6, 1 / 6)).tolist())
+        [[-3.0, -2.0, -1.0], [0.0, 1.0, 2.0]]
     """
     return _shift("fftshift", tensor, dim, shard_dim, sizes, group)
 
@@ -150,10 +174,28 @@ def ifftshift(
     sizes: Sequence[int] | None = None,
     group: GroupLike = None,
 ) -> torch.Tensor:
-    """Undo :func:`fftshift`, as ``torch.fft.ifftshift`` does.
+    """Undo :func:`fftshift`, as :func:`torch.fft.ifftshift` does.
 
-    Collective, if the sharded dim is shifted. Blocking. Differentiable, twice too. Arguments and errors are those of
-    :func:`fftshift`.
+    Collective, if the sharded dim is shifted. Blocking. Differentiable, twice too.
+
+    Args:
+        tensor: This rank's shard, of any dtype, shape ``(*, m, *)`` with m at ``shard_dim``.
+        dim: The dim or the dims to shift; None: all.
+        shard_dim: The dim along which the tensor is sharded; None, if a single dim is shifted: that one.
+        sizes: Lengths of all shards; None lets the ranks exchange them.
+        group: A process group, the name of one, or None for the world.
+
+    Returns:
+        A new tensor of the same shape.
+
+    Raises:
+        ValueError: As of :func:`fftshift`.
+        PlanMismatchError: As of :func:`fftshift`.
+
+    Example on two ranks:
+        >>> part = torch.arange(5).split([3, 2])[rank]  # an odd number of points: fftshift twice would not undo it
+        >>> all_gather_objects(ifftshift(fftshift(part)).tolist())
+        [[0, 1, 2], [3, 4]]
     """
     return _shift("ifftshift", tensor, dim, shard_dim, sizes, group)
 

@@ -46,7 +46,7 @@ def fft(
     out_sizes: Sequence[int] | None = None,
     group: GroupLike = None,
 ) -> torch.Tensor:
-    """Transform one dim of a sharded tensor, as ``torch.fft.fft`` does a full one.
+    """Transform one dim of a sharded tensor, as :func:`torch.fft.fft` does a full one.
 
     Collective. Blocking. Differentiable, twice too; the backward is the exact adjoint, with as much work and traffic.
 
@@ -85,7 +85,7 @@ def fft(
         group: A process group, the name of one, or None for the world.
 
     Returns:
-        This rank's shard of the spectrum: complex64 for 32-bit input, complex128 for 64-bit input. Half-precision input
+        This rank's shard of the spectrum, complex64 for 32-bit input, complex128 for 64-bit input. Half-precision input
         is computed in float32 under autocast. It need not be contiguous.
 
     Raises:
@@ -93,11 +93,11 @@ def fft(
             differ in dtype or in another dim.
         PlanMismatchError: In debug mode, on every rank: the ranks call differently.
 
-    Example:
-        The spectrum of a signal of which each rank has a part::
-
-            spectrum = fft.fft(part)
-            assert torch.allclose(fft.ifft(spectrum).real, part)
+    Example on two ranks:
+        >>> signal = torch.cos(2 * torch.pi * torch.arange(6) / 6)
+        >>> spectrum = fft(signal.chunk(2)[rank])
+        >>> all_gather_v(spectrum).abs().round()
+        tensor([0., 3., 0., 0., 0., 3.])
     """
     return _transform("fft", "fft", tensor, n, dim, norm, shard_dim, out_dim, sizes, out_sizes, group)
 
@@ -115,9 +115,32 @@ def ifft(
     out_sizes: Sequence[int] | None = None,
     group: GroupLike = None,
 ) -> torch.Tensor:
-    """Undo :func:`fft`, as ``torch.fft.ifft`` does.
+    """Undo :func:`fft`, as :func:`torch.fft.ifft` does.
 
-    Collective. Blocking. Differentiable, twice too. Arguments, cost and errors are those of :func:`fft`.
+    Collective. Blocking. Differentiable, twice too. It costs as much as :func:`fft`.
+
+    Args:
+        tensor: This rank's shard, real or complex, shape ``(*, m, *)`` with m at ``shard_dim``.
+        n: Length of the full signal, cut or filled up with zeros at the end; None keeps the length.
+        dim: The transformed dim.
+        norm: ``"backward"`` (None), ``"forward"`` or ``"ortho"``, as of :func:`fft`.
+        shard_dim: The dim along which the input is sharded; None: the transformed one.
+        out_dim: The dim along which the result shall be sharded; None: ``shard_dim``.
+        sizes: Lengths of all input shards along ``shard_dim``; None lets the ranks exchange them.
+        out_sizes: Lengths of the result's shards along ``out_dim``; None: as of :func:`fft`.
+        group: A process group, the name of one, or None for the world.
+
+    Returns:
+        This rank's shard of the signal, complex.
+
+    Raises:
+        ValueError: As of :func:`fft`.
+        PlanMismatchError: As of :func:`fft`.
+
+    Example on two ranks:
+        >>> part = torch.tensor([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]])[rank]
+        >>> torch.allclose(ifft(fft(part)).real, part, atol=1e-6)
+        True
     """
     return _transform("ifft", "ifft", tensor, n, dim, norm, shard_dim, out_dim, sizes, out_sizes, group)
 
@@ -135,10 +158,33 @@ def rfft(
     out_sizes: Sequence[int] | None = None,
     group: GroupLike = None,
 ) -> torch.Tensor:
-    """Transform real data along one dim to half of their spectrum, as ``torch.fft.rfft`` does.
+    """Transform real data along one dim to half of their spectrum, as :func:`torch.fft.rfft` does.
 
-    Collective. Blocking. Differentiable, twice too. Arguments, cost and errors are those of :func:`fft`; the tensor
-    must be real. The result has length ``n // 2 + 1`` along ``dim``; half of a spectrum has as many bytes as the data.
+    Collective. Blocking. Differentiable, twice too. It costs as much as :func:`fft`; half of a spectrum has as many
+    bytes as the data.
+
+    Args:
+        tensor: This rank's shard, real, shape ``(*, m, *)`` with m at ``shard_dim``.
+        n: Length of the full signal, cut or filled up with zeros at the end; None keeps the length.
+        dim: The transformed dim.
+        norm: ``"backward"`` (None), ``"forward"`` or ``"ortho"``, as of :func:`fft`.
+        shard_dim: The dim along which the input is sharded; None: the transformed one.
+        out_dim: The dim along which the result shall be sharded; None: ``shard_dim``.
+        sizes: Lengths of all input shards along ``shard_dim``; None lets the ranks exchange them.
+        out_sizes: Lengths of the result's shards along ``out_dim``; None: as of :func:`fft`.
+        group: A process group, the name of one, or None for the world.
+
+    Returns:
+        This rank's shard of half of the spectrum, complex, of length ``n // 2 + 1`` along ``dim``.
+
+    Raises:
+        ValueError: As of :func:`fft`.
+        PlanMismatchError: As of :func:`fft`.
+
+    Example on two ranks:
+        >>> signal = torch.cos(2 * torch.pi * torch.arange(6) / 6)
+        >>> all_gather_v(rfft(signal.chunk(2)[rank])).abs().round()
+        tensor([0., 3., 0., 0.])
     """
     return _transform("rfft", "rfft", tensor, n, dim, norm, shard_dim, out_dim, sizes, out_sizes, group)
 
@@ -156,10 +202,32 @@ def irfft(
     out_sizes: Sequence[int] | None = None,
     group: GroupLike = None,
 ) -> torch.Tensor:
-    """Transform half of a spectrum along one dim to real data, as ``torch.fft.irfft`` does: undoes :func:`rfft`.
+    """Transform half of a spectrum along one dim to real data, as :func:`torch.fft.irfft` does: undoes :func:`rfft`.
 
-    Collective. Blocking. Differentiable, twice too. Arguments, cost and errors are those of :func:`fft`; ``n`` counts
-    the points of the real signal, by default an even number, ``2 * (m - 1)`` for m frequencies: pass an odd one.
+    Collective. Blocking. Differentiable, twice too. It costs as much as :func:`fft`.
+
+    Args:
+        tensor: This rank's shard of half of a spectrum, shape ``(*, m, *)`` with m at ``shard_dim``.
+        n: Length of the full real signal; None: ``2 * (k - 1)`` for k frequencies in all. Pass one that is odd.
+        dim: The transformed dim.
+        norm: ``"backward"`` (None), ``"forward"`` or ``"ortho"``, as of :func:`fft`.
+        shard_dim: The dim along which the input is sharded; None: the transformed one.
+        out_dim: The dim along which the result shall be sharded; None: ``shard_dim``.
+        sizes: Lengths of all input shards along ``shard_dim``; None lets the ranks exchange them.
+        out_sizes: Lengths of the result's shards along ``out_dim``; None: as of :func:`fft`.
+        group: A process group, the name of one, or None for the world.
+
+    Returns:
+        This rank's shard of the signal, real.
+
+    Raises:
+        ValueError: As of :func:`fft`.
+        PlanMismatchError: As of :func:`fft`.
+
+    Example on two ranks:
+        >>> part = torch.tensor([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]])[rank]
+        >>> torch.allclose(irfft(rfft(part)), part, atol=1e-6)
+        True
     """
     return _transform("irfft", "irfft", tensor, n, dim, norm, shard_dim, out_dim, sizes, out_sizes, group)
 
@@ -177,10 +245,32 @@ def hfft(
     out_sizes: Sequence[int] | None = None,
     group: GroupLike = None,
 ) -> torch.Tensor:
-    """Transform half of a Hermitian signal along one dim to its real spectrum, as ``torch.fft.hfft`` does.
+    """Transform half of a Hermitian signal along one dim to its real spectrum, as :func:`torch.fft.hfft` does.
 
-    Collective. Blocking. Differentiable, twice too. Arguments, cost and errors are those of :func:`fft`; ``n`` counts
-    the points of the spectrum, by default an even number, ``2 * (m - 1)`` for m points of the signal.
+    Collective. Blocking. Differentiable, twice too. It costs as much as :func:`fft`.
+
+    Args:
+        tensor: This rank's shard of half of a signal, shape ``(*, m, *)`` with m at ``shard_dim``.
+        n: Length of the full spectrum; None: ``2 * (k - 1)`` for k points of the half. Pass one that is odd.
+        dim: The transformed dim.
+        norm: ``"backward"`` (None), ``"forward"`` or ``"ortho"``, as of :func:`fft`.
+        shard_dim: The dim along which the input is sharded; None: the transformed one.
+        out_dim: The dim along which the result shall be sharded; None: ``shard_dim``.
+        sizes: Lengths of all input shards along ``shard_dim``; None lets the ranks exchange them.
+        out_sizes: Lengths of the result's shards along ``out_dim``; None: as of :func:`fft`.
+        group: A process group, the name of one, or None for the world.
+
+    Returns:
+        This rank's shard of the spectrum, real.
+
+    Raises:
+        ValueError: As of :func:`fft`.
+        PlanMismatchError: As of :func:`fft`.
+
+    Example on two ranks:
+        >>> half = torch.tensor([[1.0, 1.0], [0.0, 0.0]])[rank]  # of the signal 1, 1, 0, 0, 0, 1
+        >>> all_gather_v(hfft(half)).round()
+        tensor([ 3.,  2.,  0., -1.,  0.,  2.])
     """
     return _transform("irfft", "hfft", tensor, n, dim, norm, shard_dim, out_dim, sizes, out_sizes, group)
 
@@ -198,10 +288,32 @@ def ihfft(
     out_sizes: Sequence[int] | None = None,
     group: GroupLike = None,
 ) -> torch.Tensor:
-    """Transform a real spectrum along one dim to half of its signal, as ``torch.fft.ihfft`` does: undoes :func:`hfft`.
+    """Undo :func:`hfft`: transform a real spectrum along one dim to half of its signal, as :func:`torch.fft.ihfft`.
 
-    Collective. Blocking. Differentiable, twice too. Arguments, cost and errors are those of :func:`fft`; the tensor
-    must be real. The result has length ``n // 2 + 1`` along ``dim``.
+    Collective. Blocking. Differentiable, twice too. It costs as much as :func:`fft`.
+
+    Args:
+        tensor: This rank's shard, real, shape ``(*, m, *)`` with m at ``shard_dim``.
+        n: Length of the full spectrum, cut or filled up with zeros at the end; None keeps the length.
+        dim: The transformed dim.
+        norm: ``"backward"`` (None), ``"forward"`` or ``"ortho"``, as of :func:`fft`.
+        shard_dim: The dim along which the input is sharded; None: the transformed one.
+        out_dim: The dim along which the result shall be sharded; None: ``shard_dim``.
+        sizes: Lengths of all input shards along ``shard_dim``; None lets the ranks exchange them.
+        out_sizes: Lengths of the result's shards along ``out_dim``; None: as of :func:`fft`.
+        group: A process group, the name of one, or None for the world.
+
+    Returns:
+        This rank's shard of half of the signal, complex, of length ``n // 2 + 1`` along ``dim``.
+
+    Raises:
+        ValueError: As of :func:`fft`.
+        PlanMismatchError: As of :func:`fft`.
+
+    Example on two ranks:
+        >>> spectrum = torch.tensor([3.0, 2.0, 0.0, -1.0, 0.0, 2.0]).chunk(2)[rank]
+        >>> all_gather_v(ihfft(spectrum)).real.round()
+        tensor([1., 1., 0., 0.])
     """
     return _transform("rfft", "ihfft", tensor, n, dim, norm, shard_dim, out_dim, sizes, out_sizes, group)
 

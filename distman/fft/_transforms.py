@@ -44,7 +44,7 @@ def fftn(
     out_sizes: Sequence[int] | None = None,
     group: GroupLike = None,
 ) -> torch.Tensor:
-    """Transform a tensor that is sharded along one of the transformed dims, as ``torch.fft.fftn`` does a full one.
+    """Transform a tensor that is sharded along one of the transformed dims, as :func:`torch.fft.fftn` does a full one.
 
     Collective. Blocking. Differentiable, twice too; the backward is the exact adjoint, with as much work and traffic.
 
@@ -76,13 +76,21 @@ def fftn(
         group: A process group, the name of one, or None for the world.
 
     Returns:
-        This rank's shard of the full spectrum: complex64 for 32-bit input, complex128 for 64-bit input. Half-precision
+        This rank's shard of the full spectrum, complex64 for 32-bit input, complex128 for 64-bit input. Half-precision
         input is computed in float32 under autocast.
 
     Raises:
         ValueError: Dims, lengths, norm, sizes, dtype or group do not fit; without ``sizes`` on every rank: the shards
             differ in dtype or in another dim.
         PlanMismatchError: In debug mode, on every rank: the ranks call differently.
+
+    Example on two ranks:
+        >>> rows = torch.ones(2, 6)  # of a field of four rows
+        >>> columns = fftn(rows)
+        >>> tuple(columns.shape)
+        (4, 3)
+        >>> tuple(fftn(rows, out_dim=0).shape)
+        (2, 6)
     """
     return _transform("fft", "fftn", tensor, s, dim, norm, shard_dim, out_dim, sizes, out_sizes, group)
 
@@ -100,11 +108,33 @@ def ifftn(
     out_sizes: Sequence[int] | None = None,
     group: GroupLike = None,
 ) -> torch.Tensor:
-    """Undo :func:`fftn`, as ``torch.fft.ifftn`` does.
+    """Undo :func:`fftn`, as :func:`torch.fft.ifftn` does.
 
-    Collective. Blocking. Differentiable, twice too. Arguments, cost and errors are those of :func:`fftn`, but that by
-    default the shards lie along the last of the dims and go to the first that is not ``shard_dim``: as :func:`fftn`
-    leaves them, and takes them.
+    Collective. Blocking. Differentiable, twice too. It costs as much as :func:`fftn`. By default the shards lie as
+    :func:`fftn` leaves them, and come to lie as it takes them.
+
+    Args:
+        tensor: This rank's shard, real or complex, shape ``(*, n, *)`` with n at ``shard_dim``.
+        s: Lengths of the full signal along ``dim``, cut or filled up with zeros at the end; None keeps them.
+        dim: The transformed dims, two or more; None: the last ``len(s)`` ones, or all.
+        norm: ``"backward"`` (None), ``"forward"`` or ``"ortho"``, as of :func:`fftn`.
+        shard_dim: The one along which the input is sharded; None: the last one.
+        out_dim: The one along which the result shall be sharded; None: the first one that is not ``shard_dim``.
+        sizes: Lengths of all input shards along ``shard_dim``; None lets the ranks exchange them.
+        out_sizes: Lengths of the result's shards along ``out_dim``; None: :func:`distman.split_sizes`.
+        group: A process group, the name of one, or None for the world.
+
+    Returns:
+        This rank's shard of the signal, complex.
+
+    Raises:
+        ValueError: As of :func:`fftn`.
+        PlanMismatchError: As of :func:`fftn`.
+
+    Example on two ranks:
+        >>> rows = torch.arange(12.0).reshape(2, 6) + 12 * rank  # of a field of four rows
+        >>> torch.allclose(ifftn(fftn(rows)).real, rows, atol=1e-5)
+        True
     """
     return _transform("ifft", "ifftn", tensor, s, dim, norm, shard_dim, out_dim, sizes, out_sizes, group)
 
@@ -122,7 +152,7 @@ def rfftn(
     out_sizes: Sequence[int] | None = None,
     group: GroupLike = None,
 ) -> torch.Tensor:
-    """Transform real data to half of its spectrum, as ``torch.fft.rfftn`` does: the last of the dims is halved.
+    """Transform real data to half of its spectrum, as :func:`torch.fft.rfftn` does: the last of the dims is halved.
 
     Collective. Blocking. Differentiable, twice too.
 
@@ -139,8 +169,28 @@ def rfftn(
     the last                     the last             2
     ============================ ==================== =============================================
 
-    Arguments, errors and defaults are those of :func:`fftn`; the tensor must be real. The result has length
-    ``n // 2 + 1`` along the last of the dims, for a signal of length n.
+    Args:
+        tensor: This rank's shard, real, shape ``(*, n, *)`` with n at ``shard_dim``.
+        s: Lengths of the full signal along ``dim``, cut or filled up with zeros at the end; None keeps them.
+        dim: The transformed dims, two or more; None: the last ``len(s)`` ones, or all.
+        norm: ``"backward"`` (None), ``"forward"`` or ``"ortho"``, as of :func:`fftn`.
+        shard_dim: The one along which the input is sharded; None: the first one.
+        out_dim: The one along which the result shall be sharded; None: the last one that is not ``shard_dim``.
+        sizes: Lengths of all input shards along ``shard_dim``; None lets the ranks exchange them.
+        out_sizes: Lengths of the result's shards along ``out_dim``; None: :func:`distman.split_sizes`.
+        group: A process group, the name of one, or None for the world.
+
+    Returns:
+        This rank's shard of half of the spectrum, complex, of length ``n // 2 + 1`` along the last of the dims.
+
+    Raises:
+        ValueError: As of :func:`fftn`.
+        PlanMismatchError: As of :func:`fftn`.
+
+    Example on two ranks:
+        >>> rows = torch.ones(2, 6)  # of a field of four rows
+        >>> tuple(rfftn(rows).shape)  # half of the spectrum is four columns wide
+        (4, 2)
     """
     return _transform("rfft", "rfftn", tensor, s, dim, norm, shard_dim, out_dim, sizes, out_sizes, group)
 
@@ -158,12 +208,34 @@ def irfftn(
     out_sizes: Sequence[int] | None = None,
     group: GroupLike = None,
 ) -> torch.Tensor:
-    """Transform half of a spectrum to real data, as ``torch.fft.irfftn`` does: the inverse of :func:`rfftn`.
+    """Transform half of a spectrum to real data, as :func:`torch.fft.irfftn` does: the inverse of :func:`rfftn`.
 
     Collective. Blocking. Differentiable, twice too. What travels is what :func:`rfftn` sends on the way from the
-    result's layout to the input's. Arguments, errors and defaults are those of :func:`ifftn`; ``s`` counts the points
-    of the real signal, by default an even number, ``2 * (n - 1)`` along the last dim for n frequencies: pass an odd
-    one.
+    result's layout to the input's. From the spectrum one cannot see whether the last dim of the signal had an odd
+    length: pass that as ``s``.
+
+    Args:
+        tensor: This rank's shard of half of a spectrum, shape ``(*, n, *)`` with n at ``shard_dim``.
+        s: Lengths of the full real signal along ``dim``; None: the spectrum's, ``2 * (n - 1)`` along the last.
+        dim: The transformed dims, two or more; None: the last ``len(s)`` ones, or all.
+        norm: ``"backward"`` (None), ``"forward"`` or ``"ortho"``, as of :func:`fftn`.
+        shard_dim: The one along which the input is sharded; None: the last one.
+        out_dim: The one along which the result shall be sharded; None: the first one that is not ``shard_dim``.
+        sizes: Lengths of all input shards along ``shard_dim``; None lets the ranks exchange them.
+        out_sizes: Lengths of the result's shards along ``out_dim``; None: :func:`distman.split_sizes`.
+        group: A process group, the name of one, or None for the world.
+
+    Returns:
+        This rank's shard of the signal, real.
+
+    Raises:
+        ValueError: As of :func:`fftn`.
+        PlanMismatchError: As of :func:`fftn`.
+
+    Example on two ranks:
+        >>> rows = torch.rand(2, 5)  # of a field of four rows and five columns
+        >>> torch.allclose(irfftn(rfftn(rows), s=(4, 5)), rows, atol=1e-6)
+        True
     """
     return _transform("irfft", "irfftn", tensor, s, dim, norm, shard_dim, out_dim, sizes, out_sizes, group)
 
@@ -184,6 +256,29 @@ def fft2(
     """Transform two dims: :func:`fftn` with another default of ``dim``.
 
     Collective. Blocking. Differentiable, twice too.
+
+    Args:
+        tensor: This rank's shard, real or complex, shape ``(*, n, *)`` with n at ``shard_dim``.
+        s: Lengths of the full signal along ``dim``, cut or filled up with zeros at the end; None keeps them.
+        dim: The two transformed dims.
+        norm: ``"backward"`` (None), ``"forward"`` or ``"ortho"``, as of :func:`fftn`.
+        shard_dim: The one along which the input is sharded; None: the first one.
+        out_dim: The one along which the result shall be sharded; None: the last one that is not ``shard_dim``.
+        sizes: Lengths of all input shards along ``shard_dim``; None lets the ranks exchange them.
+        out_sizes: Lengths of the result's shards along ``out_dim``; None: :func:`distman.split_sizes`.
+        group: A process group, the name of one, or None for the world.
+
+    Returns:
+        This rank's shard of the full spectrum, complex.
+
+    Raises:
+        ValueError: As of :func:`fftn`.
+        PlanMismatchError: As of :func:`fftn`.
+
+    Example on two ranks:
+        >>> halves = torch.ones(8, 2, 6)  # of eight images of 4 x 6
+        >>> tuple(fft2(halves).shape)
+        (8, 4, 3)
     """
     return _transform("fft", "fft2", tensor, s, dim, norm, shard_dim, out_dim, sizes, out_sizes, group)
 
@@ -204,6 +299,29 @@ def ifft2(
     """Undo :func:`fft2`: :func:`ifftn` with another default of ``dim``.
 
     Collective. Blocking. Differentiable, twice too.
+
+    Args:
+        tensor: This rank's shard, real or complex, shape ``(*, n, *)`` with n at ``shard_dim``.
+        s: Lengths of the full signal along ``dim``, cut or filled up with zeros at the end; None keeps them.
+        dim: The two transformed dims.
+        norm: ``"backward"`` (None), ``"forward"`` or ``"ortho"``, as of :func:`fftn`.
+        shard_dim: The one along which the input is sharded; None: the last one.
+        out_dim: The one along which the result shall be sharded; None: the first one that is not ``shard_dim``.
+        sizes: Lengths of all input shards along ``shard_dim``; None lets the ranks exchange them.
+        out_sizes: Lengths of the result's shards along ``out_dim``; None: :func:`distman.split_sizes`.
+        group: A process group, the name of one, or None for the world.
+
+    Returns:
+        This rank's shard of the signal, complex.
+
+    Raises:
+        ValueError: As of :func:`fftn`.
+        PlanMismatchError: As of :func:`fftn`.
+
+    Example on two ranks:
+        >>> halves = torch.rand(8, 2, 6)  # of eight images of 4 x 6
+        >>> torch.allclose(ifft2(fft2(halves)).real, halves, atol=1e-6)
+        True
     """
     return _transform("ifft", "ifft2", tensor, s, dim, norm, shard_dim, out_dim, sizes, out_sizes, group)
 
@@ -224,6 +342,29 @@ def rfft2(
     """Transform two dims of real data to half of their spectrum: :func:`rfftn` with another default of ``dim``.
 
     Collective. Blocking. Differentiable, twice too.
+
+    Args:
+        tensor: This rank's shard, real, shape ``(*, n, *)`` with n at ``shard_dim``.
+        s: Lengths of the full signal along ``dim``, cut or filled up with zeros at the end; None keeps them.
+        dim: The two transformed dims.
+        norm: ``"backward"`` (None), ``"forward"`` or ``"ortho"``, as of :func:`fftn`.
+        shard_dim: The one along which the input is sharded; None: the first one.
+        out_dim: The one along which the result shall be sharded; None: the last one that is not ``shard_dim``.
+        sizes: Lengths of all input shards along ``shard_dim``; None lets the ranks exchange them.
+        out_sizes: Lengths of the result's shards along ``out_dim``; None: :func:`distman.split_sizes`.
+        group: A process group, the name of one, or None for the world.
+
+    Returns:
+        This rank's shard of half of the spectrum, complex, of length ``n // 2 + 1`` along the last of the dims.
+
+    Raises:
+        ValueError: As of :func:`fftn`.
+        PlanMismatchError: As of :func:`fftn`.
+
+    Example on two ranks:
+        >>> halves = torch.ones(8, 2, 6)  # of eight images of 4 x 6
+        >>> tuple(rfft2(halves).shape)
+        (8, 4, 2)
     """
     return _transform("rfft", "rfft2", tensor, s, dim, norm, shard_dim, out_dim, sizes, out_sizes, group)
 
@@ -244,6 +385,29 @@ def irfft2(
     """Undo :func:`rfft2`: :func:`irfftn` with another default of ``dim``.
 
     Collective. Blocking. Differentiable, twice too.
+
+    Args:
+        tensor: This rank's shard of half of a spectrum, shape ``(*, n, *)`` with n at ``shard_dim``.
+        s: Lengths of the full real signal along ``dim``; None: the spectrum's, ``2 * (n - 1)`` along the last.
+        dim: The two transformed dims.
+        norm: ``"backward"`` (None), ``"forward"`` or ``"ortho"``, as of :func:`fftn`.
+        shard_dim: The one along which the input is sharded; None: the last one.
+        out_dim: The one along which the result shall be sharded; None: the first one that is not ``shard_dim``.
+        sizes: Lengths of all input shards along ``shard_dim``; None lets the ranks exchange them.
+        out_sizes: Lengths of the result's shards along ``out_dim``; None: :func:`distman.split_sizes`.
+        group: A process group, the name of one, or None for the world.
+
+    Returns:
+        This rank's shard of the signal, real.
+
+    Raises:
+        ValueError: As of :func:`fftn`.
+        PlanMismatchError: As of :func:`fftn`.
+
+    Example on two ranks:
+        >>> halves = torch.rand(8, 2, 6)  # of eight images of 4 x 6
+        >>> torch.allclose(irfft2(rfft2(halves)), halves, atol=1e-6)
+        True
     """
     return _transform("irfft", "irfft2", tensor, s, dim, norm, shard_dim, out_dim, sizes, out_sizes, group)
 

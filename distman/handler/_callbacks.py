@@ -31,6 +31,15 @@ class EarlyStopping(Callback):
 
     Raises:
         ValueError: An option is not valid.
+
+    Example:
+        >>> handler = NNHandler(torch.nn.Linear, in_features=1, out_features=1)
+        >>> handler.set_optimizer(torch.optim.SGD, lr=0.0)  # nothing will improve
+        >>> handler.set_loss_fn(torch.nn.functional.mse_loss)
+        >>> handler.set_train_loader(TensorDataset(torch.ones(8, 1), torch.ones(8, 1)), batch_size=4)
+        >>> handler.add_callback(EarlyStopping("loss", patience=3))
+        >>> len(handler.train(100))
+        4
     """
 
     def __init__(
@@ -87,6 +96,19 @@ class ModelCheckpoint(Callback):
         monitor: A name in the history, by which the best epoch is chosen.
         mode: ``"min"`` if smaller is better, ``"max"`` if larger is.
         keep: Number of checkpoints to keep besides the best.
+
+    Raises:
+        ValueError: An option is not valid.
+
+    Example:
+        >>> handler = NNHandler(torch.nn.Linear, in_features=1, out_features=1)
+        >>> handler.set_optimizer(torch.optim.SGD, lr=0.1)
+        >>> handler.set_loss_fn(torch.nn.functional.mse_loss)
+        >>> handler.set_train_loader(TensorDataset(torch.ones(8, 1), torch.ones(8, 1)), batch_size=4)
+        >>> handler.add_callback(ModelCheckpoint("best", monitor="loss"))
+        >>> history = handler.train(3)
+        >>> CheckpointFolder("best").best().name  # after three epochs of two steps
+        'checkpoint-00000006.pt'
     """
 
     def __init__(
@@ -117,6 +139,9 @@ class ModelCheckpoint(Callback):
         """Wait until the checkpoints have been written.
 
         Collective.
+
+        Raises:
+            RankFailedError: On every rank: the last checkpoint could not be written.
         """
         self.folder.wait()
 
@@ -140,6 +165,18 @@ class LearningRateMonitor(Callback):
 
     Attributes:
         rates: Learning rate of the first parameter group in each step.
+
+    Example:
+        >>> handler = NNHandler(torch.nn.Linear, in_features=1, out_features=1)
+        >>> handler.set_optimizer(torch.optim.SGD, lr=0.5)
+        >>> handler.set_scheduler(torch.optim.lr_scheduler.ExponentialLR, gamma=0.5)
+        >>> handler.set_loss_fn(torch.nn.functional.mse_loss)
+        >>> handler.set_train_loader(TensorDataset(torch.ones(8, 1), torch.ones(8, 1)), batch_size=4)
+        >>> monitor = LearningRateMonitor()
+        >>> handler.add_callback(monitor)
+        >>> history = handler.train(2)
+        >>> monitor.rates
+        [0.5, 0.5, 0.25, 0.25]
     """
 
     def __init__(self) -> None:

@@ -18,6 +18,14 @@ class Callback:
 
     An exception in a callback ends the training on all ranks. A method that communicates must do so on all ranks. Write
     files or print on one rank only: see :func:`distman.on_rank`.
+
+    Example:
+        >>> class PrintLoss(Callback):
+        ...     @on_rank(0)
+        ...     def on_epoch_end(self, handler, record):
+        ...         print(f"epoch {record['epoch']}: {record['loss']:.2f}")
+        >>> PrintLoss().on_epoch_end(None, {"epoch": 3, "loss": 0.25})  # as the handler does
+        epoch 3: 0.25
     """
 
     # This class is the only list of events: a new one is a method here, and a call of Callbacks.emit where it happens.
@@ -26,18 +34,45 @@ class Callback:
         """Called before the first epoch, and before the first one of a resumed run.
 
         Local.
+
+        Args:
+            handler: The handler.
+
+        Example:
+            >>> class Size(Callback):
+            ...     def on_train_begin(self, handler):
+            ...         self.num_parameters = sum(one.numel() for one in handler.module.parameters())
         """
 
     def on_epoch_begin(self, handler: NNHandler, epoch: int) -> None:
         """Called before an epoch, and before the rest of one that is resumed.
 
         Local.
+
+        Args:
+            handler: The handler.
+            epoch: Index of the epoch, starting at 0.
+
+        Example:
+            >>> class LessNoise(Callback):
+            ...     def on_epoch_begin(self, handler, epoch):
+            ...         handler.module.noise = 0.9**epoch
         """
 
     def on_step_end(self, handler: NNHandler, step: int) -> None:
-        """Called after a step of the optimizer. Steps are counted over all epochs, starting at 1.
+        """Called after a step of the optimizer.
 
         Local.
+
+        Args:
+            handler: The handler.
+            step: Number of the step, counted over all epochs, starting at 1.
+
+        Example:
+            >>> class Clamp(Callback):
+            ...     def on_step_end(self, handler, step):
+            ...         with torch.no_grad():
+            ...             handler.module.weight.clamp_(-1, 1)
         """
 
     def on_epoch_end(self, handler: NNHandler, record: Record) -> None:
@@ -48,12 +83,25 @@ class Callback:
         Args:
             handler: The handler.
             record: The results of the epoch, the same on all ranks; values added to it become part of the history.
+
+        Example:
+            >>> class Norm(Callback):
+            ...     def on_epoch_end(self, handler, record):
+            ...         record["norm"] = float(handler.module.weight.norm())
         """
 
     def on_train_end(self, handler: NNHandler) -> None:
         """Called after the last epoch.
 
         Local.
+
+        Args:
+            handler: The handler.
+
+        Example:
+            >>> class Plot(Callback):
+            ...     def on_train_end(self, handler):
+            ...         handler.plot_losses("loss.png")
         """
 
     def state_dict(self) -> dict[str, Any]:
@@ -67,6 +115,19 @@ class Callback:
         """Restore such a state.
 
         Local.
+
+        Args:
+            state: From :meth:`state_dict`.
+
+        Example:
+            >>> class Count(Callback):
+            ...     num_steps = 0
+            ...     def on_step_end(self, handler, step):
+            ...         self.num_steps += 1
+            ...     def state_dict(self):
+            ...         return {"num_steps": self.num_steps}
+            ...     def load_state_dict(self, state):
+            ...         self.num_steps = state["num_steps"]
         """
 
 

@@ -15,6 +15,9 @@ class History:
     The names in it are ``epoch``, ``loss`` and the metrics, ``val_loss`` and the metrics of the validation, ``lr``,
     the number of ``skipped`` steps, and ``seconds``.
 
+    Args:
+        records: The values of each epoch.
+
     Example:
         >>> history = History([{"epoch": 0, "loss": 2.0}, {"epoch": 1, "loss": 1.0, "val_loss": 1.5}])
         >>> history["loss"], history["val_loss"]
@@ -46,16 +49,34 @@ class History:
         """Add the record of an epoch; values added to it later become part of the history too.
 
         Local.
+
+        Args:
+            record: The values of the epoch, by name.
+
+        Example:
+            >>> history = History()
+            >>> history.add({"epoch": 0, "loss": 2.0})
+            >>> history["loss"]
+            [2.0]
         """
         self._records.append(record)
 
     def best(self, name: str, *, mode: str = "min") -> int | None:
-        """Return the index of the epoch with the smallest value, or the largest for ``mode="max"``; None without any.
+        """Return the index of the epoch with the best value; None if no epoch has the value.
 
-        Local.
+        Local. NaN is never the best, and the first of equal values is.
+
+        Args:
+            name: Name of the value.
+            mode: ``"min"`` if smaller is better, ``"max"`` if larger is.
 
         Raises:
             ValueError: ``mode`` is not valid.
+
+        Example:
+            >>> history = History([{"accuracy": accuracy} for accuracy in (0.6, 0.9, 0.8)])
+            >>> history.best("accuracy", mode="max")
+            1
         """
         if mode not in ("min", "max"):
             raise ValueError(f"mode must be 'min' or 'max', got {mode!r}. Pass 'max' if larger values are better.")
@@ -75,6 +96,15 @@ class History:
         """Restore such records.
 
         Local.
+
+        Args:
+            state: From :meth:`state_dict`.
+
+        Example:
+            >>> history = History()
+            >>> history.load_state_dict(History([{"epoch": 0, "loss": 2.0}]).state_dict())
+            >>> len(history)
+            1
         """
         self._records = [dict(record) for record in state["records"]]
 

@@ -43,6 +43,9 @@ class Inference(Setup):
 
         Collective. Blocking. A loss that draws random numbers, as that of a score-based model does, draws the same ones
         in each validation; the training's are left alone.
+
+        Raises:
+            DistmanError: No data to validate with, or no loss function, has been set.
         """
         data, objective = self._required_val_data(), self._required_objective()
         self._model.share_buffers()
@@ -70,6 +73,11 @@ class Inference(Setup):
 
         Returns:
             The outputs, in host memory, on rank 0; None elsewhere.
+
+        Example:
+            >>> handler = NNHandler(torch.nn.Flatten)
+            >>> handler.predict(torch.ones(100, 2, 2)).shape
+            torch.Size([100, 4])
         """
         loader = make_prediction_loader(data, {"batch_size": batch_size, **loader_kwargs})
 
@@ -80,9 +88,29 @@ class Inference(Setup):
         return predict(self._model.evaluated, forward, loader, all_ranks=all_ranks, dtype=self._dtype)
 
     def score(self, t: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        """Return the estimated gradient of the log-density at times ``(batch,)`` and points ``(batch, *)``.
+        """Return the estimated gradient of the log-density of the noisy data.
 
         Local.
+
+        Args:
+            t: Times, shape ``(batch,)``.
+            x: Noisy samples, shape ``(batch, *)``.
+
+        Returns:
+            The score, shaped as ``x``.
+
+        Raises:
+            DistmanError: :meth:`set_sde` has not been called.
+            ValueError: There is not one time for each sample, or the network returns a different shape.
+
+        Example:
+            >>> class Network(torch.nn.Module):
+            ...     def forward(self, t, x):
+            ...         return -x
+            >>> handler = NNHandler(Network)
+            >>> handler.set_sde("ve", sigma_max=10.0)
+            >>> handler.score(torch.ones(1), torch.ones(1, 2))
+            tensor([[-0.1000, -0.1000]])
         """
         return self._required_score_based().score(self._model.evaluated, t, x)
 
@@ -94,6 +122,22 @@ class Inference(Setup):
         Args:
             shape: Shape of all samples, ``(n, *)``.
             kwargs: Options of :func:`distman.score.sample`; with ``rank_zero=True`` only rank 0 works.
+
+        Returns:
+            The samples, on all ranks unless ``dst`` says otherwise.
+
+        Raises:
+            DistmanError: :meth:`set_sde` has not been called.
+            ValueError, PlanMismatchError, RankFailedError: See :func:`distman.score.sample`.
+
+        Example:
+            >>> class Network(torch.nn.Module):
+            ...     def forward(self, t, x):
+            ...         return -x
+            >>> handler = NNHandler(Network)
+            >>> handler.set_sde("vp")
+            >>> handler.sample((4, 2), num_steps=10, seed=0).shape
+            torch.Size([4, 2])
         """
         self._model.share_buffers()
         return self._required_score_based().sample(self._model.evaluated, shape, **kwargs)
@@ -106,6 +150,19 @@ class Inference(Setup):
         Args:
             x: The samples, shape ``(n, *)``, the same on all ranks.
             kwargs: Options of :func:`distman.score.log_likelihood`.
+
+        Raises:
+            DistmanError: :meth:`set_sde` has not been called.
+            ImportError, ValueError, PlanMismatchError, RankFailedError: See :func:`distman.score.log_likelihood`.
+
+        Example:
+            >>> class Network(torch.nn.Module):
+            ...     def forward(self, t, x):
+            ...         return -x
+            >>> handler = NNHandler(Network)
+            >>> handler.set_sde("vp")
+            >>> handler.log_likelihood(torch.zeros(4, 2), seed=0).shape
+            torch.Size([4])
         """
         self._model.share_buffers()
         return self._required_score_based().log_likelihood(self._model.evaluated, x, **kwargs)

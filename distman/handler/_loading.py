@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, cast
 
 import torch
@@ -33,6 +33,10 @@ def make_loader(method: str, data: Any, options: Mapping[str, Any], *, cached: b
     """
     if "group" in options:
         raise TypeError("group must be left out: all ranks train one model. Call the functions of distman.data for it.")
+    if isinstance(data, str) or not (hasattr(data, "__getitem__") or isinstance(data, Iterable)):
+        raise TypeError(
+            f"data must be a dataset or an iterable of batches, got {data!r}. Make one of your files first."
+        )
     if isinstance(data, Iterator):
         raise TypeError(
             f"data must be re-iterable, once per epoch, got the iterator {data!r}. Pass a DataLoader, or an object "

@@ -44,6 +44,21 @@ class NNHandler(Saving):
 
     Attributes:
         history: The results of each epoch, the same on all ranks.
+
+    Raises:
+        TypeError: ``model_class`` is not a class or function that makes a module.
+        ValueError: An option is not valid, or is not what the manager was initialized with.
+        DistmanError: The ranks could not be brought together; see :meth:`distman.DistributedManager.initialize`.
+
+    Example:
+        >>> x = torch.rand(64, 2)
+        >>> handler = NNHandler(torch.nn.Linear, in_features=2, out_features=1, seed=0)
+        >>> handler.set_optimizer(torch.optim.SGD, lr=0.1)
+        >>> handler.set_loss_fn(torch.nn.functional.mse_loss)
+        >>> handler.set_train_loader(TensorDataset(x, x.sum(1, keepdim=True)), batch_size=8)
+        >>> history = handler.train(3)
+        >>> history["loss"][-1] < history["loss"][0]
+        True
     """
 
     def __init__(
@@ -86,6 +101,12 @@ class NNHandler(Saving):
         Raises:
             Exception: On the rank where reading failed: the reason.
             RankFailedError: On the other ranks.
+
+        Example:
+            >>> handler = NNHandler(torch.nn.Linear, in_features=2, out_features=1)
+            >>> handler.save("model.pt")
+            >>> NNHandler.initialize_from_checkpoint("model.pt", torch.nn.Linear).module
+            Linear(in_features=2, out_features=1, bias=True)
         """
         _manager(kwargs.get("device"), use_distributed=kwargs.get("use_distributed"))
         saved = read_checkpoint(path)
@@ -130,6 +151,15 @@ class NNHandler(Saving):
             Preempted: On every rank: the job was asked to stop. It ends the program unless it is caught.
             TypeError: ``epochs`` is not a whole number.
             ValueError: An option is not valid.
+
+        Example:
+            >>> handler = NNHandler(torch.nn.Linear, in_features=1, out_features=1)
+            >>> handler.set_optimizer(torch.optim.SGD, lr=0.5)
+            >>> handler.set_loss_fn(torch.nn.functional.mse_loss)
+            >>> handler.set_train_loader(TensorDataset(torch.ones(32, 1), torch.ones(32, 1)), batch_size=8)
+            >>> history = handler.train(2, accumulate=2, clip_norm=1.0, ema_decay=0.99)
+            >>> len(history), handler.num_steps
+            (2, 4)
         """
         if not is_whole_number(epochs):
             raise TypeError(f"epochs must be a whole number, got {epochs!r}. Pass the total number of epochs.")
@@ -150,6 +180,18 @@ class NNHandler(Saving):
         """End the training after this epoch, on all ranks.
 
         Local. For callbacks, on any rank.
+
+        Args:
+            reason: Why, for the log.
+
+        Raises:
+            DistmanError: Nothing has been trained.
+
+        Example:
+            >>> class GoodEnough(Callback):
+            ...     def on_epoch_end(self, handler, record):
+            ...         if record["val_accuracy"] > 0.99:
+            ...             handler.stop("the model is good enough")
         """
         required(self._progress.training, "training to stop", "train()").stop(reason)
 

@@ -22,7 +22,19 @@ Source:
 
 
 class Preempted(SystemExit):
-    """The job was asked to stop, and has saved what the next run resumes; the program ends with exit code 75."""
+    """The job was asked to stop, and has saved what the next run resumes; the program ends with exit code 75.
+
+    Raised by :meth:`NNHandler.train` on every rank. What is to be done before the program ends comes before it is
+    raised again.
+
+    Example:
+        >>> def train(handler):
+        ...     try:
+        ...         handler.train(100)
+        ...     except Preempted:
+        ...         print("asked to stop after", len(handler.history), "epochs")
+        ...         raise
+    """
 
 
 def end_program(auto_save: AutoSave | None, reporter: Reporter) -> NoReturn:

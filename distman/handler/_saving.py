@@ -72,6 +72,18 @@ class Saving(Inference):
             resume: Resume from the latest checkpoint in the folder, if there is one, whatever was loaded before.
             requeue: Requeue the Slurm job if it was asked to stop. None does so if ``DISTMAN_REQUEUE=1``, which the
                 job scripts set.
+
+        Raises:
+            ValueError: A number is less than 1.
+
+        Example:
+            >>> handler = NNHandler(torch.nn.Linear, in_features=1, out_features=1)
+            >>> handler.set_optimizer(torch.optim.SGD, lr=0.5)
+            >>> handler.set_loss_fn(torch.nn.functional.mse_loss)
+            >>> handler.set_train_loader(TensorDataset(torch.ones(8, 1), torch.ones(8, 1)), batch_size=4)
+            >>> handler.auto_save("run", every_steps=100)
+            >>> len(handler.train(2))  # started again, the program goes on where it was
+            2
         """
         requeues = os.environ.get("DISTMAN_REQUEUE") == "1" if requeue is None else requeue
         self._auto_save = AutoSave(
@@ -97,8 +109,17 @@ class Saving(Inference):
 
         Local.
 
+        Args:
+            state: From :meth:`state_dict`.
+
         Raises:
             RuntimeError: The weights do not fit the model.
+
+        Example:
+            >>> first, second = (NNHandler(torch.nn.Linear, in_features=2, out_features=1) for _ in range(2))
+            >>> second.load_state_dict(first.state_dict())
+            >>> torch.equal(first.module.weight, second.module.weight)
+            True
         """
         self._model.load_state_dict(state["model"])
         self.history.load_state_dict(state["history"])
@@ -110,8 +131,18 @@ class Saving(Inference):
 
         Collective. Blocking. See :func:`distman.checkpoint.save`.
 
+        Args:
+            path: The file, or a URL.
+
         Raises:
             RankFailedError: On every rank: rank 0 could not write the file; on rank 0 its error is the cause.
+            ValueError, ImportError: See :func:`distman.checkpoint.save`.
+
+        Example:
+            >>> handler = NNHandler(torch.nn.Linear, in_features=2, out_features=1)
+            >>> handler.save("run/model.pt")
+            >>> sorted(load("run/model.pt"))
+            ['callbacks', 'history', 'model', 'model_kwargs', 'training']
         """
         checkpoint.save(self.state_dict(), path)
 
@@ -120,10 +151,21 @@ class Saving(Inference):
 
         Collective. Blocking. Add callbacks first, so that they are restored too.
 
+        Args:
+            path: The file, or a URL.
+
         Raises:
             CheckpointError: It holds something else, such as weights alone.
             Exception: On the rank where reading failed: the reason.
             RankFailedError: On the other ranks.
+
+        Example:
+            >>> handler = NNHandler(torch.nn.Linear, in_features=2, out_features=1)
+            >>> handler.save("model.pt")
+            >>> other = NNHandler(torch.nn.Linear, in_features=2, out_features=1)
+            >>> other.load("model.pt")
+            >>> torch.equal(handler.module.weight, other.module.weight)
+            True
         """
         self._load(read_checkpoint(path))
 
@@ -133,8 +175,18 @@ class Saving(Inference):
         Collective.
 
         Args:
-            path: The file; its extension selects the format.
+            path: The file; its extension selects the format. Folders above it are made.
             log: Use a logarithmic axis.
+
+        Raises:
+            RankFailedError: On every rank: plotting failed. The cause on rank 0 is ImportError without matplotlib,
+                ValueError if nothing has been trained, OSError if the file cannot be written.
+
+        Example:
+            >>> handler = NNHandler(torch.nn.Linear, in_features=2, out_features=1)
+            >>> for epoch, loss in enumerate([1.0, 0.4, 0.2]):
+            ...     handler.history.add({"epoch": epoch, "loss": loss})
+            >>> handler.plot_losses("plots/loss.png", log=True)
         """
         names = [name for name in ("loss", "val_loss") if name in self.history.names]
         plot_history(self.history, names, path, title="Loss", log=log)
@@ -145,8 +197,18 @@ class Saving(Inference):
         Collective.
 
         Args:
-            path: The file; its extension selects the format.
+            path: The file; its extension selects the format. Folders above it are made.
             names: Names in the history; None is all metrics, of training and validation.
+
+        Raises:
+            RankFailedError: On every rank: plotting failed. The cause on rank 0 is ImportError without matplotlib,
+                ValueError if the history lacks a name, OSError if the file cannot be written.
+
+        Example:
+            >>> handler = NNHandler(torch.nn.Linear, in_features=2, out_features=1)
+            >>> for epoch, accuracy in enumerate([0.5, 0.8, 0.9]):
+            ...     handler.history.add({"epoch": epoch, "accuracy": accuracy})
+            >>> handler.plot_metrics("plots/accuracy.png", ["accuracy"])
         """
         if names is None:
             names = [name for metric in self._metrics for name in (metric, f"val_{metric}")]

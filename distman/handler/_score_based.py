@@ -34,6 +34,8 @@ def make_sde(sde: SDE | Literal["vp", "ve"], **kwargs: Any) -> SDE:
             f"sde must be 'vp', 've', or an equation without options, got {sde!r}{given}. Set options of an equation "
             "where you make it."
         )
+    if not isinstance(sde, SDE):
+        raise TypeError(f"sde must be 'vp', 've', or an equation, got {sde!r}. Pass one of them.")
     return sde
 
 

@@ -91,6 +91,12 @@ class Setup:
 
         Raises:
             TypeError: ``optimizer_class`` is not a class or function that makes an optimizer.
+
+        Example:
+            >>> handler = NNHandler(torch.nn.Linear, in_features=2, out_features=1)
+            >>> handler.set_optimizer(torch.optim.AdamW, lr=1e-3, parameters=lambda module: [module.weight])
+            >>> len(handler.optimizer.param_groups[0]["params"])
+            1
         """
         check_factory(
             "optimizer_class",
@@ -122,6 +128,16 @@ class Setup:
 
         Raises:
             TypeError: ``scheduler_class`` is not a class or function that makes a scheduler.
+            ValueError: ``per`` is neither, or is ``"step"`` for ReduceLROnPlateau.
+            DistmanError: No optimizer has been set.
+
+        Example:
+            >>> handler = NNHandler(torch.nn.Linear, in_features=2, out_features=1)
+            >>> handler.set_optimizer(torch.optim.SGD, lr=0.1)
+            >>> warm_up = lambda step: min(1.0, (step + 1) / 100)
+            >>> handler.set_scheduler(torch.optim.lr_scheduler.LambdaLR, lr_lambda=warm_up, per="step")
+            >>> handler.optimizer.param_groups[0]["lr"]
+            0.001
         """
         check_factory("scheduler_class", scheduler_class, "the scheduler", "Pass the class and its arguments.")
         self._scheduling = Scheduling(
@@ -137,7 +153,22 @@ class Setup:
             loss_fn: Takes outputs and targets, and returns the mean loss over the samples, shape ``()``.
             forward: Takes the model and a batch, and returns outputs and targets. None calls the model with the first
                 element of the batch, and takes the last element for the targets.
+
+        Raises:
+            TypeError: One of them cannot be called.
+
+        Example:
+            >>> handler = NNHandler(torch.nn.Identity)
+            >>> def forward(model, batch):
+            ...     return model(batch["x"]), batch["y"]
+            >>> handler.set_loss_fn(torch.nn.functional.mse_loss, forward=forward)
+            >>> handler.set_val_loader([{"x": torch.zeros(1), "y": torch.ones(1)}], batch_size=1)
+            >>> handler.validate()
+            {'loss': 1.0}
         """
+        for name, function in (("loss_fn", loss_fn), ("forward", forward or default_forward)):
+            if not callable(function):
+                raise TypeError(f"{name} must be a function, got {function!r}. Pass torch.nn.MSELoss(), for example.")
         self._forward = forward or default_forward
         self._objective = Supervised(self._forward, loss_fn)
 
@@ -152,7 +183,16 @@ class Setup:
             kwargs: Arguments of these.
 
         Raises:
-            ValueError: There is no such equation.
+            ValueError: There is no such equation, or its arguments are not valid.
+
+        Example:
+            >>> class Network(torch.nn.Module):
+            ...     def forward(self, t, x):
+            ...         return -x
+            >>> handler = NNHandler(Network)
+            >>> handler.set_sde("vp", beta_max=10.0)
+            >>> handler.sample((4, 2), num_steps=10).shape
+            torch.Size([4, 2])
         """
         self._score_based = self._objective = ScoreBased(make_sde(sde, **kwargs))
 
@@ -172,14 +212,38 @@ class Setup:
 
         Raises:
             TypeError: The data or an option cannot be used.
+
+        Example:
+            >>> handler = NNHandler(torch.nn.Linear, in_features=2, out_features=1)
+            >>> dataset = TensorDataset(torch.rand(64, 2), torch.rand(64, 1))
+            >>> handler.set_train_loader(dataset, batch_size=16, drop_last=True)
+            >>> handler.set_train_loader(dataset, batchsize=16)
+            Traceback (most recent call last):
+                ...
+            TypeError: batchsize must be an option ... Did you mean batch_size?
         """
         options = loader_kwargs | {"seed": loader_kwargs.get("seed", self._seed)}
         self._train_data = make_loader("set_train_loader", data, options, cached=cached)
 
     def set_val_loader(self, data: Dataset[Any] | Iterable[Any], *, cached: bool = False, **loader_kwargs: Any) -> None:
-        """Set the data to validate with.
+        """Set the data to validate with. Each sample counts once.
 
-        Local. See :meth:`set_train_loader`. Each sample counts once.
+        Local.
+
+        Args:
+            data: See :meth:`set_train_loader`; no loader for training.
+            cached: Keep each rank's shard in its memory.
+            loader_kwargs: Options of :func:`distman.data.distributed_loader`, such as ``batch_size`` per rank.
+
+        Raises:
+            TypeError: The data or an option cannot be used.
+
+        Example:
+            >>> handler = NNHandler(torch.nn.Identity)
+            >>> handler.set_loss_fn(torch.nn.functional.mse_loss)
+            >>> handler.set_val_loader(TensorDataset(torch.zeros(10, 1), torch.ones(10, 1)), batch_size=4)
+            >>> handler.validate()
+            {'loss': 1.0}
         """
         self._val_data = make_loader("set_val_loader", data, loader_kwargs, cached=cached, evaluation=True)
 
@@ -197,6 +261,14 @@ class Setup:
 
         Raises:
             ValueError: The name is taken.
+
+        Example:
+            >>> handler = NNHandler(torch.nn.Identity)
+            >>> handler.set_loss_fn(torch.nn.functional.mse_loss)
+            >>> handler.set_val_loader(TensorDataset(torch.zeros(10, 1), 2 * torch.ones(10, 1)), batch_size=4)
+            >>> handler.add_metric("error", lambda outputs, targets: (outputs - targets).abs().mean())
+            >>> handler.validate()
+            {'loss': 4.0, 'error': 2.0}
         """
         if name in self._metrics or name in _RESERVED_NAMES or name.startswith("val_"):
             raise ValueError(f"name must be a new one, got {name!r}. Choose another, or call clear_metrics() first.")
@@ -213,7 +285,19 @@ class Setup:
         """Add a callback, to be called at the events of the training; callbacks that save are called last.
 
         Local.
+
+        Args:
+            callback: The callback.
+
+        Example:
+            >>> handler = NNHandler(torch.nn.Linear, in_features=2, out_features=1)
+            >>> handler.add_callback(EarlyStopping("val_loss", patience=3))
+            >>> handler.add_callback(ModelCheckpoint("best"))
         """
+        if not isinstance(callback, Callback):
+            raise TypeError(
+                f"callback must be a Callback, got {callback!r}. Pass an object of a class derived from it."
+            )
         self._callbacks.add(callback, is_last=isinstance(callback, ModelCheckpoint))
 
     def _required_objective(self) -> Objective:
@@ -246,7 +330,7 @@ def check_factory(name: str, factory: object, product: str, remedy: str) -> None
         TypeError: It is not a class or function.
     """
     if not callable(factory) or isinstance(factory, torch.nn.Module):
-        got = repr(factory) if isinstance(factory, str) else f"a {type(factory).__name__}"
+        got = repr(factory) if isinstance(factory, (str, int)) else f"a {type(factory).__name__}"
         raise TypeError(f"{name} must be a class or function that makes {product}, got {got}. {remedy}")
 
 

@@ -31,6 +31,11 @@ def score(model: Network, sde: SDE, t: torch.Tensor, x: torch.Tensor) -> torch.T
     Raises:
         ValueError: There is not one time for each sample, or the network returns a different shape.
 
+    Example:
+        >>> model = lambda t, x: -x
+        >>> score(model, VarianceExploding(sigma_max=10.0), torch.ones(1), torch.ones(1, 2))
+        tensor([[-0.1000, -0.1000]])
+
     Source:
         Song et al., "Score-Based Generative Modeling through Stochastic Differential Equations", ICLR 2021.
     """

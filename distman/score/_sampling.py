@@ -66,6 +66,11 @@ def sample(
         RankFailedError: On every rank: on one of them the score raised, has the wrong shape, or led to samples that are
             infinite or NaN (FloatingPointError).
 
+    Example on two ranks:
+        >>> samples = sample(lambda t, x: -x, VariancePreserving(), (1000, 2), num_steps=50, seed=0)
+        >>> samples.shape, abs(samples.std().item() - 1) < 0.05  # the score of the standard Gaussian
+        (torch.Size([1000, 2]), True)
+
     Source:
         Song et al., "Score-Based Generative Modeling through Stochastic Differential Equations", ICLR 2021.
     """

@@ -20,6 +20,15 @@ class SDE(abc.ABC):
         horizon: Time at which the samples follow the prior.
         epsilon: Smallest time that is used: at 0 the score of data on a lower-dimensional surface is infinite.
 
+    Raises:
+        ValueError: Epsilon is not above 0 and below the horizon.
+
+    Example:
+        >>> sde: SDE = VariancePreserving(horizon=2.0)
+        >>> scale, std = sde.marginal(torch.tensor([0.0, 2.0]))  # from data to noise
+        >>> [round(one, 2) for one in scale.tolist()], [round(one, 2) for one in std.tolist()]
+        ([1.0, 0.0], [0.0, 1.0])
+
     Source:
         Song et al., "Score-Based Generative Modeling through Stochastic Differential Equations", ICLR 2021.
     """
@@ -54,6 +63,10 @@ class SDE(abc.ABC):
 
         Raises:
             ValueError: There is not one time for each sample.
+
+        Example:
+            >>> VariancePreserving(beta_max=2.0).drift(torch.ones(1), torch.ones(1, 3))
+            tensor([[-1., -1., -1.]])
         """
 
     @abc.abstractmethod
@@ -61,6 +74,13 @@ class SDE(abc.ABC):
         """Return the coefficient of the noise, shape ``(batch,)``.
 
         Local.
+
+        Args:
+            t: Times, shape ``(batch,)``.
+
+        Example:
+            >>> VariancePreserving(beta_max=4.0).diffusion(torch.ones(2))
+            tensor([2., 2.])
         """
 
     @abc.abstractmethod
@@ -68,6 +88,13 @@ class SDE(abc.ABC):
         """Return scale and standard deviation of the kernel from the data to these times, shape ``(batch,)`` each.
 
         Local.
+
+        Args:
+            t: Times, shape ``(batch,)``.
+
+        Example:
+            >>> VarianceExploding(sigma_max=10.0).marginal(torch.ones(2))
+            (tensor([1., 1.]), tensor([10.0000, 10.0000]))
         """
 
     def sample_prior(
@@ -87,6 +114,10 @@ class SDE(abc.ABC):
             generator: Generator of the numbers, on ``device``; None is torch's default generator.
             device: Device of the result; None is torch's default device.
             dtype: Data type of the result; None is torch's default data type.
+
+        Example:
+            >>> VarianceExploding().sample_prior((100, 3, 8, 8)).shape
+            torch.Size([100, 3, 8, 8])
         """
         return torch.randn(tuple(shape), generator=generator, device=device, dtype=dtype) * self.prior_std
 
@@ -100,6 +131,10 @@ class SDE(abc.ABC):
 
         Returns:
             A new tensor, shape ``(batch,)``.
+
+        Example:
+            >>> VariancePreserving().prior_log_density(torch.zeros(1, 2))
+            tensor([-1.8379])
         """
         values = x.reshape(len(x), -1) if len(x) else x.new_empty(0, 1)
         log_norm = math.log(self.prior_std) + 0.5 * math.log(2 * math.pi)
@@ -116,6 +151,14 @@ class VariancePreserving(SDE):
     Attributes:
         beta_min: Rate at time 0.
         beta_max: Rate at the horizon.
+
+    Raises:
+        ValueError: Not ``0 < beta_min <= beta_max``; or see :class:`SDE`.
+
+    Example:
+        >>> scale, std = VariancePreserving().marginal(torch.tensor([0.1, 0.5, 0.9]))
+        >>> torch.allclose(scale**2 + std**2, torch.ones(3))
+        True
     """
 
     beta_min: float = 0.1
@@ -131,7 +174,7 @@ class VariancePreserving(SDE):
 
     @property
     def prior_std(self) -> float:
-        """Standard deviation of the prior: 1."""
+        """Standard deviation of the prior, 1."""
         return 1.0
 
     def drift(self, t: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
@@ -170,6 +213,15 @@ class VarianceExploding(SDE):
     Attributes:
         sigma_min: Sigma at time 0.
         sigma_max: Sigma at the horizon; a few times the largest distance between two samples.
+
+    Raises:
+        ValueError: Not ``0 < sigma_min < sigma_max``; or see :class:`SDE`.
+
+    Example:
+        >>> sde = VarianceExploding(sigma_max=10.0)
+        >>> scale, std = sde.marginal(torch.tensor([0.0, 1.0]))
+        >>> scale, std.round()
+        (tensor([1., 1.]), tensor([ 0., 10.]))
     """
 
     sigma_min: float = 0.01
@@ -185,7 +237,7 @@ class VarianceExploding(SDE):
 
     @property
     def prior_std(self) -> float:
-        """Standard deviation of the prior: that of the kernel at the horizon."""
+        """Standard deviation of the prior, that of the kernel at the horizon."""
         return math.sqrt(self.sigma_max**2 - self.sigma_min**2)
 
     def drift(self, t: torch.Tensor, x: torch.Tensor) -> torch.Tensor:

@@ -21,6 +21,11 @@ def random_stream(purpose: str, seed: int, index: int, device: torch.device | st
 
     Returns:
         A new generator; torch's default generators are not used.
+
+    Example:
+        >>> draws = [torch.rand((), generator=random_stream("noise", 7, index)) for index in (0, 0, 1)]
+        >>> draws[0] == draws[1], draws[1] == draws[2]
+        (tensor(True), tensor(False))
     """
     digest = hashlib.blake2b(f"{purpose} {seed}".encode(), digest_size=8).digest()
     return torch.Generator(device).manual_seed((int.from_bytes(digest, "big") + index) % 2**64)

@@ -16,6 +16,13 @@ def kill_rank(rank: int, *, signal: int = signals.SIGKILL) -> None:
     Args:
         rank: The rank that gets the signal.
         signal: The signal, by default the one that nothing can catch.
+
+    Example:
+        >>> @ranks(3, dies=[1])
+        ... def test_survivors_get_an_error():
+        ...     kill_rank(1)
+        ...     with pytest.raises(RuntimeError):
+        ...         torch.distributed.barrier()
     """
     if _is_rank(rank):
         os.kill(os.getpid(), signal)
@@ -29,6 +36,13 @@ def delay_rank(rank: int, seconds: float) -> None:
     Args:
         rank: The rank that sleeps.
         seconds: How long.
+
+    Example:
+        >>> @ranks(2)
+        ... def test_a_barrier_says_who_is_late(rank):
+        ...     delay_rank(1, seconds=2)
+        ...     with pytest.raises(BarrierTimeoutError if rank == 0 else RankFailedError):
+        ...         DistributedManager().barrier(timeout=0.5)
     """
     if _is_rank(rank):
         time.sleep(seconds)

@@ -73,13 +73,11 @@ def ranks(
         ValueError: No world size, one below 1, a rank outside the world, or a timeout that is not positive.
 
     Example:
-        A test of three ranks::
-
-            @ranks(3)
-            def test_sum(rank, world_size):
-                value = torch.tensor(rank)
-                torch.distributed.all_reduce(value)
-                assert value == sum(range(world_size))
+        >>> @ranks(2, 3)
+        ... def test_sum(rank, world_size):
+        ...     value = torch.tensor(rank)
+        ...     torch.distributed.all_reduce(value)
+        ...     assert value == sum(range(world_size))
     """
     spec = RanksSpec(tuple(world_sizes), check_seconds("timeout", timeout), manager, tuple(dies))
     _check(spec)

@@ -18,6 +18,15 @@ class NotationError(ValueError):
     Attributes:
         text: The text.
         position: Index of the first character that does not fit.
+
+    Example:
+        >>> try:
+        ...     parse_mesh("data=2, model=two")
+        ... except NotationError as error:
+        ...     print(error)
+        the mesh must have a positive number of ranks or -1 here, got 'two'. Correct the size:
+          data=2, model=two
+                        ^
     """
 
     def __init__(self, sentence: str, text: str, position: int) -> None:

@@ -24,9 +24,21 @@ def split_sizes(length: int, parts: int) -> list[int]:
 
     Local.
 
+    Args:
+        length: Length of a dim, 0 or more.
+        parts: Number of parts, such as that of the ranks, 1 or more.
+
     Raises:
         ValueError: There is no such split.
+        TypeError: A number is not whole.
+
+    Example:
+        >>> split_sizes(10, 4)
+        [3, 3, 2, 2]
     """
+    for name, value in (("length", length), ("parts", parts)):
+        if not is_whole_number(value):
+            raise TypeError(f"{name} must be a whole number, got {value!r}. Pass an integer.")
     if parts < 1 or length < 0:
         raise ValueError(
             f"length must be at least 0 and parts at least 1, got length {length} and parts {parts}. Pass the length "
@@ -37,7 +49,15 @@ def split_sizes(length: int, parts: int) -> list[int]:
 
 
 class Partition(abc.ABC):
-    """The ranks of a job in blocks of ascending ranks."""
+    """The ranks of a job in blocks of ascending ranks.
+
+    Example:
+        >>> pairs = GridPartition.whole(8).split(2)
+        >>> print(pairs)
+        [0, 1] [2, 3] [4, 5] [6, 7]
+        >>> print(pairs.orthogonal())
+        [0, 2, 4, 6] [1, 3, 5, 7]
+    """
 
     @property
     @abc.abstractmethod
@@ -51,9 +71,16 @@ class Partition(abc.ABC):
 
     @abc.abstractmethod
     def block_of(self, rank: int) -> tuple[int, ...]:
-        """Return the ranks of the block that holds ``rank``, ascending.
+        """Return the ranks of the block that holds a rank, ascending.
 
         Local. It takes time in proportion to that block, not to the world.
+
+        Args:
+            rank: The rank, below :attr:`world_size`.
+
+        Example:
+            >>> GridPartition.whole(8).split(2).block_of(5)
+            (4, 5)
         """
 
     @abc.abstractmethod
@@ -65,12 +92,19 @@ class Partition(abc.ABC):
 
     @abc.abstractmethod
     def split(self, size: int) -> Partition:
-        """Return the partition into consecutive pieces of ``size`` ranks of each block.
+        """Return the partition into consecutive pieces of each block.
 
         Local.
 
+        Args:
+            size: Number of ranks in each piece.
+
         Raises:
             ValueError: A block does not divide into pieces of that size.
+
+        Example:
+            >>> print(GridPartition.whole(8).split(4))
+            [0, 1, 2, 3] [4, 5, 6, 7]
         """
 
     @abc.abstractmethod
@@ -84,6 +118,11 @@ class Partition(abc.ABC):
 
         Raises:
             ValueError: The blocks differ in size.
+
+        Example:
+            >>> nodes = GridPartition.whole(8).split(4)
+            >>> print(nodes.split(2).orthogonal(within=nodes))
+            [0, 2] [1, 3] [4, 6] [5, 7]
         """
 
     @property
@@ -113,6 +152,10 @@ class GridPartition(Partition):
     Attributes:
         grid: Lengths of the axes; the last one varies fastest with the rank.
         along: Whether blocks extend along an axis, for each axis.
+
+    Example:
+        >>> GridPartition.of([2, 2, 3], [1, 2])
+        GridPartition(grid=(2, 6), along=(False, True))
     """
 
     grid: tuple[int, ...]
@@ -125,9 +168,17 @@ class GridPartition(Partition):
 
     @classmethod
     def of(cls, grid: Sequence[int], along: Iterable[int]) -> GridPartition:
-        """Return the partition of a grid into blocks along the axes of these indices.
+        """Return the partition of a grid into blocks along some of its axes.
 
         Local.
+
+        Args:
+            grid: Lengths of the axes.
+            along: Indices of the axes along which blocks extend.
+
+        Example:
+            >>> print(GridPartition.of([2, 3], [0]))
+            [0, 3] [1, 4] [2, 5]
         """
         chosen = set(along)
         kinds = ((length, axis in chosen) for axis, length in enumerate(grid) if length != 1)
@@ -142,6 +193,13 @@ class GridPartition(Partition):
         """Return the partition that has all ranks in one block.
 
         Local.
+
+        Args:
+            world_size: Number of ranks.
+
+        Example:
+            >>> print(GridPartition.whole(4))
+            [0, 1, 2, 3]
         """
         return cls.of([world_size], [0])
 
@@ -163,9 +221,9 @@ class GridPartition(Partition):
         )
 
     def block_of(self, rank: int) -> tuple[int, ...]:
-        """Return the ranks of the block that holds ``rank``, ascending.
+        """Return the ranks of the block that holds a rank, ascending.
 
-        Local. It takes time in proportion to that block, not to the world.
+        Local. See :meth:`Partition.block_of`.
         """
         offsets = [0]
         for stride, length, is_along in self._axes():
@@ -195,12 +253,9 @@ class GridPartition(Partition):
         return zip(self._strides, self.grid, self.along, strict=True)
 
     def split(self, size: int) -> Partition:
-        """Return the partition into consecutive pieces of ``size`` ranks of each block.
+        """Return the partition into consecutive pieces of each block.
 
-        Local.
-
-        Raises:
-            ValueError: A block does not divide into pieces of that size.
+        Local. See :meth:`Partition.split`.
         """
         _check_split(self.world_size // self.num_blocks, size)
         axes: list[tuple[int, bool]] = []
@@ -217,10 +272,7 @@ class GridPartition(Partition):
     def orthogonal(self, within: Partition | None = None) -> Partition:
         """Return the partition whose i-th block holds the i-th ranks of all blocks.
 
-        Local.
-
-        Args:
-            within: A coarser partition, inside each block of which this is done; None is the world in one block.
+        Local. See :meth:`Partition.orthogonal`.
         """
         if within is None:
             return GridPartition(self.grid, tuple(not is_along for is_along in self.along))
@@ -247,6 +299,11 @@ class ListedPartition(Partition):
 
     Attributes:
         listed: The blocks.
+
+    Example:
+        >>> blocks = ListedPartition(((0, 3, 4), (1, 2)))
+        >>> blocks.block_of(3), blocks.num_blocks
+        ((0, 3, 4), 2)
     """
 
     listed: tuple[tuple[int, ...], ...]
@@ -278,9 +335,9 @@ class ListedPartition(Partition):
         return " ".join(str(list(block)) for block in self.listed)
 
     def block_of(self, rank: int) -> tuple[int, ...]:
-        """Return the ranks of the block that holds ``rank``, ascending.
+        """Return the ranks of the block that holds a rank, ascending.
 
-        Local.
+        Local. See :meth:`Partition.block_of`.
         """
         return self._block_by_rank[rank]
 
@@ -292,12 +349,9 @@ class ListedPartition(Partition):
         return iter(self.listed)
 
     def split(self, size: int) -> ListedPartition:
-        """Return the partition into consecutive pieces of ``size`` ranks of each block.
+        """Return the partition into consecutive pieces of each block.
 
-        Local.
-
-        Raises:
-            ValueError: A block does not divide into pieces of that size.
+        Local. See :meth:`Partition.split`.
         """
         for block in self.listed:
             _check_split(len(block), size)
@@ -307,13 +361,7 @@ class ListedPartition(Partition):
     def orthogonal(self, within: Partition | None = None) -> ListedPartition:
         """Return the partition whose i-th block holds the i-th ranks of all blocks.
 
-        Local.
-
-        Args:
-            within: A coarser partition, inside each block of which this is done; None is the world in one block.
-
-        Raises:
-            ValueError: The blocks differ in size.
+        Local. See :meth:`Partition.orthogonal`.
         """
         if within is not None:
             parts = [[block for block in self.listed if block[0] in set(outer)] for outer in within.blocks()]
@@ -334,5 +382,5 @@ def _across(blocks: Sequence[tuple[int, ...]]) -> tuple[tuple[int, ...], ...]:
 def _check_split(block_size: int, size: int) -> None:
     if not is_whole_number(size) or size < 1 or block_size % size:
         raise ValueError(
-            f"size must be a divisor of the parent group's size {block_size}, got {size}. Choose another size."
+            f"size must be a divisor of the parent group's size {block_size}, got {size!r}. Choose another size."
         )

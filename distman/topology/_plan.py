@@ -43,6 +43,11 @@ class Plan:
     Attributes:
         partitions: The partition of the world for each name of a group.
         later: The same for groups that are made by their members when they are first used.
+
+    Example:
+        >>> plan = mesh_plan((2, 3), ("data", "model"), world_size=6)
+        >>> plan.partitions["data"].block_of(4)
+        (1, 4)
     """
 
     partitions: dict[str, Partition]
@@ -74,6 +79,12 @@ def mesh_plan(mesh_shape: Sequence[int], mesh_dim_names: Sequence[str], world_si
 
     Raises:
         ValueError: The mesh does not fit the world.
+        TypeError: ``mesh_dim_names`` is one text.
+
+    Example:
+        >>> print(mesh_plan((-1, 3), ("data", "model"), world_size=6))
+        data: [0, 3] [1, 4] [2, 5]
+        model: [0, 1, 2] [3, 4, 5]
     """
     shape = resolve_mesh_shape(mesh_shape, mesh_dim_names, world_size)
     return Plan({name: GridPartition.of(shape, [axis]) for axis, name in enumerate(mesh_dim_names)})
@@ -112,9 +123,20 @@ def tree_plan(config: ProcessGroupConfig, world_size: int) -> Plan:
     Local. The leaves are the axes of a mesh, from left to right, so a tree of leaves only gives the plan of that
     mesh.
 
+    Args:
+        config: The tree, with its leaves' sizes.
+        world_size: Number of ranks.
+
     Raises:
         ValueError: A leaf has no size, a node's size is not the product of its leaves', or the tree does not fit
             the world.
+
+    Example:
+        >>> print(tree_plan(parse_tree("world(data=2, model(spatial=2, channel=2))"), world_size=8))
+        data: [0, 4] [1, 5] [2, 6] [3, 7]
+        model: [0, 1, 2, 3] [4, 5, 6, 7]
+        spatial: [0, 2] [1, 3] [4, 6] [5, 7]
+        channel: [0, 1] [2, 3] [4, 5] [6, 7]
     """
     leaves = config.leaf_groups()
     if leaves == [config.root.name]:

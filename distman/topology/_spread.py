@@ -17,6 +17,10 @@ class Spread:
         num_on_one_node: Number of those that stay on one node.
         min_nodes: Number of nodes of a group that extends over fewest.
         max_nodes: Number of nodes of a group that extends over most.
+
+    Example:
+        >>> spread_over_nodes(GridPartition.whole(8).split(2), ranks_per_node=4).is_on_one_node
+        True
     """
 
     num_groups: int
@@ -41,6 +45,10 @@ def spread_over_nodes(partition: Partition, ranks_per_node: int) -> Spread:
 
     Raises:
         ValueError: There would be no rank on a node.
+
+    Example:
+        >>> spread_over_nodes(GridPartition.whole(8).split(4), ranks_per_node=2)
+        Spread(num_groups=2, num_on_one_node=0, min_nodes=2, max_nodes=2)
     """
     if ranks_per_node < 1:
         raise ValueError(

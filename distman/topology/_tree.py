@@ -16,6 +16,10 @@ class ProcessGroupNode:
     Attributes:
         name: Name of the group.
         size: Number of ranks in each such group; None until it is known.
+
+    Example:
+        >>> ProcessGroupNode("model", size=4)
+        ProcessGroupNode(name='model', size=4)
     """
 
     name: str
@@ -30,9 +34,20 @@ class ProcessGroupConfig:
 
     Args:
         root: The node of the whole world.
+
+    Raises:
+        TypeError: It is no node.
+
+    Example:
+        >>> tree = ProcessGroupConfig(ProcessGroupNode("world"))
+        >>> tree.add_node(ProcessGroupNode("data", size=2), "world")
+        >>> tree.add_node(ProcessGroupNode("model", size=4), "world")
+        >>> print(tree, tree.leaf_groups(), tree.update_parent_sizes())
+        world(data=2, model=4) ['data', 'model'] 8
     """
 
     def __init__(self, root: ProcessGroupNode) -> None:
+        _check_node("root", root)
         self.root = root
         self._nodes = {root.name: root}
         self._children: dict[str, list[str]] = {root.name: []}
@@ -42,10 +57,22 @@ class ProcessGroupConfig:
 
         Local.
 
+        Args:
+            node: The node.
+            parent: The node above it, or its name.
+
         Raises:
+            TypeError: It is no node.
             ValueError: There is a node of that name already.
             UndefinedGroupError: There is no such parent.
+
+        Example:
+            >>> tree = parse_tree("world(data=2, model)")
+            >>> tree.add_node(ProcessGroupNode("spatial", size=4), "model")
+            >>> print(tree)
+            world(data=2, model(spatial=4))
         """
+        _check_node("node", node)
         if node.name in self._nodes:
             raise ValueError(f"a node's name must not be taken in its tree, got {node.name!r}. Choose another name.")
         above = self.get_node(parent if isinstance(parent, str) else parent.name)
@@ -58,8 +85,15 @@ class ProcessGroupConfig:
 
         Local.
 
+        Args:
+            name: Name of the node.
+
         Raises:
             UndefinedGroupError: There is none.
+
+        Example:
+            >>> parse_tree("world(data=2, model=4)").get_node("model").size
+            4
         """
         if name not in self._nodes:
             raise undefined_group(name, self._nodes, "a node of the tree")
@@ -70,8 +104,15 @@ class ProcessGroupConfig:
 
         Local.
 
+        Args:
+            name: Name of the node.
+
         Raises:
             UndefinedGroupError: There is no such node.
+
+        Example:
+            >>> [node.name for node in parse_tree("world(data=2, model(spatial=4, channel=8))").children("world")]
+            ['data', 'model']
         """
         return [self._nodes[child] for child in self._children[self.get_node(name).name]]
 
@@ -87,8 +128,15 @@ class ProcessGroupConfig:
 
         Local.
 
+        Args:
+            name: Name of the node.
+
         Raises:
             UndefinedGroupError: There is no such node.
+
+        Example:
+            >>> parse_tree("world(data=2, model(spatial=4, channel=8))").leaves_below("model")
+            ['spatial', 'channel']
         """
         children = self.children(name)
         return [leaf for child in children for leaf in self.leaves_below(child.name)] if children else [name]
@@ -117,6 +165,12 @@ class ProcessGroupConfig:
         Raises:
             UndefinedGroupError: There is no such node.
             ValueError: A node is no leaf, or a size is no positive number.
+
+        Example:
+            >>> tree = parse_tree("world(data, model(spatial, channel))")
+            >>> tree.set_leaf_group_sizes({"data": 2, "spatial": 4, "channel": 8})
+            >>> tree.root.size, tree.get_node("model").size
+            (64, 32)
         """
         for name, size in group_sizes.items():
             if self.children(name):
@@ -159,3 +213,10 @@ def _check_size(name: str, size: int | None) -> int:
     if not isinstance(size, int) or size < 1:
         raise ValueError(f"the size of group {name!r} must be a positive number of ranks, got {size}. Set it.")
     return size
+
+
+def _check_node(name: str, node: object) -> None:
+    if not isinstance(node, ProcessGroupNode):
+        raise TypeError(
+            f"{name} must be a ProcessGroupNode, got {node!r}. Write ProcessGroupNode('world'), for example."
+        )

@@ -46,6 +46,8 @@ def test_json_is_null_where_the_launcher_is_silent():
 def test_without_a_launcher_it_is_one_process():
     answer = json_of({})
     assert (answer["launcher"], answer["rank"], answer["world_size"]) == ("single", 0, 1)
+    place = [answer[name] for name in ("local_rank", "local_world_size", "node_rank", "num_nodes")]
+    assert place == [0, 1, 0, 1]
     assert answer["explanation"][0] == "single was chosen: no launcher speaks."
 
 

@@ -1,3 +1,4 @@
+import json
 import signal
 import subprocess
 import sys
@@ -88,3 +89,58 @@ def test_options_are_not_abbreviated():
 def test_closed_streams_are_no_error(closed):
     command = f"{sys.executable} -m distman plan --world-size 4 --mesh data=-1 {closed}"
     assert subprocess.run(["sh", "-c", command], timeout=60, check=False).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "keys"),
+    [
+        (["env"], {"launcher", "rank", "protected_by", "warnings"}),
+        (["check"], {"world_size", "ranks", "collectives", "problems", "is_ok"}),
+        (["plan", "--world-size", "4", "--mesh", "data=-1"], {"tree", "groups", "warnings"}),
+        (["launch", "--backend", "slurm"], {"backend", "file", "submit", "job_id", "script"}),
+        (["run", "-n", "2"], {"exit_code", "failure", "ranks"}),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else "",
+)
+def test_every_command_prints_json_and_nothing_else(arguments, keys):
+    script = ["-m", "this"] if arguments[0] == "run" else []
+    finished = run(*arguments, "--json", *script)
+    assert finished.returncode == 0
+    assert json.loads(finished.stdout).keys() >= keys
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code"),
+    [
+        (["env", "--method", "nobody"], 1),
+        (["bench"], 1),  # of one process there is nothing to measure
+        (["plan", "--world-size", "4", "--mesh", "data=3"], 1),
+        (["plan", "--world-size", "4", "--mesh", "data=x"], 2),
+        (["launch", "--backend", "slurm", "--nodes", "0"], 2),
+        (["run", "-n", "0", "-m", "this"], 2),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_what_is_wrong_is_said_on_standard_error_with_json_too(arguments, code):
+    finished = run(*arguments[:1], "--json", *arguments[1:])
+    assert (finished.returncode, finished.stdout) == (code, "")
+    assert f"distman {arguments[0]}: " in finished.stderr
+
+
+def test_a_failure_of_a_rank_is_json_too(tmp_path):
+    script = tmp_path / "fail.py"
+    script.write_text("import distman\nprint('begun')\nraise ValueError('sample 17')\n")
+    finished = run("run", "-n", "1", "--json", str(script))
+    said = json.loads(finished.stdout)
+    assert (finished.returncode, said["exit_code"], finished.stderr) == (1, 1, "begun\n")
+    assert (said["failure"]["error_type"], said["failure"]["error_text"]) == ("ValueError", "sample 17")
+
+
+def test_help_needs_little():
+    """Each of these takes longer to import than all that the help needs."""
+    program = "import sys; from distman._cli import main; main([]); print(*sys.modules)"
+    loaded = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    modules = loaded.stdout.splitlines()[-1].split()
+    heavy = {"torch", "numpy", "rich", "matplotlib", "multiprocessing.context", "ctypes", "uuid", "statistics"}
+    assert heavy.isdisjoint(modules)
+    assert [name for name in modules if name.startswith("distman._coordination")] == []

@@ -40,3 +40,13 @@ def test_hdf5_of_unequal_length(tmp_path):
         file["a"], file["b"] = np.zeros(3), np.zeros(4)
     with pytest.raises(ValueError, match=r"datasets must be equally long, got \{'a': 3, 'b': 4\}"):
         Hdf5Dataset(tmp_path / "data.h5", ["a", "b"])
+
+
+def test_no_name_is_looked_up_for_a_row(monkeypatch, tmp_path):
+    """It takes several times as long as reading the row."""
+    with h5py.File(tmp_path / "data.h5", "w") as file:
+        file["a"], file["b"] = np.arange(5), np.arange(5)
+    dataset = Hdf5Dataset(tmp_path / "data.h5", ["a", "b"])
+    for method in ("__getitem__", "get"):
+        monkeypatch.delattr(h5py.Group, method)
+    assert [a.item() for a, _ in (dataset[i] for i in range(5))] == list(range(5))

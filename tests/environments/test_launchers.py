@@ -18,7 +18,7 @@ PACKAGE = Path(distman.__file__).parent
 # `distman launch` writes job scripts: its backends are whom it writes for, not who started this process.
 WRITES_JOB_SCRIPTS = PACKAGE / "_cli" / "launch"
 # The command `distman env` has the name of a launcher by accident.
-OTHER_MEANINGS = {("_cli/env.py", "env")}
+OTHER_MEANINGS = {("_cli/parser.py", "env")}
 
 OURRUN = Launcher(
     name="ourrun",

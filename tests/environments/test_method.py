@@ -41,7 +41,7 @@ def test_mpi_is_any_mpi(launcher):
 
 def test_single_is_one_process_whatever_the_environment_says():
     detection = detect(ALL_AT_ONCE, "single")
-    assert detection.environment == LaunchEnvironment("single", 0, 1)
+    assert detection.environment == LaunchEnvironment("single", 0, 1, 0, 1, 0, 1)
     assert detection.warnings == ()
     assert not is_env_distributed(ALL_AT_ONCE | {METHOD: "single"})
 

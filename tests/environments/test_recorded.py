@@ -67,7 +67,7 @@ EXPECTED = {
     "slurm-sbatch-srun-relative1": slurm("7.5", *ONE_NODE_OF_2, num_nodes=1, first="n2"),
     "slurm-array-3": slurm("14.0", *ONE_NODE_OF_2, num_nodes=1),
     # python in the batch script: SLURM_PROCID is 0, SLURM_NTASKS 4, and there is one process.
-    "slurm-sbatch-nosrun": job("single", (None, None)),
+    "slurm-sbatch-nosrun": job("single", *ONE_NODE_OF_1, num_nodes=1),
 }
 
 

@@ -17,8 +17,10 @@ from .processes import Finished, launch
 
 LIMIT = 60
 LANGUAGES = {"python", "sh", "text", "yaml"}
-SPHINX = {"{toctree}", "{eval-rst}"}  # the build of the documentation checks them
+SPHINX = {"{toctree}", "{include}", "{literalinclude}", "{eval-rst}"}  # the build of the documentation checks them
 NOTHING_RAN = Finished((), 0, "", "", 0.0)
+MEASURED = ("docs/benchmarks/", "docs/comparison/")  # which need minutes, or other libraries
+CPU_WHEELS = "https://download.pytorch.org/whl/cpu"
 SHELL = re.compile(r"[|&;<>$`]")
 ASSIGNMENT = re.compile(r"[A-Z_]+=")
 # Any number of ranks on any number of cores, and no binding, as in the tests' own mpirun.
@@ -105,7 +107,8 @@ def name_of(value):
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_every_block_is_of_a_kind_that_is_checked(page):
-    assert {block.language for block in blocks(page)} <= LANGUAGES | (SPHINX if page.parent != REPOSITORY else set())
+    kinds = {block.language.partition(" ")[0] for block in blocks(page)}
+    assert kinds <= LANGUAGES | (SPHINX if page.parent != REPOSITORY else set())
 
 
 def test_blocks_are_found():
@@ -197,7 +200,7 @@ def run_line(request, line, folder):
     variables = {}
     while ASSIGNMENT.match(words[0]):
         name, _, variables[name] = words.pop(0).partition("=")
-    benchmark = next((word for word in words if word.startswith("docs/benchmarks/")), None)
+    benchmark = next((word for word in words if word.startswith(MEASURED)), None)
     if benchmark is not None:
         return assert_options_exist(benchmark, words[words.index(benchmark) + 1 :])
     if words[0] in BUILDERS:
@@ -227,14 +230,18 @@ def assert_target_exists(words):
 
 
 def assert_can_be_installed(words):
-    """Check what ``pip install`` is given: this folder, with extras that it has."""
+    """Check what ``pip install`` is given: this folder with extras that it has, and packages that it names itself."""
     assert words[1] == "install"
     configuration = configparser.ConfigParser()
     configuration.read(REPOSITORY / "setup.cfg")
-    for target in words[2:]:
-        folder, extras = re.fullmatch(r"(\.)(?:\[([\w,]+)\])?", target).groups()
+    extras = configuration["options.extras_require"]
+    named = "\n".join([configuration["options"]["install_requires"], *extras.values()])
+    packages = {re.match(r"[\w-]*", line)[0] for line in named.splitlines()}
+    targets = " ".join(words[2:]).replace(f"--index-url {CPU_WHEELS}", "").split()
+    for target in set(targets) - packages:
+        folder, chosen = re.fullmatch(r"(\.)(?:\[([\w,]+)\])?", target).groups()
         assert (REPOSITORY / folder / "pyproject.toml").is_file()
-        assert set((extras or "").split(",")) - {""} <= set(configuration["options.extras_require"])
+        assert set((chosen or "").split(",")) - {""} <= set(extras)
     return NOTHING_RAN
 
 

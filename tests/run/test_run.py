@@ -6,7 +6,6 @@ import signal
 import subprocess
 import sys
 import textwrap
-import time
 from pathlib import Path
 
 import psutil
@@ -159,12 +158,13 @@ def test_a_signal_ends_all(number, script, started):
 
 
 def test_a_second_signal_ends_what_does_not_heed_the_first(script, started):
-    process = started("-n", 2, script(f"signal.signal(signal.SIGTERM, signal.SIG_IGN); {WAITS}"))
+    process = started("-n", 2, script(f"signal.signal(signal.SIGTERM, lambda *_: print('heard')); {WAITS}"))
     wait_for_lines(process, 2)
-    for _ in range(2):
-        process.send_signal(signal.SIGTERM)
-        time.sleep(0.2)  # two signals at the same time are one
+    process.send_signal(signal.SIGTERM)
+    heard = wait_for_lines(process, 2)  # two signals at the same time are one
+    process.send_signal(signal.SIGTERM)
     assert process.wait(timeout=20) == 128 + signal.SIGTERM  # the first would take 30 s
+    assert sorted(heard) == ["0: heard\n", "1: heard\n"]
 
 
 def test_a_rank_may_save_when_it_is_asked_to_end(script, started, tmp_path):

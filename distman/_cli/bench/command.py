@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from distman._cli.arguments import at_least
-from distman._cli.bench.sweep_files import SUFFIXES, check_outputs, write_output
+from distman._cli.bench.sweep_files import SUFFIXES, as_json, check_outputs, write_output
 from distman._cli.output import progress_bar
 from distman._cli.speed_table import is_plain_under, print_speeds
 from distman._cli.units import parse_size, show_size
@@ -25,14 +26,15 @@ _DEFAULT = ("all_reduce", "all_gather", "all_to_all", "p2p")
 _OPERATION_TIMEOUT = 240.0  # below the seconds of silence after which the watchers end the job, and lose the sweep
 
 
-def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add the command to the parser."""
-    parser = subparsers.add_parser(
-        "bench",
-        help="measure collectives over message sizes",
-        description="Run it as you run your script, for example: srun -N2 -n4 python -m distman bench --max-size 1G",
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add what the command takes to its parser."""
+    parser.description = (
+        "Measure how long collectives take. Run it as you run your script, for example: srun -N2 -n4 python -m distman "
+        "bench --max-size 1G"
     )
-    parser.add_argument("--operations", nargs="+", choices=NAMES, default=_DEFAULT, metavar="NAME", help=f"of {NAMES}")
+    parser.add_argument(
+        "--operations", nargs="+", choices=NAMES, default=_DEFAULT, metavar="NAME", help=f"of {', '.join(NAMES)}"
+    )
     parser.add_argument("--min-size", type=_size, default=8, metavar="SIZE", help="smallest size, such as 8 or 1k")
     parser.add_argument("--max-size", type=_size, default=64 << 20, metavar="SIZE", help="largest size, such as 64M")
     parser.add_argument(
@@ -42,10 +44,22 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "--rounds", type=at_least(1), metavar="N", help="rounds of each; 5 to 100 in 0.2 s, if not given"
     )
     parser.add_argument(
-        "--output", nargs="+", action="extend", type=Path, default=[], metavar="FILE", help=f"ends in {SUFFIXES}"
+        "--output",
+        nargs="+",
+        action="extend",
+        type=Path,
+        default=[],
+        metavar="FILE",
+        help=f"ends in {', '.join(SUFFIXES)}",
     )
     parser.add_argument("--method", help="believe this launcher")
-    parser.add_argument("--timeout", type=float, help="seconds to wait for all ranks, 300, and in each operation, 240")
+    parser.add_argument(
+        "--timeout",
+        type=float,
+        metavar="SECONDS",
+        help="time to wait for all ranks, 300, and in each operation, 240",
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.set_defaults(run=run)
 
 
@@ -89,13 +103,13 @@ def run(arguments: argparse.Namespace) -> int:
         operation, num_bytes = cases[len(measurements)]
         what = f"{operation} of {show_size(num_bytes)}"
         reason = explain(error, "it", manager)
-        _tell(measurements, arguments.output, manager)
+        _tell(measurements, arguments, manager)
         if manager.rank < 2:  # rank 0 may be the one that failed
             _refuse(f"{what} was not measured: {reason or own_fault(error, manager)}")
         if reason is None:
             raise  # the traceback is wanted, and the others hear of it
         return 1
-    code = _tell(measurements, arguments.output, manager)
+    code = _tell(measurements, arguments, manager)
     if code == 0:
         manager.cleanup()
     return code
@@ -147,13 +161,16 @@ def sizes_between(smallest: int, largest: int, factor: int) -> list[int]:
     return sizes
 
 
-def _tell(measurements: Sequence[Measurement], paths: Sequence[Path], manager: DistributedManager) -> int:
+def _tell(measurements: Sequence[Measurement], arguments: argparse.Namespace, manager: DistributedManager) -> int:
     """Print and write on rank 0, and return the exit code."""
     if not manager.is_main or not measurements:
         return 0
-    print_speeds(measurements, is_plain=is_plain_under(manager.initialization_method))
+    if arguments.json:
+        print(json.dumps(as_json(measurements, _describe(manager))), flush=True)
+    else:
+        print_speeds(measurements, is_plain=is_plain_under(manager.initialization_method))
     try:
-        for path in paths:
+        for path in arguments.output:
             write_output(path, measurements, _describe(manager))
     except OSError as error:
         return _refuse(f"the files must be written, got {error}. What was measured stands above.")

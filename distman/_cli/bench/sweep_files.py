@@ -48,6 +48,11 @@ def write_output(path: Path, measurements: Sequence[Measurement], job: Mapping[s
         _draw(path, measurements, job)
 
 
+def as_json(measurements: Sequence[Measurement], job: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a sweep as what JSON can hold."""
+    return {**job, "measurements": [dataclasses.asdict(one) for one in measurements]}
+
+
 def _write_csv(path: Path, measurements: Sequence[Measurement], job: Mapping[str, Any]) -> None:
     rows = [{**dataclasses.asdict(one), **job} for one in measurements]
     with path.open("w", newline="", encoding="utf-8") as file:
@@ -57,7 +62,7 @@ def _write_csv(path: Path, measurements: Sequence[Measurement], job: Mapping[str
 
 
 def _write_json(path: Path, measurements: Sequence[Measurement], job: Mapping[str, Any]) -> None:
-    text = json.dumps({**job, "measurements": [dataclasses.asdict(one) for one in measurements]}, indent=1)
+    text = json.dumps(as_json(measurements, job), indent=1)
     path.write_text(f"{text}\n", encoding="utf-8")
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from distman._cli.arguments import not_empty
 from distman._cli.check.findings import Findings, as_json, facts, problems, warnings
-from distman._cli.output import print_table, progress_bar
+from distman._cli.output import print_table, print_text, progress_bar
 from distman._cli.speed_table import is_plain_under, print_speeds
 from distman._rendezvous.secret import find_protection
 from distman.environments import detect
@@ -30,16 +30,17 @@ _COLLECTIVE_TIMEOUT = 60.0  # seconds; a check that takes longer has found its a
 _ALONE = "One process: no other rank to talk to. Start it with torchrun, mpirun or srun to check a job."
 
 
-def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add the command to the parser."""
-    parser = subparsers.add_parser(
-        "check",
-        help="start the job under any launcher; check collectives, network, clocks and folders",
-        description="Run it as you run your script, for example: srun -N2 -n4 python -m distman check",
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add what the command takes to its parser."""
+    parser.description = (
+        "Connect the ranks and look for what is wrong with the cluster. Run it as you run your script, for example: "
+        "srun -N2 -n4 python -m distman check"
     )
     parser.add_argument("--method", help="believe this launcher")
-    parser.add_argument("--timeout", type=float, help="seconds to wait for all ranks, 300, and in each step, 60")
-    parser.add_argument("--folder", type=not_empty, help="a folder that all ranks must see")
+    parser.add_argument(
+        "--timeout", type=float, metavar="SECONDS", help="time to wait for all ranks, 300, and in each step, 60"
+    )
+    parser.add_argument("--folder", type=not_empty, metavar="DIR", help="a folder that all ranks must see")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.set_defaults(run=run)
 
@@ -175,7 +176,7 @@ def _tell(findings: Findings, *, is_json: bool) -> None:
     warned = [f"warning: {sentence}" for sentence in warnings(findings)]
     wrong = [f"WRONG: {sentence}" for sentence in problems(findings)]
     alone = [_ALONE] if findings.backend is None else []
-    print("\n".join(["", *warned, *facts(findings), *wrong, *alone]), flush=True)
+    print_text("\n".join(["", *warned, *facts(findings), *wrong, *alone]))
 
 
 def _row(peer: Peer) -> tuple[str, ...]:

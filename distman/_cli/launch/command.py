@@ -19,37 +19,47 @@ _DESCRIPTION = "Write the script that starts a job of one process for each GPU, 
 _DEFAULTS = JobRequest(backend="slurm")
 
 
-def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add the command to the parser."""
-    parser = subparsers.add_parser(
-        "launch",
-        help="write the job script for Slurm, PBS, LSF, Flux, an MPI or torchrun, and submit it",
-        description=_DESCRIPTION,
-        usage="distman launch --backend BACKEND [options] [script.py [arguments]]",
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add what the command takes to its parser."""
+    parser.description = _DESCRIPTION
+    parser.usage = "distman launch --backend BACKEND [options]\n                      [script.py [arguments]]"
+    backends = [*BACKENDS, "mpi"]
+    parser.add_argument(
+        "--backend",
+        required=True,
+        choices=backends,
+        metavar="BACKEND",
+        help=f"who starts the processes: {', '.join(backends)}",
     )
-    parser.add_argument("--backend", required=True, choices=[*BACKENDS, "mpi"], help="who starts the processes")
     parser.add_argument("--with-torchrun", action="store_true", help="let srun start one torchrun on each node")
-    parser.add_argument("--nodes", type=int, default=_DEFAULTS.nodes, help="number of nodes (%(default)s)")
+    parser.add_argument("--nodes", type=int, default=_DEFAULTS.nodes, metavar="N", help="number of nodes (%(default)s)")
     parser.add_argument(
         "--gpus-per-node",
         type=int,
         default=_DEFAULTS.gpus_per_node,
+        metavar="N",
         help="GPUs of each node, and as many processes (%(default)s); 0 for a job on CPUs",
     )
-    parser.add_argument("--tasks-per-node", type=int, help="processes on each node of a job on CPUs (1)")
-    parser.add_argument("--gpu-type", help="what Slurm calls the GPUs, such as a100")
+    parser.add_argument("--tasks-per-node", type=int, metavar="N", help="processes on each node of a job on CPUs (1)")
+    parser.add_argument("--gpu-type", metavar="NAME", help="what Slurm calls the GPUs, such as a100")
     parser.add_argument(
-        "--cpus-per-task", type=int, default=_DEFAULTS.cpus_per_task, help="CPUs for each process (%(default)s)"
+        "--cpus-per-task",
+        type=int,
+        default=_DEFAULTS.cpus_per_task,
+        metavar="N",
+        help="CPUs for each process (%(default)s)",
     )
     parser.add_argument(
         "--time",
         default=_DEFAULTS.time,
         help="longest time: 90m, 2h30m, 1d, HH:MM:SS, or as Slurm has it (%(default)s)",
     )
-    parser.add_argument("--account", help="who pays")
-    parser.add_argument("--partition", help="partition, or queue")
-    parser.add_argument("--job-name", default=_DEFAULTS.job_name, help="name of the job (%(default)s)")
-    parser.add_argument("--output", type=Path, help="write the script into this file; without it, print it")
+    parser.add_argument("--account", metavar="NAME", help="who pays")
+    parser.add_argument("--partition", metavar="NAME", help="partition, or queue")
+    parser.add_argument("--job-name", default=_DEFAULTS.job_name, metavar="NAME", help="name of the job (%(default)s)")
+    parser.add_argument(
+        "--output", type=Path, metavar="FILE", help="write the script into this file; without it, print it"
+    )
     parser.add_argument("--force", action="store_true", help="replace the file if it is there")
     parser.add_argument("--submit", action="store_true", help="submit it, or run it where there is no scheduler")
     parser.add_argument("--json", action="store_true", help="print one JSON object")

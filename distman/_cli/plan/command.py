@@ -9,7 +9,7 @@ import sys
 from typing import Any
 
 from distman._cli.arguments import at_least
-from distman._cli.output import UsageError, print_table
+from distman._cli.output import UsageError, print_table, print_text
 from distman._cli.plan.drawing import draw_tree, first_and_last, grid_table, shorten_ranks, where
 from distman._cli.plan.layout import Layout, lay_out_mesh, lay_out_tree
 from distman.topology import NotationError, parse_mesh, parse_tree
@@ -18,13 +18,12 @@ _MAX_WORLD_SIZE = 10_000_000
 """More ranks than any machine has; their groups still fit into memory."""
 
 
-def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add the command to the parser."""
-    parser = subparsers.add_parser(
-        "plan",
-        help="draw the groups or the mesh of a job of any size, without its processes",
-        description="Draw the groups that create_groups_from_config() or initialize_mesh() would make; nothing is "
-        "started. The exit code is 0, 1 where the plan does not fit the world, 2 where the arguments are wrong.",
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add what the command takes to its parser."""
+    parser.usage = "distman plan --world-size RANKS\n                    (--tree TREE | --mesh MESH) [options]"
+    parser.description = (
+        "Draw the groups that create_groups_from_config() or initialize_mesh() would make; nothing is started. The "
+        "exit code is 0, 1 where the plan does not fit the world, 2 where the arguments are wrong."
     )
     parser.add_argument("--world-size", type=at_least(1), required=True, metavar="RANKS", help="number of ranks")
     wanted = parser.add_mutually_exclusive_group(required=True)
@@ -121,7 +120,7 @@ def _print(layout: Layout, rank: int) -> None:
             title=f"Rank {rank} is in:",
         )
     for warning in layout.warnings():
-        print(f"\nwarning: {warning}")
+        print_text(f"\nwarning: {warning}")
 
 
 def _print_nodes(layout: Layout) -> None:
@@ -135,4 +134,4 @@ def _print_nodes(layout: Layout) -> None:
     for name, spread in spreads.items():
         size = layout.group_size(name)
         what = f"{spread.num_groups} group{'s' * (spread.num_groups > 1)} of {size} rank{'s' * (size > 1)}"
-        print(f"{name}: {what}, {where(spread, size)}")
+        print_text(f"{name}: {what}, {where(spread, size)}")

@@ -19,10 +19,9 @@ from distman._coordination.failure.catching import errors_in
 from distman._coordination.failure.error_file import is_shown_by_starter
 from distman._coordination.failure.pending_work import complete_all, is_anything_left
 from distman._coordination.failure.record import FailureRecord
-from distman._coordination.failure.short_traceback import folded_traceback
+from distman._coordination.failure.short_traceback import HINT, short_traceback
 from distman._coordination.timeouts import keep_threads, run_with_timeout
 from distman._process_state import puts_back
-from distman.errors import RankFailedError
 
 EXIT_CODE = 76
 """Exit code of a process whose program cannot be ended by another rank's failure, or has swallowed it.
@@ -134,9 +133,9 @@ class _Hook:
             self.exit_code = 1  # the end of the interpreter would wait for the same lock
 
     def _show(self, error_type: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        text = folded_traceback(error) if isinstance(error, RankFailedError) else ""
+        text = short_traceback(error)
         if text:
-            _write(text)
+            _write(HINT + text)
         else:
             self.previous(error_type, error, trace)
 

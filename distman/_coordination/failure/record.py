@@ -11,6 +11,7 @@ import traceback
 from typing import TYPE_CHECKING, Protocol
 
 from distman._coordination import protocol
+from distman._coordination.failure.short_traceback import short_traceback
 from distman._coordination.messages import MalformedMessageError, claim, decode, decode_text, unless_malformed
 from distman._text import shortened
 from distman.errors import RankFailedError
@@ -181,9 +182,9 @@ def _text_of(error: BaseException) -> str:
 
 
 def _traceback_of(error: BaseException) -> str:
-    """Return the traceback as the interpreter prints it, or what can be had of it: a cause may raise anything too."""
+    """Return the traceback without this package's lines, or what can be had of it: a cause may raise anything too."""
     try:
-        return "".join(traceback.format_exception(error))
+        return short_traceback(error) or "".join(traceback.format_exception(error))
     except BaseException as broken:  # noqa: BLE001 - the same
         without = f"Its chained errors are left out: to show them raised {type(broken).__name__}."
     try:

@@ -4,15 +4,18 @@ import contextlib
 import io
 import multiprocessing
 import os
+import re
 import sys
 import threading
+from pathlib import Path
 
 import pytest
 
+import distman
 from distman._coordination.failure import hook
 from distman._coordination.failure.delivery import Delivery
-from distman._coordination.failure.short_traceback import folded_traceback
-from distman.errors import RankFailedError
+from distman._coordination.failure.short_traceback import short_traceback
+from distman.errors import BarrierTimeoutError, RankFailedError
 
 from ..ranks import failure_on
 
@@ -194,11 +197,43 @@ def test_a_traceback_leaves_out_what_is_not_the_users(monkeypatch):
         except IndexError as error:
             raise delivery.next_error() from error
     except RuntimeError as error:
-        shown = folded_traceback(error)
+        shown = short_traceback(error)
         monkeypatch.setenv("DISTMAN_DEBUG", "1")
-        in_full = folded_traceback(error)
+        in_full = short_traceback(error)
     assert in_full == ""
     assert "timeouts.py" not in shown
     assert shown.count("test_hook.py") == 3
     assert "RankFailedError: rank 1" in shown
-    assert shown.startswith("  (lines of torch and distman are left out")
+
+
+class OfDistmanError(BarrierTimeoutError):
+    pass
+
+
+@pytest.mark.parametrize(("kind", "of_package"), [(ValueError, ["internal_b.py"]), (OfDistmanError, [])])
+def test_of_an_error_that_came_through_this_package_the_users_lines_are_shown(monkeypatch, kind, of_package):
+    def user():
+        package_a(lambda: package_b(kind))
+
+    package_a = in_package("internal_a.py", "def f(work): work()")
+    package_b = in_package("internal_b.py", "def f(kind): raise kind('no')")
+    with pytest.raises(kind) as caught:
+        user()
+    shown = short_traceback(caught.value)
+    assert re.findall(r"(internal_\w\.py|test_hook\.py)", shown) == ["test_hook.py"] * 3 + of_package
+    assert shown.endswith(": no\n")
+    monkeypatch.setenv("DISTMAN_DEBUG", "1")
+    assert short_traceback(caught.value) == ""
+
+
+def in_package(name, source):
+    """Return a function that seems to be in a file of the package."""
+    scope = {}
+    exec(compile(source, str(Path(distman.__file__).with_name(name)), "exec"), scope)  # noqa: S102 - a constant
+    return scope["f"]
+
+
+def test_an_error_of_the_program_alone_is_left_to_the_interpreter():
+    with pytest.raises(ZeroDivisionError) as caught:
+        raise ZeroDivisionError
+    assert short_traceback(caught.value) == ""

@@ -1,0 +1,102 @@
+"""The parser of the command line, which imports a command when its arguments are asked for."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import importlib
+from collections.abc import Iterator
+from typing import Any
+
+from distman._version import VERSION
+
+DESCRIPTION = "Start a job of many processes, look at it before it runs, and write its job script."
+
+_COMMANDS = {
+    "run": ("distman._cli.run", "start the ranks of a job on this machine"),
+    "env": ("distman._cli.env", "show what was detected, from which variables, and why, and what will go wrong"),
+    "check": (
+        "distman._cli.check.command",
+        "start the job under any launcher; check collectives, network, clocks and folders",
+    ),
+    "bench": ("distman._cli.bench.command", "measure collectives over message sizes"),
+    "plan": ("distman._cli.plan.command", "draw the groups or the mesh of a job of any size, without its processes"),
+    "launch": (
+        "distman._cli.launch.command",
+        "write the job script for Slurm, PBS, LSF, Flux, an MPI or torchrun, and submit it",
+    ),
+    "completion": ("distman._cli.completion", "print what lets a shell complete this command"),
+}
+
+
+class _Parser(argparse.ArgumentParser):
+    """A parser whose subparsers refuse what they do not know by themselves."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **(kwargs | {"allow_abbrev": False}))
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
+        """Parse; what is left over is an error with the usage of this very command."""
+        arguments, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            close = difflib.get_close_matches(unknown[0].partition("=")[0], self._option_string_actions, n=1)
+            hint = f"; did you mean {close[0]}?" if close else ""
+            self.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
+        return arguments, unknown
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        """Refuse a value that is none of an option's choices, and name the one that was meant."""
+        if action.choices is None or value in action.choices:
+            return
+        close = difflib.get_close_matches(str(value), action.choices, n=1)
+        meant = f"did you mean {close[0]}?" if close else f"choose from {', '.join(action.choices)}"
+        raise argparse.ArgumentError(action, f"there is no {value!r}; {meant}")
+
+
+class CommandParser(_Parser):
+    """The parser of a command: it imports the command's module when something is parsed, or its help is shown.
+
+    Args:
+        module: The module, whose ``add_arguments()`` says what it takes.
+        kwargs: Of argparse.
+    """
+
+    def __init__(self, *, module: str, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self._module: str | None = module
+
+    def load(self) -> None:
+        """Ask the command for its arguments, once."""
+        module, self._module = self._module, None
+        if module is not None:
+            importlib.import_module(module).add_arguments(self)
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
+        """Parse, as the command wants it."""
+        self.load()
+        return super().parse_known_args(args, namespace)
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """Return the parser of the whole command."""
+    parser = _Parser(prog="distman", description=DESCRIPTION, epilog="`distman help COMMAND` says more.")
+    parser.add_argument("-V", "--version", action="version", version=f"%(prog)s {VERSION}")
+    subparsers = parser.add_subparsers(required=True, metavar="COMMAND", parser_class=CommandParser)
+    for name, (module, summary) in _COMMANDS.items():
+        subparsers.add_parser(name, module=module, help=summary)
+    return parser
+
+
+def commands(parser: argparse.ArgumentParser) -> Iterator[tuple[str, str, CommandParser]]:
+    """Yield the name, the summary and the parser of each command, with its arguments."""
+    (subparsers,) = (one for one in parser._actions if isinstance(one, argparse._SubParsersAction))
+    for name, command in subparsers.choices.items():
+        command.load()
+        yield name, _COMMANDS[name][1], command
+
+
+def options(parser: argparse.ArgumentParser) -> Iterator[tuple[argparse.Action, str]]:
+    """Yield the options that a parser shows, with their help."""
+    for action in parser._actions:
+        if action.option_strings and action.help not in (None, argparse.SUPPRESS):
+            yield action, str(action.help) % {**vars(action), "prog": parser.prog}
