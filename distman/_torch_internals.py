@@ -98,6 +98,38 @@ def batch_isend_irecv(operations: list[dist.P2POp]) -> list[dist.Work]:
     return works
 
 
+def collects_batches(process_group: dist.ProcessGroup | None, device: torch.device) -> bool:
+    """Return whether what carries a group's tensors of a device has the rules of NCCL, as those for GPUs have."""
+    return type(process_group) is dist.ProcessGroup and bool(process_group._get_backend(device).supports_coalescing)
+
+
+def abort_backends(process_group: dist.ProcessGroup) -> None:
+    """End what a group waits for by aborting the backends that have NCCL's rules; it is good for nothing afterwards."""
+    for device in process_group._device_types:
+        if collects_batches(process_group, device):
+            process_group._get_backend(device).abort()
+
+
+def abort_all_backends() -> None:
+    """End what this process waits for in any group, as :func:`abort_backends` does for one."""
+    for process_group in list(distributed_c10d._world.pg_map):
+        abort_backends(process_group)
+
+
+def end_group(process_group: dist.ProcessGroup | None = None, *, aborts: bool) -> None:
+    """Destroy a process group, or all of them.
+
+    Args:
+        process_group: The group; None for all.
+        aborts: Do not wait for what is outstanding there, as NCCL does: after a failure nobody completes it. gloo never
+            waits.
+    """
+    if aborts:
+        distributed_c10d._abort_process_group(process_group)
+    else:
+        dist.destroy_process_group(process_group)
+
+
 @contextlib.contextmanager
 def counting_no_failed_group() -> Iterator[None]:
     """Let a group that could not be made not count: the number is part of the store's keys, which all ranks share."""

@@ -228,7 +228,8 @@ class DistributedManager(Place, GroupQueries, GroupCreation):
             reporter = reporter_of(state.job, rendezvous, failure_behind(error), state.watcher)
             hook.set_reporter_for(error, reporter)
         hook.set_thread_reporter(None)
-        state.groups.close()
+        has_failed = error is not None or (state.watcher is not None and state.watcher.record is not None)
+        state.groups.close(aborts=has_failed)
         try:
             leave(state.job, state.watcher, is_at_exit=stays_known)
         finally:

@@ -6,6 +6,8 @@ With DISTMAN_FORBID_SKIP=1 a test that does not run fails; only those marked ``g
 import gc
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Generator
 from pathlib import Path
 
@@ -26,7 +28,23 @@ WITH_PROCESSES = {  # that are no ranks of `@ranks`; these folders and files hav
     TESTS / "test_no_skips.py",
     TESTS / "test_packaging.py",
 }
+OVER_NCCL_RULES = {TESTS / "collectives", TESTS / "test_mappings.py"}
+"""Folders and files whose tests of several ranks run over a backend with NCCL's rules too."""
+BACKENDS = [
+    pytest.param("gloo", id=pytest.HIDDEN_PARAM),
+    pytest.param(
+        "nccl_rules",
+        marks=pytest.mark.ranks_backend("cpu:nccl_rules", "tests.nccl_rules.backend"),
+        id="NCCL's rules",
+    ),
+]
+COMPILER = pytest.StashKey[subprocess.Popen[bytes]]()
 NOT_RUN = (pytest.skip.Exception, pytest.xfail.Exception)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Let the tests over the backend with NCCL's rules run on all numbers of ranks."""
+    parser.addoption("--all-backends", action="store_true", help="Run tests over NCCL's rules on all numbers of ranks.")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -35,11 +53,21 @@ def pytest_configure(config: pytest.Config) -> None:
     A shell ignores Ctrl-C for what it puts into the background, and for all that this starts; here it is an interrupt.
     Hypothesis would fail an example that takes 0.2 s, as it may on a busy machine.
     """
+    config.addinivalue_line("markers", "gloo_only(reason): does not hold over a backend with NCCL's rules")
     config.addinivalue_line("markers", "unit: starts no processes with torch; given to tests when they are collected")
     hypothesis.settings.register_profile("distman", deadline=None)
     hypothesis.settings.load_profile("distman")
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.default_int_handler)
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Make two tests of each that runs on several ranks: over gloo, and over a backend with NCCL's rules."""
+    test = metafunc.definition
+    is_chosen = not OVER_NCCL_RULES.isdisjoint([test.path, *test.path.parents])
+    if is_chosen and test.get_closest_marker("ranks"):
+        metafunc.fixturenames.append("backend")
+        metafunc.parametrize("backend", BACKENDS)
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -49,6 +77,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     xdist gives each process a piece of the list, of which the others steal the end when they are done. So every piece
     begins with its share of the tests of launchers, which take long and wait much, and ends with short ones.
     """
+    items[:] = [item for item in items if _is_wanted(item, everything=config.getoption("all_backends"))]
     for item in items:
         if item.get_closest_marker("ranks") is None and WITH_PROCESSES.isdisjoint([item.path, *item.path.parents]):
             item.add_marker("unit")
@@ -63,6 +92,34 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             num_short = (index + 1) * num_items // num_processes - len(items)
             items += short[:num_short]
             del short[:num_short]
+
+
+def _is_wanted(item: pytest.Item, *, everything: bool) -> bool:
+    """Return whether a test is to run; over the backend with NCCL's rules on as few ranks as can differ will do."""
+    if item.get_closest_marker("ranks_backend") is None or not isinstance(item, pytest.Function):
+        return True
+    if item.get_closest_marker("gloo_only") is not None:
+        return False
+    spec = item.get_closest_marker("ranks").args[0]
+    several = [size for size in spec.world_sizes if size > 1]
+    return everything or item.callspec.params["distman_world_size"] == min(several, default=0)
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Start to compile the backend with NCCL's rules: it takes half a minute, in which other tests run."""
+    if (
+        any(item.get_closest_marker("ranks_backend") for item in session.items)
+        and not session.config.option.collectonly
+    ):
+        compiler = subprocess.Popen([sys.executable, "-m", "tests.nccl_rules.library"], cwd=TESTS.parent)
+        session.config.stash[COMPILER] = compiler
+        session.config.add_cleanup(compiler.wait)
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Wait until the backend is compiled, before the time of a test runs."""
+    if item.get_closest_marker("ranks_backend") and item.config.stash[COMPILER].wait():
+        pytest.fail("the backend with NCCL's rules must be compiled, see above for why g++ did not.", pytrace=False)
 
 
 @pytest.hookimpl(wrapper=True)

@@ -24,7 +24,7 @@ from distman._job.job import Job
 from distman._log import logger
 from distman._store.connection import GaveUpError
 from distman._store.torch_store import part_of
-from distman._torch_internals import device_types, is_registered, mesh_without_groups
+from distman._torch_internals import device_types, end_group, is_registered, mesh_without_groups
 from distman.errors import DistmanError, UndefinedGroupError, undefined_group
 from distman.topology import GridPartition, Partition, Plan
 from distman.topology._plan import READY_MADE, check_new_names
@@ -286,7 +286,7 @@ class Groups:
                 raise error
         except BaseException:  # Ctrl-C too: no group stays without the others
             for group in made.values():
-                _destroy(group)
+                _destroy(group, aborts=True)
             raise
         self._partitions |= plan.partitions | plan.later
         self._companions |= {name: list(plan.later) for name in plan.partitions if plan.later}
@@ -333,10 +333,14 @@ class Groups:
             if companion in self._partitions:
                 self.destroy(companion)
 
-    def close(self) -> None:
-        """Destroy all groups."""
+    def close(self, *, aborts: bool = False) -> None:
+        """Destroy all groups.
+
+        Args:
+            aborts: Wait for nothing that is outstanding there: the job has failed.
+        """
         for group in self._made.values():
-            _destroy(group)
+            _destroy(group, aborts=aborts)
         self._made.clear()
 
     def device_mesh(self, shape: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
@@ -404,6 +408,6 @@ def _destroyed(what: str) -> UndefinedGroupError:
     return UndefinedGroupError(f"{what} must be there to be used, got one that was destroyed. Make it again.")
 
 
-def _destroy(group: Group) -> None:
+def _destroy(group: Group, *, aborts: bool = False) -> None:
     if group.process_group is not None and is_registered(group.process_group):  # other code may have been faster
-        dist.destroy_process_group(group.process_group)
+        end_group(group.process_group, aborts=aborts)

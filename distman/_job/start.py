@@ -34,7 +34,7 @@ from distman._rendezvous.join_record import JoinRecord
 from distman._rendezvous.peers import complete
 from distman._rendezvous.secret import check_adoption
 from distman._rendezvous.store import adopt_store
-from distman._torch_internals import counting_no_failed_group, default_store, make_gloo_default
+from distman._torch_internals import counting_no_failed_group, default_store, end_group, make_gloo_default
 from distman.environments import LaunchEnvironment
 from distman.errors import DistmanError, RankFailedError, RendezvousError
 
@@ -153,7 +153,7 @@ def adopt(environment: LaunchEnvironment, requested: torch.device | None, limits
         environment = LaunchEnvironment.bare(rank, world_size)
     hook.set_reporter(functools.partial(abort_job, environment))  # no rank waits for another one to arrive
     backend = dist.get_backend_config()
-    device = requested or (None if "nccl" in backend else torch.device("cpu"))
+    device = requested or _bound_device() or (None if "nccl" in backend else torch.device("cpu"))
     me = join_record_of(environment, os.environ, device=device, backend=backend)
     rendezvous = None if dist.get_backend() == "fake" else _join_in_group(me, limits)
     peers = rendezvous.peers if rendezvous else complete([me])
@@ -169,9 +169,22 @@ def adopt(environment: LaunchEnvironment, requested: torch.device | None, limits
         is_adopted=True,
         environment=environment,
     )
+    _make_current(job.device)
     if rendezvous is not None:
         hook.set_reporter(reporter_of(job, rendezvous))
     return job
+
+
+def _bound_device() -> torch.device | None:
+    """Return the device that other code gave its process group, which takes tensors of no other one."""
+    group = dist.group.WORLD
+    return group.bound_device_id if isinstance(group, dist.ProcessGroup) else None
+
+
+def _make_current(device: torch.device) -> None:
+    """Let this process use a GPU for what does not name one: a plain "cuda", and NCCL's batches of messages."""
+    if device.type in ("cuda", "xpu"):
+        getattr(torch, device.type).set_device(device)
 
 
 def watch(job: Job, limits: WatchLimits | None) -> Watcher | None:
@@ -204,13 +217,13 @@ def watch(job: Job, limits: WatchLimits | None) -> Watcher | None:
 def _job_of_one(environment: LaunchEnvironment, requested: torch.device | None, limits: Limits) -> Job:
     hook.set_reporter(None)  # no other rank has to hear of a failure
     device = requested or pick_device()
+    _make_current(device)
     peers = complete([join_record_of(environment, os.environ, device=device, backend=None)])
     return Job(peers[0], 1, device, None, limits, peers, environment)
 
 
 def _make_process_group(job: Job, store: dist.Store, url: str) -> None:
-    if job.device.type == "cuda":
-        torch.cuda.set_device(job.device)
+    _make_current(job.device)
     if url.startswith(UNIX):
         stay_on_this_host()
     elif job.peer.num_nodes > 1:
@@ -257,8 +270,9 @@ def _let_group_be() -> None:
 
 
 def _leave_group() -> None:
+    """Leave the process group after a failure."""
     if dist.is_initialized():  # else it was not made yet, or the rank has left the job
-        dist.destroy_process_group()
+        end_group(aborts=True)
 
 
 def reporter_of(

@@ -10,7 +10,7 @@ import torch
 from distman._coordination.wait_scope import collective
 from distman._groups.registry import Group
 from distman.collectives import _reduce_scatter  # the module, since each of the two needs the other
-from distman.collectives._exchange import exchange, layout_of
+from distman.collectives._exchange import exchange, gather_evenly, layout_of
 from distman.collectives._validation import (
     GroupLike,
     check_call,
@@ -86,8 +86,10 @@ class AllGather(torch.autograd.Function):
         ctx.arguments = sizes, dim, use_fp32, group
         shape = list(tensor.shape)
         shape[dim] = sum(sizes)
-        full = tensor.new_empty(shape)
         what = f"all_gather {layout_of(tensor, dim)} dim {dim} sizes {sizes}"
+        if min(sizes) == max(sizes) and (parts := gather_evenly(tensor, group, what)) is not None:
+            return parts.movedim(0, dim).reshape(shape)
+        full = tensor.new_empty(shape)
         exchange([tensor] * group.size, full.split(sizes, dim), group, what)
         return full
 

@@ -14,10 +14,11 @@ from distman._coordination.monitor.mismatch import Call
 from distman._coordination.tracking import check_all_run_here, current_wait
 from distman._coordination.wait_scope import collective
 from distman._groups.registry import Group
-from distman._torch_internals import batch_isend_irecv
+from distman._torch_internals import batch_isend_irecv, collects_batches
 from distman.errors import DistmanError, PlanMismatchError
 
-_connected: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
+_connected: weakref.WeakKeyDictionary[dist.ProcessGroup, set[str]] = weakref.WeakKeyDictionary()
+"""The types of devices of which a group's backend needs no first operation of all ranks any more."""
 _TAGS = 2**31  # tags are not negative, and of 32 bits
 _MAX_NUMBERS = 24  # broadcast by any call: then messages of calls that differ are of one length
 
@@ -36,12 +37,13 @@ def exchange(sends: Sequence[torch.Tensor], receives: Sequence[torch.Tensor], gr
     """
     # Before the first message, so that none is left behind. A forward pass has asked already.
     check_all_run_here(group.ranks, "the backward pass of a collective")
+    pg = process_group_of(group)
+    carrier = _carrier(receives[group.rank].device, pg)
     buffers = {
-        rank: piece if piece.is_contiguous() else torch.empty_like(piece, memory_format=torch.contiguous_format)
+        rank: piece if piece.is_contiguous() and piece.device == carrier else _contiguous_like(piece, carrier)
         for rank, piece in enumerate(receives)
         if rank != group.rank and piece.numel()
     }
-    pg = process_group_of(group)
     call, tag = announce(group, what)
     operations = [_message(dist.irecv, buffer, rank, group, pg, tag) for rank, buffer in buffers.items()]
     packed: dict[int, torch.Tensor] = {}
@@ -50,7 +52,7 @@ def exchange(sends: Sequence[torch.Tensor], receives: Sequence[torch.Tensor], gr
         if sends[rank].numel():
             key = id(sends[rank])
             if key not in packed:
-                packed[key] = sends[rank].resolve_conj().resolve_neg().contiguous()
+                packed[key] = sends[rank].resolve_conj().resolve_neg().contiguous().to(carrier)
             operations.append(_message(dist.isend, packed[key], rank, group, pg, tag))
     _connect(receives[group.rank].device, pg)
     try:
@@ -60,12 +62,35 @@ def exchange(sends: Sequence[torch.Tensor], receives: Sequence[torch.Tensor], gr
         for work in works:
             work.wait()
     except BaseException as error:
-        if not isinstance(error, RuntimeError) or isinstance(error, DistmanError):  # else the backend knows of it
+        is_known = isinstance(error, RuntimeError) and not isinstance(error, DistmanError)  # to gloo, which closes
+        if not is_known or collects_batches(pg, carrier):  # a part of a batch may be under way, as when memory ran out
             call.interrupt()
         raise
     for rank, buffer in buffers.items():
         if buffer is not receives[rank]:
             receives[rank].copy_(buffer)
+
+
+@collective
+def gather_evenly(tensor: torch.Tensor, group: Group, what: str) -> torch.Tensor | None:
+    """Return the tensors of all ranks, along a new first dim; None where :func:`exchange` is to move them.
+
+    Collective. Blocking. It is one operation of the backend, and faster than messages on GPUs.
+
+    Args:
+        tensor: The tensor, of one shape and dtype on all ranks; never changed.
+        group: The group.
+        what: As for :func:`exchange`.
+    """
+    pg = process_group_of(group)
+    if pg is None or not tensor.numel() or not collects_batches(pg, tensor.device):
+        return None
+    check_all_run_here(group.ranks, "the backward pass of a collective")
+    announce(group, what)
+    mine = tensor.resolve_conj().resolve_neg().contiguous()
+    parts = mine.new_empty(group.size, *mine.shape)
+    dist.all_gather_single(_carried(parts), _carried(mine), group=pg)
+    return parts
 
 
 def announce(group: Group, what: str) -> tuple[Call, int]:
@@ -113,11 +138,24 @@ def process_group_of(group: Group) -> dist.ProcessGroup | None:
     return process_group
 
 
+def _carrier(device: torch.device, process_group: dist.ProcessGroup | None) -> torch.device:
+    """Return the device from which tensors travel: the CPU over gloo, which cannot send those of a GPU."""
+    if device.type == "cpu" or process_group is None or collects_batches(process_group, device):
+        return device
+    return torch.device("cpu")
+
+
+def _contiguous_like(piece: torch.Tensor, device: torch.device) -> torch.Tensor:
+    return torch.empty_like(piece, memory_format=torch.contiguous_format, device=device)
+
+
 def _connect(device: torch.device, process_group: dist.ProcessGroup | None) -> None:
-    """Let all ranks of an NCCL group take part in its first operation, as NCCL demands; later ones need not."""
-    if device.type == "cuda" and process_group is not None and process_group not in _connected:
+    """Let all ranks of a group take part in its first operation, as NCCL and its like demand; later ones need not."""
+    if process_group is None or device.type in _connected.get(process_group, ()):
+        return
+    if collects_batches(process_group, device):
         dist.all_reduce(torch.zeros(1, device=device), group=process_group)
-        _connected.add(process_group)
+    _connected.setdefault(process_group, set()).add(device.type)
 
 
 def sum_pieces(pieces: Sequence[torch.Tensor], own: int, *, use_fp32: bool) -> torch.Tensor:

@@ -108,7 +108,7 @@ class Accumulators:
         if self._over_all:
             self._kept.append(on_host((outputs, targets)))
         values = [_as_number(name, measure(outputs, targets)) for name, measure in self._by_batch.items()]
-        return torch.cat([loss.double(), torch.stack(values).to(loss.device)]) if values else loss
+        return torch.cat([loss.double(), *[value.to(loss.device) for value in values]]) if values else loss
 
     def add(self, values: torch.Tensor, num_samples: int) -> None:
         """Add the loss and metrics of so many samples."""
@@ -179,7 +179,7 @@ def _as_number(name: str, value: float | torch.Tensor) -> torch.Tensor:
     number = torch.as_tensor(value, dtype=torch.float64)
     if number.numel() != 1:
         raise ValueError(f"metric {name} must be one number, got shape {tuple(number.shape)}. Return its mean.")
-    return number.reshape(())
+    return number.reshape(1)
 
 
 def _detached(leaf: Any) -> Any:

@@ -27,6 +27,9 @@ if TYPE_CHECKING:
 WORLD_SIZE = "distman_world_size"
 """The parameter that makes one test of each world size."""
 
+BACKEND = "ranks_backend"
+"""The mark of a test whose process group has another backend than gloo."""
+
 _GROUP_MARGIN_SECONDS = 60.0
 """A collective gives up so long after the test's own limit, so that the report shows where it was stuck."""
 _DEBUGGED_SECONDS = 86400.0
@@ -63,6 +66,7 @@ def run_on_workers(
     world_size = cast("int", item.callspec.params[WORLD_SIZE])
     call = pack(function, arguments, spec.parameters, _own_modules(item))
     environ = _worker_environ()
+    backend, backend_module = _backend_of(item)
 
     def make_task(rank: int, store_file: str) -> RankTask:
         return RankTask(
@@ -72,6 +76,8 @@ def run_on_workers(
             store_file=store_file,
             group_timeout=spec.timeout + (_GROUP_MARGIN_SECONDS if debugger is None else _DEBUGGED_SECONDS),
             uses_manager=spec.uses_manager,
+            backend=backend,
+            backend_module=backend_module,
             environ={**environ, **_place(rank, world_size)},
             directory=str(Path.cwd()),
             search_path=list(sys.path),
@@ -84,6 +90,12 @@ def run_on_workers(
         )
 
     return pool.run(make_task, world_size, spec.timeout, spec.dies, debugger)
+
+
+def _backend_of(item: pytest.Function) -> tuple[str, str]:
+    """Return the backend of the process group, and the module to import for it."""
+    mark = item.get_closest_marker(BACKEND)
+    return ("gloo", "") if mark is None else (mark.args[0], mark.args[1])
 
 
 def server_environ() -> dict[str, str]:

@@ -41,8 +41,9 @@ class SeenWarning:
 class RankTask:
     """One rank's part of one test.
 
-    ``coverage`` is how coverage.py measures, as its own text; empty if it does not. ``debugs`` says whether a rank that
-    fails asks for a debugger.
+    ``backend`` is that of the process group, which the import of ``backend_module`` makes known to torch; empty for
+    one that torch knows. ``coverage`` is how coverage.py measures, as its own text; empty if it does not. ``debugs``
+    says whether a rank that fails asks for a debugger.
     """
 
     test: str
@@ -51,6 +52,8 @@ class RankTask:
     store_file: str
     group_timeout: float
     uses_manager: bool
+    backend: str
+    backend_module: str
     environ: dict[str, str] = field(repr=False)  # secrets may be among them
     directory: str
     search_path: list[str]

@@ -29,9 +29,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Make the mark known."""
+    """Make the marks known."""
     config.addinivalue_line(
         "markers", "ranks(spec): the test runs on several ranks at once; set by distman.testing.ranks"
+    )
+    config.addinivalue_line(
+        "markers",
+        "ranks_backend(backend, module): the process group of a test of several ranks has this backend instead of "
+        "gloo; workers import the module, which makes it known to torch",
     )
 
 

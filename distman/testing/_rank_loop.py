@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import faulthandler
+import importlib
 import os
 import shutil
 import sys
@@ -150,9 +151,11 @@ def _set_filters(filters: Sequence[WarningFilter]) -> None:
 def _join_group(task: RankTask) -> None:
     __tracebackhide__ = True
     count_groups_from_zero()  # a start that failed leaves a count behind, and ranks would wait under different names
+    if task.backend_module:
+        importlib.import_module(task.backend_module)
     store = dist.FileStore(task.store_file, task.world_size)
     dist.init_process_group(
-        "gloo",
+        task.backend,
         store=store,
         rank=task.rank,
         world_size=task.world_size,

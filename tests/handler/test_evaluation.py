@@ -9,6 +9,8 @@ from distman import DistributedManager
 from distman.collectives import all_gather_objects
 from distman.errors import RankFailedError
 from distman.handler import NNHandler
+from distman.handler._accumulators import Accumulators, Metric
+from distman.handler._objective import Outcome
 from distman.testing import ranks
 
 from .problems import Network, Normed, make_handler, regression
@@ -23,6 +25,15 @@ def classes(num_samples):
 class Classifier(nn.Linear):
     def __init__(self):
         super().__init__(4, 3, dtype=torch.float64)
+
+
+@ranks(1)
+def test_metrics_may_be_on_other_devices_than_the_loss():
+    metrics = {"number": lambda *_: 2.0, "host": lambda *_: torch.ones(()), "device": lambda outputs, _: outputs.mean()}
+    accumulators = Accumulators({name: Metric(measure) for name, measure in metrics.items()})
+    on_device = torch.ones(3, device="meta")
+    measured = accumulators.measure(Outcome(on_device.sum(), on_device, on_device), 3)
+    assert (measured.device.type, measured.dtype, measured.shape) == ("meta", torch.float64, (4,))
 
 
 def macro_f1(outputs, targets):

@@ -16,7 +16,9 @@ from distman._coordination.failure.catching import is_program_running
 from distman._coordination.failure.delivery import Delivery, Fate
 from distman._coordination.failure.hook import EXIT_CODE
 from distman._coordination.failure.record import FailureRecord
+from distman._coordination.timeouts import run_with_timeout
 from distman._coordination.tracking import stacks
+from distman._torch_internals import abort_all_backends
 from distman.errors import RankFailedError
 
 _SIGNAL = signal.SIGURG  # ignored by default: harmless where it meets nobody
@@ -76,6 +78,7 @@ class Interruption:
         self._is_awaited = False
         self._delivering = threading.Lock()
         self._is_insisting = False
+        self._has_aborted = False
         self._previous: Callable[[int, FrameType | None], Any] | int | None = None
         self._is_installed = threading.current_thread() is threading.main_thread()
         if self._is_installed:
@@ -162,6 +165,7 @@ class Interruption:
                     self._exit(delivery, "This process did not end by it:")
             if fate is Fate.GONE and not self._interrupt() and not self._is_done(delivery):
                 self._exit(delivery, "This process could not be interrupted:")
+            self._abort_groups()
             self._is_over.wait(min(self._patience.between_looks * (1 + delivery.num_swallowed), _LONGEST_PAUSE))
 
     def _begin(self, record: FailureRecord) -> Delivery:
@@ -181,8 +185,15 @@ class Interruption:
         if self._is_installed and main is not None:
             with contextlib.suppress(ProcessLookupError):
                 signal.pthread_kill(main, _SIGNAL)
+        self._abort_groups()  # after the signal: what the main thread raises when its wait ends is this error
         # By ticks, not by the time: on a busy host, or after a suspension, the main thread must have had its turn.
         return any(self._is_answered.wait(self._patience.to_come / _TICKS) for _ in range(_TICKS))
+
+    def _abort_groups(self) -> None:
+        """Let what waits for the other ranks on a GPU end, once: what a handler saves comes after it in the stream."""
+        if not self._has_aborted:
+            self._has_aborted = True
+            run_with_timeout(abort_all_backends, self._patience.to_come)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         is_due, self._is_due = self._is_due, False

@@ -21,6 +21,7 @@ from distman._coordination import protocol, tracking
 from distman._coordination.failure.record import Place
 from distman._coordination.messages import claim, count, decode, unless_malformed
 from distman._text import Line
+from distman._torch_internals import abort_backends
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -76,10 +77,14 @@ class Call:
     def interrupt(self) -> None:
         """Let the wait end with an error, by closing the group's connections: gloo does so when any wait is too long.
 
-        What a call that is cut short has sent would otherwise meet a later one. Other backends wait elsewhere.
+        What a call that is cut short has sent would otherwise meet a later one. On a GPU the group is aborted: a part
+        of its batch may be under way, and would meet a later one.
         """
         process_group = self.group.process_group
-        if process_group is None or dist.Backend.GLOO not in dist.get_backend(process_group):  # cpu:gloo, say
+        if process_group is None:
+            return
+        abort_backends(process_group)
+        if dist.Backend.GLOO not in dist.get_backend(process_group):  # cpu:gloo, say
             return
         other = (self.group.rank + 1) % len(self.group.ranks)
         with contextlib.suppress(RuntimeError, ValueError):  # it is too late, as it must be, or the group is destroyed
