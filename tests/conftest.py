@@ -53,6 +53,7 @@ def pytest_configure(config: pytest.Config) -> None:
     A shell ignores Ctrl-C for what it puts into the background, and for all that this starts; here it is an interrupt.
     Hypothesis would fail an example that takes 0.2 s, as it may on a busy machine.
     """
+    os.environ.pop("COLUMNS", None)  # xdist tells its workers the width of its terminal, to which commands would fold
     config.addinivalue_line("markers", "gloo_only(reason): does not hold over a backend with NCCL's rules")
     config.addinivalue_line("markers", "unit: starts no processes with torch; given to tests when they are collected")
     hypothesis.settings.register_profile("distman", deadline=None)

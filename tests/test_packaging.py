@@ -136,7 +136,8 @@ def test_the_wheel_is_the_package_and_no_more(clone, distributions):
     _, wheel = distributions
     with zipfile.ZipFile(wheel) as archive:
         names = {name for name in archive.namelist() if ".dist-info/" not in name}
-    assert names == {f"distman/{name}" for name in files(clone / "distman")}
+    (page,) = (name for name in names if name.endswith("/data/share/man/man1/distman.1"))
+    assert names == {page, *(f"distman/{name}" for name in files(clone / "distman"))}
     assert "distman/py.typed" in names
     assert wheel.stat().st_size < LARGEST
 

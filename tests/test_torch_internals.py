@@ -12,6 +12,7 @@ HOME = PACKAGE / "_torch_internals.py"
 
 # Private names of others than torch that the package touches: of the standard library, and of pytest.
 NOT_OF_TORCH = {
+    "_actions",
     "_SubParsersAction",
     "_accept",
     "_current_exceptions",

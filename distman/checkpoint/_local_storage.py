@@ -50,16 +50,17 @@ class LocalStorage:
             raise IsADirectoryError(f"the place of a file must not be a directory, got {place}. Name a file in it.")
         _make_folder(path.parent)
         _remove_leftovers(path.parent, glob.escape(path.name))
-        temporary = _beside(path)
+        temporaries: list[Path] = []
         try:  # around the creation too: another rank's failure may be raised as soon as the file is there
-            with _create_locked(temporary) as file:
+            with _create_locked(path, temporaries) as file:
                 yield file
                 _keep_mode(file, path)
                 os.fsync(file.fileno())
-                temporary.replace(path)
+                temporaries[-1].replace(path)
         except BaseException as error:
-            with contextlib.suppress(OSError):
-                temporary.unlink()
+            for temporary in temporaries:
+                with contextlib.suppress(OSError):
+                    temporary.unlink()
             if isinstance(error, OSError) and error.filename is None:
                 error.filename = place
             raise
@@ -155,15 +156,21 @@ class _FolderBeside:
         _put_back(self._place)
 
 
-def _create_locked(temporary: Path) -> io.FileIO:
-    """Return a new temporary file, locked, so that others see that its writer is alive.
+def _create_locked(path: Path, temporaries: list[Path]) -> io.FileIO:
+    """Return a new temporary file beside a path, locked, so that others see that its writer is alive.
 
-    Between the creation and the lock another writer may take it for abandoned and remove it: then it is made again.
+    Between the creation and the lock another writer may take it for abandoned and remove it: then the next one is made,
+    with another name, since that writer may be about to remove the first one.
+
+    Args:
+        path: The path.
+        temporaries: The names that were tried are added to it, each before there is a file; the last one is the file's.
     """
     while True:
-        file = temporary.open("xb", buffering=0)
+        temporaries.append(_beside(path))
+        file = temporaries[-1].open("xb", buffering=0)
         _lock(file)
-        if temporary.exists():
+        if temporaries[-1].exists():
             return file
         file.close()
 

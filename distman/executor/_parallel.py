@@ -149,8 +149,6 @@ class ParallelExecutor(Executor):
             ...     print(future.result())
             1024
         """
-        if not callable(fn):
-            raise TypeError(f"fn must be a function, got {fn!r}. Pass the function and its arguments, without a call.")
         self._begin()
         try:
             future: Future[Any] = self._open_threads().submit(self._call_here, fn, args, kwargs)

@@ -275,7 +275,7 @@ def test_wrong_types_are_found_without_a_manager(tensors, arguments, message):
     [
         ({"a": 1.0}, {}, TypeError, r"got float at \['a'\]"),
         ("text", {}, TypeError, "got str at the top"),
-        (torch.ones(1), {"op": "median"}, ValueError, "op must be one of sum, avg, max, min, product, got median"),
+        (torch.ones(1), {"op": "median"}, ValueError, "op must be one of sum, avg, max, min, product, got 'median'"),
         (torch.ones(1, dtype=torch.int64), {"op": "avg"}, ValueError, "integers must not be averaged"),
         (torch.ones(1, dtype=torch.complex64), {"op": "max"}, ValueError, "complex tensors must be summed"),
     ],
