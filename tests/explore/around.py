@@ -166,7 +166,9 @@ def run_cells(kernel: Any, steps: Steps, errors: list[str]) -> None:
         if content["status"] != "ok":
             errors += [*content["traceback"], str(content["ename"])]
             break
-    client.shutdown()
+    # Not client.shutdown(): a kernel that is told so by its control thread may wait for ever for that thread, which
+    # publishes over a thread that is closed already.
+    client.execute("exit", store_history=False)
     client.stop_channels()
 
 
