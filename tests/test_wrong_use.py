@@ -20,11 +20,6 @@ def handler():
     return NNHandler(torch.nn.Linear, in_features=2, out_features=1)
 
 
-def executed(*arguments):
-    with ParallelExecutor(devices=["cpu"]) as executor:
-        return executor.submit(*arguments)
-
-
 WRONG = {
     "a launcher that is a number": (lambda: distman.explain(method=3), TypeError),
     "a timeout as text": (lambda: DistributedManager().barrier(timeout="5m"), TypeError),
@@ -58,7 +53,6 @@ WRONG = {
     "a batch size as text": (lambda: distributed_loader(SAMPLES, batch_size="2"), TypeError),
     "a batch size of none": (lambda: distributed_loader(SAMPLES, batch_size=0), ValueError),
     "no list of devices": (lambda: ParallelExecutor(devices=2), ValueError),
-    "no function for a worker": (lambda: executed("work"), TypeError),
     "no function for the ranks": (lambda: distman.run("train.py", n=2), TypeError),
     "no number of ranks": (lambda: distman.run(print, n="two"), ValueError),
     "a model for its class": (lambda: NNHandler(torch.nn.Linear(2, 1)), TypeError),

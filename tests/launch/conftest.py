@@ -120,10 +120,19 @@ def require_namespaces() -> None:
         pytest.skip(f"virtual hosts need namespaces: {tried.stderr.strip()}")
 
 
+HANDED_OUT: set[int] = set()
+
+
 @pytest.fixture
 def free_port() -> int:
-    """A port that was free a moment ago, of those that nobody gets who asks Linux, or `derive_ports`, for any."""
+    """A port that was free a moment ago, of those that nobody gets who asks Linux, or `derive_ports`, for any.
+
+    None is handed out twice: the store of an earlier job, whose name has the port in it, may outlive a failure.
+    """
+    worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+    workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
     while True:
-        port = secrets.choice(PORTS)
+        port = secrets.choice([port for port in PORTS[worker::workers] if port not in HANDED_OUT])
+        HANDED_OUT.add(port)
         with suppress(OSError), socket.create_server(("127.0.0.1", port)):
             return port

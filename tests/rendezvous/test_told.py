@@ -95,7 +95,7 @@ def test_false_answers_lead_nobody_astray_and_the_true_one_is_found(agent):
         for message in (false.seal(key, None), "\x1b[2J", b"\x80\x04."):
             store.set(key, message)
             with pytest.raises(RendezvousError, match="must tell where it has opened the job's store"):
-                open_or_join(point, 1, 0.05)
+                open_or_join(point, 1, 0.5)
         store.set(key, false.seal(key, b"another secret" * 4))
         joining = threads.submit(open_or_join, point, 1, 30.0)
         opened = open_or_join(dataclasses.replace(point, is_host=True), 0, 30.0)
@@ -110,4 +110,4 @@ def test_who_has_another_secret_says_so(agent):
     store, point, key = agent
     store.set(key, TOLD.seal(key, b"another secret" * 4))
     with pytest.raises(RendezvousError, match="got an answer of somebody who does not know this job's secret"):
-        open_or_join(point, 1, 0.05)
+        open_or_join(point, 1, 0.5)
