@@ -224,7 +224,7 @@ def _tell_over_agent(point: Endpoint, rank: int, timeout: float) -> JobStore:
         opened, told = _open_anywhere(point, timeout)
         try:
             agent.set(key, told.seal(key, secret))
-        except BaseException:  # the same
+        except BaseException:  # Ctrl-C too: it would keep the store, where no rank can find it
             opened.close()
             raise
         opened.find_failure = find_failure

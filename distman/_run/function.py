@@ -89,7 +89,7 @@ def run(function: Callable[..., T], *args: Any, n: int | str = "auto", **kwargs:
                 f"{shown_ranks(lacking)} ended with exit code 0 before the function returned: it must return, and not "
                 "call sys.exit() or os._exit()."
             )
-        return [pickle.loads(file.read_bytes()) for file in files]  # noqa: S301 - of its own ranks
+        return [pickle.loads(file.read_bytes()) for file in files]  # noqa: S301 - from its own ranks, in a private folder
 
 
 def _end(code: int) -> str:

@@ -117,7 +117,7 @@ def _connect_to_port(host: str, port: int, timeout: float) -> socket.socket:
             connected.settimeout(timeout)
             connected.connect(place)
             return connected
-        except BaseException as error:  # the same
+        except BaseException as error:  # what a signal's handler raises too: the socket belongs to nobody yet
             connected.close()
             if number == len(places) or not isinstance(error, OSError) or is_of_a_handler(error):
                 raise

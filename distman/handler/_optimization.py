@@ -24,7 +24,6 @@ from distman.handler._sources import Step
 from distman.manager import DistributedManager
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
-_NO_CLOSURE = inspect.Parameter("closure", inspect.Parameter.KEYWORD_ONLY, default=None)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,7 +93,8 @@ class Optimization:
                 f"parameters of the optimizer must be the model's, got {len(outside)} others, whose gradients would "
                 "not be averaged over the ranks. Make them part of the model."
             )
-        if inspect.signature(optimizer.step).parameters.get("closure", _NO_CLOSURE).default is inspect.Parameter.empty:
+        closure = inspect.signature(optimizer.step).parameters.get("closure")
+        if closure is not None and closure.default is inspect.Parameter.empty:
             raise TypeError(
                 f"the optimizer must step without a closure, got {type(optimizer).__name__}, which computes the loss "
                 "several times per step. Write the loop yourself, with manager.wrap_ddp()."

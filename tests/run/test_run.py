@@ -242,7 +242,7 @@ def test_ranks_may_save_and_ask_to_be_started_again(number, script, started):
     text = f"""
     signal.signal({int(number)}, lambda *_: sys.exit(75))
     print("up")
-    time.sleep(1000)
+    signal.pause()
     """
     process = started("-n", 2, script(text), stderr=subprocess.PIPE)
     wait_for_lines(process, 2)
