@@ -36,9 +36,9 @@ class JobReporter:
     """Tells the other ranks of a running job, over its store, why this one ends.
 
     The first rank that fails leaves its record. The others, whose collectives break when it goes, print that
-    record after their own traceback, so that the cause comes last. A rank that serves the store itself, since other
-    code made the group there, leaves the group, so that nobody waits for it, and stays for a moment until the others
-    have read.
+    record after their own traceback, so that the cause comes last. The rank leaves the group, so that nobody waits for
+    it, and stays for a moment until the others have read: a launcher may end them as soon as it ends, and with one that
+    serves the store itself, since other code made the group there, the record goes.
 
     Attributes:
         rank: This process's rank.
@@ -96,7 +96,7 @@ class JobReporter:
                     f"distman: the others are not told: {self.store_host}, which serves the job's store, is gone, or "
                     "does not answer. See its error."
                 )
-        if self.is_host and is_told:
+        if is_told and (self.is_host or is_watching()):  # where nobody watches, nobody says that it has read
             run_with_timeout(self.leave_group, _STAY)
             run_with_timeout(self._stay_until_seen, _PATIENCE)
 
@@ -120,5 +120,7 @@ class JobReporter:
     def _stay_until_seen(self) -> None:
         until = time.monotonic() + _STAY + interval(self.num_others + 1)
         with contextlib.suppress(dist.DistError):
-            while count(self.store, protocol.FAILURE_SEEN) < self.num_others and time.monotonic() < until:
+            while time.monotonic() < until:
+                if count(self.store, protocol.FAILURE_SEEN) + count(self.store, protocol.GONE) >= self.num_others:
+                    return
                 time.sleep(_PAUSE)

@@ -182,12 +182,21 @@ def test_an_error_that_says_nothing_is_told_all_the_same(store):
     assert record.traceback_text.endswith("BrokenError: (its __str__ raised SystemExit)\n")
 
 
-def test_who_serves_the_store_leaves_its_group_and_stays_until_all_know(store):
-    store.add(protocol.FAILURE_SEEN, 2)
-    report, done = reporter(store, is_host=True, num_others=2)
+@pytest.mark.parametrize("is_host", [True, False])
+def test_a_rank_leaves_its_group_and_stays_until_all_know(store, monkeypatch, is_host):
+    """A launcher ends the others as soon as it ends."""
+    monkeypatch.setattr(module, "is_watching", lambda: not is_host)
+    monkeypatch.setattr(module, "_STAY", 60)
+    report, done = reporter(store, is_host=is_host, num_others=2)
     finish = report(ValueError("boom"))
     assert FailureRecord.read(store).error_text == "boom"
     assert len(done) == 1
-    finish()
+    store.add(protocol.GONE, 1)
+    ending = threading.Thread(target=finish)
+    ending.start()
+    ending.join(timeout=0.2)
+    assert ending.is_alive()
+    store.add(protocol.FAILURE_SEEN, 1)
+    ending.join(timeout=10)
+    assert not ending.is_alive()
     assert done[1:] == ["left the group"]
-    assert store.add(protocol.FAILURE_SEEN, 0) == 2
