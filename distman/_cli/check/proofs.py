@@ -17,6 +17,7 @@ from distman import collectives
 from distman._cli.ring import pass_on
 from distman._coordination import protocol
 from distman._coordination.wait_scope import collective
+from distman._torch_internals import is_lost_connection
 from distman.errors import DistmanError, RankFailedError
 from distman.manager import DistributedManager
 from distman.topology import split_sizes
@@ -45,12 +46,15 @@ def prove(name: str, proof: Proof, manager: DistributedManager) -> bool:
 
     Raises:
         DistmanError: On the rank where the collective raised. If nobody catches it, the others raise RankFailedError.
+        RuntimeError: A connection broke, and no rank is known to have failed.
     """
     try:
         return proof(manager)
     except RankFailedError:
         raise
     except Exception as error:  # a backend may raise anything: it is raised on, with the collective's name
+        if is_lost_connection(error):  # the cause lies elsewhere, and will be found by who waits for this call
+            raise
         raise DistmanError(
             f"{name} failed on rank {manager.rank}: {type(error).__name__}: {error}. See the traceback there."
         ) from error
