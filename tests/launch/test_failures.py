@@ -25,7 +25,7 @@ def test_a_rank_that_raises_ends_a_job_on_two_hosts(request, namespace_hosts, mp
     assert finished.returncode != 0
     assert "Traceback (most recent call last)" in finished.stderr
     assert f"ValueError: boom on rank {failing_rank}" in finished.stderr
-    errors = re.findall(r"^(?:\[rank\d+\]: )?([\w.]+Error: .*)", finished.stderr, re.MULTILINE)
+    errors = re.findall(r"^(?:\[rank\d+\]: )? *([\w.]+Error: .*)", finished.stderr, re.MULTILINE)
     by_ranks = [error for error in errors if "ChildFailedError" not in error]  # torchrun speaks last
     assert by_ranks[-1].endswith(f"ValueError: boom on rank {failing_rank}")  # of that rank, or of one that was told
 
