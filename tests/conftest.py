@@ -43,8 +43,10 @@ NOT_RUN = (pytest.skip.Exception, pytest.xfail.Exception)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Let the tests over the backend with NCCL's rules run on all numbers of ranks."""
-    parser.addoption("--all-backends", action="store_true", help="Run tests over NCCL's rules on all numbers of ranks.")
+    """Let the tests over the backend with NCCL's rules run on all numbers of ranks, with all parameters."""
+    parser.addoption(
+        "--all-backends", action="store_true", help="Run tests over NCCL's rules on all numbers of ranks, in all ways."
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -96,14 +98,27 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _is_wanted(item: pytest.Item, *, everything: bool) -> bool:
-    """Return whether a test is to run; over the backend with NCCL's rules on as few ranks as can differ will do."""
+    """Return whether a test is to run.
+
+    Over the backend with NCCL's rules, as few ranks as can differ will do. Where gloo has answered how parameters go
+    together, one varies at a time.
+    """
     if item.get_closest_marker("ranks_backend") is None or not isinstance(item, pytest.Function):
         return True
     if item.get_closest_marker("gloo_only") is not None:
         return False
     spec = item.get_closest_marker("ranks").args[0]
     several = [size for size in spec.world_sizes if size > 1]
-    return everything or item.callspec.params["distman_world_size"] == min(several, default=0)
+    is_smallest = item.callspec.params["distman_world_size"] == min(several, default=0)
+    is_simple = "backend" not in item.callspec.params or _num_other_values(item) <= 1
+    return everything or (is_smallest and is_simple)
+
+
+def _num_other_values(item: pytest.Function) -> int:
+    """Return how many parameters of a test have another value than their first."""
+    names = [mark.args[0] for mark in item.iter_markers("parametrize")]
+    firsts = [one.split(",")[0].strip() if isinstance(one, str) else one[0] for one in names]
+    return sum(item.callspec.indices[name] > 0 for name in firsts)
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
