@@ -29,7 +29,7 @@ ROOM = 100_000  # bytes for the arguments, and for the environment, of a fork as
 
 
 def server_variables() -> dict[str, str]:
-    """Return what `PYTHON` needs; torchrun, if preloaded itself, then starts preloaded ranks."""
+    """Return what `PYTHON` needs; torchrun and distman run, if preloaded, then start preloaded ranks."""
     return {SERVER: _server().path, "PYTHON_EXEC": str(PYTHON)}
 
 
