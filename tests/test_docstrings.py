@@ -12,7 +12,6 @@ import inspect
 import io
 import pydoc
 import re
-import subprocess
 import sys
 from collections.abc import Callable
 from types import ModuleType
@@ -26,9 +25,12 @@ from distman.checkpoint import _location
 from distman.environments import LAUNCHERS
 from distman.testing import ranks
 
+from .launch.preloaded import PYTHON
+from .launch.processes import launch
 from .test_docs import REPOSITORY
 from .test_package import documented, exports, modules, public_modules
 
+LIMIT = 60
 ON_TWO_RANKS = "Example on two ranks:"
 OF_EXECUTORS = ("distman.executor.", "distman.errors.Worker")
 FINDER = doctest.DocTestFinder()
@@ -123,9 +125,13 @@ def test_what_the_docs_link_to_is_there(inventory):
 
 
 @functools.cache
-def examples(*, on_ranks):
+def all_examples():
     found = [test for name in modules() for test in FINDER.find(importlib.import_module(name), name)]
-    return [test for test in found if test.examples and (ON_TWO_RANKS in test.docstring) == on_ranks]
+    return [test for test in found if test.examples]
+
+
+def examples(*, on_ranks):
+    return [test for test in all_examples() if (ON_TWO_RANKS in test.docstring) == on_ranks]
 
 
 def names_on_one_process(*, of_executors):
@@ -164,7 +170,7 @@ def run_examples_of_executors():
 def test_the_examples_of_executors_run():
     """All in one program with a single thread, which can be forked; here each executor would have to import torch."""
     code = "from tests.test_docstrings import run_examples_of_executors as run; run()"
-    finished = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True, check=False)
+    finished = launch([PYTHON, "-c", code], cwd=REPOSITORY, timeout=LIMIT)
     assert (finished.returncode, finished.stdout) == (0, ""), finished.stderr
     assert names_on_one_process(of_executors=True)
 
