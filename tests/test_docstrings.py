@@ -25,6 +25,7 @@ from distman.checkpoint import _location
 from distman.environments import LAUNCHERS
 from distman.testing import ranks
 
+from .launch import preloaded
 from .launch.preloaded import PYTHON
 from .launch.processes import launch
 from .test_docs import REPOSITORY
@@ -154,6 +155,8 @@ def test_an_example_runs(name, monkeypatch, tmp_path):
     monkeypatch.setattr(LAUNCHERS, "_records", dict(LAUNCHERS._records))  # one registers another
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)  # they show what a machine without a GPU says
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    if name.startswith("distman._run."):
+        preloaded.stand_in(monkeypatch)
     (test,) = (one for one in examples(on_ranks=False) if one.name == name)
     try:
         assert run(test) == ""

@@ -22,6 +22,8 @@ from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
+import pytest
+
 BIN = Path(__file__).parent / "bin"
 PYTHON = BIN / "python"
 SERVER = "TEST_DISTMAN_PRELOADED"  # its socket
@@ -36,6 +38,13 @@ def server_variables() -> dict[str, str]:
 def variables() -> dict[str, str]:
     """Return what makes the commands ``python``, ``torchrun`` and ``distman`` preloaded too."""
     return {**server_variables(), "PATH": f"{BIN}:{Path(sys.executable).parent}:{os.environ['PATH']}"}
+
+
+def stand_in(patch: pytest.MonkeyPatch) -> None:
+    """Let `distman.run` start preloaded ranks from this process; whatever else starts the interpreter cannot."""
+    for name, value in server_variables().items():
+        patch.setenv(name, value)
+    patch.setattr(sys, "executable", str(PYTHON))  # after the start of the server
 
 
 def python_with(variables: Mapping[str, str]) -> Path:
