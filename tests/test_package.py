@@ -16,6 +16,9 @@ import torch
 import distman
 from distman._public_names import PACKAGES
 
+from .launch.preloaded import PYTHON
+from .launch.processes import launch
+
 PACKAGE = Path(distman.__file__).parent
 README = PACKAGE.parent / "README.md"
 MAP = PACKAGE.parent / "docs" / "contributing.md"
@@ -166,9 +169,7 @@ def test_the_package_shows_its_public_names_and_nothing_else():
 
 @pytest.mark.parametrize("code", ["distman.collectives.all_gather_v", "distman.fft.fft2", "distman.data"])
 def test_public_modules_are_there_without_an_import_of_their_own(code):
-    fresh = subprocess.run(
-        [sys.executable, "-c", f"import distman; {code}"], capture_output=True, text=True, check=False
-    )
+    fresh = launch([PYTHON, "-c", f"import distman; {code}"])
     assert (fresh.returncode, fresh.stderr) == (0, "")
 
 
