@@ -88,9 +88,11 @@ class Call:
         run_with_timeout(lambda: abort_backends(process_group), _ABORT_LIMIT)
         if dist.Backend.GLOO not in dist.get_backend(process_group):  # cpu:gloo, say
             return
-        other = (self.group.rank + 1) % len(self.group.ranks)
-        with contextlib.suppress(RuntimeError, ValueError):  # it is too late, as it must be, or the group is destroyed
-            process_group.recv([torch.empty(1)], other, _TAG).wait(_AT_ONCE)
+        for step in range(1, len(self.group.ranks)):
+            # Too late, as it must be; or that connection is closed already, which leaves those to other ranks open.
+            with contextlib.suppress(RuntimeError, ValueError):
+                other = (self.group.rank + step) % len(self.group.ranks)
+                process_group.recv([torch.empty(1)], other, _TAG).wait(_AT_ONCE)
 
 
 class MismatchWatch:
