@@ -114,8 +114,18 @@ def abort_backends(process_group: dist.ProcessGroup) -> None:
 
 def abort_all_backends() -> None:
     """End what this process waits for in any group, as :func:`abort_backends` does for one."""
-    for process_group in list(distributed_c10d._world.pg_map):
+    for process_group in all_groups():
         abort_backends(process_group)
+
+
+def all_groups() -> list[dist.ProcessGroup]:
+    """Return the process groups that torch has."""
+    return list(distributed_c10d._world.pg_map)
+
+
+def waits_at_end(process_group: dist.ProcessGroup) -> bool:
+    """Return whether to end a group may wait for other ranks, as NCCL does."""
+    return any(collects_batches(process_group, device) for device in process_group._device_types)
 
 
 def end_group(process_group: dist.ProcessGroup | None = None, *, aborts: bool) -> None:
