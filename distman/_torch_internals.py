@@ -31,6 +31,9 @@ from torch.utils._pytree import (  # noqa: F401 - for other modules
 
 # Process groups
 
+_AT_ONCE = timedelta(milliseconds=1)
+_TAG = 0x646D  # nobody sends such a message
+
 
 def make_group(
     ranks: Sequence[int], rank: int, *, name: str, description: str, store: dist.Store | None, timeout: timedelta
@@ -114,6 +117,25 @@ def abort_all_backends() -> None:
     """End what this process waits for in any group, as :func:`abort_backends` does for one."""
     for process_group in list(distributed_c10d._world.pg_map):
         abort_backends(process_group)
+
+
+def close_connections(process_group: dist.ProcessGroup) -> None:
+    """End what a group waits for, on all its ranks: gloo closes its connections when any wait is too long.
+
+    It is good for nothing afterwards.
+    """
+    abort_backends(process_group)
+    if dist.Backend.GLOO not in dist.get_backend(process_group):  # cpu:gloo, say
+        return
+    other = (process_group.rank() + 1) % process_group.size()
+    with contextlib.suppress(RuntimeError, ValueError):  # it is too late, as it must be, or the group is destroyed
+        process_group.recv([torch.empty(1)], other, _TAG).wait(_AT_ONCE)
+
+
+def close_all_connections() -> None:
+    """End what this process, and others with it, wait for in any group, as :func:`close_connections` does for one."""
+    for process_group in list(distributed_c10d._world.pg_map):
+        close_connections(process_group)
 
 
 def end_group(process_group: dist.ProcessGroup | None = None, *, aborts: bool) -> None:

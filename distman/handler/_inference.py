@@ -11,6 +11,7 @@ from torch.utils.data import Dataset
 from distman._seeds import seed_generators, seed_of
 from distman.data import EvaluationLoader
 from distman.handler._evaluation import evaluate, predict
+from distman.handler._joint import joint
 from distman.handler._loading import make_prediction_loader
 from distman.handler._model import TrainedModel
 from distman.handler._randomness import generators_preserved
@@ -38,6 +39,7 @@ class Inference(Setup):
         """
         return self.module(*args, **kwargs)
 
+    @joint
     def validate(self) -> dict[str, float]:
         """Return the loss and the metrics over the validation data, the same on all ranks.
 
@@ -53,6 +55,7 @@ class Inference(Setup):
             seed_generators(seed_of(self._seed, DistributedManager().rank, _VALIDATION))
             return evaluate(self._model.evaluated, objective, data, self._metrics, dtype=self._dtype)
 
+    @joint
     def predict(
         self,
         data: Dataset[Any] | torch.Tensor | EvaluationLoader,
@@ -114,6 +117,7 @@ class Inference(Setup):
         """
         return self._required_score_based().score(self._model.evaluated, t, x)
 
+    @joint
     def sample(self, shape: Sequence[int], **kwargs: Any) -> torch.Tensor:
         """Draw samples from a score-based model; the ranks share the work.
 
@@ -142,6 +146,7 @@ class Inference(Setup):
         self._model.share_buffers()
         return self._required_score_based().sample(self._model.evaluated, shape, **kwargs)
 
+    @joint
     def log_likelihood(self, x: torch.Tensor, **kwargs: Any) -> torch.Tensor:
         """Return the log-density of samples under a score-based model, in nats; the ranks share the work.
 

@@ -12,6 +12,7 @@ import torch
 from distman._device import resolve_device
 from distman._seeds import seed_generators, seed_of
 from distman.handler._history import History
+from distman.handler._joint import joint
 from distman.handler._model import TrainedModel
 from distman.handler._optimization import Optimization, StepOptions
 from distman.handler._reporting import LoggerMode, Reporter
@@ -114,6 +115,7 @@ class NNHandler(Saving):
         handler._load(saved)
         return handler
 
+    @joint
     def train(
         self,
         epochs: int,

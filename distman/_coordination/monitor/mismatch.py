@@ -6,30 +6,25 @@ the store what it waits in, and compares it with what the first one wrote.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
 import time
 from collections.abc import Sequence
-from datetime import timedelta
 from typing import TYPE_CHECKING, Protocol
 
-import torch
 import torch.distributed as dist
 
 from distman._coordination import protocol, tracking
 from distman._coordination.failure.record import Place
 from distman._coordination.messages import claim, count, decode, unless_malformed
 from distman._text import Line
-from distman._torch_internals import abort_backends
+from distman._torch_internals import close_connections
 
 if TYPE_CHECKING:
     from torch.distributed import Store
 
 
 _PATIENCE = 1.0  # seconds that ranks may be apart before the store is asked; a hang is not worse for them
-_AT_ONCE = timedelta(milliseconds=1)
-_TAG = 0x646D  # nobody sends such a message
 
 
 class Members(Protocol):
@@ -75,20 +70,13 @@ class Call:
         return protocol.exchange(self.number, process_group.group_name) if process_group is not None else ""
 
     def interrupt(self) -> None:
-        """Let the wait end with an error, by closing the group's connections: gloo does so when any wait is too long.
+        """Let the wait end with an error, by closing the group's connections.
 
         What a call that is cut short has sent would otherwise meet a later one. On a GPU the group is aborted: a part
         of its batch may be under way, and would meet a later one.
         """
-        process_group = self.group.process_group
-        if process_group is None:
-            return
-        abort_backends(process_group)
-        if dist.Backend.GLOO not in dist.get_backend(process_group):  # cpu:gloo, say
-            return
-        other = (self.group.rank + 1) % len(self.group.ranks)
-        with contextlib.suppress(RuntimeError, ValueError):  # it is too late, as it must be, or the group is destroyed
-            process_group.recv([torch.empty(1)], other, _TAG).wait(_AT_ONCE)
+        if self.group.process_group is not None:
+            close_connections(self.group.process_group)
 
 
 class MismatchWatch:
