@@ -53,7 +53,14 @@ class Inference(Setup):
         self._model.share_buffers()
         with generators_preserved():
             seed_generators(seed_of(self._seed, DistributedManager().rank, _VALIDATION))
-            return evaluate(self._model.evaluated, objective, data, self._metrics, dtype=self._dtype)
+            return evaluate(
+                self._model.evaluated,
+                objective,
+                data,
+                self._metrics,
+                dtype=self._dtype,
+                num_samples=self._num_samples,
+            )
 
     @joint
     def predict(

@@ -188,7 +188,7 @@ class Optimization:
         losses, measured = [], []
         for index, step in enumerate(steps, start=1):
             with nullcontext() if index == len(steps) else self._model.without_synchronization():
-                outcome = self._backward(objective, step, step.num_own * self._world_size / num_total)
+                outcome = self._backward(objective, step, step.num_own * self._world_size / max(num_total, 1))
             losses.append(outcome.loss.detach())
             measured.append(accumulators.measure(outcome, step.num_own))
         return losses, measured

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import abc
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping, Sized
+import operator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from typing import Any
 
 import torch
@@ -24,6 +25,8 @@ from distman.handler._randomness import (
     states_of,
 )
 from distman.manager import DistributedManager
+
+NumSamples = Callable[[Any], int]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,12 +81,14 @@ class LoaderSource(Source):
 
     Args:
         loader: The loader.
+        num_samples: Counts the samples, or tokens, of a batch, of which the ranks then tell each other; None leaves it
+            to the plan.
 
     Raises:
         ValueError: It has no batch, or is for the ranks of a group.
     """
 
-    def __init__(self, loader: TrainingLoader) -> None:
+    def __init__(self, loader: TrainingLoader, num_samples: NumSamples | None = None) -> None:
         if not len(loader):
             raise ValueError("a loader to train with must have a full batch, got none. Choose a smaller batch_size.")
         if loader.batches.num_ranks != DistributedManager().world_size:
@@ -92,6 +97,7 @@ class LoaderSource(Source):
                 f"{loader.batches.num_ranks}. Leave its group out."
             )
         self.loader = loader
+        self._count = num_samples
         self._epoch, self._position = 0, 0  # counted here: the program may iterate over the loader meanwhile
 
     def begin(self, epoch: int) -> None:
@@ -106,7 +112,11 @@ class LoaderSource(Source):
         stride = self.loader.batches.stride
         for batch in self.loader:
             self._position += stride
-            yield Step(batch, self.loader.num_own, self.loader.num_total)
+            if self._count is None:
+                yield Step(batch, self.loader.num_own, self.loader.num_total)
+            else:
+                num_own = counted(batch, self._count) if self.loader.num_own else 0
+                yield Step(batch, num_own, sum(num for (num,) in _exchange(num_own)))
         self.begin(epoch + 1)
 
     def num_steps(self) -> int:
@@ -135,31 +145,25 @@ class ForeignSource(Source):
         batches: A DataLoader, or another iterable that starts over in each epoch. ``set_epoch`` of its ``sampler`` is
             called, if there is one. A position is restored by ``load_state_dict``, if there is one, otherwise by
             skipping batches.
+        num_samples: Counts the samples, or tokens, of a batch; None takes the length of its first tensor.
 
     Raises:
         TypeError: It can be iterated over only once.
     """
 
-    def __init__(self, batches: Iterable[Any]) -> None:
+    def __init__(self, batches: Iterable[Any], num_samples: NumSamples | None = None) -> None:
         if isinstance(batches, Iterator):
             raise TypeError(
                 f"batches must be re-iterable, once per epoch, got the iterator {batches!r}. Pass a DataLoader, or an "
                 "object whose __iter__ starts over."
             )
         self.batches = batches
+        self._count = num_samples or count_samples
         self._epoch, self._num_taken = 0, 0
         self._at_start: dict[str, Any] | None = None
         self._own_at_start: dict[str, Any] | None = None
         self._last: Any = None
         self._has_last = False
-
-    @collective
-    def _exchange(self, num_samples: int, *, lacks_all: bool) -> tuple[list[int], list[bool]]:
-        """Return each rank's number of samples, and whether it has never had a batch."""
-        members = DistributedManager().resolve_group(None)
-        device = control_device(members, DistributedManager().device)
-        gathered = all_gather_numbers([num_samples, lacks_all], members, device)
-        return [num for num, _ in gathered], [bool(lacks) for _, lacks in gathered]
 
     def begin(self, epoch: int) -> None:
         """Move to the start of an epoch."""
@@ -176,11 +180,11 @@ class ForeignSource(Source):
         iterator = self._resume(epoch)
         while True:
             num_own = self._take(iterator)
-            nums, lacking = self._exchange(num_own, lacks_all=not self._has_last)
+            nums, lacking = zip(*_exchange(num_own, not self._has_last), strict=True)
             if not any(nums):
                 break
             if any(lacking):
-                batch = broadcast_data(self._last, src=lacking.index(False))
+                batch = broadcast_data(self._last, src=lacking.index(0))
                 self._last, self._has_last = (self._last, True) if self._has_last else (batch, True)
             self._num_taken += 1
             yield Step(self._last, num_own, sum(nums))
@@ -246,11 +250,37 @@ class ForeignSource(Source):
     def _take(self, iterator: Iterator[Any]) -> int:
         """Keep the next batch, if there is one, and return its number of samples."""
         for batch in iterator:
-            num_samples = count_samples(batch)
+            num_samples = counted(batch, self._count)
             if num_samples:
                 self._last, self._has_last = batch, True
                 return num_samples
         return 0
+
+
+@collective
+def _exchange(*numbers: int) -> list[list[int]]:
+    """Return the numbers of each rank."""
+    members = DistributedManager().resolve_group(None)
+    return all_gather_numbers(numbers, members, control_device(members, DistributedManager().device))
+
+
+def counted(batch: Any, num_samples: NumSamples) -> int:
+    """Return what a function says of the number of samples in a batch.
+
+    Raises:
+        TypeError: It says no whole number.
+        ValueError: It says a negative one.
+    """
+    value = num_samples(batch)
+    try:
+        number = operator.index(value)
+    except TypeError:
+        raise TypeError(
+            f"num_samples must return a whole number, got {value!r}. Return over how many samples the loss is a mean."
+        ) from None
+    if number < 0:
+        raise ValueError(f"num_samples must return at least 0, got {number}. Return the number of samples.")
+    return number
 
 
 def count_samples(batch: Any) -> int:
