@@ -87,10 +87,12 @@ class Optimization:
         self._model, self._optimizer, self._options = model, optimizer, options
         self._device, self._world_size = DistributedManager().device, DistributedManager().world_size
         self._parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        outside = {id(one) for one in self._parameters} - {id(one) for one in model.module.parameters()}
-        if outside and self._world_size > 1:
+        own = {id(one) for one in self._parameters}
+        num_foreign = len(own - {id(one) for one in model.module.parameters()})
+        self._not_optimized = [one for one in model.module.parameters() if id(one) not in own]
+        if num_foreign and self._world_size > 1:
             raise ValueError(
-                f"parameters of the optimizer must be the model's, got {len(outside)} others, whose gradients would "
+                f"parameters of the optimizer must be the model's, got {num_foreign} others, whose gradients would "
                 "not be averaged over the ranks. Make them part of the model."
             )
         closure = inspect.signature(optimizer.step).parameters.get("closure")
@@ -132,6 +134,8 @@ class Optimization:
                 accumulators.add(values, step.num_own)
         self._scaler.update()
         self._optimizer.zero_grad()
+        for parameter in self._not_optimized:
+            parameter.grad = None
         self.num_steps += is_taken
         self.num_skipped += not is_taken
         return is_taken
