@@ -50,17 +50,9 @@ class Inference(Setup):
             DistmanError: No data to validate with, or no loss function, has been set.
         """
         data, objective = self._required_val_data(), self._required_objective()
-        self._model.share_buffers()
-        with generators_preserved():
+        with generators_preserved(), self._model.evaluating() as model:
             seed_generators(seed_of(self._seed, DistributedManager().rank, _VALIDATION))
-            return evaluate(
-                self._model.evaluated,
-                objective,
-                data,
-                self._metrics,
-                dtype=self._dtype,
-                num_samples=self._num_samples,
-            )
+            return evaluate(model, objective, data, self._metrics, dtype=self._dtype, num_samples=self._num_samples)
 
     @joint
     def predict(
@@ -94,8 +86,8 @@ class Inference(Setup):
         def forward(model: torch.nn.Module, batch: Any) -> Any:
             return self._forward(model, batch)[0]
 
-        self._model.share_buffers()
-        return predict(self._model.evaluated, forward, loader, all_ranks=all_ranks, dtype=self._dtype)
+        with self._model.evaluating() as model:
+            return predict(model, forward, loader, all_ranks=all_ranks, dtype=self._dtype)
 
     def score(self, t: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         """Return the estimated gradient of the log-density of the noisy data.
@@ -150,8 +142,8 @@ class Inference(Setup):
             >>> handler.sample((4, 2), num_steps=10, seed=0).shape
             torch.Size([4, 2])
         """
-        self._model.share_buffers()
-        return self._required_score_based().sample(self._model.evaluated, shape, **kwargs)
+        with self._model.evaluating() as model:
+            return self._required_score_based().sample(model, shape, **kwargs)
 
     @joint
     def log_likelihood(self, x: torch.Tensor, **kwargs: Any) -> torch.Tensor:
@@ -176,5 +168,5 @@ class Inference(Setup):
             >>> handler.log_likelihood(torch.zeros(4, 2), seed=0).shape
             torch.Size([4])
         """
-        self._model.share_buffers()
-        return self._required_score_based().log_likelihood(self._model.evaluated, x, **kwargs)
+        with self._model.evaluating() as model:
+            return self._required_score_based().log_likelihood(model, x, **kwargs)

@@ -208,7 +208,6 @@ class NNHandler(Saving):
 
     def _make_training(self, options: StepOptions, validate_every: int) -> Training:
         """Return a training that resumes from the state that was loaded, or from that of the latest run."""
-        state, is_latest_run = self._progress.to_resume()  # before a new training changes what the latest one holds
         training = Training(
             self,
             objective=self._required_objective(),
@@ -222,9 +221,7 @@ class NNHandler(Saving):
             auto_save=self._auto_save,
             validate_every=validate_every,
         )
-        if state is not None:
-            training.load_state_dict(state, keeps_optimizer=is_latest_run)
-        self._progress.begin(training)
+        self._progress.resume(training)
         return training
 
 

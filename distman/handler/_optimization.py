@@ -19,7 +19,6 @@ from distman.errors import NonFiniteLossError
 from distman.handler._accumulators import Accumulators
 from distman.handler._model import TrainedModel
 from distman.handler._objective import Objective, Outcome, check_loss, to_device
-from distman.handler._randomness import generators_preserved
 from distman.handler._sources import Step
 from distman.manager import DistributedManager
 
@@ -106,6 +105,7 @@ class Optimization:
         model.keep_average(options.ema_decay)
         model.module.zero_grad()  # left by a step that raised, or of parameters that another optimizer did not have
         self.num_steps = self.num_skipped = 0
+        model.sort_buckets()
 
     def run(self, objective: Objective, steps: Sequence[Step], accumulators: Accumulators) -> bool:
         """Step with the gradient of some batches; return False if the step was skipped.
@@ -140,20 +140,6 @@ class Optimization:
         self.num_skipped += not is_taken
         return is_taken
 
-    def rehearse(self, objective: Objective, steps: Sequence[Step]) -> None:
-        """Compute gradients and discard them; buffers and generators are left as they were.
-
-        Collective. DistributedDataParallel rebuilds its buckets after its first backward pass, and the last bits of the
-        summed gradients depend on the buckets. In the interrupted run this was done; a resumed run does it here.
-        """
-        if self._model.wrapped is self._model.module:
-            return
-        buffers = self._copy_buffers()
-        with generators_preserved():
-            self._accumulate(objective, steps, Accumulators({}))
-        self._model.module.zero_grad()
-        self._restore_buffers(buffers)
-
     def state_dict(self) -> dict[str, Any]:
         """Return everything that the next step depends on, except for the model."""
         return {
@@ -163,18 +149,31 @@ class Optimization:
             "num_skipped": self.num_skipped,
         }
 
-    def load_state_dict(self, state: Mapping[str, Any], *, keeps_optimizer: bool = False) -> None:
-        """Restore such a state.
+    def own_buffers(self) -> dict[str, torch.Tensor]:
+        """Return the model's buffers in which this rank differs from rank 0.
 
-        Args:
-            state: The state.
-            keeps_optimizer: Leave the optimizer as it is.
+        Collective.
         """
-        if not keeps_optimizer:
-            self._optimizer.load_state_dict(state["optimizer"])
-        if state["scaler"] and self._scaler.is_enabled():
-            self._scaler.load_state_dict(state["scaler"])
+        return self._model.own_buffers()
+
+    def load_own_buffers(self, buffers: Mapping[str, torch.Tensor]) -> None:
+        """Restore such buffers."""
+        self._model.load_own_buffers(buffers)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore such a state."""
+        self._optimizer.load_state_dict(state["optimizer"])
+        self._load_scale(state["scaler"])
         self.num_steps, self.num_skipped = state["num_steps"], state["num_skipped"]
+
+    def go_on_from(self, latest: Optimization) -> None:
+        """Go on counting where the latest run in this program has ended; the optimizer is as it is now."""
+        self._load_scale(latest._scaler.state_dict())
+        self.num_steps, self.num_skipped = latest.num_steps, latest.num_skipped
+
+    def _load_scale(self, state: Mapping[str, Any]) -> None:
+        if state and self._scaler.is_enabled():
+            self._scaler.load_state_dict(dict(state))
 
     def _copy_buffers(self) -> list[torch.Tensor]:
         return [buffer.clone() for buffer in self._model.module.buffers()]
@@ -205,7 +204,7 @@ class Optimization:
             check_loss(outcome.loss)
             loss = outcome.loss.detach()
             root = (loss - loss) + factor  # NaN if the loss is not finite, which makes the gradient NaN on all ranks
-            with WaitScope("backward of the model"):
+            with WaitScope("backward of the model"), self._model.backward_pass():
                 self._scaler.scale(outcome.loss).backward(gradient=root)
         return outcome
 
