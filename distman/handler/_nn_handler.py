@@ -123,6 +123,7 @@ class NNHandler(Saving):
         clip_norm: float | None = None,
         ema_decay: float | None = None,
         non_finite: Literal["raise", "skip", "ignore"] = "raise",
+        check_every: int | None = None,
         validate_every: int = 1,
         progress: bool | None = None,
     ) -> History:
@@ -138,7 +139,11 @@ class NNHandler(Saving):
             clip_norm: Largest 2-norm of the gradient; None does not clip.
             ema_decay: Decay of a moving average of the weights, which validation, prediction and sampling then use.
             non_finite: When a loss or the gradient is NaN or infinite on any rank, ``"raise"`` on all ranks,
-                ``"skip"`` the step on all, or ``"ignore"`` it, which saves a GPU the wait for the answer in each step.
+                ``"skip"`` the step on all, or ``"ignore"`` it.
+            check_every: Number of steps after which to look for such a gradient, for which the host waits for a GPU;
+                also before each validation and checkpoint. None is 1 on the CPU, and 32 elsewhere: then up to 32 steps
+                may have spoilt the model before the error, after which it cannot be saved. ``"skip"`` and ``"fp16"``
+                look in each step.
             validate_every: Number of epochs from one validation to the next.
             progress: Show a progress bar; None shows it on a terminal.
 
@@ -163,7 +168,7 @@ class NNHandler(Saving):
         """
         if not is_whole_number(epochs):
             raise TypeError(f"epochs must be a whole number, got {epochs!r}. Pass the total number of epochs.")
-        options = StepOptions(accumulate, amp, clip_norm, ema_decay, non_finite)
+        options = StepOptions(accumulate, amp, clip_norm, ema_decay, non_finite, check_every)
         self._dtype = options.dtype
         self._load_auto_save()
         training = self._make_training(options, validate_every)

@@ -115,7 +115,11 @@ class Training:
         """Return everything that the rest of the training depends on, except for the model and the history.
 
         Collective.
+
+        Raises:
+            NonFiniteLossError: On every rank: a step has spoilt the model, as :meth:`Optimization.check` says.
         """
+        self.optimization.check()
         source = {"kind": type(self.source).__name__, "position": self.source.state_dict()}
         own = {
             "random": generators_state(),
@@ -181,6 +185,7 @@ class Training:
                 self._save()
             if must_stop:
                 return False
+        self.optimization.check()  # before the validation
         self._add_time(started)
         return True
 
