@@ -11,6 +11,7 @@ from types import FrameType
 PACKAGES = (
     "checkpoint",
     "collectives",
+    "compat",
     "data",
     "decorators",
     "environments",

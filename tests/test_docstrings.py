@@ -27,13 +27,13 @@ from distman.environments import LAUNCHERS
 from distman.testing import ranks
 
 from .test_docs import REPOSITORY
-from .test_package import documented, exports, modules, public_modules
+from .test_package import documented, exports, modules, own_modules
 
 ON_TWO_RANKS = "Example on two ranks:"
 OF_EXECUTORS = ("distman.executor.", "distman.errors.Worker")
 FINDER = doctest.DocTestFinder()
 IMPORTED = {"torch": torch, "TensorDataset": TensorDataset}  # which examples leave out, as they do public names
-NAMES = {name: value for module in public_modules() for name, value in exports(module).items()}
+NAMES = {name: value for module in own_modules() for name, value in exports(module).items()}
 
 
 def parameters(value):

@@ -32,6 +32,11 @@ def public_modules():
     return [name for name in modules() if not re.search(r"\._", name)]
 
 
+def own_modules():
+    """The public modules whose names are ours: those of `compat` are described where ours are."""
+    return [name for name in public_modules() if not name.startswith("distman.compat")]
+
+
 def exports(module_name):
     module = importlib.import_module(module_name)
     return {name: getattr(module, name) for name in getattr(module, "__all__", ())}
@@ -50,7 +55,7 @@ def own(module_name):
 def documented():
     """Every exported function and class, and the public methods of the classes, once: name and object."""
     found = {}
-    for module_name in public_modules():
+    for module_name in own_modules():
         for value in exports(module_name).values():
             if inspect.isroutine(value) or inspect.isclass(value):
                 found[f"{value.__module__}.{value.__qualname__}"] = value

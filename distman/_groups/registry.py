@@ -346,7 +346,7 @@ class Groups:
     def device_mesh(self, shape: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
         """Return torch's mesh over groups that were created, one per axis."""
         ranks = torch.arange(self._job.world_size, dtype=torch.int).reshape(shape)
-        groups = [self._made[name].process_group for name in names]
+        groups = [self.get(name).process_group for name in names]
         members = [group for group in groups if group is not None]
         device_type = self._job.device.type
         if not members:

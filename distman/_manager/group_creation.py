@@ -164,7 +164,7 @@ class GroupCreation(SharedState):
         Args:
             mesh_shape: Length of each axis; one may be -1 and takes what the others leave. Ranks lie row by row:
                 the last axis varies fastest.
-            mesh_dim_names: Name of each axis, which is also the name of its group.
+            mesh_dim_names: Name of each axis, which is also the name of its group; a single one may be "world".
 
         Returns:
             The mesh, also found as :attr:`global_mesh`.
@@ -182,8 +182,9 @@ class GroupCreation(SharedState):
             raise ValueError(
                 f"a job must have one mesh, got {tuple(mesh_shape)} beside {self._state.mesh}. Use global_mesh."
             )
-        self._state.groups.create(lambda: mesh_plan(mesh_shape, mesh_dim_names, self._state.job.world_size))
         names = tuple(mesh_dim_names)
+        if names != ("world",):  # the group of that axis is there
+            self._state.groups.create(lambda: mesh_plan(mesh_shape, mesh_dim_names, self._state.job.world_size))
         shape = resolve_mesh_shape(mesh_shape, names, self._state.job.world_size)
         self._state.mesh = self._state.groups.device_mesh(shape, names)
         return self._state.mesh

@@ -97,7 +97,7 @@ def fused_all_reduce(
     for path, tensor in leaves(tensors):
         paths.append(path)
         values.append(tensor)
-    operation = _name_of(op)
+    operation = name_of(op)
     if buffer_dtype is not None and not isinstance(buffer_dtype, torch.dtype):
         raise TypeError(f"buffer_dtype must be a torch.dtype or None, got {buffer_dtype!r}. Pass torch.float64, say.")
     place = torch.device(device) if device is not None else values[0].device if values else None
@@ -289,7 +289,7 @@ def _reduce_traced(values: Sequence[torch.Tensor], layout: Layout, group: Group)
     return layout.unpack(_averaged(buffer, layout, group))
 
 
-def _name_of(op: Any) -> str:
+def name_of(op: Any) -> str:
     if isinstance(op, str) and op.lower() in OPERATIONS:
         return op.lower()
     is_torchs = isinstance(op, dist.ReduceOp | dist.ReduceOp.RedOpType)  # whose numbers are equal to integers

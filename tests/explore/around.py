@@ -167,8 +167,8 @@ def run_cells(kernel: Any, steps: Steps, errors: list[str]) -> None:
             errors += [*content["traceback"], str(content["ename"])]
             break
     # Not client.shutdown(): a kernel that is told so by its control thread may wait for ever for that thread, which
-    # publishes over a thread that is closed already.
-    client.execute("exit", store_history=False)
+    # publishes over a thread that is closed already. To close the channels before the reply may drop the request.
+    client.execute("exit", store_history=False, reply=True)
     client.stop_channels()
 
 

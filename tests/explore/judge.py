@@ -165,14 +165,15 @@ def _sentence(text: str, ranks: set[int]) -> str:
 
 def _is_ended_by_launcher(case: Case) -> bool:
     """Return whether the launcher ends the survivors because of a fault, so that they may say nothing."""
-    return any(_ends_the_rest(case.launcher, fault) for fault in case.faults)
+    return any(_ends_the_rest(case, fault) for fault in case.faults)
 
 
-def _ends_the_rest(launcher: str, fault: Fault) -> bool:
+def _ends_the_rest(case: Case, fault: Fault) -> bool:
     if fault.name == "sys.exit(3)":
-        return launcher in ("torchrun", "openmpi", "srun-K")
-    is_noticed = fault.effect in (Effect.RAISES, Effect.DIES) and fault.name != "os._exit(0)"
-    return is_noticed and launcher not in ("env", "srun")
+        return case.launcher in ("torchrun", "openmpi", "srun-K")
+    if fault.name == "os._exit(0)":  # over several hosts the ranks meet by MPI, which must be finalized
+        return case.launcher in OF_MPI and case.hosts > 1
+    return fault.effect in (Effect.RAISES, Effect.DIES) and case.launcher not in ("env", "srun")
 
 
 def _is_store_silent(case: Case) -> bool:

@@ -1,0 +1,7 @@
+"""``physicsnemo.distributed.config``."""
+
+from __future__ import annotations
+
+from distman.topology import ProcessGroupConfig, ProcessGroupNode
+
+__all__ = ["ProcessGroupConfig", "ProcessGroupNode"]

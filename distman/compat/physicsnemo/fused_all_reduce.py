@@ -1,0 +1,54 @@
+"""``physicsnemo.distributed.fused_all_reduce``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from distman import collectives
+from distman.collectives._fused import name_of
+from distman.collectives._fused_layout import find_layout
+from distman.collectives._structure import leaves, rebuild
+from distman.collectives._validation import GroupLike
+from distman.compat.physicsnemo.manager import DistributedManager
+
+__all__ = ["fused_all_reduce"]
+
+
+@torch.no_grad()
+def fused_all_reduce(
+    tensors: Any,
+    *,
+    op: Any = dist.ReduceOp.SUM,
+    group: GroupLike = None,
+    buffer_dtype: torch.dtype | None = None,
+    device: torch.device | str | None = None,
+    async_op: bool = False,
+) -> Any:
+    """Do what :func:`distman.collectives.fused_all_reduce` does, before the manager is initialized too.
+
+    Collective. Blocking unless ``async_op``. Not differentiable. Without a process group there is one process.
+
+    Returns:
+        A tensor, a list, a dict or a TensorDict; with ``async_op`` a pair of that and a
+        :class:`~distman.collectives.FusedWork`.
+
+    Raises:
+        TypeError: It is something else, or holds something else.
+        ValueError: Integers are beside floats without ``buffer_dtype``.
+    """
+    if isinstance(tensors, Sequence) and not isinstance(tensors, str | bytes):
+        tensors = list(tensors)  # a list comes back for any sequence, and a dict for any mapping
+    elif isinstance(tensors, Mapping) and not hasattr(tensors, "batch_size"):
+        tensors = dict(tensors)
+    if DistributedManager.is_initialized() or dist.is_initialized():
+        reduce: Any = collectives.fused_all_reduce  # typed by whether async_op is True, which is not known here
+        return reduce(tensors, op=op, group=group, buffer_dtype=buffer_dtype, device=device, async_op=async_op)
+    found = leaves(tensors)
+    rows = tuple((path, value.shape, value.dtype, value.device) for path, value in found)
+    find_layout(name_of(op), buffer_dtype, torch.device("cpu"), rows, has_tangents=False)  # it says what cannot be
+    result = rebuild(tensors, iter([value.detach().clone() for _, value in found]))
+    return (result, collectives.FusedWork(None)) if async_op else result
