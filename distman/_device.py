@@ -187,6 +187,12 @@ def check_backend(backend: str) -> None:
         )
 
 
+def wait_for(device: torch.device) -> None:
+    """Wait until a GPU has done all that it was given; the CPU has."""
+    if device.type in ("cuda", "xpu"):
+        getattr(torch, device.type).synchronize(device)
+
+
 def visible_devices(device_type: str | None = None) -> tuple[str, tuple[str, ...]]:
     """Return the type of device this process computes on, and an identity for each device it sees.
 

@@ -7,6 +7,7 @@ nested data (``tree_map`` and its like) are torch's own, handed on.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import itertools
 import pickle
 import re
@@ -28,6 +29,7 @@ from torch.utils._pytree import (  # noqa: F401 - for other modules
     tree_structure,
     tree_unflatten,
 )
+from torch.utils.data._utils import worker
 
 # Process groups
 
@@ -112,8 +114,18 @@ def abort_backends(process_group: dist.ProcessGroup) -> None:
 
 def abort_all_backends() -> None:
     """End what this process waits for in any group, as :func:`abort_backends` does for one."""
-    for process_group in list(distributed_c10d._world.pg_map):
+    for process_group in all_groups():
         abort_backends(process_group)
+
+
+def all_groups() -> list[dist.ProcessGroup]:
+    """Return the process groups that torch has."""
+    return list(distributed_c10d._world.pg_map)
+
+
+def waits_at_end(process_group: dist.ProcessGroup) -> bool:
+    """Return whether to end a group may wait for other ranks, as NCCL does."""
+    return any(collects_batches(process_group, device) for device in process_group._device_types)
 
 
 def end_group(process_group: dist.ProcessGroup | None = None, *, aborts: bool) -> None:
@@ -426,3 +438,18 @@ def set_nested(state: dict[str, Any], path: tuple[str | int, ...], value: object
     from torch.distributed.checkpoint._nested_dict import set_element
 
     set_element(state, path, value)
+
+
+# Workers of a DataLoader
+
+
+@contextlib.contextmanager
+def as_only_worker() -> Iterator[None]:
+    """Let ``get_worker_info`` answer in a worker as if it were the only one; elsewhere it answers None as ever."""
+    info = worker._worker_info
+    if info is not None:
+        worker._worker_info = dataclasses.replace(info, id=0, num_workers=1)
+    try:
+        yield
+    finally:
+        worker._worker_info = info

@@ -184,7 +184,8 @@ class DistributedManager(Place, GroupQueries, GroupCreation):
         Blocking until all ranks have started, ten seconds at most; under Slurm, on several hosts, the rank that started
         the store stays as long until the others have left too. A rank that serves the store of a group which other
         code made goes on with that to the end of the program, where it stays until the others have left too or one of
-        them has failed, ten seconds at most.
+        them has failed, ten seconds at most. Groups of NCCL end on all ranks of a host together: one that does not
+        within ten seconds is aborted.
 
         Args:
             barrier: Wait for the other ranks first.

@@ -106,10 +106,10 @@ def by_public_path(text: str) -> str:
 
 
 def shorten_signature(
-    _app: Sphinx, _what: str, _name: str, _value: object, _options: object, signature: str | None, returns: str | None
+    _app: Sphinx, _what: str, _name: str, value: object, _options: object, signature: str | None, returns: str | None
 ) -> tuple[str | None, str | None]:
-    """Show public paths in signatures, and no defaults that Sphinx takes for a mistake in the whole of it."""
-    signature = signature and signature.replace("<factory>", "...")
+    """Show public paths in signatures, no defaults that Sphinx takes for a mistake, and none of a protocol."""
+    signature = "" if getattr(value, "_is_protocol", False) else signature and signature.replace("<factory>", "...")
     return signature and by_public_path(signature), returns and by_public_path(returns)
 
 

@@ -17,7 +17,14 @@ import pytest
 SKIPPING_IS_FORBIDDEN = os.environ.get("DISTMAN_FORBID_SKIP") == "1"
 TESTS = Path(__file__).parent
 LAUNCHERS = TESTS / "launch"
-LONGEST = ("test_training.py", "test_job_scripts.py")
+TOGETHER = {  # files whose tests share what takes long to make: a cluster, distributions, what one process comes to
+    LAUNCHERS / "test_job_scripts.py",
+    LAUNCHERS / "test_cookbook.py",
+    TESTS / "test_packaging.py",
+    LAUNCHERS / "test_afno.py",
+    LAUNCHERS / "test_model_parallel.py",
+}
+FIRST = {*TOGETHER, LAUNCHERS / "test_training.py", TESTS / "test_types.py"}  # with the longest tests
 WITH_PROCESSES = {  # that are no ranks of `@ranks`; these folders and files have no unit tests
     LAUNCHERS,
     TESTS / "executor",
@@ -43,8 +50,10 @@ NOT_RUN = (pytest.skip.Exception, pytest.xfail.Exception)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Let the tests over the backend with NCCL's rules run on all numbers of ranks."""
-    parser.addoption("--all-backends", action="store_true", help="Run tests over NCCL's rules on all numbers of ranks.")
+    """Let the tests over the backend with NCCL's rules run on all numbers of ranks, with all parameters."""
+    parser.addoption(
+        "--all-backends", action="store_true", help="Run tests over NCCL's rules on all numbers of ranks, in all ways."
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -76,7 +85,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Mark the unit tests before ``-m`` looks for them, and deal the tests of launchers out among the processes.
 
     xdist gives each process a piece of the list, of which the others steal the end when they are done. So every piece
-    begins with its share of the tests of launchers, which take long and wait much, and ends with short ones.
+    begins with its share of the tests of launchers, which take long and wait much, and ends with short ones. Tests that
+    share something stay in one piece.
     """
     items[:] = [item for item in items if _is_wanted(item, everything=config.getoption("all_backends"))]
     for item in items:
@@ -84,26 +94,42 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker("unit")
     num_processes = getattr(config, "workerinput", {}).get("workercount", 1)
     if num_processes > 1:
-        long = sorted(filter(_is_long, items), key=lambda item: item.path.name not in LONGEST)
+        shares: dict[object, list[pytest.Item]] = {}
+        for item in sorted(filter(_is_long, items), key=lambda item: item.path not in FIRST):
+            shares.setdefault(item.path if item.path in TOGETHER else item, []).append(item)
+        long = list(shares.values())
         short = [item for item in items if not _is_long(item)]
         num_items = len(items)
         items.clear()
         for index in range(num_processes):
-            items += long[index::num_processes]
+            items += [item for share in long[index::num_processes] for item in share]
             num_short = (index + 1) * num_items // num_processes - len(items)
             items += short[:num_short]
             del short[:num_short]
 
 
 def _is_wanted(item: pytest.Item, *, everything: bool) -> bool:
-    """Return whether a test is to run; over the backend with NCCL's rules on as few ranks as can differ will do."""
+    """Return whether a test is to run.
+
+    Over the backend with NCCL's rules, as few ranks as can differ will do. Where gloo has answered how parameters go
+    together, one varies at a time.
+    """
     if item.get_closest_marker("ranks_backend") is None or not isinstance(item, pytest.Function):
         return True
     if item.get_closest_marker("gloo_only") is not None:
         return False
     spec = item.get_closest_marker("ranks").args[0]
     several = [size for size in spec.world_sizes if size > 1]
-    return everything or item.callspec.params["distman_world_size"] == min(several, default=0)
+    is_smallest = item.callspec.params["distman_world_size"] == min(several, default=0)
+    is_simple = "backend" not in item.callspec.params or _num_other_values(item) <= 1
+    return everything or (is_smallest and is_simple)
+
+
+def _num_other_values(item: pytest.Function) -> int:
+    """Return how many parameters of a test have another value than their first."""
+    names = [mark.args[0] for mark in item.iter_markers("parametrize")]
+    firsts = [one.split(",")[0].strip() if isinstance(one, str) else one[0] for one in names]
+    return sum(item.callspec.indices[name] > 0 for name in firsts)
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
@@ -135,7 +161,7 @@ def pytest_collection() -> Generator[None, object, object]:
 
 
 def _is_long(item: pytest.Item) -> bool:
-    return LAUNCHERS in item.path.parents
+    return LAUNCHERS in item.path.parents or item.path in FIRST
 
 
 @pytest.hookimpl(wrapper=True)

@@ -12,7 +12,6 @@ import inspect
 import io
 import pydoc
 import re
-import subprocess
 import sys
 from collections.abc import Callable
 from types import ModuleType
@@ -26,9 +25,13 @@ from distman.checkpoint import _location
 from distman.environments import LAUNCHERS
 from distman.testing import ranks
 
+from .launch import preloaded
+from .launch.preloaded import PYTHON
+from .launch.processes import launch
 from .test_docs import REPOSITORY
 from .test_package import documented, exports, modules, own_modules
 
+LIMIT = 60
 ON_TWO_RANKS = "Example on two ranks:"
 OF_EXECUTORS = ("distman.executor.", "distman.errors.Worker")
 FINDER = doctest.DocTestFinder()
@@ -123,9 +126,13 @@ def test_what_the_docs_link_to_is_there(inventory):
 
 
 @functools.cache
-def examples(*, on_ranks):
+def all_examples():
     found = [test for name in modules() for test in FINDER.find(importlib.import_module(name), name)]
-    return [test for test in found if test.examples and (ON_TWO_RANKS in test.docstring) == on_ranks]
+    return [test for test in found if test.examples]
+
+
+def examples(*, on_ranks):
+    return [test for test in all_examples() if (ON_TWO_RANKS in test.docstring) == on_ranks]
 
 
 def names_on_one_process(*, of_executors):
@@ -148,6 +155,8 @@ def test_an_example_runs(name, monkeypatch, tmp_path):
     monkeypatch.setattr(LAUNCHERS, "_records", dict(LAUNCHERS._records))  # one registers another
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)  # they show what a machine without a GPU says
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    if name.startswith("distman._run."):
+        preloaded.stand_in(monkeypatch)
     (test,) = (one for one in examples(on_ranks=False) if one.name == name)
     try:
         assert run(test) == ""
@@ -164,7 +173,7 @@ def run_examples_of_executors():
 def test_the_examples_of_executors_run():
     """All in one program with a single thread, which can be forked; here each executor would have to import torch."""
     code = "from tests.test_docstrings import run_examples_of_executors as run; run()"
-    finished = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True, check=False)
+    finished = launch([PYTHON, "-c", code], cwd=REPOSITORY, timeout=LIMIT)
     assert (finished.returncode, finished.stdout) == (0, ""), finished.stderr
     assert names_on_one_process(of_executors=True)
 

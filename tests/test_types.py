@@ -45,11 +45,10 @@ def mistakes():
     return [(WRONG.name, line) for line in range(text.index("# mistakes") + 2, len(text) + 1)]
 
 
-CHECKERS = [mypy, pyright]
 EXPECTED = mistakes()
 
 
-@pytest.mark.parametrize("checker", CHECKERS)
+@pytest.mark.parametrize("checker", [mypy, pyright])
 def test_mistakes_are_found_and_nothing_else(checker, tmp_path):
     found, said = checker(sys.executable, tmp_path)
     assert found == EXPECTED, said

@@ -20,11 +20,12 @@ from distman._coordination.tracking import call_site, check_all_run_here, check_
 from distman._coordination.wait_scope import WaitScope
 from distman._groups.connecting import connect, members_store
 from distman._groups.hosts import partitions_by_host, warn_of_crossing
+from distman._job.group_end import end_groups
 from distman._job.job import Job
 from distman._log import logger
 from distman._store.connection import GaveUpError
 from distman._store.torch_store import part_of
-from distman._torch_internals import device_types, end_group, is_registered, mesh_without_groups
+from distman._torch_internals import device_types, is_registered, mesh_without_groups
 from distman.errors import DistmanError, UndefinedGroupError, undefined_group
 from distman.topology import GridPartition, Partition, Plan
 from distman.topology._plan import READY_MADE, check_new_names
@@ -285,8 +286,7 @@ class Groups:
             elif error is not None:
                 raise error
         except BaseException:  # Ctrl-C too: no group stays without the others
-            for group in made.values():
-                _destroy(group, aborts=True)
+            self._end(made.values(), aborts=True)
             raise
         self._partitions |= plan.partitions | plan.later
         self._companions |= {name: list(plan.later) for name in plan.partitions if plan.later}
@@ -327,7 +327,7 @@ class Groups:
         if name in self._world_names:
             raise ValueError(f"the group to destroy must not be the world, got {name!r}. Call cleanup() for that.")
         if name in self._made:
-            _destroy(self._made.pop(name))
+            self._end([self._made.pop(name)], aborts=False)
         self._partitions.pop(name, None)
         for companion in self._companions.pop(name, []):
             if companion in self._partitions:
@@ -339,9 +339,13 @@ class Groups:
         Args:
             aborts: Wait for nothing that is outstanding there: the job has failed.
         """
-        for group in self._made.values():
-            _destroy(group, aborts=aborts)
+        self._end(self._made.values(), aborts=aborts)
         self._made.clear()
+
+    def _end(self, groups: Iterable[Group], *, aborts: bool) -> None:
+        made = [group.process_group for group in groups]
+        there = [one for one in made if one is not None and is_registered(one)]  # other code may have been faster
+        end_groups(there, self._job.device, aborts=aborts)
 
     def device_mesh(self, shape: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
         """Return torch's mesh over groups that were created, one per axis."""
@@ -406,8 +410,3 @@ class Groups:
 
 def _destroyed(what: str) -> UndefinedGroupError:
     return UndefinedGroupError(f"{what} must be there to be used, got one that was destroyed. Make it again.")
-
-
-def _destroy(group: Group, *, aborts: bool = False) -> None:
-    if group.process_group is not None and is_registered(group.process_group):  # other code may have been faster
-        end_group(group.process_group, aborts=aborts)

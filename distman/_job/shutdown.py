@@ -20,12 +20,13 @@ from distman._coordination.messages import count
 from distman._coordination.monitor.context import late_after
 from distman._coordination.monitor.watcher import Watcher
 from distman._coordination.timeouts import run_with_timeout
+from distman._job.group_end import end_groups
 from distman._job.interface import forget_interface
 from distman._job.job import Job
 from distman._process_state import puts_back
 from distman._rendezvous.join import Rendezvous
 from distman._rendezvous.store import JobStore
-from distman._torch_internals import GLOO_THREADS, end_group
+from distman._torch_internals import GLOO_THREADS
 
 _START_LIMIT = 10.0
 """Seconds to wait for ranks that still make their process group: as long as a loaded machine needs to start one."""
@@ -86,7 +87,7 @@ def leave(job: Job, watcher: Watcher | None, *, is_at_exit: bool = False) -> Non
         if watcher is not None:
             watcher.leave()
         if dist.is_initialized() and not job.is_adopted:
-            end_group(aborts=is_failing or (watcher is not None and watcher.record is not None))
+            end_groups(None, job.device, aborts=is_failing or (watcher is not None and watcher.record is not None))
         if is_host and (is_failing or (job.is_adopted and not is_at_exit)):
             _unclosed.append((os.getpid(), job, rendezvous, watcher))
             atexit.register(_close_at_exit)

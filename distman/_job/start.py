@@ -22,7 +22,8 @@ from distman._coordination.messages import count
 from distman._coordination.monitor.context import WatchContext, WatchLimits
 from distman._coordination.monitor.current_watcher import failure_behind, look_after_others
 from distman._coordination.monitor.watcher import Watcher, announce_unwatched
-from distman._device import backend_for, is_pure_gloo, pick_device
+from distman._device import backend_for, is_pure_gloo, pick_device, wait_for
+from distman._job.group_end import end_groups
 from distman._job.interface import choose_interface, forget_interface, stay_on_this_host
 from distman._job.job import Job, Limits, abort_job
 from distman._process_state import keep_garbage_from_children
@@ -34,7 +35,7 @@ from distman._rendezvous.join_record import JoinRecord
 from distman._rendezvous.peers import complete
 from distman._rendezvous.secret import check_adoption
 from distman._rendezvous.store import adopt_store
-from distman._torch_internals import counting_no_failed_group, default_store, end_group, make_gloo_default
+from distman._torch_internals import counting_no_failed_group, default_store, make_gloo_default
 from distman.environments import LaunchEnvironment
 from distman.errors import DistmanError, RankFailedError, RendezvousError
 
@@ -131,7 +132,7 @@ def undo(job: Job, watcher: Watcher | None, error: BaseException, cause: Failure
         watcher.stop()
         watcher.close()
     if not job.is_adopted:
-        _leave_group()
+        _leave_group(job)
         forget_interface()
         job.rendezvous.job_store.close()
     hook.set_reporter(functools.partial(abort_job, job.environment))
@@ -203,6 +204,7 @@ def watch(job: Job, limits: WatchLimits | None) -> Watcher | None:
         peers=job.roll_call,
         is_one_host=job.peer.num_nodes == 1,
         holds_store=job.holds_store,
+        wait_for_device=functools.partial(wait_for, job.device) if job.device.type != "cpu" else None,
     )
     watcher = Watcher(context, limits, job.end_after, end_job=job.ending, awaits_dead=mpi.is_up())
     try:
@@ -269,10 +271,10 @@ def _let_group_be() -> None:
     """Leave the process group to the code that made it."""
 
 
-def _leave_group() -> None:
+def _leave_group(job: Job) -> None:
     """Leave the process group after a failure."""
     if dist.is_initialized():  # else it was not made yet, or the rank has left the job
-        end_group(aborts=True)
+        end_groups(None, job.device, aborts=True)
 
 
 def reporter_of(
@@ -293,7 +295,7 @@ def reporter_of(
         store=rendezvous.store,
         store_host=f"the process at {job_store.url}",
         is_host=job.holds_store,
-        leave_group=_leave_group,
+        leave_group=functools.partial(_leave_group, job),
         abort_job=job.end_after,
         cause=cause,
         look_after=look_after_others if watcher is None else watcher.look_after_others,

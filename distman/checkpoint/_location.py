@@ -95,8 +95,7 @@ def _from_fsspec(scheme: str) -> Storage:
         from distman.checkpoint._fsspec_storage import FsspecStorage
     except ImportError as error:
         raise ImportError(
-            f"{scheme}:// needs the package fsspec, which is not installed. Install it with pip install "
-            "'distman[remote]'."
+            f"{scheme}:// needs the package fsspec, which is not installed. Run pip install fsspec."
         ) from error
     try:
         fsspec.get_filesystem_class(scheme)
@@ -107,7 +106,6 @@ def _from_fsspec(scheme: str) -> Storage:
         ) from error
     except ImportError as error:
         raise ImportError(
-            f"{scheme}:// needs a package that is not installed: {error}. It comes beside pip install "
-            "'distman[remote]', since each store has its own."
+            f"{scheme}:// needs a package beside fsspec that is not installed. {str(error).rstrip('.')}."
         ) from error
     return FsspecStorage()

@@ -10,6 +10,7 @@ import torch
 from distman._coordination.tracking import current_wait
 from distman._coordination.wait_scope import collective
 from distman._groups.registry import Group
+from distman.collectives import _debug
 from distman.collectives._exchange import exchange, layout_of
 from distman.collectives._validation import (
     GroupLike,
@@ -85,7 +86,8 @@ def indexed_all_to_all_v(
         The slices received, of length ``sum(sizes[i][r] for i)`` along ``dim`` on rank r, a new tensor.
 
     Raises:
-        ValueError: Indices, sizes, dim, group or device do not fit.
+        ValueError: Indices, sizes, dim, group or device do not fit. Indices into a tensor on a GPU are looked at in
+            debug mode only, since the host would wait for them; else CUDA itself ends the rank.
         PlanMismatchError: On every rank that waits, in debug mode on all: the ranks call differently.
 
     Example on two ranks:
@@ -110,11 +112,13 @@ def indexed_all_to_all_v(
             f"{lengths}. Make them agree."
         )
     index = torch.cat([one.to(tensor.device) for one in indices])
-    if index.numel() and not 0 <= int(index.min()) <= int(index.max()) < tensor.shape[dim]:
-        raise ValueError(
-            f"indices must be between 0 and {tensor.shape[dim] - 1} along dim {dim}, got {int(index.min())} to "
-            f"{int(index.max())}. Index into this rank's own tensor."
-        )
+    if index.numel() and (index.is_cpu or _debug.is_on()):
+        low, high = (int(bound) for bound in torch.aminmax(index))
+        if not 0 <= low <= high < tensor.shape[dim]:
+            raise ValueError(
+                f"indices must be between 0 and {tensor.shape[dim] - 1} along dim {dim}, got {low} to {high}. Index "
+                "into this rank's own tensor."
+            )
     adds_in_fp32 = use_fp32 and tensor.requires_grad and tensor.dtype in (torch.float16, torch.bfloat16)
     source = tensor.to(torch.float32) if adds_in_fp32 else tensor
     chosen = source.index_select(dim, index.long()).to(tensor.dtype)

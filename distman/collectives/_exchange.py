@@ -38,7 +38,7 @@ def exchange(sends: Sequence[torch.Tensor], receives: Sequence[torch.Tensor], gr
     # Before the first message, so that none is left behind. A forward pass has asked already.
     check_all_run_here(group.ranks, "the backward pass of a collective")
     pg = process_group_of(group)
-    carrier = _carrier(receives[group.rank].device, pg)
+    carrier = carrier_of(receives[group.rank].device, pg)
     buffers = {
         rank: piece if piece.is_contiguous() and piece.device == carrier else _contiguous_like(piece, carrier)
         for rank, piece in enumerate(receives)
@@ -93,6 +93,30 @@ def gather_evenly(tensor: torch.Tensor, group: Group, what: str) -> torch.Tensor
     return parts
 
 
+@collective
+def reduce_evenly(tensor: torch.Tensor, dim: int, group: Group, what: str) -> torch.Tensor | None:
+    """Return this rank's slice of the sum of the ranks' tensors; None where :func:`exchange` is to move them.
+
+    Collective. Blocking. As :func:`gather_evenly`.
+
+    Args:
+        tensor: The tensor, of one shape and dtype on all ranks; never changed.
+        dim: Dim to split, of a length that the ranks divide.
+        group: The group.
+        what: As for :func:`exchange`.
+    """
+    pg = process_group_of(group)
+    is_summed = tensor.dtype not in (torch.int16, torch.bool)  # by no backend
+    if pg is None or not is_summed or not tensor.numel() or not collects_batches(pg, tensor.device):
+        return None
+    check_all_run_here(group.ranks, "the backward pass of a collective")
+    announce(group, what)
+    parts = torch.stack(tensor.resolve_conj().resolve_neg().chunk(group.size, dim))
+    mine = torch.empty_like(parts[0])
+    dist.reduce_scatter_single(_carried(mine), _carried(parts), group=pg)
+    return mine
+
+
 def announce(group: Group, what: str) -> tuple[Call, int]:
     """Let this thread be found waiting in a call of the group, and return the call and a number for its messages.
 
@@ -138,7 +162,7 @@ def process_group_of(group: Group) -> dist.ProcessGroup | None:
     return process_group
 
 
-def _carrier(device: torch.device, process_group: dist.ProcessGroup | None) -> torch.device:
+def carrier_of(device: torch.device, process_group: dist.ProcessGroup | None) -> torch.device:
     """Return the device from which tensors travel: the CPU over gloo, which cannot send those of a GPU."""
     if device.type == "cpu" or process_group is None or collects_batches(process_group, device):
         return device

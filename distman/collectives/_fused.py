@@ -14,9 +14,9 @@ from distman._groups.registry import Group
 from distman._text import printable
 from distman._torch_internals import all_reduce_traced, is_forward_mode
 from distman.collectives import _debug
-from distman.collectives._exchange import announce, process_group_of
+from distman.collectives._exchange import announce, carrier_of, control_device, process_group_of
 from distman.collectives._fused_layout import OPERATIONS, Layout, find_layout
-from distman.collectives._headers import HEADER_WORDS, MESSAGE_WORDS, is_signed_by_all
+from distman.collectives._headers import HEADER_WORDS, MESSAGE_WORDS, is_signed_by_all, signed_message
 from distman.collectives._objects import all_gather_objects
 from distman.collectives._structure import leaves, rebuild
 from distman.collectives._validation import GroupLike, check_tensor, has_tangent, resolve_group
@@ -66,7 +66,9 @@ def fused_all_reduce(
     forward mode, are reduced alike.
 
     Up to 4 kB of data travel in one message together with a signature of keys, shapes and dtypes, by which ranks that
-    differ are found; more data follow that message. Under :func:`torch.compile` the ranks are not compared.
+    differ are found; more data follow that message. For tensors on a GPU the message is one of the CPU, where the group
+    has a backend for it, and all data follow: the host waits for the other ranks, not for its GPU. Under
+    :func:`torch.compile` the ranks are not compared.
 
     Args:
         tensors: A tensor, or a list, tuple, mapping or TensorDict of tensors, nested too. Ranks may hold the keys of
@@ -76,7 +78,8 @@ def fused_all_reduce(
         buffer_dtype: Dtype to which all are converted for the reduction; None takes the widest among them, and
             float32 at least for floats. Integers alone are reduced exactly.
         device: Device of the reduction; None takes that of the first tensor.
-        async_op: Return at once, with results that carry no gradient, and this rank's values until they are reduced.
+        async_op: Return when the data are under way, with results that carry no gradient, and this rank's values until
+            they are reduced.
 
     Returns:
         New tensors in the same structure, each of its own dtype, on its own device; with ``async_op`` a pair of that
@@ -105,6 +108,8 @@ def fused_all_reduce(
     if device is None:
         for value in {(value.dtype, value.device): value for value in values}.values():
             check_tensor(value, members)
+    if place is not None and place.type in members.device_types and not torch.compiler.is_compiling():
+        place = carrier_of(place, process_group_of(members))
     layout = find_layout(
         operation,
         buffer_dtype,
@@ -189,9 +194,12 @@ def _launch(values: Sequence[torch.Tensor], layout: Layout, group: Group) -> Cal
     buffer = layout.pack(values)
     if group.size == 1:
         return lambda: layout.unpack(buffer)
-    message = layout.empty_message.clone()
-    fits = layout.is_sum and buffer.numel() <= MESSAGE_WORDS - HEADER_WORDS
-    room = message[HEADER_WORDS : HEADER_WORDS + buffer.numel()].copy_(buffer) if fits else None
+    place = control_device(group, layout.device)  # not a GPU's, which the host would have to wait for
+    message = signed_message(layout.text, place).clone()
+    end = HEADER_WORDS + layout.num_words
+    room = message[HEADER_WORDS:end] if layout.is_sum and place == layout.device and end <= MESSAGE_WORDS else None
+    if room is not None:
+        room.copy_(layout.to_words(buffer))
     announce(group, "the first message")
     work = dist.all_reduce(message, group=process_group_of(group), async_op=True)
     if room is None:
@@ -203,7 +211,7 @@ def _launch(values: Sequence[torch.Tensor], layout: Layout, group: Group) -> Cal
         work.wait()
         if room is not None:
             _check(message, layout, group)
-        total = buffer if room is None else room.to(layout.dtype)
+        total = buffer if room is None else layout.from_words(room)
         return layout.unpack(_averaged(total, layout, group))
 
     return finish

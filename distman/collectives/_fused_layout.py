@@ -11,8 +11,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from distman.collectives._headers import signed_message
-
 OPERATIONS = {
     "sum": dist.ReduceOp.SUM,
     "avg": dist.ReduceOp.AVG,
@@ -26,6 +24,8 @@ _BUFFER_DTYPES = (
     *(torch.int64, torch.int32, torch.int8, torch.uint8),
 )
 """What all backends reduce."""
+_SHIFTS = (0, 22, 44)  # bits; float64 adds up 22 of them exactly over 2**31 ranks
+_LOW_BITS = 2**22 - 1
 
 
 @dataclass(frozen=True)
@@ -55,12 +55,8 @@ class Layout:
         """What must be equal on all ranks, as JSON."""
         rows = [[path, shape, str(dtype)] for path, shape, dtype, _ in self.rows]
         operation = f"{self.operation} with tangents" if self.has_tangents else self.operation
-        return json.dumps([operation, str(self.dtype), rows])
-
-    @functools.cached_property
-    def empty_message(self) -> torch.Tensor:
-        """The first message, without data."""
-        return signed_message(self.text, torch.float64 if self.dtype.is_floating_point else torch.int64, self.device)
+        place = "" if self.device.type == "cpu" else f" on {self.device.type}"  # another backend would carry it
+        return json.dumps([operation, f"{self.dtype}{place}", rows])
 
     @property
     def is_sum(self) -> bool:
@@ -79,6 +75,26 @@ class Layout:
                 return torch.stack(list(values)).to(self.device, self.dtype).contiguous().view(-1)
             flat = [_as_real(value).reshape(-1).to(self.device, self.dtype) for value in values]
             return torch.cat(flat) if flat else torch.empty(0, dtype=self.dtype, device=self.device)
+
+    @functools.cached_property
+    def num_words(self) -> int:
+        """How many numbers in float64 stand for the buffer in the first message."""
+        return sum(self.lengths) * (1 if self.dtype.is_floating_point else len(_SHIFTS))
+
+    def to_words(self, buffer: torch.Tensor) -> torch.Tensor:
+        """Return the buffer in such numbers; an integer is cut into several."""
+        if self.dtype.is_floating_point:
+            return buffer
+        low, middle, high = (buffer.long() >> shift for shift in _SHIFTS)
+        return torch.cat([low & _LOW_BITS, middle & _LOW_BITS, high])
+
+    def from_words(self, words: torch.Tensor) -> torch.Tensor:
+        """Return the buffer that numbers in float64 stand for, the sums of all ranks' for example."""
+        if self.dtype.is_floating_point:
+            return words.to(self.dtype)
+        low, middle, high = words.long().view(len(_SHIFTS), -1)
+        whole: torch.Tensor = low + (middle << _SHIFTS[1]) + (high << _SHIFTS[2])
+        return whole.to(self.dtype)
 
     def unpack(self, buffer: torch.Tensor) -> list[torch.Tensor]:
         """Return new tensors with the contents of the buffer."""

@@ -21,17 +21,18 @@ HEADER_WORDS = 1 + 2 * _SIGNATURE_WORDS
 
 
 @functools.lru_cache(maxsize=64)
-def signed_message(text: str, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Return the message without data; clone it before the ranks' messages are summed.
+def signed_message(text: str, device: torch.device) -> torch.Tensor:
+    """Return the message without data, in float64 whatever it is about; clone it before the ranks' are summed.
+
+    Ranks that want different things must all sum numbers of one type: on NCCL nobody knows what else comes of it.
 
     Args:
         text: What must be equal on all ranks.
-        dtype: float64 or int64.
         device: Where the message is.
     """
     digest = hashlib.sha256(text.encode()).digest()
     words = [int.from_bytes(digest[2 * word : 2 * word + 2], "big") for word in range(_SIGNATURE_WORDS)]
-    message = torch.zeros(MESSAGE_WORDS, dtype=dtype)
+    message = torch.zeros(MESSAGE_WORDS, dtype=torch.float64)
     message[:HEADER_WORDS] = torch.tensor([1, *words, *(word * word for word in words)])
     return message.to(device)
 
@@ -64,7 +65,7 @@ def sum_numbers(numbers: Sequence[float], text: str, group: Group, device: torch
     if group.size == 1:
         return list(numbers)
     data = torch.tensor(numbers, dtype=torch.float64, device=device)
-    message = signed_message(text, torch.float64, device).clone()
+    message = signed_message(text, device).clone()
     fits = len(numbers) <= MESSAGE_WORDS - HEADER_WORDS
     end = HEADER_WORDS + len(numbers) if fits else HEADER_WORDS
     if fits:

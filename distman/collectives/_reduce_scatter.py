@@ -10,7 +10,7 @@ import torch
 from distman._coordination.wait_scope import collective
 from distman._groups.registry import Group
 from distman.collectives import _all_gather  # the module, since each of the two needs the other
-from distman.collectives._exchange import exchange, layout_of, sum_pieces
+from distman.collectives._exchange import exchange, layout_of, reduce_evenly, sum_pieces
 from distman.collectives._validation import GroupLike, check_call, check_sizes, normalize_dim, resolve_group
 
 
@@ -35,7 +35,8 @@ def reduce_scatter_v(
         group: A process group, the name of one, or None for the world.
 
     Returns:
-        The slice, shape ``(*, sizes[group rank], *)``, a new tensor. The terms are added in rank order.
+        The slice, shape ``(*, sizes[group rank], *)``, a new tensor. The terms are added in rank order; over NCCL in
+        its own, where slices are of one size and no 16-bit floats are added up in float32.
 
     Raises:
         ValueError: Sizes, dim, group or device do not fit.
@@ -72,13 +73,18 @@ class ReduceScatter(torch.autograd.Function):
         group: Group,
     ) -> torch.Tensor:
         ctx.arguments = sizes, dim, use_fp32, group
+        what = f"reduce_scatter {layout_of(tensor)} dim {dim} sizes {sizes} use_fp32 {use_fp32}"
+        is_widened = use_fp32 and tensor.dtype in (torch.float16, torch.bfloat16)  # after it was sent as it is
+        if min(sizes) == max(sizes) and not is_widened:
+            part = reduce_evenly(tensor, dim, group, what)
+            if part is not None:
+                return part
         parts = tensor.split(sizes, dim)
         mine = parts[group.rank]
         received = [
             mine if rank == group.rank else torch.empty_like(mine, memory_format=torch.contiguous_format)
             for rank in range(group.size)
         ]
-        what = f"reduce_scatter {layout_of(tensor)} dim {dim} sizes {sizes} use_fp32 {use_fp32}"
         exchange(parts, received, group, what)
         return sum_pieces(received, group.rank, use_fp32=use_fp32)
 

@@ -303,9 +303,8 @@ def length_of(dataset: Dataset[Any]) -> int:
         raise TypeError(f"dataset must be a dataset, got a {type(dataset).__name__}. Pass loader.dataset.")
     if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
         raise TypeError(
-            f"dataset must be a map-style dataset with a length, got {type(dataset).__name__}. Let each rank read its "
-            "part of a stream by torch's DataLoader: with batch_size=32 if it yields samples, or batch_size=None if it "
-            "yields batches."
+            f"dataset must be a map-style dataset with a length, got {type(dataset).__name__}. Share a stream out by "
+            "DataLoader(distributed_stream(dataset), batch_size=32), or batch_size=None if it yields batches."
         )
     return len(dataset)
 

@@ -32,6 +32,7 @@ VARIABLES = (
 
 _PREFIX = "DISTMAN_"
 _LOOPBACK_NAMES = ("localhost", "ip6-localhost")
+_VISIBLE_DEVICES = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")  # ROCm knows both
 _NO_DEVICES = ("NoDevFiles", "none", "void")
 _FILES_PER_RANK = 2  # connections that collectives open to each rank
 _FILES_BESIDES = 100
@@ -222,25 +223,26 @@ def _num_nodes(job: _Job, allocation: Allocation) -> int | None:
 
 
 def _gpus(job: _Job) -> Iterator[str]:
-    """CUDA_VISIBLE_DEVICES does not give every local rank a GPU of its own."""
-    text = job.environ.get("CUDA_VISIBLE_DEVICES")
-    if text is None:
+    """CUDA_VISIBLE_DEVICES, or ROCm's name for it, does not give every local rank a GPU of its own."""
+    name = next((name for name in _VISIBLE_DEVICES if name in job.environ), None)
+    if name is None:
         return
+    text = job.environ[name]
     devices = [device.strip() for device in text.split(",")]
     visible = list(itertools.takewhile(lambda device: device not in ("", "-1", *_NO_DEVICES), devices))
     ranks = job.local_world_size
     has_its_own = job.launcher.gives_own_gpus(job.environ) or (len(visible) == 1 and job.launcher.may_bind_gpus)
     if not visible and job.host.num_gpus:
         yield (
-            f"CUDA_VISIBLE_DEVICES={text!r} hides all GPUs of this host: the job computes on the CPU. Unset it, or ask "
+            f"{name}={text!r} hides all GPUs of this host: the job computes on the CPU. Unset it, or ask "
             "the scheduler for GPUs."
         )
     elif len(set(visible)) < len(visible):
-        yield f"CUDA_VISIBLE_DEVICES={text!r} names a GPU twice, which CUDA refuses. Name each once."
+        yield f"{name}={text!r} names a GPU twice, which CUDA refuses. Name each once."
     elif 0 < len(visible) < ranks and not has_its_own and not read_flag(job.environ, "DISTMAN_ALLOW_SHARED_GPU"):
         gpus = "1 GPU" if len(visible) == 1 else f"{len(visible)} GPUs"
         yield (
-            f"CUDA_VISIBLE_DEVICES={text!r} shows {gpus} to {ranks} ranks on this host: some would share one, which "
+            f"{name}={text!r} shows {gpus} to {ranks} ranks on this host: some would share one, which "
             f"NCCL refuses. Start {len(visible)} ranks on each node, or show more GPUs."
         )
 

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 class EarlyStopping(Callback):
     """Ends the training when a monitored value has stopped improving.
 
-    All ranks see the same value, so they stop after the same epoch. Epochs without the value do not count; NaN is not
-    an improvement.
+    All ranks see the same value, so they stop after the same epoch, or validation within an epoch. Epochs without the
+    value do not count; NaN is not an improvement.
 
     Args:
         monitor: A name in the history, such as ``"val_loss"``.
@@ -64,7 +64,20 @@ class EarlyStopping(Callback):
         Raises:
             ValueError: The history has no such value.
         """
-        value = _find(self._monitor, handler, record)
+        self._follow(handler, _find(self._monitor, handler, record))
+
+    def on_validation_end(self, handler: NNHandler, record: Record) -> None:
+        """End the training if the value, one of the validation, has not improved for long enough.
+
+        Local.
+
+        Raises:
+            ValueError: The validation has no such value.
+        """
+        if self._monitor.startswith("val_"):
+            self._follow(handler, _find(self._monitor, handler, record))
+
+    def _follow(self, handler: NNHandler, value: float | None) -> None:
         if value is None:
             return
         self.num_waited = 0 if self._best.improves(value) else self.num_waited + 1
@@ -87,7 +100,7 @@ class EarlyStopping(Callback):
 
 
 class ModelCheckpoint(Callback):
-    """Keeps checkpoints of the latest epochs, and of the best one.
+    """Keeps checkpoints of the latest epochs, and of the best one; validations within an epoch count like epochs.
 
     To resume after a kill, use :meth:`NNHandler.auto_save`.
 
@@ -131,7 +144,21 @@ class ModelCheckpoint(Callback):
             ValueError: The history has no such value.
             RankFailedError: On every rank: rank 0 could not save.
         """
-        value = _find(self._monitor, handler, record)
+        self._save(handler, _find(self._monitor, handler, record))
+
+    def on_validation_end(self, handler: NNHandler, record: Record) -> None:
+        """Save a checkpoint, if the value is one of the validation.
+
+        Collective.
+
+        Raises:
+            ValueError: The validation has no such value.
+            RankFailedError: On every rank: rank 0 could not save.
+        """
+        if self._monitor.startswith("val_"):
+            self._save(handler, _find(self._monitor, handler, record))
+
+    def _save(self, handler: NNHandler, value: float | None) -> None:
         is_best = value is not None and self._best.improves(value)
         self.folder.save(handler.state_dict(), handler.num_steps, is_best=is_best)
 

@@ -75,6 +75,23 @@ class Callback:
             ...             handler.module.weight.clamp_(-1, 1)
         """
 
+    def on_validation_end(self, handler: NNHandler, record: Record) -> None:
+        """Called after a validation within an epoch, see ``validate_every_steps`` of :meth:`NNHandler.train`.
+
+        Local.
+
+        Args:
+            handler: The handler.
+            record: The results of the validation, the same on all ranks; values added to it become part of
+                ``history.validations``.
+
+        Example:
+            >>> class Overfit(Callback):
+            ...     def on_validation_end(self, handler, record):
+            ...         if record["val_loss"] > 10:
+            ...             handler.stop(f"diverged by step {record['step']:.0f}")
+        """
+
     def on_epoch_end(self, handler: NNHandler, record: Record) -> None:
         """Called after an epoch and its validation.
 

@@ -18,6 +18,10 @@ class History:
     Args:
         records: The values of each epoch.
 
+    Attributes:
+        validations: A record of each validation within an epoch: ``epoch``, ``step``, ``val_loss`` and the metrics, and
+            ``lr``.
+
     Example:
         >>> history = History([{"epoch": 0, "loss": 2.0}, {"epoch": 1, "loss": 1.0, "val_loss": 1.5}])
         >>> history["loss"], history["val_loss"]
@@ -28,6 +32,7 @@ class History:
 
     def __init__(self, records: Sequence[Record] = ()) -> None:
         self._records = [dict(record) for record in records]
+        self.validations: list[Record] = []
 
     def __len__(self) -> int:
         """Return the number of epochs."""
@@ -90,7 +95,10 @@ class History:
 
         Local.
         """
-        return {"records": [dict(record) for record in self._records]}
+        return {
+            "records": [dict(record) for record in self._records],
+            "validations": [dict(record) for record in self.validations],
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore such records.
@@ -107,6 +115,7 @@ class History:
             1
         """
         self._records = [dict(record) for record in state["records"]]
+        self.validations = [dict(record) for record in state["validations"]]
 
 
 def turn_into_numbers(record: Record) -> None:

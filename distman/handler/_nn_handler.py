@@ -12,6 +12,7 @@ import torch
 from distman._device import resolve_device
 from distman._seeds import seed_generators, seed_of
 from distman.handler._history import History
+from distman.handler._limits import Limits
 from distman.handler._model import TrainedModel
 from distman.handler._optimization import Optimization, StepOptions
 from distman.handler._reporting import LoggerMode, Reporter
@@ -20,7 +21,6 @@ from distman.handler._saving import Saving, read_checkpoint
 from distman.handler._setup import check_factory, required
 from distman.handler._training import Training
 from distman.manager import DistributedManager
-from distman.topology._partition import is_whole_number
 
 
 class NNHandler(Saving):
@@ -116,8 +116,10 @@ class NNHandler(Saving):
 
     def train(
         self,
-        epochs: int,
+        epochs: int | None = None,
         *,
+        max_steps: int | None = None,
+        limit_batches: int | None = None,
         accumulate: int = 1,
         amp: Literal["bf16", "fp16"] | None = None,
         clip_norm: float | None = None,
@@ -125,15 +127,19 @@ class NNHandler(Saving):
         non_finite: Literal["raise", "skip", "ignore"] = "raise",
         check_every: int | None = None,
         validate_every: int = 1,
+        validate_every_steps: int | None = None,
         progress: bool | None = None,
     ) -> History:
-        """Train until so many epochs are done, including those of the runs that it resumes.
+        """Train until so many epochs or steps are done, including those of the runs that it resumes.
 
-        Collective. Blocking. When any rank receives SIGTERM or SIGUSR1, all ranks save after the same step, if
-        :meth:`auto_save` was called, and end with exit code 75.
+        Collective. Blocking. When any rank receives SIGTERM or SIGUSR1, or calls
+        :meth:`DistributedManager.request_stop`, all ranks save after the same step, if :meth:`auto_save` was called,
+        and end with exit code 75.
 
         Args:
-            epochs: Total number of epochs.
+            epochs: Total number of epochs; None leaves the end to ``max_steps``.
+            max_steps: Total number of steps of the optimizer. The epoch that the last one is in ends there.
+            limit_batches: Largest number of batches of a rank in an epoch. The next epoch goes on where it ended.
             accumulate: Number of batches whose gradients make a step; an epoch's last step may have fewer.
             amp: Automatic mixed precision; ``"fp16"`` scales the loss.
             clip_norm: Largest 2-norm of the gradient; None does not clip.
@@ -145,16 +151,17 @@ class NNHandler(Saving):
                 may have spoilt the model before the error, after which it cannot be saved. ``"skip"`` and ``"fp16"``
                 look in each step.
             validate_every: Number of epochs from one validation to the next.
+            validate_every_steps: Number of steps from one validation to the next, in the place of those after epochs.
             progress: Show a progress bar; None shows it on a terminal.
 
         Returns:
             The history.
 
         Raises:
-            DistmanError: Something has not been set.
+            DistmanError: Something has not been set, such as data to validate with for ``validate_every_steps``.
             NonFiniteLossError: On every rank: a loss or the gradient is NaN or infinite.
             Preempted: On every rank: the job was asked to stop. It ends the program unless it is caught.
-            TypeError: ``epochs`` is not a whole number.
+            TypeError: Neither ``epochs`` nor ``max_steps`` is given, or a number is not whole.
             ValueError: An option is not valid.
 
         Example:
@@ -166,15 +173,16 @@ class NNHandler(Saving):
             >>> len(history), handler.num_steps
             (2, 4)
         """
-        if not is_whole_number(epochs):
-            raise TypeError(f"epochs must be a whole number, got {epochs!r}. Pass the total number of epochs.")
+        limits = Limits(epochs, max_steps, limit_batches, validate_every, validate_every_steps)
+        if validate_every_steps is not None:
+            self._required_val_data()
         options = StepOptions(accumulate, amp, clip_norm, ema_decay, non_finite, check_every)
         self._dtype = options.dtype
         self._load_auto_save()
-        training = self._make_training(options, validate_every)
+        training = self._make_training(options, limits)
         if not self.module.training:
             self.module.train()
-        is_over = training.run(epochs, accumulate=accumulate, progress=progress)
+        is_over = training.run(accumulate=accumulate, progress=progress)
         if self._auto_save is not None:
             self._auto_save.folder.wait()
         if not is_over:
@@ -182,9 +190,10 @@ class NNHandler(Saving):
         return self.history
 
     def stop(self, reason: str = "stop()") -> None:
-        """End the training after this epoch, on all ranks.
+        """End the training on all ranks, after this epoch, or after the next validation within it.
 
-        Local. For callbacks, on any rank.
+        Local. For callbacks, on any rank. To end it at the next step, and the program with it, call
+        :meth:`DistributedManager.request_stop`.
 
         Args:
             reason: Why, for the log.
@@ -209,7 +218,7 @@ class NNHandler(Saving):
             self.load_state_dict(saved)
             self._reporter.log("resuming from step %d, saved in %s", self.num_steps, self._auto_save.folder.path)
 
-    def _make_training(self, options: StepOptions, validate_every: int) -> Training:
+    def _make_training(self, options: StepOptions, limits: Limits) -> Training:
         """Return a training that resumes from the state that was loaded, or from that of the latest run."""
         state, is_latest_run = self._progress.to_resume()  # before a new training changes what the latest one holds
         training = Training(
@@ -223,7 +232,7 @@ class NNHandler(Saving):
             reporter=self._reporter,
             callbacks=self._callbacks,
             auto_save=self._auto_save,
-            validate_every=validate_every,
+            limits=limits,
         )
         if state is not None:
             training.load_state_dict(state, keeps_optimizer=is_latest_run)

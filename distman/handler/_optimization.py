@@ -6,8 +6,8 @@ import dataclasses
 import inspect
 import math
 import operator
-from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any, Literal
 
 import torch
@@ -239,7 +239,7 @@ class Optimization:
 
     def _backward(self, objective: Objective, step: Step, factor: float) -> Outcome:
         batch = to_device(step.batch, self._device)
-        with self._model.training() as model:
+        with self._model.training() as model, nullcontext() if step.num_own else self._without_a_trace():
             with torch.autocast(self._device.type, self._options.dtype) if self._options.amp else nullcontext():
                 outcome = objective(model, batch)
             check_loss(outcome.loss)
@@ -248,6 +248,14 @@ class Optimization:
             with WaitScope("backward of the model"):
                 self._scaler.scale(outcome.loss).backward(gradient=root)
         return outcome
+
+    @contextmanager
+    def _without_a_trace(self) -> Iterator[None]:
+        """Leave buffers and generators as they were: a rank takes part, for the others, with a batch that counts 0."""
+        buffers = self._copy_buffers()
+        with generators_preserved():
+            yield
+        self._restore_buffers(buffers)
 
     def _clip(self) -> torch.Tensor | None:
         """Clip the gradient, and return its 2-norm, the same on all ranks; None if there is none, or nobody asks."""

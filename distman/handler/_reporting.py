@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -55,11 +55,14 @@ class Reporter:
         if not self._is_silent:
             training_logger.info(text, *args)
 
-    def log_epoch(self, record: Mapping[str, float], num_epochs: int) -> None:
+    def log_epoch(self, record: Mapping[str, float], num_epochs: int | None) -> None:
         """Log the results of an epoch."""
         hidden = {"epoch"} if record["skipped"] else {"epoch", "skipped"}
-        values = [f"{name} {value:.4g}" for name, value in record.items() if name not in hidden]
-        self.log("epoch %d/%d: %s", int(record["epoch"]) + 1, num_epochs, ", ".join(values))
+        self.log("epoch %s: %s", _of(record["epoch"], num_epochs), _values(record, hidden))
+
+    def log_validation(self, record: Mapping[str, float]) -> None:
+        """Log the results of a validation within an epoch."""
+        self.log("step %d: %s", int(record["step"]), _values(record, {"epoch", "step"}))
 
 
 class ProgressBar:
@@ -69,7 +72,7 @@ class ProgressBar:
 
     Args:
         epoch: Index of the epoch.
-        num_epochs: Number of epochs.
+        num_epochs: Number of epochs; None if unknown.
         total: Number of batches in the epoch; None if unknown.
         is_shown: Whether to show it; None shows it on a terminal.
 
@@ -77,7 +80,7 @@ class ProgressBar:
         ImportError: The bar is asked for, and tqdm is not installed.
     """
 
-    def __init__(self, epoch: int, num_epochs: int, total: int | None, *, is_shown: bool | None) -> None:
+    def __init__(self, epoch: int, num_epochs: int | None, total: int | None, *, is_shown: bool | None) -> None:
         is_wanted = sys.stderr.isatty() if is_shown is None else is_shown
         self._bar: Any = None
         if not is_wanted or not DistributedManager().is_main:
@@ -88,7 +91,7 @@ class ProgressBar:
             if is_shown is None:
                 return
             raise ImportError("progress=True needs tqdm, which is not installed. Run pip install tqdm.") from error
-        self._bar = tqdm(total=total, desc=f"epoch {epoch + 1}/{num_epochs}", unit="batch", leave=False)
+        self._bar = tqdm(total=total, desc=f"epoch {_of(epoch, num_epochs)}", unit="batch", leave=False)
 
     def advance(self, num_batches: int, accumulators: Accumulators) -> None:
         """Count some more batches, and show the mean loss so far."""
@@ -100,6 +103,15 @@ class ProgressBar:
         """Remove the bar."""
         if self._bar is not None:
             self._bar.close()
+
+
+def _of(epoch: float, num_epochs: int | None) -> str:
+    """Return which epoch this is, counted from one."""
+    return f"{int(epoch) + 1}" if num_epochs is None else f"{int(epoch) + 1}/{num_epochs}"
+
+
+def _values(record: Mapping[str, float], hidden: Container[str]) -> str:
+    return ", ".join(f"{name} {value:.4g}" for name, value in record.items() if name not in hidden)
 
 
 def _attach(handler: logging.Handler, form: str) -> None:

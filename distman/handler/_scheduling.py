@@ -57,13 +57,19 @@ class Scheduling:
         Args:
             record: Its results, the same on all ranks.
         """
-        if self._scheduler is None or self._per == "step":
-            return
         if isinstance(self._scheduler, ReduceLROnPlateau):
-            if self._monitor in record:  # not after an epoch without validation
-                self._scheduler.step(record[self._monitor])
-        else:
+            self.after_validation(record)
+        elif self._scheduler is not None and self._per == "epoch":
             self._scheduler.step()
+
+    def after_validation(self, record: Mapping[str, float]) -> None:
+        """Tell a scheduler that monitors one of these results of it.
+
+        Args:
+            record: Results, the same on all ranks; some epochs have none of a validation.
+        """
+        if isinstance(self._scheduler, ReduceLROnPlateau) and self._monitor in record:
+            self._scheduler.step(record[self._monitor])
 
     def state_dict(self) -> dict[str, Any]:
         """Return the scheduler's state; empty without one."""

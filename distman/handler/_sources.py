@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import abc
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping, Sized
+import zlib
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sized
 from typing import Any
 
 import torch
+from torch.utils.data import IterableDataset
 
 from distman._coordination.wait_scope import collective
 from distman._log import logger
@@ -49,7 +51,7 @@ class Source(abc.ABC):
         """Move to the start of an epoch."""
 
     @abc.abstractmethod
-    def steps(self, epoch: int) -> Iterator[Step]:
+    def steps(self, epoch: int) -> Generator[Step]:
         """Yield the rest of an epoch; nothing if it is over.
 
         Local; collective where the ranks have to agree.
@@ -98,7 +100,7 @@ class LoaderSource(Source):
         """Move to the start of an epoch."""
         self._epoch, self._position = epoch, 0
 
-    def steps(self, epoch: int) -> Iterator[Step]:
+    def steps(self, epoch: int) -> Generator[Step]:
         """Yield the rest of an epoch; nothing if the next one has been reached."""
         if self._epoch > epoch:
             return
@@ -132,9 +134,9 @@ class ForeignSource(Source):
     batch, or with another rank's if it never had one, with weight 0.
 
     Args:
-        batches: A DataLoader, or another iterable that starts over in each epoch. ``set_epoch`` of its ``sampler`` is
-            called, if there is one. A position is restored by ``load_state_dict``, if there is one, otherwise by
-            skipping batches.
+        batches: A DataLoader, or another iterable that starts over in each epoch. ``set_epoch`` is called, if there is
+            one, and that of its ``sampler`` and its ``dataset``. A position is restored by ``load_state_dict``, if
+            there is one, or by that of a stream that is read in this process, otherwise by skipping batches.
 
     Raises:
         TypeError: It can be iterated over only once.
@@ -152,21 +154,39 @@ class ForeignSource(Source):
         self._own_at_start: dict[str, Any] | None = None
         self._last: Any = None
         self._has_last = False
+        self._is_exhausted = False  # this rank's part of the epoch
+        self._is_compared = DistributedManager().world_size == 1
+
+    @property
+    def _stateful(self) -> Any:
+        """What restores a position without reading: the loader, or the stream that it reads in this process."""
+        batches: Any = self.batches
+        dataset = getattr(batches, "dataset", None)
+        is_read_here = isinstance(dataset, IterableDataset) and getattr(batches, "num_workers", 1) == 0
+        holders = [batches, dataset] if is_read_here else [batches]
+        return next((one for one in holders if hasattr(one, "load_state_dict") and hasattr(one, "state_dict")), None)
 
     @collective
     def _exchange(self, num_samples: int, *, lacks_all: bool) -> tuple[list[int], list[bool]]:
         """Return each rank's number of samples, and whether it has never had a batch."""
         members = DistributedManager().resolve_group(None)
         device = control_device(members, DistributedManager().device)
-        gathered = all_gather_numbers([num_samples, lacks_all], members, device)
-        return [num for num, _ in gathered], [bool(lacks) for _, lacks in gathered]
+        checksum = 0 if self._is_compared else _checksum(self._last)
+        gathered = all_gather_numbers([num_samples, lacks_all, checksum], members, device)
+        if checksum and all(row == gathered[0] for row in gathered) and DistributedManager().is_main:
+            logger.warning(
+                "the first batch is the same on all ranks: each seems to read all samples instead of its part. Share "
+                "them out by DataLoader(distributed_stream(dataset)), or pass the dataset instead of a loader"
+            )
+        self._is_compared = True
+        return [num for num, _, _ in gathered], [bool(lacks) for _, lacks, _ in gathered]
 
     def begin(self, epoch: int) -> None:
         """Move to the start of an epoch."""
-        self._epoch, self._num_taken = epoch, 0
+        self._epoch, self._num_taken, self._is_exhausted = epoch, 0, False
         self._at_start = self._own_at_start = None
 
-    def steps(self, epoch: int) -> Iterator[Step]:
+    def steps(self, epoch: int) -> Generator[Step]:
         """Yield the rest of an epoch; nothing if the next one has been reached.
 
         Collective.
@@ -190,16 +210,19 @@ class ForeignSource(Source):
 
     def _resume(self, epoch: int) -> Iterator[Any]:
         """Return an iterator that has skipped the batches already taken, with the random numbers of that time."""
-        sampler: Any = getattr(self.batches, "sampler", None)
-        if hasattr(sampler, "set_epoch"):
-            sampler.set_epoch(epoch)
-        if self._at_start is None or hasattr(self.batches, "load_state_dict"):
+        part: Any
+        for part in (self.batches, *(getattr(self.batches, name, None) for name in ("sampler", "dataset"))):
+            if hasattr(part, "set_epoch"):
+                part.set_epoch(epoch)
+        if self._at_start is None:
             self._at_start, self._own_at_start = generators_state(), states_of(generators_of(self.batches))
             return iter(self.batches)
         set_states_of(generators_of(self.batches), self._own_at_start or {})
         with generators_preserved():
             set_generators_state(self._at_start)
             iterator = iter(self.batches)
+            if self._stateful is not None:
+                return iter(()) if self._is_exhausted else iterator  # at its end, a loader begins the next epoch
             for _ in range(self._num_taken):
                 self._take(iterator)
         return iterator
@@ -215,14 +238,14 @@ class ForeignSource(Source):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position after the latest step."""
-        batches: Any = self.batches
-        generators = self._own_at_start
+        generators, stateful = self._own_at_start, self._stateful
         return {
             "epoch": self._epoch,
             "num_taken": self._num_taken,
+            "is_exhausted": self._is_exhausted,
             "random_at_start": self._at_start,
-            "generators_at_start": states_of(generators_of(batches)) if generators is None else generators,
-            "own": batches.state_dict() if hasattr(batches, "state_dict") else None,
+            "generators_at_start": states_of(generators_of(self.batches)) if generators is None else generators,
+            "own": None if stateful is None else stateful.state_dict(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any], *, is_same_job: bool) -> bool:
@@ -237,10 +260,12 @@ class ForeignSource(Source):
                 "theirs, which cannot be saved. Set persistent_workers=False, or pass the dataset instead of a loader"
             )
         self._num_taken, self._at_start = state["num_taken"], state["random_at_start"]
+        self._is_exhausted = state["is_exhausted"]
         self._own_at_start = state["generators_at_start"]
         set_states_of(generators_of(self.batches), self._own_at_start or {})
-        if state["own"] is not None and hasattr(self.batches, "load_state_dict"):
-            self.batches.load_state_dict(state["own"])
+        stateful = self._stateful
+        if state["own"] is not None and stateful is not None and (self._num_taken or stateful is self.batches):
+            stateful.load_state_dict(state["own"])  # a stream between two epochs is at its end, and would stay there
         return True
 
     def _take(self, iterator: Iterator[Any]) -> int:
@@ -250,7 +275,16 @@ class ForeignSource(Source):
             if num_samples:
                 self._last, self._has_last = batch, True
                 return num_samples
+        self._is_exhausted = True
         return 0
+
+
+def _checksum(batch: Any) -> int:
+    """Return a number that is the same for equal batches; 0 if there is nothing to compare."""
+    found = next((one for one in tree_leaves(batch) if isinstance(one, torch.Tensor) and one.numel()), None)
+    if found is None or found.layout != torch.strided:
+        return 0
+    return zlib.crc32(found.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
 
 
 def count_samples(batch: Any) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,7 +14,8 @@ from distman.collectives._fused import fused_all_reduce
 from distman.collectives._objects import all_gather_objects
 from distman.handler._accumulators import Accumulators, Metric
 from distman.handler._events import Callback, Callbacks
-from distman.handler._history import History, turn_into_numbers
+from distman.handler._history import History, Record, turn_into_numbers
+from distman.handler._limits import Limits
 from distman.handler._objective import Objective
 from distman.handler._optimization import Optimization
 from distman.handler._randomness import generators_state, set_generators_state
@@ -43,14 +44,11 @@ class Training:
         reporter: Where they are logged.
         callbacks: What is called at the events of the training.
         auto_save: When to save; None for never.
-        validate_every: Number of epochs from one validation to the next.
+        limits: How long to go on, and when to validate.
 
     Attributes:
         epoch: Index of the current epoch; between epochs, of the next one.
         reason: Why the ranks agreed to stop before the last epoch; empty if they did not.
-
-    Raises:
-        ValueError: ``validate_every`` is less than 1.
     """
 
     def __init__(
@@ -66,16 +64,18 @@ class Training:
         reporter: Reporter,
         callbacks: Callbacks,
         auto_save: AutoSave | None,
-        validate_every: int = 1,
+        limits: Limits,
     ) -> None:
-        if validate_every < 1:
-            raise ValueError(f"validate_every must be at least 1, got {validate_every}. Pass a number of epochs.")
         self._handler = handler
         self._objective, self.optimization, self.source = objective, optimization, source
         self._scheduling, self._metrics, self._history = scheduling, metrics, history
         self._reporter, self._callbacks = reporter, callbacks
-        self._auto_save, self._validate_every = auto_save, validate_every
+        self._auto_save, self._limits = auto_save, limits
         self.epoch = 0
+        self._num_batches = 0  # of the current epoch
+        self._pass = 0  # through the data; the index of an epoch too, unless epochs end before the data
+        self._reading: Generator[Step] | None = None  # the rest of this pass, which the next epoch may go on with
+        self._validated_at = 0  # steps
         self.reason = ""
         self._stop_reason = ""
         self._accumulators = Accumulators(metrics)
@@ -83,32 +83,36 @@ class Training:
         self._must_rehearse = False
         source.begin(0)
 
-    def run(self, epochs: int, *, accumulate: int = 1, progress: bool | None = None) -> bool:
-        """Train until so many epochs are done; return False if the job was asked to stop before.
+    def run(self, *, accumulate: int = 1, progress: bool | None = None) -> bool:
+        """Train until the limits are reached; return False if the job was asked to stop before.
 
         Collective. When :meth:`DistributedManager.should_stop` says so, the training is saved after the current step,
         to be resumed by another run.
 
         Args:
-            epochs: Total number of epochs, including those of earlier runs.
             accumulate: Number of batches whose gradients make a step.
             progress: Show a progress bar; None shows it on a terminal.
         """
         self._callbacks.emit(Callback.on_train_begin, self._handler)
-        while self.epoch < epochs and not self.reason:
-            bar = ProgressBar(self.epoch, epochs, self.source.num_steps(), is_shown=progress)
-            try:
-                is_over = self._run_epoch(accumulate, bar)
-            finally:
-                bar.close()
-            if not is_over:
-                return False
-            self._finish_epoch(epochs)
+        try:
+            while self._num_batches or not self._is_over():
+                bar = ProgressBar(self.epoch, self._limits.epochs, self._num_batches_expected(), is_shown=progress)
+                try:
+                    is_done = self._run_epoch(accumulate, bar)
+                finally:
+                    bar.close()
+                if not is_done:
+                    return False
+                self._finish_epoch()
+        finally:
+            if self._reading is not None:
+                self._reading.close()  # and with it the workers of a loader
+                self._reading = None
         self._callbacks.emit(Callback.on_train_end, self._handler)
         return True
 
     def stop(self, reason: str) -> None:
-        """Ask for the training to end after this epoch; it does if any rank has asked."""
+        """Ask for the training to end after this epoch, or a validation in it; it does if any rank has asked."""
         self._stop_reason = reason
 
     def state_dict(self) -> dict[str, Any]:
@@ -129,6 +133,9 @@ class Training:
         }
         return {
             "epoch": self.epoch,
+            "num_batches": self._num_batches,
+            "pass": self._pass,
+            "validated_at": self._validated_at,
             "seconds": self._seconds,
             "reason": self.reason,
             "optimization": self.optimization.state_dict(),
@@ -146,6 +153,7 @@ class Training:
             keeps_optimizer: Leave optimizer and scheduler as they are.
         """
         self.epoch, self._seconds, self.reason = state["epoch"], state["seconds"], state["reason"]
+        self._num_batches, self._pass, self._validated_at = state["num_batches"], state["pass"], state["validated_at"]
         self.optimization.load_state_dict(state["optimization"], keeps_optimizer=keeps_optimizer)
         if not keeps_optimizer:
             self._scheduling.load_state_dict(state["scheduler"])
@@ -156,8 +164,10 @@ class Training:
         if is_resumed:
             is_resumed = self.source.load_state_dict(source["position"], is_same_job=is_same_job)
         else:
-            self.source.begin(self.epoch)
+            self.source.begin(self._pass)
         self._accumulators = Accumulators(self._metrics)
+        if not is_resumed:
+            self._num_batches = 0
         sums = ranks[manager.rank]["sums"] if is_same_job else sum(own["sums"] for own in ranks)
         if is_resumed and (is_same_job or manager.is_main) and sums.shape == self._accumulators.sums.shape:
             self._accumulators.sums = sums
@@ -169,8 +179,9 @@ class Training:
     def _run_epoch(self, accumulate: int, bar: ProgressBar) -> bool:
         """Train for the rest of an epoch; return False if the job was asked to stop."""
         self._callbacks.emit(Callback.on_epoch_begin, self._handler, self.epoch)
+        self._validate_within()  # where a stop came between a step and its validation
         started = time.perf_counter()
-        for steps in _windows(self.source.steps(self.epoch), accumulate):
+        for steps in _windows(self._batches(), accumulate):
             if self._must_rehearse:
                 self.optimization.rehearse(self._objective, steps)
                 self._must_rehearse = False
@@ -180,44 +191,94 @@ class Training:
                 self._scheduling.after_step()
             bar.advance(len(steps), self._accumulators)
             must_stop = DistributedManager().should_stop()
+            if not must_stop and self._limits.validates_after_step(self.optimization.num_steps):
+                self._add_time(started)
+                self._validate_within()
+                started = time.perf_counter()
             if must_stop or (is_taken and self._is_save_due(step=self.optimization.num_steps)):
                 started = self._add_time(started)
                 self._save()
             if must_stop:
                 return False
-        self.optimization.check()  # before the validation
+        self.optimization.check()  # before the results of the epoch are recorded
         self._add_time(started)
         return True
+
+    def _batches(self) -> Iterator[Step]:
+        """Yield the rest of the epoch: of a pass through the data, or as much of it as the limits allow."""
+        while not (self._is_ended() or self._limits.is_full(self._num_batches)):
+            if self._reading is None:
+                self._reading = self.source.steps(self._pass)
+            step = next(self._reading, None)
+            if step is not None:
+                self._num_batches += 1
+                yield step
+                continue
+            self._reading, self._pass = None, self._pass + 1
+            if self._num_batches:  # else the epoch before had ended just where the data do
+                return
+
+    def _is_ended(self) -> bool:
+        """Return whether no step may follow, even within this epoch."""
+        return bool(self.reason) or self._limits.has_last(self.optimization.num_steps)
+
+    def _is_over(self) -> bool:
+        """Return whether no epoch may follow."""
+        return bool(self.reason) or self._limits.are_reached(self.epoch, self.optimization.num_steps)
+
+    def _num_batches_expected(self) -> int | None:
+        known = [num for num in (self.source.num_steps(), self._limits.limit_batches) if num is not None]
+        return min(known, default=None)
 
     def _add_time(self, started: float) -> float:
         now = time.perf_counter()
         self._seconds += now - started
         return now
 
-    def _finish_epoch(self, epochs: int) -> None:
+    def _finish_epoch(self) -> None:
         record = {
             "epoch": float(self.epoch),
             **self._accumulators.compute(),
-            **{f"val_{name}": value for name, value in self._validate().items()},
+            **(self._validate() if self._limits.validates_after_epoch(self.epoch) else {}),
             "lr": self._scheduling.learning_rate,
             "skipped": float(self.optimization.num_skipped),
             "seconds": aggregate_loss(self._seconds),
         }
         self._scheduling.after_epoch(record)
         self._history.add(record)
-        self.epoch += 1
+        self.epoch, self._num_batches = self.epoch + 1, 0
         self._accumulators, self._seconds, self.optimization.num_skipped = Accumulators(self._metrics), 0.0, 0
         self._callbacks.emit(Callback.on_epoch_end, self._handler, record)
         turn_into_numbers(record)
-        self._reporter.log_epoch(record, epochs)
+        self._reporter.log_epoch(record, self._limits.epochs)
         self._agree_to_stop()
-        if self._is_save_due(epoch=self.epoch) or self.reason or self.epoch >= epochs:
+        if self._is_save_due(epoch=self.epoch) or self._is_over():
             self._save()
 
-    def _validate(self) -> dict[str, float]:
-        """Return loss and metrics of the validation; empty if there is none after this epoch."""
-        is_due = (self.epoch + 1) % self._validate_every == 0
-        return self._handler.validate() if is_due and self._handler.validates else {}
+    def _validate(self) -> Record:
+        """Return loss and metrics of a validation; empty if there are no data for it."""
+        self.optimization.check()  # before the best of the weights is chosen
+        results = self._handler.validate() if self._handler.validates else {}
+        return {f"val_{name}": value for name, value in results.items()}
+
+    def _validate_within(self) -> None:
+        """Validate within the epoch, if that is due and has not been done."""
+        num_steps = self.optimization.num_steps
+        if num_steps == self._validated_at or not self._limits.validates_after_step(num_steps):
+            return
+        self._validated_at = num_steps
+        record = {
+            "epoch": float(self.epoch),
+            "step": float(num_steps),
+            **self._validate(),
+            "lr": self._scheduling.learning_rate,
+        }
+        self._scheduling.after_validation(record)
+        self._history.validations.append(record)
+        self._callbacks.emit(Callback.on_validation_end, self._handler, record)
+        turn_into_numbers(record)
+        self._reporter.log_validation(record)
+        self._agree_to_stop()
 
     def _is_save_due(self, *, step: int | None = None, epoch: int | None = None) -> bool:
         return self._auto_save is not None and self._auto_save.is_due(step=step, epoch=epoch)

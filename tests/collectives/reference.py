@@ -78,11 +78,11 @@ def losses(world_size):
     return [different_on_each, replicated, on_the_last_only(world_size)]
 
 
-def check_gradients_numerically(operation, inputs, rank, *, twice=True, fast_mode=False):
+def check_gradients_numerically(operation, inputs, rank, *, twice=True):
     """Apply gradcheck, and gradgradcheck, to an operation as a function of the tensors of all ranks.
 
-    Every rank holds all inputs, puts in its own, and adds up fixed projections of all results. In fast mode the
-    Jacobians are compared in a random direction, which takes few calls.
+    Every rank holds all inputs, puts in its own, and adds up fixed projections of all results. The Jacobians are
+    compared in a random direction, which takes few calls.
     """
     full = torch.cat([one.reshape(-1) for one in inputs]).requires_grad_()
     lengths = [one.numel() for one in inputs]
@@ -93,6 +93,6 @@ def check_gradients_numerically(operation, inputs, rank, *, twice=True, fast_mod
         projection = random_tensor(2, result.numel(), dtype=result.dtype, seed=rank)
         return reduce_from_parallel_region(projection @ result)
 
-    assert torch.autograd.gradcheck(function, full, fast_mode=fast_mode)
+    assert torch.autograd.gradcheck(function, full, fast_mode=True)
     if twice:
-        assert torch.autograd.gradgradcheck(function, full, fast_mode=fast_mode)
+        assert torch.autograd.gradgradcheck(function, full, fast_mode=True)

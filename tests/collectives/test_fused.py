@@ -108,10 +108,11 @@ def test_a_maximum_has_no_gradient():
 @pytest.mark.parametrize("length", [1, LARGE])
 @ranks(2)
 def test_integers_are_exact(rank, length):
-    big = 2**53 + 1
-    total = fused_all_reduce([torch.full((length,), big * rank), torch.ones(2, dtype=torch.int32)])
-    assert total[0].unique() == big
-    assert total[1].dtype == torch.int32
+    for big in (2**53 + 1, -(2**53) - 1, 2**62 + 2**43 + 1, 3 - 2**63):
+        total = fused_all_reduce([torch.full((length,), big * rank), torch.ones(2, dtype=torch.int32)])
+        assert total[0].unique() == big
+        assert total[1].dtype == torch.int32
+    assert fused_all_reduce(torch.full((length,), 2**62)).unique() == -(2**63)  # as integers do
 
 
 @ranks(2)
@@ -217,16 +218,9 @@ def nothing_on_one(rank):
 
 
 DIFFERENT = [other_keys, other_shape, other_dtype, much_more, nothing_on_one]
-DTYPES_MEET = pytest.mark.gloo_only("NCCL does not say what a reduction of float64 on one rank and int64 on another is")
 
 
-@pytest.mark.parametrize(
-    "make",
-    [
-        pytest.param(make, id=make.__name__, marks=DTYPES_MEET if make in (other_dtype, nothing_on_one) else ())
-        for make in DIFFERENT
-    ],
-)
+@pytest.mark.parametrize("make", DIFFERENT, ids=lambda make: make.__name__)
 @pytest.mark.parametrize("async_op", [False, True])
 @ranks(2, 3)
 def test_ranks_that_differ_all_raise(rank, make, async_op):

@@ -1,6 +1,8 @@
 """Calls that do not match, without debug mode: all ranks raise, and name two of them."""
 
+import contextlib
 import random
+from datetime import timedelta
 
 import pytest
 import torch
@@ -8,7 +10,8 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from distman import DistributedManager, PlanMismatchError
-from distman._torch_internals import batch_isend_irecv
+from distman._coordination.monitor.mismatch import Call
+from distman._torch_internals import batch_isend_irecv, default_store
 from distman.collectives import (
     all_gather_objects,
     all_gather_v,
@@ -130,6 +133,27 @@ def test_a_rank_that_differs_among_several_and_one_that_is_late(monkeypatch, ran
     assert all_gather_v(torch.ones(2), [2] * 4).tolist() == [1] * 8
     with pytest.raises(PlanMismatchError, match=r"(?s)two differ.* sizes \[2, 2, 2, 1\]"):
         all_gather_v(torch.ones(2 if rank < 3 else 1), [2, 2, 2, 2] if rank < 2 else [2, 2, 2, 1])
+
+
+@pytest.mark.gloo_only("NCCL aborts a group at once")
+@ranks(3)
+def test_a_wait_is_ended_though_the_connection_to_another_rank_is_closed_already(rank):
+    call, store = Call(DistributedManager().resolve_group(None), 0, "a call"), default_store()
+    if rank == 1:
+        call.interrupt()
+        store.set("closed", "yes")
+    elif rank == 0:
+        store.wait(["closed"])
+        work = dist.irecv(torch.empty(1), 2)
+        with contextlib.suppress(RuntimeError):
+            while True:  # it takes the system a moment to tell
+                dist.irecv(torch.empty(1), 1)
+        call.interrupt()
+        with pytest.raises(RuntimeError) as caught:
+            work.wait(timedelta(seconds=20))
+        assert "20000ms" not in str(caught.value)
+    store.set(f"{rank} is done", "yes")
+    store.wait([f"{other} is done" for other in range(3)])
 
 
 @ranks(2, 3)

@@ -60,6 +60,12 @@ def test_integers_are_added_and_truths_are_joined(rank, dtype):
 def test_sixteen_bit_floats_are_added_in_float32(rank):
     full = torch.full((3,), [256.0, 1.0, 1.0][rank], dtype=torch.bfloat16)
     assert reduce_scatter_v(full, [1, 1, 1]) == 258
+
+
+@pytest.mark.gloo_only("NCCL adds up in an order of its own")
+@ranks(3)
+def test_sixteen_bit_floats_are_added_in_rank_order(rank):
+    full = torch.full((3,), [256.0, 1.0, 1.0][rank], dtype=torch.bfloat16)
     assert reduce_scatter_v(full, [1, 1, 1], use_fp32=False) == 256
 
 

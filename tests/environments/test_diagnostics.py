@@ -131,6 +131,8 @@ def test_visible_gpus_are_compared_with_the_ranks_of_the_host(devices, launcher,
         assert sentence in one(environ)
         shared = warnings(environ | {"DISTMAN_ALLOW_SHARED_GPU": "1"})
         assert bool(shared) is ("shows" not in sentence)
+        environ["HIP_VISIBLE_DEVICES"] = environ.pop("CUDA_VISIBLE_DEVICES")
+        assert one(environ).startswith(f"HIP_VISIBLE_DEVICES={devices!r} {sentence}")
 
 
 def test_gpus_of_one_task_alone_are_not_compared_with_the_other_tasks():

@@ -161,14 +161,15 @@ def run_cells(kernel: Any, steps: Steps, errors: list[str]) -> None:
     client.wait_for_ready()
     for step in steps:
         kernel.shell.user_ns["step"] = step
-        client.execute("step()", store_history=False)
-        content = client.get_shell_msg()["content"]
+        content = client.execute("step()", store_history=False, reply=True)["content"]
         if content["status"] != "ok":
             errors += [*content["traceback"], str(content["ename"])]
             break
     # Not client.shutdown(): a kernel that is told so by its control thread may wait for ever for that thread, which
     # publishes over a thread that is closed already. To close the channels before the reply may drop the request.
-    client.execute("exit", store_history=False, reply=True)
+    # A failure that became known between two cells is raised in the next one, which may be this one.
+    while client.execute("exit", store_history=False, reply=True)["content"]["status"] != "ok":
+        pass
     client.stop_channels()
 
 

@@ -24,6 +24,7 @@ from .faults import NETWORK_OF_LAUNCH
 
 SCRIPT = Path(__file__).parent / "job.py"
 PORTS = range(10_000, 23_000)  # that nobody gets who asks Linux, or the library, for any
+_handed_out: set[int] = set()
 VARIABLES = {
     "DISTMAN_TIMEOUT": str(COLLECTIVE_LIMIT),
     "DISTMAN_SILENCE_TIMEOUT": str(SILENCE_LIMIT),
@@ -203,7 +204,9 @@ def start_case(case: Case, launcher: Any, records: Path, cwd: Path) -> AbstractC
 
 
 def _free_port() -> int:
+    """Return a port that was free a moment ago, none twice: the store of an earlier job may outlive a failure."""
     while True:
-        port = secrets.choice(PORTS)
+        port = secrets.choice([port for port in PORTS if port not in _handed_out])
+        _handed_out.add(port)
         with suppress(OSError), socket.create_server(("127.0.0.1", port)):
             return port

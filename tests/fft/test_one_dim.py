@@ -94,7 +94,7 @@ def test_gradcheck_twice(rank, world_size, kind):
             result = getattr(fft, kind)(tensor, dim=dim, out_dim=out_dim)
             return torch.view_as_real(result) if result.is_complex() else result
 
-        check_gradients_numerically(function, inputs, rank, fast_mode=True)
+        check_gradients_numerically(function, inputs, rank)
 
 
 @pytest.mark.parametrize("kind", KINDS)

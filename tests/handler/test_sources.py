@@ -118,6 +118,6 @@ def test_a_loader_of_a_stream_trains(has_length, progress):
 @ranks(1)
 def test_a_stream_itself_is_refused_with_what_to_write_instead():
     with pytest.raises(
-        TypeError, match="with batch_size=32 if it yields samples, or batch_size=None if it yields batches"
+        TypeError, match=r"by DataLoader\(distributed_stream\(dataset\), batch_size=32\), or batch_size=None"
     ):
         make_handler(1, data=Endless(has_length=False))

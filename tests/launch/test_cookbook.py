@@ -16,8 +16,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from sklearn.cluster import KMeans
-from sklearn.datasets import load_digits
 
 from distman import DistributedManager
 from distman.testing import ranks
@@ -111,6 +109,9 @@ def test_the_page_shows_every_script():
 
 
 def test_clusters_are_those_of_scikit_learn(clusters_alone):
+    from sklearn.cluster import KMeans
+    from sklearn.datasets import load_digits
+
     points = load_digits().data / 16.0
     centers = points.mean(axis=0, keepdims=True)
     for _ in range(NUM_CLUSTERS):  # the point that is farthest from those before
@@ -168,6 +169,8 @@ def test_each_sample_is_evaluated_once(evaluated, tmp_path, rank, world_size):
     table = tmp_path / "predictions.csv"
     found = run_here("evaluation.py", "--weights", evaluated / "weights.pt", "--predictions", table)
     if rank == 0:
+        from sklearn.datasets import load_digits
+
         counted = re.match(rf"(\d+) of 500 are right, on {world_size} ranks", found)
         assert table.read_text() == (evaluated / "alone.csv").read_text()
         _, *lines = table.read_text().splitlines()

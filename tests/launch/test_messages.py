@@ -1,5 +1,6 @@
 """Each text of the page of messages is in the programs that print it."""
 
+import os
 import re
 import shutil
 from pathlib import Path
@@ -47,10 +48,20 @@ def test_each_text_of_torch_is_in_it():
     assert missing("Of torch and gloo", [*folder.glob("lib/*.so*"), *folder.rglob("*.py")]) == set()
 
 
+def test_each_text_of_the_system_is_in_it():
+    libraries = re.findall(r"/\S+/libc\S*\.so\S*", Path("/proc/self/maps").read_text())
+    assert missing("Of the system", map(Path, set(libraries))) == set()
+
+
+def test_each_text_of_python_is_in_it():
+    folder = Path(os.__file__).parent
+    assert missing("Of Python", [folder / "pickle.py", *folder.glob("multiprocessing/*.py")]) == set()
+
+
 @pytest.mark.usefixtures("slurm_of_the_session")
 def test_each_text_of_slurm_is_in_it():
-    programs = [Path(path) for path in map(shutil.which, ["srun", "sbatch", "slurmstepd"]) if path]
-    libraries = Path("/usr/lib").glob("*/slurm-wlm/libslurmfull.so")
+    programs = [Path(path) for path in map(shutil.which, ["srun", "sbatch", "slurmctld", "slurmstepd"]) if path]
+    libraries = Path("/usr/lib").glob("*/slurm-wlm/*.so")
     assert missing("Of Slurm", [*programs, *libraries]) == set()
 
 

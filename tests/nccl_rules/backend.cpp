@@ -92,14 +92,14 @@ void wait(const WorkPtr& work) {
   work->wait();
 }
 
-// The stream of one communicator, which its thread keeps while it lasts.
+// The stream of one communicator, which its thread keeps.
 class Stream {
  public:
   Stream(BackendPtr gloo, int rank, int size)
       : gloo_(std::move(gloo)), rank_(rank), size_(size), sent_(size, 0), received_(size, 0) {}
 
   static void start(const std::shared_ptr<Stream>& stream) {
-    stream->thread_ = std::thread([stream] { stream->loop(); });
+    std::thread([stream] { stream->loop(); }).detach();
   }
 
   void enqueue(Batch batch) {
@@ -111,14 +111,10 @@ class Stream {
 
   // ncclCommDestroy, after all that is enqueued: blocks as long as another rank keeps that waiting.
   void finish() {
-    {
-      std::lock_guard<std::mutex> lock(mutex_);
-      closing_ = true;
-      changed_.notify_all();
-    }
-    if (thread_.joinable()) {
-      thread_.join();
-    }
+    std::unique_lock<std::mutex> lock(mutex_);
+    closing_ = true;
+    changed_.notify_all();
+    changed_.wait(lock, [this] { return ended_; });
   }
 
   // ncclCommAbort: what is enqueued fails at once, and nothing is waited for.
@@ -126,7 +122,7 @@ class Stream {
     std::deque<Batch> dropped;
     {
       std::lock_guard<std::mutex> lock(mutex_);
-      closing_ = true;
+      closing_ = ended_ = true;
       if (broken_.empty()) {
         broken_ = "the communicator was aborted";
       }
@@ -138,9 +134,6 @@ class Stream {
     }
     for (auto& batch : dropped) {
       batch.work->end(error());
-    }
-    if (thread_.joinable()) {
-      thread_.detach();
     }
     try { // gloo closes its connections when any wait is too long, and so ends what the thread waits for
       Tensors nothing{at::empty({1})};
@@ -217,6 +210,8 @@ class Stream {
         std::unique_lock<std::mutex> lock(mutex_);
         changed_.wait(lock, [this] { return closing_ || !queue_.empty(); });
         if (queue_.empty()) {
+          ended_ = true;
+          changed_.notify_all();
           return;
         }
         batch = std::move(queue_.front());
@@ -286,13 +281,12 @@ class Stream {
   BackendPtr gloo_;
   int rank_, size_;
   std::vector<int> sent_, received_; // so many messages to and from each rank: their numbers are gloo's tags
-  std::thread thread_;
   std::mutex mutex_;
   std::condition_variable changed_;
   std::deque<Batch> queue_;
   c10::intrusive_ptr<RuleWork> running_;
   std::string broken_;
-  bool closing_ = false;
+  bool closing_ = false, ended_ = false;
 };
 
 class RuleBackend : public c10d::Backend {

@@ -15,7 +15,14 @@ import torch
 
 import distman
 
+from ..launch import preloaded
 from ..notebooks import outputs_of_cells
+
+
+@pytest.fixture
+def preloaded_ranks(monkeypatch):
+    """The ranks have imported torch, which takes two seconds of a core each."""
+    preloaded.stand_in(monkeypatch)
 
 
 def place(first, *, step=1):
@@ -24,10 +31,12 @@ def place(first, *, step=1):
     return first + step * manager.rank
 
 
+@pytest.mark.usefixtures("preloaded_ranks")
 def test_what_the_function_returns_comes_back_in_the_order_of_ranks():
     assert distman.run(place, 10, n=3, step=2) == [10, 12, 14]
 
 
+@pytest.mark.usefixtures("preloaded_ranks")
 def test_what_it_prints_is_shown_where_the_program_prints():
     output = io.StringIO()
     with contextlib.redirect_stdout(output):
@@ -35,12 +44,14 @@ def test_what_it_prints_is_shown_where_the_program_prints():
     assert sorted(output.getvalue().splitlines()) == ["0: rank 0", "1: rank 1"]
 
 
+@pytest.mark.usefixtures("preloaded_ranks")
 def test_lambdas_closures_and_tensors_travel():
     offset = torch.arange(3)
     results = distman.run(lambda: offset + int(os.environ["RANK"]), n=2)
     assert [result.tolist() for result in results] == [[0, 1, 2], [1, 2, 3]]
 
 
+@pytest.mark.usefixtures("preloaded_ranks")
 def test_an_error_is_that_of_the_rank_that_failed():
     def fail():
         manager = distman.DistributedManager.initialize()

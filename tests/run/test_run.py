@@ -6,10 +6,12 @@ import signal
 import subprocess
 import sys
 import textwrap
-from pathlib import Path
 
 import psutil
 import pytest
+
+from ..launch.preloaded import PYTHON
+from ..launch.torchrun import Torchrun
 
 LIMIT = 60
 
@@ -317,8 +319,7 @@ def test_torchrun_blames_the_rank_that_failed(script):
         DistributedManager().barrier()
         """
     )
-    torchrun = [Path(sys.executable).with_name("torchrun"), "--standalone", "--nproc-per-node=3", path]
-    done = subprocess.run(torchrun, capture_output=True, text=True, timeout=LIMIT, check=False)
+    done = Torchrun(PYTHON).run(path, ranks=3, timeout=LIMIT)
     root_cause = done.stderr.partition("Root Cause")[2]
     assert "rank      : 1 " in root_cause
     assert "ValueError: the learning rate must be positive" in root_cause

@@ -19,7 +19,7 @@ from distman._coordination.failure.catching import errors_in
 from distman._coordination.failure.error_file import is_shown_by_starter
 from distman._coordination.failure.pending_work import complete_all, is_anything_left
 from distman._coordination.failure.record import FailureRecord
-from distman._coordination.failure.short_traceback import HINT, short_traceback
+from distman._coordination.failure.short_traceback import show
 from distman._coordination.timeouts import keep_threads, run_with_timeout
 from distman._process_state import puts_back
 
@@ -45,6 +45,9 @@ _RESERVE = 64 << 20
 eighth of them for its stack: those that tell, print, look whether it is printed, serve the others and answer them."""
 
 _WORK_PATIENCE = 60.0  # seconds; a large checkpoint may be half written, but a job must end
+
+_ALONE = "distman._startup"
+"""Module of the hook in a process without other ranks, which this one may find in place: both print in the same way."""
 
 _MARK = "_distman_reporter"
 """Attribute of an error during which the rank left its job."""
@@ -124,20 +127,14 @@ class _Hook:
             write(f"distman: {args.exc_type.__name__} ended a thread of this rank. {_ONLY_A_THREAD}")
 
     def show(self, error_type: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        """Print an error by the hook before this one; the interpreter's own may find standard error blocked."""
+        """Print an error by the hook before this one; without one, standard error may be blocked."""
         if is_shown_by_starter():
             return
-        if self.previous is not sys.__excepthook__:
+        is_plain = self.previous is sys.__excepthook__ or getattr(self.previous, "__module__", "") == _ALONE
+        if not is_plain:
             self.previous(error_type, error, trace)
-        elif not run_with_timeout(lambda: self._show(error_type, error, trace), _PRINT_PATIENCE):
+        elif not run_with_timeout(lambda: show(error_type, error, trace), _PRINT_PATIENCE):
             self.exit_code = 1  # the end of the interpreter would wait for the same lock
-
-    def _show(self, error_type: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        text = short_traceback(error)
-        if text:
-            _write(HINT + text)
-        else:
-            self.previous(error_type, error, trace)
 
     def report_swallowed(self) -> None:
         """Let the process end with an error if its program has swallowed another rank's failure."""

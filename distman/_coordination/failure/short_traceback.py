@@ -2,16 +2,31 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import os
+import sys
 import traceback
+from types import TracebackType
 
 from distman._coordination.internal_files import is_internal, is_of_package, is_of_user
 from distman.environments._base import read_flag
 from distman.errors import DistmanError, RankFailedError
 
 _DEBUG = "DISTMAN_DEBUG"
-HINT = f"  (lines of torch and distman are left out; {_DEBUG}=1 shows them)\n"
+_HINT = f"  (lines of torch and distman are left out; {_DEBUG}=1 shows them)\n"
 _STARTER = "<frozen runpy>"  # what starts a module; the interpreter shows no such lines for a script
+
+
+def show(error_type: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """Print an uncaught exception, as the interpreter does where none of this package's frames are left out."""
+    text, left_out = _shortened(error)
+    if not any(map(is_internal, left_out)):
+        sys.__excepthook__(error_type, error, trace)
+        return
+    with contextlib.suppress(Exception):  # standard error is None or closed, or a program's own, which may raise all
+        sys.stderr.write(_HINT + text)
+        sys.stderr.flush()
 
 
 def short_traceback(error: BaseException) -> str:
@@ -20,26 +35,32 @@ def short_traceback(error: BaseException) -> str:
     Of a failure of another rank, those of torch are left out too. Of an error that is none of this package's own, its
     innermost frame stays: it may be a mistake here.
     """
+    return _shortened(error)[0]
+
+
+def _shortened(error: BaseException) -> tuple[str, list[str]]:
+    """Return what :func:`short_traceback` does, and the files of the frames that are left out."""
     try:
         shown = traceback.TracebackException.from_exception(error)
-        if read_flag(os.environ, _DEBUG) or not _fold(shown, error):
-            return ""
-        return "".join(shown.format())
+        if read_flag(os.environ, _DEBUG):
+            return "", []
+        left_out = _fold(shown, error)
+        return "".join(shown.format()) if left_out else "", left_out
     except Exception:  # noqa: BLE001 - an error in the chain cannot show itself: the interpreter does what it can
-        return ""
+        return "", []
 
 
-def _fold(shown: traceback.TracebackException, error: BaseException) -> bool:
-    """Drop frames of an error and of those that led to it, and return whether there were any; one of its own stays."""
+def _fold(shown: traceback.TracebackException, error: BaseException) -> list[str]:
+    """Drop frames of an error and of those that led to it, and return their files; one of its own stays."""
     is_dropped = is_internal if isinstance(error, RankFailedError) else is_of_package
-    is_folded = False
+    left_out: list[str] = []
     one: traceback.TracebackException | None = shown
     while one is not None:
-        kept = [frame for frame in one.stack if not is_dropped(frame.filename) and frame.filename != _STARTER]
-        if one is not shown or any(is_of_user(frame.filename) for frame in kept):
-            is_own = one is not shown or isinstance(error, DistmanError)
-            last = [] if is_own or kept[-1] is one.stack[-1] else [one.stack[-1]]
-            is_folded |= len(kept + last) < len(one.stack)
-            one.stack[:] = kept + last
+        stays = [not is_dropped(frame.filename) and frame.filename != _STARTER for frame in one.stack]
+        if one is not shown or any(is_of_user(frame.filename) for frame in itertools.compress(one.stack, stays)):
+            if one is shown and not isinstance(error, DistmanError):
+                stays[-1] = True
+            left_out += [frame.filename for frame, stay in zip(one.stack, stays, strict=True) if not stay]
+            one.stack[:] = itertools.compress(one.stack, stays)
         one = one.__cause__ or one.__context__
-    return is_folded
+    return left_out

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from distman._coordination import protocol
@@ -79,6 +79,7 @@ class WatchContext:
         is_one_host: Whether all of them run on one host.
         opener: The rank on whose host the store's process runs; None where that is not known.
         holds_store: Whether the store may end with this rank, which others have to be told of failures before.
+        wait_for_device: Waits until this rank's GPU has done all that it was given; None on a CPU.
     """
 
     store: Store
@@ -89,6 +90,7 @@ class WatchContext:
     is_one_host: bool
     opener: int | None = None
     holds_store: bool = False
+    wait_for_device: Callable[[], None] | None = None
 
     @property
     def me(self) -> Place:

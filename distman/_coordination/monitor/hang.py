@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, TypeVar
 from distman._coordination import protocol, tracking
 from distman._coordination.messages import claim, count, decode, decode_index, unless_malformed
 from distman._coordination.monitor.context import WatchContext
+from distman._coordination.monitor.device_watch import DeviceWait, DeviceWatch
 from distman._coordination.monitor.reading import read_at_once
 from distman._log import logger
 from distman._private_files import private_folder, write_new
@@ -121,7 +122,7 @@ class StackQueries:
 
 
 class HangWatch:
-    """Asks all ranks for their stacks when this one waits too long for others.
+    """Asks all ranks for their stacks when this one waits too long for others, or for its GPU, which may wait for them.
 
     One rank of the job reports at a time, and it stays the one as long as its wait lasts.
 
@@ -135,14 +136,18 @@ class HangWatch:
         self._context = context
         self._limit = limit
         self._patience = patience
-        self._reported: tracking.TrackedWait | None = None
+        self._reported: tracking.TrackedWait | DeviceWait | None = None
+        wait_for_device = context.wait_for_device
+        self._device = DeviceWatch(limit, wait_for_device) if wait_for_device is not None else None
 
     def look(self, stack_queries: StackQueries) -> None:
         """Report a wait of this process that lasts too long, unless one of this job is being reported.
 
         Blocking while the others answer. Not for the main thread, whose stack is wanted.
         """
-        waits = tracking.waits()
+        waits: list[tracking.TrackedWait | DeviceWait] = [*tracking.waits()]
+        if self._device is not None and (wait := self._device.look()) is not None:
+            waits.append(wait)
         if self._reported not in waits:
             self.let_others_report(stack_queries.store)
         late = [wait for wait in waits if time.monotonic() - wait.since > self._limit]
@@ -164,7 +169,7 @@ class HangWatch:
             self._reported = None
             store.delete_key(protocol.HANG_REPORTER)
 
-    def _report(self, wait: tracking.TrackedWait, stack_queries: StackQueries) -> None:
+    def _report(self, wait: tracking.TrackedWait | DeviceWait, stack_queries: StackQueries) -> None:
         rank, peers = self._context.rank, self._context.peers
         reason = f"{self._context.me} waits in {wait} for {time.monotonic() - wait.since:.0f} s"
         answers = stack_queries.ask([peer.rank for peer in peers if peer.rank != rank], self._patience)

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from distman._coordination import protocol, tracking
 from distman._coordination.failure.record import Place
 from distman._coordination.messages import claim, count, decode, unless_malformed
+from distman._coordination.timeouts import run_with_timeout
 from distman._text import Line
 from distman._torch_internals import abort_backends
 
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 
 
 _PATIENCE = 1.0  # seconds that ranks may be apart before the store is asked; a hang is not worse for them
+_ABORT_LIMIT = 3.0  # seconds; NCCL may wait for the other ranks of the host, and a watcher has to go on
 _AT_ONCE = timedelta(milliseconds=1)
 _TAG = 0x646D  # nobody sends such a message
 
@@ -83,12 +85,14 @@ class Call:
         process_group = self.group.process_group
         if process_group is None:
             return
-        abort_backends(process_group)
+        run_with_timeout(lambda: abort_backends(process_group), _ABORT_LIMIT)
         if dist.Backend.GLOO not in dist.get_backend(process_group):  # cpu:gloo, say
             return
-        other = (self.group.rank + 1) % len(self.group.ranks)
-        with contextlib.suppress(RuntimeError, ValueError):  # it is too late, as it must be, or the group is destroyed
-            process_group.recv([torch.empty(1)], other, _TAG).wait(_AT_ONCE)
+        for step in range(1, len(self.group.ranks)):
+            # Too late, as it must be; or that connection is closed already, which leaves those to other ranks open.
+            with contextlib.suppress(RuntimeError, ValueError):
+                other = (self.group.rank + step) % len(self.group.ranks)
+                process_group.recv([torch.empty(1)], other, _TAG).wait(_AT_ONCE)
 
 
 class MismatchWatch:

@@ -8,10 +8,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from distman import collectives, mappings, metrics
+from distman import collectives, mappings
 from distman.collectives._all_reduce import all_reduce_sum
 from distman.collectives._validation import GroupLike, resolve_group
 from distman.compat.physicsnemo.autograd import gather_v
+from distman.metrics import reduce_loss
 
 __all__ = [
     "all_gather_v_bwd_wrapper",
@@ -30,8 +31,6 @@ __all__ = [
     "truncate_helper",
     "unmark_module_as_shared",
 ]
-
-reduce_loss = metrics.reduce_loss
 
 
 class _MarkError(ValueError, RuntimeError):

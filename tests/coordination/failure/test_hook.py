@@ -5,6 +5,7 @@ import io
 import multiprocessing
 import os
 import re
+import subprocess
 import sys
 import threading
 from pathlib import Path
@@ -224,6 +225,20 @@ def test_of_an_error_that_came_through_this_package_the_users_lines_are_shown(mo
     assert shown.endswith(": no\n")
     monkeypatch.setenv("DISTMAN_DEBUG", "1")
     assert short_traceback(caught.value) == ""
+
+
+@pytest.mark.parametrize(
+    ("line", "beside"),
+    [("raise ValueError('boom')", []), ("distman.environments.detect({'RANK': '0'})", ["lines of torch and distman"])],
+    ids=["of the program", "of the package"],
+)
+def test_a_process_without_other_ranks_shows_its_own_lines_too(line, beside, tmp_path):
+    tmp_path.joinpath("script.py").write_text(f"import distman\n{line}\n")
+    command = [sys.executable, "-m", "script"]  # the interpreter shows lines of its own then
+    finished = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
+    files = re.findall(r'File "(?:.*/)?(.+?)"|(lines of torch and distman)', finished.stderr)
+    assert [*map("".join, files)] == (beside or ["<frozen runpy>"] * 2) + ["script.py"]
+    assert finished.returncode == 1
 
 
 def in_package(name, source):

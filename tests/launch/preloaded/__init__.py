@@ -22,6 +22,8 @@ from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
+import pytest
+
 BIN = Path(__file__).parent / "bin"
 PYTHON = BIN / "python"
 SERVER = "TEST_DISTMAN_PRELOADED"  # its socket
@@ -29,13 +31,20 @@ ROOM = 100_000  # bytes for the arguments, and for the environment, of a fork as
 
 
 def server_variables() -> dict[str, str]:
-    """Return what `PYTHON` needs; torchrun, if preloaded itself, then starts preloaded ranks."""
+    """Return what `PYTHON` needs; torchrun and distman run, if preloaded, then start preloaded ranks."""
     return {SERVER: _server().path, "PYTHON_EXEC": str(PYTHON)}
 
 
 def variables() -> dict[str, str]:
     """Return what makes the commands ``python``, ``torchrun`` and ``distman`` preloaded too."""
     return {**server_variables(), "PATH": f"{BIN}:{Path(sys.executable).parent}:{os.environ['PATH']}"}
+
+
+def stand_in(patch: pytest.MonkeyPatch) -> None:
+    """Let `distman.run` start preloaded ranks from this process; whatever else starts the interpreter cannot."""
+    for name, value in server_variables().items():
+        patch.setenv(name, value)
+    patch.setattr(sys, "executable", str(PYTHON))  # after the start of the server
 
 
 def python_with(variables: Mapping[str, str]) -> Path:

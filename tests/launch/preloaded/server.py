@@ -17,6 +17,7 @@ import selectors
 import signal
 import socket
 import sys
+import weakref
 from pathlib import Path
 
 import ending  # before torch, so that its exit handler comes last
@@ -90,6 +91,8 @@ def main() -> None:
     gc.collect()
     gc.freeze()  # a fork copies what its collector touches
     ending.preloaded.update(sys.modules)
+    for finalizer in weakref.finalize._registry:  # those of torch take its operators apart: half the cost of a fork
+        finalizer.atexit = False
     request = Server(socket.socket(fileno=int(sys.argv[1]))).run()
     become(request)
     run(request["arguments"])
@@ -169,6 +172,8 @@ def run(arguments: "list[str]") -> None:
     if first == "-m":
         sys.argv = rest
         sys.path[0] = str(Path.cwd())
+        if rest[:2] == ["distman", "run"]:
+            sys.executable = os.environ.get("PYTHON_EXEC", sys.executable)  # of its ranks, as of torchrun's
         sys.modules.pop(rest[0], None)  # else runpy warns that it runs a second time
         runpy._run_module_as_main(rest[0])
     elif first == "-c":
