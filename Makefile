@@ -11,7 +11,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # The table in launchers/README.md: a file, and the command that writes it.
 row := ^\| \[([a-z_]+\.sh)\].*`distman (launch .*)` \|$$
 
-.PHONY: help demo check test test-newest wheels lint docs launchers man clean
+.PHONY: help demo check test gpu test-newest wheels lint docs launchers man clean
 
 help:  ## Say what there is.
 	@sed -nE 's/^([a-z-]+):.*## (.*)/make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 18
@@ -35,6 +35,9 @@ test-newest:  ## Run the tests that need no launcher with the newest torch.
 	$(newest)/bin/python -m pip install --quiet --constraint $(newest)/constraints.txt --upgrade torch --editable '.[test]'
 	$(newest)/bin/python -c 'import torch; print("torch", torch.__version__)'
 	$(newest)/bin/python -m pytest --numprocesses=2 --dist=worksteal --ignore=tests/launch
+
+gpu: $(installed)  ## Run what needs GPUs, and write a report on it, gpu-report.md.
+	$(python) -m tests.gpu_report
 
 wheels:  ## Build the distributions in dist/, and test the wheel with each Python and the newest torch.
 	.ci/wheels

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,6 +16,8 @@ from distman.errors import LaunchEnvironmentError
 
 _ALLOW_SHARED = "DISTMAN_ALLOW_SHARED_GPU"
 _BACKENDS = {"cpu": "cpu:gloo", "cuda": "cpu:gloo,cuda:nccl", "xpu": "cpu:gloo,xpu:xccl"}
+_ACCELERATORS: Mapping[str, Any] = {"cuda": torch.cuda, "xpu": torch.xpu}
+"""torch's modules for them, of equal functions; a GPU of ROCm is a CUDA device to torch."""
 
 
 def pick_device(local_rank: int = 0, local_world_size: int | None = None) -> torch.device:
@@ -82,12 +85,13 @@ def is_sharing_allowed(environ: Mapping[str, str]) -> bool:
 
 
 def resolve_device(device: str | torch.device) -> torch.device:
-    """Return the device that a specification names, or the CPU where CUDA is asked for and there is none at all.
+    """Return the device that a specification names, or the CPU where a GPU is asked for and there is none at all.
 
     Local.
 
     Args:
-        device: ``"cuda"``, ``"gpu"``, ``"cuda:1"``, ``"cpu"`` and the like, or a :class:`torch.device`.
+        device: ``"cuda"``, ``"cuda:1"``, ``"xpu"``, ``"cpu"`` and the like, ``"gpu"`` for whatever accelerator is
+            there, or a :class:`torch.device`.
 
     Raises:
         TypeError: ``device`` is neither a string nor a :class:`torch.device`.
@@ -99,7 +103,9 @@ def resolve_device(device: str | torch.device) -> torch.device:
     """
     if isinstance(device, str):
         text = device.strip().lower()
-        text = "cuda" + text[3:] if text == "gpu" or text.startswith("gpu:") else text
+        if text == "gpu" or text.startswith("gpu:"):
+            found, _ = _accelerator()
+            text = ("cuda" if found == "cpu" else found) + text[3:]
         try:
             device = torch.device(text)
         except RuntimeError as error:
@@ -108,12 +114,14 @@ def resolve_device(device: str | torch.device) -> torch.device:
             ) from error
     if not isinstance(device, torch.device):
         raise TypeError(f"device must be a str or a torch.device, got {type(device).__name__}. Pass 'cuda' or 'cpu'.")
-    visible = torch.cuda.device_count()
-    if device.type == "cuda" and not visible:
+    if device.type not in _ACCELERATORS:
+        return device
+    visible = _ACCELERATORS[device.type].device_count()
+    if not visible:
         logger.warning("device %s is not available (no GPU is visible): using the CPU instead", device)
         return torch.device("cpu")
-    if device.type == "cuda" and (device.index or 0) >= visible:
-        here = ", ".join(f"cuda:{index}" for index in range(visible))
+    if (device.index or 0) >= visible:
+        here = ", ".join(f"{device.type}:{index}" for index in range(visible))
         raise ValueError(
             f"device must be one of {here}, got {device}. Pass one of these, or leave it out: the rank's place on its "
             "host decides."
@@ -198,12 +206,12 @@ def visible_devices(device_type: str | None = None) -> tuple[str, tuple[str, ...
     found, count = _accelerator()
     if found == "cpu" or device_type not in (None, found):
         return device_type or "cpu", ()
-    properties = torch.cuda.get_device_properties if found == "cuda" else torch.xpu.get_device_properties
+    properties = _ACCELERATORS[found].get_device_properties
     return found, tuple(str(getattr(properties(index), "uuid", "")) for index in range(count))
 
 
 def _accelerator() -> tuple[str, int]:
-    for name, module in (("cuda", torch.cuda), ("xpu", torch.xpu)):
+    for name, module in _ACCELERATORS.items():
         if module.is_available():
             return name, module.device_count()
     return "cpu", 0

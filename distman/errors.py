@@ -227,9 +227,10 @@ class CheckpointError(DistmanError):
 class NonFiniteLossError(DistmanError):
     """The loss of a training, or its gradient, is NaN or infinite on some rank.
 
-    Raised by :meth:`~distman.handler.NNHandler.train` on every rank, before the optimizer steps: the weights are those
-    of the step before. The message names the ranks. Lower the learning rate, pass ``clip_norm``, or skip such steps
-    with ``non_finite="skip"``.
+    Raised by :meth:`~distman.handler.NNHandler.train` on every rank. On the CPU that is before the optimizer steps: the
+    weights are those of the step before. On a GPU some steps may have been taken since; then the message says so, and
+    saving the handler or training it on raises this again until a checkpoint is loaded. The message names the step and
+    the ranks. Lower the learning rate, pass ``clip_norm``, or skip such steps with ``non_finite="skip"``.
 
     Example:
         >>> handler = NNHandler(torch.nn.Linear, in_features=1, out_features=1)

@@ -88,6 +88,36 @@ def test_every_task_that_sees_all_gpus_takes_its_own(see):
     assert [device.index for device in devices] == [0, 1, 0, 1]
 
 
+@pytest.mark.parametrize(
+    ("variables", "visible", "of", "devices"),
+    [
+        ({}, 2, "cuda", ["cuda:0", "cuda:1"]),
+        ({"CUDA_VISIBLE_DEVICES": "2,3"}, 2, "cuda", ["cuda:0", "cuda:1"]),
+        ({"CUDA_VISIBLE_DEVICES": "MIG-6ad3,MIG-9f1c"}, 2, "cuda", ["cuda:0", "cuda:1"]),
+        ({"CUDA_VISIBLE_DEVICES": "MIG-6ad3"}, 1, "cuda", ["cuda:0", "cuda:0"]),  # CUDA shows one slice to a process
+        ({"CUDA_VISIBLE_DEVICES": ""}, 0, "cuda", ["cpu", "cpu"]),
+        ({"HIP_VISIBLE_DEVICES": "1,0"}, 2, "cuda", ["cuda:0", "cuda:1"]),
+        ({"ZE_AFFINITY_MASK": "0.0,0.1"}, 2, "xpu", ["xpu:0", "xpu:1"]),
+        ({"CUDA_MPS_PIPE_DIRECTORY": "mps", ALLOW_SHARED: "1"}, 1, "cuda", ["cuda:0", "cuda:0"]),
+        ({"CUDA_VISIBLE_DEVICES": "0,1,2", ALLOW_SHARED: "1"}, 3, "cuda", ["cuda:0", "cuda:1"]),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("recording", ["torchrun-standalone", "slurm-srun-n2-pmix"])
+def test_ranks_take_the_devices_that_the_variables_leave_them(
+    see, monkeypatch, recording, variables, visible, of, devices
+):
+    found = []
+    for environ in recorded(recording)[:2]:
+        with monkeypatch.context() as patched:
+            see(visible, of=of)
+            for name, value in (environ | variables).items():
+                patched.setenv(name, value)
+            environment = detect(environ).environment
+            found.append(str(pick_device(environment.local_rank, environment.local_world_size)))
+    assert found == devices
+
+
 @pytest.mark.parametrize("no", [None, "", "0"])
 def test_ranks_share_no_gpu_unless_the_user_says_so(see, monkeypatch, no):
     see(2)
@@ -127,6 +157,17 @@ def test_without_cuda_it_falls_back_to_the_cpu_and_says_so(caplog, wanted):
     (record,) = caplog.records
     assert record.levelno == logging.WARNING
     assert "(no GPU is visible): using the CPU instead" in record.getMessage()
+
+
+def test_a_gpu_is_whatever_accelerator_is_there(see, caplog):
+    see(2, of="xpu")
+    assert [str(resolve_device(text)) for text in ("gpu", "gpu:1", "xpu")] == ["xpu", "xpu:1", "xpu"]
+    with pytest.raises(ValueError, match=r"device must be one of xpu:0, xpu:1, got xpu:2\."):
+        resolve_device("gpu:2")
+    assert caplog.records == []
+    assert resolve_device("cuda") == torch.device("cpu")
+    see(2)
+    assert resolve_device("xpu:1") == torch.device("cpu")
 
 
 @pytest.mark.parametrize("wanted", ["cuda:2", "gpu:2", torch.device("cuda", 2)], ids=str)

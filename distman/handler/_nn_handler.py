@@ -127,6 +127,7 @@ class NNHandler(Saving):
         clip_norm: float | None = None,
         ema_decay: float | None = None,
         non_finite: Literal["raise", "skip", "ignore"] = "raise",
+        check_every: int | None = None,
         validate_every: int = 1,
         validate_every_steps: int | None = None,
         progress: bool | None = None,
@@ -146,7 +147,11 @@ class NNHandler(Saving):
             clip_norm: Largest 2-norm of the gradient; None does not clip.
             ema_decay: Decay of a moving average of the weights, which validation, prediction and sampling then use.
             non_finite: When a loss or the gradient is NaN or infinite on any rank, ``"raise"`` on all ranks,
-                ``"skip"`` the step on all, or ``"ignore"`` it, which saves a GPU the wait for the answer in each step.
+                ``"skip"`` the step on all, or ``"ignore"`` it.
+            check_every: Number of steps after which to look for such a gradient, for which the host waits for a GPU;
+                also before each validation and checkpoint. None is 1 on the CPU, and 32 elsewhere: then up to 32 steps
+                may have spoilt the model before the error, after which it cannot be saved. ``"skip"`` and ``"fp16"``
+                look in each step.
             validate_every: Number of epochs from one validation to the next.
             validate_every_steps: Number of steps from one validation to the next, in the place of those after epochs.
             progress: Show a progress bar; None shows it on a terminal.
@@ -173,7 +178,7 @@ class NNHandler(Saving):
         limits = Limits(epochs, max_steps, limit_batches, validate_every, validate_every_steps)
         if validate_every_steps is not None:
             self._required_val_data()
-        options = StepOptions(accumulate, amp, clip_norm, ema_decay, non_finite)
+        options = StepOptions(accumulate, amp, clip_norm, ema_decay, non_finite, check_every)
         self._dtype = options.dtype
         self._load_auto_save()
         training = self._make_training(options, limits)

@@ -24,6 +24,8 @@ from distman.handler._sources import Step
 from distman.manager import DistributedManager
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+_STEPS_BETWEEN_CHECKS = 32
+"""Steps on an accelerator from one look at its gradients to the next: each look waits for all its work."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,7 +38,9 @@ class StepOptions:
         clip_norm: Largest 2-norm of the gradient; None does not clip.
         ema_decay: Decay of the moving average of the weights, between 0 and 1; None keeps no average.
         non_finite: What to do when a rank's loss, or the gradient, is NaN or infinite: ``"raise"`` on all ranks,
-            ``"skip"`` the step on all, or ``"ignore"`` it: then no step waits for the device to say so.
+            ``"skip"`` the step on all, or ``"ignore"`` it.
+        check_every: Number of steps from one look for such a gradient to the next, where it is to raise; None is 1 on
+            the CPU and 32 elsewhere. Steps that may be skipped are looked at each: ``"skip"``, and ``"fp16"``.
 
     Raises:
         ValueError: An option is not valid.
@@ -47,6 +51,7 @@ class StepOptions:
     clip_norm: float | None = None
     ema_decay: float | None = None
     non_finite: Literal["raise", "skip", "ignore"] = "raise"
+    check_every: int | None = None
 
     def __post_init__(self) -> None:
         if self.accumulate < 1:
@@ -61,11 +66,22 @@ class StepOptions:
             raise ValueError(
                 f"non_finite must be 'raise', 'skip' or 'ignore', got {self.non_finite!r}. Choose one of them."
             )
+        if self.check_every is not None and self.check_every < 1:
+            raise ValueError(f"check_every must be at least 1, got {self.check_every}. Pass a number of steps.")
 
     @property
     def dtype(self) -> torch.dtype | None:
         """Data type of automatic mixed precision; None without it."""
         return _DTYPES[self.amp] if self.amp else None
+
+
+@dataclasses.dataclass(frozen=True)
+class _Unchecked:
+    """A step whose gradient has not been looked at: its index, the gradient's norm, and this rank's losses."""
+
+    step: int
+    norm: torch.Tensor
+    losses: Sequence[torch.Tensor]
 
 
 class Optimization:
@@ -107,6 +123,10 @@ class Optimization:
         model.module.zero_grad()  # left by a step that raised, or of parameters that another optimizer did not have
         self.num_steps = self.num_skipped = 0
         model.sort_buckets()
+        self._unchecked: list[_Unchecked] = []
+        may_skip = options.non_finite == "skip" or options.amp == "fp16"
+        usual = 1 if self._device.type == "cpu" else _STEPS_BETWEEN_CHECKS
+        self._check_every = 1 if may_skip else options.check_every or usual
 
     def run(self, objective: Objective, steps: Sequence[Step], accumulators: Accumulators) -> bool:
         """Step with the gradient of some batches; return False if the step was skipped.
@@ -124,9 +144,10 @@ class Optimization:
         buffers = self._copy_buffers() if self._options.non_finite == "skip" else None
         losses, measured = self._accumulate(objective, steps, accumulators)
         norm = self._clip()
-        is_taken = self._options.non_finite == "ignore" or math.isfinite(norm)
+        if norm is not None and self._options.non_finite != "ignore":
+            self._unchecked.append(_Unchecked(self._num_begun, norm, losses))
+        is_taken = len(self._unchecked) < self._check_every or self.check()
         if not is_taken:
-            self._check_skippable(losses)
             self._restore_buffers(buffers)
         else:
             self._scaler.step(self._optimizer)
@@ -140,6 +161,25 @@ class Optimization:
         self.num_steps += is_taken
         self.num_skipped += not is_taken
         return is_taken
+
+    def check(self) -> bool:
+        """Look at the gradients of all steps since the last look; return False if the latest is to be left out.
+
+        Collective. This waits for the device. A step that was taken with a gradient that is not finite has spoilt the
+        model for good, so this raises for it again and again: nobody can save it.
+
+        Raises:
+            NonFiniteLossError: On every rank: a loss or the gradient was NaN or infinite.
+        """
+        if not self._unchecked:
+            return True
+        norms = torch.stack([one.norm for one in self._unchecked]).tolist()
+        bad = next((one for one, norm in zip(self._unchecked, norms, strict=True) if not math.isfinite(norm)), None)
+        if bad is None or bad.step == self._num_begun:
+            self._unchecked.clear()
+        if bad is not None:
+            self._check_skippable(bad)
+        return bad is None
 
     def state_dict(self) -> dict[str, Any]:
         """Return everything that the next step depends on, except for the model."""
@@ -175,6 +215,10 @@ class Optimization:
     def _load_scale(self, state: Mapping[str, Any]) -> None:
         if state and self._scaler.is_enabled():
             self._scaler.load_state_dict(dict(state))
+
+    @property
+    def _num_begun(self) -> int:
+        return self.num_steps + self.num_skipped
 
     def _copy_buffers(self) -> list[torch.Tensor]:
         return [buffer.clone() for buffer in self._model.module.buffers()]
@@ -217,12 +261,12 @@ class Optimization:
             yield
         self._restore_buffers(buffers)
 
-    def _clip(self) -> float | torch.Tensor:
-        """Clip the gradient, and return its 2-norm, the same on all ranks."""
+    def _clip(self) -> torch.Tensor | None:
+        """Clip the gradient, and return its 2-norm, the same on all ranks; None if there is none, or nobody asks."""
         self._scaler.unscale_(self._optimizer)
         gradients = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
         if not gradients or (self._options.clip_norm is None and self._options.non_finite == "ignore"):
-            return 0.0
+            return None
         dense = [one.coalesce().values() if one.is_sparse else one for one in gradients]
         norm: torch.Tensor = torch.linalg.vector_norm(torch.stack(norms(dense)))
         if self._options.clip_norm is not None:
@@ -230,19 +274,24 @@ class Optimization:
             torch.nn.utils.clip_grads_with_norm_(self._parameters, self._options.clip_norm, norm, foreach=by_one_kernel)
         return norm
 
-    def _check_skippable(self, losses: Sequence[torch.Tensor]) -> None:
+    def _check_skippable(self, bad: _Unchecked) -> None:
         """Raise unless the step may be skipped: the scale of the loss was too large, or the options say so."""
-        everyone = all_gather_objects([loss.item() for loss in losses])
-        bad = {rank: loss for rank, own in enumerate(everyone) for loss in own if not math.isfinite(loss)}
-        is_overflow = not bad and self._scaler.is_enabled() and self._scaler.get_scale() >= 1
+        everyone = all_gather_objects([loss.item() for loss in bad.losses])
+        losses = {rank: loss for rank, own in enumerate(everyone) for loss in own if not math.isfinite(loss)}
+        is_overflow = not losses and self._scaler.is_enabled() and self._scaler.get_scale() >= 1
         if is_overflow or self._options.non_finite == "skip":
             return
         roll = DistributedManager().roll_call
         got = ", ".join(
-            f"{loss} on rank {rank} ({roll[rank].host}, pid {roll[rank].pid})" for rank, loss in bad.items()
+            f"{loss} on rank {rank} ({roll[rank].host}, pid {roll[rank].pid})" for rank, loss in losses.items()
         )
+        remedy = "Lower the learning rate, pass clip_norm, or skip such steps with non_finite='skip'."
+        if num_spoilt := self._num_begun - bad.step:
+            remedy += (
+                f" {num_spoilt} steps were taken before this was seen, and have spoilt the model: go on from a "
+                "checkpoint; check_every=1 looks before each step is taken."
+            )
         raise NonFiniteLossError(
-            f"the loss must be finite in step {self.num_steps + self.num_skipped}, got "
-            f"{got or 'a gradient that is not, with finite losses on all ranks'}. Lower the learning rate, pass "
-            "clip_norm, or skip such steps with non_finite='skip'."
+            f"the loss must be finite in step {bad.step}, got "
+            f"{got or 'a gradient that is not, with finite losses on all ranks'}. {remedy}"
         )

@@ -118,7 +118,11 @@ class Training:
         """Return everything that the rest of the training depends on, except for the model and the history.
 
         Collective.
+
+        Raises:
+            NonFiniteLossError: On every rank: a step has spoilt the model, as :meth:`Optimization.check` says.
         """
+        self.optimization.check()
         own = {
             "random": generators_state(),
             "buffers": self.optimization.own_buffers(),
@@ -205,6 +209,7 @@ class Training:
                 self._save()
             if must_stop:
                 return False
+        self.optimization.check()  # before the results of the epoch are recorded
         self._add_time(started)
         return True
 
@@ -261,6 +266,7 @@ class Training:
 
     def _validate(self) -> Record:
         """Return loss and metrics of a validation; empty if there are no data for it."""
+        self.optimization.check()  # before the best of the weights is chosen
         results = self._handler.validate() if self._handler.validates else {}
         return {f"val_{name}": value for name, value in results.items()}
 

@@ -60,6 +60,37 @@ def test_a_loss_that_is_not_finite_on_one_rank_ends_all_at_the_same_step(value, 
     assert all(loss == loss for loss in handler.train(2)["loss"])
 
 
+@ranks(1, 2)
+def test_a_look_some_steps_later_names_the_step_and_lets_nobody_save_what_it_spoilt(world_size, tmp_path):
+    bad = world_size - 1
+    handler = make_handler(GLOBAL_BATCH // world_size)  # five steps in an epoch
+    path = tmp_path / "first.pt"
+    handler.train(1, check_every=4)
+    handler.save(path)
+    weights = [parameter.clone() for parameter in handler.module.parameters()]
+
+    def spoilt_by(step, taken, **options):
+        handler.load(path)
+        handler.set_loss_fn(Poisoned([bad], step - 4 + (world_size > 1)))  # one more for the rehearsal
+        told = rf"must be finite in step {step}, got nan on rank {bad} \(.*\. {taken} steps were taken before"
+        with pytest.raises(NonFiniteLossError, match=told):
+            handler.train(2, **options)
+        for forbidden in (lambda: handler.save(path), lambda: handler.train(2)):
+            with pytest.raises(NonFiniteLossError, match=told):
+                forbidden()
+
+    spoilt_by(6, 2, check_every=4)  # seen before step 8 is taken
+    spoilt_by(6, 4, check_every=100)  # at the end of the epoch
+    folder = tmp_path / "saved"
+    handler.auto_save(folder, every_steps=7, resume=False)
+    spoilt_by(6, 1, check_every=100)  # before a checkpoint
+    assert not [*folder.glob("*/*")]
+    handler.set_loss_fn(nn.functional.mse_loss)
+    handler.load(path)
+    assert all(map(torch.equal, handler.module.parameters(), weights))
+    assert all(loss == loss for loss in handler.train(2, check_every=4)["loss"])
+
+
 @ranks(1, 4)
 @pytest.mark.parametrize("amp", [None, "fp16"])
 def test_a_step_with_such_a_loss_can_be_left_out_on_all_ranks(amp, world_size):

@@ -40,6 +40,7 @@ def test_what_is_missing_or_wrong_is_one_sentence():
         ({"amp": "fp8"}, "amp must be 'bf16', 'fp16' or None, got 'fp8'"),
         ({"clip_norm": 0.0}, "clip_norm must be greater than 0"),
         ({"ema_decay": 1.0}, "ema_decay must lie between 0 and 1"),
+        ({"check_every": 0}, "check_every must be at least 1, got 0"),
         ({"non_finite": "stop"}, "non_finite must be 'raise', 'skip' or 'ignore', got 'stop'"),
         ({"validate_every": 0}, "validate_every must be at least 1"),
     ):
