@@ -27,6 +27,7 @@ except ModuleNotFoundError:  # Python 3.10, where pytest brings it along
     import tomli as tomllib
 
 REPOSITORY = Path(__file__).parents[1]
+PACKAGE = Path(distman.__file__).parent  # elsewhere, where a wheel is tested
 PAGES = [
     REPOSITORY / "README.md",
     REPOSITORY / "SECURITY.md",
@@ -163,7 +164,7 @@ def texts(source):
 
 
 def test_the_page_of_variables_has_all_that_the_package_knows_and_no_others():
-    sources = [*(REPOSITORY / "distman").rglob("*.py"), REPOSITORY / "tests" / "conftest.py"]
+    sources = [*PACKAGE.rglob("*.py"), REPOSITORY / "tests" / "conftest.py"]
     others = [source for source in sources if source.name not in INSTRUCTIONS]
     known = {text for source in others for text in texts(source) if VARIABLE.fullmatch(text)} - NO_VARIABLES
     documented = {name for row in rows("docs/variables.md") for cell in row for name in re.findall(r"`(\w+)`", cell)}
@@ -174,8 +175,7 @@ def test_the_page_of_variables_has_all_that_the_package_knows_and_no_others():
 def test_nothing_but_the_test_kit_and_the_choice_of_an_interface_writes_into_the_environment():
     methods = "update|setdefault|pop|popitem|clear"
     writes = re.compile(rf"environ\[[^]]+\] = |del os\.environ|environ\.({methods})\(|putenv|unsetenv")
-    sources = [path.relative_to(REPOSITORY) for path in (REPOSITORY / "distman").rglob("*.py")]
-    writing = {path for path in sources if writes.search(read(path))}
+    writing = {path for path in PACKAGE.rglob("*.py") if writes.search(path.read_text(encoding="utf-8"))}
     assert {path.parent.name if path.parent.name in ("testing", "physicsnemo") else path.name for path in writing} == {
         "testing",
         "physicsnemo",  # whose setup() does so

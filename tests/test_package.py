@@ -20,8 +20,9 @@ from .launch.preloaded import PYTHON
 from .launch.processes import launch
 
 PACKAGE = Path(distman.__file__).parent
-README = PACKAGE.parent / "README.md"
-MAP = PACKAGE.parent / "docs" / "contributing.md"
+REPOSITORY = Path(__file__).parents[1]  # the package is elsewhere where a wheel is tested
+README = REPOSITORY / "README.md"
+MAP = REPOSITORY / "docs" / "contributing.md"
 RUNS_ON_IMPORT = {"distman.__main__"}
 
 
@@ -156,7 +157,7 @@ def test_the_tree_on_the_page_for_contributors_names_what_there_is():
 
 def test_no_message_names_the_package_on_pypi_that_is_another_one():
     """``pip install distman`` would install what somebody else has published under that name."""
-    sources = [*PACKAGE.rglob("*.py"), *(PACKAGE.parent / "docs").rglob("*.md"), README]
+    sources = [*PACKAGE.rglob("*.py"), *(REPOSITORY / "docs").rglob("*.md"), README]
     wrong = re.compile(r"pip3? install ([^\n`]* )?['\"]?distman\b")
     across_lines = re.compile(r'" *\n *f?"')
     texts = {source: across_lines.sub("", source.read_text(encoding="utf-8")) for source in sources}
