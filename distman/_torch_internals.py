@@ -33,6 +33,9 @@ from torch.utils.data._utils import worker
 
 # Process groups
 
+_AT_ONCE = timedelta(milliseconds=1)
+_TAG = 0x646D  # nobody sends such a message
+
 
 def make_group(
     ranks: Sequence[int], rank: int, *, name: str, description: str, store: dist.Store | None, timeout: timedelta
@@ -126,6 +129,27 @@ def all_groups() -> list[dist.ProcessGroup]:
 def waits_at_end(process_group: dist.ProcessGroup) -> bool:
     """Return whether to end a group may wait for other ranks, as NCCL does."""
     return any(collects_batches(process_group, device) for device in process_group._device_types)
+
+
+def close_connections(process_group: dist.ProcessGroup) -> None:
+    """End what waits over gloo in a group, on all its ranks: gloo closes a connection when a wait for it is too long.
+
+    It is good for nothing afterwards.
+    """
+    if dist.Backend.GLOO not in dist.get_backend(process_group):  # cpu:gloo, say
+        return
+    for step in range(1, process_group.size()):
+        # Too late, as it must be; or that connection is closed already, which leaves those to other ranks open.
+        with contextlib.suppress(RuntimeError, ValueError):
+            other = (process_group.rank() + step) % process_group.size()
+            process_group.recv([torch.empty(1)], other, _TAG).wait(_AT_ONCE)
+
+
+def close_all_connections() -> None:
+    """End what this process, and others with it, wait for in any group."""
+    for process_group in all_groups():
+        abort_backends(process_group)
+        close_connections(process_group)
 
 
 def end_group(process_group: dist.ProcessGroup | None = None, *, aborts: bool) -> None:

@@ -157,7 +157,7 @@ MUTANTS = (
     *_mutants(
         "handler/_optimization.py",
         "handler/test_optimization.py handler/test_training.py handler/test_resumption.py",
-        ("step.num_own * self._world_size / num_total", "step.num_own / num_total"),
+        ("step.num_own * self._world_size / max(", "step.num_own / max("),
         ("if index == len(steps) else", "if index == 1 else"),
         ("self.num_skipped += not is_taken", "self.num_skipped += is_taken"),
     ),

@@ -263,6 +263,10 @@ def section(depth: int) -> str:
     return f"section {depth}"
 
 
+JOINT_ERRORS = "joint error"
+"""Who raised an error that left a joint block, a sequence of operations. Each member that raised appends itself to what
+arrived there, and reads who else did."""
+
 STOP_DECISIONS = "stop decision"
 """The decisions whether to stop, a sequence of operations. Each is what the first rank there writes: its step, whether
 to stop, and the next step to decide at. All read it."""
@@ -287,7 +291,8 @@ def page(sequence: str, number: int) -> str:
 def arrived(operation: str) -> str:
     """Who came to a barrier: each member appends its index and a comma. Who looks for the missing reads it.
 
-    The last one to leave deletes it; that of a barrier which was given up lives on.
+    The last one to leave deletes it; that of a barrier which was given up lives on. That of a joint error is deleted
+    with its page.
     """
     return f"{operation}/arrived"
 

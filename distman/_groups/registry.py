@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from distman._coordination import protocol
 from distman._coordination.consensus import Consensus
+from distman._coordination.joint_blocks import JointBlocks
 from distman._coordination.sections import ExclusiveSections
 from distman._coordination.tracking import call_site, check_all_run_here, check_speaks_for_rank
 from distman._coordination.wait_scope import WaitScope
@@ -43,6 +44,7 @@ class Group:
         device_types: Types of devices whose tensors it carries; empty without a process group.
         consensus: Agreement of its members over the store; None where there are no others to reach.
         sections: What some of its members do while the others wait; None where there are no others to reach.
+        joint_blocks: What its members do together, and fail in together; None where there are no others to reach.
         calls: Numbers of the next collectives, where ranks compare their calls.
         exchanges: Numbers of the next exchanges of messages.
         seals: Numbers of the next calls that exchange pickles.
@@ -56,6 +58,7 @@ class Group:
     device_types: tuple[str, ...] = ()
     consensus: Consensus | None = None
     sections: ExclusiveSections | None = None
+    joint_blocks: JointBlocks | None = None
     calls: Iterator[int] = field(default_factory=itertools.count)
     exchanges: Iterator[int] = field(default_factory=itertools.count)
     seals: Iterator[int] = field(default_factory=itertools.count)
@@ -402,9 +405,15 @@ class Groups:
             consensus = self._consensus(ranks, self._job.limits.collective, store)
         types = device_types(process_group) if process_group is not None else ()
         reference = weakref.ref(process_group) if process_group is not None else lambda: None
-        sections = ExclusiveSections(consensus.store_group) if consensus is not None else None
         return Group(
-            name, ranks, ranks.index(self._job.peer.rank), reference, tuple(sorted(types)), consensus, sections
+            name,
+            ranks,
+            ranks.index(self._job.peer.rank),
+            reference,
+            tuple(sorted(types)),
+            consensus,
+            ExclusiveSections(consensus.store_group) if consensus is not None else None,
+            JointBlocks(consensus.store_group) if consensus is not None else None,
         )
 
 

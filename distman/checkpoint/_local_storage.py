@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import errno
 import fcntl
+import functools
 import glob
 import io
 import os
@@ -23,8 +24,9 @@ SCHEMES = ("file", "local")
 
 _LOCK = ".writing"  # locked file in a folder that is being filled: a folder itself cannot be opened for writing
 _CANNOT_SYNC = (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS)  # what fsync of a folder says on some network file systems
-# What fchmod says on FUSE and CIFS mounts, where all files have the permissions of the mount.
-_CANNOT_CHANGE_MODE = (errno.EPERM, errno.ENOTSUP, errno.ENOSYS)
+# What fchmod and fchown say on FUSE and CIFS mounts, where all files have the permissions of the mount; and fchown of
+# owners that are not this user, or that a container does not know.
+_CANNOT_CHANGE = (errno.EPERM, errno.EINVAL, errno.ENOTSUP, errno.ENOSYS)
 _AT_FDCWD = -100  # from fcntl.h: paths are relative to the current folder; Python does not export it
 _RENAME_EXCHANGE = 2  # from linux/fs.h
 _TOKEN_BYTES = 4  # random bytes in a temporary name, beside the pid: threads, and hosts with equal pids
@@ -53,8 +55,8 @@ class LocalStorage:
         temporaries: list[Path] = []
         try:  # around the creation too: another rank's failure may be raised as soon as the file is there
             with _create_locked(path, temporaries) as file:
+                _keep_mode(file.fileno(), path)  # first: what is private is so while it is written, too
                 yield file
-                _keep_mode(file, path)
                 os.fsync(file.fileno())
                 temporaries[-1].replace(path)
         except BaseException as error:
@@ -131,6 +133,8 @@ class _FolderBeside:
         self.path = str(self._folder)
         try:
             self._folder.mkdir()
+            with _opened(self._folder) as descriptor:
+                _keep_mode(descriptor, place, also=stat.S_IRWXU)  # it has yet to be filled
             self._lock = (self._folder / _LOCK).open("xb", buffering=0)
             _lock(self._lock)
         except BaseException:  # another rank's failure too
@@ -175,17 +179,28 @@ def _create_locked(path: Path, temporaries: list[Path]) -> io.FileIO:
         file.close()
 
 
-def _keep_mode(file: io.FileIO, path: Path) -> None:
-    """Give a new file the permissions of the one that it replaces, where the file system can change them."""
+def _keep_mode(descriptor: int, path: Path, *, also: int = 0) -> None:
+    """Give a new file or folder the owner and the permissions of the one that it replaces, as far as the system allows.
+
+    Args:
+        descriptor: The new one.
+        path: The old one; there may be none.
+        also: Permissions that it gets besides.
+    """
     try:
-        mode = stat.S_IMODE(path.stat().st_mode)
+        old = path.stat()
     except FileNotFoundError:
         return
-    try:
-        os.fchmod(file.fileno(), mode)
-    except OSError as error:
-        if error.errno not in _CANNOT_CHANGE_MODE:
-            raise
+    changes = (  # in this order: a new owner resets a part of the permissions
+        functools.partial(os.fchown, descriptor, old.st_uid, old.st_gid),
+        functools.partial(os.fchmod, descriptor, stat.S_IMODE(old.st_mode) | also),
+    )
+    for change in changes:
+        try:
+            change()
+        except OSError as error:
+            if error.errno not in _CANNOT_CHANGE:
+                raise
 
 
 def _remove_leftovers(folder: Path, pattern: str) -> None:
@@ -226,12 +241,19 @@ def _make_folder(folder: Path) -> None:
 
 def _sync_folder(folder: Path) -> None:
     """Bring the names in a folder to the disk, where the file system supports that."""
+    with _opened(folder) as descriptor:
+        try:
+            os.fsync(descriptor)
+        except OSError as error:
+            if error.errno not in _CANNOT_SYNC:
+                raise
+
+
+@contextlib.contextmanager
+def _opened(folder: Path) -> Iterator[int]:
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
-        os.fsync(descriptor)
-    except OSError as error:
-        if error.errno not in _CANNOT_SYNC:
-            raise
+        yield descriptor
     finally:
         os.close(descriptor)
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import io
 import pickle
 import zipfile
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import IO, Any, cast
 
 import torch
@@ -91,21 +92,40 @@ def copy_to_host(state: Any) -> Any:
     Args:
         state: A state that was checked.
     """
-    return _copy(state, {})
+    made: dict[tuple[object, ...], torch.Tensor] = {}
+    return _rebuild(state, lambda tensor: _copy_tensor(tensor, made), copy.deepcopy)
 
 
-def _copy(value: Any, made: dict[tuple[object, ...], torch.Tensor]) -> Any:
-    kind = type(value)
+def without_unused_memory(state: Any) -> Any:
+    """Return a state in which a tensor that is a part of a larger one is a copy: torch writes the larger one for it.
+
+    Blocking.
+
+    Args:
+        state: A state that was checked.
+    """
+    made: dict[tuple[object, ...], torch.Tensor] = {}
+    return _rebuild(state, lambda one: _copy_tensor(one, made) if _is_part(one) else one, lambda value: value)
+
+
+def _is_part(tensor: torch.Tensor) -> bool:
+    is_strided = _is_plain_tensor(tensor) and tensor.layout == torch.strided and tensor.device.type != "meta"
+    return is_strided and tensor.numel() * tensor.element_size() < tensor.untyped_storage().nbytes()
+
+
+def _rebuild(value: Any, tensor: Callable[[torch.Tensor], Any], other: Callable[[Any], Any]) -> Any:
+    """Return the same structure with what functions make of its tensors, and of what else is no plain value."""
+    kind, again = type(value), functools.partial(_rebuild, tensor=tensor, other=other)
     if isinstance(value, torch.Tensor):
-        return _copy_tensor(value, made)
+        return tensor(value)
     if kind in (dict, OrderedDict):
-        new = kind((key, _copy(item, made)) for key, item in value.items())
+        new = kind((key, again(item)) for key, item in value.items())
         if kind is OrderedDict:
-            vars(new).update(_copy(vars(value), made))  # the versions of the modules are kept there
+            vars(new).update(again(vars(value)))  # the versions of the modules are kept there
         return new
     if kind in (list, tuple):
-        return kind(_copy(item, made) for item in value)
-    return value if kind in _LEAVES else copy.deepcopy(value)
+        return kind(again(item) for item in value)
+    return value if kind in _LEAVES or kind is int else other(value)
 
 
 def _copy_tensor(tensor: torch.Tensor, made: dict[tuple[object, ...], torch.Tensor]) -> torch.Tensor:
@@ -179,7 +199,7 @@ def write_state(state: object, location: Location) -> None:
         OSError: The disk is full, say; what was there before is as it was.
     """
     with location.storage.create(location.place) as file, writing_to(file) as stream:
-        torch.save(state, cast("IO[bytes]", stream))
+        torch.save(without_unused_memory(state), cast("IO[bytes]", stream))
 
 
 def read_state(location: Location, device: torch.device) -> Any:

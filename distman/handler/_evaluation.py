@@ -15,7 +15,7 @@ from distman.decorators import on_rank
 from distman.handler._accumulators import Accumulators, Metric
 from distman.handler._nested import concatenate, on_host
 from distman.handler._objective import Objective, check_loss, to_device
-from distman.handler._sources import count_samples
+from distman.handler._sources import NumSamples, count_samples, counted
 from distman.manager import DistributedManager
 
 
@@ -41,6 +41,7 @@ def evaluate(
     metrics: Mapping[str, Metric],
     *,
     dtype: torch.dtype | None = None,
+    num_samples: NumSamples | None = None,
 ) -> dict[str, float]:
     """Return the loss and the metrics over all samples, the same on all ranks.
 
@@ -52,16 +53,18 @@ def evaluate(
         batches: This rank's batches; the ranks may have different numbers of them.
         metrics: What to measure, by name.
         dtype: Data type of automatic mixed precision; None without it.
+        num_samples: Counts the samples, or tokens, of a batch; None leaves it to the loader's plan, if it has one, or
+            to the batch.
 
     Returns:
         The mean loss, named ``loss``, and the metrics.
     """
     accumulators = Accumulators(metrics, keeps_all=True)
     with evaluating(model, dtype):
-        for batch, num_samples in _counted(batches):
+        for batch, number in _counted(batches, num_samples):
             outcome = objective(model, to_device(batch, DistributedManager().device))
             check_loss(outcome.loss)
-            accumulators.add(accumulators.measure(outcome, num_samples), num_samples)
+            accumulators.add(accumulators.measure(outcome, number), number)
     return accumulators.compute()
 
 
@@ -100,10 +103,10 @@ def predict(
     return on_rank(0, broadcast=all_ranks)(concatenate)(parts)
 
 
-def _counted(batches: Iterable[Any]) -> Iterator[tuple[Any, int]]:
+def _counted(batches: Iterable[Any], num_samples: NumSamples | None) -> Iterator[tuple[Any, int]]:
     """Yield batches with their numbers of samples: from the loader's plan if it has one, not from the batch."""
-    if not isinstance(batches, EvaluationLoader):
-        yield from ((batch, count_samples(batch)) for batch in batches)
+    if num_samples is not None or not isinstance(batches, EvaluationLoader):
+        yield from ((batch, counted(batch, num_samples or count_samples)) for batch in batches)
         return
     plan = batches.batches
     for step, batch in enumerate(batches):

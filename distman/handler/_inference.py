@@ -11,6 +11,7 @@ from torch.utils.data import Dataset
 from distman._seeds import seed_generators, seed_of
 from distman.data import EvaluationLoader
 from distman.handler._evaluation import evaluate, predict
+from distman.handler._joint import joint
 from distman.handler._loading import make_prediction_loader
 from distman.handler._model import TrainedModel
 from distman.handler._randomness import generators_preserved
@@ -38,6 +39,7 @@ class Inference(Setup):
         """
         return self.module(*args, **kwargs)
 
+    @joint
     def validate(self) -> dict[str, float]:
         """Return the loss and the metrics over the validation data, the same on all ranks.
 
@@ -48,11 +50,11 @@ class Inference(Setup):
             DistmanError: No data to validate with, or no loss function, has been set.
         """
         data, objective = self._required_val_data(), self._required_objective()
-        self._model.share_buffers()
-        with generators_preserved():
+        with generators_preserved(), self._model.evaluating() as model:
             seed_generators(seed_of(self._seed, DistributedManager().rank, _VALIDATION))
-            return evaluate(self._model.evaluated, objective, data, self._metrics, dtype=self._dtype)
+            return evaluate(model, objective, data, self._metrics, dtype=self._dtype, num_samples=self._num_samples)
 
+    @joint
     def predict(
         self,
         data: Dataset[Any] | torch.Tensor | EvaluationLoader,
@@ -84,8 +86,8 @@ class Inference(Setup):
         def forward(model: torch.nn.Module, batch: Any) -> Any:
             return self._forward(model, batch)[0]
 
-        self._model.share_buffers()
-        return predict(self._model.evaluated, forward, loader, all_ranks=all_ranks, dtype=self._dtype)
+        with self._model.evaluating() as model:
+            return predict(model, forward, loader, all_ranks=all_ranks, dtype=self._dtype)
 
     def score(self, t: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         """Return the estimated gradient of the log-density of the noisy data.
@@ -114,6 +116,7 @@ class Inference(Setup):
         """
         return self._required_score_based().score(self._model.evaluated, t, x)
 
+    @joint
     def sample(self, shape: Sequence[int], **kwargs: Any) -> torch.Tensor:
         """Draw samples from a score-based model; the ranks share the work.
 
@@ -139,9 +142,10 @@ class Inference(Setup):
             >>> handler.sample((4, 2), num_steps=10, seed=0).shape
             torch.Size([4, 2])
         """
-        self._model.share_buffers()
-        return self._required_score_based().sample(self._model.evaluated, shape, **kwargs)
+        with self._model.evaluating() as model:
+            return self._required_score_based().sample(model, shape, **kwargs)
 
+    @joint
     def log_likelihood(self, x: torch.Tensor, **kwargs: Any) -> torch.Tensor:
         """Return the log-density of samples under a score-based model, in nats; the ranks share the work.
 
@@ -164,5 +168,5 @@ class Inference(Setup):
             >>> handler.log_likelihood(torch.zeros(4, 2), seed=0).shape
             torch.Size([4])
         """
-        self._model.share_buffers()
-        return self._required_score_based().log_likelihood(self._model.evaluated, x, **kwargs)
+        with self._model.evaluating() as model:
+            return self._required_score_based().log_likelihood(model, x, **kwargs)

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from distman.data import EvaluationLoader, TrainingLoader, distributed_loader, rank_cached_loader
 from distman.errors import check_options
-from distman.handler._sources import ForeignSource, LoaderSource, Source
+from distman.handler._sources import ForeignSource, LoaderSource, NumSamples, Source
 
 # Parameters of the functions that make loaders which are not for the user: the handler passes the first two, all ranks
 # train one model, and the last one stands for the options of torch's DataLoader.
@@ -72,9 +72,14 @@ def make_prediction_loader(data: Any, options: Mapping[str, Any]) -> EvaluationL
     return cast("EvaluationLoader", distributed_loader(dataset, evaluation=True, **options))
 
 
-def make_source(data: Any) -> Source:
-    """Return the steps of a loader that :func:`make_loader` returned for training."""
-    return LoaderSource(data) if isinstance(data, TrainingLoader) else ForeignSource(data)
+def make_source(data: Any, num_samples: NumSamples | None) -> Source:
+    """Return the steps of a loader that :func:`make_loader` returned for training.
+
+    Args:
+        data: The loader.
+        num_samples: Counts the samples of a batch; None leaves it to the loader, if it knows, or to its first tensor.
+    """
+    return LoaderSource(data, num_samples) if isinstance(data, TrainingLoader) else ForeignSource(data, num_samples)
 
 
 def _check_no_options(data: Any, options: Mapping[str, Any], *, cached: bool) -> None:

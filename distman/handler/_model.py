@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import functools
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -10,10 +11,14 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
+from distman._coordination.wait_scope import WaitScope
 from distman.checkpoint import load_model_state, model_state
 from distman.collectives._objects import broadcast_data
 from distman.errors import DistmanError
 from distman.manager import DistributedManager
+
+_WITH_MEANS = (torch.nn.BatchNorm1d, torch.nn.BatchNorm2d, torch.nn.BatchNorm3d, torch.nn.SyncBatchNorm)
+"""Modules whose buffers training writes on each rank, and evaluation reads: of those rank 0's are enough."""
 
 
 class TrainedModel:
@@ -39,6 +44,8 @@ class TrainedModel:
         self._is_training = False
         self._share([*module.parameters()])
         self._trained: list[torch.nn.Parameter] = []
+        self._gradient_order: list[list[int]] = []
+        self._has_buckets = False
         self._wrapped = self.module
         self.wrap()
 
@@ -56,6 +63,8 @@ class TrainedModel:
         if [id(one) for one in trained] == [id(one) for one in self._trained]:
             return
         self._trained = trained
+        if self._has_buckets:  # else the order, if there is one, is that of a run to be resumed
+            self._gradient_order, self._has_buckets = [], False
         self._wrapped = self.module
         if trained:
             self._wrapped = DistributedManager().wrap_ddp(self.module, gradient_as_bucket_view=True)
@@ -78,6 +87,55 @@ class TrainedModel:
             yield self._wrapped
         finally:
             self._is_training = False
+
+    @contextmanager
+    def backward_pass(self) -> Iterator[None]:
+        """Note within a ``with`` block in which order the first gradients come that are summed over the ranks.
+
+        DistributedDataParallel sorts its buckets by it, on which the last bits of the sums depend.
+        """
+        if not self._sorts_buckets or not getattr(self._wrapped, "require_backward_grad_sync", False):
+            yield
+            return
+        order: list[list[int]] = []
+
+        def note(index: int, parameter: torch.Tensor) -> None:
+            order.append([index, int(parameter.grad is not None and parameter.grad.is_sparse)])
+
+        handles = [
+            parameter.register_post_accumulate_grad_hook(functools.partial(note, index))
+            for index, parameter in enumerate(self._trained)
+        ]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+        self._gradient_order, self._has_buckets = order, True
+
+    def sort_buckets(self) -> None:
+        """Let DistributedDataParallel sort its buckets as it did after the first step of the run that is resumed.
+
+        Collective. Gradients of zero come in the order of that run; nothing of the program's is called.
+        """
+        wrapped, order = self._wrapped, self._gradient_order
+        if not self._sorts_buckets or len(order) != len(self._trained):
+            return
+        wrapped.module = _ZeroGradients([(self._trained[index], bool(is_sparse)) for index, is_sparse in order])
+        try:
+            with self.training() as model, WaitScope("the first step of a resumed training"):
+                model().backward()
+        finally:
+            wrapped.module = self.module
+        self.module.zero_grad()
+        self._has_buckets = True
+
+    @property
+    def _sorts_buckets(self) -> bool:
+        """Whether DistributedDataParallel has yet to sort its buckets; it never does if parameters may be unused."""
+        wrapped = self._wrapped
+        is_parallel = isinstance(wrapped, DistributedDataParallel) and not wrapped.find_unused_parameters
+        return is_parallel and not self._has_buckets
 
     def without_synchronization(self) -> AbstractContextManager[None]:
         """Return a context in which gradients are not summed over the ranks."""
@@ -104,18 +162,59 @@ class TrainedModel:
         if self.average is not None:
             self.average.update_parameters(self.module)
 
-    def share_buffers(self) -> None:
-        """Copy rank 0's buffers to all ranks: running means of normalizations, say, differ between ranks in training.
+    @contextmanager
+    def evaluating(self) -> Iterator[torch.nn.Module]:
+        """Let :attr:`evaluated` have rank 0's buffers on all ranks within a ``with`` block, after which it has its own.
+
+        Collective. Blocking. Running means of normalizations, say, differ between ranks in training.
+        """
+        buffers = list(self.evaluated.buffers()) if DistributedManager().world_size > 1 else []
+        own = [buffer.clone() for buffer in buffers]
+        self._share(buffers)
+        try:
+            yield self.evaluated
+        finally:
+            with torch.no_grad():
+                for buffer, value in zip(buffers, own, strict=True):
+                    buffer.copy_(value)
+
+    def own_buffers(self) -> dict[str, torch.Tensor]:
+        """Return the buffers in which this rank differs from rank 0, whose state is saved.
 
         Collective. Blocking.
         """
-        models = [self.module] if self.average is None else [self.module, self.average.module]
-        self._share([buffer for model in models for buffer in model.buffers()])
+        if DistributedManager().world_size == 1:
+            return {}
+        buffers = self._saved_buffers()
+        shared = broadcast_data(list(buffers.values()))
+        return {
+            name: own.cpu()
+            for (name, own), other in zip(buffers.items(), shared, strict=True)
+            if not torch.equal(own, other)
+        }
+
+    @torch.no_grad()
+    def load_own_buffers(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Restore such buffers."""
+        buffers = self._saved_buffers()
+        for name in state.keys() & buffers.keys():
+            buffers[name].copy_(state[name])
+
+    def _saved_buffers(self) -> dict[str, torch.Tensor]:
+        """Return the buffers that checkpoints hold and training may read."""
+        found: dict[str, torch.Tensor] = {}
+        for part, model in {"module": self.module, "average": self.average}.items():
+            saved = model.state_dict(prefix=f"{part}.").keys() if model is not None else ()
+            for path, module in model.named_modules(prefix=part) if model is not None else ():
+                if not isinstance(module, _WITH_MEANS):
+                    buffers = module.named_buffers(prefix=path, recurse=False)
+                    found |= {name: buffer for name, buffer in buffers if name in saved}
+        return found
 
     def state_dict(self) -> dict[str, Any]:
         """Return weights, buffers and their average."""
         average = None if self.average is None else self.average.state_dict()
-        return {"module": model_state(self.module), "average": average}
+        return {"module": model_state(self.module), "average": average, "gradient_order": self._gradient_order}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore such a state.
@@ -124,6 +223,8 @@ class TrainedModel:
             RuntimeError: The weights do not fit the module.
         """
         load_model_state(self.module, state["module"])
+        if not self._has_buckets:
+            self._gradient_order = state["gradient_order"]
         if state["average"] is not None:
             self.average = self.average or AveragedModel(self.module, use_buffers=True)
             self.average.load_state_dict(state["average"])
@@ -146,3 +247,37 @@ class TrainedModel:
                 f"{DistributedManager().rank} outside of one. Call the bare module, handler.module, which waits for no "
                 "rank."
             )
+
+
+class _ZeroGradients(torch.nn.Module):
+    """A module whose loss gives parameters gradients of zero, one after another.
+
+    Args:
+        parameters: The parameters in that order, and whether the gradient of each is sparse.
+    """
+
+    def __init__(self, parameters: Sequence[tuple[torch.nn.Parameter, bool]]) -> None:
+        super().__init__()
+        self._in_order = list(parameters)
+
+    def forward(self) -> torch.Tensor:
+        # What was computed last is differentiated first.
+        parts = [_Zero.apply(parameter, is_sparse) for parameter, is_sparse in reversed(self._in_order)]
+        return torch.stack(parts).sum()
+
+
+class _Zero(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, parameter: torch.Tensor, is_sparse: bool) -> torch.Tensor:  # noqa: FBT001 - of autograd
+        ctx.save_for_backward(parameter)
+        ctx.is_sparse = is_sparse
+        return torch.zeros((), device=parameter.device)
+
+    @staticmethod
+    def backward(ctx: Any, *_: torch.Tensor) -> tuple[torch.Tensor, None]:
+        (parameter,) = ctx.saved_tensors
+        if not ctx.is_sparse:
+            return torch.zeros_like(parameter), None
+        indices = torch.empty(1, 0, dtype=torch.int64, device=parameter.device)  # of rows, as embeddings have them
+        values = parameter.new_empty(0, *parameter.shape[1:])
+        return torch.sparse_coo_tensor(indices, values, parameter.shape, check_invariants=True), None

@@ -12,6 +12,7 @@ import torch
 from distman._device import resolve_device
 from distman._seeds import seed_generators, seed_of
 from distman.handler._history import History
+from distman.handler._joint import joint
 from distman.handler._limits import Limits
 from distman.handler._model import TrainedModel
 from distman.handler._optimization import Optimization, StepOptions
@@ -114,6 +115,7 @@ class NNHandler(Saving):
         handler._load(saved)
         return handler
 
+    @joint
     def train(
         self,
         epochs: int | None = None,
@@ -220,7 +222,6 @@ class NNHandler(Saving):
 
     def _make_training(self, options: StepOptions, limits: Limits) -> Training:
         """Return a training that resumes from the state that was loaded, or from that of the latest run."""
-        state, is_latest_run = self._progress.to_resume()  # before a new training changes what the latest one holds
         training = Training(
             self,
             objective=self._required_objective(),
@@ -234,9 +235,7 @@ class NNHandler(Saving):
             auto_save=self._auto_save,
             limits=limits,
         )
-        if state is not None:
-            training.load_state_dict(state, keeps_optimizer=is_latest_run)
-        self._progress.begin(training)
+        self._progress.resume(training)
         return training
 
 

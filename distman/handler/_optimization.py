@@ -103,10 +103,12 @@ class Optimization:
         self._model, self._optimizer, self._options = model, optimizer, options
         self._device, self._world_size = DistributedManager().device, DistributedManager().world_size
         self._parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        outside = {id(one) for one in self._parameters} - {id(one) for one in model.module.parameters()}
-        if outside and self._world_size > 1:
+        own = {id(one) for one in self._parameters}
+        num_foreign = len(own - {id(one) for one in model.module.parameters()})
+        self._not_optimized = [one for one in model.module.parameters() if id(one) not in own]
+        if num_foreign and self._world_size > 1:
             raise ValueError(
-                f"parameters of the optimizer must be the model's, got {len(outside)} others, whose gradients would "
+                f"parameters of the optimizer must be the model's, got {num_foreign} others, whose gradients would "
                 "not be averaged over the ranks. Make them part of the model."
             )
         closure = inspect.signature(optimizer.step).parameters.get("closure")
@@ -120,6 +122,7 @@ class Optimization:
         model.keep_average(options.ema_decay)
         model.module.zero_grad()  # left by a step that raised, or of parameters that another optimizer did not have
         self.num_steps = self.num_skipped = 0
+        model.sort_buckets()
         self._unchecked: list[_Unchecked] = []
         may_skip = options.non_finite == "skip" or options.amp == "fp16"
         usual = 1 if self._device.type == "cpu" else _STEPS_BETWEEN_CHECKS
@@ -153,6 +156,8 @@ class Optimization:
                 accumulators.add(values, step.num_own)
         self._scaler.update()
         self._optimizer.zero_grad()
+        for parameter in self._not_optimized:
+            parameter.grad = None
         self.num_steps += is_taken
         self.num_skipped += not is_taken
         return is_taken
@@ -176,20 +181,6 @@ class Optimization:
             self._check_skippable(bad)
         return bad is None
 
-    def rehearse(self, objective: Objective, steps: Sequence[Step]) -> None:
-        """Compute gradients and discard them; buffers and generators are left as they were.
-
-        Collective. DistributedDataParallel rebuilds its buckets after its first backward pass, and the last bits of the
-        summed gradients depend on the buckets. In the interrupted run this was done; a resumed run does it here.
-        """
-        if self._model.wrapped is self._model.module:
-            return
-        buffers = self._copy_buffers()
-        with generators_preserved():
-            self._accumulate(objective, steps, Accumulators({}))
-        self._model.module.zero_grad()
-        self._restore_buffers(buffers)
-
     def state_dict(self) -> dict[str, Any]:
         """Return everything that the next step depends on, except for the model."""
         return {
@@ -199,18 +190,31 @@ class Optimization:
             "num_skipped": self.num_skipped,
         }
 
-    def load_state_dict(self, state: Mapping[str, Any], *, keeps_optimizer: bool = False) -> None:
-        """Restore such a state.
+    def own_buffers(self) -> dict[str, torch.Tensor]:
+        """Return the model's buffers in which this rank differs from rank 0.
 
-        Args:
-            state: The state.
-            keeps_optimizer: Leave the optimizer as it is.
+        Collective.
         """
-        if not keeps_optimizer:
-            self._optimizer.load_state_dict(state["optimizer"])
-        if state["scaler"] and self._scaler.is_enabled():
-            self._scaler.load_state_dict(state["scaler"])
+        return self._model.own_buffers()
+
+    def load_own_buffers(self, buffers: Mapping[str, torch.Tensor]) -> None:
+        """Restore such buffers."""
+        self._model.load_own_buffers(buffers)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore such a state."""
+        self._optimizer.load_state_dict(state["optimizer"])
+        self._load_scale(state["scaler"])
         self.num_steps, self.num_skipped = state["num_steps"], state["num_skipped"]
+
+    def go_on_from(self, latest: Optimization) -> None:
+        """Go on counting where the latest run in this program has ended; the optimizer is as it is now."""
+        self._load_scale(latest._scaler.state_dict())
+        self.num_steps, self.num_skipped = latest.num_steps, latest.num_skipped
+
+    def _load_scale(self, state: Mapping[str, Any]) -> None:
+        if state and self._scaler.is_enabled():
+            self._scaler.load_state_dict(dict(state))
 
     @property
     def _num_begun(self) -> int:
@@ -232,7 +236,7 @@ class Optimization:
         losses, measured = [], []
         for index, step in enumerate(steps, start=1):
             with nullcontext() if index == len(steps) else self._model.without_synchronization():
-                outcome = self._backward(objective, step, step.num_own * self._world_size / num_total)
+                outcome = self._backward(objective, step, step.num_own * self._world_size / max(num_total, 1))
             losses.append(outcome.loss.detach())
             measured.append(accumulators.measure(outcome, step.num_own))
         return losses, measured
@@ -245,7 +249,7 @@ class Optimization:
             check_loss(outcome.loss)
             loss = outcome.loss.detach()
             root = (loss - loss) + factor  # NaN if the loss is not finite, which makes the gradient NaN on all ranks
-            with WaitScope("backward of the model"):
+            with WaitScope("backward of the model"), self._model.backward_pass():
                 self._scaler.scale(outcome.loss).backward(gradient=root)
         return outcome
 

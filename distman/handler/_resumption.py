@@ -117,18 +117,13 @@ class Progress:
             return int(self._loaded["optimization"]["num_steps"])
         return self._training.optimization.num_steps if self._training is not None else 0
 
-    def begin(self, training: Training) -> None:
-        """Follow this training from now on."""
+    def resume(self, training: Training) -> None:
+        """Let a new training resume from the state that was loaded, else from the latest run, and follow it."""
+        if self._loaded is not None:
+            training.load_state_dict(self._loaded)
+        elif self._training is not None:
+            training.go_on_from(self._training)
         self._training, self._loaded = training, None
-
-    def to_resume(self) -> tuple[Mapping[str, Any] | None, bool]:
-        """Return the state that the next run resumes from, if any, and whether it is that of the latest run.
-
-        Collective.
-        """
-        if self._loaded is None and self._training is not None:
-            return {**self._training.state_dict(), "reason": ""}, True
-        return self._loaded, False
 
     def state_dict(self) -> Mapping[str, Any] | None:
         """Return the state of the training; None if there was none.

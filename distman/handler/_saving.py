@@ -93,9 +93,8 @@ class Saving(Inference):
     def state_dict(self) -> dict[str, Any]:
         """Return everything that a resumed training depends on, as plain values and tensors.
 
-        Collective. The tensors are those of the model and the optimizer, not copies.
+        Collective. The tensors are those of the model and the optimizer, not copies; ranks may differ in their buffers.
         """
-        self._model.share_buffers()
         return {
             "model": self._model.state_dict(),
             "model_kwargs": {name: value for name, value in self._model_kwargs.items() if _is_storable(value)},

@@ -18,7 +18,7 @@ from distman.handler._model import TrainedModel
 from distman.handler._objective import Forward, LossFunction, Objective, Supervised, default_forward
 from distman.handler._scheduling import Scheduling
 from distman.handler._score_based import ScoreBased, make_sde
-from distman.handler._sources import Source
+from distman.handler._sources import NumSamples, Source
 from distman.score import SDE
 
 T = TypeVar("T")
@@ -39,6 +39,7 @@ class Setup:
         self._model = model
         self._seed = seed
         self._forward: Forward = default_forward
+        self._num_samples: NumSamples | None = None
         self._objective: Objective | None = None
         self._score_based: ScoreBased | None = None
         self._optimizer: torch.optim.Optimizer | None = None
@@ -144,7 +145,9 @@ class Setup:
             self.optimizer, scheduler_class(self.optimizer, **kwargs), per=per, monitor=monitor
         )
 
-    def set_loss_fn(self, loss_fn: LossFunction, *, forward: Forward | None = None) -> None:
+    def set_loss_fn(
+        self, loss_fn: LossFunction, *, forward: Forward | None = None, num_samples: NumSamples | None = None
+    ) -> None:
         """Set the loss function.
 
         Local.
@@ -153,6 +156,9 @@ class Setup:
             loss_fn: Takes outputs and targets, and returns the mean loss over the samples, shape ``()``.
             forward: Takes the model and a batch, and returns outputs and targets. None calls the model with the first
                 element of the batch, and takes the last element for the targets.
+            num_samples: Takes a batch and returns over how many samples, or tokens, its loss is a mean: a whole number,
+                by which the batches of all ranks are weighted, in metrics too. None counts samples: those that the
+                loader knows, or of a loader of one's own the length of the first tensor in the batch.
 
         Raises:
             TypeError: One of them cannot be called.
@@ -166,10 +172,11 @@ class Setup:
             >>> handler.validate()
             {'loss': 1.0}
         """
-        for name, function in (("loss_fn", loss_fn), ("forward", forward or default_forward)):
+        given = {"loss_fn": loss_fn, "forward": forward or default_forward, "num_samples": num_samples or len}
+        for name, function in given.items():
             if not callable(function):
                 raise TypeError(f"{name} must be a function, got {function!r}. Pass torch.nn.MSELoss(), for example.")
-        self._forward = forward or default_forward
+        self._forward, self._num_samples = forward or default_forward, num_samples
         self._objective = Supervised(self._forward, loss_fn)
 
     def set_sde(self, sde: SDE | Literal["vp", "ve"], **kwargs: Any) -> None:
@@ -195,6 +202,7 @@ class Setup:
             torch.Size([4, 2])
         """
         self._score_based = self._objective = ScoreBased(make_sde(sde, **kwargs))
+        self._num_samples = None
 
     def set_train_loader(
         self, data: Dataset[Any] | Iterable[Any], *, cached: bool = False, **loader_kwargs: Any
@@ -310,7 +318,7 @@ class Setup:
         return required(self._score_based, "equation of a score-based model", "set_sde()")
 
     def _make_source(self) -> Source:
-        return make_source(required(self._train_data, "data to train with", "set_train_loader()"))
+        return make_source(required(self._train_data, "data to train with", "set_train_loader()"), self._num_samples)
 
     def _required_scheduling(self) -> Scheduling:
         """Return the schedule of the learning rate, which is constant if none has been set."""

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import abc
 import dataclasses
+import operator
 import zlib
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sized
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sized
 from typing import Any
 
 import torch
@@ -26,6 +27,8 @@ from distman.handler._randomness import (
     states_of,
 )
 from distman.manager import DistributedManager
+
+NumSamples = Callable[[Any], int]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,12 +83,14 @@ class LoaderSource(Source):
 
     Args:
         loader: The loader.
+        num_samples: Counts the samples, or tokens, of a batch, of which the ranks then tell each other; None leaves it
+            to the plan.
 
     Raises:
         ValueError: It has no batch, or is for the ranks of a group.
     """
 
-    def __init__(self, loader: TrainingLoader) -> None:
+    def __init__(self, loader: TrainingLoader, num_samples: NumSamples | None = None) -> None:
         if not len(loader):
             raise ValueError("a loader to train with must have a full batch, got none. Choose a smaller batch_size.")
         if loader.batches.num_ranks != DistributedManager().world_size:
@@ -94,6 +99,7 @@ class LoaderSource(Source):
                 f"{loader.batches.num_ranks}. Leave its group out."
             )
         self.loader = loader
+        self._count = num_samples
         self._epoch, self._position = 0, 0  # counted here: the program may iterate over the loader meanwhile
 
     def begin(self, epoch: int) -> None:
@@ -108,7 +114,11 @@ class LoaderSource(Source):
         stride = self.loader.batches.stride
         for batch in self.loader:
             self._position += stride
-            yield Step(batch, self.loader.num_own, self.loader.num_total)
+            if self._count is None:
+                yield Step(batch, self.loader.num_own, self.loader.num_total)
+            else:
+                num_own = counted(batch, self._count) if self.loader.num_own else 0
+                yield Step(batch, num_own, sum(num for (num,) in _exchange(num_own)))
         self.begin(epoch + 1)
 
     def num_steps(self) -> int:
@@ -137,18 +147,20 @@ class ForeignSource(Source):
         batches: A DataLoader, or another iterable that starts over in each epoch. ``set_epoch`` is called, if there is
             one, and that of its ``sampler`` and its ``dataset``. A position is restored by ``load_state_dict``, if
             there is one, or by that of a stream that is read in this process, otherwise by skipping batches.
+        num_samples: Counts the samples, or tokens, of a batch; None takes the length of its first tensor.
 
     Raises:
         TypeError: It can be iterated over only once.
     """
 
-    def __init__(self, batches: Iterable[Any]) -> None:
+    def __init__(self, batches: Iterable[Any], num_samples: NumSamples | None = None) -> None:
         if isinstance(batches, Iterator):
             raise TypeError(
                 f"batches must be re-iterable, once per epoch, got the iterator {batches!r}. Pass a DataLoader, or an "
                 "object whose __iter__ starts over."
             )
         self.batches = batches
+        self._count = num_samples or count_samples
         self._epoch, self._num_taken = 0, 0
         self._at_start: dict[str, Any] | None = None
         self._own_at_start: dict[str, Any] | None = None
@@ -166,13 +178,10 @@ class ForeignSource(Source):
         holders = [batches, dataset] if is_read_here else [batches]
         return next((one for one in holders if hasattr(one, "load_state_dict") and hasattr(one, "state_dict")), None)
 
-    @collective
     def _exchange(self, num_samples: int, *, lacks_all: bool) -> tuple[list[int], list[bool]]:
         """Return each rank's number of samples, and whether it has never had a batch."""
-        members = DistributedManager().resolve_group(None)
-        device = control_device(members, DistributedManager().device)
         checksum = 0 if self._is_compared else _checksum(self._last)
-        gathered = all_gather_numbers([num_samples, lacks_all, checksum], members, device)
+        gathered = _exchange(num_samples, lacks_all, checksum)
         if checksum and all(row == gathered[0] for row in gathered) and DistributedManager().is_main:
             logger.warning(
                 "the first batch is the same on all ranks: each seems to read all samples instead of its part. Share "
@@ -196,11 +205,11 @@ class ForeignSource(Source):
         iterator = self._resume(epoch)
         while True:
             num_own = self._take(iterator)
-            nums, lacking = self._exchange(num_own, lacks_all=not self._has_last)
+            nums, lacking = zip(*_exchange(num_own, not self._has_last), strict=True)
             if not any(nums):
                 break
             if any(lacking):
-                batch = broadcast_data(self._last, src=lacking.index(False))
+                batch = broadcast_data(self._last, src=lacking.index(0))
                 self._last, self._has_last = (self._last, True) if self._has_last else (batch, True)
             self._num_taken += 1
             yield Step(self._last, num_own, sum(nums))
@@ -271,7 +280,7 @@ class ForeignSource(Source):
     def _take(self, iterator: Iterator[Any]) -> int:
         """Keep the next batch, if there is one, and return its number of samples."""
         for batch in iterator:
-            num_samples = count_samples(batch)
+            num_samples = counted(batch, self._count)
             if num_samples:
                 self._last, self._has_last = batch, True
                 return num_samples
@@ -285,6 +294,32 @@ def _checksum(batch: Any) -> int:
     if found is None or found.layout != torch.strided:
         return 0
     return zlib.crc32(found.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
+
+
+@collective
+def _exchange(*numbers: int) -> list[list[int]]:
+    """Return the numbers of each rank."""
+    members = DistributedManager().resolve_group(None)
+    return all_gather_numbers(numbers, members, control_device(members, DistributedManager().device))
+
+
+def counted(batch: Any, num_samples: NumSamples) -> int:
+    """Return what a function says of the number of samples in a batch.
+
+    Raises:
+        TypeError: It says no whole number.
+        ValueError: It says a negative one.
+    """
+    value = num_samples(batch)
+    try:
+        number = operator.index(value)
+    except TypeError:
+        raise TypeError(
+            f"num_samples must return a whole number, got {value!r}. Return over how many samples the loss is a mean."
+        ) from None
+    if number < 0:
+        raise ValueError(f"num_samples must return at least 0, got {number}. Return the number of samples.")
+    return number
 
 
 def count_samples(batch: Any) -> int:

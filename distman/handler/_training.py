@@ -80,7 +80,6 @@ class Training:
         self._stop_reason = ""
         self._accumulators = Accumulators(metrics)
         self._seconds = 0.0
-        self._must_rehearse = False
         source.begin(0)
 
     def run(self, *, accumulate: int = 1, progress: bool | None = None) -> bool:
@@ -124,11 +123,11 @@ class Training:
             NonFiniteLossError: On every rank: a step has spoilt the model, as :meth:`Optimization.check` says.
         """
         self.optimization.check()
-        source = {"kind": type(self.source).__name__, "position": self.source.state_dict()}
         own = {
             "random": generators_state(),
+            "buffers": self.optimization.own_buffers(),
             "sums": self._accumulators.sums.cpu(),
-            "source": source,
+            "source": self._source_state(),
             "stop_reason": self._stop_reason,
         }
         return {
@@ -143,38 +142,51 @@ class Training:
             "ranks": all_gather_objects(own),
         }
 
-    def load_state_dict(self, state: Mapping[str, Any], *, keeps_optimizer: bool = False) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Resume from such a state.
 
         If another number of ranks saved it, random numbers are not restored, and rank 0 takes over all sums.
-
-        Args:
-            state: The state.
-            keeps_optimizer: Leave optimizer and scheduler as they are.
         """
         self.epoch, self._seconds, self.reason = state["epoch"], state["seconds"], state["reason"]
         self._num_batches, self._pass, self._validated_at = state["num_batches"], state["pass"], state["validated_at"]
-        self.optimization.load_state_dict(state["optimization"], keeps_optimizer=keeps_optimizer)
-        if not keeps_optimizer:
-            self._scheduling.load_state_dict(state["scheduler"])
+        self.optimization.load_state_dict(state["optimization"])
+        self._scheduling.load_state_dict(state["scheduler"])
         manager, ranks = DistributedManager(), state["ranks"]
         is_same_job = len(ranks) == manager.world_size
-        source = ranks[manager.rank if is_same_job else 0]["source"]
-        is_resumed = source["kind"] == type(self.source).__name__
-        if is_resumed:
-            is_resumed = self.source.load_state_dict(source["position"], is_same_job=is_same_job)
-        else:
-            self.source.begin(self._pass)
-        self._accumulators = Accumulators(self._metrics)
-        if not is_resumed:
-            self._num_batches = 0
+        is_resumed = self._resume_source(ranks[manager.rank if is_same_job else 0]["source"], is_same_job=is_same_job)
         sums = ranks[manager.rank]["sums"] if is_same_job else sum(own["sums"] for own in ranks)
-        if is_resumed and (is_same_job or manager.is_main) and sums.shape == self._accumulators.sums.shape:
-            self._accumulators.sums = sums
+        if is_resumed and (is_same_job or manager.is_main):
+            self._resume_sums(sums)
         if is_same_job:
             self._stop_reason = ranks[manager.rank]["stop_reason"]
+            self.optimization.load_own_buffers(ranks[manager.rank]["buffers"])
             set_generators_state(ranks[manager.rank]["random"])
-        self._must_rehearse = True
+
+    def go_on_from(self, latest: Training) -> None:
+        """Resume from the latest run in this program, with its model, optimizer and scheduler as they are now."""
+        self.epoch, self._seconds, self._stop_reason = latest.epoch, latest._seconds, latest._stop_reason
+        self._num_batches, self._pass, self._validated_at = latest._num_batches, latest._pass, latest._validated_at
+        self.optimization.go_on_from(latest.optimization)
+        if self._resume_source(latest._source_state(), is_same_job=True):
+            self._resume_sums(latest._accumulators.sums)
+
+    def _source_state(self) -> dict[str, Any]:
+        return {"kind": type(self.source).__name__, "position": self.source.state_dict()}
+
+    def _resume_source(self, state: Mapping[str, Any], *, is_same_job: bool) -> bool:
+        """Resume an epoch, and return whether the source is where it was, so that the sums are of the same epoch."""
+        is_resumed = False
+        if state["kind"] == type(self.source).__name__:
+            is_resumed = self.source.load_state_dict(state["position"], is_same_job=is_same_job)
+        else:
+            self.source.begin(self._pass)
+        if not is_resumed:
+            self._num_batches = 0
+        return is_resumed
+
+    def _resume_sums(self, sums: torch.Tensor) -> None:
+        if sums.shape == self._accumulators.sums.shape:  # else of other metrics
+            self._accumulators.sums = sums
 
     def _run_epoch(self, accumulate: int, bar: ProgressBar) -> bool:
         """Train for the rest of an epoch; return False if the job was asked to stop."""
@@ -182,9 +194,6 @@ class Training:
         self._validate_within()  # where a stop came between a step and its validation
         started = time.perf_counter()
         for steps in _windows(self._batches(), accumulate):
-            if self._must_rehearse:
-                self.optimization.rehearse(self._objective, steps)
-                self._must_rehearse = False
             is_taken = self.optimization.run(self._objective, steps, self._accumulators)
             if is_taken:
                 self._callbacks.emit(Callback.on_step_end, self._handler, self.optimization.num_steps)

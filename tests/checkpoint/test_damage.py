@@ -13,6 +13,7 @@ import torch
 
 from distman import CheckpointError, DistributedManager
 from distman.checkpoint import CheckpointFolder, _local_storage, load, load_sharded, save, save_sharded
+from distman.checkpoint._local_storage import LocalStorage
 from distman.checkpoint._location import locate
 from distman.checkpoint._state import write_state
 from distman.testing import ranks
@@ -110,6 +111,33 @@ def test_permissions_survive(tmp_path):
     path.chmod(0o600)
     save({"number": 2}, path)
     assert path.stat().st_mode & 0o777 == 0o600
+
+
+@pytest.mark.parametrize("is_sharded", [False, True])
+def test_what_is_private_stays_so_while_it_is_written(tmp_path, is_sharded):
+    storage, path = LocalStorage(), tmp_path / "place"
+    path.mkdir() if is_sharded else path.touch()
+    path.chmod(0o700 if is_sharded else 0o600)
+    if is_sharded:
+        new = storage.new_folder(str(path))
+        assert Path(new.path).stat().st_mode & 0o777 == 0o700
+        new.publish()
+    else:
+        with storage.create(str(path)):
+            (temporary,) = tmp_path.glob(".place.*")
+            assert temporary.stat().st_mode & 0o777 == 0o600
+    assert path.stat().st_mode & 0o777 == (0o700 if is_sharded else 0o600)
+
+
+def test_a_view_is_saved_without_the_rest_of_its_tensor(tmp_path):
+    tensor = torch.arange(1_000_000.0)
+    state = {"view": tensor[5:8], "again": tensor[5:8], "tied": [tensor[:10].view(2, 5).T]}
+    save(state, tmp_path / "state.pt")
+    assert (tmp_path / "state.pt").stat().st_size < 10_000
+    loaded = load(tmp_path / "state.pt")
+    assert loaded["view"].tolist() == [5, 6, 7]
+    assert loaded["view"].data_ptr() == loaded["again"].data_ptr()
+    assert torch.equal(loaded["tied"][0], state["tied"][0])
 
 
 def test_a_file_system_without_permissions_of_its_own_takes_a_second_save(tmp_path, monkeypatch):

@@ -207,20 +207,21 @@ def test_modes_and_gradients_are_left_as_they_were():
 
 
 @ranks(2)
-def test_all_ranks_evaluate_with_the_buffers_of_rank_zero():
+def test_all_ranks_evaluate_with_the_buffers_of_rank_zero(rank):
     handler = NNHandler(Normed, seed=0)
     handler.set_optimizer(torch.optim.SGD, lr=0.01)
     handler.set_loss_fn(nn.functional.mse_loss)
     handler.set_train_loader(regression(), batch_size=8, drop_last=True)
     handler.train(2)
-    means = all_gather_objects(handler.module.norm.running_mean)
-    assert not torch.equal(*means)
+    states = all_gather_objects(handler.module.norm.state_dict())
+    assert not torch.equal(states[0]["running_mean"], states[1]["running_mean"])
     found = handler.predict(regression(), all_ranks=True)
+    assert torch.equal(handler.module.norm.running_mean, states[rank]["running_mean"])
+    handler.module.norm.load_state_dict(states[0])
     handler.module.eval()
     with torch.no_grad():
         expected = handler.module(regression().tensors[0])
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=0)
-    assert torch.equal(handler.module.norm.running_mean, means[0])
 
 
 @ranks(2)

@@ -22,6 +22,14 @@ def test_the_gradient_is_clipped_as_that_of_the_whole_batch(world_size):
         assert handler.history["loss"][-1] < handler.history["loss"][0]
 
 
+@ranks(1, 2)
+def test_parameters_that_are_not_optimized_gather_no_gradient():
+    handler = make_handler(8)
+    handler.set_optimizer(torch.optim.SGD, lr=0.1, parameters=lambda module: module.second.parameters())
+    handler.train(1)
+    assert all(parameter.grad is None for parameter in handler.module.parameters())
+
+
 class Poisoned(nn.Module):
     """A loss that is NaN on some ranks in one step."""
 

@@ -121,3 +121,60 @@ def test_a_stream_itself_is_refused_with_what_to_write_instead():
         TypeError, match=r"by DataLoader\(distributed_stream\(dataset\), batch_size=32\), or batch_size=None"
     ):
         make_handler(1, data=Endless(has_length=False))
+
+
+LENGTHS = [1, 4, 2, 5, 3, 1, 6, 2, 4, 1, 3, 2]
+
+
+def by_time(samples):
+    """Sequences of any lengths as a batch, whose first dim is the time."""
+    return {
+        "inputs": nn.utils.rnn.pad_sequence([inputs for inputs, _ in samples]),
+        "targets": nn.utils.rnn.pad_sequence([targets for _, targets in samples]),
+        "is_there": nn.utils.rnn.pad_sequence([torch.ones(len(inputs)) for inputs, _ in samples]),
+    }
+
+
+def token_loss(outputs, batch):
+    errors = (outputs - batch["targets"]).square()[..., 0] * batch["is_there"]
+    return errors.sum() / batch["is_there"].sum()
+
+
+def count_tokens(batch):
+    return int(batch["is_there"].sum())
+
+
+@ranks(1, 2, 3)
+@pytest.mark.parametrize("is_own_loader", [False, True])
+def test_losses_per_token_are_those_of_one_process(is_own_loader, rank, world_size):
+    inputs, targets = regression(num_samples=sum(LENGTHS)).tensors
+    sequences = list(zip(inputs.split(LENGTHS), targets.split(LENGTHS), strict=True))
+    handler = make_handler(1, data=sequences)
+    handler.set_loss_fn(
+        token_loss, forward=lambda model, batch: (model(batch["inputs"]), batch), num_samples=count_tokens
+    )
+    for set_loader in (handler.set_train_loader, handler.set_val_loader):
+        if is_own_loader:
+            set_loader(DataLoader(sequences[rank::world_size], batch_size=12, collate_fn=by_time))
+        else:
+            set_loader(sequences, batch_size=12 // world_size, collate_fn=by_time)
+    fresh = make_handler(1)
+    expected = []
+    for _ in range(3):
+        loss = nn.functional.mse_loss(fresh.module(inputs), targets)
+        expected.append(loss.item())
+        fresh.optimizer.zero_grad()
+        loss.backward()
+        fresh.optimizer.step()
+    history = handler.train(2)
+    assert history["loss"] == pytest.approx(expected[:2], rel=1e-10)
+    assert history["val_loss"] == pytest.approx(expected[1:], rel=1e-10)
+
+
+@ranks(1)
+@pytest.mark.parametrize(("number", "error"), [(2.5, TypeError), (None, TypeError), (-1, ValueError)])
+def test_a_number_of_samples_is_whole(number, error):
+    handler = make_handler(8)
+    handler.set_loss_fn(nn.functional.mse_loss, num_samples=lambda _: number)
+    with pytest.raises(error, match=f"num_samples must return .*, got {number}"):
+        handler.train(1)

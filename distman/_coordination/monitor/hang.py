@@ -39,11 +39,13 @@ class Answer:
         waiting: What it waits in, or waited in last, in words; empty if it never did.
         stacks: The stacks of its threads.
         line: Where in the user's program its main thread is.
+        seconds: How long it has been waiting for others; 0 if it does not.
     """
 
     waiting: str
     stacks: str
     line: str
+    seconds: float = 0.0
 
     @classmethod
     def here(cls) -> Answer:
@@ -52,7 +54,8 @@ class Answer:
         Not for the main thread, whose stack is wanted.
         """
         stacks = shortened(tracking.stacks(), _MAX_STACKS)
-        return cls(tracking.describe_here(), stacks, tracking.line_of_main_thread())
+        seconds = max((time.monotonic() - wait.since for wait in tracking.waits()), default=0.0)
+        return cls(tracking.describe_here(), stacks, tracking.line_of_main_thread(), seconds)
 
     @property
     def place(self) -> str:

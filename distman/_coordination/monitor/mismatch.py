@@ -6,15 +6,12 @@ the store what it waits in, and compares it with what the first one wrote.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
 import time
 from collections.abc import Sequence
-from datetime import timedelta
 from typing import TYPE_CHECKING, Protocol
 
-import torch
 import torch.distributed as dist
 
 from distman._coordination import protocol, tracking
@@ -22,7 +19,7 @@ from distman._coordination.failure.record import Place
 from distman._coordination.messages import claim, count, decode, unless_malformed
 from distman._coordination.timeouts import run_with_timeout
 from distman._text import Line
-from distman._torch_internals import abort_backends
+from distman._torch_internals import abort_backends, close_connections
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -30,8 +27,6 @@ if TYPE_CHECKING:
 
 _PATIENCE = 1.0  # seconds that ranks may be apart before the store is asked; a hang is not worse for them
 _ABORT_LIMIT = 3.0  # seconds; NCCL may wait for the other ranks of the host, and a watcher has to go on
-_AT_ONCE = timedelta(milliseconds=1)
-_TAG = 0x646D  # nobody sends such a message
 
 
 class Members(Protocol):
@@ -77,7 +72,7 @@ class Call:
         return protocol.exchange(self.number, process_group.group_name) if process_group is not None else ""
 
     def interrupt(self) -> None:
-        """Let the wait end with an error, by closing the group's connections: gloo does so when any wait is too long.
+        """Let the wait end with an error, by closing the group's connections.
 
         What a call that is cut short has sent would otherwise meet a later one. On a GPU the group is aborted: a part
         of its batch may be under way, and would meet a later one.
@@ -86,13 +81,7 @@ class Call:
         if process_group is None:
             return
         run_with_timeout(lambda: abort_backends(process_group), _ABORT_LIMIT)
-        if dist.Backend.GLOO not in dist.get_backend(process_group):  # cpu:gloo, say
-            return
-        for step in range(1, len(self.group.ranks)):
-            # Too late, as it must be; or that connection is closed already, which leaves those to other ranks open.
-            with contextlib.suppress(RuntimeError, ValueError):
-                other = (self.group.rank + step) % len(self.group.ranks)
-                process_group.recv([torch.empty(1)], other, _TAG).wait(_AT_ONCE)
+        close_connections(process_group)
 
 
 class MismatchWatch:

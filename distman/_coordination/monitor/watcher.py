@@ -277,6 +277,14 @@ class Watcher:
         self._has_failed_thread = True
         self._publish(FailureRecord.of(error, self._context.rank))
 
+    def waits_of(self, ranks: Sequence[int]) -> list[float]:
+        """Return for how many seconds ranks have been waiting for others, of those that answer.
+
+        Blocking. Not for ranks that wait at a known operation: see :meth:`locate`.
+        """
+        answers = StackQueries(self._context.store, self._context.rank).ask(ranks, self._answer_patience)
+        return [answer.seconds for answer in answers.values()]
+
     def _publish(self, record: FailureRecord) -> None:
         with contextlib.suppress(dist.DistError):  # the store is gone, and the watcher will say so
             record.publish(self._context.store)

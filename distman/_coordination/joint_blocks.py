@@ -1,0 +1,124 @@
+"""Blocks in which all ranks wait for each other again and again: an error that leaves one on some ranks fails the job.
+
+What all ranks raise, such as a loss that is not finite, each of them may handle and go on. What only some raise leaves
+the others in a collective, for ever if the program of those catches it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import time
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from types import TracebackType
+
+import torch.distributed as dist
+
+from distman._coordination import protocol
+from distman._coordination.failure.record import FailureRecord
+from distman._coordination.messages import count, decode_text
+from distman._coordination.monitor.current_watcher import current
+from distman._coordination.sync import KeySequence, StoreGroup
+from distman._coordination.timeouts import run_with_timeout
+from distman._coordination.tracking import is_outside, restriction
+from distman._log import logger
+from distman._text import printable
+from distman._torch_internals import close_all_connections
+from distman.errors import DistmanError
+
+_PATIENCE = 0.5  # seconds for the others to raise, and between two questions where they are
+_WAIT = 1.0  # seconds in one call after which a rank waits for those that raised, and does not just take part in it
+_LIMIT = 10.0  # seconds for ranks that neither raise nor wait in a call of ours: they may compute, or wait in torch's
+_MAX_NAMED = 4  # ranks in one line of the log
+_MAX_ASKED = 8  # ranks, which answer with their stacks: mostly all of them wait
+
+
+class JointBlocks:
+    """The joint blocks of some ranks, one after another; within another one a block is a part of it.
+
+    Args:
+        store_group: The ranks.
+    """
+
+    def __init__(self, store_group: StoreGroup) -> None:
+        self.depth = 0
+        self._group = store_group
+        name = protocol.JOINT_ERRORS
+        self._keys = KeySequence(store_group.store, name, store_group.size, beside=[protocol.arrived])
+
+    def block(self, what: str) -> AbstractContextManager[None]:
+        """Return a context manager: a block that all these ranks run through.
+
+        Collective.
+
+        Args:
+            what: What is done there, for messages.
+        """
+        return _JointBlock(self, what)
+
+    def judge(self, error: Exception, what: str) -> None:
+        """Return once it is known whether all ranks have raised; if not, the job has failed, and this rank with it.
+
+        Blocking: milliseconds where all raise, else until another one is seen waiting.
+        """
+        # The job has failed before, or who is missing has left it, so nobody waits; or the store is gone.
+        with contextlib.suppress(DistmanError, dist.DistError):
+            key = self._keys.next()
+            # torch's stubs lack the method
+            self._group.store.append(protocol.arrived(key), f"{self._group.rank},")  # type: ignore[attr-defined]
+            missing = functools.partial(self._missing, key)
+            until = time.monotonic() + _LIMIT
+            while not self._group.wait_until(lambda: not missing(), place=what, awaited=missing, timeout=_PATIENCE):
+                is_awaited = self._is_awaited_by(missing()[:_MAX_ASKED])
+                if (is_awaited or time.monotonic() > until) and (others := missing()):
+                    self._fail(error, what, others)
+                    return
+
+    def _missing(self, key: str) -> list[int]:
+        """Return who has not raised, by index."""
+        raised = decode_text(self._group.store.get(protocol.arrived(key))).split(",")
+        return [index for index in range(self._group.size) if str(index) not in raised]
+
+    def _is_awaited_by(self, missing: Sequence[int]) -> bool:
+        """Return whether one of those that did not raise waits for those that did."""
+        watcher = current()
+        return watcher is not None and any(
+            seconds > _WAIT for seconds in watcher.waits_of([self._group.ranks[index] for index in missing])
+        )
+
+    def _fail(self, error: Exception, what: str, missing: Sequence[int]) -> None:
+        """Let the job fail by this error, which some ranks do not have; all of them hear what to do."""
+        named = ", ".join(map(self._group.describe, missing[:_MAX_NAMED]))
+        named += f" and {len(missing) - _MAX_NAMED} more" if len(missing) > _MAX_NAMED else ""
+        advice = (
+            f"It has left {what} on this rank but not on {named}, so the job has failed. Handle it where it is raised, "
+            "or raise it on all ranks."
+        )
+        record = FailureRecord.of(error, self._group.ranks[self._group.rank])
+        logger.error("%s raised %s: %s. %s", what, record.error_type, printable(record.error_text), advice)
+        dataclasses.replace(record, error_text=f"{record.error_text}. {advice}").publish(self._group.job_store)
+        count(self._group.job_store, protocol.NEWS, 1)
+        run_with_timeout(close_all_connections, _PATIENCE)  # which ends the waits of the others
+        watcher = current()
+        if watcher is not None:
+            watcher.wait_until_known()  # from now on nothing here waits for the others
+
+
+@dataclasses.dataclass
+class _JointBlock(AbstractContextManager[None]):
+    """One block; it is entered by one thread at a time, as whatever waits for other ranks."""
+
+    blocks: JointBlocks
+    what: str
+
+    def __enter__(self) -> None:
+        self.blocks.depth += 1
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.blocks.depth -= 1
+        if isinstance(error, Exception) and not self.blocks.depth and not is_outside() and restriction() is None:
+            self.blocks.judge(error, self.what)
