@@ -205,7 +205,7 @@ class ForeignSource(Source):
         iterator = self._resume(epoch)
         while True:
             num_own = self._take(iterator)
-            nums, lacking = zip(*_exchange(num_own, not self._has_last), strict=True)
+            nums, lacking = self._exchange(num_own, lacks_all=not self._has_last)
             if not any(nums):
                 break
             if any(lacking):
