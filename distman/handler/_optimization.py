@@ -208,7 +208,12 @@ class Optimization:
         self.num_steps, self.num_skipped = state["num_steps"], state["num_skipped"]
 
     def go_on_from(self, latest: Optimization) -> None:
-        """Go on counting where the latest run in this program has ended; the optimizer is as it is now."""
+        """Go on counting where the latest run in this program has ended; the optimizer is as it is now.
+
+        Raises:
+            NonFiniteLossError: On every rank: that run has spoilt the model, as :meth:`check` says.
+        """
+        latest.check()
         self._load_scale(latest._scaler.state_dict())
         self.num_steps, self.num_skipped = latest.num_steps, latest.num_skipped
 

@@ -71,7 +71,7 @@ def test_a_look_some_steps_later_names_the_step_and_lets_nobody_save_what_it_spo
 
     def spoilt_by(step, taken, **options):
         handler.load(path)
-        handler.set_loss_fn(Poisoned([bad], step - 4 + (world_size > 1)))  # one more for the rehearsal
+        handler.set_loss_fn(Poisoned([bad], step - 4))
         told = rf"must be finite in step {step}, got nan on rank {bad} \(.*\. {taken} steps were taken before"
         with pytest.raises(NonFiniteLossError, match=told):
             handler.train(2, **options)
