@@ -209,7 +209,7 @@ class ForeignSource(Source):
             if not any(nums):
                 break
             if any(lacking):
-                batch = broadcast_data(self._last, src=lacking.index(0))
+                batch = broadcast_data(self._last, src=lacking.index(False))
                 self._last, self._has_last = (self._last, True) if self._has_last else (batch, True)
             self._num_taken += 1
             yield Step(self._last, num_own, sum(nums))
