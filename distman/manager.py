@@ -257,7 +257,7 @@ class DistributedManager(Place, GroupQueries, GroupCreation):
         if hook.has_failed():
             abandon(cls()._state.watcher)
             tracking.end_rank_process()
-            if dist.is_initialized() and cls()._state.job.world_size > 1:
+            if cls()._state.job.world_size > 1:
                 hook.end_without_destructors()
         else:
             with _lifecycle.end():

@@ -111,7 +111,7 @@ def reduce_evenly(tensor: torch.Tensor, dim: int, group: Group, what: str) -> to
         return None
     check_all_run_here(group.ranks, "the backward pass of a collective")
     announce(group, what)
-    parts = torch.stack(tensor.resolve_conj().resolve_neg().chunk(group.size, dim))
+    parts = torch.stack(tensor.resolve_conj().resolve_neg().chunk(group.size, dim)).contiguous()
     mine = torch.empty_like(parts[0])
     dist.reduce_scatter_single(_carried(mine), _carried(parts), group=pg)
     return mine

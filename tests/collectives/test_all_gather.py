@@ -98,7 +98,13 @@ def test_sixteen_bit_gradients_are_summed_in_float32(rank):
     shard = torch.ones(1, dtype=torch.bfloat16, requires_grad=True)
     (all_gather_v(shard) * weights[rank]).sum().backward()
     assert shard.grad == 258
-    shard.grad = None
+
+
+@pytest.mark.gloo_only("NCCL adds up in an order of its own")
+@ranks(3)
+def test_sixteen_bit_gradients_are_summed_as_they_are_where_that_is_wanted(rank):
+    weights = torch.tensor([256.0, 1.0, 1.0], dtype=torch.bfloat16)
+    shard = torch.ones(1, dtype=torch.bfloat16, requires_grad=True)
     (all_gather_v(shard, use_fp32=False) * weights[rank]).sum().backward()
     assert shard.grad == 256
 

@@ -67,9 +67,12 @@ def test_every_launcher_has_a_file_with_a_record_that_gives_every_trait():
 
 
 def named_elsewhere():
-    """Return the texts outside of the package of launchers that are the name of one, each with its file."""
+    """Return the texts outside of the package of launchers that are the name of one, each with its file.
+
+    `compat` speaks of them as other libraries do.
+    """
     for source in sorted(PACKAGE.rglob("*.py")):
-        if PACKAGE / "environments" in source.parents or WRITES_JOB_SCRIPTS in source.parents:
+        if not {PACKAGE / "environments", WRITES_JOB_SCRIPTS, PACKAGE / "compat"}.isdisjoint(source.parents):
             continue
         for node in ast.walk(ast.parse(source.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Constant) and node.value in LAUNCHERS:

@@ -34,8 +34,10 @@ from distman.collectives import (
     scatter_v,
 )
 from distman.data import (
+    DistributedStream,
     RankCachedDataset,
     distributed_loader,
+    distributed_stream,
     rank_cached_loader,
 )
 from distman.decorators import (
@@ -105,6 +107,8 @@ NEEDS_MANAGER = {
     "fftfreq": lambda _: fft.fftfreq(4),
     "rfftfreq": lambda _: fft.rfftfreq(4),
     "distributed_loader": lambda _: distributed_loader(DATA, batch_size=2),
+    "distributed_stream": lambda _: distributed_stream([1, 2]),
+    "DistributedStream": lambda _: DistributedStream([1, 2]),
     "rank_cached_loader": lambda _: rank_cached_loader(DATA, batch_size=2),
     "RankCachedDataset": lambda _: RankCachedDataset(DATA),
     "sample": lambda _: sample(score, VariancePreserving(), (4, 2)),
