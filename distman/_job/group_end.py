@@ -40,7 +40,7 @@ def end_groups(process_groups: Sequence[dist.ProcessGroup] | None, device: torch
     def wait_and_end() -> None:
         try:
             wait_for(device)  # before NCCL takes the locks that an abort needs
-        except BaseException:
+        except BaseException:  # a kernel has failed, or Ctrl-C: the group ends all the same
             end(aborts=True)
             raise
         end(aborts=is_late.is_set())
