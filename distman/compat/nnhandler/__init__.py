@@ -39,10 +39,10 @@ from distman.compat.nnhandler._numbers import (
     aggregate_loss,
     aggregate_metrics,
     broadcast_data,
-    broadcast_if_ddp,
-    broadcast_tensor,
     make_train_val_indices,
 )
+from distman.compat.nnhandler._numbers import broadcast_data as broadcast_if_ddp
+from distman.compat.nnhandler._numbers import broadcast_data as broadcast_tensor
 from distman.compat.nnhandler._parallel import ParallelExecutor, on_rank, parallelize_on_gpus
 from distman.compat.nnhandler._start import (
     _initialize_distributed,

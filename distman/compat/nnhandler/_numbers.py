@@ -59,9 +59,6 @@ def broadcast_data(data: T, src: int = 0) -> T:
     return data
 
 
-broadcast_if_ddp = broadcast_tensor = broadcast_data
-
-
 def _create_distributed_loader(
     dataset: Dataset[Any],
     loader_kwargs: Mapping[str, Any],

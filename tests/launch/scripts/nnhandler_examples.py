@@ -291,9 +291,10 @@ def main() -> None:
     run(DEVICES)
     results = run(ALL_DEVICES)["results"]
     assert isinstance(results, torch.Tensor)
-    doubled, added = (run(example)["results"] for example in EXECUTORS)
-    assert [one.tolist() for one in doubled] == [[2, 4, 6]] * 2
-    assert [one.tolist() for one in added] == [[4, 6]] * 2
+    if found["rank"] == 0:  # whose workers use all devices
+        doubled, added = (run(example)["results"] for example in EXECUTORS)
+        assert [one.tolist() for one in doubled] == [[2, 4, 6]] * 2
+        assert [one.tolist() for one in added] == [[4, 6]] * 2
     loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.randn(20, 10)), batch_size=8)
     handler = run(README, some_data_loader=loader)
     predictions = handler["predictions"]
