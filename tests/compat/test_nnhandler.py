@@ -25,6 +25,7 @@ from distman.compat.nnhandler import (
     _create_rank_cached_dataloader,
     _names,
     _resolve_device,
+    _start,
     aggregate_loss,
     aggregate_metrics,
     broadcast_data,
@@ -38,7 +39,7 @@ from distman.compat.nnhandler import (
 )
 from distman.errors import CheckpointError
 from distman.score import VarianceExploding
-from distman.testing import ranks
+from distman.testing import fake_environment, ranks
 from tests.compat.nnhandler_names import METHODS, PUBLIC
 from tests.compat.problems import Net, OwnSde, Shift
 
@@ -168,6 +169,18 @@ def test_same_numbers_as_distmans_handler():
     ours.train(2)
     theirs.train(2)
     assert (theirs.train_losses, theirs.val_losses) == (ours.train_losses, ours.val_losses)
+
+
+@ranks(2)
+def test_calls_of_the_model(rank):
+    handler = make()
+    with pytest.raises(distman.DistmanError, match=r"Call the bare module, handler\.module"):
+        handler.model(torch.ones(1, 2))
+    handler.eval()
+    if rank == 0:
+        assert torch.equal(handler.model(torch.ones(1, 2)), handler(torch.ones(1, 2)))
+    handler.eval(activate=False)
+    assert handler.model.module is handler.module
 
 
 @ranks(1)
@@ -496,6 +509,16 @@ def test_loaders(world_size):
 def test_initialized_already(rank):
     assert initialize_ddp() is None
     assert (initialize_logger("a name of its own") is None) == bool(rank)
+
+
+def test_a_process_that_a_rank_has_started_is_alone(monkeypatch):
+    monkeypatch.setattr(_start, "is_started_by_rank", lambda _: True)
+    for name, value in fake_environment("env", tasks=2)[0].items():
+        monkeypatch.setenv(name, value)
+    assert nnhandler._is_env_distributed()
+    assert on_rank(1)(lambda: 7)() == 7
+    assert broadcast_if_ddp(3) == 3
+    assert not distman.DistributedManager.is_initialized()
 
 
 def test_devices(monkeypatch):

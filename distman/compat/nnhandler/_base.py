@@ -133,8 +133,8 @@ class Base:
 
     @property
     def model(self) -> torch.nn.Module:
-        """The model as the ranks train it; outside of training steps call :attr:`module`."""
-        return self.distman.model
+        """The model as the ranks train it, which waits for them; in evaluation mode the bare one."""
+        return self.distman.model if self.module.training else self.module
 
     _model = model
 

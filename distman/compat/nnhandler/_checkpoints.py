@@ -142,7 +142,8 @@ def initialize_from_checkpoint(
 
     Collective. Blocking. The arguments are those of :class:`NNHandler` and of its ``load``.
     """
-    handler = owner(model_class, device or "cuda", model_type=model_type or ModelType.CLASSIFICATION, **model_kwargs)
+    start(device)
+    handler = owner(model_class, device or "cpu", model_type=model_type or ModelType.CLASSIFICATION, **model_kwargs)
     state = _read(checkpoint_path)
     weights = state["model"]["module"] if KEY in state else state.get("model_state_dict", state)
     load_weights(handler, weights, strict=strict_load)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import os
 import re
 import warnings
 import weakref
@@ -11,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from distman._device import resolve_device
+from distman._rendezvous.early_failure import is_started_by_rank
 from distman.environments import should_use_distributed
 from distman.manager import DistributedManager
 
@@ -74,13 +76,13 @@ def start(
 
 
 def find_job() -> DistributedManager | None:
-    """Return the manager of a job of several ranks; None in a process that is alone.
+    """Return the manager of a job; None in a process that is alone, or was started by a rank for work of its own.
 
     Collective at the first use in a job: where a process group is there it is adopted, else the launcher is believed.
     So no rank takes itself for the only one before the job is initialized.
     """
     if not DistributedManager.is_initialized():
-        if not dist.is_initialized() and not should_use_distributed(None):
+        if not dist.is_initialized() and (not should_use_distributed(None) or is_started_by_rank(os.environ)):
             return None
         had_group = dist.is_initialized()
         start()
