@@ -13,7 +13,7 @@ from distman._text import printable
 from distman.collectives._fused import fused_all_reduce
 from distman.collectives._objects import all_gather_objects
 from distman.handler._accumulators import Accumulators, Metric
-from distman.handler._events import Callback, Callbacks
+from distman.handler._events import Callback, Events
 from distman.handler._history import History, Record, turn_into_numbers
 from distman.handler._limits import Limits
 from distman.handler._objective import Objective
@@ -34,7 +34,7 @@ class Training:
     """The loop over epochs and steps, which can be interrupted and resumed after any step.
 
     Args:
-        handler: The handler, which callbacks are called with, and which validates and says what to save.
+        handler: The handler, which validates and says what to save.
         objective: What is minimized.
         optimization: How the optimizer steps.
         source: Where the batches come from.
@@ -42,7 +42,7 @@ class Training:
         metrics: What to measure besides the loss.
         history: Where the results of the epochs are recorded.
         reporter: Where they are logged.
-        callbacks: What is called at the events of the training.
+        events: What callbacks hear.
         auto_save: When to save; None for never.
         limits: How long to go on, and when to validate.
 
@@ -62,14 +62,14 @@ class Training:
         metrics: Mapping[str, Metric],
         history: History,
         reporter: Reporter,
-        callbacks: Callbacks,
+        events: Events,
         auto_save: AutoSave | None,
         limits: Limits,
     ) -> None:
         self._handler = handler
         self._objective, self.optimization, self.source = objective, optimization, source
         self._scheduling, self._metrics, self._history = scheduling, metrics, history
-        self._reporter, self._callbacks = reporter, callbacks
+        self._reporter, self._events = reporter, events
         self._auto_save, self._limits = auto_save, limits
         self.epoch = 0
         self._num_batches = 0  # of the current epoch
@@ -92,7 +92,7 @@ class Training:
             accumulate: Number of batches whose gradients make a step.
             progress: Show a progress bar; None shows it on a terminal.
         """
-        self._callbacks.emit(Callback.on_train_begin, self._handler)
+        self._events.emit(Callback.on_train_begin)
         try:
             while self._num_batches or not self._is_over():
                 bar = ProgressBar(self.epoch, self._limits.epochs, self._num_batches_expected(), is_shown=progress)
@@ -107,7 +107,7 @@ class Training:
             if self._reading is not None:
                 self._reading.close()  # and with it the workers of a loader
                 self._reading = None
-        self._callbacks.emit(Callback.on_train_end, self._handler)
+        self._events.emit(Callback.on_train_end)
         return True
 
     def stop(self, reason: str) -> None:
@@ -190,13 +190,13 @@ class Training:
 
     def _run_epoch(self, accumulate: int, bar: ProgressBar) -> bool:
         """Train for the rest of an epoch; return False if the job was asked to stop."""
-        self._callbacks.emit(Callback.on_epoch_begin, self._handler, self.epoch)
+        self._events.emit(Callback.on_epoch_begin, self.epoch)
         self._validate_within()  # where a stop came between a step and its validation
         started = time.perf_counter()
         for steps in _windows(self._batches(), accumulate):
-            is_taken = self.optimization.run(self._objective, steps, self._accumulators)
+            is_taken = self.optimization.run(self._objective, steps, self._accumulators, self._events)
             if is_taken:
-                self._callbacks.emit(Callback.on_step_end, self._handler, self.optimization.num_steps)
+                self._events.emit(Callback.on_step_end, self.optimization.num_steps)
                 self._scheduling.after_step()
             bar.advance(len(steps), self._accumulators)
             must_stop = DistributedManager().should_stop()
@@ -245,19 +245,18 @@ class Training:
         return now
 
     def _finish_epoch(self) -> None:
-        record = {
-            "epoch": float(self.epoch),
-            **self._accumulators.compute(),
-            **(self._validate() if self._limits.validates_after_epoch(self.epoch) else {}),
-            "lr": self._scheduling.learning_rate,
-            "skipped": float(self.optimization.num_skipped),
-            "seconds": aggregate_loss(self._seconds),
-        }
+        record = {"epoch": float(self.epoch), **self._accumulators.compute()}
+        if self._limits.validates_after_epoch(self.epoch) and self._handler.validates:
+            record |= self._validate()
+            self._events.emit(Callback.on_validation_end, record)
+        record["lr"] = self._scheduling.learning_rate
+        record["skipped"] = float(self.optimization.num_skipped)
+        record["seconds"] = aggregate_loss(self._seconds)
         self._scheduling.after_epoch(record)
         self._history.add(record)
         self.epoch, self._num_batches = self.epoch + 1, 0
         self._accumulators, self._seconds, self.optimization.num_skipped = Accumulators(self._metrics), 0.0, 0
-        self._callbacks.emit(Callback.on_epoch_end, self._handler, record)
+        self._events.emit(Callback.on_epoch_end, record)
         turn_into_numbers(record)
         self._reporter.log_epoch(record, self._limits.epochs)
         self._agree_to_stop()
@@ -265,10 +264,10 @@ class Training:
             self._save()
 
     def _validate(self) -> Record:
-        """Return loss and metrics of a validation; empty if there are no data for it."""
+        """Return loss and metrics of a validation."""
         self.optimization.check()  # before the best of the weights is chosen
-        results = self._handler.validate() if self._handler.validates else {}
-        return {f"val_{name}": value for name, value in results.items()}
+        self._events.emit(Callback.on_validation_start)
+        return {f"val_{name}": value for name, value in self._handler.validate().items()}
 
     def _validate_within(self) -> None:
         """Validate within the epoch, if that is due and has not been done."""
@@ -284,7 +283,7 @@ class Training:
         }
         self._scheduling.after_validation(record)
         self._history.validations.append(record)
-        self._callbacks.emit(Callback.on_validation_end, self._handler, record)
+        self._events.emit(Callback.on_validation_end, record)
         turn_into_numbers(record)
         self._reporter.log_validation(record)
         self._agree_to_stop()
