@@ -156,6 +156,24 @@ class Callback:
             ...             handler.module.weight.clamp_(-1, 1)
         """
 
+    def on_step_records(self, handler: NNHandler, records: Sequence[Record]) -> None:
+        """Called with the numbers of the steps since the last call, after at most 32 steps.
+
+        Local. They are read from the GPU together, and only where a callback overrides this: the host waits once.
+
+        Args:
+            handler: The handler.
+            records: For each step, the same on all ranks: ``step``; ``epoch``; ``loss``, the mean over the samples of
+                all ranks; ``lr``; ``grad_norm``, before clipping, unless ``non_finite="ignore"`` without ``clip_norm``;
+                ``samples_per_second`` of all ranks, and ``waiting``, the share of the time that the rank that waited
+                longest waited for its batches. The last two are means over these steps.
+
+        Example:
+            >>> class Spikes(Callback):
+            ...     def on_step_records(self, handler, records):
+            ...         self.steps = [record["step"] for record in records if record["grad_norm"] > 100]
+        """
+
     def on_validation_start(self, handler: NNHandler) -> None:
         """Called before a validation of the training, after an epoch or within it.
 
@@ -302,6 +320,10 @@ class Events:
 
     def __init__(self, callbacks: Callbacks, handler: NNHandler) -> None:
         self._callbacks, self._handler = callbacks, handler
+
+    def is_heard(self, event: Callable[..., None]) -> bool:
+        """Return whether a callback overrides the method of an event."""
+        return any(getattr(type(callback), event.__name__) is not event for callback in self._callbacks)
 
     def emit(
         self, event: Callable[Concatenate[Callback, NNHandler, P], None], *args: P.args, **kwargs: P.kwargs

@@ -98,6 +98,8 @@ class Optimization:
     Attributes:
         num_steps: Number of steps taken.
         num_skipped: Number of steps skipped because a loss or the gradient was not finite.
+        losses: This rank's losses of the batches of the latest step, on the device.
+        norm: The norm of its gradient, on the device; None if nobody asked.
     """
 
     def __init__(self, model: TrainedModel, optimizer: torch.optim.Optimizer, options: StepOptions) -> None:
@@ -123,6 +125,8 @@ class Optimization:
         model.keep_average(options.ema_decay)
         model.module.zero_grad()  # left by a step that raised, or of parameters that another optimizer did not have
         self.num_steps = self.num_skipped = 0
+        self.losses: Sequence[torch.Tensor] = ()
+        self.norm: torch.Tensor | None = None
         model.sort_buckets()
         self._unchecked: list[_Unchecked] = []
         may_skip = options.non_finite == "skip" or options.amp == "fp16"
@@ -148,6 +152,7 @@ class Optimization:
         self._scaler.unscale_(self._optimizer)
         events.emit(Callback.on_before_optimizer_step)
         norm = self._clip()
+        self.losses, self.norm = losses, norm
         if norm is not None and self._options.non_finite != "ignore":
             self._unchecked.append(_Unchecked(self._num_begun, norm, losses))
         is_taken = len(self._unchecked) < self._check_every or self.check()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,6 +12,7 @@ import torch
 from distman._text import printable
 from distman.collectives._fused import fused_all_reduce
 from distman.collectives._objects import all_gather_objects
+from distman.errors import NonFiniteLossError
 from distman.handler._accumulators import Accumulators, Metric
 from distman.handler._events import Callback, Events
 from distman.handler._history import History, Record, turn_into_numbers
@@ -23,6 +24,7 @@ from distman.handler._reporting import ProgressBar, Reporter
 from distman.handler._resumption import AutoSave
 from distman.handler._scheduling import Scheduling
 from distman.handler._sources import Source, Step
+from distman.handler._step_records import StepRecords
 from distman.manager import DistributedManager
 from distman.metrics import aggregate_loss
 
@@ -80,6 +82,7 @@ class Training:
         self._stop_reason = ""
         self._accumulators = Accumulators(metrics)
         self._seconds = 0.0
+        self._step_records = StepRecords(are_kept=False)  # until it runs
         source.begin(0)
 
     def run(self, *, accumulate: int = 1, progress: bool | None = None) -> bool:
@@ -92,6 +95,8 @@ class Training:
             accumulate: Number of batches whose gradients make a step.
             progress: Show a progress bar; None shows it on a terminal.
         """
+        is_heard = torch.tensor(self._events.is_heard(Callback.on_step_records), device=DistributedManager().device)
+        self._step_records = StepRecords(are_kept=bool(fused_all_reduce(is_heard.int()).item()))
         self._events.emit(Callback.on_train_begin)
         try:
             while self._num_batches or not self._is_over():
@@ -103,6 +108,9 @@ class Training:
                 if not is_done:
                     return False
                 self._finish_epoch()
+        except NonFiniteLossError:  # on all ranks: let those who look for the reason see the steps before
+            self._tell_step_records()
+            raise
         finally:
             if self._reading is not None:
                 self._reading.close()  # and with it the workers of a loader
@@ -122,6 +130,7 @@ class Training:
         Raises:
             NonFiniteLossError: On every rank: a step has spoilt the model, as :meth:`Optimization.check` says.
         """
+        self._tell_step_records()  # else those of the last steps would be lost to a run that resumes from here
         self.optimization.check()
         own = {
             "random": generators_state(),
@@ -193,9 +202,12 @@ class Training:
         self._events.emit(Callback.on_epoch_begin, self.epoch)
         self._validate_within()  # where a stop came between a step and its validation
         started = time.perf_counter()
+        self._step_records.resume()
         for steps in _windows(self._batches(), accumulate):
             is_taken = self.optimization.run(self._objective, steps, self._accumulators, self._events)
             if is_taken:
+                if self._step_records.are_kept:
+                    self._keep_step_record(steps)
                 self._events.emit(Callback.on_step_end, self.optimization.num_steps)
                 self._scheduling.after_step()
             bar.advance(len(steps), self._accumulators)
@@ -204,21 +216,41 @@ class Training:
                 self._add_time(started)
                 self._validate_within()
                 started = time.perf_counter()
+                self._step_records.resume()
             if must_stop or (is_taken and self._is_save_due(step=self.optimization.num_steps)):
                 started = self._add_time(started)
                 self._save()
+                self._step_records.resume()
             if must_stop:
                 return False
+        self._tell_step_records()
         self.optimization.check()  # before the results of the epoch are recorded
         self._add_time(started)
         return True
+
+    def _keep_step_record(self, batches: Sequence[Step]) -> None:
+        """Keep the numbers of the step that was taken last, and tell those that are due."""
+        record = {
+            "step": float(self.optimization.num_steps),
+            "epoch": float(self.epoch),
+            "lr": self._scheduling.learning_rate,
+        }
+        self._step_records.add(record, batches, self.optimization.losses, self.optimization.norm)
+        if self._step_records.are_due:
+            self._tell_step_records()
+
+    def _tell_step_records(self) -> None:
+        if records := self._step_records.take():
+            self._events.emit(Callback.on_step_records, records)
 
     def _batches(self) -> Iterator[Step]:
         """Yield the rest of the epoch: of a pass through the data, or as much of it as the limits allow."""
         while not (self._is_ended() or self._limits.is_full(self._num_batches)):
             if self._reading is None:
                 self._reading = self.source.steps(self._pass)
+            asked = time.perf_counter()
             step = next(self._reading, None)
+            self._step_records.wait(time.perf_counter() - asked)
             if step is not None:
                 self._num_batches += 1
                 yield step
@@ -274,6 +306,7 @@ class Training:
         num_steps = self.optimization.num_steps
         if num_steps == self._validated_at or not self._limits.validates_after_step(num_steps):
             return
+        self._tell_step_records()
         self._validated_at = num_steps
         record = {
             "epoch": float(self.epoch),
