@@ -5,15 +5,21 @@ from __future__ import annotations
 from distman.handler._callbacks import EarlyStopping, LearningRateMonitor, ModelCheckpoint
 from distman.handler._events import Callback
 from distman.handler._history import History
+from distman.handler._json_lines import JsonLinesTracker
 from distman.handler._nn_handler import NNHandler
 from distman.handler._resumption import Preempted
+from distman.handler._tensorboard import TensorBoardTracker
+from distman.handler._tracking import Tracker
 
 __all__ = [
     "Callback",
     "EarlyStopping",
     "History",
+    "JsonLinesTracker",
     "LearningRateMonitor",
     "ModelCheckpoint",
     "NNHandler",
     "Preempted",
+    "TensorBoardTracker",
+    "Tracker",
 ]
