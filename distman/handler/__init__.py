@@ -6,10 +6,12 @@ from distman.handler._callbacks import EarlyStopping, LearningRateMonitor, Model
 from distman.handler._events import Callback
 from distman.handler._history import History
 from distman.handler._json_lines import JsonLinesTracker
+from distman.handler._mlflow import MLflowTracker
 from distman.handler._nn_handler import NNHandler
 from distman.handler._resumption import Preempted
 from distman.handler._tensorboard import TensorBoardTracker
 from distman.handler._tracking import Tracker
+from distman.handler._wandb import WandbTracker
 
 __all__ = [
     "Callback",
@@ -17,9 +19,11 @@ __all__ = [
     "History",
     "JsonLinesTracker",
     "LearningRateMonitor",
+    "MLflowTracker",
     "ModelCheckpoint",
     "NNHandler",
     "Preempted",
     "TensorBoardTracker",
     "Tracker",
+    "WandbTracker",
 ]

@@ -249,7 +249,7 @@ class _Writing:
             try:
                 call()
             except Exception as error:  # noqa: BLE001 - of any library that tracks; the training does not depend on it
-                self._give_up(f"failed: {printable(f'{type(error).__name__}: {error}')}")
+                self._give_up(f"failed: {printable(f'{type(error).__name__}: {error}').rstrip('.')}")
                 return
 
     def _give_up(self, reason: str) -> None:
