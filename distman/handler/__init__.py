@@ -8,6 +8,7 @@ from distman.handler._history import History
 from distman.handler._json_lines import JsonLinesTracker
 from distman.handler._mlflow import MLflowTracker
 from distman.handler._nn_handler import NNHandler
+from distman.handler._profiling import Profiler
 from distman.handler._resumption import Preempted
 from distman.handler._tensorboard import TensorBoardTracker
 from distman.handler._tracking import Tracker
@@ -23,6 +24,7 @@ __all__ = [
     "ModelCheckpoint",
     "NNHandler",
     "Preempted",
+    "Profiler",
     "TensorBoardTracker",
     "Tracker",
     "WandbTracker",
