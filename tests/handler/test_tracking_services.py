@@ -4,6 +4,7 @@ import struct
 import sys
 
 import pytest
+import wandb
 from mlflow import MlflowClient
 from wandb.proto.wandb_internal_pb2 import Record
 
@@ -66,6 +67,7 @@ def test_wandb_goes_on_with_a_run_and_leaves_our_hooks(tmp_path):
     rest = iter(folders)
     _, name = train_in_two_jobs(lambda: WandbTracker(project="mine", mode="offline", dir=next(rest)), tmp_path)
     assert (sys.excepthook, sys.exit) == hooks
+    wandb.teardown()  # waits for the process that writes
     jobs = [list(records_of(path)) for folder in folders for path in folder.glob("wandb/offline-run-*/*.wandb")]
     assert [record.run.run_id for job in jobs for record in job if record.HasField("run")] == [name, name]
     assert [record.exit.exit_code for job in jobs for record in job if record.HasField("exit")] == [1, 0]
