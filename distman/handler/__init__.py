@@ -13,6 +13,7 @@ from distman.handler._resumption import Preempted
 from distman.handler._tensorboard import TensorBoardTracker
 from distman.handler._tracking import Tracker
 from distman.handler._wandb import WandbTracker
+from distman.handler._warm_start import TakenWeights
 
 __all__ = [
     "Callback",
@@ -25,6 +26,7 @@ __all__ = [
     "NNHandler",
     "Preempted",
     "Profiler",
+    "TakenWeights",
     "TensorBoardTracker",
     "Tracker",
     "WandbTracker",

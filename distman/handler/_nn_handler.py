@@ -83,8 +83,7 @@ class NNHandler(Saving):
         model = TrainedModel(model_class(**model_kwargs), compile_options=options)
         if seed is not None:
             seed_generators(seed_of(seed, manager.rank))
-        super().__init__(model, seed or 0, model_kwargs)
-        self._reporter = Reporter(logger_mode, Path(log_file))
+        super().__init__(model, seed or 0, model_kwargs, Reporter(logger_mode, Path(log_file)))
 
     @classmethod
     def initialize_from_checkpoint(
