@@ -154,7 +154,7 @@ class NNHandler(Saving):
                 look in each step.
             validate_every: Number of epochs from one validation to the next.
             validate_every_steps: Number of steps from one validation to the next, in the place of those after epochs.
-            progress: Show a progress bar; None shows it on a terminal.
+            progress: Show a progress bar; None shows it on a terminal and in a notebook.
 
         Returns:
             The history.
