@@ -124,6 +124,30 @@ def test_and_where_the_columns_are_split_too(world_size):
         check(draw_parameters(seed), seed)
 
 
+@pytest.mark.parametrize("mesh", [(2, 1, 2), (2, 2, 1)])
+@ranks(4)
+def test_ddp_over_the_samples(mesh):
+    """Of two model-parallel ranks the second has no block: its weights are empty, but they are used."""
+    manager = DistributedManager()
+    manager.initialize_mesh(mesh, ("data_parallel", "spatial_parallel", SPLIT))
+    parameters = draw_parameters(3) | {"depth": 1, "num_blocks": 1, "embed_dim": 3, "inp_shape": (5, 7)}
+    model, whole = make_model(parameters)
+    images = random_tensor(4, parameters["in_channels"], 5, 7)
+    weights = random_tensor(4, parameters["out_channels"] or parameters["in_channels"], 5, 7, seed=1)
+    _, _, grads = one_process(parameters, whole, images, weights)
+    parallel = manager.wrap_ddp(model, process_group=manager.group("data_parallel"))
+    index = manager.group_rank("spatial_parallel")
+    mine, own_weights = (
+        one.split(model.column_sizes, -1)[index].chunk(2)[manager.group_rank("data_parallel")]
+        for one in (images, weights)
+    )
+    (parallel(mine) * own_weights).sum().backward()
+    slices, _ = make_model(parameters)
+    slices.load_whole_state(grads)
+    for (name, parameter), expected in zip(model.named_parameters(), slices.parameters(), strict=True):
+        torch.testing.assert_close(2 * parameter.grad, expected.detach(), msg=lambda m, n=name: f"{n}: {m}")
+
+
 @ranks(2)
 def test_numerical_gradients(rank):
     DistributedManager().initialize_mesh((2, 1), ("spatial_parallel", SPLIT))
