@@ -7,6 +7,7 @@ from distman.handler._events import Callback
 from distman.handler._history import History
 from distman.handler._nn_handler import NNHandler
 from distman.handler._resumption import Preempted
+from distman.handler._stepper import Stepper
 
 __all__ = [
     "Callback",
@@ -16,4 +17,5 @@ __all__ = [
     "ModelCheckpoint",
     "NNHandler",
     "Preempted",
+    "Stepper",
 ]

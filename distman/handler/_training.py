@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,16 +12,15 @@ import torch
 from distman._text import printable
 from distman.collectives._fused import fused_all_reduce
 from distman.collectives._objects import all_gather_objects
-from distman.handler._accumulators import Accumulators, Metric
+from distman.handler._accumulators import Metric
 from distman.handler._events import Callback, Callbacks
 from distman.handler._history import History, Record, turn_into_numbers
 from distman.handler._limits import Limits
-from distman.handler._objective import Objective
 from distman.handler._optimization import Optimization
 from distman.handler._randomness import generators_state, set_generators_state
 from distman.handler._reporting import ProgressBar, Reporter
 from distman.handler._resumption import AutoSave
-from distman.handler._scheduling import Scheduling
+from distman.handler._scheduling import Schedules
 from distman.handler._sources import Source, Step
 from distman.manager import DistributedManager
 from distman.metrics import aggregate_loss
@@ -35,10 +34,10 @@ class Training:
 
     Args:
         handler: The handler, which callbacks are called with, and which validates and says what to save.
-        objective: What is minimized.
-        optimization: How the optimizer steps.
+        objective: What is minimized, or the function that steps.
+        optimization: How the optimizers step.
         source: Where the batches come from.
-        scheduling: The schedule of the learning rate.
+        scheduling: The schedules of the learning rates.
         metrics: What to measure besides the loss.
         history: Where the results of the epochs are recorded.
         reporter: Where they are logged.
@@ -55,10 +54,10 @@ class Training:
         self,
         handler: NNHandler,
         *,
-        objective: Objective,
+        objective: Callable[..., Any],
         optimization: Optimization,
         source: Source,
-        scheduling: Scheduling,
+        scheduling: Schedules,
         metrics: Mapping[str, Metric],
         history: History,
         reporter: Reporter,
@@ -78,7 +77,7 @@ class Training:
         self._validated_at = 0  # steps
         self.reason = ""
         self._stop_reason = ""
-        self._accumulators = Accumulators(metrics)
+        self._accumulators = optimization.accumulators(metrics)
         self._seconds = 0.0
         source.begin(0)
 
@@ -139,6 +138,7 @@ class Training:
             "reason": self.reason,
             "optimization": self.optimization.state_dict(),
             "scheduler": self._scheduling.state_dict(),
+            "names": self._accumulators.names,
             "ranks": all_gather_objects(own),
         }
 
@@ -155,8 +155,9 @@ class Training:
         is_same_job = len(ranks) == manager.world_size
         is_resumed = self._resume_source(ranks[manager.rank if is_same_job else 0]["source"], is_same_job=is_same_job)
         sums = ranks[manager.rank]["sums"] if is_same_job else sum(own["sums"] for own in ranks)
-        if is_resumed and (is_same_job or manager.is_main):
-            self._resume_sums(sums)
+        if is_resumed:
+            own = sums if is_same_job or manager.is_main else torch.zeros_like(sums)
+            self._accumulators.resume(state.get("names", self._accumulators.names), own)
         if is_same_job:
             self._stop_reason = ranks[manager.rank]["stop_reason"]
             self.optimization.load_own_buffers(ranks[manager.rank]["buffers"])
@@ -168,7 +169,7 @@ class Training:
         self._num_batches, self._pass, self._validated_at = latest._num_batches, latest._pass, latest._validated_at
         self.optimization.go_on_from(latest.optimization)
         if self._resume_source(latest._source_state(), is_same_job=True):
-            self._resume_sums(latest._accumulators.sums)
+            self._accumulators.resume(latest._accumulators.names, latest._accumulators.sums)
 
     def _source_state(self) -> dict[str, Any]:
         return {"kind": type(self.source).__name__, "position": self.source.state_dict()}
@@ -184,10 +185,6 @@ class Training:
             self._num_batches = 0
         return is_resumed
 
-    def _resume_sums(self, sums: torch.Tensor) -> None:
-        if sums.shape == self._accumulators.sums.shape:  # else of other metrics
-            self._accumulators.sums = sums
-
     def _run_epoch(self, accumulate: int, bar: ProgressBar) -> bool:
         """Train for the rest of an epoch; return False if the job was asked to stop."""
         self._callbacks.emit(Callback.on_epoch_begin, self._handler, self.epoch)
@@ -197,7 +194,7 @@ class Training:
             is_taken = self.optimization.run(self._objective, steps, self._accumulators)
             if is_taken:
                 self._callbacks.emit(Callback.on_step_end, self._handler, self.optimization.num_steps)
-                self._scheduling.after_step()
+                self._scheduling.after_step(self.optimization.num_taken)
             bar.advance(len(steps), self._accumulators)
             must_stop = DistributedManager().should_stop()
             if not must_stop and self._limits.validates_after_step(self.optimization.num_steps):
@@ -249,14 +246,15 @@ class Training:
             "epoch": float(self.epoch),
             **self._accumulators.compute(),
             **(self._validate() if self._limits.validates_after_epoch(self.epoch) else {}),
-            "lr": self._scheduling.learning_rate,
+            **self._scheduling.learning_rates,
             "skipped": float(self.optimization.num_skipped),
             "seconds": aggregate_loss(self._seconds),
         }
         self._scheduling.after_epoch(record)
         self._history.add(record)
         self.epoch, self._num_batches = self.epoch + 1, 0
-        self._accumulators, self._seconds, self.optimization.num_skipped = Accumulators(self._metrics), 0.0, 0
+        self._accumulators, self._seconds = self.optimization.accumulators(self._metrics), 0.0
+        self.optimization.num_skipped = 0
         self._callbacks.emit(Callback.on_epoch_end, self._handler, record)
         turn_into_numbers(record)
         self._reporter.log_epoch(record, self._limits.epochs)
@@ -280,7 +278,7 @@ class Training:
             "epoch": float(self.epoch),
             "step": float(num_steps),
             **self._validate(),
-            "lr": self._scheduling.learning_rate,
+            **self._scheduling.learning_rates,
         }
         self._scheduling.after_validation(record)
         self._history.validations.append(record)
