@@ -116,10 +116,24 @@ class Stepper:
                 step in the last of them. What a batch computes from weights that have stepped before in the same
                 batch is computed from the older weights in the others.
 
+        Returns:
+            An iterator over the batches, with their tensors on this rank's device.
+
         Raises:
             ValueError: ``accumulate`` is less than 1.
             DistmanError: A gradient was computed, but not used.
             PlanMismatchError: On every rank: the ranks do not take the same steps.
+
+        Example:
+            >>> manager, network = DistributedManager.initialize(), torch.nn.Linear(2, 1)
+            >>> stepper = Stepper(network, torch.optim.SGD(network.parameters(), lr=0.1))
+            >>> loader = distributed_loader(torch.rand(10, 2), batch_size=4)
+            >>> for inputs in stepper.batches(loader, accumulate=2):
+            ...     stepper.backward(network(inputs).square().mean())
+            ...     print(stepper.num_own, stepper.step())
+            4 False
+            4 True
+            2 True
         """
         if accumulate < 1:
             raise ValueError(f"accumulate must be at least 1, got {accumulate}. Pass a number of batches.")
@@ -141,6 +155,15 @@ class Stepper:
             TypeError: The loss is no tensor.
             ValueError: The loss is not one number, or there is no such optimizer.
             DistmanError: Called outside of a batch.
+
+        Example:
+            >>> def step(stepper, batch):
+            ...     states, returns = batch
+            ...     values = stepper.module.critic(states)
+            ...     stepper.backward((values - returns).square().mean(), "critic", retain_graph=True)
+            ...     stepper.backward(-values.mean(), "encoder")  # which the critic begins with
+            ...     stepper.step("critic")
+            ...     stepper.step("encoder")
         """
         self._steps.backward(loss, names, retain_graph=retain_graph)
 
@@ -155,7 +178,7 @@ class Stepper:
                 :meth:`backward` and returns the loss.
 
         Returns:
-            Whether the optimizer has stepped, the same on all ranks: it does not where a loss or the gradient is not
+            Whether the optimizer has stepped, the same on all ranks. It does not where a loss or the gradient is not
             finite and such steps are skipped, nor in batches that are accumulated, but in the last of them.
 
         Raises:
@@ -165,6 +188,17 @@ class Stepper:
             ValueError: There is no such optimizer, the loss does not depend on its parameters, or ``clip_norm`` or
                 ``amp="fp16"`` go with a closure.
             DistmanError: There is no gradient; or with ``amp="fp16"`` that of another optimizer waits for its step.
+
+        Example:
+            >>> def step(stepper, batch):
+            ...     def closure():
+            ...         loss = (stepper.module(batch[0]) - batch[1]).square().mean()
+            ...         stepper.backward(loss)
+            ...         return loss
+            ...     stepper.step(closure=closure)
+            >>> handler = NNHandler(torch.nn.Linear, in_features=1, out_features=1)
+            >>> handler.set_optimizer(torch.optim.LBFGS)
+            >>> handler.set_step(step)
         """
         return self._steps.step(name, closure)
 
@@ -172,6 +206,13 @@ class Stepper:
         """Return a context of mixed precision for what leads to a loss; it does nothing without ``amp``.
 
         Local. A function that :meth:`NNHandler.set_step` was given is called in it.
+
+        Example:
+            >>> manager, network = DistributedManager.initialize(), torch.nn.Linear(2, 1)
+            >>> stepper = Stepper(network, torch.optim.SGD(network.parameters(), lr=0.1), amp="bf16")
+            >>> with stepper.autocast():
+            ...     print(network(torch.rand(4, 2)).dtype)
+            torch.bfloat16
         """
         return self._steps.autocast()
 
@@ -197,6 +238,11 @@ class Stepper:
         Raises:
             RuntimeError: The weights do not fit the module.
             CheckpointError: It is of other optimizers.
+
+        Example:
+            >>> manager, network = DistributedManager.initialize(), torch.nn.Linear(2, 1)
+            >>> stepper = Stepper(network, torch.optim.Adam(network.parameters()))
+            >>> stepper.load_state_dict(stepper.state_dict())
         """
         self._model.load_state_dict(state["model"])
         self._steps.load_state_dict(state["optimization"])
