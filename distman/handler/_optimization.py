@@ -13,12 +13,12 @@ import torch
 
 from distman._coordination.wait_scope import WaitScope
 from distman._torch_internals import norms
+from distman.data._randomness import generators_preserved
 from distman.errors import CheckpointError
 from distman.handler._accumulators import Accumulators, Metric
 from distman.handler._finite import FiniteCheck
 from distman.handler._model import TrainedModel
 from distman.handler._objective import Objective, Outcome, check_loss, to_device
-from distman.handler._randomness import generators_preserved
 from distman.handler._scheduling import UNNAMED
 from distman.handler._sources import Step
 from distman.manager import DistributedManager
