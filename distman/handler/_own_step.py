@@ -19,6 +19,8 @@ from distman.handler._optimization import Optimization, StepOptions, needs_closu
 from distman.handler._sources import Step
 
 Closure = Callable[[], torch.Tensor]
+_NUM_PLACES = 8
+"""How many steps are told apart: few, since each is a layout of its own for the gradients, of which 64 are kept."""
 
 
 class _NotFiniteError(Exception):
@@ -41,7 +43,7 @@ class OwnSteps(Optimization):
         self._losses: dict[str, list[torch.Tensor]] = {}  # of the gradients that wait for their optimizer's step
         self._closures: dict[str, list[tuple[Closure, float]]] = {}
         self._scaled: set[str] = set()  # optimizers that have stepped since the scale of the loss was updated
-        self._num_left_out = 0
+        self._num_left_out = self._num_windows = 0
         self.num_own = 0  # samples of the batch that count on this rank
 
     def accumulators(self, metrics: Mapping[str, Metric]) -> Accumulators:
@@ -83,6 +85,7 @@ class OwnSteps(Optimization):
         """
         buffers = self._copy_buffers() if self._options.non_finite == "skip" else None
         self.num_taken, self._num_left_out = dict.fromkeys(self.optimizers, 0), 0
+        self._num_windows += 1
         num_total = max(sum(step.num_total for step in steps), 1)
         hooks = [optimizer.register_step_pre_hook(self._refuse) for optimizer in self.optimizers.values()]
         try:
@@ -214,8 +217,8 @@ class OwnSteps(Optimization):
     def _step_with_closures(self, name: str) -> bool:
         """Let an optimizer compute the loss of all batches as often as it wants to.
 
-        It decides by losses and gradients that are the same on all ranks, so these compute equally often; a rank whose
-        processor rounds in another way would be told of.
+        It decides by losses and gradients that are the same on all ranks, so these compute equally often. Where one
+        computes once more, because its processor rounds in another way, it meets the others' next step.
         """
         optimizer, parameters = self.optimizers[name], self._parameters[name]
         before = [parameter.detach().clone() for parameter in parameters]
@@ -227,7 +230,6 @@ class OwnSteps(Optimization):
                     parameter.copy_(value)
             optimizer.state.clear()  # of the way to where the loss is not finite
             return self._finite.look()
-        self._meet(f"the end of the step of {name!r}")
         return True
 
     def _evaluate(self, name: str) -> torch.Tensor:
@@ -277,9 +279,10 @@ class OwnSteps(Optimization):
             for index, one in enumerate(trained)
         }
         is_there = torch.tensor([one is not None for one in gradients], dtype=torch.float32, device=self._device)
-        summed = fused_all_reduce({**parts, "loss": loss, "is there": is_there})
+        place = f"step {self._num_windows % _NUM_PLACES} (mod {_NUM_PLACES})"  # so that ranks in other steps differ
+        summed = fused_all_reduce({**parts, "loss": loss, place: is_there})
         is_missing = any(one is None for one in gradients)
-        counts = summed["is there"].tolist() if is_missing else [1] * len(trained)
+        counts = summed[place].tolist() if is_missing else [1] * len(trained)
         for parameter, key, count in zip(trained, parts, counts, strict=True):
             parameter.grad = summed[key] if count else None
         return summed["loss"]
@@ -291,18 +294,12 @@ class OwnSteps(Optimization):
                 f"the gradient of each backward() must be used by a step(), got one for {', '.join(self._losses)} that "
                 "is not. Leave that backward() out; accumulate= gathers the gradients of several batches."
             )
-        self._meet("the end of the batch")
         if self._num_left_out:
             self._restore_buffers(buffers)
         if any(self.num_taken.values()):
             self._model.after_step()
         self.num_steps += self._is_taken
         self.num_skipped += self._num_left_out
-
-    def _meet(self, place: str) -> None:
-        """Make sure that all ranks are at this place, and none takes one more step."""
-        if self._world_size > 1:
-            fused_all_reduce({place: torch.zeros(1)})
 
     def _forget(self, names: Sequence[str]) -> None:
         for name in names:

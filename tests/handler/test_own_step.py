@@ -245,8 +245,59 @@ def test_an_optimizer_that_calls_a_closure_sees_the_loss_of_all_samples():
         handler.train(4, clip_norm=1.0)
 
 
+def step_with_closure(loss_fn):
+    def step(stepper, batch):
+        def closure():
+            loss = loss_fn(stepper.module(batch[0]), batch[1])
+            stepper.backward(loss)
+            return loss
+
+        stepper.step(closure=closure)
+
+    return step
+
+
+@ranks(1, 2)
+def test_a_closure_that_comes_to_a_loss_that_is_not_finite_leaves_the_weights_as_they_were(world_size):
+    num_calls = 0
+
+    def loss_fn(outputs, targets):
+        nonlocal num_calls
+        num_calls += 1
+        is_bad = num_calls == 3 and DistributedManager().rank == world_size - 1
+        return mse_loss(outputs, targets) * (float("inf") if is_bad else 1.0)
+
+    handler = make_handler(65)
+    handler.set_optimizer(torch.optim.LBFGS)
+    handler.set_step(step_with_closure(loss_fn))
+    before = [parameter.detach().clone() for parameter in handler.module.parameters()]
+    with pytest.raises(NonFiniteLossError, match=rf"must be finite in step 0, got inf on rank {world_size - 1}"):
+        handler.train(1)
+    assert all(map(torch.equal, handler.module.parameters(), before))
+    num_calls = 0
+    handler.train(3, non_finite="skip")
+    assert sum(handler.history["skipped"]) == handler.num_steps == 1
+    assert not all(map(torch.equal, handler.module.parameters(), before))
+    assert_same_on_all_ranks(handler.module)
+
+
+class Undecided(torch.optim.SGD):
+    """Computes the loss once more on rank 1."""
+
+    def step(self, closure):
+        for _ in range(1 + DistributedManager().rank):
+            closure()
+        super().step()
+
+
 @ranks(2)
 def test_ranks_that_take_other_steps_are_told_of(rank):
+    handler = make_handler(8)
+    handler.set_optimizer(Undecided, lr=0.1)
+    handler.set_step(step_with_closure(mse_loss))
+    with pytest.raises(PlanMismatchError, match=r"(?s)They bring:.*step 2 \(mod 8\).*step 1 \(mod 8\)"):
+        handler.train(1)
+
     def takes_one_more(stepper, batch):
         numbers = adversarial(stepper, batch)
         if rank == 1:
@@ -259,7 +310,7 @@ def test_ranks_that_take_other_steps_are_told_of(rank):
         stepper.step(name)
 
     for function in (takes_one_more, takes_another):
-        with pytest.raises(PlanMismatchError, match=r"(?s)They bring:.*(generator|discriminator) 0"):
+        with pytest.raises(PlanMismatchError, match=r"(?s)They bring:.*(generator 0|step 1)"):
             make_gan(function=function).train(1)
 
     with pytest.raises(ValueError, match=r"same names in the same order on all ranks, got \['of 0'\] on rank 0 and"):
