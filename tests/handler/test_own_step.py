@@ -112,6 +112,17 @@ class CutsOff(Callback):
             raise CutOffError
 
 
+class Averages(Callback):
+    """Averages the weights after each step."""
+
+    average = None
+
+    def on_step_end(self, handler, step):
+        weights = [parameter.detach().clone() for parameter in handler.module.parameters()]
+        pairs = zip(self.average or weights, weights, strict=True)
+        self.average = [0.9 * average + 0.1 * own for average, own in pairs]
+
+
 def make_gan(*, cut_at=None, function=adversarial):
     handler = NNHandler(Adversaries, seed=SEED)
     for name, lr in RATES.items():
@@ -134,8 +145,11 @@ def records(handler):
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_two_adversaries_learn_what_they_learn_in_a_plain_loop_and_resumed_bit_for_bit(accumulate, tmp_path):
     options = {"accumulate": accumulate, "clip_norm": 0.05, "ema_decay": 0.9}
-    whole = make_gan()
+    whole, averages = make_gan(), Averages()
+    whole.add_callback(averages)
     whole.train(3, **options)
+    for own, average in zip(whole.ema_module.parameters(), averages.average, strict=True):
+        torch.testing.assert_close(own.detach(), average, rtol=1e-12, atol=0)
     expected = plain(3, accumulate, 0.05)
     found = list(zip(whole.history["d_loss"], whole.history["g_loss"], strict=True))
     assert found == [pytest.approx(losses, rel=1e-9) for losses in expected]
@@ -380,8 +394,11 @@ def test_mixed_precision_with_a_critic_that_steps_more_often(amp):
     def step(stepper, batch):
         for _ in range(3):
             fake = stepper.module.generator(batch[1])
+            before = stepper.module.discriminator(batch[0])
             stepper.backward(loss_of_discriminator(stepper.module, batch[0], fake), "discriminator")
-            stepper.step("discriminator")
+            is_taken = stepper.step("discriminator")
+            is_same = torch.equal(before, stepper.module.discriminator(batch[0]))
+            assert is_same != is_taken or stepper.num_steps  # later on the rate is low
         assert torch.is_autocast_enabled("cpu")
         assert fake.dtype == (torch.bfloat16 if amp == "bf16" else torch.float16)
         g_loss = loss_of_generator(stepper.module, stepper.module.generator(batch[1]))
