@@ -9,6 +9,7 @@ from typing import Any, cast
 
 import torch
 
+from distman._torch_internals import is_distributed_tensor
 from distman.collectives._fused import fused_all_reduce
 from distman.errors import DistmanError
 from distman.handler._accumulators import Accumulators, Metric
@@ -156,6 +157,11 @@ class OwnSteps(Optimization):
             )
 
     def _prepare(self) -> None:
+        if any(map(is_distributed_tensor, self._model.module.parameters())):
+            raise TypeError(
+                "a step of your own must train a model of which each rank has all weights, got one with parameters that "
+                "are divided among them. Train it with a loss function: set_loss_fn()."
+            )
         self._model.unwrap()
 
     def _share_of(self, call: str) -> float:

@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 from torch import nn
+from torch.distributed.tensor import distribute_tensor
 from torch.nn.functional import mse_loss, softplus
 from torch.nn.utils import clip_grad_norm_
 from torch.utils.data import DataLoader, TensorDataset
@@ -529,6 +530,13 @@ def test_what_is_wrong_is_one_sentence():
         handler.set_optimizer(torch.optim.SGD, name=3)
     with pytest.raises(TypeError, match="function must be a function, got 'step'"):
         handler.set_step("step")
+    handler = make_handler(8)
+    mesh = DistributedManager().initialize_mesh((-1,), ("model",))
+    handler.module.second.weight = nn.Parameter(distribute_tensor(torch.zeros(1, 8, dtype=torch.float64), mesh))
+    handler.set_optimizer(torch.optim.SGD, lr=0.1)
+    handler.set_step(adversarial)
+    with pytest.raises(TypeError, match="must train a model of which each rank has all weights"):
+        handler.train(1)
     model = Network()
     stepper = Stepper(model, torch.optim.LBFGS(model.parameters()))
     with pytest.raises(DistmanError, match=r"step\(\) must be called for a batch, got a call outside of one"):
