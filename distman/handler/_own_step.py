@@ -152,15 +152,15 @@ class OwnSteps(Optimization):
     def _refuse(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         if not self._is_stepping:
             raise DistmanError(
-                f"an optimizer must step by step() of the stepper, which adds up all ranks, got "
-                f"{type(optimizer).__name__}.step(). Call stepper.step() instead."
+                "an optimizer must step by step() of the stepper, which adds up the gradients of all ranks, got a call "
+                f"of {type(optimizer).__name__}.step(). Call stepper.step() instead."
             )
 
     def _prepare(self) -> None:
         if any(map(is_distributed_tensor, self._model.module.parameters())):
             raise TypeError(
-                "a step of your own must train a model of which each rank has all weights, got one with parameters that "
-                "are divided among them. Train it with a loss function: set_loss_fn()."
+                "a step of your own must train a model of which each rank has all weights, got one with parameters "
+                "that are divided among them. Train it with a loss function: set_loss_fn()."
             )
         self._model.unwrap()
 
