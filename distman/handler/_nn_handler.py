@@ -12,6 +12,7 @@ import torch
 
 from distman._device import resolve_device
 from distman._seeds import seed_generators, seed_of
+from distman.handler._events import Callback, Events
 from distman.handler._history import History
 from distman.handler._joint import joint
 from distman.handler._limits import Limits
@@ -183,14 +184,19 @@ class NNHandler(Saving):
         options = StepOptions(accumulate, amp, clip_norm, ema_decay, non_finite, check_every)
         self._dtype = options.dtype
         self._load_auto_save()
-        training = self._make_training(options, limits)
+        events = Events(self._callbacks, self)
+        training = self._make_training(options, limits, events)
         if not self.module.training:
             self.module.train()
-        is_over = training.run(accumulate=accumulate, progress=progress)
-        if self._auto_save is not None:
-            self._auto_save.folder.wait()
-        if not is_over:
-            end_program(self._auto_save, self._reporter)
+        try:
+            is_over = training.run(accumulate=accumulate, progress=progress)
+            if self._auto_save is not None:
+                self._auto_save.folder.wait()
+            if not is_over:
+                end_program(self._auto_save, self._reporter)
+        except BaseException as error:
+            events.emit(Callback.on_exception, error)
+            raise
         return self.history
 
     def stop(self, reason: str = "stop()") -> None:
@@ -222,7 +228,7 @@ class NNHandler(Saving):
             self.load_state_dict(saved)
             self._reporter.log("resuming from step %d, saved in %s", self.num_steps, self._auto_save.folder.path)
 
-    def _make_training(self, options: StepOptions, limits: Limits) -> Training:
+    def _make_training(self, options: StepOptions, limits: Limits, events: Events) -> Training:
         """Return a training that resumes from the state that was loaded, or from that of the latest run."""
         objective, optimization = self._make_optimization(options)
         training = Training(
@@ -234,7 +240,7 @@ class NNHandler(Saving):
             metrics=self._metrics,
             history=self.history,
             reporter=self._reporter,
-            callbacks=self._callbacks,
+            events=events,
             auto_save=self._auto_save,
             limits=limits,
         )

@@ -16,6 +16,7 @@ from distman._torch_internals import norms
 from distman.data._randomness import generators_preserved
 from distman.errors import CheckpointError
 from distman.handler._accumulators import Accumulators, Metric
+from distman.handler._events import Callback, Events
 from distman.handler._finite import FiniteCheck
 from distman.handler._model import TrainedModel
 from distman.handler._objective import Objective, Outcome, check_loss, to_device
@@ -90,6 +91,8 @@ class Optimization:
         num_steps: Number of steps taken.
         num_skipped: Number of steps skipped because a loss or the gradient was not finite.
         num_taken: How often each optimizer stepped in the latest step.
+        losses: This rank's losses of the batches of the latest step, on the device.
+        norm: The norm of its gradient, on the device; None if nobody asked.
 
     Raises:
         TypeError, ValueError: These optimizers cannot step.
@@ -111,6 +114,8 @@ class Optimization:
         model.module.zero_grad()  # left by a step that raised, or of parameters that another optimizer did not have
         self.num_steps = self.num_skipped = 0
         self.num_taken = dict.fromkeys(self.optimizers, 0)
+        self.losses: list[torch.Tensor] = []
+        self.norm: torch.Tensor | None = None
         model.sort_buckets()
         may_skip = options.non_finite == "skip" or options.amp == "fp16"
         usual = 1 if self._device.type == "cpu" else _STEPS_BETWEEN_CHECKS
@@ -120,7 +125,9 @@ class Optimization:
         """Return what adds up the results of an epoch's steps."""
         return Accumulators(metrics)
 
-    def run(self, objective: Callable[..., Any], steps: Sequence[Step], accumulators: Accumulators) -> bool:
+    def run(
+        self, objective: Callable[..., Any], steps: Sequence[Step], accumulators: Accumulators, events: Events
+    ) -> bool:
         """Step with the gradient of some batches; return False if the step was skipped.
 
         Collective.
@@ -129,13 +136,14 @@ class Optimization:
             objective: What is minimized, an :data:`Objective`.
             steps: This rank's batches.
             accumulators: What losses and metrics are added to, unless the step is skipped.
+            events: Those of the training.
 
         Raises:
             NonFiniteLossError: On every rank: a loss or the gradient is NaN or infinite.
         """
         buffers = self._copy_buffers() if self._options.non_finite == "skip" else None
-        losses, measured = self._accumulate(objective, steps, accumulators)
-        is_taken = self._take([*self.optimizers], losses)
+        self.losses, measured = self._accumulate(objective, steps, accumulators, events)
+        is_taken = self._take([*self.optimizers], self.losses, events)
         if not is_taken:
             self._restore_buffers(buffers)
         else:
@@ -256,27 +264,31 @@ class Optimization:
             buffer.copy_(saved)
 
     def _accumulate(
-        self, objective: Objective, steps: Sequence[Step], accumulators: Accumulators
+        self, objective: Objective, steps: Sequence[Step], accumulators: Accumulators, events: Events
     ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """Add up the gradients, with the last batch over the ranks too; return the batches' losses and measurements."""
         num_total = sum(step.num_total for step in steps)
         losses, measured = [], []
         for index, step in enumerate(steps, start=1):
+            events.emit(Callback.on_train_batch_start, step.batch)
             with nullcontext() if index == len(steps) else self._model.without_synchronization():
-                outcome = self._backward(objective, step, step.num_own * self._world_size / max(num_total, 1))
+                outcome = self._backward(objective, step, step.num_own * self._world_size / max(num_total, 1), events)
             losses.append(outcome.loss.detach())
             measured.append(accumulators.measure(outcome, step.num_own))
+            events.emit(Callback.on_train_batch_end, step.batch, losses[-1])
         return losses, measured
 
-    def _backward(self, objective: Objective, step: Step, factor: float) -> Outcome:
+    def _backward(self, objective: Objective, step: Step, factor: float, events: Events) -> Outcome:
         batch = to_device(step.batch, self._device)
         with self._model.training() as model, nullcontext() if step.num_own else self._without_a_trace():
             with self._autocast():
                 outcome = objective(model, batch)
             check_loss(outcome.loss)
+            events.emit(Callback.on_before_backward, outcome.loss)
             root = root_of(outcome.loss, factor)
             with WaitScope("backward of the model"), self._model.backward_pass():
                 self._scaler.scale(outcome.loss).backward(gradient=root)
+            events.emit(Callback.on_after_backward)
         return outcome
 
     def _autocast(self) -> AbstractContextManager[Any]:
@@ -290,11 +302,15 @@ class Optimization:
             yield
         self._restore_buffers(buffers)
 
-    def _take(self, names: Sequence[str], losses: Sequence[torch.Tensor]) -> bool:
+    def _take(self, names: Sequence[str], losses: Sequence[torch.Tensor], events: Events | None) -> bool:
         """Let optimizers step with their gradients, which are the same on all ranks; return False if they may not."""
+        for name in names:
+            self._scaler.unscale_(self.optimizers[name])
+        if events is not None:
+            events.emit(Callback.on_before_optimizer_step)
         found = [norm for norm in map(self._clip, names) if norm is not None]
-        norm = torch.stack(found).sum() if found else None
-        self._finite.add(self._num_begun, self._label(names), norm, losses)
+        self.norm = norm_of(found)
+        self._finite.add(self._num_begun, self._label(names), self.norm, losses)
         if not self._finite.may_be_taken():
             return False
         for name in names:
@@ -308,7 +324,6 @@ class Optimization:
 
     def _clip(self, name: str) -> torch.Tensor | None:
         """Clip an optimizer's gradient, and return its 2-norm, the same on all ranks; None if nobody asks for it."""
-        self._scaler.unscale_(self.optimizers[name])
         parameters = self._parameters[name]
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
         if not gradients or (self._options.clip_norm is None and self._options.non_finite == "ignore"):
@@ -325,6 +340,15 @@ def needs_closure(optimizer: torch.optim.Optimizer) -> bool:
     """Return whether an optimizer computes the loss several times per step, as LBFGS does."""
     closure = inspect.signature(optimizer.step).parameters.get("closure")
     return closure is not None and closure.default is inspect.Parameter.empty
+
+
+def norm_of(norms: Sequence[torch.Tensor]) -> torch.Tensor | None:
+    """Return the norm of gradients of which each has one of these; None if there are none."""
+    if len(norms) < 2:
+        return norms[0] if norms else None
+    stacked = torch.stack([*norms]).double()  # whose squares do not overflow
+    norm: torch.Tensor = torch.linalg.vector_norm(stacked)
+    return norm
 
 
 def root_of(loss: torch.Tensor, factor: float) -> torch.Tensor:

@@ -13,10 +13,11 @@ from distman._torch_internals import is_distributed_tensor
 from distman.collectives._fused import fused_all_reduce
 from distman.errors import DistmanError
 from distman.handler._accumulators import Accumulators, Metric
+from distman.handler._events import Callback, Events
 from distman.handler._model import TrainedModel
 from distman.handler._numbers import Numbers
 from distman.handler._objective import check_loss, to_device
-from distman.handler._optimization import Optimization, StepOptions, needs_closure, root_of
+from distman.handler._optimization import Optimization, StepOptions, needs_closure, norm_of, root_of
 from distman.handler._sources import Step
 
 Closure = Callable[[], torch.Tensor]
@@ -45,13 +46,17 @@ class OwnSteps(Optimization):
         self._closures: dict[str, list[tuple[Closure, float]]] = {}
         self._scaled: set[str] = set()  # optimizers that have stepped since the scale of the loss was updated
         self._num_left_out = self._num_windows = 0
+        self._events: Events | None = None  # in a loop of one's own
+        self._norms: list[torch.Tensor] = []  # of the gradients of the optimizers, in the latest step
         self.num_own = 0  # samples of the batch that count on this rank
 
     def accumulators(self, metrics: Mapping[str, Metric]) -> Accumulators:
         """Return what adds up the numbers that the function returns."""
         return Numbers()
 
-    def run(self, objective: Callable[..., Any], steps: Sequence[Step], accumulators: Accumulators) -> bool:
+    def run(
+        self, objective: Callable[..., Any], steps: Sequence[Step], accumulators: Accumulators, events: Events
+    ) -> bool:
         """Call a function of the program for each of some batches; return False if all that it did was left out.
 
         Collective.
@@ -60,13 +65,17 @@ class OwnSteps(Optimization):
             objective: Takes a batch and returns numbers.
             steps: This rank's batches.
             accumulators: What the numbers are added to, unless something was left out.
+            events: Those of the training.
         """
         numbers, found = cast("Numbers", accumulators), []
+        self._events, self.losses = events, []
         with closing(self.window(steps)) as batches:
-            for batch in batches:
+            for batch, step in zip(batches, steps, strict=True):
                 with self.autocast():
                     returned = objective(batch)
                 found.append(numbers.read(returned))
+                self.losses.append(found[-1][0] if len(found[-1]) else torch.tensor(math.nan, device=self._device))
+                events.emit(Callback.on_train_batch_end, step.batch, self.losses[-1])
         if not self._num_left_out:
             for values, step in zip(found, steps, strict=True):
                 numbers.add(values, step.num_own)
@@ -87,12 +96,14 @@ class OwnSteps(Optimization):
         buffers = self._copy_buffers() if self._options.non_finite == "skip" else None
         self.num_taken, self._num_left_out = dict.fromkeys(self.optimizers, 0), 0
         self._num_windows += 1
+        self._norms = []
         num_total = max(sum(step.num_total for step in steps), 1)
         hooks = [optimizer.register_step_pre_hook(self._refuse) for optimizer in self.optimizers.values()]
         try:
             for index, step in enumerate(steps, start=1):
                 self._share, self._is_last = step.num_own / num_total, index == len(steps)
                 self.num_own = step.num_own
+                self._emit(Callback.on_train_batch_start, step.batch)
                 with nullcontext() if step.num_own else self._without_a_trace():
                     yield to_device(step.batch, self._device)
             self._finish(buffers)
@@ -108,6 +119,7 @@ class OwnSteps(Optimization):
         share = self._share_of("backward()")
         chosen = [*dict.fromkeys(map(self._resolve, names))] or [self._resolve(None)]
         check_loss(loss)
+        self._emit(Callback.on_before_backward, loss)
         is_all = len(chosen) == len(self.optimizers) and not any(one.requires_grad for one in self._not_optimized)
         trained = [one for name in chosen for one in self._parameters[name] if one.requires_grad]
         with torch.autocast(self._device.type, enabled=False):
@@ -116,6 +128,7 @@ class OwnSteps(Optimization):
             )
         for name in chosen:
             self._losses.setdefault(name, []).append(loss.detach())
+        self._emit(Callback.on_after_backward)
 
     def step(self, name: str | None, closure: Closure | None) -> bool:
         """Step with the gradients of all batches, in the last of them; return whether the optimizer has stepped."""
@@ -218,7 +231,9 @@ class OwnSteps(Optimization):
                 "optimizer to backward() and step()."
             )
         self._scaled.add(name)
-        return self._take([name], self._losses[name])
+        is_taken = self._take([name], self._losses[name], self._events)
+        self._norms += [] if self.norm is None else [self.norm]
+        return is_taken
 
     def _step_with_closures(self, name: str) -> bool:
         """Let an optimizer compute the loss of all batches as often as it wants to.
@@ -300,12 +315,17 @@ class OwnSteps(Optimization):
                 f"the gradient of each backward() must be used by a step(), got one for {', '.join(self._losses)} that "
                 "is not. Leave that backward() out; accumulate= gathers the gradients of several batches."
             )
+        self.norm = norm_of(self._norms)
         if self._num_left_out:
             self._restore_buffers(buffers)
         if any(self.num_taken.values()):
             self._model.after_step()
         self.num_steps += self._is_taken
         self.num_skipped += self._num_left_out
+
+    def _emit(self, event: Callable[..., None], *args: Any) -> None:
+        if self._events is not None:
+            self._events.emit(event, *args)
 
     def _forget(self, names: Sequence[str]) -> None:
         for name in names:

@@ -168,6 +168,41 @@ def test_two_adversaries_learn_what_they_learn_in_a_plain_loop_and_resumed_bit_f
             assert all(map(torch.equal, one.state_dict().values(), other.state_dict().values()))
 
 
+class Hears(Callback):
+    def __init__(self):
+        self.heard, self.records = [], []
+
+    def on_train_batch_start(self, handler, batch):
+        self.heard.append("start")
+
+    def on_before_backward(self, handler, loss):
+        self.heard.append("before backward")
+
+    def on_after_backward(self, handler):
+        self.heard.append("after backward")
+
+    def on_before_optimizer_step(self, handler):
+        self.heard.append("before step")
+
+    def on_train_batch_end(self, handler, batch, loss):
+        self.heard.append("end")
+
+    def on_step_records(self, handler, records):
+        self.records += records
+
+
+@ranks(2)
+def test_callbacks_hear_of_what_each_optimizer_does():
+    handler, hears = make_gan(), Hears()
+    handler.add_callback(hears)
+    handler.train(1)
+    backward = ["before backward", "after backward"]
+    assert hears.heard == ["start", *backward, "before step", *backward, "before step", "end"] * 6
+    losses = [record["loss"] * size for record, size in zip(hears.records, [12] * 5 + [5], strict=True)]
+    assert sum(losses) / 65 == pytest.approx(handler.history["d_loss"][0])
+    assert all(record["grad_norm"] > 0 and record["lr_generator"] == 0.01 for record in hears.records)
+
+
 @ranks(1, 3)
 def test_a_loop_of_ones_own_is_made_of_the_same_parts(rank, world_size):
     torch.manual_seed(seed_of(SEED) + rank)  # rank 0's weights count
