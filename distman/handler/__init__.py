@@ -14,6 +14,7 @@ from distman.handler._stepper import Stepper
 from distman.handler._tensorboard import TensorBoardTracker
 from distman.handler._tracking import Tracker
 from distman.handler._wandb import WandbTracker
+from distman.handler._warm_start import TakenWeights
 
 __all__ = [
     "Callback",
@@ -27,6 +28,7 @@ __all__ = [
     "Preempted",
     "Profiler",
     "Stepper",
+    "TakenWeights",
     "TensorBoardTracker",
     "Tracker",
     "WandbTracker",

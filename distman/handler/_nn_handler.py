@@ -85,8 +85,7 @@ class NNHandler(Saving):
         model = TrainedModel(model_class(**model_kwargs), compile_options=options)
         if seed is not None:
             seed_generators(seed_of(seed, manager.rank))
-        super().__init__(model, seed or 0, model_kwargs)
-        self._reporter = Reporter(logger_mode, Path(log_file))
+        super().__init__(model, seed or 0, model_kwargs, Reporter(logger_mode, Path(log_file)))
 
     @classmethod
     def initialize_from_checkpoint(
@@ -157,7 +156,7 @@ class NNHandler(Saving):
                 look in each step.
             validate_every: Number of epochs from one validation to the next.
             validate_every_steps: Number of steps from one validation to the next, in the place of those after epochs.
-            progress: Show a progress bar; None shows it on a terminal.
+            progress: Show a progress bar; None shows it on a terminal and in a notebook.
 
         Returns:
             The history.

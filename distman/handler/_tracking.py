@@ -194,7 +194,7 @@ class Tracker(Callback, abc.ABC):
 
         Local.
         """
-        self._run = state["run"]
+        self._run = state["run"] or self._run  # of a training that had not begun, there is none
 
     def _put(self, kind: Kind, records: Sequence[Record]) -> None:
         if self._writing is None:

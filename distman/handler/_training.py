@@ -92,7 +92,7 @@ class Training:
 
         Args:
             accumulate: Number of batches whose gradients make a step.
-            progress: Show a progress bar; None shows it on a terminal.
+            progress: Show a progress bar; None shows it on a terminal and in a notebook.
         """
         is_heard = torch.tensor(self._events.is_heard(Callback.on_step_records), device=DistributedManager().device)
         self._step_records = StepRecords(are_kept=bool(fused_all_reduce(is_heard.int()).item()))

@@ -99,6 +99,16 @@ def test_a_resumed_training_goes_on_with_its_run(rank, tmp_path, monkeypatch):
         assert [point.step for point in curves.Scalars("epoch/added")] == [5, 10]
 
 
+def test_a_name_stays_where_a_checkpoint_has_none(tmp_path):
+    handler = make_handler(65)
+    handler.add_callback(tracker := Memory("mine"))
+    untrained = make_handler(65)
+    untrained.add_callback(Memory())
+    untrained.save(tmp_path / "saved.pt")
+    handler.load(tmp_path / "saved.pt")
+    assert tracker.run == "mine"
+
+
 def test_another_run_leaves_the_lines_of_others(tmp_path):
     path = tmp_path / "numbers.jsonl"
     path.write_text("not JSON\n[1]\n")
