@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -29,13 +30,16 @@ class TrainedModel:
     Args:
         module: The model.
         compile_options: Options of ``torch.compile``; None does not compile.
+        wraps: Whether to wrap the module, whose gradients are then averaged in each backward pass.
 
     Attributes:
         module: The bare module: its calls, its state and its parameters are local.
         average: The moving average of the weights, see :meth:`keep_average`; None without one.
     """
 
-    def __init__(self, module: torch.nn.Module, *, compile_options: Mapping[str, Any] | None = None) -> None:
+    def __init__(
+        self, module: torch.nn.Module, *, compile_options: Mapping[str, Any] | None = None, wraps: bool = True
+    ) -> None:
         manager = DistributedManager()
         self.module = module.to(manager.device)
         if compile_options is not None:
@@ -46,8 +50,10 @@ class TrainedModel:
         self._trained: list[torch.nn.Parameter] = []
         self._gradient_order: list[list[int]] = []
         self._has_buckets = False
+        self._is_used = False
         self._wrapped = self.module
-        self.wrap()
+        if wraps:
+            self.wrap()
 
     @property
     def evaluated(self) -> torch.nn.Module:
@@ -71,6 +77,14 @@ class TrainedModel:
         if isinstance(self._wrapped, DistributedDataParallel):
             self._wrapped.register_forward_pre_hook(self._refuse)
 
+    def unwrap(self) -> None:
+        """Train the bare module from now on, whose gradients are not averaged."""
+        self._trained, self._gradient_order, self._has_buckets = [], [], False
+        self._wrapped = self.module
+        if self._is_used:
+            gc.collect()  # a backward pass that an error cut off would go on in the hooks of the wrapped one
+            self._is_used = False
+
     @property
     def wrapped(self) -> torch.nn.Module:
         """The module as DistributedDataParallel; the bare module on one process."""
@@ -82,7 +96,7 @@ class TrainedModel:
 
         Local; the block is collective.
         """
-        self._is_training = True
+        self._is_training = self._is_used = True
         try:
             yield self._wrapped
         finally:
