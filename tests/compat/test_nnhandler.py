@@ -5,6 +5,7 @@ import math
 import numpy as np
 import pytest
 import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch.utils.data import TensorDataset
 
 import distman
@@ -21,6 +22,8 @@ from distman.compat.nnhandler import (
     ParameterNormMonitor,
     ParamScheduler,
     Sampler,
+    TensorBoardLogger,
+    WandbLogger,
     _create_distributed_loader,
     _create_rank_cached_dataloader,
     _names,
@@ -232,6 +235,18 @@ def test_options_of_the_training(tmp_path):
     handler.logger.handlers.clear()
 
 
+@ranks(2)
+def test_curves_are_written(rank, tmp_path):
+    handler = make()
+    handler.add_callback(TensorBoardLogger(str(tmp_path), comment="first"))
+    handler.train(2)
+    if rank == 0:
+        events = EventAccumulator(str(tmp_path / "first"))
+        events.Reload()
+        assert [event.value for event in events.Scalars("epoch/loss")] == pytest.approx(handler.train_losses)
+    assert WandbLogger("mine", run_name="first", config={"lr": 0.1}).tracker.run == "first"
+
+
 @ranks(1, 2)
 def test_early_stopping_and_checkpoints(tmp_path):
     handler = make()
@@ -434,6 +449,8 @@ def test_arguments_that_are_refused(tmp_path):
         lambda: handler.train(1, debug_print_interval=3),
         lambda: handler.save(tmp_path / "x.pth", single_file=False),
         lambda: handler.plot_losses(),
+        lambda: WandbLogger("mine", log_model_weights=True),
+        lambda: WandbLogger("mine", log_freq_epoch=5),
     ]
     for call in refused:
         with pytest.raises(TypeError, match=r"must be (left out|given).* got .+\. [A-Z].+\.$"):

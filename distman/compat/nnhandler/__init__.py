@@ -32,6 +32,7 @@ from distman.compat.nnhandler._kinds import (
     denoising_score_matching,
     initialize_logger,
 )
+from distman.compat.nnhandler._loggers import TensorBoardLogger, WandbLogger
 from distman.compat.nnhandler._names import REFUSED
 from distman.compat.nnhandler._numbers import (
     _create_distributed_loader,
@@ -71,6 +72,8 @@ __all__ = [
     "ParameterNormMonitor",
     "Sampler",
     "SimpleGarbageCollector",
+    "TensorBoardLogger",
+    "WandbLogger",
     "__version__",
     "_as_cpu",
     "_create_distributed_loader",

@@ -10,7 +10,6 @@ _PATCHES = (
     "Call the network on patches in a loss function of your own: set_loss_fn(loss), which is called with samples, "
     "equation, model and device."
 )
-_LOGGER = "Write a Callback whose on_epoch_end(epoch, logs), under on_rank(0), gives logs to "
 _HDF5 = (
     "Write distman.data.Hdf5Dataset(path, [x_key, y_key]); set_train_loader() keeps each rank's shard "
     "in memory with dataloader_type=DataLoaderType.RANK_CACHED."
@@ -22,10 +21,7 @@ _PICTURES = (
 )
 
 REFUSED = {
-    **dict.fromkeys(
-        ["TensorBoardLogger", "SummaryWriter"], f"{_LOGGER}torch.utils.tensorboard.SummaryWriter.add_scalar()."
-    ),
-    "WandbLogger": f"{_LOGGER}wandb.log().",
+    "SummaryWriter": "Import it from torch.utils.tensorboard.",
     **dict.fromkeys(["BasePredictionVisualizer", "ImagePredictionVisualizer"], _PICTURES),
     **dict.fromkeys(["H5LazyDataset", "RankMemCachedH5Dataset"], _HDF5),
     "h5_worker_init_fn": "Leave it out: each worker of a loader opens the file of a distman.data.Hdf5Dataset itself.",
@@ -113,6 +109,8 @@ REFUSED_ARGUMENTS = {
     "ddp_kwargs": "Of DistributedDataParallel's options, find_unused_parameters and broadcast_buffers can be set.",
     "debug_print_interval": "Add a Callback with on_train_batch_end(batch, logs), which has the loss of each batch.",
     "single_file": "Leave it out. Save weights by distman.checkpoint.save(handler.module.state_dict(), path).",
+    "log_freq_epoch": "Each epoch is written.",
+    "log_model_weights": "Add a ModelCheckpoint, whose files wandb.save() takes.",
     "log_y_scale": "Plot handler.train_metrics_history yourself.",
     "corrector_steps": "Leave it out and take more steps, or pass distman.score.sample() a score of your own.",
     "patch_size": _PATCHES,
