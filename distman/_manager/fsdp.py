@@ -24,7 +24,7 @@ Parts: TypeAlias = type[torch.nn.Module] | Sequence[type[torch.nn.Module]] | Cal
 Precision: TypeAlias = "Literal['bf16', 'fp16'] | MixedPrecisionPolicy"
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
-_OPTIONS = ("reshard_after_forward", "shard_placement_fn", "offload_policy")
+_OPTIONS = ("mesh", "shard", "mixed_precision", "reshard_after_forward", "shard_placement_fn", "offload_policy")
 
 
 def check_shardable(module: torch.nn.Module, parts: Parts | None, precision: object, options: dict[str, Any]) -> None:

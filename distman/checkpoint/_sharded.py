@@ -21,7 +21,7 @@ from torch.distributed.checkpoint import (
     FileSystemWriter,
 )
 from torch.distributed.checkpoint.filesystem import FileSystemBase
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import ReadItem, SavePlan, WriteItem
 
 from distman._torch_internals import NO_JOB_WARNING, set_nested
@@ -108,6 +108,17 @@ def load_sharded(state: dict[str, Any], path: str | os.PathLike[str]) -> None:
     folder = Location(location.storage, on_all_ranks(functools.partial(location.storage.folder, location.place)))
     metadata = on_all_ranks(functools.partial(read_metadata, folder))
     on_all_ranks(functools.partial(_run, functools.partial(_read, state, folder, metadata)))
+
+
+def saved_tensors(location: Location) -> dict[str, tuple[torch.Size, torch.dtype]]:
+    """Return shapes and data types of the tensors of a sharded state by their names.
+
+    Collective. Blocking.
+    """
+    folder = Location(location.storage, on_all_ranks(functools.partial(location.storage.folder, location.place)))
+    metadata = on_all_ranks(functools.partial(read_metadata, folder))
+    tensors = {n: one for n, one in metadata.state_dict_metadata.items() if isinstance(one, TensorStorageMetadata)}
+    return {name: (one.size, one.properties.dtype) for name, one in tensors.items()}
 
 
 class _Files(FileSystemBase):

@@ -160,7 +160,7 @@ class ModelCheckpoint(Callback):
 
     def _save(self, handler: NNHandler, value: float | None) -> None:
         is_best = value is not None and self._best.improves(value)
-        self.folder.save(handler.state_dict(), handler.num_steps, is_best=is_best)
+        self.folder.save(handler.whole_state_dict(), handler.num_steps, is_best=is_best)
 
     def on_train_end(self, handler: NNHandler) -> None:
         """Wait until the checkpoints have been written.

@@ -20,6 +20,7 @@ from distman.handler._accumulators import Accumulators
 from distman.handler._model import TrainedModel
 from distman.handler._objective import Objective, Outcome, check_loss, to_device
 from distman.handler._randomness import generators_preserved
+from distman.handler._sharding import clip, norm_over_shards, own_part, place_optimizer_state
 from distman.handler._sources import Step
 from distman.manager import DistributedManager
 
@@ -100,6 +101,7 @@ class Optimization:
     """
 
     def __init__(self, model: TrainedModel, optimizer: torch.optim.Optimizer, options: StepOptions) -> None:
+        model.wrap()  # first: after a step that raised, it lets a sharded module have its parameters again
         self._model, self._optimizer, self._options = model, optimizer, options
         self._device, self._world_size = DistributedManager().device, DistributedManager().world_size
         self._parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
@@ -117,7 +119,6 @@ class Optimization:
                 f"the optimizer must step without a closure, got {type(optimizer).__name__}, which computes the loss "
                 "several times per step. Write the loop yourself, with manager.wrap_ddp()."
             )
-        model.wrap()
         self._scaler = torch.amp.GradScaler(self._device.type, enabled=options.amp == "fp16")
         model.keep_average(options.ema_decay)
         model.module.zero_grad()  # left by a step that raised, or of parameters that another optimizer did not have
@@ -203,7 +204,7 @@ class Optimization:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore such a state."""
-        self._optimizer.load_state_dict(state["optimizer"])
+        self._optimizer.load_state_dict(place_optimizer_state(self._optimizer, state["optimizer"]))
         self._load_scale(state["scaler"])
         self.num_steps, self.num_skipped = state["num_steps"], state["num_skipped"]
 
@@ -272,9 +273,12 @@ class Optimization:
         gradients = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
         if not gradients or (self._options.clip_norm is None and self._options.non_finite == "ignore"):
             return None
-        dense = [one.coalesce().values() if one.is_sparse else one for one in gradients]
-        norm: torch.Tensor = torch.linalg.vector_norm(torch.stack(norms(dense)))
-        if self._options.clip_norm is not None:
+        parts = [own_part(one) for one in gradients]
+        dense = [one.coalesce().values() if one.is_sparse else one for one in parts]
+        norm = norm_over_shards(torch.linalg.vector_norm(torch.stack(norms(dense))), gradients[0])
+        if self._options.clip_norm is not None and self._model.is_sharded:
+            clip(parts, self._options.clip_norm, norm)
+        elif self._options.clip_norm is not None:
             by_one_kernel = None if all(map(operator.is_, dense, gradients)) else False
             torch.nn.utils.clip_grads_with_norm_(self._parameters, self._options.clip_norm, norm, foreach=by_one_kernel)
         return norm

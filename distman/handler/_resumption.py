@@ -88,7 +88,7 @@ class AutoSave:
 
         Collective.
         """
-        self.folder.save(handler.state_dict(), handler.num_steps)
+        self.folder.save(handler.whole_state_dict(), handler.num_steps)
 
     def load(self) -> Any:
         """Return the state that was saved last; None if there is none.

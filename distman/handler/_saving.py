@@ -14,6 +14,7 @@ from distman.handler._inference import Inference
 from distman.handler._model import TrainedModel
 from distman.handler._plots import plot_history
 from distman.handler._resumption import AutoSave, Progress
+from distman.handler._sharded_state import read_parts, read_rest, save_parts, whole
 
 _PARTS = ("model", "model_kwargs", "training", "history", "callbacks")
 """What a checkpoint of a handler holds."""
@@ -93,7 +94,8 @@ class Saving(Inference):
     def state_dict(self) -> dict[str, Any]:
         """Return everything that a resumed training depends on, as plain values and tensors.
 
-        Collective. The tensors are those of the model and the optimizer, not copies; ranks may differ in their buffers.
+        Collective. The tensors are those of the model and the optimizer, not copies; ranks may differ in their buffers,
+        and in their parts of what is sharded. See :meth:`whole_state_dict`.
         """
         return {
             "model": self._model.state_dict(),
@@ -109,7 +111,7 @@ class Saving(Inference):
         Local.
 
         Args:
-            state: From :meth:`state_dict`.
+            state: From :meth:`state_dict`, or on every rank what :meth:`whole_state_dict` returned on rank 0.
 
         Raises:
             RuntimeError: The weights do not fit the model.
@@ -125,16 +127,27 @@ class Saving(Inference):
         self._callbacks.load_state_dict(state["callbacks"])
         self._progress.load_state_dict(state["training"])
 
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the present state of the training into a file, completely or not at all.
+    def whole_state_dict(self) -> dict[str, Any]:
+        """Return the state with whole tensors, on rank 0, as a file holds it; elsewhere it is not to be used.
 
-        Collective. Blocking. See :func:`distman.checkpoint.save`.
+        Collective. Blocking. Tensors that are sharded are gathered one by one, into the host's memory of rank 0.
+        """
+        return whole(self.state_dict())
+
+    def save(self, path: str | os.PathLike[str], *, sharded: bool = False) -> None:
+        """Write the present state of the training into a file or folder, completely or not at all.
+
+        Collective. Blocking. See :func:`distman.checkpoint.save` and :func:`distman.checkpoint.save_sharded`.
 
         Args:
-            path: The file, or a URL.
+            path: The file or folder, or a URL.
+            sharded: Write a folder, into which each rank writes its parts of a sharded model; else rank 0 writes a
+                file, for which it gathers them.
 
         Raises:
-            RankFailedError: On every rank: rank 0 could not write the file; on rank 0 its error is the cause.
+            RankFailedError: On every rank: rank 0 could not write the file; on rank 0 its error is the cause. On the
+                other ranks: one could not write its parts.
+            OSError: On a rank that could not write its parts.
             ValueError, ImportError: See :func:`distman.checkpoint.save`.
 
         Example:
@@ -143,15 +156,18 @@ class Saving(Inference):
             >>> sorted(load("run/model.pt"))
             ['callbacks', 'history', 'model', 'model_kwargs', 'training']
         """
-        checkpoint.save(self.state_dict(), path)
+        if sharded:
+            save_parts(self.state_dict(), path)
+        else:
+            checkpoint.save(self.whole_state_dict(), path)
 
     def load(self, path: str | os.PathLike[str]) -> None:
-        """Restore the training from a file, saved by any number of ranks; the next :meth:`train` resumes from it.
+        """Restore the training from what was saved by any number of ranks; the next :meth:`train` resumes from it.
 
         Collective. Blocking. Add callbacks first, so that they are restored too.
 
         Args:
-            path: The file, or a URL.
+            path: The file or folder, or a URL, of a training with either strategy.
 
         Raises:
             CheckpointError: It holds something else, such as weights alone.
@@ -218,7 +234,7 @@ class Saving(Inference):
         """Restore a state that the program has loaded, so it wants to train on even where that training had stopped."""
         if state["training"] is not None:
             state["training"]["reason"] = ""
-        self.load_state_dict(state)
+        self.load_state_dict(read_parts(state, self.module))
 
 
 def read_checkpoint(path: str | os.PathLike[str]) -> dict[str, Any]:
@@ -229,7 +245,9 @@ def read_checkpoint(path: str | os.PathLike[str]) -> dict[str, Any]:
     Raises:
         CheckpointError: The file holds something else.
     """
-    state = checkpoint.load(path)
+    state = read_rest(path)
+    if state is None:
+        state = checkpoint.load(path)
     lacking = [name for name in _PARTS if not isinstance(state, Mapping) or name not in state]
     if lacking:
         raise CheckpointError(
