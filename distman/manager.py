@@ -475,6 +475,8 @@ def _end_with_multiprocessing(pid: int) -> None:
 
 def _end_of_process(pid: int) -> None:
     error = sys.exc_info()[1]  # which has ended the process, and is printed after this
+    if isinstance(error, SystemExit) and error.code:
+        error = error.__context__  # what torch.multiprocessing.spawn caught, has written for its parent, and ends with
     if isinstance(error, Exception | KeyboardInterrupt):
         sys.last_value = error
     hook.report_at_end()

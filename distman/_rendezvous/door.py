@@ -112,16 +112,18 @@ def find_store(point: Endpoint, rank: int, timeout: float, *, role: int = MEMBER
     deadline = started + timeout
     pause = _FIRST_PAUSE
     is_said = False
+    others: dict[str, str] = {}
     while True:
         patience = min(max(deadline - time.monotonic(), _SHORTEST_PATIENCE), PATIENCE)
-        client, reasons, is_foreign = try_all(point, rank, patience, role=role, left=left)
+        client, reasons, foreign = try_all(point, rank, patience, role=role, left=left)
+        others |= foreign
         if client is not None:
             return client
-        if is_foreign and not is_said and time.monotonic() - started > _QUIET:
+        if foreign and not is_said and time.monotonic() - started > _QUIET:
             is_said = True
             logger.warning("waiting for %s at %s: %s", point.host, point.url, _listed(reasons))
         if time.monotonic() + pause > deadline:
-            raise RendezvousError(_host_missing(point, timeout, reasons))
+            raise RendezvousError(_host_missing(point, timeout, _with_earlier(reasons, others)))
         time.sleep(pause)
         pause = min(2 * pause, _LONGEST_PAUSE)
 
@@ -160,30 +162,34 @@ def enter(found: Door, role: int, rank: int, left: Collection[str], *, shuts: bo
 
 def try_all(
     point: Endpoint, rank: int, patience: float, *, role: int = MEMBER, left: Collection[str] = ()
-) -> tuple[Client | None, dict[str, str], bool]:
+) -> tuple[Client | None, dict[str, str], dict[str, str]]:
     """Try every place of the endpoint once; the arguments are those of :func:`find_store`.
 
     Those come last where one would have to stand in line, and share the patience: another user's process may listen at
     any number of names of this job's, and let nobody pass.
 
     Returns:
-        A connection to the store, or None; why there is none, by place; and whether something else listens at one.
+        A connection to the store, or None; why there is none, by place; and those of the reasons that tell of something
+        else that listens there.
     """
-    reasons, is_foreign, places, in_line = {}, False, list(_places(point)), 0.0
+    reasons: dict[str, str] = {}
+    foreign: dict[str, str] = {}
+    places, in_line = list(_places(point)), 0.0
     while places:
         crowded = []
         for address in places:
             shown = show(address)
             try:
                 found = dataclasses.replace(door_at(address, point, patience), in_line=in_line)
-                return enter(found, role, rank, left), {}, False
+                return enter(found, role, rank, left), {}, {}
             except (OSError, ForeignServiceError, StillOpenError) as error:
                 reasons[shown] = explain(error)
-                is_foreign |= isinstance(error, ForeignServiceError | CrowdedError)
+                if isinstance(error, ForeignServiceError | CrowdedError):
+                    foreign[shown] = reasons[shown]
                 if isinstance(error, CrowdedError) and not in_line:
                     crowded.append(address)
         places, in_line = crowded, patience / max(len(crowded), 1)
-    return None, reasons, is_foreign
+    return None, reasons, foreign
 
 
 def _places(point: Endpoint) -> Iterator[Address]:
@@ -223,6 +229,12 @@ def _host_missing(point: Endpoint, timeout: float, reasons: Mapping[str, str]) -
 def alike(point: Endpoint) -> str:
     """Return what else to see about ranks that do not meet: ports may be derived from the secret."""
     return "" if point.is_on_one_host else " with the same secret"
+
+
+def _with_earlier(reasons: Mapping[str, str], others: Mapping[str, str]) -> dict[str, str]:
+    """Add to the last try's reasons what earlier tries found to be in the way, and this one may have missed."""
+    earlier = {place: f"{reasons[place]}; before, {found}" for place, found in others.items() if place in reasons}
+    return {**reasons, **{place: both for place, both in earlier.items() if reasons[place] != others[place]}}
 
 
 def _listed(reasons: Mapping[str, str]) -> str:

@@ -255,8 +255,8 @@ OPTIONS = {"clip_norm": 0.5, "ema_decay": 0.5}
 @ranks(1, 2)
 def test_resumed_after_any_save_it_is_the_training_that_was_never_cut_off(tmp_path):
     handler = small_handler("fsdp")
-    handler.auto_save(tmp_path / "auto", every_steps=4, every_epochs=None, keep=9)
-    handler.add_callback(ModelCheckpoint(tmp_path / "best", keep=9))
+    handler.auto_save(tmp_path / "auto", every_steps=4, every_epochs=None, keep=99)
+    handler.add_callback(ModelCheckpoint(tmp_path / "best", keep=99))
     handler.train(2, **OPTIONS)
     handler.save(tmp_path / "file.pt")
     handler.save(tmp_path / "folder", sharded=True)

@@ -264,9 +264,9 @@ def test_names_of_others_where_nobody_gets_his_turn_hold_up_nobody(monkeypatch):
         for _ in range(20):
             listener = stack.enter_context(occupy(point, backlog=0))
             stack.enter_context(socket.socket(socket.AF_UNIX)).connect(listener.getsockname())
-        _, reasons, is_foreign = door.try_all(point, 1, 0.2)
+        _, reasons, foreign = door.try_all(point, 1, 0.2)
         assert set(reasons.values()) == {"it has too many visitors"}
-        assert is_foreign
+        assert foreign == reasons
         with opened(point) as host, contextlib.closing(find_store(point, 1, 600)) as client:
             assert client.session == host.session
 
@@ -301,6 +301,21 @@ def test_nobody_there_says_what_was_tried_and_where_it_came_from(silent_port):
     assert f"127.0.0.1:{silent_port}: timed out" in text
     assert "127.0.0.1:1: Connection refused" in text
     assert "[the test]" in text
+
+
+def test_what_was_in_the_way_before_the_last_try_is_named_too():
+    def answer_once_and_end():
+        with listener, listener.accept()[0] as visitor:
+            visitor.sendall(bytes(200))
+
+    listener = bind_listener("127.0.0.1", 0)
+    point = at_ports(listener.getsockname()[1])
+    with ThreadPoolExecutor(1) as pool:
+        ended = pool.submit(answer_once_and_end)
+        with pytest.raises(RendezvousError) as caught:
+            find_store(point, 1, 1)
+        ended.result()
+    assert ": Connection refused; before, another program listens there: " in str(caught.value)
 
 
 def test_the_place_is_free_when_all_have_left(point):
