@@ -268,6 +268,13 @@ class TrainedModel:
         average = None if self.average is None else self.average.state_dict()
         return {"module": model_state(self.module), "average": average, "gradient_order": self._gradient_order}
 
+    def evaluated_state(self) -> dict[str, Any]:
+        """Return the average of weights and buffers, if one is kept, else these; under the names of the bare model."""
+        if isinstance(self.average, ShardedAverage):
+            averages = self.average.state_dict()
+            return {name: averages.get(f"module.{name}", value) for name, value in model_state(self.module).items()}
+        return model_state(self.evaluated)
+
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore such a state.
 

@@ -7,7 +7,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from distman import checkpoint
+from distman.checkpoint._location import Location, locate
+from distman.checkpoint._safetensors import SUFFIX, check_tensors, write_safetensors
 from distman.checkpoint._state import check_state
+from distman.decorators import on_rank
 from distman.errors import CheckpointError
 from distman.handler._history import History
 from distman.handler._inference import Inference
@@ -161,6 +164,36 @@ class Saving(Inference):
         else:
             checkpoint.save(self.whole_state_dict(), path)
 
+    def export(self, path: str | os.PathLike[str]) -> None:
+        """Write the whole weights and buffers alone into a file, for other programs: the averages, if they are kept.
+
+        Collective. Blocking. What is sharded is gathered tensor by tensor into the host's memory of rank 0.
+
+        Args:
+            path: The file, or a URL. One that ends in ``.safetensors`` is written in that format; any other one is what
+                ``torch.load`` reads. Both hold tensors under the names of the bare model.
+
+        Raises:
+            NonFiniteLossError: On every rank: a step has spoilt the model.
+            RankFailedError: On every rank: rank 0 could not write the file. The cause on rank 0 is ValueError if it
+                cannot hold the model's state.
+            ValueError, ImportError: See :func:`distman.checkpoint.save`.
+
+        Example:
+            >>> handler = NNHandler(torch.nn.Linear, in_features=2, out_features=1)
+            >>> handler.export("run/weights.pt")
+            >>> model = torch.nn.Linear(2, 1)
+            >>> model.load_state_dict(torch.load("run/weights.pt"))
+            <All keys matched successfully>
+        """
+        self._progress.check()
+        location = locate(path)
+        state = whole(self._model.evaluated_state())
+        if location.place.endswith(SUFFIX):
+            on_rank(0)(_export)(state, location)
+        else:
+            checkpoint.save(state, path)
+
     def load(self, path: str | os.PathLike[str]) -> None:
         """Restore the training from what was saved by any number of ranks; the next :meth:`train` resumes from it.
 
@@ -235,6 +268,11 @@ class Saving(Inference):
         if state["training"] is not None:
             state["training"]["reason"] = ""
         self.load_state_dict(read_parts(state, self.module))
+
+
+def _export(state: dict[str, Any], location: Location) -> None:
+    check_tensors(state)
+    write_safetensors(state, location)
 
 
 def read_checkpoint(path: str | os.PathLike[str]) -> dict[str, Any]:

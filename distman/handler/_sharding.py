@@ -172,16 +172,15 @@ class ShardedAverage:
 
     def __init__(self, module: torch.nn.Module) -> None:
         self._module = module
-        self.named = {f"module.{name}": one.detach().clone() for name, one in self._tensors().items()}
+        self.named = {name: one.detach().clone() for name, one in self._tensors().items()}
         self.multi_avg_fn: Callable[..., None] = get_ema_multi_avg_fn()
         self._num_averaged = torch.tensor(0)
 
     @torch.no_grad()
     def update_parameters(self, module: torch.nn.Module) -> None:
         """Add the present values of the module to the averages."""
-        own = [own_part(one.detach()) for one in self._tensors().values()]
         averages = [own_part(one) for one in self.named.values()]
-        for average, value in zip(averages, own, strict=True):
+        for average, value in zip(averages, self._averaged(), strict=True):
             if self._num_averaged == 0:
                 average.copy_(value)
             elif average.numel():
@@ -192,9 +191,9 @@ class ShardedAverage:
         """Return the averages of what a state of the module holds, under the names of an ``AveragedModel``."""
         first = {id(one): name for name, one in self._tensors().items()}
         state = {
-            f"module.{name}": self.named[f"module.{first[id(one)]}"]
+            f"module.{name}": self.named[first[id(one)]]
             for name, one in self._module.state_dict(keep_vars=True).items()
-            if id(one) in first
+            if first.get(id(one)) in self.named
         }
         return {"n_averaged": self._num_averaged, **state}
 
@@ -214,7 +213,7 @@ class ShardedAverage:
     @contextmanager
     def put_in(self) -> Iterator[None]:
         """Let the module have the averages within a ``with`` block, and its own values after it."""
-        tensors = [own_part(one.detach()) for one in self._tensors().values()]
+        tensors = self._averaged()
         own = [one.clone() for one in tensors]
         self._copy([own_part(one) for one in self.named.values()], tensors)
         try:
@@ -229,4 +228,11 @@ class ShardedAverage:
             tensor.copy_(value)
 
     def _tensors(self) -> dict[str, torch.Tensor]:
-        return {**dict(self._module.named_parameters()), **dict(self._module.named_buffers())}
+        return {
+            f"module.{name}": one for name, one in [*self._module.named_parameters(), *self._module.named_buffers()]
+        }
+
+    def _averaged(self) -> list[torch.Tensor]:
+        """Return this rank's parts of what averages are kept of; the module may have got more since."""
+        tensors = self._tensors()
+        return [own_part(tensors[name].detach()) for name in self.named]

@@ -1,5 +1,6 @@
 """A training with a sharded model is that of ranks which have the whole model each, and that of one process."""
 
+import json
 import warnings
 
 import pytest
@@ -243,9 +244,13 @@ def test_a_loss_that_is_not_finite_ends_all_at_the_same_step_and_cannot_be_saved
     calls.clear()
     with pytest.raises(NonFiniteLossError, match="have spoilt the model"):
         handler.train(1, check_every=100)
-    for sharded in (False, True):
+    for forbidden in (
+        lambda: handler.save(tmp_path / "x"),
+        lambda: handler.save(tmp_path / "x", sharded=True),
+        lambda: handler.export(tmp_path / "x"),
+    ):
         with pytest.raises(NonFiniteLossError):
-            handler.save(tmp_path / "x", sharded=sharded)
+            forbidden()
     assert not [*tmp_path.iterdir()]
 
 
@@ -253,7 +258,7 @@ OPTIONS = {"clip_norm": 0.5, "ema_decay": 0.5}
 
 
 @ranks(1, 2)
-def test_resumed_after_any_save_it_is_the_training_that_was_never_cut_off(tmp_path):
+def test_resumed_after_any_save_it_is_the_training_that_was_never_cut_off(tmp_path, world_size):
     handler = small_handler("fsdp")
     handler.auto_save(tmp_path / "auto", every_steps=4, every_epochs=None, keep=99)
     handler.add_callback(ModelCheckpoint(tmp_path / "best", keep=99))
@@ -261,15 +266,56 @@ def test_resumed_after_any_save_it_is_the_training_that_was_never_cut_off(tmp_pa
     handler.save(tmp_path / "file.pt")
     handler.save(tmp_path / "folder", sharded=True)
     handler.train(4, **OPTIONS)
-    steps = [tmp_path / "auto" / f"checkpoint-{step:08}.pt" for step in (4, 8)]
-    for path in (*steps, tmp_path / "best" / "checkpoint-00000006.pt", tmp_path / "file.pt", tmp_path / "folder"):
+    numbered = {"auto": (4, 8), "best": (12 // world_size,)}
+    saved = [f"{folder}/checkpoint-{step:08}.pt" for folder, steps in numbered.items() for step in steps]
+    for name in (*saved, "file.pt", "folder"):
         other = small_handler("fsdp")
-        other.load(path)
+        other.load(tmp_path / name)
         other.train(4, **OPTIONS)
         assert (other.train_losses, other.val_losses) == (handler.train_losses, handler.val_losses)
         torch.testing.assert_close(weights(other), weights(handler), rtol=0, atol=0)
     made = NNHandler.initialize_from_checkpoint(tmp_path / "folder", Small, strategy="fsdp")
-    assert (made.num_steps, made.train_losses) == (12, handler.train_losses[:2])
+    assert (made.num_steps, made.train_losses) == (24 // world_size, handler.train_losses[:2])
+
+
+def read_safetensors(path):
+    """Read what the specification says, and nothing else."""
+    data = path.read_bytes()
+    start = 8 + int.from_bytes(data[:8], "little")
+    contents = json.loads(data[8:start])
+    assert (start % 8, contents.pop("__metadata__")) == (0, {"format": "pt"})
+    types, end, state = {"F64": torch.float64, "I64": torch.int64}, 0, {}
+    for name, one in contents.items():
+        assert one["data_offsets"][0] == end  # without holes
+        end = one["data_offsets"][1]
+        part = bytearray(data[start:][slice(*one["data_offsets"])])
+        state[name] = torch.frombuffer(part, dtype=types[one["dtype"]]).view(one["shape"])
+    assert len(data) == start + end
+    return state
+
+
+@ranks(1, 3)
+def test_the_whole_weights_are_exported_for_other_programs(tmp_path):
+    for strategy in ("ddp", "fsdp"):
+        DistributedManager().find_unused_parameters = True
+        handler = small_handler(strategy)
+        handler.train(1)
+        for decay in (None, 0.5):
+            handler.train(2 if decay is None else 3, ema_decay=decay)
+            expected = handler.predict(regression(num_samples=5), all_ranks=True)
+            handler.export(tmp_path / "weights.pt")
+            handler.export(tmp_path / "weights.safetensors")
+            plain = Small().eval()
+            for state in (load(tmp_path / "weights.pt"), read_safetensors(tmp_path / "weights.safetensors")):
+                plain.load_state_dict(state)
+                with torch.no_grad():
+                    torch.testing.assert_close(plain(regression(num_samples=5).tensors[0]), expected)
+            DistributedManager().barrier()
+    handler = small_handler("fsdp")
+    handler.module.register_buffer("strange", torch.zeros(1, dtype=torch.complex128))
+    with pytest.raises(RankFailedError, match=r"strange must be a tensor of a type that safetensors has, got .*128"):
+        handler.export(tmp_path / "weights.safetensors")
+    assert set(read_safetensors(tmp_path / "weights.safetensors")) == set(Small().state_dict())
 
 
 @ranks(3, manager=False)
