@@ -403,6 +403,7 @@ class DistributedManager(Place, GroupQueries, GroupCreation):
         mesh: DeviceMesh | str | Sequence[str] | None = None,
         shard: Parts | None = None,
         mixed_precision: Precision | None = None,
+        checkpoint_activations: bool = False,
         **kwargs: Any,
     ) -> torch.nn.Module:
         """Shard a module's parameters over the ranks, in place, and return it; on one process it stays as it is.
@@ -421,12 +422,15 @@ class DistributedManager(Place, GroupQueries, GroupCreation):
                 the whole model at once.
             mixed_precision: ``"bf16"`` or ``"fp16"`` computes with, and gathers, parameters of this type, while
                 gradients are summed, and parameters kept, as float32; a policy of torch says more.
+            checkpoint_activations: Compute what is inside the modules of ``shard`` again in the backward pass, and keep
+                their inputs alone.
             kwargs: The options ``reshard_after_forward``, ``shard_placement_fn`` and ``offload_policy`` of
                 :func:`torch.distributed.fsdp.fully_shard`.
 
         Raises:
             TypeError: It is no module, ``shard`` no class or function, or there is no such option.
-            ValueError: The module, its parameters, the mesh or an option cannot be used; it says why.
+            ValueError: The module, its parameters, the mesh or an option cannot be used, such as
+                ``checkpoint_activations`` without ``shard``; it says why.
             UndefinedGroupError: There is no such axis.
             PlanMismatchError: On every rank: the ranks have different models.
             DistmanError: Called in a process forked from the rank.
@@ -437,7 +441,7 @@ class DistributedManager(Place, GroupQueries, GroupCreation):
             >>> model.weight.grad.to_local()  # of this rank's row: the mean of 1 and 2
             tensor([[1.5000]])
         """
-        check_shardable(module, shard, mixed_precision, kwargs)
+        check_shardable(module, shard, mixed_precision, kwargs, recomputes=checkpoint_activations)
         chosen = mesh if mesh is None or isinstance(mesh, DeviceMesh) else self.mesh(mesh)
         if chosen is not None:
             check_mesh(chosen, self.device)
@@ -452,6 +456,7 @@ class DistributedManager(Place, GroupQueries, GroupCreation):
             parts=shard,
             precision=mixed_precision,
             options=kwargs,
+            recomputes=checkpoint_activations,
             finds_unused=self.find_unused_parameters,
         )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
@@ -24,10 +25,25 @@ Parts: TypeAlias = type[torch.nn.Module] | Sequence[type[torch.nn.Module]] | Cal
 Precision: TypeAlias = "Literal['bf16', 'fp16'] | MixedPrecisionPolicy"
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
-_OPTIONS = ("mesh", "shard", "mixed_precision", "reshard_after_forward", "shard_placement_fn", "offload_policy")
+_OPTIONS = (
+    "mesh",
+    "shard",
+    "mixed_precision",
+    "checkpoint_activations",
+    "reshard_after_forward",
+    "shard_placement_fn",
+    "offload_policy",
+)
 
 
-def check_shardable(module: torch.nn.Module, parts: Parts | None, precision: object, options: dict[str, Any]) -> None:
+def check_shardable(
+    module: torch.nn.Module,
+    parts: Parts | None,
+    precision: object,
+    options: dict[str, Any],
+    *,
+    recomputes: bool,
+) -> None:
     """Refuse, on any number of ranks, what ``fully_shard`` would on several, there or in the first step."""
     if not isinstance(module, torch.nn.Module):
         raise TypeError(f"module must be a torch.nn.Module, got a {type(module).__name__}. Pass the model.")
@@ -35,6 +51,10 @@ def check_shardable(module: torch.nn.Module, parts: Parts | None, precision: obj
     _policies(precision)
     if not any(True for _ in module.parameters()):
         raise ValueError("module must have parameters, got none. Call the module as it is: there is nothing to shard.")
+    if recomputes and parts is None:
+        raise ValueError(
+            "checkpoint_activations must be used with shard, got shard=None. Name the modules to be computed again."
+        )
     units = [*_units(module, parts), module]
     for unit in units:
         if isinstance(unit, torch.nn.ModuleList | torch.nn.ModuleDict):
@@ -82,10 +102,12 @@ def shard_in_place(
     parts: Parts | None,
     precision: Precision | None,
     options: dict[str, Any],
+    recomputes: bool,
     finds_unused: bool,
 ) -> torch.nn.Module:
     """Shard a module in place, with the weights and buffers of the first rank of the mesh."""
-    from torch.distributed.fsdp import fully_shard  # its import takes a second
+    from torch.distributed.fsdp import fully_shard  # the import takes a second
+    from torch.utils.checkpoint import checkpoint
 
     inner, outer = _policies(precision)
     units = _units(module, parts)
@@ -93,6 +115,8 @@ def shard_in_place(
         _compare(module, mesh, groups, len(units))
         _share([*module.parameters(), *module.buffers()], mesh)
     for unit in units:
+        if recomputes:
+            unit.forward = functools.partial(checkpoint, unit.forward, use_reentrant=False)
         fully_shard(unit, mesh=mesh, mp_policy=inner, **options)
     fully_shard(module, mesh=mesh, mp_policy=outer, **options).set_reduce_scatter_unused_params(finds_unused)
     return module

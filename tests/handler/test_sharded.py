@@ -63,7 +63,8 @@ def test_hybrid_sharding_has_the_same_curve():
 @ranks(2)
 def test_compiled_and_with_mixed_precision():
     plain = make_handler(8).train(2)["loss"]
-    compiled = sharded_handler(8, compile={"backend": "eager"})
+    options = {"shard": nn.Linear, "checkpoint_activations": True}
+    compiled = make_handler(8, strategy="fsdp", strategy_options=options, compile={"backend": "eager"})
     compiled.set_val_loader(regression(), batch_size=3)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="The .grad attribute")  # torch's tracer looks at that of each input

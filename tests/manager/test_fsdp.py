@@ -74,6 +74,35 @@ def test_gradients_are_those_of_one_process(rank, world_size):
         compare_with_one_process(module, rank, world_size)
 
 
+class Nested(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.num_calls = 0
+        self.blocks = nn.Sequential(Block(5, torch.float64), nn.Dropout(0.5), Block(5, torch.float64))
+        self.blocks[0].register_forward_hook(self.count)
+        self.blocks[0].linear.register_forward_hook(self.count)
+
+    def count(self, *_):
+        self.num_calls += 1
+
+    def forward(self, inputs):
+        return self.blocks(inputs) + 0
+
+
+@ranks(2)
+def test_what_is_computed_again_has_the_same_gradients():
+    found = []
+    for again in (False, True):
+        torch.manual_seed(0)
+        module = DistributedManager().wrap_fsdp(Nested(), shard=(Block, nn.Linear), checkpoint_activations=again)
+        for _ in range(2):
+            module.zero_grad()
+            module(torch.ones(2, 5, dtype=torch.float64)).square().sum().backward()
+        found.append((module.num_calls, gradients(module)))
+    torch.testing.assert_close(found[0][1], found[1][1], rtol=0, atol=0)
+    assert found[1][0] > found[0][0] == 4
+
+
 class Either(nn.Module):
     def __init__(self):
         super().__init__()
@@ -152,6 +181,12 @@ REFUSED = {
     ),
     "a container": (Uneven, {"shard": nn.ModuleList}, ValueError, r"must have a forward\(\), got a ModuleList"),
     "no such part": (Uneven, {"shard": nn.LSTM}, ValueError, "shard must find modules .* It has Block, Linear, Modu"),
+    "nothing to compute again": (
+        Uneven,
+        {"checkpoint_activations": True},
+        ValueError,
+        "checkpoint_activations must be used with shard, got shard=None",
+    ),
     "tied": (
         Uneven,
         {"shard": nn.Linear},
