@@ -25,15 +25,7 @@ Parts: TypeAlias = type[torch.nn.Module] | Sequence[type[torch.nn.Module]] | Cal
 Precision: TypeAlias = "Literal['bf16', 'fp16'] | MixedPrecisionPolicy"
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
-_OPTIONS = (
-    "mesh",
-    "shard",
-    "mixed_precision",
-    "checkpoint_activations",
-    "reshard_after_forward",
-    "shard_placement_fn",
-    "offload_policy",
-)
+_OPTIONS = ("reshard_after_forward", "shard_placement_fn", "offload_policy")
 
 
 def check_shardable(
@@ -47,7 +39,7 @@ def check_shardable(
     """Refuse, on any number of ranks, what ``fully_shard`` would on several, there or in the first step."""
     if not isinstance(module, torch.nn.Module):
         raise TypeError(f"module must be a torch.nn.Module, got a {type(module).__name__}. Pass the model.")
-    check_options(options, _OPTIONS, "wrap_fsdp")
+    check_options(options, [*_OPTIONS, "mesh", "shard", "mixed_precision", "checkpoint_activations"], "wrap_fsdp")
     _policies(precision)
     if not any(True for _ in module.parameters()):
         raise ValueError("module must have parameters, got none. Call the module as it is: there is nothing to shard.")
