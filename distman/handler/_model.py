@@ -88,8 +88,6 @@ class TrainedModel:
 
         Collective.
         """
-        if self.is_sharded:
-            forget_step(self.module)
         trained = self._trainable()
         if [id(one) for one in trained] == [id(one) for one in self._trained]:
             return
@@ -103,6 +101,14 @@ class TrainedModel:
             self._wrapped = self._strategy.wrap(self.module)
         if isinstance(self._wrapped, DistributedDataParallel):
             self._wrapped.register_forward_pre_hook(self._refuse)
+
+    def forget_step(self) -> None:
+        """Let a sharded module have its own parameters again after a step that raised.
+
+        Local.
+        """
+        if self.is_sharded:
+            forget_step(self.module)
 
     def _trainable(self) -> list[torch.nn.Parameter]:
         return [parameter for parameter in self.module.parameters() if parameter.requires_grad]

@@ -101,7 +101,7 @@ class Optimization:
     """
 
     def __init__(self, model: TrainedModel, optimizer: torch.optim.Optimizer, options: StepOptions) -> None:
-        model.wrap()  # first: after a step that raised, it lets a sharded module have its parameters again
+        model.forget_step()
         self._model, self._optimizer, self._options = model, optimizer, options
         self._device, self._world_size = DistributedManager().device, DistributedManager().world_size
         self._parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
@@ -119,6 +119,7 @@ class Optimization:
                 f"the optimizer must step without a closure, got {type(optimizer).__name__}, which computes the loss "
                 "several times per step. Write the loop yourself, with manager.wrap_ddp()."
             )
+        model.wrap()
         self._scaler = torch.amp.GradScaler(self._device.type, enabled=options.amp == "fp16")
         model.keep_average(options.ema_decay)
         model.module.zero_grad()  # left by a step that raised, or of parameters that another optimizer did not have
