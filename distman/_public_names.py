@@ -38,8 +38,13 @@ def missing_name(name: str, caller: FrameType) -> Exception:
     if not homes:
         return AttributeError(f"module 'distman' has no attribute {name!r}")
     hint = f"{name} is in distman.{homes[0]}. Write: from distman.{homes[0]} import {name}"
+    return error_of_missing(hint, caller)
+
+
+def error_of_missing(text: str, caller: FrameType) -> Exception:
+    """Return the error for a name that a module does not have, of the type that shows its text where it is raised."""
     is_imported = caller.f_code.co_code[caller.f_lasti] == opcode.opmap["IMPORT_FROM"]
-    return (ImportError if is_imported else AttributeError)(hint)
+    return (ImportError if is_imported else AttributeError)(text)
 
 
 def _names_of(package: str) -> list[str]:

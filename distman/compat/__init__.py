@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from distman.compat import physicsnemo
+from distman.compat import nnhandler, physicsnemo
 
-__all__ = ["physicsnemo"]
+__all__ = ["nnhandler", "physicsnemo"]

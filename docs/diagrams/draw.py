@@ -21,7 +21,7 @@ WIDTH = 400
 # Titles of the layers from the named one down to the next title.
 BANDS = {
     "testing": ("around", "a job"),
-    "executor": ("whole", "tasks"),
+    "compat": ("whole", "tasks"),
     "decorators": ("work that", "ranks share"),
     "manager": ("the job",),
     "_rendezvous": ("what ranks tell", "each other"),

@@ -1,0 +1,295 @@
+"""``nn_handler.callbacks``: the events of a training, and ready-made callbacks."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import math
+import warnings
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from distman import checkpoint
+from distman.handler import _callbacks as ours
+
+if TYPE_CHECKING:
+    from distman.compat.nnhandler._handler import NNHandler
+
+Logs = dict[str, Any]
+BATCH_EVENTS = ("on_train_batch_begin", "on_train_batch_end", "on_val_batch_begin", "on_val_batch_end")
+
+
+class Callback:
+    """The events of a training, one method each, called on every rank with the results of all ranks.
+
+    An exception ends the training on all ranks. ``on_train_batch_end`` follows the step of the optimizer that the batch
+    is part of; its loss and metrics, as those of ``on_val_batch_end``, are this rank's.
+
+    Attributes:
+        handler: The handler, once the callback has been added to one.
+    """
+
+    handler: NNHandler
+
+    def set_handler(self, handler: NNHandler) -> None:
+        """Take the handler."""
+        self.handler = handler
+
+    def on_train_begin(self, logs: Logs | None = None) -> None:
+        """Called before the first epoch."""
+
+    def on_train_end(self, logs: Logs | None = None) -> None:
+        """Called after the last epoch."""
+
+    def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
+        """Called before an epoch."""
+
+    def on_epoch_end(self, epoch: int, logs: Logs | None = None) -> None:
+        """Called after an epoch and its validation."""
+
+    def on_train_batch_begin(self, batch: int, logs: Logs | None = None) -> None:
+        """Called before the model sees a batch."""
+
+    def on_train_batch_end(self, batch: int, logs: Logs | None = None) -> None:
+        """Called after the optimizer's step."""
+
+    def on_val_begin(self, logs: Logs | None = None) -> None:
+        """Called before a validation."""
+
+    def on_val_end(self, logs: Logs | None = None) -> None:
+        """Called after a validation."""
+
+    def on_val_batch_begin(self, batch: int, logs: Logs | None = None) -> None:
+        """Called before the model sees a batch of a validation."""
+
+    def on_val_batch_end(self, batch: int, logs: Logs | None = None) -> None:
+        """Called after a batch of a validation."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a resumed run has to know, as plain values and tensors."""
+        return {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore such a state."""
+
+
+class _Monitoring(Callback):
+    """A callback that follows the best value."""
+
+    def __init__(self, monitor: str, mode: str, min_delta: float) -> None:
+        self.monitor, self.mode = monitor, mode
+        self._best = ours._Best("max" if mode == "max" else "min", min_delta)
+        if mode not in ("min", "max"):
+            warnings.warn(f"mode must be 'min' or 'max', got {mode!r}: it is taken for 'min'", stacklevel=3)
+
+    @property
+    def best(self) -> float:
+        """The best value so far."""
+        worst = -math.inf if self.mode == "max" else math.inf
+        return worst if self._best.value is None else self._best.value
+
+    def _improves(self, logs: Logs) -> bool | None:
+        """Return whether this epoch is the best; None, with a warning, if the value is not there."""
+        value = logs.get(self.monitor)
+        if value is None:
+            warnings.warn(f"{type(self).__name__}: there is no {self.monitor} among {sorted(logs)}", stacklevel=3)
+            return None
+        return self._best.improves(float(value))
+
+
+class ModelCheckpoint(_Monitoring):
+    """Saves the handler, or the weights alone, after the best epochs or after every so many.
+
+    Args:
+        filepath: The file; names of results in braces are filled in, such as ``{epoch:02d}``.
+        monitor: Name of the result by which the best epoch is chosen.
+        mode: ``"min"`` if smaller is better, ``"max"`` if larger is.
+        save_best_only: Save only when the result is the best so far.
+        save_weights_only: Save the state of the model alone.
+        save_freq: Number of epochs between two saves, without ``save_best_only``.
+        verbose: Log each save.
+    """
+
+    def __init__(
+        self,
+        filepath: str = ".",
+        monitor: str = "val_loss",
+        mode: str = "min",
+        save_best_only: bool = True,
+        save_weights_only: bool = False,
+        save_freq: int = 1,
+        verbose: int = 0,
+    ) -> None:
+        super().__init__(monitor, mode, 0.0)
+        self.filepath, self.save_best_only, self.save_weights_only = filepath, save_best_only, save_weights_only
+        self.save_freq, self.verbose = save_freq, verbose
+
+    def on_epoch_end(self, epoch: int, logs: Logs | None = None) -> None:
+        """Save, if it is due.
+
+        Collective.
+        """
+        logs = logs or {}
+        is_due = self._improves(logs) if self.save_best_only else (epoch + 1) % self.save_freq == 0
+        if not is_due:
+            return
+        path = with_suffix(self.filepath.format(**logs))
+        if self.save_weights_only:
+            checkpoint.save(checkpoint.model_state(self.handler.module), path)
+        else:
+            self.handler.save(path)
+        if self.verbose:
+            self.handler.log(f"epoch {epoch + 1}: saved {path}")
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the best value."""
+        return {"best": self._best.value}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore such a state."""
+        self._best.value = state_dict["best"]
+
+
+class EarlyStopping(_Monitoring):
+    """Ends the training when a result has stopped improving.
+
+    Args:
+        monitor: Name of the result.
+        min_delta: Smallest change that counts as an improvement.
+        patience: Number of epochs in a row without improvement after which the training ends.
+        mode: ``"min"`` if smaller is better, ``"max"`` if larger is.
+        verbose: Log the end.
+        restore_best_weights: Go back to the weights of the best epoch at the end.
+    """
+
+    def __init__(
+        self,
+        monitor: str = "val_loss",
+        min_delta: float = 0.0,
+        patience: int = 10,
+        mode: str = "min",
+        verbose: int = 0,
+        restore_best_weights: bool = False,
+    ) -> None:
+        super().__init__(monitor, mode, min_delta)
+        self.min_delta, self.patience, self.verbose = min_delta, patience, verbose
+        self.restore_best_weights = restore_best_weights
+        self.wait = self.stopped_epoch = 0
+        self.best_weights: dict[str, Any] | None = None
+
+    def on_train_begin(self, logs: Logs | None = None) -> None:
+        """Begin to wait anew."""
+        self.wait, self.stopped_epoch, self._best.value, self.best_weights = 0, 0, None, None
+
+    def on_epoch_end(self, epoch: int, logs: Logs | None = None) -> None:
+        """End the training if the result has not improved for long enough."""
+        has_improved = self._improves(logs or {})
+        if has_improved is None:
+            return
+        if has_improved and self.restore_best_weights:
+            self.best_weights = copy.deepcopy(checkpoint.model_state(self.handler.module))
+        self.wait = 0 if has_improved else self.wait + 1
+        if self.wait < self.patience:
+            return
+        self.stopped_epoch = epoch + 1
+        self.handler._stop_training = True
+        if self.best_weights is not None:
+            checkpoint.load_model_state(self.handler.module, self.best_weights)
+        if self.verbose:
+            self.handler.log(f"epoch {epoch + 1}: {self.monitor} has stopped improving")
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the best value, and how many epochs since have not improved on it."""
+        return {"best": self._best.value, "wait": self.wait, "stopped_epoch": self.stopped_epoch}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore such a state."""
+        self._best.value, self.wait = state_dict["best"], state_dict["wait"]
+        self.stopped_epoch = state_dict["stopped_epoch"]
+
+
+class LearningRateMonitor(Callback):
+    """Needs to do nothing: the learning rates are among the results of each epoch, as ``lr`` and ``lr_group_0``."""
+
+
+class EpochTimer(Callback):
+    """Puts the seconds of each epoch among its results, as ``epoch_time_sec``."""
+
+    def on_epoch_end(self, epoch: int, logs: Logs | None = None) -> None:
+        """Add the time."""
+        if logs is not None:
+            logs["epoch_time_sec"] = logs["epoch_time"]
+
+
+class ParameterNormMonitor(Callback):
+    """Puts the norm of all parameters among the results, as ``param_norm_2``.
+
+    Args:
+        log_freq_epoch: Number of epochs between two norms.
+        norm_type: Which norm; ``"inf"`` or a number.
+    """
+
+    def __init__(self, log_freq_epoch: int = 1, norm_type: float | str = 2) -> None:
+        self.log_freq_epoch, self.norm_type = log_freq_epoch, float(norm_type)
+        self._name = f"param_norm_{str(norm_type).lower()}"
+
+    def on_epoch_end(self, epoch: int, logs: Logs | None = None) -> None:
+        """Add the norm."""
+        if logs is not None and (epoch + 1) % self.log_freq_epoch == 0:
+            parameters = [one.detach().flatten() for one in self.handler.module.parameters()]
+            logs[self._name] = torch.cat(parameters).norm(self.norm_type).item()
+
+
+class ParamScheduler(Callback):
+    """Sets an attribute of the module before each epoch.
+
+    Args:
+        parameter_name: Name of the attribute.
+        schedule: Has ``get_value(epoch)``.
+        verbose: Log each value.
+    """
+
+    def __init__(self, parameter_name: str, schedule: Any, verbose: int = 0) -> None:
+        self.parameter_name, self.schedule, self.verbose = parameter_name, schedule, verbose
+
+    def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
+        """Set the value of this epoch."""
+        value = self.schedule.get_value(epoch)
+        setattr(self.handler.module, self.parameter_name, value)
+        if self.verbose:
+            self.handler.log(f"epoch {epoch + 1}: {self.parameter_name} is {value:.6g}")
+
+
+class SimpleGarbageCollector(Callback):
+    """Collects Python's garbage after every so many epochs.
+
+    Args:
+        collect_freq_epoch: Number of epochs between two collections.
+        verbose: Makes no difference.
+    """
+
+    def __init__(self, collect_freq_epoch: int = 1, verbose: bool = False) -> None:
+        self.collect_freq_epoch, self.verbose = collect_freq_epoch, verbose
+
+    def on_epoch_end(self, epoch: int, logs: Logs | None = None) -> None:
+        """Collect, if it is due."""
+        if (epoch + 1) % self.collect_freq_epoch == 0:
+            self._collect()
+
+    def _collect(self) -> None:
+        gc.collect()
+
+
+class CudaGarbageCollector(SimpleGarbageCollector):
+    """Collects Python's garbage and gives unused memory of the GPU back after every so many epochs."""
+
+    def _collect(self) -> None:
+        gc.collect()
+        torch.cuda.empty_cache()
+
+
+def with_suffix(path: str) -> Path:
+    """Return the path of a checkpoint, which ends in ``.pth``."""
+    return Path(path if path.endswith(".pth") else f"{path}.pth")

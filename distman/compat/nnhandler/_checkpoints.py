@@ -1,0 +1,224 @@
+"""``nn_handler.checkpointing``: what a file says of a handler, and what a handler takes from it."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from distman import checkpoint
+from distman.checkpoint._state import check_state
+from distman.compat.nnhandler._kinds import ModelType
+from distman.compat.nnhandler._start import start
+from distman.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from distman.compat.nnhandler._handler import NNHandler
+
+KEY = "nnhandler"
+"""Where a checkpoint says how the handler was made; the rest of it is that of distman's handler."""
+
+_CONVERT = (
+    "If it is one that NNHandler itself has saved, it holds pickled classes, which are run when they are loaded. Take "
+    "what is none out of it, once, where you trust the file: state = torch.load(path, weights_only=False); torch.save("
+    "{key: state[key] for key in ('model_state_dict', 'optimizer_state_dict', 'scheduler_state_dict', "
+    "'train_losses', 'val_losses') if state.get(key)}, new_path). Make the handler and call handler.load(new_path)."
+)
+
+
+def describe(handler: NNHandler) -> dict[str, Any]:
+    """Return how a handler was made, as plain values: classes by their names, and of arguments those that are plain."""
+    return {
+        "model": _made_by(handler._model_class, handler.model_kwargs),
+        "model_type": handler._model_type.value,
+        "optimizer": _made_by(type(handler._optimizer), handler._optimizer_kwargs) if handler._optimizer else None,
+        "scheduler": _made_by(type(handler._scheduler), handler._scheduler_kwargs) if handler._scheduler else None,
+        "seed": handler.seed,
+        "complimentary_kwargs": _plain(handler.complimentary_kwargs),
+        "sampler": _plain({"state": handler.sampler.save()}) if handler.sampler is not None else None,
+    }
+
+
+class Load:
+    """The method ``load``: called on the class it makes a handler, called on a handler it loads into that one."""
+
+    def __get__(self, handler: NNHandler | None, owner: type[NNHandler]) -> Callable[..., NNHandler]:
+        return functools.partial(_load, owner, handler)
+
+
+def _load(
+    owner: type[NNHandler],
+    handler: NNHandler | None,
+    path: str,
+    device: torch.device | str | None = None,
+    strict_load: bool = False,
+    skip_optimizer: bool = False,
+    skip_scheduler: bool = False,
+    skip_history: bool = False,
+    skip_callbacks: bool = False,
+    skip_sampler_sde: bool = False,
+    skip_ema: bool = False,
+) -> NNHandler:
+    """Return a handler with the state in a file; the next training goes on from it.
+
+    Collective. Blocking. Nothing in the file is run: its classes are looked for among those that the program has
+    imported.
+
+    Args:
+        owner: The class of the handler.
+        handler: The handler; None makes one like that which was saved.
+        path: A file of :meth:`NNHandler.save`, or, for a handler that there is, weights: bare, as of a model in
+            DistributedDataParallel, or at ``model_state_dict`` beside other states.
+        device: See :class:`NNHandler`.
+        strict_load: Raise where the names of weights differ from the model's; else a warning says so.
+        skip_optimizer: Leave out the optimizer, and the schedule and position of its training.
+        skip_scheduler: Leave out the scheduler.
+        skip_history: Leave out the results of epochs.
+        skip_callbacks: Leave out the states of callbacks, which those of the same classes get when they are added.
+        skip_sampler_sde: Leave out the state of the sampler.
+        skip_ema: Leave out the moving average of the weights.
+
+    Raises:
+        CheckpointError: The file holds something else; or the class of its model is not known here.
+        RuntimeError: The weights do not fit.
+    """
+    start(device)
+    state = _read(path)
+    if KEY not in state:
+        if handler is None:
+            raise CheckpointError(
+                f"{path} holds weights and does not say of which model. Write NNHandler.initialize_from_checkpoint("
+                "path, ModelClass), or make the handler and call load() on it."
+            )
+        _load_plain(handler, state, strict_load, skip_optimizer, skip_scheduler, skip_history)
+        return handler
+    made = state.pop(KEY)
+    if handler is None:
+        model_class = _class_of(made["model"], torch.nn.Module)
+        handler = owner(model_class, device or "cpu", model_type=made["model_type"], **made["model"]["kwargs"])
+        if made["optimizer"] and not skip_optimizer:
+            handler.set_optimizer(_class_of(made["optimizer"], torch.optim.Optimizer), **made["optimizer"]["kwargs"])
+            if made["scheduler"] and not skip_scheduler:
+                scheduler_class = _class_of(made["scheduler"], torch.optim.lr_scheduler.LRScheduler)
+                handler.set_scheduler(scheduler_class, **made["scheduler"]["kwargs"])
+    handler._seed = made["seed"]
+    handler.complimentary_kwargs = made["complimentary_kwargs"]
+    if made["sampler"] and handler.sampler is not None and not skip_sampler_sde:
+        handler.sampler.load(**made["sampler"]["state"])
+    load_weights(handler, state["model"]["module"], strict=strict_load)
+    state["model"]["module"] = checkpoint.model_state(handler.module)
+    if skip_ema:
+        state["model"]["average"] = None
+    if skip_history:
+        state["history"] = {"records": [], "validations": []}
+    if skip_callbacks:
+        state["callbacks"] = []
+    training = None if skip_optimizer else state["training"]
+    if training is not None:
+        training["reason"] = ""  # the program wants to train on, even where that training had stopped
+        training["scheduler"] = {} if skip_scheduler else training["scheduler"]
+        if handler.optimizer is not None:
+            handler.optimizer.load_state_dict(training["optimization"]["optimizer"])
+    state["training"] = training
+    handler.distman.load_state_dict(state)
+    handler._bridge.done = 0 if training is None else training["epoch"]
+    return handler
+
+
+def initialize_from_checkpoint(
+    owner: type[NNHandler],
+    /,
+    checkpoint_path: str,
+    model_class: type[torch.nn.Module],
+    model_type: ModelType | str | None = None,
+    device: torch.device | str | None = None,
+    strict_load: bool = True,
+    **model_kwargs: Any,
+) -> NNHandler:
+    """Return a handler whose model has the weights in a file, and nothing else of it.
+
+    Collective. Blocking. The arguments are those of :class:`NNHandler` and of its ``load``.
+    """
+    start(device)
+    handler = owner(model_class, device or "cpu", model_type=model_type or ModelType.CLASSIFICATION, **model_kwargs)
+    state = _read(checkpoint_path)
+    weights = state["model"]["module"] if KEY in state else state.get("model_state_dict", state)
+    load_weights(handler, weights, strict=strict_load)
+    return handler
+
+
+def load_weights(handler: NNHandler, weights: Mapping[str, Any], *, strict: bool) -> None:
+    """Load weights into the model; names that do not fit are an error if ``strict``, else a warning."""
+    missing, unexpected = checkpoint.load_model_state(handler.module, weights, strict=strict)
+    if missing or unexpected:
+        handler.warn(f"weights that the file lacks: {missing}; that the model lacks: {unexpected}", RuntimeWarning)
+
+
+def _load_plain(
+    handler: NNHandler,
+    state: Mapping[str, Any],
+    strict: bool,
+    skip_optimizer: bool,
+    skip_scheduler: bool,
+    skip_history: bool,
+) -> None:
+    """Load weights, and what is beside them under the names of NNHandler's own files."""
+    load_weights(handler, state.get("model_state_dict", state), strict=strict)
+    if "model_state_dict" not in state:
+        return
+    if handler.optimizer is not None and state.get("optimizer_state_dict") and not skip_optimizer:
+        handler.optimizer.load_state_dict(state["optimizer_state_dict"])
+        if handler.scheduler is not None and state.get("scheduler_state_dict") and not skip_scheduler:
+            handler.scheduler.load_state_dict(state["scheduler_state_dict"])
+    if not skip_history:
+        losses = zip(state.get("train_losses", []), state.get("val_losses", []), strict=True)
+        records = [{"epoch": float(epoch), "loss": one, "val_loss": val} for epoch, (one, val) in enumerate(losses)]
+        handler.distman.history.load_state_dict({"records": records, "validations": []})
+
+
+def _read(path: str) -> dict[str, Any]:
+    try:
+        state = checkpoint.load(path)
+    except CheckpointError as error:
+        raise CheckpointError(f"{error} {_CONVERT}") from error
+    if not isinstance(state, Mapping):
+        raise CheckpointError(
+            f"{path} must hold a dict, got a {type(state).__name__}. Save model.state_dict(), for one."
+        )
+    return dict(state)
+
+
+def _made_by(cls: type, kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    return {"module": cls.__module__, "name": cls.__qualname__, "kwargs": _plain(kwargs)}
+
+
+def _plain(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values that a checkpoint can hold."""
+    kept = {}
+    for name, value in values.items():
+        try:
+            check_state(value)
+        except ValueError:
+            continue
+        kept[name] = value
+    return kept
+
+
+def _class_of(made: Mapping[str, Any], base: type) -> Any:
+    """Return the class of that name, if the program has imported it and it is one of ``base``.
+
+    Raises:
+        CheckpointError: It is not there; nothing is imported that only a file has named.
+    """
+    found: Any = sys.modules.get(made["module"])
+    for part in made["name"].split("."):
+        found = getattr(found, part, None)
+    if not (isinstance(found, type) and issubclass(found, base)):
+        raise CheckpointError(
+            f"{made['module']}.{made['name']} must be a class of {base.__name__} that the program has imported, got "
+            f"{found!r}. Import it before load(), or make the handler and call load() on it."
+        )
+    return found
