@@ -98,6 +98,24 @@ def test_a_training_step_waits_only_where_it_is_looked_at(world_size, options, e
     assert steps.per_step == [each] * (3 if "accumulate" not in options else 1)
 
 
+class Looks(CountPerStep):
+    def on_step_records(self, _, records):
+        self.looks = [*getattr(self, "looks", []), int(records[-1]["step"])]
+
+
+@ranks(1, 2)
+def test_the_numbers_of_steps_are_read_together(world_size, monkeypatch):
+    monkeypatch.setattr("distman.handler._step_records._SECONDS_UNREAD", 1e9)  # however slow the steps are
+    handler = make_handler(GLOBAL_BATCH // world_size, data=regression(torch.float64, 5 * GLOBAL_BATCH))
+    handler.set_optimizer(torch.optim.SGD, lr=0.01)
+    with Synchronizations() as counted:
+        steps = Looks(counted)
+        handler.add_callback(steps)
+        handler.train(1, check_every=32, clip_norm=1.0)
+    assert steps.looks == [1, 5]
+    assert steps.per_step == [0, 0, 0, 0]  # the first look is before all of these, the last one after them
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_on_a_gpu_no_step_waits():

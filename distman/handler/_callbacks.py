@@ -68,14 +68,14 @@ class EarlyStopping(Callback):
         self._follow(handler, _find(self._monitor, handler, record))
 
     def on_validation_end(self, handler: NNHandler, record: Record) -> None:
-        """End the training if the value, one of the validation, has not improved for long enough.
+        """End the training if the value, one of a validation within an epoch, has not improved for long enough.
 
         Local.
 
         Raises:
             ValueError: The validation has no such value.
         """
-        if self._monitor.startswith("val_"):
+        if "step" in record and self._monitor.startswith("val_"):  # else the epoch ends, which counts
             self._follow(handler, _find(self._monitor, handler, record))
 
     def _follow(self, handler: NNHandler, value: float | None) -> None:
@@ -159,7 +159,7 @@ class ModelCheckpoint(Callback):
         self._save(handler, _find(self._monitor, handler, record))
 
     def on_validation_end(self, handler: NNHandler, record: Record) -> None:
-        """Save a checkpoint, if the value is one of the validation.
+        """Save a checkpoint after a validation within an epoch, if the value is one of it.
 
         Collective.
 
@@ -167,7 +167,7 @@ class ModelCheckpoint(Callback):
             ValueError: The validation has no such value.
             RankFailedError: On every rank: rank 0 could not save.
         """
-        if self._monitor.startswith("val_"):
+        if "step" in record and self._monitor.startswith("val_"):  # else the epoch ends, which counts
             self._save(handler, _find(self._monitor, handler, record))
 
     def _save(self, handler: NNHandler, value: float | None) -> None:

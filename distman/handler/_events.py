@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec
 
+import torch
+
 from distman.handler._history import Record
 
 if TYPE_CHECKING:
@@ -28,7 +30,7 @@ class Callback:
         epoch 3: 0.25
     """
 
-    # This class is the only list of events: a new one is a method here, and a call of Callbacks.emit where it happens.
+    # This class is the only list of events: a new one is a method here, and a call of Events.emit where it happens.
 
     def on_train_begin(self, handler: NNHandler) -> None:
         """Called before the first epoch, and before the first one of a resumed run.
@@ -59,6 +61,85 @@ class Callback:
             ...         handler.module.noise = 0.9**epoch
         """
 
+    def on_train_batch_start(self, handler: NNHandler, batch: Any) -> None:
+        """Called before the model is trained with a batch.
+
+        Local.
+
+        Args:
+            handler: The handler.
+            batch: This rank's batch, as the loader returned it; where the rank has none left, an earlier one, which
+                does not count.
+
+        Example:
+            >>> class Noise(Callback):
+            ...     def on_train_batch_start(self, handler, batch):
+            ...         inputs, _ = batch
+            ...         inputs += 0.1 * torch.randn_like(inputs)
+        """
+
+    def on_before_backward(self, handler: NNHandler, loss: torch.Tensor) -> None:
+        """Called before the backward pass of a batch.
+
+        Local.
+
+        Args:
+            handler: The handler.
+            loss: This rank's mean loss over the batch, shape ``()``.
+
+        Example:
+            >>> class Graph(Callback):
+            ...     def on_before_backward(self, handler, loss):
+            ...         self.last = loss.grad_fn.name()
+        """
+
+    def on_after_backward(self, handler: NNHandler) -> None:
+        """Called after the backward pass of a batch.
+
+        Local. The gradients are those of the step's batches so far, of all ranks after the last one, multiplied by the
+        scale of the loss with ``amp="fp16"``.
+
+        Args:
+            handler: The handler.
+
+        Example:
+            >>> class Used(Callback):
+            ...     def on_after_backward(self, handler):
+            ...         self.num_used = sum(one.grad is not None for one in handler.module.parameters())
+        """
+
+    def on_train_batch_end(self, handler: NNHandler, batch: Any, loss: torch.Tensor) -> None:
+        """Called after the model was trained with a batch; see :meth:`on_step_end` for the step of the optimizer.
+
+        Local.
+
+        Args:
+            handler: The handler.
+            batch: See :meth:`on_train_batch_start`.
+            loss: This rank's mean loss over the batch, detached. Who reads it waits for the GPU.
+
+        Example:
+            >>> class Largest(Callback):
+            ...     loss = torch.tensor(0.0)
+            ...     def on_train_batch_end(self, handler, batch, loss):
+            ...         self.loss = torch.maximum(self.loss, loss)  # without reading it
+        """
+
+    def on_before_optimizer_step(self, handler: NNHandler) -> None:
+        """Called when the gradient of a step is complete, before it is clipped; also if the step is then skipped.
+
+        Local. The gradient is that of the mean loss over the samples of all ranks, and may be changed, on all ranks
+        alike.
+
+        Args:
+            handler: The handler.
+
+        Example:
+            >>> class WithoutMean(Callback):
+            ...     def on_before_optimizer_step(self, handler):
+            ...         handler.module.weight.grad -= handler.module.weight.grad.mean()
+        """
+
     def on_step_end(self, handler: NNHandler, step: int) -> None:
         """Called after a step of the optimizer.
 
@@ -75,21 +156,54 @@ class Callback:
             ...             handler.module.weight.clamp_(-1, 1)
         """
 
-    def on_validation_end(self, handler: NNHandler, record: Record) -> None:
-        """Called after a validation within an epoch, see ``validate_every_steps`` of :meth:`NNHandler.train`.
+    def on_step_records(self, handler: NNHandler, records: Sequence[Record]) -> None:
+        """Called with the numbers of the steps since the last call, after at most 32 steps.
+
+        Local. They are read from the GPU together, and only where a callback overrides this: the host waits once.
+
+        Args:
+            handler: The handler.
+            records: For each step, the same on all ranks: ``step``; ``epoch``; ``loss``, the mean over the samples of
+                all ranks; ``lr``; ``grad_norm``, before clipping, unless ``non_finite="ignore"`` without ``clip_norm``;
+                ``samples_per_second`` of all ranks, and ``waiting``, the share of the time that the rank that waited
+                longest waited for its batches. The last two are means over these steps.
+
+        Example:
+            >>> class Spikes(Callback):
+            ...     def on_step_records(self, handler, records):
+            ...         self.steps = [record["step"] for record in records if record["grad_norm"] > 100]
+        """
+
+    def on_validation_start(self, handler: NNHandler) -> None:
+        """Called before a validation of the training, after an epoch or within it.
 
         Local.
 
         Args:
             handler: The handler.
-            record: The results of the validation, the same on all ranks; values added to it become part of
-                ``history.validations``.
+
+        Example:
+            >>> class Clock(Callback):
+            ...     def on_validation_start(self, handler):
+            ...         self.started = time.perf_counter()
+        """
+
+    def on_validation_end(self, handler: NNHandler, record: Record) -> None:
+        """Called after a validation of the training, after an epoch or within it.
+
+        Local.
+
+        Args:
+            handler: The handler.
+            record: The results, the same on all ranks. Within an epoch, see ``validate_every_steps`` of
+                :meth:`NNHandler.train`, it has a ``step``, and values added to it become part of
+                ``history.validations``; after one it is the record of the epoch, which :meth:`on_epoch_end` gets too.
 
         Example:
             >>> class Overfit(Callback):
             ...     def on_validation_end(self, handler, record):
             ...         if record["val_loss"] > 10:
-            ...             handler.stop(f"diverged by step {record['step']:.0f}")
+            ...             handler.stop(f"diverged by step {handler.num_steps}")
         """
 
     def on_epoch_end(self, handler: NNHandler, record: Record) -> None:
@@ -119,6 +233,21 @@ class Callback:
             >>> class Plot(Callback):
             ...     def on_train_end(self, handler):
             ...         handler.plot_losses("loss.png")
+        """
+
+    def on_exception(self, handler: NNHandler, error: BaseException) -> None:
+        """Called when an error ends the training, in the place of :meth:`on_train_end`.
+
+        Local. It must not communicate: other ranks may not get here.
+
+        Args:
+            handler: The handler.
+            error: What is being raised; :class:`Preempted` if the job was asked to stop.
+
+        Example:
+            >>> class Notes(Callback):
+            ...     def on_exception(self, handler, error):
+            ...         print(f"step {handler.num_steps}: {error}")
         """
 
     def state_dict(self) -> dict[str, Any]:
@@ -167,24 +296,6 @@ class Callbacks:
         """
         (self._last if is_last else self._first).append(callback)
 
-    def emit(
-        self,
-        event: Callable[Concatenate[Callback, NNHandler, P], None],
-        handler: NNHandler,
-        *args: P.args,
-        **kwargs: P.kwargs,
-    ) -> None:
-        """Call every callback's method for an event.
-
-        Args:
-            event: The event, a method of :class:`Callback`.
-            handler: The handler.
-            args: The method's other arguments.
-            kwargs: The method's other arguments, by name.
-        """
-        for callback in self:
-            getattr(callback, event.__name__)(handler, *args, **kwargs)
-
     def state_dict(self) -> list[list[Any]]:
         """Return the name of each callback's class, and its state."""
         return [[type(callback).__qualname__, callback.state_dict()] for callback in self]
@@ -197,3 +308,32 @@ class Callbacks:
             if own is not None:
                 saved.remove(own)
                 callback.load_state_dict(own[1])
+
+
+class Events:
+    """The events of one training, emitted to the callbacks of its handler.
+
+    Args:
+        callbacks: The callbacks.
+        handler: The handler, their first argument.
+    """
+
+    def __init__(self, callbacks: Callbacks, handler: NNHandler) -> None:
+        self._callbacks, self._handler = callbacks, handler
+
+    def is_heard(self, event: Callable[..., None]) -> bool:
+        """Return whether a callback overrides the method of an event."""
+        return any(getattr(type(callback), event.__name__) is not event for callback in self._callbacks)
+
+    def emit(
+        self, event: Callable[Concatenate[Callback, NNHandler, P], None], *args: P.args, **kwargs: P.kwargs
+    ) -> None:
+        """Call every callback's method for an event.
+
+        Args:
+            event: The event, a method of :class:`Callback`.
+            args: The method's other arguments.
+            kwargs: The method's other arguments, by name.
+        """
+        for callback in self._callbacks:
+            getattr(callback, event.__name__)(self._handler, *args, **kwargs)

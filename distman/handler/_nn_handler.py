@@ -11,6 +11,7 @@ import torch
 
 from distman._device import resolve_device
 from distman._seeds import seed_generators, seed_of
+from distman.handler._events import Callback, Events
 from distman.handler._history import History
 from distman.handler._joint import joint
 from distman.handler._limits import Limits
@@ -89,8 +90,7 @@ class NNHandler(Saving):
         model = TrainedModel(model_class(**model_kwargs), compile_options=options, strategy=shares)
         if seed is not None:
             seed_generators(seed_of(seed, manager.rank))
-        super().__init__(model, seed or 0, model_kwargs)
-        self._reporter = Reporter(logger_mode, Path(log_file))
+        super().__init__(model, seed or 0, model_kwargs, Reporter(logger_mode, Path(log_file)))
 
     @classmethod
     def initialize_from_checkpoint(
@@ -161,7 +161,7 @@ class NNHandler(Saving):
                 look in each step.
             validate_every: Number of epochs from one validation to the next.
             validate_every_steps: Number of steps from one validation to the next, in the place of those after epochs.
-            progress: Show a progress bar; None shows it on a terminal.
+            progress: Show a progress bar; None shows it on a terminal and in a notebook.
 
         Returns:
             The history.
@@ -188,14 +188,19 @@ class NNHandler(Saving):
         options = StepOptions(accumulate, amp, clip_norm, ema_decay, non_finite, check_every)
         self._dtype = options.dtype
         self._load_auto_save()
-        training = self._make_training(options, limits)
+        events = Events(self._callbacks, self)
+        training = self._make_training(options, limits, events)
         if not self.module.training:
             self.module.train()
-        is_over = training.run(accumulate=accumulate, progress=progress)
-        if self._auto_save is not None:
-            self._auto_save.folder.wait()
-        if not is_over:
-            end_program(self._auto_save, self._reporter)
+        try:
+            is_over = training.run(accumulate=accumulate, progress=progress)
+            if self._auto_save is not None:
+                self._auto_save.folder.wait()
+            if not is_over:
+                end_program(self._auto_save, self._reporter)
+        except BaseException as error:
+            events.emit(Callback.on_exception, error)
+            raise
         return self.history
 
     def stop(self, reason: str = "stop()") -> None:
@@ -227,7 +232,7 @@ class NNHandler(Saving):
             self.load_state_dict(saved)
             self._reporter.log("resuming from step %d, saved in %s", self.num_steps, self._auto_save.folder.path)
 
-    def _make_training(self, options: StepOptions, limits: Limits) -> Training:
+    def _make_training(self, options: StepOptions, limits: Limits, events: Events) -> Training:
         """Return a training that resumes from the state that was loaded, or from that of the latest run."""
         training = Training(
             self,
@@ -238,7 +243,7 @@ class NNHandler(Saving):
             metrics=self._metrics,
             history=self.history,
             reporter=self._reporter,
-            callbacks=self._callbacks,
+            events=events,
             auto_save=self._auto_save,
             limits=limits,
         )

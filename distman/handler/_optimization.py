@@ -18,6 +18,7 @@ from distman.collectives._objects import all_gather_objects
 from distman.data._randomness import generators_preserved
 from distman.errors import NonFiniteLossError
 from distman.handler._accumulators import Accumulators
+from distman.handler._events import Callback, Events
 from distman.handler._model import TrainedModel
 from distman.handler._objective import Objective, Outcome, check_loss, to_device
 from distman.handler._sharding import clip, norm_over_shards, own_part, place_optimizer_state
@@ -98,6 +99,8 @@ class Optimization:
     Attributes:
         num_steps: Number of steps taken.
         num_skipped: Number of steps skipped because a loss or the gradient was not finite.
+        losses: This rank's losses of the batches of the latest step, on the device.
+        norm: The norm of its gradient, on the device; None if nobody asked.
     """
 
     def __init__(self, model: TrainedModel, optimizer: torch.optim.Optimizer, options: StepOptions) -> None:
@@ -124,13 +127,15 @@ class Optimization:
         model.keep_average(options.ema_decay)
         model.module.zero_grad()  # left by a step that raised, or of parameters that another optimizer did not have
         self.num_steps = self.num_skipped = 0
+        self.losses: Sequence[torch.Tensor] = ()
+        self.norm: torch.Tensor | None = None
         model.sort_buckets()
         self._unchecked: list[_Unchecked] = []
         may_skip = options.non_finite == "skip" or options.amp == "fp16"
         usual = 1 if self._device.type == "cpu" else _STEPS_BETWEEN_CHECKS
         self._check_every = 1 if may_skip else options.check_every or usual
 
-    def run(self, objective: Objective, steps: Sequence[Step], accumulators: Accumulators) -> bool:
+    def run(self, objective: Objective, steps: Sequence[Step], accumulators: Accumulators, events: Events) -> bool:
         """Step with the gradient of some batches; return False if the step was skipped.
 
         Collective.
@@ -139,13 +144,17 @@ class Optimization:
             objective: What is minimized.
             steps: This rank's batches.
             accumulators: What losses and metrics are added to, unless the step is skipped.
+            events: Those of the training.
 
         Raises:
             NonFiniteLossError: On every rank: a loss or the gradient is NaN or infinite.
         """
         buffers = self._copy_buffers() if self._options.non_finite == "skip" else None
-        losses, measured = self._accumulate(objective, steps, accumulators)
+        losses, measured = self._accumulate(objective, steps, accumulators, events)
+        self._scaler.unscale_(self._optimizer)
+        events.emit(Callback.on_before_optimizer_step)
         norm = self._clip()
+        self.losses, self.norm = losses, norm
         if norm is not None and self._options.non_finite != "ignore":
             self._unchecked.append(_Unchecked(self._num_begun, norm, losses))
         is_taken = len(self._unchecked) < self._check_every or self.check()
@@ -236,28 +245,32 @@ class Optimization:
             buffer.copy_(saved)
 
     def _accumulate(
-        self, objective: Objective, steps: Sequence[Step], accumulators: Accumulators
+        self, objective: Objective, steps: Sequence[Step], accumulators: Accumulators, events: Events
     ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """Add up the gradients, with the last batch over the ranks too; return the batches' losses and measurements."""
         num_total = sum(step.num_total for step in steps)
         losses, measured = [], []
         for index, step in enumerate(steps, start=1):
+            events.emit(Callback.on_train_batch_start, step.batch)
             with nullcontext() if index == len(steps) else self._model.without_synchronization():
-                outcome = self._backward(objective, step, step.num_own * self._world_size / max(num_total, 1))
+                outcome = self._backward(objective, step, step.num_own * self._world_size / max(num_total, 1), events)
             losses.append(outcome.loss.detach())
             measured.append(accumulators.measure(outcome, step.num_own))
+            events.emit(Callback.on_train_batch_end, step.batch, losses[-1])
         return losses, measured
 
-    def _backward(self, objective: Objective, step: Step, factor: float) -> Outcome:
+    def _backward(self, objective: Objective, step: Step, factor: float, events: Events) -> Outcome:
         batch = to_device(step.batch, self._device)
         with self._model.training() as model, nullcontext() if step.num_own else self._without_a_trace():
             with torch.autocast(self._device.type, self._options.dtype) if self._options.amp else nullcontext():
                 outcome = objective(model, batch)
             check_loss(outcome.loss)
+            events.emit(Callback.on_before_backward, outcome.loss)
             loss = outcome.loss.detach()
             root = (loss - loss) + factor  # NaN if the loss is not finite, which makes the gradient NaN on all ranks
             with WaitScope("backward of the model"), self._model.backward_pass():
                 self._scaler.scale(outcome.loss).backward(gradient=root)
+            events.emit(Callback.on_after_backward)
         return outcome
 
     @contextmanager
@@ -270,7 +283,6 @@ class Optimization:
 
     def _clip(self) -> torch.Tensor | None:
         """Clip the gradient, and return its 2-norm, the same on all ranks; None if there is none, or nobody asks."""
-        self._scaler.unscale_(self._optimizer)
         gradients = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
         if not gradients or (self._options.clip_norm is None and self._options.non_finite == "ignore"):
             return None

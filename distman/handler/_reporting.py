@@ -74,14 +74,15 @@ class ProgressBar:
         epoch: Index of the epoch.
         num_epochs: Number of epochs; None if unknown.
         total: Number of batches in the epoch; None if unknown.
-        is_shown: Whether to show it; None shows it on a terminal.
+        is_shown: Whether to show it; None shows it on a terminal and in a notebook.
 
     Raises:
         ImportError: The bar is asked for, and tqdm is not installed.
     """
 
     def __init__(self, epoch: int, num_epochs: int | None, total: int | None, *, is_shown: bool | None) -> None:
-        is_wanted = sys.stderr.isatty() if is_shown is None else is_shown
+        is_watched = sys.stderr.isatty() or type(sys.stderr).__module__.startswith("ipykernel.")  # or in a notebook
+        is_wanted = is_watched if is_shown is None else is_shown
         self._bar: Any = None
         if not is_wanted or not DistributedManager().is_main:
             return

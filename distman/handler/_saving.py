@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from distman import checkpoint
 from distman.checkpoint._location import Location, locate
@@ -16,8 +16,10 @@ from distman.handler._history import History
 from distman.handler._inference import Inference
 from distman.handler._model import TrainedModel
 from distman.handler._plots import plot_history
+from distman.handler._reporting import Reporter
 from distman.handler._resumption import AutoSave, Progress
 from distman.handler._sharded_state import read_parts, read_rest, save_parts, whole
+from distman.handler._warm_start import TakenWeights, take_weights
 
 _PARTS = ("model", "model_kwargs", "training", "history", "callbacks")
 """What a checkpoint of a handler holds."""
@@ -30,10 +32,12 @@ class Saving(Inference):
         model: The model.
         seed: See :class:`Setup`.
         model_kwargs: The arguments that the model was made with; checkpoints hold those that they can.
+        reporter: What logs.
     """
 
-    def __init__(self, model: TrainedModel, seed: int, model_kwargs: Mapping[str, Any]) -> None:
+    def __init__(self, model: TrainedModel, seed: int, model_kwargs: Mapping[str, Any], reporter: Reporter) -> None:
         super().__init__(model, seed)
+        self._reporter = reporter
         self._model_kwargs = model_kwargs
         self._progress = Progress()
         self._auto_save: AutoSave | None = None
@@ -194,16 +198,29 @@ class Saving(Inference):
         else:
             checkpoint.save(state, path)
 
-    def load(self, path: str | os.PathLike[str]) -> None:
+    def load(
+        self, path: str | os.PathLike[str], *, only: Literal["model"] | None = None, strict: bool = True
+    ) -> TakenWeights | None:
         """Restore the training from what was saved by any number of ranks; the next :meth:`train` resumes from it.
 
         Collective. Blocking. Add callbacks first, so that they are restored too.
 
+        With ``only="model"`` the training begins with the weights of the file, and nothing else of it. It may be of
+        :meth:`save`, of ``torch.save``, of Lightning, or a ``.safetensors``; what its names have before those of the
+        model, such as ``module.``, is left out.
+
         Args:
-            path: The file or folder, or a URL, of a training with either strategy.
+            path: The file or folder, or a URL, of a training with either strategy; of ``.safetensors`` a path.
+            only: Load the weights only; None restores the whole training.
+            strict: Take no weights unless file and model have the same; False takes those whose names and shapes fit.
+
+        Returns:
+            What has been taken and what has not, which rank 0 logs too; None for a whole training.
 
         Raises:
-            CheckpointError: It holds something else, such as weights alone.
+            CheckpointError: It holds something else, such as weights alone; or the weights do not fit.
+            ImportError: It needs safetensors, which is not installed.
+            ValueError: ``only`` is something else, or ``strict`` is False for a whole training.
             Exception: On the rank where reading failed: the reason.
             RankFailedError: On the other ranks.
 
@@ -214,8 +231,22 @@ class Saving(Inference):
             >>> other.load("model.pt")
             >>> torch.equal(handler.module.weight, other.module.weight)
             True
+            >>> wider = NNHandler(torch.nn.Linear, in_features=3, out_features=1)
+            >>> print(wider.load("model.pt", only="model", strict=False))
+            taken: bias; of another shape: weight
         """
-        self._load(read_checkpoint(path))
+        if only not in (None, "model") or (only is None and not strict):
+            raise ValueError(
+                f"only must be 'model' to load weights alone, got {only!r} with strict={strict}. A training is "
+                "restored as a whole."
+            )
+        if only is None:
+            self._load(read_checkpoint(path))
+            return None
+        taken = take_weights(self.module, path, strict=strict)
+        self._model.average = None  # of other weights
+        self._reporter.log("weights of %s: %s", os.fspath(path), taken)
+        return taken
 
     def plot_losses(self, path: str | os.PathLike[str], *, log: bool = False) -> None:
         """Plot the losses over the epochs into a file, on rank 0.

@@ -19,6 +19,7 @@ from distman.handler._objective import Forward, LossFunction, Objective, Supervi
 from distman.handler._scheduling import Scheduling
 from distman.handler._score_based import ScoreBased, make_sde
 from distman.handler._sources import NumSamples, Source
+from distman.handler._tracking import Tracker
 from distman.score import SDE
 from distman.score._denoising import Weighting
 
@@ -321,7 +322,7 @@ class Setup:
         self._metrics.clear()
 
     def add_callback(self, callback: Callback) -> None:
-        """Add a callback, to be called at the events of the training; callbacks that save are called last.
+        """Add a callback, to be called at the events of the training; those that save or track are called last.
 
         Local.
 
@@ -337,7 +338,7 @@ class Setup:
             raise TypeError(
                 f"callback must be a Callback, got {callback!r}. Pass an object of a class derived from it."
             )
-        self._callbacks.add(callback, is_last=isinstance(callback, ModelCheckpoint))
+        self._callbacks.add(callback, is_last=isinstance(callback, ModelCheckpoint | Tracker))
 
     def _required_objective(self) -> Objective:
         return required(self._objective, "loss function", "set_loss_fn() or set_sde()")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,8 +13,9 @@ from distman._text import printable
 from distman.collectives._fused import fused_all_reduce
 from distman.collectives._objects import all_gather_objects
 from distman.data._randomness import generators_state, set_generators_state
+from distman.errors import NonFiniteLossError
 from distman.handler._accumulators import Accumulators, Metric
-from distman.handler._events import Callback, Callbacks
+from distman.handler._events import Callback, Events
 from distman.handler._history import History, Record, turn_into_numbers
 from distman.handler._limits import Limits
 from distman.handler._objective import Objective
@@ -23,6 +24,7 @@ from distman.handler._reporting import ProgressBar, Reporter
 from distman.handler._resumption import AutoSave
 from distman.handler._scheduling import Scheduling
 from distman.handler._sources import Source, Step
+from distman.handler._step_records import StepRecords
 from distman.manager import DistributedManager
 from distman.metrics import aggregate_loss
 
@@ -34,7 +36,7 @@ class Training:
     """The loop over epochs and steps, which can be interrupted and resumed after any step.
 
     Args:
-        handler: The handler, which callbacks are called with, and which validates and says what to save.
+        handler: The handler, which validates and says what to save.
         objective: What is minimized.
         optimization: How the optimizer steps.
         source: Where the batches come from.
@@ -42,7 +44,7 @@ class Training:
         metrics: What to measure besides the loss.
         history: Where the results of the epochs are recorded.
         reporter: Where they are logged.
-        callbacks: What is called at the events of the training.
+        events: What callbacks hear.
         auto_save: When to save; None for never.
         limits: How long to go on, and when to validate.
 
@@ -62,14 +64,14 @@ class Training:
         metrics: Mapping[str, Metric],
         history: History,
         reporter: Reporter,
-        callbacks: Callbacks,
+        events: Events,
         auto_save: AutoSave | None,
         limits: Limits,
     ) -> None:
         self._handler = handler
         self._objective, self.optimization, self.source = objective, optimization, source
         self._scheduling, self._metrics, self._history = scheduling, metrics, history
-        self._reporter, self._callbacks = reporter, callbacks
+        self._reporter, self._events = reporter, events
         self._auto_save, self._limits = auto_save, limits
         self.epoch = 0
         self._num_batches = 0  # of the current epoch
@@ -80,6 +82,7 @@ class Training:
         self._stop_reason = ""
         self._accumulators = Accumulators(metrics)
         self._seconds = 0.0
+        self._step_records = StepRecords(are_kept=False)  # until it runs
         source.begin(0)
 
     def run(self, *, accumulate: int = 1, progress: bool | None = None) -> bool:
@@ -90,9 +93,11 @@ class Training:
 
         Args:
             accumulate: Number of batches whose gradients make a step.
-            progress: Show a progress bar; None shows it on a terminal.
+            progress: Show a progress bar; None shows it on a terminal and in a notebook.
         """
-        self._callbacks.emit(Callback.on_train_begin, self._handler)
+        is_heard = torch.tensor(self._events.is_heard(Callback.on_step_records), device=DistributedManager().device)
+        self._step_records = StepRecords(are_kept=bool(fused_all_reduce(is_heard.int()).item()))
+        self._events.emit(Callback.on_train_begin)
         try:
             while self._num_batches or not self._is_over():
                 bar = ProgressBar(self.epoch, self._limits.epochs, self._num_batches_expected(), is_shown=progress)
@@ -103,11 +108,14 @@ class Training:
                 if not is_done:
                     return False
                 self._finish_epoch()
+        except NonFiniteLossError:  # on all ranks: let those who look for the reason see the steps before
+            self._tell_step_records()
+            raise
         finally:
             if self._reading is not None:
                 self._reading.close()  # and with it the workers of a loader
                 self._reading = None
-        self._callbacks.emit(Callback.on_train_end, self._handler)
+        self._events.emit(Callback.on_train_end)
         return True
 
     def stop(self, reason: str) -> None:
@@ -122,6 +130,7 @@ class Training:
         Raises:
             NonFiniteLossError: On every rank: a step has spoilt the model, as :meth:`Optimization.check` says.
         """
+        self._tell_step_records()  # else those of the last steps would be lost to a run that resumes from here
         self.optimization.check()
         own = {
             "random": generators_state(),
@@ -190,13 +199,16 @@ class Training:
 
     def _run_epoch(self, accumulate: int, bar: ProgressBar) -> bool:
         """Train for the rest of an epoch; return False if the job was asked to stop."""
-        self._callbacks.emit(Callback.on_epoch_begin, self._handler, self.epoch)
+        self._events.emit(Callback.on_epoch_begin, self.epoch)
         self._validate_within()  # where a stop came between a step and its validation
         started = time.perf_counter()
+        self._step_records.resume()
         for steps in _windows(self._batches(), accumulate):
-            is_taken = self.optimization.run(self._objective, steps, self._accumulators)
+            is_taken = self.optimization.run(self._objective, steps, self._accumulators, self._events)
             if is_taken:
-                self._callbacks.emit(Callback.on_step_end, self._handler, self.optimization.num_steps)
+                if self._step_records.are_kept:
+                    self._keep_step_record(steps)
+                self._events.emit(Callback.on_step_end, self.optimization.num_steps)
                 self._scheduling.after_step()
             bar.advance(len(steps), self._accumulators)
             must_stop = DistributedManager().should_stop()
@@ -204,21 +216,41 @@ class Training:
                 self._add_time(started)
                 self._validate_within()
                 started = time.perf_counter()
+                self._step_records.resume()
             if must_stop or (is_taken and self._is_save_due(step=self.optimization.num_steps)):
                 started = self._add_time(started)
                 self._save()
+                self._step_records.resume()
             if must_stop:
                 return False
+        self._tell_step_records()
         self.optimization.check()  # before the results of the epoch are recorded
         self._add_time(started)
         return True
+
+    def _keep_step_record(self, batches: Sequence[Step]) -> None:
+        """Keep the numbers of the step that was taken last, and tell those that are due."""
+        record = {
+            "step": float(self.optimization.num_steps),
+            "epoch": float(self.epoch),
+            "lr": self._scheduling.learning_rate,
+        }
+        self._step_records.add(record, batches, self.optimization.losses, self.optimization.norm)
+        if self._step_records.are_due:
+            self._tell_step_records()
+
+    def _tell_step_records(self) -> None:
+        if records := self._step_records.take():
+            self._events.emit(Callback.on_step_records, records)
 
     def _batches(self) -> Iterator[Step]:
         """Yield the rest of the epoch: of a pass through the data, or as much of it as the limits allow."""
         while not (self._is_ended() or self._limits.is_full(self._num_batches)):
             if self._reading is None:
                 self._reading = self.source.steps(self._pass)
+            asked = time.perf_counter()
             step = next(self._reading, None)
+            self._step_records.wait(time.perf_counter() - asked)
             if step is not None:
                 self._num_batches += 1
                 yield step
@@ -245,19 +277,18 @@ class Training:
         return now
 
     def _finish_epoch(self) -> None:
-        record = {
-            "epoch": float(self.epoch),
-            **self._accumulators.compute(),
-            **(self._validate() if self._limits.validates_after_epoch(self.epoch) else {}),
-            "lr": self._scheduling.learning_rate,
-            "skipped": float(self.optimization.num_skipped),
-            "seconds": aggregate_loss(self._seconds),
-        }
+        record = {"epoch": float(self.epoch), **self._accumulators.compute()}
+        if self._limits.validates_after_epoch(self.epoch) and self._handler.validates:
+            record |= self._validate()
+            self._events.emit(Callback.on_validation_end, record)
+        record["lr"] = self._scheduling.learning_rate
+        record["skipped"] = float(self.optimization.num_skipped)
+        record["seconds"] = aggregate_loss(self._seconds)
         self._scheduling.after_epoch(record)
         self._history.add(record)
         self.epoch, self._num_batches = self.epoch + 1, 0
         self._accumulators, self._seconds, self.optimization.num_skipped = Accumulators(self._metrics), 0.0, 0
-        self._callbacks.emit(Callback.on_epoch_end, self._handler, record)
+        self._events.emit(Callback.on_epoch_end, record)
         turn_into_numbers(record)
         self._reporter.log_epoch(record, self._limits.epochs)
         self._agree_to_stop()
@@ -265,16 +296,17 @@ class Training:
             self._save()
 
     def _validate(self) -> Record:
-        """Return loss and metrics of a validation; empty if there are no data for it."""
+        """Return loss and metrics of a validation."""
         self.optimization.check()  # before the best of the weights is chosen
-        results = self._handler.validate() if self._handler.validates else {}
-        return {f"val_{name}": value for name, value in results.items()}
+        self._events.emit(Callback.on_validation_start)
+        return {f"val_{name}": value for name, value in self._handler.validate().items()}
 
     def _validate_within(self) -> None:
         """Validate within the epoch, if that is due and has not been done."""
         num_steps = self.optimization.num_steps
         if num_steps == self._validated_at or not self._limits.validates_after_step(num_steps):
             return
+        self._tell_step_records()
         self._validated_at = num_steps
         record = {
             "epoch": float(self.epoch),
@@ -284,7 +316,7 @@ class Training:
         }
         self._scheduling.after_validation(record)
         self._history.validations.append(record)
-        self._callbacks.emit(Callback.on_validation_end, self._handler, record)
+        self._events.emit(Callback.on_validation_end, record)
         turn_into_numbers(record)
         self._reporter.log_validation(record)
         self._agree_to_stop()

@@ -3,59 +3,92 @@ import pytest
 import torch
 
 from distman import DistributedManager
+from distman.collectives import all_gather_objects
 from distman.handler import Callback
 from distman.testing import ranks
 
-from .problems import make_handler
+from .problems import make_handler, regression
 
 
 class Order(Callback):
+    """Notes the names of all events."""
+
     def __init__(self):
         self.calls = []
 
-    def on_train_begin(self, handler):
-        self.calls.append("train begins")
 
-    def on_epoch_begin(self, handler, epoch):
-        self.calls.append(f"epoch {epoch} begins")
-
-    def on_step_end(self, handler, step):
-        self.calls.append(f"step {step}")
-
-    def on_epoch_end(self, handler, record):
-        self.calls.append(f"epoch {int(record['epoch'])} ends")
-        record["noted"] = 7.0
-
-    def on_train_end(self, handler):
-        self.calls.append("train ends")
+for name in [name for name in vars(Callback) if name.startswith("on_")]:
+    setattr(Order, name, lambda self, *_, name=name: self.calls.append(name.removeprefix("on_")))
 
 
 @ranks(2)
-def test_callbacks_are_called_in_order_and_add_to_the_history():
+def test_callbacks_are_called_in_order():
     handler = make_handler(24)
+    handler.set_val_loader(regression(), batch_size=24)
     order = Order()
     handler.add_callback(order)
-    handler.train(2)
+    handler.train(1, accumulate=2)
+    batch = ["train_batch_start", "before_backward", "after_backward", "train_batch_end"]
     assert order.calls == [
-        "train begins",
-        *("epoch 0 begins", "step 1", "step 2", "epoch 0 ends"),
-        *("epoch 1 begins", "step 3", "step 4", "epoch 1 ends"),
-        "train ends",
+        *("train_begin", "epoch_begin", *batch, *batch, "before_optimizer_step", "step_records", "step_end"),
+        *("validation_start", "validation_end", "epoch_end", "train_end"),
     ]
-    assert handler.history["noted"] == [7.0, 7.0]
+    order.calls.clear()
+    handler.train(2, validate_every_steps=2)
+    step = [*batch, "before_optimizer_step", "step_end"]
+    validation = ["validation_start", "validation_end"]
+    calls = [call for call in order.calls if call != "step_records"]  # which come early where steps take seconds
+    assert calls == ["train_begin", "epoch_begin", *step, *validation, *step, "epoch_end", "train_end"]
+
+
+class Halves(Callback):
+    """Halves the gradient, as half the learning rate would."""
+
+    def __init__(self):
+        self.norms = []
+
+    def on_before_optimizer_step(self, handler):
+        for parameter in handler.module.parameters():
+            parameter.grad /= 2
+        self.norms.append(torch.nn.utils.get_total_norm([one.grad for one in handler.module.parameters()]).item())
+
+
+@ranks(2)
+def test_a_callback_may_change_the_gradient_of_all_ranks_before_it_is_clipped():
+    weights = []
+    for factor, callback in ((1, Halves()), (2, Callback())):
+        handler = make_handler(8)
+        handler.set_optimizer(torch.optim.SGD, lr=0.1 / factor)
+        handler.add_callback(callback)
+        handler.train(2)
+        weights.append(handler.module.first.weight.detach())
+    assert torch.equal(*weights)
+    halves = Halves()
+    handler.add_callback(halves)
+    handler.train(3, clip_norm=1e-3)
+    assert min(halves.norms) > 1e-3
+    assert all_gather_objects(halves.norms) == [halves.norms] * 2
 
 
 class Broken(Callback):
+    def __init__(self):
+        self.heard = []
+
     def on_epoch_end(self, handler, record):
         raise ZeroDivisionError("an error of a callback")
+
+    def on_exception(self, handler, error):
+        self.heard.append(type(error))
 
 
 @ranks(2)
 def test_errors_of_callbacks_are_not_swallowed():
     handler = make_handler(8)
-    handler.add_callback(Broken())
+    broken = Broken()
+    handler.add_callback(broken)
     with pytest.raises(ZeroDivisionError, match="an error of a callback"):
         handler.train(1)
+    assert broken.heard == [ZeroDivisionError]
 
 
 class StopsOnOneRank(Callback):
@@ -75,6 +108,9 @@ class Notes(Callback):
     def __init__(self, value):
         self.value = value
 
+    def on_validation_end(self, handler, record):
+        record["val_noted"] = self.value
+
     def on_epoch_end(self, handler, record):
         record["noted"] = self.value
 
@@ -83,9 +119,11 @@ class Notes(Callback):
 @pytest.mark.parametrize("value", [np.float32(2.5), np.float64(2.5), torch.tensor(2.5), torch.tensor([2.5])])
 def test_callbacks_may_note_numbers_of_numpy_and_torch(value, tmp_path):
     handler = make_handler(8)
+    handler.set_val_loader(regression(), batch_size=8)
     handler.add_callback(Notes(value))
     handler.auto_save(tmp_path)
-    assert handler.train(1)["noted"] == [2.5]
+    history = handler.train(1)
+    assert (history["noted"], history["val_noted"]) == ([2.5], [2.5])
 
 
 @ranks(1)

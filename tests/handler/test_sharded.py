@@ -312,6 +312,13 @@ def test_the_whole_weights_are_exported_for_other_programs(tmp_path):
                 with torch.no_grad():
                     torch.testing.assert_close(plain(regression(num_samples=5).tensors[0]), expected)
             DistributedManager().barrier()
+    handler.save(tmp_path / "folder", sharded=True)
+    for name in ("weights.pt", "folder"):
+        for strategy in ("ddp", "fsdp"):
+            begun = small_handler(strategy)
+            assert begun.load(tmp_path / name, only="model").is_complete
+            if name == "folder":  # else averages
+                torch.testing.assert_close(weights(begun), weights(handler), rtol=0, atol=0)
     handler = small_handler("fsdp")
     handler.module.register_buffer("strange", torch.zeros(1, dtype=torch.complex128))
     with pytest.raises(RankFailedError, match=r"strange must be a tensor of a type that safetensors has, got .*128"):

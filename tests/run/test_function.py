@@ -137,9 +137,20 @@ def test_a_notebook_has_results_output_and_errors_in_its_cells(tmp_path):
         except distman.RankFailedError as error:
             print(error.error_type)
         """,
+        """
+        import torch
+        from distman.handler import NNHandler
+        handler = NNHandler(torch.nn.Linear, in_features=1, out_features=1)
+        handler.set_optimizer(torch.optim.SGD, lr=0.1)
+        handler.set_loss_fn(torch.nn.functional.mse_loss)
+        handler.set_train_loader(torch.utils.data.TensorDataset(torch.ones(4, 1), torch.ones(4, 1)), batch_size=2)
+        handler.train(2);
+        """,
     ]
     outputs = outputs_of_cells([textwrap.dedent(cell) for cell in cells], tmp_path)
     assert [one["data"]["text/plain"] for one in outputs if one["output_type"] == "execute_result"] == ["[0, 3]", "[5]"]
-    written = "".join(one["text"] for one in outputs if one["output_type"] == "stream").splitlines()
+    written = "".join(one["text"] for one in outputs if one.get("name") == "stdout").splitlines()
     assert sorted(written[:2]) == ["0: rank 0", "1: rank 1"]
     assert written[2:] == ["ZeroDivisionError"]
+    bars = "".join(one["text"] for one in outputs if one.get("name") == "stderr")
+    assert "epoch 2/2" in bars

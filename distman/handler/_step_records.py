@@ -1,0 +1,111 @@
+"""The numbers of each step, which stay on the device until those of many steps are read at once."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Sequence
+
+import torch
+
+from distman.collectives._fused import fused_all_reduce
+from distman.handler._history import Record
+from distman.handler._sources import Step
+from distman.manager import DistributedManager
+
+_MOST_UNREAD = 32
+"""Steps from one reading to the next, for each of which the host waits for the GPU."""
+
+_SECONDS_UNREAD = 2.0
+"""So long somebody who watches a training of slow steps waits for their numbers."""
+
+
+@dataclasses.dataclass(frozen=True)
+class _Unread:
+    """A step: what is known of it, its batches, this rank's losses, and the gradient's norm, if somebody asked."""
+
+    record: Record
+    batches: Sequence[Step]
+    losses: Sequence[torch.Tensor]
+    norm: torch.Tensor | None
+
+
+class StepRecords:
+    """Keeps the numbers of each step until they are due, and returns them, the same on all ranks.
+
+    Args:
+        are_kept: Whether a callback of any rank wants them.
+    """
+
+    def __init__(self, *, are_kept: bool) -> None:
+        self.are_kept = are_kept
+        self._unread: list[_Unread] = []
+        self._num_until_due = 1
+        self._since = time.perf_counter()
+        self._seconds = self._waited = 0.0
+
+    @property
+    def are_due(self) -> bool:
+        """Whether it is time to read them, on all ranks alike."""
+        return len(self._unread) >= self._num_until_due
+
+    def resume(self) -> None:
+        """Count time from now on again: what went before was no training."""
+        self._since = time.perf_counter()
+
+    def wait(self, seconds: float) -> None:
+        """Count the time that this rank has waited for a batch."""
+        self._waited += seconds
+
+    def add(
+        self, record: Record, batches: Sequence[Step], losses: Sequence[torch.Tensor], norm: torch.Tensor | None
+    ) -> None:
+        """Keep the numbers of a step.
+
+        Args:
+            record: What is known of it.
+            batches: This rank's batches.
+            losses: This rank's mean loss over each of them, on the device.
+            norm: The norm of the gradient, on the device; None if nobody asked.
+        """
+        now = time.perf_counter()
+        self._seconds, self._since = self._seconds + now - self._since, now
+        self._unread.append(_Unread(record, batches, losses, norm))
+
+    def take(self) -> list[Record]:
+        """Return the numbers of all steps since the last call.
+
+        Collective. This waits for the device.
+        """
+        unread, self._unread = self._unread, []
+        if not unread:
+            return []
+        device = DistributedManager().device
+        losses = fused_all_reduce(torch.tensor(_own_losses(unread), dtype=torch.float64, device=device)).tolist()
+        times = torch.tensor([self._seconds, self._waited], dtype=torch.float64, device=device)
+        seconds, waited = fused_all_reduce(times, op="MAX").tolist()  # all ranks wait for the slowest
+        self._seconds = self._waited = 0.0
+        self._num_until_due = max(1, min(_MOST_UNREAD, int(_SECONDS_UNREAD * len(unread) / seconds)))
+        num_samples = sum(batch.num_total for one in unread for batch in one.batches)
+        norms = _read([one.norm for one in unread if one.norm is not None])
+        rates = {"samples_per_second": num_samples / seconds, "waiting": waited / seconds}
+        return [
+            one.record | {"loss": loss} | ({} if one.norm is None else {"grad_norm": norms.pop(0)}) | rates
+            for one, loss in zip(unread, losses, strict=True)
+        ]
+
+
+def _own_losses(unread: Sequence[_Unread]) -> list[float]:
+    """Return this rank's part of each step's mean loss over the samples of all ranks."""
+    losses = iter(_read([loss for one in unread for loss in one.losses]))
+    own = []
+    for one in unread:
+        num_total = sum(batch.num_total for batch in one.batches)
+        parts = [(next(losses), batch.num_own / max(num_total, 1)) for batch in one.batches]
+        own.append(sum(loss * share for loss, share in parts if share))
+    return own
+
+
+def _read(numbers: Sequence[torch.Tensor]) -> list[float]:
+    values: list[float] = torch.stack([one.reshape(()) for one in numbers]).tolist() if numbers else []
+    return values

@@ -1,0 +1,278 @@
+"""Trackers: where the numbers of a training go besides its history, without ever holding it up."""
+
+from __future__ import annotations
+
+import abc
+import contextlib
+import importlib.util
+import queue
+import secrets
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal
+
+from distman._log import logger
+from distman._text import printable
+from distman.handler._events import Callback
+from distman.handler._history import Record, turn_into_numbers
+from distman.handler._resumption import Preempted
+from distman.manager import DistributedManager
+
+if TYPE_CHECKING:
+    from distman.handler._nn_handler import NNHandler
+
+Kind = Literal["step", "validation", "epoch"]
+Status = Literal["finished", "preempted", "failed"]
+
+_MOST_WAITING = 1000
+"""Calls that a tracker may have before it, of up to 32 steps each: minutes of training, and some megabytes."""
+
+_SECONDS_FOR_THE_REST = 30.0
+"""So long the end of a training waits until all has been written; as long as a server takes to restart."""
+
+_SECONDS_AFTER_AN_ERROR = 5.0
+"""So long an error waits, which is to be shown and may have to end the job."""
+
+
+class Tracker(Callback, abc.ABC):
+    """Writes the numbers of steps, validations and epochs somewhere; base class of trackers.
+
+    A derived class says how to :meth:`open` a run, :meth:`write` to it and :meth:`close` it. A thread of rank 0 calls
+    these, one after the other, so they may take their time. When one of them raises, or is too slow, there is one
+    warning and the training goes on without the tracker. Add it on all ranks.
+
+    Args:
+        run: Name of the run; None makes one. A resumed training goes on with the run of its checkpoint.
+
+    Example:
+        >>> class Print(Tracker):
+        ...     def open(self, run, step):
+        ...         print("a new run" if step == 0 else f"{run} goes on after step {step}")
+        ...     def write(self, kind, records):
+        ...         print(kind, [record["step"] for record in records])
+        ...     def close(self, status):
+        ...         print(status)
+        >>> handler = NNHandler(torch.nn.Linear, in_features=1, out_features=1)
+        >>> handler.set_optimizer(torch.optim.SGD, lr=0.5)
+        >>> handler.set_loss_fn(torch.nn.functional.mse_loss)
+        >>> handler.set_train_loader(TensorDataset(torch.ones(4, 1), torch.ones(4, 1)), batch_size=4)
+        >>> handler.add_callback(Print())
+        >>> history = handler.train(1)
+        a new run
+        step [1.0]
+        epoch [1.0]
+        finished
+    """
+
+    def __init__(self, run: str | None = None) -> None:
+        self._run = run
+        self._is_off = False
+        self._writing: _Writing | None = None
+
+    @property
+    def run(self) -> str | None:
+        """Name of the run; None before the training of a new one has begun, and on other ranks than 0."""
+        return self._run
+
+    @abc.abstractmethod
+    def open(self, run: str, step: int) -> None:
+        """Begin a run, or go on with one; called at the start of each training.
+
+        Local. On rank 0, in a thread.
+
+        Args:
+            run: Name of the run.
+            step: Number of steps taken so far. What an earlier program has written of later ones is done again.
+
+        Example:
+            >>> class Files(Tracker):
+            ...     def open(self, run, step):
+            ...         self.file = open(f"{run}.txt", "a")
+            ...     def write(self, kind, records):
+            ...         self.file.write(f"{kind}: {records}")
+            ...     def close(self, status):
+            ...         self.file.close()
+        """
+
+    @abc.abstractmethod
+    def write(self, kind: Kind, records: Sequence[Record]) -> None:
+        """Write some numbers.
+
+        Local. On rank 0, in a thread.
+
+        Args:
+            kind: ``"step"``, see :meth:`Callback.on_step_records`; ``"validation"``, one within an epoch; ``"epoch"``.
+            records: The numbers by name. ``step`` is the number of the latest step.
+
+        Example:
+            >>> class Print(Tracker):
+            ...     def open(self, run, step):
+            ...         print(run)
+            ...     def write(self, kind, records):
+            ...         print(kind, records)
+            ...     def close(self, status):
+            ...         print(status)
+        """
+
+    @abc.abstractmethod
+    def close(self, status: Status) -> None:
+        """End the run, or interrupt it.
+
+        Local. On rank 0, in a thread.
+
+        Args:
+            status: ``"finished"``, ``"preempted"`` if the job was asked to stop, or ``"failed"``.
+
+        Example:
+            >>> class Print(Tracker):
+            ...     def open(self, run, step):
+            ...         print(run)
+            ...     def write(self, kind, records):
+            ...         print(kind, records)
+            ...     def close(self, status):
+            ...         print(status)
+        """
+
+    def on_train_begin(self, handler: NNHandler) -> None:
+        """Open the run.
+
+        Local.
+        """
+        if self._is_off or not DistributedManager().is_main:
+            return
+        self._run = run = self._run or time.strftime("%Y%m%d-%H%M%S-") + secrets.token_hex(3)
+        step = handler.num_steps
+        self._writing = _Writing(type(self).__name__)
+        self._writing.put(lambda: self.open(run, step))
+
+    def on_step_records(self, handler: NNHandler, records: Sequence[Record]) -> None:
+        """Write the numbers of some steps.
+
+        Local.
+        """
+        self._put("step", records)
+
+    def on_validation_end(self, handler: NNHandler, record: Record) -> None:
+        """Write the results of a validation within an epoch; others are part of the epoch's.
+
+        Local.
+        """
+        if "step" in record:
+            self._put("validation", [record])
+
+    def on_epoch_end(self, handler: NNHandler, record: Record) -> None:
+        """Write the results of an epoch.
+
+        Local.
+        """
+        self._put("epoch", [{"step": float(handler.num_steps), **record}])
+
+    def on_train_end(self, handler: NNHandler) -> None:
+        """Close the run, and wait until all has been written, 30 seconds at most.
+
+        Local.
+        """
+        self._finish("finished", _SECONDS_FOR_THE_REST)
+
+    def on_exception(self, handler: NNHandler, error: BaseException) -> None:
+        """Close the run, and wait until all has been written, 5 seconds at most.
+
+        Local.
+        """
+        self._finish("preempted" if isinstance(error, Preempted) else "failed", _SECONDS_AFTER_AN_ERROR)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the name of the run.
+
+        Local.
+        """
+        return {"run": self._run}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on with the run of such a state.
+
+        Local.
+        """
+        self._run = state["run"] or self._run  # of a training that had not begun, there is none
+
+    def _put(self, kind: Kind, records: Sequence[Record]) -> None:
+        if self._writing is None:
+            return
+        copies = [dict(record) for record in records]
+        for copy in copies:
+            turn_into_numbers(copy)
+        self._writing.put(lambda: self.write(kind, copies))
+
+    def _finish(self, status: Status, patience: float) -> None:
+        if self._writing is not None:
+            self._writing.put(lambda: self.close(status))
+            self._is_off = not self._writing.finish(patience)
+            self._writing = None
+
+
+class _Writing:
+    """A thread that makes calls, one after the other, until one of them raises.
+
+    Args:
+        name: Whose calls these are, for warnings.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._calls: queue.Queue[Callable[[], None] | None] = queue.Queue(_MOST_WAITING)
+        self._is_off = False
+        self._thread = threading.Thread(target=self._run, name="distman-tracker", daemon=True)
+        self._thread.start()
+
+    def put(self, call: Callable[[], None]) -> None:
+        """Let the thread make a call after those before it."""
+        if self._is_off:
+            return
+        try:
+            self._calls.put_nowait(call)
+        except queue.Full:
+            self._give_up(f"is too slow: {_MOST_WAITING} calls are waiting")
+
+    def finish(self, patience: float) -> bool:
+        """Wait for the calls to be made; return whether all were made in so many seconds, and none raised."""
+        if not self._is_off:
+            with contextlib.suppress(queue.Full):
+                self._calls.put_nowait(None)
+                self._thread.join(patience)
+            if self._thread.is_alive():
+                self._give_up(f"is too slow: the last numbers were not written within {patience:.0f} s")
+        return not self._is_off
+
+    def _run(self) -> None:
+        while (call := self._calls.get()) is not None and not self._is_off:
+            try:
+                call()
+            except Exception as error:  # noqa: BLE001 - of any library that tracks; the training does not depend on it
+                self._give_up(f"failed: {printable(f'{type(error).__name__}: {error}').rstrip('.')}")
+                return
+
+    def _give_up(self, reason: str) -> None:
+        """Warn, once, and make no call from now on."""
+        if not self._is_off:
+            self._is_off = True
+            logger.warning("%s %s. It is switched off; the training goes on without it", self._name, reason)
+
+
+def curves(kind: Kind, record: Record) -> dict[str, float]:
+    """Return the numbers by the names of their curves: ``step/loss``, ``epoch/loss``, ``validation/loss`` and so on."""
+    return {
+        f"{'validation' if name.startswith('val_') else kind}/{name.removeprefix('val_')}": value
+        for name, value in record.items()
+        if name not in ("step", "epoch")
+    }
+
+
+def check_installed(package: str, tracker: str) -> None:
+    """Refuse a tracker without its package.
+
+    Raises:
+        ImportError: The package is not installed.
+    """
+    if importlib.util.find_spec(package) is None:
+        raise ImportError(f"{tracker} needs {package}, which is not installed. Run pip install {package}.")

@@ -1,0 +1,157 @@
+"""Weights of other trainings and of other libraries, for a training that begins with them."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from distman._text import printable
+from distman.checkpoint import load, load_model_state, model_state
+from distman.checkpoint._all_or_none import on_all_ranks
+from distman.errors import CheckpointError
+from distman.handler._sharded_state import read_parts, read_rest
+from distman.handler._sharding import place_parts
+
+_HOLDERS = ("module", "state_dict", "model_state_dict", "model")
+"""Names of the weights in checkpoints: of a handler, within ``model``; of Lightning; of torch's tutorials; of many."""
+
+_MOST_SHOWN = 5
+
+
+@dataclasses.dataclass(frozen=True)
+class TakenWeights:
+    """What a model has taken from a file: names of its parameters and buffers.
+
+    Args:
+        taken: What has been taken.
+        missing: What the file does not have; it is as it was.
+        misshapen: What has another shape in the file; it is as it was.
+        unexpected: What the file has and the model does not, by its name in the file.
+
+    Example:
+        >>> torch.save(torch.nn.Linear(2, 1, bias=False).state_dict(), "weights.pt")
+        >>> handler = NNHandler(torch.nn.Linear, in_features=2, out_features=1)
+        >>> handler.load("weights.pt", only="model", strict=False)
+        TakenWeights(taken=['weight'], missing=['bias'], misshapen=[], unexpected=[])
+    """
+
+    taken: list[str]
+    missing: list[str]
+    misshapen: list[str]
+    unexpected: list[str]
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether file and model have the same."""
+        return not (self.missing or self.misshapen or self.unexpected)
+
+    def __str__(self) -> str:
+        lists = {
+            "taken": self.taken,
+            "not in the file": self.missing,
+            "of another shape": self.misshapen,
+            "not in the model": self.unexpected,
+        }
+        return "; ".join(f"{what}: {_some(names)}" for what, names in lists.items() if names) or "nothing"
+
+
+def take_weights(module: torch.nn.Module, path: str | os.PathLike[str], *, strict: bool) -> TakenWeights:
+    """Load weights into a model.
+
+    Collective. Blocking.
+
+    Args:
+        module: The bare model.
+        path: The file, of a handler, which may be a folder too, of ``torch.save``, of Lightning, or a ``.safetensors``.
+            Prefixes such as ``module.`` are left out of its names where they fit the model without.
+        strict: Take nothing unless file and model have the same.
+
+    Raises:
+        CheckpointError: On every rank: the file has no weights, or not those of the model, and ``strict`` is True.
+        Exception: On the rank where reading failed: the reason.
+        RankFailedError: On the other ranks.
+    """
+    weights = _find_weights(_read(path, module), path)
+    own = model_state(module)
+    prefix = _prefix_of(weights, own)
+    named = {name.removeprefix(prefix): value for name, value in weights.items()}
+    common = [name for name in own if name in named]
+    taken = [name for name in common if _shape(named[name]) == _shape(own[name])]
+    result = TakenWeights(
+        taken=taken,
+        missing=[name for name in own if name not in named],
+        misshapen=[name for name in common if name not in taken],
+        unexpected=[name for name in weights if name.removeprefix(prefix) not in own],
+    )
+    if not taken or (strict and not result.is_complete):
+        raise CheckpointError(
+            f"the file must hold the weights of the model, got {result} in {os.fspath(path)}. "
+            + ("Pass strict=False to take those that fit." if taken else "Load it into the model that it is of.")
+        )
+    load_model_state(module, place_parts(module, {name: named[name] for name in taken}), strict=False)
+    return result
+
+
+def _read(path: str | os.PathLike[str], module: torch.nn.Module) -> Any:
+    """Return what is in a file, on every rank; of a sharded training the model alone, in parts if it is sharded here.
+
+    Collective.
+    """
+    if not os.fspath(path).endswith(".safetensors"):
+        saved = read_rest(path)
+        return load(path, device="cpu") if saved is None else read_parts({"model": saved["model"]}, module)
+
+    def read_safetensors() -> dict[str, torch.Tensor]:
+        try:
+            from safetensors.torch import load_file
+        except ImportError as error:
+            raise ImportError(
+                f"{os.fspath(path)} needs safetensors, which is not installed. Run pip install safetensors."
+            ) from error
+        return load_file(path)
+
+    return on_all_ranks(read_safetensors)
+
+
+def _find_weights(state: Any, path: str | os.PathLike[str]) -> Mapping[str, Any]:
+    """Return the weights in a checkpoint: itself, or what it has under one of the usual names."""
+    while isinstance(state, Mapping):
+        inner = next((state[name] for name in _HOLDERS if isinstance(state.get(name), Mapping)), None)
+        if inner is None:
+            break
+        state = inner
+    is_named = isinstance(state, Mapping) and all(isinstance(name, str) for name in state)
+    if not is_named or not any(isinstance(value, torch.Tensor) for value in state.values()):
+        raise CheckpointError(
+            f"the file must hold weights, by themselves or as one of {', '.join(_HOLDERS)}, got none in "
+            f"{os.fspath(path)}. Take them out of it, and load them with handler.module.load_state_dict()."
+        )
+    named: Mapping[str, Any] = state
+    return named
+
+
+def _prefix_of(weights: Mapping[str, Any], own: Mapping[str, Any]) -> str:
+    """Return what stands before the model's names in the file; of several possible ones, that of most names."""
+    found = Counter(name.removesuffix(one) for name in weights for one in _ends(name) if one in own)
+    return max(found, key=lambda prefix: found[prefix], default="")
+
+
+def _ends(name: str) -> Iterator[str]:
+    """Yield a name, and what is left of it without its first parts."""
+    while name:
+        yield name
+        name = name.partition(".")[2]
+
+
+def _shape(value: Any) -> object:
+    return value.shape if isinstance(value, torch.Tensor) else type(value)
+
+
+def _some(names: Sequence[str]) -> str:
+    rest = len(names) - _MOST_SHOWN
+    return f"{', '.join(map(printable, names[:_MOST_SHOWN]))}{f' and {rest} more' if rest > 0 else ''}"

@@ -1,0 +1,82 @@
+"""Trackers of other projects, with what these read and write themselves."""
+
+import struct
+import sys
+
+import pytest
+import wandb
+from mlflow import MlflowClient
+from wandb.proto.wandb_internal_pb2 import Record
+
+from distman.handler import MLflowTracker, WandbTracker
+
+from .problems import make_handler
+from .test_tracking import CutOffError, CutsOff
+
+
+@pytest.fixture(autouse=True)
+def _each_step_is_told_in_the_end(monkeypatch):
+    """One comes after the checkpoint; and a busy machine takes long to import these packages."""
+    monkeypatch.setattr("distman.handler._step_records._MOST_UNREAD", 1)
+    for name in ("_SECONDS_FOR_THE_REST", "_SECONDS_AFTER_AN_ERROR"):
+        monkeypatch.setattr(f"distman.handler._tracking.{name}", 300)
+
+
+def train_in_two_jobs(make_tracker, folder):
+    """Train for ten steps, and end the first job after the fourth, with a checkpoint after the third."""
+    for step in (4, None):
+        handler = make_handler(13)
+        handler.auto_save(folder / "checkpoints", every_steps=3)
+        handler.add_callback(tracker := make_tracker())
+        handler.add_callback(CutsOff(step))
+        if step is None:
+            return handler.train(2), tracker.run
+        with pytest.raises(CutOffError):
+            handler.train(2)
+    raise AssertionError
+
+
+def test_mlflow_has_one_run_with_each_step_once(tmp_path, monkeypatch):
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")  # a server takes longer to install than all other packages
+    uri = (tmp_path / "mlruns").as_uri()
+    history, name = train_in_two_jobs(lambda: MLflowTracker(uri, experiment="mine", params={"lr": 0.02}), tmp_path)
+    client = MlflowClient(uri)
+    (run,) = client.search_runs([client.get_experiment_by_name("mine").experiment_id])
+    assert (run.info.run_name, run.info.status, run.data.params) == (name, "FINISHED", {"lr": "0.02"})
+    steps = client.get_metric_history(run.info.run_id, "step/loss")
+    assert sorted(point.step for point in steps) == list(range(1, 11))
+    epochs = {point.step: point.value for point in client.get_metric_history(run.info.run_id, "epoch/loss")}
+    assert epochs == dict(zip([5, 10], history["loss"], strict=True))
+
+
+def records_of(path):
+    """Yield what is in a file of W&B, a log in the format of LevelDB."""
+    data = path.read_bytes()[7:]  # after the head
+    while data:
+        _, size, kind = struct.unpack("<IHB", data[:7])
+        assert kind == 1  # whole, as long as the file is smaller than a block of 32 kB
+        yield Record.FromString(data[7 : 7 + size])
+        data = data[7 + size :]
+
+
+def test_wandb_goes_on_with_a_run_and_leaves_our_hooks(tmp_path):
+    hooks = sys.excepthook, sys.exit
+    folders = [tmp_path / "1", tmp_path / "2"]  # W&B tells two jobs of one run by the second in which they start
+    for folder in folders:
+        folder.mkdir()
+    rest = iter(folders)
+    _, name = train_in_two_jobs(lambda: WandbTracker(project="mine", mode="offline", dir=next(rest)), tmp_path)
+    assert (sys.excepthook, sys.exit) == hooks
+    wandb.teardown()  # waits for the process that writes
+    jobs = [list(records_of(path)) for folder in folders for path in folder.glob("wandb/offline-run-*/*.wandb")]
+    assert [record.run.run_id for job in jobs for record in job if record.HasField("run")] == [name, name]
+    assert [record.exit.exit_code for job in jobs for record in job if record.HasField("exit")] == [1, 0]
+    steps = [
+        int(item.value_json)
+        for job in jobs
+        for record in job
+        if any(item.key == "step/loss" or item.nested_key == ["step/loss"] for item in record.history.item)
+        for item in record.history.item
+        if "step" in (item.key, *item.nested_key)
+    ]
+    assert steps == [1, 2, 3, 4, *range(4, 11)]  # W&B has both of a step that was done again
