@@ -45,7 +45,7 @@ napoleon_custom_sections = ["Source", "Example on two ranks"]
 myst_heading_anchors = 3
 
 sys.path.insert(0, str(Path(__file__).parent / "_extensions"))
-extensions += ["sphinx.ext.intersphinx", "summary"]
+extensions += ["moved", "sphinx.ext.intersphinx", "summary"]
 sites = {"python": "https://docs.python.org/3", "torch": "https://docs.pytorch.org/docs/stable"}
 intersphinx_mapping = {name: (site, f"inventories/{name}.inv") for name, site in sites.items()}
 if tags.has("online"):  # noqa: F821 - Sphinx puts it here

@@ -200,6 +200,7 @@ def _search(environ: Mapping[str, str]) -> Detection:
             chosen, warnings = _settle_contradiction(launcher, environment, environ)
             if chosen is BARE:
                 environment = BARE.read(environ) or environment
+            warnings = warnings or tuple(_size_warnings(chosen, environ))
             warnings = (*warnings, *_lone_warnings(chosen, environment, environ))
             explain_choice = functools.partial(_explain_search, launcher, chosen, environment, environ, warnings)
             return Detection(environment, warnings, explain_choice)
@@ -207,8 +208,10 @@ def _search(environ: Mapping[str, str]) -> Detection:
     for allocation in [launcher.allocation for launcher in _asked()]:
         environment = None if allocation is None else _task_without_step(allocation, environ)
         if allocation is not None and environment is not None:
-            sentences = (_chosen(allocation, environment, environ), _believed_without_step(allocation, environ))
-            return Detection(environment, sentences[1:], functools.partial(tuple, sentences))
+            size_warnings = _size_warnings(LAUNCHERS[allocation.name], environ)
+            warnings = (_believed_without_step(allocation, environ), *size_warnings)
+            sentences = (_chosen(allocation, environment, environ), *warnings)
+            return Detection(environment, warnings, functools.partial(tuple, sentences))
     warnings = tuple(_allocation_warnings(environ))
     return Detection(LaunchEnvironment.lone(), warnings, functools.partial(_explain_single, environ, warnings))
 
@@ -304,6 +307,26 @@ def _settle_contradiction(
         f"RANK, LOCAL_RANK and WORLD_SIZE are believed: {both}; a launcher inside the {launcher.name} step must "
         f"have set them. To believe {launcher.name}, set {METHOD}={launcher.name}.",
     )
+
+
+def _size_warnings(chosen: Launcher, environ: Mapping[str, str]) -> Iterator[str]:
+    """Tell a rank that ``WORLD_SIZE`` is not the number of tasks that a scheduler says beside it.
+
+    Where ``WORLD_SIZE`` is believed it may be a multiple: a launcher in each task started several ranks.
+    """
+    size = read_text(environ, *BARE.fields["world_size"])
+    for allocation in [launcher.allocation for launcher in _asked()]:
+        if allocation is None or not allocation.tells_place or chosen.name not in (allocation.name, BARE.name):
+            continue
+        num_tasks = read_text(environ, *allocation.fields["world_size"])
+        if not (size and size.isdecimal() and num_tasks and num_tasks.isdecimal()) or int(num_tasks) == int(size):
+            continue
+        if chosen is not BARE or (int(num_tasks) > 1 and int(size) % int(num_tasks)):
+            tasks = source_of("world_size", allocation.fields, environ)
+            yield (
+                f"WORLD_SIZE={size} and {tasks} contradict each other: {chosen.name} is believed. Unset WORLD_SIZE, or "
+                f"start as many ranks as it says; to choose, set {METHOD}={allocation.name} or {METHOD}={BARE.name}."
+            )
 
 
 def _lone_warnings(chosen: Launcher, environment: LaunchEnvironment, environ: Mapping[str, str]) -> Iterator[str]:

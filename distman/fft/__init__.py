@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from distman.fft._afno import DistributedAFNO
 from distman.fft._frequencies import fftfreq, fftshift, ifftshift, rfftfreq
 from distman.fft._model_parallel import DistributedIRFFT2, DistributedRFFT2
 from distman.fft._one_dim import fft, hfft, ifft, ihfft, irfft, rfft
@@ -17,6 +18,7 @@ from distman.fft._transforms import (
 )
 
 __all__ = [
+    "DistributedAFNO",
     "DistributedIRFFT2",
     "DistributedRFFT2",
     "fft",

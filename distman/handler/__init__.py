@@ -10,6 +10,7 @@ from distman.handler._mlflow import MLflowTracker
 from distman.handler._nn_handler import NNHandler
 from distman.handler._profiling import Profiler
 from distman.handler._resumption import Preempted
+from distman.handler._stepper import Stepper
 from distman.handler._tensorboard import TensorBoardTracker
 from distman.handler._tracking import Tracker
 from distman.handler._wandb import WandbTracker
@@ -26,6 +27,7 @@ __all__ = [
     "NNHandler",
     "Preempted",
     "Profiler",
+    "Stepper",
     "TakenWeights",
     "TensorBoardTracker",
     "Tracker",

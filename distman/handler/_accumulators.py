@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -81,6 +81,11 @@ class Accumulators:
         self._loss, self._num_samples = torch.zeros(1, dtype=torch.float64, device=device), 0
 
     @property
+    def names(self) -> list[str]:
+        """Names of what is added up batch by batch."""
+        return ["loss", *self._by_batch]
+
+    @property
     def sums(self) -> torch.Tensor:
         """Sums of loss and metrics over samples, and the numbers of these samples; shape ``(2, 1 + metrics)``."""
         sums = self._sums.clone()
@@ -92,6 +97,11 @@ class Accumulators:
         self._sums.copy_(sums)
         self._loss.copy_(sums[0, :1])
         self._num_samples = int(sums[1, 0])
+
+    def resume(self, names: Sequence[str], sums: torch.Tensor) -> None:
+        """Go on from sums of an epoch that was interrupted, unless they are of other metrics."""
+        if [*names] == self.names and sums.shape == self._sums.shape:
+            self.sums = sums
 
     def measure(self, outcome: Outcome, num_samples: int) -> torch.Tensor:
         """Return loss and metrics of a batch, shape ``(1 + metrics,)``; only the loss if none of its samples count."""
@@ -107,7 +117,7 @@ class Accumulators:
             stateful.update(outputs, targets)
         if self._over_all:
             self._kept.append(on_host((outputs, targets)))
-        values = [_as_number(name, measure(outputs, targets)) for name, measure in self._by_batch.items()]
+        values = [as_number(name, measure(outputs, targets)) for name, measure in self._by_batch.items()]
         return torch.cat([loss.double(), *[value.to(loss.device) for value in values]]) if values else loss
 
     def add(self, values: torch.Tensor, num_samples: int) -> None:
@@ -128,7 +138,7 @@ class Accumulators:
         Collective.
         """
         total, num = fused_all_reduce(self.sums)
-        means = dict(zip(["loss", *self._by_batch], (total / num).tolist(), strict=True))
+        means = dict(zip(self.names, (total / num).tolist(), strict=True))
         for name, stateful in self._stateful.items():
             means |= _by_name(name, stateful.compute())
         return means | self._compute_over_all()
@@ -172,10 +182,15 @@ def _gather_states(state: torch.Tensor, group: object = None) -> list[torch.Tens
 def _by_name(name: str, value: Any) -> dict[str, float]:
     """Return the numbers of a metric, or of a collection of metrics."""
     parts = {f"{name}_{part}": one for part, one in value.items()} if isinstance(value, Mapping) else {name: value}
-    return {part: _as_number(part, one).item() for part, one in parts.items()}
+    return {part: as_number(part, one).item() for part, one in parts.items()}
 
 
-def _as_number(name: str, value: float | torch.Tensor) -> torch.Tensor:
+def as_number(name: str, value: float | torch.Tensor) -> torch.Tensor:
+    """Return a value as a tensor of shape ``(1,)``.
+
+    Raises:
+        ValueError: It is not one number.
+    """
     number = torch.as_tensor(value, dtype=torch.float64)
     if number.numel() != 1:
         raise ValueError(f"metric {name} must be one number, got shape {tuple(number.shape)}. Return its mean.")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -40,6 +41,7 @@ class TrainedModel:
         module: The model.
         compile_options: Options of ``torch.compile``; None does not compile.
         strategy: How the ranks share the work.
+        wraps: Whether to wrap the module, whose gradients are then averaged in each backward pass.
 
     Attributes:
         module: The bare module: its calls, its state and its parameters are local, unless :attr:`is_sharded`.
@@ -53,6 +55,7 @@ class TrainedModel:
         *,
         compile_options: Mapping[str, Any] | None = None,
         strategy: Strategy | None = None,
+        wraps: bool = True,
     ) -> None:
         manager = DistributedManager()
         self.module = module.to(manager.device)
@@ -72,8 +75,10 @@ class TrainedModel:
             self.module.compile(**compile_options)
         self._gradient_order: list[list[int]] = []
         self._has_buckets = False
+        self._is_used = False
         self._wrapped = self.module
-        self.wrap()
+        if wraps:
+            self.wrap()
 
     @property
     def evaluated(self) -> torch.nn.Module:
@@ -113,6 +118,14 @@ class TrainedModel:
     def _trainable(self) -> list[torch.nn.Parameter]:
         return [parameter for parameter in self.module.parameters() if parameter.requires_grad]
 
+    def unwrap(self) -> None:
+        """Train the bare module from now on, whose gradients are not averaged."""
+        self._trained, self._gradient_order, self._has_buckets = [], [], False
+        self._wrapped = self.module
+        if self._is_used:
+            gc.collect()  # a backward pass that an error cut off would go on in the hooks of the wrapped one
+            self._is_used = False
+
     @property
     def wrapped(self) -> torch.nn.Module:
         """The module as DistributedDataParallel; the bare module on one process, or where it is sharded."""
@@ -124,7 +137,7 @@ class TrainedModel:
 
         Local; the block is collective.
         """
-        self._is_training = True
+        self._is_training = self._is_used = True
         try:
             with WaitScope("a step of the sharded model") if self.is_sharded else nullcontext():
                 yield self._wrapped

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -21,6 +22,7 @@ from distman.handler._reporting import LoggerMode, Reporter
 from distman.handler._resumption import end_program
 from distman.handler._saving import Saving, read_checkpoint
 from distman.handler._setup import check_factory, required
+from distman.handler._stepper import own_steps
 from distman.handler._strategy import Strategy
 from distman.handler._training import Training
 from distman.manager import DistributedManager
@@ -151,7 +153,7 @@ class NNHandler(Saving):
             limit_batches: Largest number of batches of a rank in an epoch. The next epoch goes on where it ended.
             accumulate: Number of batches whose gradients make a step; an epoch's last step may have fewer.
             amp: Automatic mixed precision; ``"fp16"`` scales the loss.
-            clip_norm: Largest 2-norm of the gradient; None does not clip.
+            clip_norm: Largest 2-norm of the gradient, of each optimizer by itself; None does not clip.
             ema_decay: Decay of a moving average of the weights, which validation, prediction and sampling then use.
             non_finite: When a loss or the gradient is NaN or infinite on any rank, ``"raise"`` on all ranks,
                 ``"skip"`` the step on all, or ``"ignore"`` it.
@@ -234,12 +236,13 @@ class NNHandler(Saving):
 
     def _make_training(self, options: StepOptions, limits: Limits, events: Events) -> Training:
         """Return a training that resumes from the state that was loaded, or from that of the latest run."""
+        objective, optimization = self._make_optimization(options)
         training = Training(
             self,
-            objective=self._required_objective(),
-            optimization=Optimization(self._model, self.optimizer, options),
+            objective=objective,
+            optimization=optimization,
             source=self._make_source(),
-            scheduling=self._required_scheduling(),
+            scheduling=self._required_schedules(),
             metrics=self._metrics,
             history=self.history,
             reporter=self._reporter,
@@ -249,6 +252,15 @@ class NNHandler(Saving):
         )
         self._progress.resume(training)
         return training
+
+    def _make_optimization(self, options: StepOptions) -> tuple[Callable[..., Any], Optimization]:
+        """Return what is minimized, or the function that steps, and what takes the steps."""
+        if self._step is None:
+            return self._required_objective(), Optimization(self._model, self.optimizers, options)
+        if self.validates:
+            self._required_objective()
+        stepper, steps = own_steps(self._model, self.optimizers, options)
+        return functools.partial(self._step, stepper), steps
 
 
 def _manager(device: str | torch.device | None, *, use_distributed: bool | None) -> DistributedManager:

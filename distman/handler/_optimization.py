@@ -1,26 +1,26 @@
-"""One step of the optimizer, with some batches of every rank."""
+"""One step of the optimizers, with some batches of every rank."""
 
 from __future__ import annotations
 
 import dataclasses
 import inspect
-import math
 import operator
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Literal
 
 import torch
 
 from distman._coordination.wait_scope import WaitScope
 from distman._torch_internals import norms
-from distman.collectives._objects import all_gather_objects
 from distman.data._randomness import generators_preserved
-from distman.errors import NonFiniteLossError
-from distman.handler._accumulators import Accumulators
+from distman.errors import CheckpointError
+from distman.handler._accumulators import Accumulators, Metric
 from distman.handler._events import Callback, Events
+from distman.handler._finite import FiniteCheck
 from distman.handler._model import TrainedModel
 from distman.handler._objective import Objective, Outcome, check_loss, to_device
+from distman.handler._scheduling import UNNAMED
 from distman.handler._sharding import clip, norm_over_shards, own_part, place_optimizer_state
 from distman.handler._sources import Step
 from distman.manager import DistributedManager
@@ -37,7 +37,7 @@ class StepOptions:
     Attributes:
         accumulate: Number of batches whose gradients make a step; an epoch's last step may have fewer.
         amp: ``"bf16"`` or ``"fp16"`` for automatic mixed precision, the latter with a scaled loss; None without it.
-        clip_norm: Largest 2-norm of the gradient; None does not clip.
+        clip_norm: Largest 2-norm of each optimizer's gradient; None does not clip.
         ema_decay: Decay of the moving average of the weights, between 0 and 1; None keeps no average.
         non_finite: What to do when a rank's loss, or the gradient, is NaN or infinite: ``"raise"`` on all ranks,
             ``"skip"`` the step on all, or ``"ignore"`` it.
@@ -77,71 +77,65 @@ class StepOptions:
         return _DTYPES[self.amp] if self.amp else None
 
 
-@dataclasses.dataclass(frozen=True)
-class _Unchecked:
-    """A step whose gradient has not been looked at: its index, the gradient's norm, and this rank's losses."""
-
-    step: int
-    norm: torch.Tensor
-    losses: Sequence[torch.Tensor]
-
-
 class Optimization:
-    """Steps an optimizer such that all ranks do the same, whatever happens on one of them.
+    """Steps optimizers such that all ranks do the same, whatever happens on one of them.
 
     A step minimizes the mean loss over the samples of all its batches on all ranks.
 
     Args:
         model: The model.
-        optimizer: An optimizer of its parameters.
+        optimizers: Optimizers of its parameters, by name.
         options: How to step.
 
     Attributes:
+        optimizers: The optimizers.
         num_steps: Number of steps taken.
         num_skipped: Number of steps skipped because a loss or the gradient was not finite.
+        num_taken: How often each optimizer stepped in the latest step.
         losses: This rank's losses of the batches of the latest step, on the device.
         norm: The norm of its gradient, on the device; None if nobody asked.
+
+    Raises:
+        TypeError, ValueError: These optimizers cannot step.
     """
 
-    def __init__(self, model: TrainedModel, optimizer: torch.optim.Optimizer, options: StepOptions) -> None:
+    def __init__(
+        self, model: TrainedModel, optimizers: Mapping[str, torch.optim.Optimizer], options: StepOptions
+    ) -> None:
         model.forget_step()
-        self._model, self._optimizer, self._options = model, optimizer, options
+        self._model, self.optimizers, self._options = model, dict(optimizers), options
         self._device, self._world_size = DistributedManager().device, DistributedManager().world_size
-        self._parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        own = {id(one) for one in self._parameters}
-        num_foreign = len(own - {id(one) for one in model.module.parameters()})
-        self._not_optimized = [one for one in model.module.parameters() if id(one) not in own]
-        if num_foreign and self._world_size > 1:
-            raise ValueError(
-                f"parameters of the optimizer must be the model's, got {num_foreign} others, whose gradients would "
-                "not be averaged over the ranks. Make them part of the model."
-            )
-        closure = inspect.signature(optimizer.step).parameters.get("closure")
-        if closure is not None and closure.default is inspect.Parameter.empty:
-            raise TypeError(
-                f"the optimizer must step without a closure, got {type(optimizer).__name__}, which computes the loss "
-                "several times per step. Write the loop yourself, with manager.wrap_ddp()."
-            )
-        model.wrap()
+        self._parameters = {
+            name: [parameter for group in optimizer.param_groups for parameter in group["params"]]
+            for name, optimizer in optimizers.items()
+        }
+        self._check_parameters()
+        self._prepare()
         self._scaler = torch.amp.GradScaler(self._device.type, enabled=options.amp == "fp16")
         model.keep_average(options.ema_decay)
         model.module.zero_grad()  # left by a step that raised, or of parameters that another optimizer did not have
         self.num_steps = self.num_skipped = 0
-        self.losses: Sequence[torch.Tensor] = ()
+        self.num_taken = dict.fromkeys(self.optimizers, 0)
+        self.losses: list[torch.Tensor] = []
         self.norm: torch.Tensor | None = None
         model.sort_buckets()
-        self._unchecked: list[_Unchecked] = []
         may_skip = options.non_finite == "skip" or options.amp == "fp16"
         usual = 1 if self._device.type == "cpu" else _STEPS_BETWEEN_CHECKS
-        self._check_every = 1 if may_skip else options.check_every or usual
+        self._finite = FiniteCheck(self._scaler, options.non_finite, 1 if may_skip else options.check_every or usual)
 
-    def run(self, objective: Objective, steps: Sequence[Step], accumulators: Accumulators, events: Events) -> bool:
+    def accumulators(self, metrics: Mapping[str, Metric]) -> Accumulators:
+        """Return what adds up the results of an epoch's steps."""
+        return Accumulators(metrics)
+
+    def run(
+        self, objective: Callable[..., Any], steps: Sequence[Step], accumulators: Accumulators, events: Events
+    ) -> bool:
         """Step with the gradient of some batches; return False if the step was skipped.
 
         Collective.
 
         Args:
-            objective: What is minimized.
+            objective: What is minimized, an :data:`Objective`.
             steps: This rank's batches.
             accumulators: What losses and metrics are added to, unless the step is skipped.
             events: Those of the training.
@@ -150,52 +144,39 @@ class Optimization:
             NonFiniteLossError: On every rank: a loss or the gradient is NaN or infinite.
         """
         buffers = self._copy_buffers() if self._options.non_finite == "skip" else None
-        losses, measured = self._accumulate(objective, steps, accumulators, events)
-        self._scaler.unscale_(self._optimizer)
-        events.emit(Callback.on_before_optimizer_step)
-        norm = self._clip()
-        self.losses, self.norm = losses, norm
-        if norm is not None and self._options.non_finite != "ignore":
-            self._unchecked.append(_Unchecked(self._num_begun, norm, losses))
-        is_taken = len(self._unchecked) < self._check_every or self.check()
+        self.losses, measured = self._accumulate(objective, steps, accumulators, events)
+        is_taken = self._take([*self.optimizers], self.losses, events)
         if not is_taken:
             self._restore_buffers(buffers)
         else:
-            self._scaler.step(self._optimizer)
             self._model.after_step()
             for values, step in zip(measured, steps, strict=True):
                 accumulators.add(values, step.num_own)
         self._scaler.update()
-        self._optimizer.zero_grad()
+        for optimizer in self.optimizers.values():
+            optimizer.zero_grad()
         for parameter in self._not_optimized:
             parameter.grad = None
+        self.num_taken = dict.fromkeys(self.optimizers, int(is_taken))
         self.num_steps += is_taken
         self.num_skipped += not is_taken
         return is_taken
 
-    def check(self) -> bool:
-        """Look at the gradients of all steps since the last look; return False if the latest is to be left out.
+    def check(self) -> None:
+        """Look at the gradients of all steps since the last look.
 
-        Collective. This waits for the device. A step that was taken with a gradient that is not finite has spoilt the
-        model for good, so this raises for it again and again: nobody can save it.
+        Collective. This waits for the device.
 
         Raises:
-            NonFiniteLossError: On every rank: a loss or the gradient was NaN or infinite.
+            NonFiniteLossError: On every rank: a loss or the gradient was NaN or infinite; see :meth:`FiniteCheck.look`.
         """
-        if not self._unchecked:
-            return True
-        norms = torch.stack([one.norm for one in self._unchecked]).tolist()
-        bad = next((one for one, norm in zip(self._unchecked, norms, strict=True) if not math.isfinite(norm)), None)
-        if bad is None or bad.step == self._num_begun:
-            self._unchecked.clear()
-        if bad is not None:
-            self._check_skippable(bad)
-        return bad is None
+        self._finite.look()
 
     def state_dict(self) -> dict[str, Any]:
         """Return everything that the next step depends on, except for the model."""
+        states = {name: optimizer.state_dict() for name, optimizer in self.optimizers.items()}
         return {
-            "optimizer": self._optimizer.state_dict(),
+            **({"optimizer": states[UNNAMED]} if states.keys() == {UNNAMED} else {"optimizers": states}),
             "scaler": self._scaler.state_dict(),
             "num_steps": self.num_steps,
             "num_skipped": self.num_skipped,
@@ -213,13 +194,24 @@ class Optimization:
         self._model.load_own_buffers(buffers)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore such a state."""
-        self._optimizer.load_state_dict(place_optimizer_state(self._optimizer, state["optimizer"]))
+        """Restore such a state.
+
+        Raises:
+            CheckpointError: It is of other optimizers.
+        """
+        states = state["optimizers"] if "optimizers" in state else {UNNAMED: state["optimizer"]}
+        if states.keys() != self.optimizers.keys():
+            raise CheckpointError(
+                f"the optimizers must be those that were saved, {', '.join(states)}, got {', '.join(self.optimizers)}. "
+                "Give them the same names."
+            )
+        for name, optimizer in self.optimizers.items():
+            optimizer.load_state_dict(place_optimizer_state(optimizer, states[name]))
         self._load_scale(state["scaler"])
         self.num_steps, self.num_skipped = state["num_steps"], state["num_skipped"]
 
     def go_on_from(self, latest: Optimization) -> None:
-        """Go on counting where the latest run in this program has ended; the optimizer is as it is now.
+        """Go on counting where the latest run in this program has ended; the optimizers are as they are now.
 
         Raises:
             NonFiniteLossError: On every rank: that run has spoilt the model, as :meth:`check` says.
@@ -227,6 +219,35 @@ class Optimization:
         latest.check()
         self._load_scale(latest._scaler.state_dict())
         self.num_steps, self.num_skipped = latest.num_steps, latest.num_skipped
+
+    def _check_parameters(self) -> None:
+        """Refuse parameters that are not the model's, or several optimizers'; note those of the model in none."""
+        own = {id(parameter): name for name, parameters in self._parameters.items() for parameter in parameters}
+        for name, parameters in self._parameters.items():
+            shared = [own[id(one)] for one in parameters if own[id(one)] != name]
+            if shared:
+                raise ValueError(
+                    f"a parameter must belong to one optimizer, got {len(shared)} that belong to {name!r} and "
+                    f"{shared[0]!r}. Choose them with parameters=, as in set_optimizer(torch.optim.Adam, "
+                    f"name={name!r}, parameters=lambda model: model.{name}.parameters())."
+                )
+        num_foreign = len(own.keys() - {id(one) for one in self._model.module.parameters()})
+        if num_foreign and self._world_size > 1:
+            raise ValueError(
+                f"parameters of the optimizer must be the model's, got {num_foreign} others, whose gradients would "
+                "not be averaged over the ranks. Make them part of the model."
+            )
+        self._not_optimized = [one for one in self._model.module.parameters() if id(one) not in own]
+
+    def _prepare(self) -> None:
+        """Let the model's gradients be averaged, and refuse optimizers that need more."""
+        for optimizer in self.optimizers.values():
+            if needs_closure(optimizer):
+                raise TypeError(
+                    f"the optimizer must step without a closure, got {type(optimizer).__name__}, which computes the "
+                    "loss several times per step. Pass it the closure in a step of your own: set_step()."
+                )
+        self._model.wrap()
 
     def _load_scale(self, state: Mapping[str, Any]) -> None:
         if state and self._scaler.is_enabled():
@@ -262,16 +283,18 @@ class Optimization:
     def _backward(self, objective: Objective, step: Step, factor: float, events: Events) -> Outcome:
         batch = to_device(step.batch, self._device)
         with self._model.training() as model, nullcontext() if step.num_own else self._without_a_trace():
-            with torch.autocast(self._device.type, self._options.dtype) if self._options.amp else nullcontext():
+            with self._autocast():
                 outcome = objective(model, batch)
             check_loss(outcome.loss)
             events.emit(Callback.on_before_backward, outcome.loss)
-            loss = outcome.loss.detach()
-            root = (loss - loss) + factor  # NaN if the loss is not finite, which makes the gradient NaN on all ranks
+            root = root_of(outcome.loss, factor)
             with WaitScope("backward of the model"), self._model.backward_pass():
                 self._scaler.scale(outcome.loss).backward(gradient=root)
             events.emit(Callback.on_after_backward)
         return outcome
+
+    def _autocast(self) -> AbstractContextManager[Any]:
+        return torch.autocast(self._device.type, self._options.dtype) if self._options.amp else nullcontext()
 
     @contextmanager
     def _without_a_trace(self) -> Iterator[None]:
@@ -281,9 +304,30 @@ class Optimization:
             yield
         self._restore_buffers(buffers)
 
-    def _clip(self) -> torch.Tensor | None:
-        """Clip the gradient, and return its 2-norm, the same on all ranks; None if there is none, or nobody asks."""
-        gradients = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
+    def _take(self, names: Sequence[str], losses: Sequence[torch.Tensor], events: Events | None) -> bool:
+        """Let optimizers step with their gradients, which are the same on all ranks; return False if they may not."""
+        for name in names:
+            self._scaler.unscale_(self.optimizers[name])
+        if events is not None:
+            events.emit(Callback.on_before_optimizer_step)
+        found = [norm for norm in map(self._clip, names) if norm is not None]
+        self.norm = norm_of(found)
+        self._finite.add(self._num_begun, self._label(names), self.norm, losses)
+        if not self._finite.may_be_taken():
+            return False
+        for name in names:
+            self._scaler.step(self.optimizers[name])
+        self._finite.note_taken()
+        return True
+
+    def _label(self, names: Sequence[str]) -> str:
+        """Return the names of optimizers for a message; empty where there is only one without a name."""
+        return "" if [*self.optimizers] == [UNNAMED] else ", ".join(names)
+
+    def _clip(self, name: str) -> torch.Tensor | None:
+        """Clip an optimizer's gradient, and return its 2-norm, the same on all ranks; None if nobody asks for it."""
+        parameters = self._parameters[name]
+        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
         if not gradients or (self._options.clip_norm is None and self._options.non_finite == "ignore"):
             return None
         parts = [own_part(one) for one in gradients]
@@ -293,27 +337,26 @@ class Optimization:
             clip(parts, self._options.clip_norm, norm)
         elif self._options.clip_norm is not None:
             by_one_kernel = None if all(map(operator.is_, dense, gradients)) else False
-            torch.nn.utils.clip_grads_with_norm_(self._parameters, self._options.clip_norm, norm, foreach=by_one_kernel)
+            torch.nn.utils.clip_grads_with_norm_(parameters, self._options.clip_norm, norm, foreach=by_one_kernel)
         return norm
 
-    def _check_skippable(self, bad: _Unchecked) -> None:
-        """Raise unless the step may be skipped: the scale of the loss was too large, or the options say so."""
-        everyone = all_gather_objects([loss.item() for loss in bad.losses])
-        losses = {rank: loss for rank, own in enumerate(everyone) for loss in own if not math.isfinite(loss)}
-        is_overflow = not losses and self._scaler.is_enabled() and self._scaler.get_scale() >= 1
-        if is_overflow or self._options.non_finite == "skip":
-            return
-        roll = DistributedManager().roll_call
-        got = ", ".join(
-            f"{loss} on rank {rank} ({roll[rank].host}, pid {roll[rank].pid})" for rank, loss in losses.items()
-        )
-        remedy = "Lower the learning rate, pass clip_norm, or skip such steps with non_finite='skip'."
-        if num_spoilt := self._num_begun - bad.step:
-            remedy += (
-                f" {num_spoilt} steps were taken before this was seen, and have spoilt the model: go on from a "
-                "checkpoint; check_every=1 looks before each step is taken."
-            )
-        raise NonFiniteLossError(
-            f"the loss must be finite in step {bad.step}, got "
-            f"{got or 'a gradient that is not, with finite losses on all ranks'}. {remedy}"
-        )
+
+def needs_closure(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether an optimizer computes the loss several times per step, as LBFGS does."""
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    return closure is not None and closure.default is inspect.Parameter.empty
+
+
+def norm_of(norms: Sequence[torch.Tensor]) -> torch.Tensor | None:
+    """Return the norm of gradients of which each has one of these; None if there are none."""
+    if len(norms) < 2:
+        return norms[0] if norms else None
+    stacked = torch.stack([*norms]).double()  # whose squares do not overflow
+    norm: torch.Tensor = torch.linalg.vector_norm(stacked)
+    return norm
+
+
+def root_of(loss: torch.Tensor, factor: float) -> torch.Tensor:
+    """Return where a backward pass begins: with NaN if the loss is not finite, so that it is seen on all ranks."""
+    loss = loss.detach()
+    return (loss - loss) + factor

@@ -97,8 +97,9 @@ class ProgressBar:
     def advance(self, num_batches: int, accumulators: Accumulators) -> None:
         """Count some more batches, and show the mean loss so far."""
         if self._bar is not None and self._bar.update(num_batches):
-            loss, num = accumulators.sums[:, 0].tolist()
-            self._bar.set_postfix(loss=f"{loss / num:.4g}" if num else "nan", refresh=False)
+            totals, nums = accumulators.sums[:, :1].tolist()
+            means = [f"{total / num:.4g}" if num else "nan" for total, num in zip(totals, nums, strict=True)]
+            self._bar.set_postfix(dict(zip(accumulators.names, means, strict=False)), refresh=False)
 
     def close(self) -> None:
         """Remove the bar."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -16,9 +16,10 @@ from distman.handler._events import Callback, Callbacks
 from distman.handler._loading import make_loader, make_source
 from distman.handler._model import TrainedModel
 from distman.handler._objective import Forward, LossFunction, Objective, Supervised, default_forward
-from distman.handler._scheduling import Scheduling
+from distman.handler._scheduling import UNNAMED, Schedules, Scheduling
 from distman.handler._score_based import ScoreBased, make_sde
 from distman.handler._sources import NumSamples, Source
+from distman.handler._stepper import StepFunction
 from distman.handler._tracking import Tracker
 from distman.score import SDE
 from distman.score._denoising import Weighting
@@ -44,8 +45,10 @@ class Setup:
         self._num_samples: NumSamples | None = None
         self._objective: Objective | None = None
         self._score_based: ScoreBased | None = None
-        self._optimizer: torch.optim.Optimizer | None = None
-        self._scheduling: Scheduling | None = None
+        self._step: StepFunction | None = None
+        self._step_num_samples: NumSamples | None = None
+        self._optimizers: dict[str, torch.optim.Optimizer] = {}
+        self._schedulings: dict[str, Scheduling] = {}
         self._train_data: Any = None
         self._val_data: Any = None
         self._metrics: dict[str, Metric] = {}
@@ -77,8 +80,13 @@ class Setup:
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
-        """The optimizer."""
-        return required(self._optimizer, "optimizer", "set_optimizer()")
+        """The optimizer; of several, the one that was set first."""
+        return next(iter(self.optimizers.values()))
+
+    @property
+    def optimizers(self) -> Mapping[str, torch.optim.Optimizer]:
+        """The optimizers by name; one without a name is ``"optimizer"``."""
+        return required(self._optimizers or None, "optimizer", "set_optimizer()")
 
     @property
     def validates(self) -> bool:
@@ -89,27 +97,35 @@ class Setup:
         self,
         optimizer_class: Callable[..., torch.optim.Optimizer],
         *,
+        name: str | None = None,
         parameters: Callable[[torch.nn.Module], Iterable[Any]] | None = None,
         **kwargs: Any,
     ) -> None:
-        """Set the optimizer. This removes the scheduler, which has to be set again.
+        """Set the optimizer, or one of several. This removes its scheduler, which has to be set again.
 
         Local.
 
         Args:
             optimizer_class: The optimizer's class.
+            name: Its name, where there are several: each has parameters of its own, all step with the loss, or as a
+                function says, see :meth:`set_step`. Without a name it is the only one.
             parameters: Takes the bare model and returns the parameters, or parameter groups, to optimize; None is all.
             kwargs: Arguments of the class, such as ``lr``.
 
         Raises:
-            TypeError: ``optimizer_class`` is not a class or function that makes an optimizer.
+            TypeError: ``optimizer_class`` is not a class or function that makes an optimizer, or the name is no string.
 
         Example:
             >>> handler = NNHandler(torch.nn.Linear, in_features=2, out_features=1)
             >>> handler.set_optimizer(torch.optim.AdamW, lr=1e-3, parameters=lambda module: [module.weight])
             >>> len(handler.optimizer.param_groups[0]["params"])
             1
+            >>> handler.set_optimizer(torch.optim.SGD, name="slope", lr=0.1, parameters=lambda module: [module.weight])
+            >>> handler.set_optimizer(torch.optim.Adam, name="offset", parameters=lambda module: [module.bias])
+            >>> list(handler.optimizers)
+            ['slope', 'offset']
         """
+        check_name(name)
         check_factory(
             "optimizer_class",
             optimizer_class,
@@ -117,13 +133,16 @@ class Setup:
             "Pass the class and its arguments, such as set_optimizer(torch.optim.SGD, lr=0.1).",
         )
         chosen = self.module.parameters() if parameters is None else parameters(self.module)
-        self._optimizer = optimizer_class(chosen, **kwargs)
-        self._scheduling = None
+        optimizer = optimizer_class(chosen, **kwargs)
+        kept = {} if name is None else {one: own for one, own in self._optimizers.items() if one != UNNAMED}
+        self._optimizers = kept | {name or UNNAMED: optimizer}
+        self._schedulings = {one: own for one, own in self._schedulings.items() if one in kept and one != name}
 
     def set_scheduler(
         self,
         scheduler_class: Callable[..., LRScheduler],
         *,
+        name: str | None = None,
         per: Literal["epoch", "step"] = "epoch",
         monitor: str = "val_loss",
         **kwargs: Any,
@@ -134,13 +153,14 @@ class Setup:
 
         Args:
             scheduler_class: The scheduler's class.
+            name: Name of its optimizer, where there are several.
             per: Whether it steps after each epoch, or after each step of the optimizer.
             monitor: Name in the history of the value that ReduceLROnPlateau monitors; epochs without it do not count.
             kwargs: Arguments of the class.
 
         Raises:
             TypeError: ``scheduler_class`` is not a class or function that makes a scheduler.
-            ValueError: ``per`` is neither, or is ``"step"`` for ReduceLROnPlateau.
+            ValueError: ``per`` is neither, or is ``"step"`` for ReduceLROnPlateau; or no optimizer has this name.
             DistmanError: No optimizer has been set.
 
         Example:
@@ -152,9 +172,14 @@ class Setup:
             0.001
         """
         check_factory("scheduler_class", scheduler_class, "the scheduler", "Pass the class and its arguments.")
-        self._scheduling = Scheduling(
-            self.optimizer, scheduler_class(self.optimizer, **kwargs), per=per, monitor=monitor
-        )
+        optimizer = self.optimizers.get(name or UNNAMED)
+        if optimizer is None:
+            raise ValueError(
+                f"name must be that of an optimizer, {' or '.join(map(repr, self.optimizers))}, got {name!r}. Call "
+                "set_optimizer() for it first."
+            )
+        scheduler = scheduler_class(optimizer, **kwargs)
+        self._schedulings[name or UNNAMED] = Scheduling(optimizer, scheduler, per=per, monitor=monitor)
 
     def set_loss_fn(
         self, loss_fn: LossFunction, *, forward: Forward | None = None, num_samples: NumSamples | None = None
@@ -189,6 +214,40 @@ class Setup:
                 raise TypeError(f"{name} must be a function, got {function!r}. Pass torch.nn.MSELoss(), for example.")
         self._forward, self._num_samples = forward or default_forward, num_samples
         self._objective = Supervised(self._forward, loss_fn)
+
+    def set_step(self, function: StepFunction | None, *, num_samples: NumSamples | None = None) -> None:
+        """Let a function compute the losses of a batch and step the optimizers, as for a GAN, or LBFGS.
+
+        Local. A loss function, if one is set too, is what a validation measures.
+
+        Args:
+            function: Takes a :class:`Stepper` and a batch, on this rank's device, and calls ``backward(loss)`` and
+                ``step()`` of the former. It returns what the history is to have, each a mean over the samples of the
+                batch: numbers by name, one number, the ``loss``, or None. None goes back to the loss function.
+            num_samples: Takes a batch and returns over how many samples the losses are means; see :meth:`set_loss_fn`,
+                whose function counts if this is None.
+
+        Raises:
+            TypeError: One of them cannot be called.
+
+        Example:
+            >>> def step(stepper, batch):
+            ...     inputs, targets = batch
+            ...     loss = torch.nn.functional.mse_loss(stepper.module(inputs), targets)
+            ...     stepper.backward(loss)
+            ...     stepper.step()
+            ...     return {"loss": loss, "largest": inputs.max()}
+            >>> handler = NNHandler(torch.nn.Linear, in_features=1, out_features=1)
+            >>> handler.set_optimizer(torch.optim.SGD, lr=0.1)
+            >>> handler.set_step(step)
+            >>> handler.set_train_loader(TensorDataset(torch.ones(8, 1), torch.ones(8, 1)), batch_size=4)
+            >>> handler.train(2)["largest"]
+            [1.0, 1.0]
+        """
+        for name, given in {"function": function, "num_samples": num_samples}.items():
+            if given is not None and not callable(given):
+                raise TypeError(f"{name} must be a function, got {given!r}. Pass one that takes a stepper and a batch.")
+        self._step, self._step_num_samples = function, num_samples
 
     def set_sde(
         self,
@@ -350,17 +409,20 @@ class Setup:
         return required(self._score_based, "equation of a score-based model", "set_sde()")
 
     def _make_source(self) -> Source:
-        return make_source(required(self._train_data, "data to train with", "set_train_loader()"), self._num_samples)
+        data = required(self._train_data, "data to train with", "set_train_loader()")
+        num_samples = None if self._step is None else self._step_num_samples
+        return make_source(data, num_samples or self._num_samples)
 
-    def _required_scheduling(self) -> Scheduling:
-        """Return the schedule of the learning rate, which is constant if none has been set."""
-        scheduling = self._scheduling or Scheduling(self.optimizer)
-        if (scheduling.monitored or "").startswith("val_") and not self.validates:
-            raise DistmanError(
-                f"ReduceLROnPlateau monitors {scheduling.monitored}, but there are no data to validate with. Call "
-                "set_val_loader(), or set_scheduler(..., monitor='loss')."
-            )
-        return scheduling
+    def _required_schedules(self) -> Schedules:
+        """Return the schedules of the learning rates, which are constant where none has been set."""
+        given = {name: self._schedulings.get(name) or Scheduling(one) for name, one in self.optimizers.items()}
+        for scheduling in given.values():
+            if (scheduling.monitored or "").startswith("val_") and not self.validates:
+                raise DistmanError(
+                    f"ReduceLROnPlateau monitors {scheduling.monitored}, but there are no data to validate with. Call "
+                    "set_val_loader(), or set_scheduler(..., monitor='loss')."
+                )
+        return Schedules(given)
 
 
 def check_factory(name: str, factory: object, product: str, remedy: str) -> None:
@@ -372,6 +434,16 @@ def check_factory(name: str, factory: object, product: str, remedy: str) -> None
     if not callable(factory) or isinstance(factory, torch.nn.Module):
         got = repr(factory) if isinstance(factory, (str, int)) else f"a {type(factory).__name__}"
         raise TypeError(f"{name} must be a class or function that makes {product}, got {got}. {remedy}")
+
+
+def check_name(name: object) -> None:
+    """Refuse what cannot name an optimizer.
+
+    Raises:
+        TypeError: It is neither None nor a string with a letter in it.
+    """
+    if name is not None and (not isinstance(name, str) or not name):
+        raise TypeError(f"name must be a string, got {name!r}. Pass one such as 'generator', or leave it out.")
 
 
 def required(value: T | None, what: str, remedy: str) -> T:

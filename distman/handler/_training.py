@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,15 +14,14 @@ from distman.collectives._fused import fused_all_reduce
 from distman.collectives._objects import all_gather_objects
 from distman.data._randomness import generators_state, set_generators_state
 from distman.errors import NonFiniteLossError
-from distman.handler._accumulators import Accumulators, Metric
+from distman.handler._accumulators import Metric
 from distman.handler._events import Callback, Events
 from distman.handler._history import History, Record, turn_into_numbers
 from distman.handler._limits import Limits
-from distman.handler._objective import Objective
 from distman.handler._optimization import Optimization
 from distman.handler._reporting import ProgressBar, Reporter
 from distman.handler._resumption import AutoSave
-from distman.handler._scheduling import Scheduling
+from distman.handler._scheduling import Schedules
 from distman.handler._sources import Source, Step
 from distman.handler._step_records import StepRecords
 from distman.manager import DistributedManager
@@ -37,10 +36,10 @@ class Training:
 
     Args:
         handler: The handler, which validates and says what to save.
-        objective: What is minimized.
-        optimization: How the optimizer steps.
+        objective: What is minimized, or the function that steps.
+        optimization: How the optimizers step.
         source: Where the batches come from.
-        scheduling: The schedule of the learning rate.
+        scheduling: The schedules of the learning rates.
         metrics: What to measure besides the loss.
         history: Where the results of the epochs are recorded.
         reporter: Where they are logged.
@@ -57,10 +56,10 @@ class Training:
         self,
         handler: NNHandler,
         *,
-        objective: Objective,
+        objective: Callable[..., Any],
         optimization: Optimization,
         source: Source,
-        scheduling: Scheduling,
+        scheduling: Schedules,
         metrics: Mapping[str, Metric],
         history: History,
         reporter: Reporter,
@@ -80,7 +79,7 @@ class Training:
         self._validated_at = 0  # steps
         self.reason = ""
         self._stop_reason = ""
-        self._accumulators = Accumulators(metrics)
+        self._accumulators = optimization.accumulators(metrics)
         self._seconds = 0.0
         self._step_records = StepRecords(are_kept=False)  # until it runs
         source.begin(0)
@@ -148,6 +147,7 @@ class Training:
             "reason": self.reason,
             "optimization": self.optimization.state_dict(),
             "scheduler": self._scheduling.state_dict(),
+            "names": self._accumulators.names,
             "ranks": all_gather_objects(own),
         }
 
@@ -164,8 +164,9 @@ class Training:
         is_same_job = len(ranks) == manager.world_size
         is_resumed = self._resume_source(ranks[manager.rank if is_same_job else 0]["source"], is_same_job=is_same_job)
         sums = ranks[manager.rank]["sums"] if is_same_job else sum(own["sums"] for own in ranks)
-        if is_resumed and (is_same_job or manager.is_main):
-            self._resume_sums(sums)
+        if is_resumed:
+            own = sums if is_same_job or manager.is_main else torch.zeros_like(sums)
+            self._accumulators.resume(state.get("names", self._accumulators.names), own)
         if is_same_job:
             self._stop_reason = ranks[manager.rank]["stop_reason"]
             self.optimization.load_own_buffers(ranks[manager.rank]["buffers"])
@@ -177,7 +178,7 @@ class Training:
         self._num_batches, self._pass, self._validated_at = latest._num_batches, latest._pass, latest._validated_at
         self.optimization.go_on_from(latest.optimization)
         if self._resume_source(latest._source_state(), is_same_job=True):
-            self._resume_sums(latest._accumulators.sums)
+            self._accumulators.resume(latest._accumulators.names, latest._accumulators.sums)
 
     def _source_state(self) -> dict[str, Any]:
         return {"kind": type(self.source).__name__, "position": self.source.state_dict()}
@@ -193,10 +194,6 @@ class Training:
             self._num_batches = 0
         return is_resumed
 
-    def _resume_sums(self, sums: torch.Tensor) -> None:
-        if sums.shape == self._accumulators.sums.shape:  # else of other metrics
-            self._accumulators.sums = sums
-
     def _run_epoch(self, accumulate: int, bar: ProgressBar) -> bool:
         """Train for the rest of an epoch; return False if the job was asked to stop."""
         self._events.emit(Callback.on_epoch_begin, self.epoch)
@@ -209,7 +206,7 @@ class Training:
                 if self._step_records.are_kept:
                     self._keep_step_record(steps)
                 self._events.emit(Callback.on_step_end, self.optimization.num_steps)
-                self._scheduling.after_step()
+                self._scheduling.after_step(self.optimization.num_taken)
             bar.advance(len(steps), self._accumulators)
             must_stop = DistributedManager().should_stop()
             if not must_stop and self._limits.validates_after_step(self.optimization.num_steps):
@@ -233,7 +230,7 @@ class Training:
         record = {
             "step": float(self.optimization.num_steps),
             "epoch": float(self.epoch),
-            "lr": self._scheduling.learning_rate,
+            **self._scheduling.learning_rates,
         }
         self._step_records.add(record, batches, self.optimization.losses, self.optimization.norm)
         if self._step_records.are_due:
@@ -281,13 +278,14 @@ class Training:
         if self._limits.validates_after_epoch(self.epoch) and self._handler.validates:
             record |= self._validate()
             self._events.emit(Callback.on_validation_end, record)
-        record["lr"] = self._scheduling.learning_rate
+        record |= self._scheduling.learning_rates
         record["skipped"] = float(self.optimization.num_skipped)
         record["seconds"] = aggregate_loss(self._seconds)
         self._scheduling.after_epoch(record)
         self._history.add(record)
         self.epoch, self._num_batches = self.epoch + 1, 0
-        self._accumulators, self._seconds, self.optimization.num_skipped = Accumulators(self._metrics), 0.0, 0
+        self._accumulators, self._seconds = self.optimization.accumulators(self._metrics), 0.0
+        self.optimization.num_skipped = 0
         self._events.emit(Callback.on_epoch_end, record)
         turn_into_numbers(record)
         self._reporter.log_epoch(record, self._limits.epochs)
@@ -312,7 +310,7 @@ class Training:
             "epoch": float(self.epoch),
             "step": float(num_steps),
             **self._validate(),
-            "lr": self._scheduling.learning_rate,
+            **self._scheduling.learning_rates,
         }
         self._scheduling.after_validation(record)
         self._history.validations.append(record)

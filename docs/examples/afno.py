@@ -23,15 +23,13 @@ from __future__ import annotations
 import argparse
 import json
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 
 import torch
-from torch import nn
 
-from distman import DistributedManager, UndefinedGroupError, fft, mappings, split_sizes
+from distman import DistributedManager, fft, mappings
 from distman.collectives import fused_all_reduce
 
 GRID = 64  # points along each side of the square, whose length is 2 pi
@@ -40,9 +38,7 @@ TIME_STEP = 0.005
 STEPS_PER_SNAPSHOT = 50
 BUDGET_TOLERANCE = 1e-6
 PATCH = 4
-TOKENS = GRID // PATCH  # along each side
 WIDTH = 48
-HIDDEN = 96
 NUM_BLOCKS = 8
 DEPTH = 3
 BATCH = 8
@@ -131,106 +127,13 @@ def check_budgets(history: torch.Tensor) -> list[float]:
     return errors
 
 
-class DistributedAFNO(nn.Module):
-    """The operator, from vorticity and velocity to the change of the vorticity, on this rank's columns of the grid.
-
-    The groups "model_parallel" and "spatial_parallel" must be there. Every rank draws all weights from the same seed
-    and keeps its slices.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        require_groups("model_parallel", "spatial_parallel")
-        self.embed = nn.Conv2d(3, WIDTH, PATCH, stride=PATCH)
-        self.blocks = nn.Sequential(*(Block() for _ in range(DEPTH)))
-        self.norm = nn.LayerNorm(WIDTH)
-        self.head = nn.ConvTranspose2d(WIDTH, 1, PATCH, stride=PATCH)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        tokens = self.embed(x).movedim(1, -1)  # (sample, row, column, channel)
-        return self.head(self.norm(self.blocks(tokens)).movedim(-1, 1)).squeeze(1)
-
-
-def require_groups(*names: str) -> None:
-    manager = DistributedManager()
-    for name in names:
-        try:
-            manager.group_size(name)
-        except UndefinedGroupError:
-            raise UndefinedGroupError(
-                f"{name!r} must be a group before a DistributedAFNO is made, got {list(manager.group_names)}. "
-                f"Call manager.initialize_mesh() with an axis of that name, or "
-                f"manager.create_process_subgroup({name!r}, size)."
-            ) from None
-
-
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.mix = nn.Sequential(nn.LayerNorm(WIDTH), SpectralMixing())
-        self.mlp = nn.Sequential(nn.LayerNorm(WIDTH), ParallelMLP())
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = x + self.mix(x)
-        return x + self.mlp(x)
-
-
-class SpectralMixing(nn.Module):
-    """Apply one small complex network to every frequency, with its own weights for each block of channels."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        size = WIDTH // NUM_BLOCKS
-        self.first_weight = keep_slice(0.02 * torch.randn(NUM_BLOCKS, size, size, 2), dim=0)
-        self.first_bias = keep_slice(torch.zeros(NUM_BLOCKS, size, 2), dim=0)
-        self.second_weight = keep_slice(0.02 * torch.randn(NUM_BLOCKS, size, size, 2), dim=0)
-        self.second_bias = keep_slice(torch.zeros(NUM_BLOCKS, size, 2), dim=0)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = x.unflatten(-1, (NUM_BLOCKS, -1))
-        x = mappings.scatter_to_parallel_region(x, -2, "model_parallel")
-        modes = fft.DistributedRFFT2.apply(x, None, (1, 2), "ortho")
-        modes = on_parts(nn.ReLU(), complex_linear(modes, self.first_weight, self.first_bias))
-        modes = on_parts(nn.Softshrink(0.01), complex_linear(modes, self.second_weight, self.second_bias))
-        x = fft.DistributedIRFFT2.apply(modes, (TOKENS, TOKENS), (1, 2), "ortho")
-        sizes = split_sizes(NUM_BLOCKS, DistributedManager().group_size("model_parallel"))
-        return mappings.gather_from_parallel_region(x, -2, sizes, "model_parallel").flatten(-2)
-
-
-def complex_linear(modes: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
-    return torch.einsum("...bi,bio->...bo", modes, torch.view_as_complex(weight)) + torch.view_as_complex(bias)
-
-
-def on_parts(function: Callable[[torch.Tensor], torch.Tensor], modes: torch.Tensor) -> torch.Tensor:
-    """Apply a function to real and imaginary parts."""
-    return torch.view_as_complex(function(torch.view_as_real(modes)))
-
-
-class ParallelMLP(nn.Module):
-    """Linear, GELU, Linear, whole on the outside: the first is column-parallel, the second row-parallel."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        first, second = nn.Linear(WIDTH, HIDDEN), nn.Linear(HIDDEN, WIDTH)
-        self.first_weight = keep_slice(first.weight, dim=0)
-        self.first_bias = keep_slice(first.bias, dim=0)
-        self.second_weight = keep_slice(second.weight, dim=1)
-        self.second_bias = second.bias  # added once, after the sum
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = mappings.copy_to_parallel_region(x, "model_parallel")
-        hidden = nn.functional.gelu(nn.functional.linear(x, self.first_weight, self.first_bias))
-        part = nn.functional.linear(hidden, self.second_weight)
-        return mappings.reduce_from_parallel_region(part, "model_parallel") + self.second_bias
-
-
-def keep_slice(full: torch.Tensor, dim: int) -> nn.Parameter:
-    return nn.Parameter(mappings.scatter_to_parallel_region(full.detach(), dim, "model_parallel"))
-
-
-def make_model() -> nn.Module:
+def make_model() -> fft.DistributedAFNO:
+    """Return the operator, from vorticity and velocity to the change of the vorticity, on this rank's columns."""
     torch.manual_seed(0)
-    return DistributedAFNO().to(DistributedManager().device)
+    sizes = {"patch_size": PATCH, "embed_dim": WIDTH, "depth": DEPTH, "num_blocks": NUM_BLOCKS, "mlp_ratio": 2}
+    # The flow knows no corner: nor does a model without positions.
+    model = fft.DistributedAFNO((GRID, GRID), in_channels=3, out_channels=1, positions=False, **sizes)
+    return model.to(DistributedManager().device)
 
 
 def my_samples(samples: torch.Tensor) -> torch.Tensor:
@@ -239,11 +142,9 @@ def my_samples(samples: torch.Tensor) -> torch.Tensor:
     return samples[manager.group_rank("data_parallel") :: manager.group_size("data_parallel")]
 
 
-def my_columns(x: torch.Tensor) -> torch.Tensor:
+def my_columns(model: fft.DistributedAFNO, x: torch.Tensor) -> torch.Tensor:
     """Return the columns of the grid that are this rank's: whole patches."""
-    manager = DistributedManager()
-    sizes = [PATCH * size for size in split_sizes(TOKENS, manager.group_size("spatial_parallel"))]
-    return x.split(sizes, dim=-1)[manager.group_rank("spatial_parallel")]
+    return x.split(model.column_sizes, dim=-1)[DistributedManager().group_rank("spatial_parallel")]
 
 
 @dataclass(frozen=True)
@@ -261,7 +162,7 @@ class Scales:
 
 
 def train_step(
-    model: nn.Module, optimizer: torch.optim.Optimizer, snapshots: torch.Tensor, scales: Scales, step: int
+    model: fft.DistributedAFNO, optimizer: torch.optim.Optimizer, snapshots: torch.Tensor, scales: Scales, step: int
 ) -> float:
     """Learn from a batch that all ranks draw alike and share; return its mean loss."""
     generator = torch.Generator().manual_seed(step)
@@ -269,13 +170,14 @@ def train_step(
     shifts = torch.randint(GRID, (2,), generator=generator).tolist()  # the flow knows no corner: every shift is data
     before, after = (fields[my_samples(pairs)].roll(shifts, dims=(-2, -1)) for fields in successive(snapshots))
     prediction = forecast(model, before, scales)
-    errors = (prediction - my_columns(after[:, 0])) / scales.change
+    errors = (prediction - my_columns(model, after[:, 0])) / scales.change
     loss = errors.square().sum() / (BATCH * GRID**2)  # this rank's part of the mean over the whole batch
     optimizer.zero_grad()
     loss.backward()
     parameters = list(model.parameters())
-    # Ranks that hold the same slices saw other samples or columns: their parts add up, all in one message.
-    total, *gradients = fused_all_reduce([loss.detach(), *(one.grad for one in parameters)], group="replicas")
+    # Ranks that hold the same slices saw other samples: their parts add up, all in one message.
+    gradients = fused_all_reduce([one.grad for one in parameters], group="data_parallel")
+    total = fused_all_reduce(loss.detach(), group="replicas")
     for parameter, gradient in zip(parameters, gradients, strict=True):
         parameter.grad = gradient
     optimizer.step()
@@ -287,25 +189,25 @@ def successive(snapshots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return snapshots[:, :-1].flatten(0, 1), snapshots[:, 1:].flatten(0, 1)
 
 
-def forecast(model: nn.Module, before: torch.Tensor, scales: Scales) -> torch.Tensor:
+def forecast(model: fft.DistributedAFNO, before: torch.Tensor, scales: Scales) -> torch.Tensor:
     """Return the vorticity one snapshot later, on this rank's columns."""
-    before = my_columns(before)
-    return before[:, 0] + model(before / scales.fields) * scales.change
+    before = my_columns(model, before)
+    return before[:, 0] + model(before / scales.fields)[:, 0] * scales.change
 
 
 @torch.no_grad()
-def measure_errors(model: nn.Module, snapshots: torch.Tensor, scales: Scales) -> tuple[float, float]:
+def measure_errors(model: fft.DistributedAFNO, snapshots: torch.Tensor, scales: Scales) -> tuple[float, float]:
     """Return the relative error of the model's forecasts, and of the forecast that nothing changes."""
     before, after = (my_samples(fields) for fields in successive(snapshots))
-    truth = my_columns(after[:, 0])
-    differences = [forecast(model, before, scales) - truth, my_columns(before[:, 0]) - truth, truth]
+    truth = my_columns(model, after[:, 0])
+    differences = [forecast(model, before, scales) - truth, my_columns(model, before[:, 0]) - truth, truth]
     squares = torch.stack([difference.square().sum() for difference in differences])
     of_model, of_persistence, of_truth = fused_all_reduce(squares, group="replicas").tolist()
     return math.sqrt(of_model / of_truth), math.sqrt(of_persistence / of_truth)
 
 
 @torch.no_grad()
-def draw(file: Path, model: nn.Module, snapshots: torch.Tensor, scales: Scales) -> None:
+def draw(file: Path, model: fft.DistributedAFNO, snapshots: torch.Tensor, scales: Scales) -> None:
     """Draw one forecast; all ranks make it, and rank 0 writes the file."""
     before, after = (fields[len(fields) // 2][None] for fields in successive(snapshots))
     parts = forecast(model, before, scales)
@@ -358,7 +260,9 @@ def make_groups(channel: int | None, spatial: int) -> None:
         print(f"{sizes} ranks: data parallel x spatial parallel x model parallel", flush=True)
 
 
-def train(options: argparse.Namespace, snapshots: torch.Tensor, scales: Scales) -> tuple[nn.Module, list[float]]:
+def train(
+    options: argparse.Namespace, snapshots: torch.Tensor, scales: Scales
+) -> tuple[fft.DistributedAFNO, list[float]]:
     """Return the trained operator and the loss of every step."""
     model = make_model()
     optimizer = torch.optim.Adam(model.parameters(), lr=LEARNING_RATE)

@@ -172,7 +172,22 @@ def test_an_address_exported_beside_a_launcher_is_normal(launcher):
     exported = {"MASTER_ADDR": "n7", "MASTER_PORT": "29500", "WORLD_SIZE": "8"}
     alone, beside = detect(rank_of(launcher)), detect(rank_of(launcher) | exported)
     assert beside.environment == alone.environment
-    assert beside.warnings == ()
+    assert len(beside.warnings) == (launcher == "slurm"), "of WORLD_SIZE, the number of tasks"
+
+
+def test_a_world_size_that_is_not_the_number_of_tasks_gets_a_warning():
+    three = {"SLURM_PROCID": "1", "SLURM_LOCALID": "1", "SLURM_NTASKS": "4"}
+    bare = {"RANK": "1", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "6"}
+    for environ, launcher in ((rank_of("slurm"), "slurm"), (three, "slurm"), (allocation(4, 2) | bare, "env")):
+        detection = detect(environ | {"WORLD_SIZE": "6"})
+        assert detection.environment.launcher == launcher
+        expected = f"WORLD_SIZE=6 and SLURM_NTASKS=4 contradict each other: {launcher} is believed"
+        assert expected in detection.warnings[-1]
+    for size in ("4", "8"):
+        detection = detect(allocation(4, 2) | bare | {"WORLD_SIZE": size, "LOCAL_WORLD_SIZE": "4"})
+        assert detection.warnings == ()
+    assert detect(rank_of("slurm") | {"WORLD_SIZE": "4"}).warnings == ()
+    assert detect(rank_of("slurm") | {"WORLD_SIZE": "x"}).warnings == ()
 
 
 @pytest.mark.parametrize("launcher", [*MPI, *STEPS])

@@ -46,6 +46,17 @@ def break_loader(handler):
     handler.set_train_loader(Batches())
 
 
+def break_step(handler):
+    may_raise = OnRankOne()
+
+    def step(stepper, batch):
+        stepper.backward(stepper.module(batch[0]).mean())
+        may_raise()
+        stepper.step()
+
+    handler.set_step(step)
+
+
 def break_metric_of_validation(handler):
     may_raise = OnRankOne()
 
@@ -58,7 +69,7 @@ def break_metric_of_validation(handler):
 
 
 @ranks(2, manager=False)
-@pytest.mark.parametrize("break_it", [break_callback, break_loader, break_metric_of_validation])
+@pytest.mark.parametrize("break_it", [break_callback, break_loader, break_step, break_metric_of_validation])
 def test_an_error_that_one_rank_catches_is_heard_by_the_others(break_it, rank, monkeypatch):
     monkeypatch.setenv("DISTMAN_WATCH", "1")
     handler = make_handler(8)

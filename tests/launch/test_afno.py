@@ -2,16 +2,12 @@
 
 import json
 import re
-import runpy
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 
 import pytest
 import torch
-
-from distman import DistributedManager, UndefinedGroupError
-from distman.testing import ranks
 
 from .preloaded import PYTHON
 from .processes import launch
@@ -89,15 +85,3 @@ def test_srun(slurm_cluster, one_process, tmp_path):
     options = ("-N2", "-n4", "--ntasks-per-node=2")  # both ranks that share the channels on one host
     finished = slurm_cluster.srun(*options, PYTHON, EXAMPLE, *SMALL, *files(tmp_path), timeout=LIMIT)
     assert_same(read(finished, tmp_path), one_process, mesh="2 x 1 x 2")
-
-
-@ranks(1, 2)
-def test_the_groups_must_be_there(world_size):
-    example = runpy.run_path(str(EXAMPLE))
-    with pytest.raises(UndefinedGroupError, match=r"'model_parallel' must be a group .*, got \[\]\. Call .*mesh"):
-        example["DistributedAFNO"]()
-    DistributedManager.create_process_subgroup("model_parallel", world_size)
-    with pytest.raises(UndefinedGroupError, match=r"'spatial_parallel' must be a group .*, got \['model_parallel'\]\."):
-        example["DistributedAFNO"]()
-    DistributedManager.create_process_subgroup("spatial_parallel", 1)
-    assert example["DistributedAFNO"]().head.weight.shape[1] == 1

@@ -30,6 +30,7 @@ EX_TEMPFAIL = 75
 NUM_CLUSTERS = 12
 KMEANS = ("kmeans.py", "--clusters", NUM_CLUSTERS)
 OWN_LOOP = ("own_loop.py", "--epochs", 6)
+GAN = ("gan.py", "--epochs", 4)
 HDF5 = ("hdf5_regression.py", "--epochs", 2)
 PREEMPTION = ("preemption.py", "--save-every", 50)
 FABRIC = ("with_fabric.py", "--epochs", 3)
@@ -83,6 +84,11 @@ def clusters_alone():
 @pytest.fixture(scope="module")
 def losses_alone():
     return alone(*OWN_LOOP)
+
+
+@pytest.fixture(scope="module")
+def gan_alone():
+    return alone(*GAN)
 
 
 @pytest.fixture(scope="module")
@@ -147,6 +153,13 @@ def test_a_loop_of_ones_own_learns(losses_alone):
     assert len(losses) == 6
     assert error < 0.65
     assert losses[-1] < 0.65 < losses[0]
+
+
+@ranks(1, 2, 3, manager=False)
+def test_two_networks_of_which_each_has_an_optimizer(gan_alone, tmp_path, rank):
+    """Started again they go on where they were, and end as one process that does not stop."""
+    found = run_here("gan.py", "--epochs", 2, "--folder", tmp_path), run_here(*GAN, "--folder", tmp_path)
+    assert_same(found[1], gan_alone, rank)
 
 
 @ranks(2, manager=False)

@@ -87,10 +87,24 @@ def test_open_mpi_4_tells_the_node_of_mpirun_where_mpi4py_is_missing(monkeypatch
     assert agreed(points("openmpi", nodes=2, **uri))[1] == ("10.0.0.9",)
 
 
-@pytest.mark.parametrize("launcher", ["flux", "jsrun"])
-def test_a_launcher_that_does_not_say_needs_an_address_on_several_nodes(launcher):
-    with pytest.raises(RendezvousError, match=f"MASTER_ADDR must be set when {launcher} does not say"):
-        points(launcher, nodes=2)
+def test_a_launcher_that_does_not_say_needs_an_address_on_several_nodes():
+    with pytest.raises(RendezvousError, match="MASTER_ADDR must be set when flux does not say"):
+        points("flux", nodes=2)
+    with pytest.raises(RendezvousError, match="MASTER_ADDR must be set when jsrun does not say"):
+        points("jsrun", nodes=2, LSB_MCPU_HOSTS="")
+
+
+@pytest.mark.parametrize(
+    ("hosts", "address"),
+    [
+        ("launch1 1 n1 42 n2 42", "n1"),
+        ("n1 42 n2 42", "n1"),
+        ("n1 1 n2 1", "n1"),
+        ("n1 1", "n1"),
+    ],
+)
+def test_ranks_of_jsrun_meet_on_the_first_host_after_the_launch_node(hosts, address):
+    assert agreed(points("jsrun", nodes=2, LSB_MCPU_HOSTS=hosts))[1] == (address,)
 
 
 @pytest.mark.parametrize("address", ["localhost", "127.0.0.1", "127.0.1.1", "::1"])

@@ -1,0 +1,271 @@
+"""What a step, or a loop, of one's own is made of: gradients and steps that are the same on all ranks."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from typing import Any, Literal
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from distman.data import TrainingLoader
+from distman.handler._model import TrainedModel
+from distman.handler._optimization import StepOptions
+from distman.handler._own_step import Closure, OwnSteps
+from distman.handler._scheduling import UNNAMED
+from distman.handler._sources import ForeignSource, Step
+
+
+class Stepper:
+    """A module and its optimizers, for a step or a loop of one's own on any number of ranks.
+
+    Collective. The module is moved to the manager's device and gets the weights of rank 0; it is called as it is. Each
+    optimizer steps with the gradient of the mean loss over the samples of all ranks, which is summed over the ranks
+    when it steps, so all ranks must call :meth:`step` for the same optimizers in the same order: ranks that do not are
+    told so. A function that :meth:`NNHandler.set_step` was given gets one; a loop without a handler makes its own.
+
+    Args:
+        module: The module, with all parts that are trained.
+        optimizers: Its optimizer, or several by name. A parameter belongs to one of them.
+        amp: Automatic mixed precision, see :meth:`autocast`; ``"fp16"`` scales the loss.
+        clip_norm: Largest 2-norm of each optimizer's gradient; None does not clip.
+        ema_decay: Decay of a moving average of the weights, which takes them after the last batch of a step.
+        non_finite: When a loss or a gradient is NaN or infinite on any rank, ``"raise"`` on all ranks, ``"skip"`` the
+            step of that optimizer on all, or ``"ignore"`` it.
+        check_every: See :meth:`NNHandler.train`; it counts the steps of all optimizers.
+
+    Raises:
+        TypeError: ``module`` is no bare module.
+        ValueError: An option is not valid, or a parameter belongs to two optimizers, or is none of the module's.
+        NotInitializedError: The manager has not been initialized.
+
+    Example:
+        >>> manager = DistributedManager.initialize()
+        >>> network = torch.nn.Linear(2, 1)
+        >>> stepper = Stepper(network, torch.optim.SGD(network.parameters(), lr=0.1), clip_norm=1.0)
+        >>> loader = distributed_loader(TensorDataset(torch.rand(64, 2), torch.rand(64, 1)), batch_size=8)
+        >>> for inputs, targets in stepper.batches(loader):
+        ...     stepper.backward(torch.nn.functional.mse_loss(network(inputs), targets))
+        ...     is_taken = stepper.step()
+        >>> stepper.num_steps
+        8
+    """
+
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        optimizers: torch.optim.Optimizer | Mapping[str, torch.optim.Optimizer],
+        *,
+        amp: Literal["bf16", "fp16"] | None = None,
+        clip_norm: float | None = None,
+        ema_decay: float | None = None,
+        non_finite: Literal["raise", "skip", "ignore"] = "raise",
+        check_every: int | None = None,
+    ) -> None:
+        if not isinstance(module, torch.nn.Module) or isinstance(module, DistributedDataParallel):
+            raise TypeError(
+                f"module must be a bare module, got a {type(module).__name__}. Pass it before it is wrapped: its "
+                "gradients are summed over the ranks when an optimizer steps."
+            )
+        named = {UNNAMED: optimizers} if isinstance(optimizers, torch.optim.Optimizer) else optimizers
+        options = StepOptions(1, amp, clip_norm, ema_decay, non_finite, check_every)
+        model = TrainedModel(module, wraps=False)
+        self._take_over(model, OwnSteps(model, named, options))
+
+    def _take_over(self, model: TrainedModel, steps: OwnSteps) -> None:
+        self._model, self._steps = model, steps
+        self._num_passes = 0  # through loaders that do not count themselves
+
+    @property
+    def module(self) -> torch.nn.Module:
+        """The module."""
+        return self._model.module
+
+    @property
+    def ema_module(self) -> torch.nn.Module | None:
+        """The module with the moving average of the weights; None if no average is kept."""
+        return None if self._model.average is None else self._model.evaluated
+
+    @property
+    def optimizers(self) -> Mapping[str, torch.optim.Optimizer]:
+        """The optimizers by name; one without a name is ``"optimizer"``."""
+        return self._steps.optimizers
+
+    @property
+    def num_steps(self) -> int:
+        """Number of steps taken: of batches, or of as many as are accumulated, however often an optimizer stepped."""
+        return self._steps.num_steps
+
+    @property
+    def num_own(self) -> int:
+        """Number of samples of the present batch that count on this rank; 0 if it takes part with weight 0."""
+        return self._steps.num_own
+
+    def batches(self, loader: Iterable[Any], *, accumulate: int = 1) -> Generator[Any]:
+        """Yield this rank's batches of the next epoch, on its device; within the loop gradients are computed.
+
+        Collective. The ranks make the same number of steps: one that has no batch left takes part with weight 0, for
+        which its buffers and generators are left alone.
+
+        Args:
+            loader: Of :func:`distman.data.distributed_loader`, or another iterable of this rank's batches, which starts
+                over each time; the number of samples of such a batch is the length of its first tensor.
+            accumulate: Number of batches whose gradients make a step; an epoch's last step may have fewer. Optimizers
+                step in the last of them. What a batch computes from weights that have stepped before in the same
+                batch is computed from the older weights in the others.
+
+        Returns:
+            An iterator over the batches, with their tensors on this rank's device.
+
+        Raises:
+            ValueError: ``accumulate`` is less than 1.
+            DistmanError: A gradient was computed, but not used.
+            PlanMismatchError: On every rank: the ranks do not take the same steps.
+
+        Example:
+            >>> manager, network = DistributedManager.initialize(), torch.nn.Linear(2, 1)
+            >>> stepper = Stepper(network, torch.optim.SGD(network.parameters(), lr=0.1))
+            >>> loader = distributed_loader(torch.rand(10, 2), batch_size=4)
+            >>> for inputs in stepper.batches(loader, accumulate=2):
+            ...     stepper.backward(network(inputs).square().mean())
+            ...     print(stepper.num_own, stepper.step())
+            4 False
+            4 True
+            2 True
+        """
+        if accumulate < 1:
+            raise ValueError(f"accumulate must be at least 1, got {accumulate}. Pass a number of batches.")
+        steps = self._read(loader)
+        while window := list(itertools.islice(steps, accumulate)):
+            yield from self._steps.window(window)
+
+    def backward(self, loss: torch.Tensor, *names: str, retain_graph: bool = False) -> None:
+        """Compute the gradient of a loss, for the parameters of some optimizers and no others, and add it to theirs.
+
+        Local.
+
+        Args:
+            loss: Mean over the samples of this rank's batch, shape ``()``.
+            names: Names of the optimizers; none for the only one.
+            retain_graph: Keep the graph, for another loss that shares a part of it.
+
+        Raises:
+            TypeError: The loss is no tensor.
+            ValueError: The loss is not one number, or there is no such optimizer.
+            DistmanError: Called outside of a batch.
+
+        Example:
+            >>> def step(stepper, batch):
+            ...     states, returns = batch
+            ...     values = stepper.module.critic(states)
+            ...     stepper.backward((values - returns).square().mean(), "critic", retain_graph=True)
+            ...     stepper.backward(-values.mean(), "encoder")  # which the critic begins with
+            ...     stepper.step("critic")
+            ...     stepper.step("encoder")
+        """
+        self._steps.backward(loss, names, retain_graph=retain_graph)
+
+    def step(self, name: str | None = None, closure: Closure | None = None) -> bool:
+        """Step with the gradient over all ranks, after which it is forgotten.
+
+        Collective.
+
+        Args:
+            name: Name of the optimizer; None for the only one.
+            closure: For LBFGS and its like, which compute the loss several times per step, as often on all ranks: calls
+                :meth:`backward` and returns the loss.
+
+        Returns:
+            Whether the optimizer has stepped, the same on all ranks. It does not where a loss or the gradient is not
+            finite and such steps are skipped, nor in batches that are accumulated, but in the last of them.
+
+        Raises:
+            NonFiniteLossError: On every rank: a loss or the gradient is NaN or infinite.
+            PlanMismatchError: On every rank: the ranks do not take the same steps.
+            TypeError: The optimizer needs a closure, or a gradient is sparse.
+            ValueError: There is no such optimizer, the loss does not depend on its parameters, or ``clip_norm`` or
+                ``amp="fp16"`` go with a closure.
+            DistmanError: There is no gradient; or with ``amp="fp16"`` that of another optimizer waits for its step.
+
+        Example:
+            >>> def step(stepper, batch):
+            ...     def closure():
+            ...         loss = (stepper.module(batch[0]) - batch[1]).square().mean()
+            ...         stepper.backward(loss)
+            ...         return loss
+            ...     stepper.step(closure=closure)
+            >>> handler = NNHandler(torch.nn.Linear, in_features=1, out_features=1)
+            >>> handler.set_optimizer(torch.optim.LBFGS)
+            >>> handler.set_step(step)
+        """
+        return self._steps.step(name, closure)
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        """Return a context of mixed precision for what leads to a loss; it does nothing without ``amp``.
+
+        Local. A function that :meth:`NNHandler.set_step` was given is called in it.
+
+        Example:
+            >>> manager, network = DistributedManager.initialize(), torch.nn.Linear(2, 1)
+            >>> stepper = Stepper(network, torch.optim.SGD(network.parameters(), lr=0.1), amp="bf16")
+            >>> with stepper.autocast():
+            ...     print(network(torch.rand(4, 2)).dtype)
+            torch.bfloat16
+        """
+        return self._steps.autocast()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the weights, their average, the states of the optimizers, and the number of steps.
+
+        Collective. The tensors are no copies. The states of loaders and generators are not in it.
+
+        Raises:
+            NonFiniteLossError: On every rank: a step has spoilt the weights, see ``check_every``.
+        """
+        self._steps.check()
+        return {"model": self._model.state_dict(), "optimization": self._steps.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore such a state, saved by any number of ranks.
+
+        Local.
+
+        Args:
+            state: From :meth:`state_dict`.
+
+        Raises:
+            RuntimeError: The weights do not fit the module.
+            CheckpointError: It is of other optimizers.
+
+        Example:
+            >>> manager, network = DistributedManager.initialize(), torch.nn.Linear(2, 1)
+            >>> stepper = Stepper(network, torch.optim.Adam(network.parameters()))
+            >>> stepper.load_state_dict(stepper.state_dict())
+        """
+        self._model.load_state_dict(state["model"])
+        self._steps.load_state_dict(state["optimization"])
+
+    def _read(self, loader: Iterable[Any]) -> Iterator[Step]:
+        if isinstance(loader, TrainingLoader):
+            for batch in loader:
+                yield Step(batch, loader.num_own, loader.num_total)
+            return
+        source, epoch = ForeignSource(loader), self._num_passes
+        self._num_passes += 1
+        source.begin(epoch)
+        yield from source.steps(epoch)
+
+
+StepFunction = Callable[[Stepper, Any], Mapping[str, Any] | torch.Tensor | float | None]
+
+
+def own_steps(
+    model: TrainedModel, optimizers: Mapping[str, torch.optim.Optimizer], options: StepOptions
+) -> tuple[Stepper, OwnSteps]:
+    """Return what a function that steps is called with, and what takes its steps."""
+    steps = OwnSteps(model, optimizers, options)
+    stepper = Stepper.__new__(Stepper)
+    stepper._take_over(model, steps)
+    return stepper, steps
