@@ -443,7 +443,7 @@ def forget_layouts() -> None:
     if "torch.distributed.tensor" in sys.modules:
         from torch.distributed.tensor import _redistribute, debug
 
-        debug._clear_sharding_prop_cache()
+        debug._clear_sharding_prop_cache()  # type: ignore[no-untyped-call]  # torch leaves it untyped
         _redistribute._gen_transform_infos.cache_clear()
 
 
