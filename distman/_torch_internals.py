@@ -438,6 +438,20 @@ def is_distributed_tensor(value: object) -> bool:
     return any(kind is not None and isinstance(value, kind) for kind in known)
 
 
+def forget_layouts() -> None:
+    """Let torch forget what it knows of DTensors: parts of a process that was another rank then."""
+    if "torch.distributed.tensor" in sys.modules:
+        from torch.distributed.tensor import _redistribute, debug
+
+        debug._clear_sharding_prop_cache()  # type: ignore[no-untyped-call]  # torch leaves it untyped
+        _redistribute._gen_transform_infos.cache_clear()
+
+
+def has_been_called(module: Any) -> bool:
+    """Return whether a module that ``fully_shard`` sharded has been called: before, it has no state of a step."""
+    return module._get_fsdp_state()._is_root is not None
+
+
 def storage_info() -> Any:
     """Return the class that says where in a sharded checkpoint an entry lies."""
     from torch.distributed.checkpoint import filesystem

@@ -9,10 +9,12 @@ import multiprocessing.process
 import multiprocessing.util
 import os
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from distman import _log
 from distman._coordination import protocol, tracking
@@ -28,6 +30,7 @@ from distman._job.shutdown import abandon, close_unclosed, leave
 from distman._job.start import adopt, reporter_of, start, undo, watch
 from distman._manager import settings
 from distman._manager.ddp import check_wrappable, wrap
+from distman._manager.fsdp import Parts, Precision, check_mesh, check_shardable, shard_in_place
 from distman._manager.group_creation import GroupCreation
 from distman._manager.group_queries import GroupQueries
 from distman._manager.one_at_a_time import OneAtATime
@@ -392,6 +395,70 @@ class DistributedManager(Place, GroupQueries, GroupCreation):
         if "broadcast_buffers" not in kwargs:
             options["forward_sync_buffers"] = self.broadcast_buffers
         return wrap(module, {**options, **kwargs}, self.device)
+
+    def wrap_fsdp(
+        self,
+        module: torch.nn.Module,
+        *,
+        mesh: DeviceMesh | str | Sequence[str] | None = None,
+        shard: Parts | None = None,
+        mixed_precision: Precision | None = None,
+        checkpoint_activations: bool = False,
+        **kwargs: Any,
+    ) -> torch.nn.Module:
+        """Shard a module's parameters over the ranks, in place, and return it; on one process it stays as it is.
+
+        Collective over the ranks of the mesh. Each rank keeps its part of the parameters, and so of the gradients and
+        of an optimizer that is made afterwards; they are gathered where they are computed with. All ranks get the
+        weights and buffers of the first one. The module must already be on :attr:`device`; to call it, and to compute
+        with a whole parameter, is collective. What several ranks refuse, one process refuses too.
+
+        Args:
+            module: The model, whose ranks differ in nothing but values.
+            mesh: Over which ranks: axes of :attr:`global_mesh` by their names, or a mesh. Along one axis the parameters
+                are sharded; of two, the first one has replicas, and the second one shards. None is all ranks.
+            shard: Which modules within the model are gathered one at a time: a class, several, or a function that takes
+                a module. The blocks of a transformer, say: then a rank needs room for one whole block. None gathers
+                the whole model at once.
+            mixed_precision: ``"bf16"`` or ``"fp16"`` computes with, and gathers, parameters of this type, while
+                gradients are summed, and parameters kept, as float32; a policy of torch says more.
+            checkpoint_activations: Compute what is inside the modules of ``shard`` again in the backward pass, and keep
+                their inputs alone.
+            kwargs: The options ``reshard_after_forward``, ``shard_placement_fn`` and ``offload_policy`` of
+                :func:`torch.distributed.fsdp.fully_shard`.
+
+        Raises:
+            TypeError: It is no module, ``shard`` no class or function, or there is no such option.
+            ValueError: The module, its parameters, the mesh or an option cannot be used, such as
+                ``checkpoint_activations`` without ``shard``; it says why.
+            UndefinedGroupError: There is no such axis.
+            PlanMismatchError: On every rank: the ranks have different models.
+            DistmanError: Called in a process forked from the rank.
+
+        Example on two ranks:
+            >>> model = manager.wrap_fsdp(torch.nn.Linear(1, 2, bias=False).to(manager.device))
+            >>> model(torch.tensor([rank + 1.0])).sum().backward()
+            >>> model.weight.grad.to_local()  # of this rank's row: the mean of 1 and 2
+            tensor([[1.5000]])
+        """
+        check_shardable(module, shard, mixed_precision, kwargs, recomputes=checkpoint_activations)
+        chosen = mesh if mesh is None or isinstance(mesh, DeviceMesh) else self.mesh(mesh)
+        if chosen is not None:
+            check_mesh(chosen, self.device)
+        tracking.check_speaks_for_rank("wrap_fsdp()")
+        if self.world_size == 1:
+            return module
+        groups = self._state.groups
+        return shard_in_place(
+            module,
+            groups.device_mesh((self.world_size,), ("world",)) if chosen is None else chosen,
+            groups,
+            parts=shard,
+            precision=mixed_precision,
+            options=kwargs,
+            recomputes=checkpoint_activations,
+            finds_unused=self.find_unused_parameters,
+        )
 
     def __str__(self) -> str:
         peer = self._state.job.peer

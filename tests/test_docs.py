@@ -49,6 +49,8 @@ NO_LAYERS = {"__main__"}
 # What a variable of the environment looks like in the sources, and what looks like one but is none.
 VARIABLE = re.compile(r"[A-Z][A-Z0-9]*(?:_[A-Za-z0-9]+)+|RANK|NCPUS")
 NO_VARIABLES = {
+    "F8_E4M3",
+    "F8_E5M2",
     "SC_CLK_TCK",
     "TCP_KEEPCNT",
     "TCP_KEEPIDLE",

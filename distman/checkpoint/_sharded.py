@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import io
 import os
@@ -12,10 +13,16 @@ from typing import IO, Any, cast
 
 import torch
 from torch.distributed import checkpoint
-from torch.distributed.checkpoint import CheckpointException, DefaultLoadPlanner, FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint import (
+    CheckpointException,
+    DefaultLoadPlanner,
+    DefaultSavePlanner,
+    FileSystemReader,
+    FileSystemWriter,
+)
 from torch.distributed.checkpoint.filesystem import FileSystemBase
-from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.planner import ReadItem
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import ReadItem, SavePlan, WriteItem
 
 from distman._torch_internals import NO_JOB_WARNING, set_nested
 from distman.checkpoint._all_or_none import on_all_ranks
@@ -103,6 +110,17 @@ def load_sharded(state: dict[str, Any], path: str | os.PathLike[str]) -> None:
     on_all_ranks(functools.partial(_run, functools.partial(_read, state, folder, metadata)))
 
 
+def saved_tensors(location: Location) -> dict[str, tuple[torch.Size, torch.dtype]]:
+    """Return shapes and data types of the tensors of a sharded state by their names.
+
+    Collective. Blocking.
+    """
+    folder = Location(location.storage, on_all_ranks(functools.partial(location.storage.folder, location.place)))
+    metadata = on_all_ranks(functools.partial(read_metadata, folder))
+    tensors = {n: one for n, one in metadata.state_dict_metadata.items() if isinstance(one, TensorStorageMetadata)}
+    return {name: (one.size, one.properties.dtype) for name, one in tensors.items()}
+
+
 class _Files(FileSystemBase):
     """What torch needs of a file system, from a storage; writing appears whole there, so torch has nothing to add."""
 
@@ -171,6 +189,20 @@ class _Reader(FileSystemReader):
         return part
 
 
+class _SavePlanner(DefaultSavePlanner):
+    """Leaves out the empty parts of tensors of fewer rows than ranks, which torch may take for the first part."""
+
+    def create_local_plan(self) -> SavePlan:
+        plan = super().create_local_plan()
+        self.plan = dataclasses.replace(plan, items=[item for item in plan.items if not _is_empty_part(item)])
+        return self.plan
+
+
+def _is_empty_part(item: WriteItem) -> bool:
+    data = item.tensor_data
+    return data is not None and not data.chunk.sizes.numel() and data.size.numel() > 0
+
+
 class _Planner(DefaultLoadPlanner):
     """Loads what is no tensor without running it."""
 
@@ -187,7 +219,9 @@ def _check(state: dict[str, Any]) -> None:
 
 def _write(state: dict[str, Any], storage: Storage, folder: str) -> None:
     with _quiet_on_one_process():
-        checkpoint.save(state, storage_writer=_Writer(folder, storage), no_dist=_is_one_process())
+        checkpoint.save(
+            state, storage_writer=_Writer(folder, storage), planner=_SavePlanner(), no_dist=_is_one_process()
+        )
 
 
 def _publish(made: list[NewFolder]) -> None:

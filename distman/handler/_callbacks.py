@@ -175,7 +175,7 @@ class ModelCheckpoint(Callback):
         if value is not None and not math.isnan(value):
             ranked = sorted((self.best | {step: value}).items(), key=lambda item: self._sign * item[1])
             self.best = dict(ranked[: self._num_best])
-        self.folder.save(handler.state_dict(), step, is_best=step == next(iter(self.best), None), good=self.best)
+        self.folder.save(handler.whole_state_dict(), step, is_best=step == next(iter(self.best), None), good=self.best)
 
     def on_train_end(self, handler: NNHandler) -> None:
         """Wait until the checkpoints have been written.

@@ -16,6 +16,16 @@ from distman._coordination.wait_scope import WaitScope
 from distman.checkpoint import load_model_state, model_state
 from distman.collectives._objects import broadcast_data
 from distman.errors import DistmanError
+from distman.handler._sharding import (
+    ShardedAverage,
+    compile_parts,
+    forget_step,
+    gathered,
+    place_parts,
+    put_together_once,
+    without_reduction,
+)
+from distman.handler._strategy import Strategy
 from distman.manager import DistributedManager
 
 _WITH_MEANS = (torch.nn.BatchNorm1d, torch.nn.BatchNorm2d, torch.nn.BatchNorm3d, torch.nn.SyncBatchNorm)
@@ -30,24 +40,39 @@ class TrainedModel:
     Args:
         module: The model.
         compile_options: Options of ``torch.compile``; None does not compile.
+        strategy: How the ranks share the work.
         wraps: Whether to wrap the module, whose gradients are then averaged in each backward pass.
 
     Attributes:
-        module: The bare module: its calls, its state and its parameters are local.
+        module: The bare module: its calls, its state and its parameters are local, unless :attr:`is_sharded`.
+        is_sharded: Whether the module's parameters are sharded over the ranks; then it is wrapped itself.
         average: The moving average of the weights, see :meth:`keep_average`; None without one.
     """
 
     def __init__(
-        self, module: torch.nn.Module, *, compile_options: Mapping[str, Any] | None = None, wraps: bool = True
+        self,
+        module: torch.nn.Module,
+        *,
+        compile_options: Mapping[str, Any] | None = None,
+        strategy: Strategy | None = None,
+        wraps: bool = True,
     ) -> None:
         manager = DistributedManager()
         self.module = module.to(manager.device)
-        if compile_options is not None:
-            self.module.compile(**compile_options)
-        self.average: AveragedModel | None = None
+        self._strategy = strategy or Strategy()
+        self.average: AveragedModel | ShardedAverage | None = None
         self._is_training = False
-        self._share([*module.parameters()])
+        self.is_sharded = self._strategy.shard(self.module)
         self._trained: list[torch.nn.Parameter] = []
+        if self.is_sharded:
+            self._trained = self._trainable()
+            self.module.register_forward_pre_hook(self._refuse, prepend=True)
+        else:
+            self._share([*module.parameters()])
+        if compile_options is not None and self.is_sharded:
+            compile_parts(self.module, compile_options)
+        elif compile_options is not None:
+            self.module.compile(**compile_options)
         self._gradient_order: list[list[int]] = []
         self._has_buckets = False
         self._is_used = False
@@ -57,25 +82,41 @@ class TrainedModel:
 
     @property
     def evaluated(self) -> torch.nn.Module:
-        """The bare module with the average of the weights, if one is kept, else with the weights."""
-        return self.module if self.average is None else self.average.module
+        """The bare module with the average of the weights, if one is kept, else with the weights.
+
+        Where the model is sharded it has the average in :meth:`evaluating` alone.
+        """
+        return self.average.module if isinstance(self.average, AveragedModel) else self.module
 
     def wrap(self) -> None:
         """Wrap the module, again if other parameters are trained than before.
 
         Collective.
         """
-        trained = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
+        trained = self._trainable()
         if [id(one) for one in trained] == [id(one) for one in self._trained]:
             return
+        if self.is_sharded:
+            put_together_once(self.module)
         self._trained = trained
         if self._has_buckets:  # else the order, if there is one, is that of a run to be resumed
             self._gradient_order, self._has_buckets = [], False
         self._wrapped = self.module
-        if trained:
-            self._wrapped = DistributedManager().wrap_ddp(self.module, gradient_as_bucket_view=True)
+        if trained and not self.is_sharded:
+            self._wrapped = self._strategy.wrap(self.module)
         if isinstance(self._wrapped, DistributedDataParallel):
             self._wrapped.register_forward_pre_hook(self._refuse)
+
+    def forget_step(self) -> None:
+        """Let a sharded module have its own parameters again after a step that raised.
+
+        Local.
+        """
+        if self.is_sharded:
+            forget_step(self.module)
+
+    def _trainable(self) -> list[torch.nn.Parameter]:
+        return [parameter for parameter in self.module.parameters() if parameter.requires_grad]
 
     def unwrap(self) -> None:
         """Train the bare module from now on, whose gradients are not averaged."""
@@ -87,7 +128,7 @@ class TrainedModel:
 
     @property
     def wrapped(self) -> torch.nn.Module:
-        """The module as DistributedDataParallel; the bare module on one process."""
+        """The module as DistributedDataParallel; the bare module on one process, or where it is sharded."""
         return self._wrapped
 
     @contextmanager
@@ -98,7 +139,8 @@ class TrainedModel:
         """
         self._is_training = self._is_used = True
         try:
-            yield self._wrapped
+            with WaitScope("a step of the sharded model") if self.is_sharded else nullcontext():
+                yield self._wrapped
         finally:
             self._is_training = False
 
@@ -156,7 +198,7 @@ class TrainedModel:
         if isinstance(self._wrapped, DistributedDataParallel):
             context: AbstractContextManager[None] = self._wrapped.no_sync()
             return context
-        return nullcontext()
+        return without_reduction(self.module) if self.is_sharded else nullcontext()
 
     def keep_average(self, decay: float | None) -> None:
         """Keep a moving average of weights and buffers from now on, or continue the present one.
@@ -168,7 +210,7 @@ class TrainedModel:
             self.average = None
             return
         if self.average is None:
-            self.average = AveragedModel(self.module, use_buffers=True)
+            self.average = self._new_average()
         self.average.multi_avg_fn = get_ema_multi_avg_fn(decay)
 
     def after_step(self) -> None:
@@ -182,15 +224,27 @@ class TrainedModel:
 
         Collective. Blocking. Running means of normalizations, say, differ between ranks in training.
         """
-        buffers = list(self.evaluated.buffers()) if DistributedManager().world_size > 1 else []
-        own = [buffer.clone() for buffer in buffers]
-        self._share(buffers)
-        try:
-            yield self.evaluated
-        finally:
-            with torch.no_grad():
-                for buffer, value in zip(buffers, own, strict=True):
-                    buffer.copy_(value)
+        with self._evaluated_parts() if self.is_sharded else nullcontext():
+            buffers = list(self.evaluated.buffers()) if DistributedManager().world_size > 1 else []
+            own = [buffer.clone() for buffer in buffers]
+            self._share(buffers)
+            try:
+                yield self.evaluated
+            finally:
+                with torch.no_grad():
+                    for buffer, value in zip(buffers, own, strict=True):
+                        buffer.copy_(value)
+
+    @contextmanager
+    def _evaluated_parts(self) -> Iterator[None]:
+        """Let each rank have all weights of a sharded model, or their average, so that its calls wait for nobody."""
+        average = self.average.put_in() if isinstance(self.average, ShardedAverage) else nullcontext()
+        with average, gathered(self.module, reshards=self._strategy.reshards):
+            self._is_training = True
+            try:
+                yield
+            finally:
+                self._is_training = False
 
     def own_buffers(self) -> dict[str, torch.Tensor]:
         """Return the buffers in which this rank differs from rank 0, whose state is saved.
@@ -217,12 +271,15 @@ class TrainedModel:
     def _saved_buffers(self) -> dict[str, torch.Tensor]:
         """Return the buffers that checkpoints hold and training may read."""
         found: dict[str, torch.Tensor] = {}
-        for part, model in {"module": self.module, "average": self.average}.items():
+        average = self.average if isinstance(self.average, AveragedModel) else None
+        for part, model in {"module": self.module, "average": average}.items():
             saved = model.state_dict(prefix=f"{part}.").keys() if model is not None else ()
             for path, module in model.named_modules(prefix=part) if model is not None else ():
                 if not isinstance(module, _WITH_MEANS):
                     buffers = module.named_buffers(prefix=path, recurse=False)
                     found |= {name: buffer for name, buffer in buffers if name in saved}
+        if isinstance(self.average, ShardedAverage):
+            found |= {f"average.{name}": self.average.named[name] for name in [*found]}
         return found
 
     def state_dict(self) -> dict[str, Any]:
@@ -230,20 +287,30 @@ class TrainedModel:
         average = None if self.average is None else self.average.state_dict()
         return {"module": model_state(self.module), "average": average, "gradient_order": self._gradient_order}
 
+    def evaluated_state(self) -> dict[str, Any]:
+        """Return the average of weights and buffers, if one is kept, else these; under the names of the bare model."""
+        if isinstance(self.average, ShardedAverage):
+            averages = self.average.state_dict()
+            return {name: averages.get(f"module.{name}", value) for name, value in model_state(self.module).items()}
+        return model_state(self.evaluated)
+
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore such a state.
 
         Raises:
             RuntimeError: The weights do not fit the module.
         """
-        load_model_state(self.module, state["module"])
+        load_model_state(self.module, place_parts(self.module, state["module"]) if self.is_sharded else state["module"])
         if not self._has_buckets:
             self._gradient_order = state["gradient_order"]
         if state["average"] is not None:
-            self.average = self.average or AveragedModel(self.module, use_buffers=True)
+            self.average = self.average or self._new_average()
             self.average.load_state_dict(state["average"])
         else:
             self.average = None
+
+    def _new_average(self) -> AveragedModel | ShardedAverage:
+        return ShardedAverage(self.module) if self.is_sharded else AveragedModel(self.module, use_buffers=True)
 
     @staticmethod
     def _share(tensors: list[torch.Tensor]) -> None:
@@ -258,8 +325,12 @@ class TrainedModel:
         if not self._is_training:
             raise DistmanError(
                 "the wrapped model must be called within a training step, on all ranks, got a call on rank "
-                f"{DistributedManager().rank} outside of one. Call the bare module, handler.module, which waits for no "
-                "rank."
+                f"{DistributedManager().rank} outside of one. "
+                + (
+                    "Its weights are sharded: call handler.predict(), on all ranks."
+                    if self.is_sharded
+                    else "Call the bare module, handler.module, which waits for no rank."
+                )
             )
 
 

@@ -23,6 +23,7 @@ from distman.handler._resumption import end_program
 from distman.handler._saving import Saving, read_checkpoint
 from distman.handler._setup import check_factory, required
 from distman.handler._stepper import own_steps
+from distman.handler._strategy import Strategy
 from distman.handler._training import Training
 from distman.manager import DistributedManager
 
@@ -44,6 +45,9 @@ class NNHandler(Saving):
         seed: Seeds Python, NumPy and torch: with the same seed on all ranks while the model is made, then with one of
             its own on each rank.
         compile: Compile the model with ``torch.compile``; a mapping holds its options.
+        strategy: ``"ddp"``: every rank has the whole model. ``"fsdp"``: every rank keeps its part of the parameters,
+            the gradients and the optimizer's state, see :meth:`DistributedManager.wrap_fsdp`. The losses are the same.
+        strategy_options: Options of :meth:`DistributedManager.wrap_ddp` or :meth:`DistributedManager.wrap_fsdp`.
         model_kwargs: Arguments of the model's class.
 
     Attributes:
@@ -75,14 +79,17 @@ class NNHandler(Saving):
         use_distributed: bool | None = None,
         seed: int | None = None,
         compile: bool | Mapping[str, Any] = False,
+        strategy: Literal["ddp", "fsdp"] = "ddp",
+        strategy_options: Mapping[str, Any] | None = None,
         **model_kwargs: Any,
     ) -> None:
         check_factory("model_class", model_class, "the module", "Pass the class and its arguments, or lambda: model.")
+        shares = Strategy(strategy, strategy_options or {})
         manager = _manager(device, use_distributed=use_distributed)
         if seed is not None:
             seed_generators(seed_of(seed))
         options = None if compile is False else {} if compile is True else compile
-        model = TrainedModel(model_class(**model_kwargs), compile_options=options)
+        model = TrainedModel(model_class(**model_kwargs), compile_options=options, strategy=shares)
         if seed is not None:
             seed_generators(seed_of(seed, manager.rank))
         super().__init__(model, seed or 0, model_kwargs, Reporter(logger_mode, Path(log_file)))

@@ -21,6 +21,7 @@ from distman.handler._finite import FiniteCheck
 from distman.handler._model import TrainedModel
 from distman.handler._objective import Objective, Outcome, check_loss, to_device
 from distman.handler._scheduling import UNNAMED
+from distman.handler._sharding import clip, norm_over_shards, own_part, place_optimizer_state
 from distman.handler._sources import Step
 from distman.manager import DistributedManager
 
@@ -101,6 +102,7 @@ class Optimization:
     def __init__(
         self, model: TrainedModel, optimizers: Mapping[str, torch.optim.Optimizer], options: StepOptions
     ) -> None:
+        model.forget_step()
         self._model, self.optimizers, self._options = model, dict(optimizers), options
         self._device, self._world_size = DistributedManager().device, DistributedManager().world_size
         self._parameters = {
@@ -204,7 +206,7 @@ class Optimization:
                 "Give them the same names."
             )
         for name, optimizer in self.optimizers.items():
-            optimizer.load_state_dict(states[name])
+            optimizer.load_state_dict(place_optimizer_state(optimizer, states[name]))
         self._load_scale(state["scaler"])
         self.num_steps, self.num_skipped = state["num_steps"], state["num_skipped"]
 
@@ -328,9 +330,12 @@ class Optimization:
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
         if not gradients or (self._options.clip_norm is None and self._options.non_finite == "ignore"):
             return None
-        dense = [one.coalesce().values() if one.is_sparse else one for one in gradients]
-        norm: torch.Tensor = torch.linalg.vector_norm(torch.stack(norms(dense)))
-        if self._options.clip_norm is not None:
+        parts = [own_part(one) for one in gradients]
+        dense = [one.coalesce().values() if one.is_sparse else one for one in parts]
+        norm = norm_over_shards(torch.linalg.vector_norm(torch.stack(norms(dense))), gradients[0])
+        if self._options.clip_norm is not None and self._model.is_sharded:
+            clip(parts, self._options.clip_norm, norm)
+        elif self._options.clip_norm is not None:
             by_one_kernel = None if all(map(operator.is_, dense, gradients)) else False
             torch.nn.utils.clip_grads_with_norm_(parameters, self._options.clip_norm, norm, foreach=by_one_kernel)
         return norm

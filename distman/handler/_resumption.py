@@ -88,7 +88,7 @@ class AutoSave:
 
         Collective.
         """
-        self.folder.save(handler.state_dict(), handler.num_steps)
+        self.folder.save(handler.whole_state_dict(), handler.num_steps)
 
     def load(self) -> Any:
         """Return the state that was saved last; None if there is none.
@@ -116,6 +116,17 @@ class Progress:
         if self._loaded is not None:
             return int(self._loaded["optimization"]["num_steps"])
         return self._training.optimization.num_steps if self._training is not None else 0
+
+    def check(self) -> None:
+        """Look at the gradients of the latest run.
+
+        Collective.
+
+        Raises:
+            NonFiniteLossError: On every rank: it has spoilt the model, as :meth:`Optimization.check` says.
+        """
+        if self._loaded is None and self._training is not None:
+            self._training.optimization.check()
 
     def resume(self, training: Training) -> None:
         """Let a new training resume from the state that was loaded, else from the latest run, and follow it."""

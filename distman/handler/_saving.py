@@ -7,7 +7,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from distman import checkpoint
+from distman.checkpoint._location import Location, locate
+from distman.checkpoint._safetensors import SUFFIX, check_tensors, write_safetensors
 from distman.checkpoint._state import check_state
+from distman.decorators import on_rank
 from distman.errors import CheckpointError
 from distman.handler._history import History
 from distman.handler._inference import Inference
@@ -15,6 +18,7 @@ from distman.handler._model import TrainedModel
 from distman.handler._plots import plot_history
 from distman.handler._reporting import Reporter
 from distman.handler._resumption import AutoSave, Progress
+from distman.handler._sharded_state import read_parts, read_rest, save_parts, whole
 from distman.handler._warm_start import TakenWeights, take_weights
 
 _PARTS = ("model", "model_kwargs", "training", "history", "callbacks")
@@ -97,7 +101,8 @@ class Saving(Inference):
     def state_dict(self) -> dict[str, Any]:
         """Return everything that a resumed training depends on, as plain values and tensors.
 
-        Collective. The tensors are those of the model and the optimizer, not copies; ranks may differ in their buffers.
+        Collective. The tensors are those of the model and the optimizer, not copies; ranks may differ in their buffers,
+        and in their parts of what is sharded. See :meth:`whole_state_dict`.
         """
         return {
             "model": self._model.state_dict(),
@@ -113,7 +118,7 @@ class Saving(Inference):
         Local.
 
         Args:
-            state: From :meth:`state_dict`.
+            state: From :meth:`state_dict`, or on every rank what :meth:`whole_state_dict` returned on rank 0.
 
         Raises:
             RuntimeError: The weights do not fit the model.
@@ -129,16 +134,27 @@ class Saving(Inference):
         self._callbacks.load_state_dict(state["callbacks"])
         self._progress.load_state_dict(state["training"])
 
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the present state of the training into a file, completely or not at all.
+    def whole_state_dict(self) -> dict[str, Any]:
+        """Return the state with whole tensors, on rank 0, as a file holds it; elsewhere it is not to be used.
 
-        Collective. Blocking. See :func:`distman.checkpoint.save`.
+        Collective. Blocking. Tensors that are sharded are gathered one by one, into the host's memory of rank 0.
+        """
+        return whole(self.state_dict())
+
+    def save(self, path: str | os.PathLike[str], *, sharded: bool = False) -> None:
+        """Write the present state of the training into a file or folder, completely or not at all.
+
+        Collective. Blocking. See :func:`distman.checkpoint.save` and :func:`distman.checkpoint.save_sharded`.
 
         Args:
-            path: The file, or a URL.
+            path: The file or folder, or a URL.
+            sharded: Write a folder, into which each rank writes its parts of a sharded model; else rank 0 writes a
+                file, for which it gathers them.
 
         Raises:
-            RankFailedError: On every rank: rank 0 could not write the file; on rank 0 its error is the cause.
+            RankFailedError: On every rank: rank 0 could not write the file; on rank 0 its error is the cause. On the
+                other ranks: one could not write its parts.
+            OSError: On a rank that could not write its parts.
             ValueError, ImportError: See :func:`distman.checkpoint.save`.
 
         Example:
@@ -147,12 +163,45 @@ class Saving(Inference):
             >>> sorted(load("run/model.pt"))
             ['callbacks', 'history', 'model', 'model_kwargs', 'training']
         """
-        checkpoint.save(self.state_dict(), path)
+        if sharded:
+            save_parts(self.state_dict(), path)
+        else:
+            checkpoint.save(self.whole_state_dict(), path)
+
+    def export(self, path: str | os.PathLike[str]) -> None:
+        """Write the whole weights and buffers alone into a file, for other programs: the averages, if they are kept.
+
+        Collective. Blocking. What is sharded is gathered tensor by tensor into the host's memory of rank 0.
+
+        Args:
+            path: The file, or a URL. One that ends in ``.safetensors`` is written in that format; any other one is what
+                ``torch.load`` reads. Both hold tensors under the names of the bare model.
+
+        Raises:
+            NonFiniteLossError: On every rank: a step has spoilt the model.
+            RankFailedError: On every rank: rank 0 could not write the file. The cause on rank 0 is ValueError if it
+                cannot hold the model's state.
+            ValueError, ImportError: See :func:`distman.checkpoint.save`.
+
+        Example:
+            >>> handler = NNHandler(torch.nn.Linear, in_features=2, out_features=1)
+            >>> handler.export("run/weights.pt")
+            >>> model = torch.nn.Linear(2, 1)
+            >>> model.load_state_dict(torch.load("run/weights.pt"))
+            <All keys matched successfully>
+        """
+        self._progress.check()
+        location = locate(path)
+        state = whole(self._model.evaluated_state())
+        if location.place.endswith(SUFFIX):
+            on_rank(0)(_export)(state, location)
+        else:
+            checkpoint.save(state, path)
 
     def load(
         self, path: str | os.PathLike[str], *, only: Literal["model"] | None = None, strict: bool = True
     ) -> TakenWeights | None:
-        """Restore the training from a file, saved by any number of ranks; the next :meth:`train` resumes from it.
+        """Restore the training from what was saved by any number of ranks; the next :meth:`train` resumes from it.
 
         Collective. Blocking. Add callbacks first, so that they are restored too.
 
@@ -161,7 +210,7 @@ class Saving(Inference):
         model, such as ``module.``, is left out.
 
         Args:
-            path: The file, or a URL; of ``.safetensors`` a path.
+            path: The file or folder, or a URL, of a training with either strategy; of ``.safetensors`` a path.
             only: Load the weights only; None restores the whole training.
             strict: Take no weights unless file and model have the same; False takes those whose names and shapes fit.
 
@@ -249,7 +298,12 @@ class Saving(Inference):
         """Restore a state that the program has loaded, so it wants to train on even where that training had stopped."""
         if state["training"] is not None:
             state["training"]["reason"] = ""
-        self.load_state_dict(state)
+        self.load_state_dict(read_parts(state, self.module))
+
+
+def _export(state: dict[str, Any], location: Location) -> None:
+    check_tensors(state)
+    write_safetensors(state, location)
 
 
 def read_checkpoint(path: str | os.PathLike[str]) -> dict[str, Any]:
@@ -260,7 +314,9 @@ def read_checkpoint(path: str | os.PathLike[str]) -> dict[str, Any]:
     Raises:
         CheckpointError: The file holds something else.
     """
-    state = checkpoint.load(path)
+    state = read_rest(path)
+    if state is None:
+        state = checkpoint.load(path)
     lacking = [name for name in _PARTS if not isinstance(state, Mapping) or name not in state]
     if lacking:
         raise CheckpointError(

@@ -66,7 +66,16 @@ class Setup:
 
     @property
     def ema_module(self) -> torch.nn.Module | None:
-        """The model with the moving average of the weights; None if no average is kept."""
+        """The model with the moving average of the weights; None if no average is kept.
+
+        Raises:
+            DistmanError: The model is sharded, and no rank has such a copy of it.
+        """
+        if self._model.is_sharded and self._model.average is not None:
+            raise DistmanError(
+                "the average of a sharded model is no module: it is in the model for the time of validate(), predict() "
+                "and sample(). Call these."
+            )
         return None if self._model.average is None else self._model.evaluated
 
     @property

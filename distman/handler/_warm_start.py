@@ -14,6 +14,8 @@ from distman._text import printable
 from distman.checkpoint import load, load_model_state, model_state
 from distman.checkpoint._all_or_none import on_all_ranks
 from distman.errors import CheckpointError
+from distman.handler._sharded_state import read_parts, read_rest
+from distman.handler._sharding import place_parts
 
 _HOLDERS = ("module", "state_dict", "model_state_dict", "model")
 """Names of the weights in checkpoints: of a handler, within ``model``; of Lightning; of torch's tutorials; of many."""
@@ -65,8 +67,8 @@ def take_weights(module: torch.nn.Module, path: str | os.PathLike[str], *, stric
 
     Args:
         module: The bare model.
-        path: The file: of a handler, of ``torch.save``, of Lightning, or a ``.safetensors``. Prefixes such as
-            ``module.`` are left out of its names where they fit the model without.
+        path: The file, of a handler, which may be a folder too, of ``torch.save``, of Lightning, or a ``.safetensors``.
+            Prefixes such as ``module.`` are left out of its names where they fit the model without.
         strict: Take nothing unless file and model have the same.
 
     Raises:
@@ -74,7 +76,7 @@ def take_weights(module: torch.nn.Module, path: str | os.PathLike[str], *, stric
         Exception: On the rank where reading failed: the reason.
         RankFailedError: On the other ranks.
     """
-    weights = _find_weights(_read(path), path)
+    weights = _find_weights(_read(path, module), path)
     own = model_state(module)
     prefix = _prefix_of(weights, own)
     named = {name.removeprefix(prefix): value for name, value in weights.items()}
@@ -91,17 +93,18 @@ def take_weights(module: torch.nn.Module, path: str | os.PathLike[str], *, stric
             f"the file must hold the weights of the model, got {result} in {os.fspath(path)}. "
             + ("Pass strict=False to take those that fit." if taken else "Load it into the model that it is of.")
         )
-    load_model_state(module, {name: named[name] for name in taken}, strict=False)
+    load_model_state(module, place_parts(module, {name: named[name] for name in taken}), strict=False)
     return result
 
 
-def _read(path: str | os.PathLike[str]) -> Any:
-    """Return what is in a file, on every rank.
+def _read(path: str | os.PathLike[str], module: torch.nn.Module) -> Any:
+    """Return what is in a file, on every rank; of a sharded training the model alone, in parts if it is sharded here.
 
     Collective.
     """
     if not os.fspath(path).endswith(".safetensors"):
-        return load(path, device="cpu")
+        saved = read_rest(path)
+        return load(path, device="cpu") if saved is None else read_parts({"model": saved["model"]}, module)
 
     def read_safetensors() -> dict[str, torch.Tensor]:
         try:

@@ -13,6 +13,8 @@ from contextlib import ExitStack, contextmanager
 
 import torch
 
+from distman._torch_internals import forget_layouts
+
 _Restore = Callable[[], object]
 
 
@@ -37,6 +39,10 @@ def _environ() -> _Restore:
         os.environ.update(before)
 
     return restore
+
+
+def _layouts() -> _Restore:
+    return forget_layouts  # the next test may have this process as another rank
 
 
 def _directory() -> _Restore:
@@ -138,4 +144,5 @@ _REMEMBER: tuple[Callable[[], _Restore], ...] = (
     _logging,
     _torch_defaults,
     _torch_modes,
+    _layouts,
 )

@@ -1,6 +1,5 @@
 """States of which each rank has a part: on other numbers of ranks, with errors on one, and with bombs."""
 
-import contextlib
 import os
 import pickle
 
@@ -14,6 +13,7 @@ from distman import CheckpointError, DistributedManager, RankFailedError
 from distman.checkpoint import load_sharded, save, save_sharded
 from distman.testing import ranks
 
+from ..smaller_jobs import job
 from .bombs import Bomb
 
 ROWS = torch.arange(30.0).reshape(10, 3)
@@ -43,17 +43,6 @@ def assert_is(state, value):
 
 def all_are_well():
     DistributedManager().barrier("well")
-
-
-@contextlib.contextmanager
-def job(world_size, rank, store):
-    """A job of the first ranks of this one."""
-    file = dist.FileStore(str(store), world_size)
-    dist.init_process_group("gloo", store=file, rank=rank, world_size=world_size)
-    DistributedManager.initialize()
-    yield
-    DistributedManager.cleanup(barrier=True)
-    dist.destroy_process_group()
 
 
 @ranks(4, manager=False)
@@ -87,6 +76,21 @@ def test_a_process_that_is_alone_needs_no_manager(tmp_path):
     load_sharded(state, tmp_path / "sharded")
     assert torch.equal(state["weight"], ROWS)
     assert state["step"] == 3
+
+
+@ranks(4)
+def test_tensors_of_fewer_rows_than_ranks(tmp_path):
+    """The empty parts of the last ranks do not take the place of the first one."""
+    mesh = init_device_mesh("cpu", (4,))
+    full = {f"{rows} rows": torch.arange(3.0 * rows).reshape(rows, 3) + 1 for rows in range(6)}
+    save_sharded({name: distribute_tensor(one, mesh, [Shard(0)]) for name, one in full.items()}, tmp_path / "sharded")
+    plain = {name: torch.zeros_like(one) for name, one in full.items()}
+    parts = {name: distribute_tensor(torch.zeros_like(one), mesh, [Shard(0)]) for name, one in full.items()}
+    for state in (plain, parts):
+        load_sharded(state, tmp_path / "sharded")
+    for name, one in full.items():
+        assert torch.equal(plain[name], one)
+        assert torch.equal(parts[name].full_tensor(), one)
 
 
 @ranks(3)

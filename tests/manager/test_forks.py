@@ -51,6 +51,7 @@ CONCERNS_OTHERS = {
     "should_stop": lambda manager: manager.should_stop(),
     "requeue": lambda manager: manager.requeue(),
     "wrap_ddp": lambda manager: manager.wrap_ddp(torch.nn.Linear(1, 1)),
+    "wrap_fsdp": lambda manager: manager.wrap_fsdp(torch.nn.Linear(1, 1)),
     "subgroup": lambda manager: manager.create_process_subgroup("new", 1),
     "orthogonal": lambda manager: manager.create_orthogonal_process_group("new", "all"),
     "node": lambda manager: manager.create_group_from_node(ProcessGroupNode("new", 1)),

@@ -44,6 +44,7 @@ assert_type(manager.world_size, int)
 assert_type(manager.device, torch.device)
 assert_type(manager.is_main, bool)
 assert_type(manager.wrap_ddp(nn.Linear(1, 1)), nn.Module)
+assert_type(manager.wrap_fsdp(nn.Linear(1, 1), mesh="data", shard=[nn.ReLU]), nn.Module)
 
 dataset = TensorDataset(torch.arange(8.0))
 assert_type(distributed_loader(dataset, batch_size=2), TrainingLoader)

@@ -1,0 +1,212 @@
+"""A module whose parameters are sharded over the ranks."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from distman._coordination import protocol
+from distman._coordination.tracking import call_site
+from distman._coordination.wait_scope import WaitScope
+from distman._groups.registry import Groups
+from distman._torch_internals import is_distributed_tensor
+from distman.errors import check_options
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+Parts: TypeAlias = type[torch.nn.Module] | Sequence[type[torch.nn.Module]] | Callable[[torch.nn.Module], bool]
+Precision: TypeAlias = "Literal['bf16', 'fp16'] | MixedPrecisionPolicy"
+
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+_OPTIONS = ("reshard_after_forward", "shard_placement_fn", "offload_policy")
+
+
+def check_shardable(
+    module: torch.nn.Module,
+    parts: Parts | None,
+    precision: object,
+    options: dict[str, Any],
+    *,
+    recomputes: bool,
+) -> None:
+    """Refuse, on any number of ranks, what ``fully_shard`` would on several, there or in the first step."""
+    if not isinstance(module, torch.nn.Module):
+        raise TypeError(f"module must be a torch.nn.Module, got a {type(module).__name__}. Pass the model.")
+    check_options(options, [*_OPTIONS, "mesh", "shard", "mixed_precision", "checkpoint_activations"], "wrap_fsdp")
+    _policies(precision)
+    if not any(True for _ in module.parameters()):
+        raise ValueError("module must have parameters, got none. Call the module as it is: there is nothing to shard.")
+    if recomputes and parts is None:
+        raise ValueError(
+            "checkpoint_activations must be used with shard, got shard=None. Name the modules to be computed again."
+        )
+    units = [*_units(module, parts), module]
+    for unit in units:
+        if isinstance(unit, torch.nn.ModuleList | torch.nn.ModuleDict):
+            raise ValueError(
+                f"what is sharded must have a forward(), got a {type(unit).__name__}. Name the class of its elements."
+            )
+    for name, parameter in module.named_parameters():
+        _check_parameter(name, parameter)
+    unit_of = {part: unit for unit in units[::-1] for part in unit.modules()}  # the innermost one
+    gathered: dict[torch.nn.Module, dict[torch.dtype, str]] = {}
+    seen: dict[torch.nn.Parameter, tuple[torch.nn.Module, str]] = {}
+    for path, part in module.named_modules():
+        for name, parameter in part.named_parameters(prefix=path, recurse=False):
+            unit, first = seen.setdefault(parameter, (unit_of[part], name))
+            if unit is not unit_of[part]:
+                raise ValueError(
+                    f"parameters that are tied must be sharded together, got {first} and {name}, which are one. Let "
+                    "shard find a module around both, or neither."
+                )
+            if parameter.requires_grad:
+                gathered.setdefault(unit, {})[parameter.dtype] = name
+    for found in gathered.values():
+        _check_dtypes(found)
+
+
+def check_mesh(mesh: DeviceMesh, device: torch.device) -> None:
+    """Refuse a mesh that ``fully_shard`` would."""
+    if mesh.ndim > 2:
+        raise ValueError(
+            f"mesh must have one axis, to shard along, or two, to replicate and to shard along, got {mesh.ndim}. Pass "
+            "a part of it, such as manager.mesh('data')."
+        )
+    if mesh.device_type != device.type:
+        raise ValueError(
+            f"mesh must be one of {device.type} devices, as this rank's is, got one of {mesh.device_type}. Pass "
+            "manager.mesh()."
+        )
+
+
+def shard_in_place(
+    module: torch.nn.Module,
+    mesh: DeviceMesh,
+    groups: Groups,
+    *,
+    parts: Parts | None,
+    precision: Precision | None,
+    options: dict[str, Any],
+    recomputes: bool,
+    finds_unused: bool,
+) -> torch.nn.Module:
+    """Shard a module in place, with the weights and buffers of the first rank of the mesh."""
+    from torch.distributed.fsdp import fully_shard  # the import takes a second
+    from torch.utils.checkpoint import checkpoint
+
+    inner, outer = _policies(precision)
+    units = _units(module, parts)
+    with WaitScope("wrap_fsdp()"):
+        _compare(module, mesh, groups, len(units))
+        _share([*module.parameters(), *module.buffers()], mesh)
+    for unit in units:
+        if recomputes:
+            unit.forward = functools.partial(checkpoint, unit.forward, use_reentrant=False)
+        fully_shard(unit, mesh=mesh, mp_policy=inner, **options)
+    fully_shard(module, mesh=mesh, mp_policy=outer, **options).set_reduce_scatter_unused_params(finds_unused)
+    return module
+
+
+def _units(module: torch.nn.Module, parts: Parts | None) -> list[torch.nn.Module]:
+    """Return the modules within a module that are gathered each by itself, the inner ones first."""
+    if parts is None:
+        return []
+    classes = (parts,) if isinstance(parts, type) else parts
+    if callable(classes):
+        is_unit = classes
+    elif all(isinstance(one, type) and issubclass(one, torch.nn.Module) for one in classes):
+        kinds = tuple(classes)
+
+        def is_unit(one: torch.nn.Module) -> bool:
+            return isinstance(one, kinds)
+
+    else:
+        raise TypeError(
+            f"shard must be classes of modules, or a function of a module, got {parts!r}. Pass one of them."
+        )
+    units = [one for one in module.modules() if one is not module and is_unit(one)]
+    if not units:
+        inside = sorted({type(one).__name__ for one in module.modules()})
+        raise ValueError(f"shard must find modules within the model, got {parts!r}. It has {', '.join(inside)}.")
+    return units[::-1]
+
+
+def _check_parameter(name: str, parameter: torch.nn.Parameter) -> None:
+    if not parameter.ndim:
+        raise ValueError(
+            f"parameters to be sharded must have a dim, got the number {name}. Give it the shape (1,) instead of ()."
+        )
+    if not parameter.is_contiguous():
+        raise ValueError(
+            f"parameters to be sharded must be contiguous, got {name} with strides {parameter.stride()}. Make it so."
+        )
+
+
+def _check_dtypes(found: Mapping[torch.dtype, str]) -> None:
+    """Refuse different data types in what is gathered together."""
+    if len(found) > 1:
+        got = " and ".join(f"{name} of {dtype}" for dtype, name in found.items())
+        raise ValueError(
+            f"parameters that are sharded together must have one data type, got {got}. Convert them, or let shard find "
+            "the modules that they are in."
+        )
+
+
+def _policies(precision: object) -> tuple[MixedPrecisionPolicy, MixedPrecisionPolicy]:
+    """Return the policy of the modules within the model, and that of the model."""
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    if isinstance(precision, MixedPrecisionPolicy):
+        return precision, precision
+    if precision is None:
+        return MixedPrecisionPolicy(), MixedPrecisionPolicy()
+    if not isinstance(precision, str) or precision not in _DTYPES:
+        raise ValueError(
+            f"mixed_precision must be 'bf16', 'fp16', a MixedPrecisionPolicy or None, got {precision!r}. Choose one of "
+            "them."
+        )
+    dtype = _DTYPES[precision]
+    return (
+        MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32),
+        MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, output_dtype=torch.float32),
+    )
+
+
+def _compare(module: torch.nn.Module, mesh: DeviceMesh, groups: Groups, num_units: int) -> None:
+    """Go on only if all ranks of the mesh shard the same model in the same way."""
+    listed = [f"{name} {tuple(one.shape)} {one.dtype}" for name, one in _named_tensors(module)]
+    call = {
+        "operation": "wrap_fsdp",
+        "model": type(module).__name__,
+        "tensors": f"{len(listed)}, digest {hashlib.sha256(repr(listed).encode()).hexdigest()[:8]}",
+        "elements": str(sum(one.numel() for _, one in _named_tensors(module))),
+        "parts": str(num_units),
+    }
+    is_whole = mesh.size() == groups.world.size
+    for group in [groups.world] if is_whole else map(groups.of, reversed(mesh.get_all_groups())):
+        if group.consensus is not None:
+            key = protocol.collective(next(group.calls), group.name or group.ranks)
+            group.consensus.compare(key, call, place=call_site())
+
+
+def _named_tensors(module: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
+    return [*module.named_parameters(), *module.named_buffers()]
+
+
+@torch.no_grad()
+def _share(tensors: Sequence[torch.Tensor], mesh: DeviceMesh) -> None:
+    """Let all ranks of a mesh have the tensors of its first one."""
+    for group in reversed(mesh.get_all_groups()):  # within the rows first, then between them
+        for tensor in tensors:
+            own = tensor.to_local() if is_distributed_tensor(tensor) else tensor  # type: ignore[attr-defined]
+            if own.device.type != "meta" and own.numel():
+                shared = own.contiguous().view(-1).view(torch.uint8)  # backends lack some data types
+                dist.broadcast(shared, group=group, group_src=0)
+                own.copy_(shared.view(own.dtype).view(own.shape))

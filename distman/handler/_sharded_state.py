@@ -1,0 +1,159 @@
+"""The state of a training whose model is sharded: gathered into a file, or written in parts into a folder."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import os
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from typing import Any, cast
+
+import torch
+
+from distman import checkpoint
+from distman._coordination.wait_scope import WaitScope
+from distman._torch_internals import is_distributed_tensor
+from distman.checkpoint._all_or_none import on_all_ranks
+from distman.checkpoint._location import Location, locate
+from distman.checkpoint._state import check_state, without_unused_memory
+from distman.decorators import on_rank
+from distman.errors import CheckpointError
+from distman.manager import DistributedManager
+
+_REST = "rest"
+_PARTS = "parts"
+_MARK = "part of a sharded state"
+"""First of the two values that stand in the rest of a state for a tensor; the second one is the tensor's name."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Unread:
+    """A tensor that has yet to be read: how a model is sharded says which part of it."""
+
+    path: str | os.PathLike[str]
+    name: str
+    shape: torch.Size
+    dtype: torch.dtype
+
+
+def whole(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a state with whole tensors in the place of sharded ones, on rank 0 in the host's memory; elsewhere empty.
+
+    Collective. Blocking.
+    """
+    is_main = DistributedManager().is_main
+
+    def gather(value: Any, _: str) -> Any:
+        if not is_distributed_tensor(value):
+            return value
+        full = value.full_tensor()  # one after another: a device has room for one
+        return full.cpu() if is_main else full.new_empty(0, device="cpu")
+
+    with WaitScope("gathering the state"):
+        return cast("dict[str, Any]", _map(state, gather))
+
+
+def save_parts(state: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
+    """Write a state into a folder: each rank its parts of the sharded tensors, and one of them the rest.
+
+    Collective. Blocking. See :func:`distman.checkpoint.save_sharded`.
+    """
+    parts: dict[str, torch.Tensor] = {}
+
+    def take(value: Any, name: str) -> Any:
+        if not is_distributed_tensor(value):
+            return value
+        parts[name] = value.detach()
+        return [_MARK, name]
+
+    rest = _map(state, take)
+    on_all_ranks(lambda: check_state(rest))
+    contents: dict[str, Any] = {_PARTS: parts}
+    if DistributedManager().is_main:
+        file = io.BytesIO()
+        torch.save(without_unused_memory(rest), file)
+        contents[_REST] = torch.frombuffer(bytearray(file.getbuffer()), dtype=torch.uint8)
+    checkpoint.save_sharded(contents, path)
+
+
+def read_rest(path: str | os.PathLike[str]) -> Any:
+    """Return what is in such a folder, with :class:`Unread` for what is sharded; None if it is no such folder.
+
+    Collective. Blocking.
+    """
+    location = locate(path)
+    if not on_rank(0, broadcast=True)(_is_folder)(location):
+        return None
+    from distman.checkpoint._sharded import saved_tensors  # torch's part of it takes a second
+
+    found = saved_tensors(location)
+    if _REST not in found:
+        raise CheckpointError(
+            f"{path} holds no training, but other tensors: {', '.join(found)}. Load it with load_sharded()."
+        )
+    file = torch.empty(found[_REST][0], dtype=torch.uint8)
+    checkpoint.load_sharded({_REST: file}, path)
+    rest = torch.load(io.BytesIO(file.numpy().tobytes()), map_location="cpu", weights_only=True)
+
+    def mark(value: Any, _: str) -> Any:
+        if type(value) is list and len(value) == 2 and value[0] == _MARK:
+            return Unread(path, value[1], *found[f"{_PARTS}.{value[1]}"])
+        return value
+
+    return _map(rest, mark)
+
+
+def read_parts(state: Mapping[str, Any], module: torch.nn.Module) -> dict[str, Any]:
+    """Return a state with this rank's parts of what has yet to be read, or whole tensors if the module is not sharded.
+
+    Collective. Blocking.
+    """
+    unread: dict[str, Unread] = {}
+    tensors: dict[str, torch.Tensor] = {}
+
+    def note(value: Any, _: str) -> Any:
+        if isinstance(value, Unread):
+            unread[value.name] = value
+        return value
+
+    _map(state, note)
+    for one in unread.values():
+        tensors[one.name] = _empty_like_parts(one, module)
+        path = one.path
+    if unread:
+        checkpoint.load_sharded({_PARTS: tensors}, path)
+    return cast("dict[str, Any]", _map(state, lambda one, _: tensors[one.name] if isinstance(one, Unread) else one))
+
+
+def _is_folder(location: Location) -> bool:
+    """Return whether a sharded state is there."""
+    try:
+        folder = Location(location.storage, location.storage.folder(location.place))
+        location.storage.open((folder / ".metadata").place).close()
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    return True
+
+
+def _empty_like_parts(unread: Unread, module: torch.nn.Module) -> torch.Tensor:
+    like: Any = next(module.parameters(), None)
+    if not is_distributed_tensor(like):
+        return torch.empty(unread.shape, dtype=unread.dtype, device=DistributedManager().device)
+    from torch.distributed import tensor as dtensors
+
+    return dtensors.empty(*unread.shape, dtype=unread.dtype, device_mesh=like.device_mesh, placements=like.placements)
+
+
+def _map(value: Any, leaf: Callable[[Any, str], Any], name: str = "") -> Any:
+    """Return nested dicts, lists and tuples with what a function makes of the other values, and of lists of a mark."""
+    kind = type(value)
+    if kind in (dict, OrderedDict):
+        new = kind((key, _map(item, leaf, f"{name}.{key}" if name else str(key))) for key, item in value.items())
+        if kind is OrderedDict:
+            vars(new).update(vars(value))  # the versions of the modules are kept there
+        return new
+    made = leaf(value, name)
+    if made is value and kind in (list, tuple):
+        return kind(_map(item, leaf, f"{name}.{index}") for index, item in enumerate(value))
+    return made

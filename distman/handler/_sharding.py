@@ -1,0 +1,238 @@
+"""A model of whose parameters each rank has a part."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch.optim.swa_utils import get_ema_multi_avg_fn
+
+from distman._coordination.wait_scope import WaitScope
+from distman._torch_internals import has_been_called, is_distributed_tensor
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import FSDPModule
+
+# The imports from torch.distributed take a second, so they are done where a model is sharded.
+
+
+def is_sharded(module: torch.nn.Module) -> bool:
+    """Return whether ``fully_shard`` sharded a module."""
+    from torch.distributed.fsdp import FSDPModule
+
+    return isinstance(module, FSDPModule)
+
+
+def units(module: torch.nn.Module) -> list[FSDPModule]:
+    """Return what is gathered by itself of a sharded module, the outer ones first."""
+    from torch.distributed.fsdp import FSDPModule
+
+    return [one for one in module.modules() if isinstance(one, FSDPModule)]
+
+
+def forget_step(module: torch.nn.Module) -> None:
+    """Let a sharded module forget a step that an error has ended."""
+    if has_been_called(module):
+        units(module)[0].reset_iter_state()
+
+
+def put_together_once(module: torch.nn.Module) -> None:
+    """Let a sharded module see which of its parameters are trained now.
+
+    Collective.
+    """
+    for unit in units(module):
+        unit.unshard()
+        unit.reshard()
+
+
+def compile_parts(module: torch.nn.Module, options: Mapping[str, Any]) -> None:
+    """Compile what is gathered by itself of a sharded module, without the calls that gather it."""
+    outer, *inner = units(module)
+    for part in inner or [outer]:
+        part.forward = torch.compile(part.forward, **options)  # type: ignore[attr-defined]
+
+
+@contextmanager
+def without_reduction(module: torch.nn.Module) -> Iterator[None]:
+    """Keep the gradients of a sharded module on each rank within a ``with`` block."""
+    root = units(module)[0]
+    root.set_requires_gradient_sync(requires_gradient_sync=False)
+    try:
+        yield
+    finally:
+        root.set_requires_gradient_sync(requires_gradient_sync=True)
+
+
+@contextmanager
+def gathered(module: torch.nn.Module, *, reshards: bool | None) -> Iterator[None]:
+    """Let each rank have all weights of a sharded module within a ``with`` block, in which its calls are local.
+
+    Collective. Blocking.
+
+    Args:
+        module: The module.
+        reshards: What ``fully_shard`` was given as ``reshard_after_forward``.
+    """
+    parts = units(module)
+    root = parts[0]
+    forget_step(module)
+    root.set_reshard_after_forward(reshard_after_forward=False)
+    root.set_reshard_after_backward(reshard_after_backward=False)
+    try:
+        with WaitScope("gathering the weights"):
+            for part in parts:
+                part.unshard()
+        with without_reduction(module):
+            yield
+    finally:
+        for part in parts:
+            part.reshard()
+            is_again = part is not root if reshards is None else reshards
+            part.set_reshard_after_forward(reshard_after_forward=is_again, recurse=False)
+        root.set_reshard_after_backward(reshard_after_backward=True)
+
+
+def norm_over_shards(own_norm: torch.Tensor, tensor: Any) -> torch.Tensor:
+    """Return the 2-norm of all parts of tensors that are sharded as one of them is, from that of this rank's parts.
+
+    Collective. Blocking.
+    """
+    if not is_distributed_tensor(tensor):
+        return own_norm
+    square = own_norm.double().square()
+    with WaitScope("the norm of the gradient"):
+        for group, placement in zip(tensor.device_mesh.get_all_groups(), tensor.placements, strict=True):
+            if placement.is_shard():
+                dist.all_reduce(square, group=group)
+    return square.sqrt().to(own_norm.dtype)
+
+
+def clip(parts: Sequence[torch.Tensor], max_norm: float, norm: torch.Tensor) -> None:
+    """Scale this rank's parts of gradients of a 2-norm, as ``clip_grads_with_norm_`` scales gradients."""
+    factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    for part in parts:
+        part.mul_(factor)
+
+
+def own_part(tensor: Any) -> torch.Tensor:
+    """Return this rank's part of a tensor; the tensor itself if it is not sharded."""
+    part: torch.Tensor = tensor.to_local() if is_distributed_tensor(tensor) else tensor
+    return part
+
+
+def placed_as(own: Any, value: Any) -> Any:
+    """Return a value, whole or sharded, sharded as another tensor is; as it is if that one is not.
+
+    Collective for sharded values.
+    """
+    if not is_distributed_tensor(own) or not isinstance(value, torch.Tensor):
+        return value
+    from torch.distributed.tensor import DTensor, distribute_tensor
+
+    if isinstance(value, DTensor):
+        return value.redistribute(placements=own.placements)
+    # Each rank takes its part of what all of them have.
+    return distribute_tensor(value.to(own.device), own.device_mesh, own.placements, src_data_rank=None)
+
+
+def place_parts(module: torch.nn.Module, state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a state of a module, whole or sharded, as the module is sharded."""
+    own = module.state_dict()
+    return {name: placed_as(own[name], value) if name in own else value for name, value in state.items()}
+
+
+def place_optimizer_state(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a state of an optimizer, whole or sharded, as its parameters are sharded."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    indices = [index for group in state["param_groups"] for index in group["params"]]
+    found = dict(zip(indices, parameters, strict=False))  # the optimizer refuses another number itself
+
+    def place(index: int, value: Any) -> Any:
+        is_like = index in found and isinstance(value, torch.Tensor) and value.shape == found[index].shape
+        return placed_as(found[index], value) if is_like else value
+
+    placed = {index: {key: place(index, one) for key, one in own.items()} for index, own in state["state"].items()}
+    return {**state, "state": placed}
+
+
+class ShardedAverage:
+    """A moving average of the weights and buffers of a sharded module, sharded like them.
+
+    Args:
+        module: The module.
+
+    Attributes:
+        named: The averages by the names of what they are averages of, after ``module.``.
+        multi_avg_fn: How an average moves, as in :class:`torch.optim.swa_utils.AveragedModel`, which copies a module.
+    """
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        self._module = module
+        self.named = {name: one.detach().clone() for name, one in self._tensors().items()}
+        self.multi_avg_fn: Callable[..., None] = get_ema_multi_avg_fn()
+        self._num_averaged = torch.tensor(0)
+
+    @torch.no_grad()
+    def update_parameters(self, module: torch.nn.Module) -> None:
+        """Add the present values of the module to the averages."""
+        averages = [own_part(one) for one in self.named.values()]
+        for average, value in zip(averages, self._averaged(), strict=True):
+            if self._num_averaged == 0:
+                average.copy_(value)
+            elif average.numel():
+                self.multi_avg_fn([average], [value], self._num_averaged)
+        self._num_averaged += 1
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """Return the averages of what a state of the module holds, under the names of an ``AveragedModel``."""
+        first = {id(one): name for name, one in self._tensors().items()}
+        state = {
+            f"module.{name}": self.named[first[id(one)]]
+            for name, one in self._module.state_dict(keep_vars=True).items()
+            if first.get(id(one)) in self.named
+        }
+        return {"n_averaged": self._num_averaged, **state}
+
+    @torch.no_grad()
+    def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Restore such a state, whole or sharded.
+
+        Raises:
+            RuntimeError: It does not fit the module.
+        """
+        own = self.state_dict()
+        if own.keys() != state.keys():
+            raise RuntimeError(f"names of the average differ from the model's: {sorted(own.keys() ^ state.keys())}")
+        for name, value in own.items():
+            value.copy_(placed_as(value, state[name]))
+
+    @contextmanager
+    def put_in(self) -> Iterator[None]:
+        """Let the module have the averages within a ``with`` block, and its own values after it."""
+        tensors = self._averaged()
+        own = [one.clone() for one in tensors]
+        self._copy([own_part(one) for one in self.named.values()], tensors)
+        try:
+            yield
+        finally:
+            self._copy(own, tensors)
+
+    @staticmethod
+    @torch.no_grad()
+    def _copy(values: list[torch.Tensor], tensors: list[torch.Tensor]) -> None:
+        for value, tensor in zip(values, tensors, strict=True):
+            tensor.copy_(value)
+
+    def _tensors(self) -> dict[str, torch.Tensor]:
+        return {
+            f"module.{name}": one for name, one in [*self._module.named_parameters(), *self._module.named_buffers()]
+        }
+
+    def _averaged(self) -> list[torch.Tensor]:
+        """Return this rank's parts of what averages are kept of; the module may have got more since."""
+        tensors = self._tensors()
+        return [own_part(tensors[name].detach()) for name in self.named]
