@@ -73,12 +73,12 @@ def evaluate(
 def predict(
     model: torch.nn.Module,
     forward: Callable[[torch.nn.Module, Any], Any],
-    batches: EvaluationLoader,
+    batches: Iterable[Any],
     *,
     all_ranks: bool = False,
     dtype: torch.dtype | None = None,
 ) -> Any:
-    """Return the model's outputs for each sample, in the order of the dataset.
+    """Return the model's outputs for each sample, those of rank 0 first: for a dataset, in its order.
 
     Collective. Blocking. The model is in evaluation mode meanwhile.
 

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, TensorDataset
 
 from distman._seeds import seed_generators, seed_of
-from distman.data import EvaluationLoader
 from distman.handler._evaluation import evaluate, predict
 from distman.handler._joint import joint
-from distman.handler._loading import make_prediction_loader
+from distman.handler._loading import make_evaluation_loader
 from distman.handler._model import TrainedModel
 from distman.handler._randomness import generators_preserved
 from distman.handler._setup import Setup
@@ -49,39 +48,66 @@ class Inference(Setup):
         Raises:
             DistmanError: No data to validate with, or no loss function, has been set.
         """
-        data, objective = self._required_val_data(), self._required_objective()
+        return self._evaluate(self._required_val_data())
+
+    @joint
+    def evaluate(self, data: Dataset[Any] | Iterable[Any], **loader_kwargs: Any) -> dict[str, float]:
+        """Return the loss and the metrics over other data than those of :meth:`set_val_loader`, the same on all ranks.
+
+        Collective. Blocking. Otherwise as :meth:`validate`; nothing of the training changes.
+
+        Args:
+            data: As for :meth:`set_val_loader`. Of an iterable, each rank's own batches count.
+            loader_kwargs: Options of :func:`distman.data.distributed_loader` for a dataset; ``batch_size`` is 64 unless
+                it is given.
+
+        Raises:
+            DistmanError: No loss function has been set.
+            TypeError: The data or an option cannot be used.
+
+        Example:
+            >>> handler = NNHandler(torch.nn.Identity)
+            >>> handler.set_loss_fn(torch.nn.functional.mse_loss)
+            >>> handler.evaluate(TensorDataset(torch.zeros(10, 1), torch.ones(10, 1)))
+            {'loss': 1.0}
+        """
+        return self._evaluate(make_evaluation_loader("evaluate", data, loader_kwargs))
+
+    def _evaluate(self, data: Any) -> dict[str, float]:
+        objective = self._required_objective()
         with generators_preserved(), self._model.evaluating() as model:
             seed_generators(seed_of(self._seed, DistributedManager().rank, _VALIDATION))
             return evaluate(model, objective, data, self._metrics, dtype=self._dtype, num_samples=self._num_samples)
 
     @joint
     def predict(
-        self,
-        data: Dataset[Any] | torch.Tensor | EvaluationLoader,
-        *,
-        batch_size: int = 64,
-        all_ranks: bool = False,
-        **loader_kwargs: Any,
+        self, data: Dataset[Any] | torch.Tensor | Iterable[Any], *, all_ranks: bool = False, **loader_kwargs: Any
     ) -> Any:
         """Return the model's outputs for each sample, once and in order.
 
         Collective. Blocking.
 
         Args:
-            data: A dataset, the same on all ranks; a tensor of inputs, shape ``(n, *)``; or a loader for evaluation.
-            batch_size: Samples per rank and step.
+            data: A dataset, the same on all ranks; a tensor of inputs, shape ``(n, *)``; or a loader, a stream, or
+                another iterable of batches, each rank's own: then the outputs of rank 0 come first, and so on.
             all_ranks: Return the outputs on all ranks.
-            loader_kwargs: Options of :func:`distman.data.distributed_loader`.
+            loader_kwargs: Options of :func:`distman.data.distributed_loader` for a dataset or a tensor; ``batch_size``
+                is 64 unless it is given.
 
         Returns:
-            The outputs, in host memory, on rank 0; None elsewhere.
+            The outputs, in host memory, on rank 0; None elsewhere, and if there are no samples.
+
+        Raises:
+            TypeError: The data or an option cannot be used.
+            RankFailedError: On every rank: the outputs of two batches differ in structure.
 
         Example:
             >>> handler = NNHandler(torch.nn.Flatten)
             >>> handler.predict(torch.ones(100, 2, 2)).shape
             torch.Size([100, 4])
         """
-        loader = make_prediction_loader(data, {"batch_size": batch_size, **loader_kwargs})
+        dataset = TensorDataset(data) if isinstance(data, torch.Tensor) else data
+        loader = make_evaluation_loader("predict", dataset, loader_kwargs)
 
         def forward(model: torch.nn.Module, batch: Any) -> Any:
             return self._forward(model, batch)[0]

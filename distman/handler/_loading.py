@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, cast
+from typing import Any
 
-import torch
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader
 
-from distman.data import EvaluationLoader, TrainingLoader, distributed_loader, rank_cached_loader
+from distman.data import TrainingLoader, distributed_loader, rank_cached_loader
 from distman.errors import check_options
 from distman.handler._sources import ForeignSource, LoaderSource, NumSamples, Source
 
@@ -59,17 +58,21 @@ def make_loader(method: str, data: Any, options: Mapping[str, Any], *, cached: b
     return make(data, evaluation=evaluation, **options)
 
 
-def make_prediction_loader(data: Any, options: Mapping[str, Any]) -> EvaluationLoader:
-    """Return a loader that reads each sample once and in order.
+def make_evaluation_loader(method: str, data: Any, options: Mapping[str, Any]) -> Any:
+    """Return a loader that reads each sample of a dataset once and in order, or an iterable as it is.
 
     Args:
-        data: A dataset, a tensor of inputs, or such a loader.
+        method: Name of the handler's method, for messages.
+        data: What the program passed to it.
         options: Options of the loader.
+
+    Raises:
+        TypeError: The data or an option cannot be used.
     """
-    if isinstance(data, EvaluationLoader):
-        return data
-    dataset = TensorDataset(data) if isinstance(data, torch.Tensor) else data
-    return cast("EvaluationLoader", distributed_loader(dataset, evaluation=True, **options))
+    is_dataset = hasattr(data, "__getitem__") and not isinstance(data, DataLoader | list | tuple)
+    return make_loader(
+        method, data, {"batch_size": 64, **options} if is_dataset else options, cached=False, evaluation=True
+    )
 
 
 def make_source(data: Any, num_samples: NumSamples | None) -> Source:

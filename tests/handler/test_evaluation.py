@@ -231,8 +231,60 @@ def test_a_loader_of_ones_own_is_taken_as_it_is(rank):
     handler = make_handler(8)
     handler.set_val_loader(DataLoader(mine, batch_size=4))
     with torch.no_grad():
-        expected = nn.functional.mse_loss(handler.module(inputs), targets).item()
+        outputs = handler.module(inputs)
+    expected = nn.functional.mse_loss(outputs, targets).item()
     assert handler.validate()["loss"] == pytest.approx(expected, rel=1e-12)
+    predicted = handler.predict(DataLoader(mine, batch_size=4), all_ranks=True)
+    torch.testing.assert_close(predicted, torch.cat([outputs[0::2], outputs[1::2]]), rtol=1e-12, atol=0)
+
+
+@ranks(1, 3)
+def test_other_data_than_those_of_the_training_are_evaluated(rank):
+    handler = make_handler(8)
+    handler.add_metric("error", lambda outputs, targets: (outputs - targets).abs().mean())
+    inputs, targets = regression().tensors
+    with torch.no_grad():
+        errors = handler.module(inputs) - targets
+    before = torch.get_rng_state()
+    for data, options in [
+        (TensorDataset(inputs, targets), {}),
+        (TensorDataset(inputs, targets), {"batch_size": 3}),
+        ([*zip(inputs, targets, strict=True)], {"batch_size": 7}),
+        (Once([(inputs, targets)] if rank == 0 else []), {}),
+    ]:
+        found = handler.evaluate(data, **options)
+        expected = {"loss": errors.square().mean().item(), "error": errors.abs().mean().item()}
+        assert found == pytest.approx(expected, rel=1e-12)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert len(handler.history) == 0
+    assert not handler.validates
+
+
+class Once:
+    """Batches that each rank makes in its own way."""
+
+    def __init__(self, batches):
+        self.batches = batches
+
+    def __iter__(self):
+        return iter(self.batches)
+
+
+@ranks(1)
+@pytest.mark.parametrize(
+    ("data", "options", "complaint"),
+    [
+        (iter([]), {}, "data must be re-iterable"),
+        ([], {}, "data must not be a list without batch_size"),
+        (Once([]), {"batch_size": 3}, r"loader options must be passed with a dataset, got \['batch_size'\]"),
+        (TensorDataset(torch.ones(3, 4)), {"shuffle": True}, "shuffle must be left out for evaluation"),
+        (TensorDataset(torch.ones(3, 4)), {"batchsize": 3}, "batchsize must be an option .* Did you mean batch_size"),
+    ],
+)
+def test_data_that_cannot_be_evaluated_are_refused(data, options, complaint):
+    for method in (make_handler(8).evaluate, make_handler(8).predict):
+        with pytest.raises(TypeError, match=complaint):
+            method(data, **options)
 
 
 @ranks(1)

@@ -82,6 +82,7 @@ def test_an_error_is_told_once_at_the_end_with_the_exit_code_of_the_guilty(scrip
         DistributedManager.initialize()
         manager = DistributedManager()
         print("up")
+        manager.barrier()
         if rank == 1:
             raise ValueError("the learning rate must be positive")
         manager.barrier()
@@ -93,7 +94,7 @@ def test_an_error_is_told_once_at_the_end_with_the_exit_code_of_the_guilty(scrip
     assert done.stderr.splitlines() == [
         f"distman run: rank 1 failed (pid {pid_in(done.stderr)}, exit code 1):",
         "  Traceback (most recent call last):",
-        f'    File "{path}", line 9, in <module>',
+        f'    File "{path}", line 10, in <module>',
         '      raise ValueError("the learning rate must be positive")',
         "  ValueError: the learning rate must be positive",
         "The others: ranks 0, 2: exit code 1.",
