@@ -7,6 +7,7 @@ import functools
 import operator
 import os
 import re
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +62,7 @@ class CheckpointFolder:
         self._keep = keep
         self._is_background = background
 
-    def save(self, state: object, step: int, *, is_best: bool = False) -> None:
+    def save(self, state: object, step: int, *, is_best: bool = False, good: Collection[int] = ()) -> None:
         """Save rank 0's state as the checkpoint of a step, then remove those that are not kept.
 
         Collective. Blocking, as :func:`save` is. A write that is still under way is waited for first.
@@ -70,6 +71,7 @@ class CheckpointFolder:
             state: See :func:`save`.
             step: Number of the step, 0 or more.
             is_best: Let ``best.pt`` point to it.
+            good: Steps whose checkpoints stay, too, as far as they are there.
 
         Raises:
             RankFailedError: On every rank: rank 0 could not save it, see :func:`save`; or the previous save in the
@@ -82,7 +84,7 @@ class CheckpointFolder:
             >>> folder.best().name, folder.latest().name
             ('checkpoint-00000001.pt', 'checkpoint-00000002.pt')
         """
-        on_rank(0)(self._save)(state, step, is_best=is_best)
+        on_rank(0)(self._save)(state, step, is_best=is_best, good=good)
 
     def wait(self) -> None:
         """Return when all that was saved is complete and on the disk.
@@ -160,14 +162,15 @@ class CheckpointFolder:
         name = on_rank(0, broadcast=True)(self._best)()
         return None if name is None else self._load(name, device)
 
-    def _save(self, state: object, step: int, *, is_best: bool) -> None:
+    def _save(self, state: object, step: int, *, is_best: bool, good: Collection[int]) -> None:
         number = operator.index(step)
         if number < 0:
             raise ValueError(f"step must be 0 or more, got {step}. Count the steps from 0.")
         in_background.refuse_after_failure(self._location)
         check_state(state)
         kept = copy_to_host(state) if self._is_background else state
-        work = functools.partial(_write, self._location, kept, number, is_best=is_best, keep=self._keep)
+        stays = frozenset(map(_name, good))
+        work = functools.partial(_write, self._location, kept, number, is_best=is_best, keep=self._keep, stays=stays)
         if self._is_background:
             in_background.start(self._location, work)
         else:
@@ -222,19 +225,23 @@ class _Complete:
     name: str
 
 
-def _write(folder: Location, state: object, step: int, *, is_best: bool, keep: int | None) -> None:
-    storage = folder.storage
+def _name(step: int) -> str:
+    return f"checkpoint-{step:08d}.pt"
+
+
+def _write(
+    folder: Location, state: object, step: int, *, is_best: bool, keep: int | None, stays: frozenset[str]
+) -> None:
+    storage, name = folder.storage, _name(step)
     storage.remove_leftovers(folder.place)
-    file = folder / f"checkpoint-{step:08d}.pt"
-    name = file.place.rpartition("/")[2]
-    write_state(state, file)
+    write_state(state, folder / name)
     storage.link((folder / _LATEST).place, name)
     if is_best:
         storage.link((folder / _BEST).place, name)
     if keep is not None:
-        linked = {_linked(folder, _LATEST), _linked(folder, _BEST)}
+        stays |= {_linked(folder, _LATEST) or "", _linked(folder, _BEST) or ""}
         for one in sorted(_complete(folder))[:-keep]:
-            if one.name not in linked:
+            if one.name not in stays:
                 storage.remove((folder / one.name).place)
 
 

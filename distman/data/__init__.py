@@ -7,6 +7,7 @@ from distman.data._cached import RankCachedDataset, rank_cached_loader
 from distman.data._distributed_stream import DistributedStream, distributed_stream
 from distman.data._hdf5 import Hdf5Dataset
 from distman.data._loaders import EvaluationLoader, TrainingLoader, default_num_workers, distributed_loader
+from distman.data._sampled_batches import SampledBatches
 
 __all__ = [
     "DistributedStream",
@@ -14,6 +15,7 @@ __all__ = [
     "EvaluationLoader",
     "Hdf5Dataset",
     "RankCachedDataset",
+    "SampledBatches",
     "ShardBatches",
     "TrainingBatches",
     "TrainingLoader",

@@ -6,25 +6,30 @@ import abc
 import math
 import operator
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch.utils.data import Sampler
 
 from distman._seeds import seed_of
 from distman.collectives._validation import GroupLike, resolve_group
+from distman.data._sampling import EpochSampler, at_least_one
 from distman.data._streams import Batch
 from distman.topology import split_sizes
 
 Weights = Sequence[float] | torch.Tensor
 
 
-class _EpochBatches(Sampler[list[int]], abc.ABC):
+class EpochBatches(Sampler[list[int]], abc.ABC):
     """Batches of one epoch after another, from any position within one: the number of samples drawn of it before."""
+
+    given: EpochSampler[Any] | None = None
+    """What the program has passed to draw with, if anything."""
 
     def __init__(self, batch_size: int, seed: int, group: GroupLike) -> None:
         members = resolve_group(group)
-        self.batch_size, self.seed = _at_least_one("batch_size", batch_size), operator.index(seed)
+        self.batch_size, self.seed = at_least_one("batch_size", batch_size), operator.index(seed)
         self._rank, self.num_ranks = members.rank, members.size
         self._epoch, self._position = 0, 0
 
@@ -74,6 +79,18 @@ class _EpochBatches(Sampler[list[int]], abc.ABC):
         """By how much a step advances the position."""
 
     @abc.abstractmethod
+    def counts(self, epoch: int, position: int = 0) -> Iterator[tuple[int, int]]:
+        """Return an iterator over this rank's number of samples and that of all, for each step as :meth:`parts`."""
+
+    @abc.abstractmethod
+    def parts(self, epoch: int, position: int = 0) -> Iterator[torch.Tensor]:
+        """Return an iterator over the indices of this rank's samples, at least one for each step of an epoch."""
+
+
+class _PlannedBatches(EpochBatches):
+    """Batches whose sizes are the same in each epoch."""
+
+    @abc.abstractmethod
     def num_own(self, position: int) -> int:
         """Return how many samples of the step at this position are this rank's."""
 
@@ -82,12 +99,29 @@ class _EpochBatches(Sampler[list[int]], abc.ABC):
         """Return how many samples the step at this position has on all ranks."""
 
     @abc.abstractmethod
-    def _order(self, generator: torch.Generator) -> torch.Tensor:
+    def _order(self, epoch: int) -> torch.Tensor:
         """Return the indices of an epoch in order."""
 
     @abc.abstractmethod
     def _part(self, order: torch.Tensor, position: int) -> torch.Tensor:
         """Return this rank's samples of a step; at least one."""
+
+    def counts(self, epoch: int, position: int = 0) -> Iterator[tuple[int, int]]:  # noqa: ARG002 - the same in each
+        """Return an iterator over this rank's number of samples and that of all, for each step as :meth:`parts`.
+
+        Local.
+
+        Args:
+            epoch: Index of the epoch.
+            position: Number of samples drawn of it before, as for :meth:`start_at`.
+
+        Example on two ranks:
+            >>> batches = TrainingBatches(5, batch_size=2)
+            >>> all_gather_objects([*batches.counts(epoch=0)])
+            [[(2, 4), (1, 1)], [(2, 4), (0, 1)]]
+        """
+        for start in range(position, self.num_drawn, self.stride):
+            yield self.num_own(start), self.num_total(start)
 
     def parts(self, epoch: int, position: int = 0) -> Iterator[torch.Tensor]:
         """Return an iterator over the indices of this rank's samples, for each step of an epoch from a position on.
@@ -106,15 +140,12 @@ class _EpochBatches(Sampler[list[int]], abc.ABC):
             >>> all_gather_objects([part.tolist() for part in batches.parts(epoch=0, position=2)])
             [[[2], [4]], [[3], [5]]]
         """
-        order = self._order(torch.Generator().manual_seed(seed_of(self.seed, epoch, *self._order_seeds())))
+        order = self._order(epoch)
         for start in range(position, self.num_drawn, self.stride):
             yield self._part(order, start)
 
-    def _order_seeds(self) -> tuple[int, ...]:
-        return ()
 
-
-class TrainingBatches(_EpochBatches):
+class TrainingBatches(_PlannedBatches):
     """A batch sampler that draws global batches in each epoch, and gives this rank its part of each.
 
     The global batches depend on seed and epoch only, so they are the same on any number of ranks, as long as ranks
@@ -129,6 +160,8 @@ class TrainingBatches(_EpochBatches):
         drop_last: Drop the last batch if it is not full.
         weights: Relative frequency with which each sample is drawn; an epoch is then ``num_samples`` draws with
             replacement.
+        sampler: Yields the indices of an epoch in order, instead; its length is the number of samples. See
+            :func:`distributed_loader`.
         seed: Seed of the order, the same on all ranks.
         group: The ranks that share the batches: a process group, the name of one, or None for the world.
 
@@ -149,12 +182,16 @@ class TrainingBatches(_EpochBatches):
         shuffle: bool = True,
         drop_last: bool = False,
         weights: Weights | None = None,
+        sampler: Iterable[int] | None = None,
         seed: int = 0,
         group: GroupLike = None,
     ) -> None:
         super().__init__(batch_size, seed, group)
-        self._num_samples = _at_least_one("the number of samples", num_samples)
+        self._num_samples = at_least_one("the number of samples", num_samples)
         self._shuffle, self._drop_last = shuffle, drop_last
+        if sampler is not None:
+            self.given = EpochSampler("sampler", sampler, self.seed)
+            self._num_samples = len(self.given)
         self._cumulated = None if weights is None else _cumulate(weights, num_samples)
 
     @property
@@ -203,7 +240,10 @@ class TrainingBatches(_EpochBatches):
         """
         return min(self.stride, self.num_drawn - position)
 
-    def _order(self, generator: torch.Generator) -> torch.Tensor:
+    def _order(self, epoch: int) -> torch.Tensor:
+        if self.given is not None:
+            return torch.tensor(self.given.epoch(epoch), dtype=torch.int64)
+        generator = torch.Generator().manual_seed(seed_of(self.seed, epoch))
         if self._cumulated is not None:
             drawn = torch.rand(self._num_samples, generator=generator, dtype=torch.float64) * self._cumulated[-1]
             return torch.searchsorted(self._cumulated, drawn, right=True).clamp_(max=self._num_samples - 1)
@@ -218,7 +258,7 @@ class TrainingBatches(_EpochBatches):
         return order[start : start + num_own] if num_own else order[position : position + 1]
 
 
-class ShardBatches(_EpochBatches):
+class ShardBatches(_PlannedBatches):
     """A batch sampler that draws this rank's batches from its own shard of the dataset.
 
     For samples that are kept on one rank each. All ranks make the same number of steps, and every sample is drawn once
@@ -257,7 +297,7 @@ class ShardBatches(_EpochBatches):
                 f"sizes must have one number for each of {self.num_ranks} ranks, got {list(sizes)}. Pass the sizes "
                 "of all shards."
             )
-        _at_least_one("the number of samples", sum(sizes))
+        at_least_one("the number of samples", sum(sizes))
         self._sizes: list[int] = list(sizes)
         self._counts = Counter(
             self._sizes
@@ -312,15 +352,13 @@ class ShardBatches(_EpochBatches):
     def _num_of(self, size: int, position: int) -> int:
         return min(self.batch_size, max(0, size - position))
 
-    def _order(self, generator: torch.Generator) -> torch.Tensor:
+    def _order(self, epoch: int) -> torch.Tensor:
         size = max(1, self._sizes[self._rank])
+        generator = torch.Generator().manual_seed(seed_of(self.seed, epoch, self._rank))
         return torch.randperm(size, generator=generator) if self._shuffle else torch.arange(size)
 
     def _part(self, order: torch.Tensor, position: int) -> torch.Tensor:
         return order[position : position + self.num_own(position)] if self.num_own(position) else order[:1]
-
-    def _order_seeds(self) -> tuple[int, ...]:
-        return (self._rank,)
 
 
 class EvaluationBatches(Sampler[list[int]]):
@@ -347,7 +385,7 @@ class EvaluationBatches(Sampler[list[int]]):
         sizes = split_sizes(num_samples, members.size)
         start = sum(sizes[: members.rank])
         self.own = range(start, start + sizes[members.rank])
-        self.batch_size = _at_least_one("batch_size", batch_size)
+        self.batch_size = at_least_one("batch_size", batch_size)
 
     def __len__(self) -> int:
         """Return this rank's number of steps."""
@@ -358,14 +396,6 @@ class EvaluationBatches(Sampler[list[int]]):
         for first in range(0, len(self.own), self.batch_size):
             own = self.own[first : first + self.batch_size]
             yield Batch(own, seed_of(own[0]))
-
-
-def _at_least_one(name: str, value: int) -> int:
-    if not hasattr(value, "__index__"):
-        raise TypeError(f"{name} must be a whole number, got {value!r}. Pass an integer.")
-    if operator.index(value) < 1:
-        raise ValueError(f"{name} must be at least 1, got {value}. Pass a positive number.")
-    return value
 
 
 def _cumulate(weights: Weights, num_samples: int) -> torch.Tensor:

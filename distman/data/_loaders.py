@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, overload
 
 import torch
@@ -11,12 +11,10 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from distman._log import logger
 from distman.collectives._validation import GroupLike
-from distman.data._batches import EvaluationBatches, ShardBatches, TrainingBatches, Weights
+from distman.data._batches import EpochBatches, EvaluationBatches, TrainingBatches, Weights
+from distman.data._sampled_batches import SampledBatches
 from distman.data._streams import SeededDataset
 from distman.manager import DistributedManager
-
-_RESERVED = ("sampler", "batch_sampler", "generator")
-"""Options of torch's DataLoader that distributed_loader sets itself, to give each rank its part."""
 
 
 class EvaluationLoader(DataLoader[Any]):
@@ -63,7 +61,7 @@ class TrainingLoader(DataLoader[Any]):
         1 samples of 2
     """
 
-    def __init__(self, dataset: Dataset[Any], batches: TrainingBatches | ShardBatches, **options: Any) -> None:
+    def __init__(self, dataset: Dataset[Any], batches: EpochBatches, **options: Any) -> None:
         super().__init__(dataset, batch_sampler=batches, generator=torch.Generator(), **options)
         self.batches = batches
         self.num_own = self.num_total = 0
@@ -73,8 +71,9 @@ class TrainingLoader(DataLoader[Any]):
         """Iterate over the next epoch, or over the rest of the one that was restored."""
         epoch, position = self._reached = self._next
         self._next = epoch + 1, 0
+        counts = self.batches.counts(epoch, position)
         for batch in self._read(epoch, position):
-            self.num_own, self.num_total = self.batches.num_own(position), self.batches.num_total(position)
+            self.num_own, self.num_total = next(counts)
             position += self.batches.stride
             self._reached = epoch, position
             yield batch
@@ -169,6 +168,8 @@ def distributed_loader(
     shuffle: bool | None = None,
     drop_last: bool = False,
     weights: Weights | None = None,
+    sampler: Iterable[int] | None = None,
+    batch_sampler: Iterable[Sequence[int]] | None = None,
     seed: int = 0,
     group: GroupLike = None,
     **loader_kwargs: Any,
@@ -184,6 +185,8 @@ def distributed_loader(
     shuffle: bool | None = None,
     drop_last: bool = False,
     weights: Weights | None = None,
+    sampler: Iterable[int] | None = None,
+    batch_sampler: Iterable[Sequence[int]] | None = None,
     seed: int = 0,
     group: GroupLike = None,
     **loader_kwargs: Any,
@@ -199,6 +202,8 @@ def distributed_loader(
     shuffle: bool | None = None,
     drop_last: bool = False,
     weights: Weights | None = None,
+    sampler: Iterable[int] | None = None,
+    batch_sampler: Iterable[Sequence[int]] | None = None,
     seed: int = 0,
     group: GroupLike = None,
     **loader_kwargs: Any,
@@ -213,6 +218,8 @@ def distributed_loader(
     shuffle: bool | None = None,
     drop_last: bool = False,
     weights: Weights | None = None,
+    sampler: Iterable[int] | None = None,
+    batch_sampler: Iterable[Sequence[int]] | None = None,
     seed: int = 0,
     group: GroupLike = None,
     **loader_kwargs: Any,
@@ -230,6 +237,11 @@ def distributed_loader(
         shuffle: Draw in a new order in each epoch; None does so for training.
         drop_last: Drop the last step of an epoch if it is not full; for training only.
         weights: Relative frequency with which each sample is drawn, with replacement; for training only.
+        sampler: Yields the indices of an epoch in order, those of all ranks, instead of ``shuffle`` and ``weights``;
+            for training only. It has a length, and draws from the global generators or from its own, which are seeded
+            for each epoch, or by ``set_epoch``: so the ranks draw the same.
+        batch_sampler: Yields batches, as lists of indices, instead of ``batch_size`` and ``drop_last`` too: on n ranks,
+            each takes every n-th. Otherwise as ``sampler``.
         seed: Seed of the order, the same on all ranks.
         group: The ranks that share the dataset: a process group, the name of one, or None for the world.
         loader_kwargs: Options of torch's DataLoader. By default, ``num_workers`` is the number of CPUs that the
@@ -245,12 +257,16 @@ def distributed_loader(
         [[[0, 1], [4, 5], [8]], [[2, 3], [6, 7], [9]]]
     """
     length = length_of(dataset)
-    reserved = [name for name in _RESERVED if name in loader_kwargs]
-    if reserved:
-        raise TypeError(
-            f"{reserved[0]} must be left out: distributed_loader sets it to give each rank its part. Make a DataLoader "
-            "to set it yourself."
-        )
+    if "generator" in loader_kwargs:
+        raise TypeError("generator must be left out: the order of the samples depends on seed. Pass that.")
+    _check_sampling(
+        sampler=sampler,
+        batch_sampler=batch_sampler,
+        batch_size=None if batch_size == 1 else batch_size,
+        shuffle=shuffle,
+        drop_last=drop_last or None,
+        weights=weights,
+    )
     options = {
         "num_workers": 0 if isinstance(dataset, TensorDataset) else default_num_workers(),
         "pin_memory": DistributedManager().cuda,
@@ -258,18 +274,33 @@ def distributed_loader(
     }
     source = SeededDataset(dataset) if options["num_workers"] else dataset
     if evaluation:
-        check_for_evaluation(shuffle=shuffle, drop_last=drop_last, weights=weights is not None)
+        given = {"weights": weights, "sampler": sampler, "batch_sampler": batch_sampler}
+        are_given = {name: value is not None for name, value in given.items()}
+        check_for_evaluation(shuffle=shuffle, drop_last=drop_last, **are_given)
         return EvaluationLoader(source, EvaluationBatches(length, batch_size, group=group), **options)
+    if batch_sampler is not None:
+        return TrainingLoader(source, SampledBatches(batch_sampler, seed=seed, group=group), **options)
     batches = TrainingBatches(
         length,
         batch_size,
         shuffle=shuffle is not False,
         drop_last=drop_last,
         weights=weights,
+        sampler=sampler,
         seed=seed,
         group=group,
     )
     return TrainingLoader(source, batches, **options)
+
+
+def _check_sampling(**options: Any) -> None:
+    """Refuse options of which one says already what the other does; None stands for one that is not given."""
+    given = [name for name, value in options.items() if value is not None]
+    allowed = {"sampler": {"sampler", "batch_size", "drop_last"}, "batch_sampler": {"batch_sampler"}}
+    for name in allowed.keys() & set(given):
+        for other in given:
+            if other not in allowed[name]:
+                raise TypeError(f"{other} must be left out beside {name}, which says what is drawn.")
 
 
 def default_num_workers() -> int:

@@ -12,6 +12,7 @@ import torch
 from distman.checkpoint import CheckpointFolder
 from distman.handler._events import Callback
 from distman.handler._history import Record
+from distman.topology._partition import is_whole_number
 
 if TYPE_CHECKING:
     from distman.handler._nn_handler import NNHandler
@@ -100,17 +101,22 @@ class EarlyStopping(Callback):
 
 
 class ModelCheckpoint(Callback):
-    """Keeps checkpoints of the latest epochs, and of the best one; validations within an epoch count like epochs.
+    """Keeps checkpoints of the latest epochs, and of the best ones; validations within an epoch count like epochs.
 
     To resume after a kill, use :meth:`NNHandler.auto_save`.
 
     Args:
         folder: The folder to save in; see :class:`distman.checkpoint.CheckpointFolder`.
-        monitor: A name in the history, by which the best epoch is chosen.
+        monitor: A name in the history, by which the best epochs are chosen.
         mode: ``"min"`` if smaller is better, ``"max"`` if larger is.
-        keep: Number of checkpoints to keep besides the best.
+        keep: Number of the latest checkpoints to keep besides the best.
+        num_best: Number of the best checkpoints to keep.
+
+    Attributes:
+        best: The monitored values of the best, by step, the best one first. See :meth:`CheckpointFolder.best`.
 
     Raises:
+        TypeError: ``num_best`` is not a whole number.
         ValueError: An option is not valid.
 
     Example:
@@ -131,9 +137,15 @@ class ModelCheckpoint(Callback):
         monitor: str = "val_loss",
         mode: Literal["min", "max"] = "min",
         keep: int = 1,
+        num_best: int = 1,
     ) -> None:
+        if not is_whole_number(num_best):
+            raise TypeError(f"num_best must be a whole number, got {num_best!r}. Pass an integer.")
+        if num_best < 1:
+            raise ValueError(f"num_best must be at least 1, got {num_best}. Pass a positive number.")
         self.folder = CheckpointFolder(folder, keep=keep)
-        self._monitor, self._best = monitor, _Best(mode, min_delta=0.0)
+        self.best: dict[int, float] = {}
+        self._monitor, self._sign, self._num_best = monitor, _sign(mode), num_best
 
     def on_epoch_end(self, handler: NNHandler, record: Record) -> None:
         """Save a checkpoint.
@@ -159,8 +171,11 @@ class ModelCheckpoint(Callback):
             self._save(handler, _find(self._monitor, handler, record))
 
     def _save(self, handler: NNHandler, value: float | None) -> None:
-        is_best = value is not None and self._best.improves(value)
-        self.folder.save(handler.state_dict(), handler.num_steps, is_best=is_best)
+        step = handler.num_steps
+        if value is not None and not math.isnan(value):
+            ranked = sorted((self.best | {step: value}).items(), key=lambda item: self._sign * item[1])
+            self.best = dict(ranked[: self._num_best])
+        self.folder.save(handler.state_dict(), step, is_best=step == next(iter(self.best), None), good=self.best)
 
     def on_train_end(self, handler: NNHandler) -> None:
         """Wait until the checkpoints have been written.
@@ -173,18 +188,18 @@ class ModelCheckpoint(Callback):
         self.folder.wait()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the best value.
+        """Return the best values.
 
         Local.
         """
-        return {"best": self._best.value}
+        return {"best": dict(self.best)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore such a state.
 
         Local.
         """
-        self._best.value = state["best"]
+        self.best = dict([*state["best"].items()][: self._num_best])
 
 
 class LearningRateMonitor(Callback):
@@ -238,13 +253,18 @@ def _find(name: str, handler: NNHandler, record: Record) -> float | None:
     return record.get(name)
 
 
+def _sign(mode: Literal["min", "max"]) -> float:
+    """Return a factor with which smaller values are better."""
+    if mode not in ("min", "max"):
+        raise ValueError(f"mode must be 'min' or 'max', got {mode!r}. Pass 'max' if larger values are better.")
+    return 1.0 if mode == "min" else -1.0
+
+
 class _Best:
     """The best value so far; None before the first."""
 
     def __init__(self, mode: Literal["min", "max"], min_delta: float) -> None:
-        if mode not in ("min", "max"):
-            raise ValueError(f"mode must be 'min' or 'max', got {mode!r}. Pass 'max' if larger values are better.")
-        self._sign = 1.0 if mode == "min" else -1.0
+        self._sign = _sign(mode)
         self._min_delta = min_delta
         self.value: float | None = None
 

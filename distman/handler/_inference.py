@@ -9,11 +9,11 @@ import torch
 from torch.utils.data import Dataset, TensorDataset
 
 from distman._seeds import seed_generators, seed_of
+from distman.data._randomness import generators_preserved
 from distman.handler._evaluation import evaluate, predict
 from distman.handler._joint import joint
 from distman.handler._loading import make_evaluation_loader
 from distman.handler._model import TrainedModel
-from distman.handler._randomness import generators_preserved
 from distman.handler._setup import Setup
 from distman.manager import DistributedManager
 

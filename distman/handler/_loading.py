@@ -48,7 +48,7 @@ def make_loader(method: str, data: Any, options: Mapping[str, Any], *, cached: b
     if isinstance(data, DataLoader) or not hasattr(data, "__getitem__"):
         _check_no_options(data, options, cached=cached)
         return data
-    if isinstance(data, list | tuple) and "batch_size" not in options:
+    if isinstance(data, list | tuple) and {"batch_size", "batch_sampler"}.isdisjoint(options):
         raise TypeError(
             f"data must not be a {type(data).__name__} without batch_size, which could hold samples or batches. Pass "
             "batch_size for samples, or DataLoader(batches, batch_size=None) for batches that each rank has made."

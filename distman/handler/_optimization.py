@@ -15,11 +15,11 @@ import torch
 from distman._coordination.wait_scope import WaitScope
 from distman._torch_internals import norms
 from distman.collectives._objects import all_gather_objects
+from distman.data._randomness import generators_preserved
 from distman.errors import NonFiniteLossError
 from distman.handler._accumulators import Accumulators
 from distman.handler._model import TrainedModel
 from distman.handler._objective import Objective, Outcome, check_loss, to_device
-from distman.handler._randomness import generators_preserved
 from distman.handler._sources import Step
 from distman.manager import DistributedManager
 

@@ -18,7 +18,7 @@ from distman._torch_internals import tree_leaves
 from distman.collectives._exchange import all_gather_numbers, control_device
 from distman.collectives._objects import broadcast_data
 from distman.data import TrainingLoader
-from distman.handler._randomness import (
+from distman.data._randomness import (
     generators_of,
     generators_preserved,
     generators_state,
@@ -26,6 +26,7 @@ from distman.handler._randomness import (
     set_states_of,
     states_of,
 )
+from distman.errors import DistmanError
 from distman.manager import DistributedManager
 
 NumSamples = Callable[[Any], int]
@@ -111,6 +112,7 @@ class LoaderSource(Source):
         if self._epoch > epoch:
             return
         self.loader.load_state_dict(self.state_dict())
+        self._compare(epoch)
         stride = self.loader.batches.stride
         for batch in self.loader:
             self._position += stride
@@ -120,6 +122,19 @@ class LoaderSource(Source):
                 num_own = counted(batch, self._count) if self.loader.num_own else 0
                 yield Step(batch, num_own, sum(num for (num,) in _exchange(num_own)))
         self.begin(epoch + 1)
+
+    def _compare(self, epoch: int) -> None:
+        """Compare what the ranks' samplers have drawn, where a program has passed its own.
+
+        Raises:
+            DistmanError: On every rank: they differ.
+        """
+        sampler = self.loader.batches.given
+        if sampler is not None and len({number for (number,) in _exchange(sampler.checksum(epoch))}) > 1:
+            raise DistmanError(
+                f"the samplers of all ranks must draw the same, which differs in epoch {epoch}. Let them draw from the "
+                "global generators, or from one that is their attribute, and not depend on the rank."
+            )
 
     def num_steps(self) -> int:
         """Return the number of steps of a full epoch."""

@@ -12,13 +12,13 @@ import torch
 from distman._text import printable
 from distman.collectives._fused import fused_all_reduce
 from distman.collectives._objects import all_gather_objects
+from distman.data._randomness import generators_state, set_generators_state
 from distman.handler._accumulators import Accumulators, Metric
 from distman.handler._events import Callback, Callbacks
 from distman.handler._history import History, Record, turn_into_numbers
 from distman.handler._limits import Limits
 from distman.handler._objective import Objective
 from distman.handler._optimization import Optimization
-from distman.handler._randomness import generators_state, set_generators_state
 from distman.handler._reporting import ProgressBar, Reporter
 from distman.handler._resumption import AutoSave
 from distman.handler._scheduling import Scheduling

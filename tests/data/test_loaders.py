@@ -198,8 +198,8 @@ def test_workers_as_many_as_the_scheduler_gave_cpus(monkeypatch):
 def test_options_that_make_no_sense():
     with pytest.raises(TypeError, match="dataset must be a map-style dataset with a length, got Stream"):
         distributed_loader(Stream())
-    with pytest.raises(TypeError, match="sampler must be left out"):
-        distributed_loader(numbers(3), sampler=[0])
+    with pytest.raises(TypeError, match="generator must be left out"):
+        distributed_loader(numbers(3), generator=torch.Generator())
     with pytest.raises(TypeError, match="shuffle must be left out for evaluation"):
         distributed_loader(numbers(3), evaluation=True, shuffle=True)
     with pytest.raises(TypeError, match="drop_last must be left out for evaluation"):

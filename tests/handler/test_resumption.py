@@ -1,6 +1,7 @@
 """A training that is cut off anywhere and gone on with is the training that was never cut off, bit for bit."""
 
 import logging
+import math
 import random
 
 import numpy as np
@@ -347,6 +348,49 @@ def test_the_best_epoch_is_kept(tmp_path):
     assert other.validate()["loss"] == min(handler.val_losses)
     other.train(6)
     assert other.val_losses == handler.val_losses
+
+
+class Scores(Callback):
+    def __init__(self, scores):
+        self.scores = scores
+
+    def on_epoch_end(self, handler, record):
+        record["score"] = self.scores[int(record["epoch"])]
+
+
+@ranks(2)
+@pytest.mark.parametrize("seed", range(4))
+def test_the_best_few_are_kept_over_a_resumption(seed, tmp_path):
+    drawn = random.Random(seed)  # noqa: S311 - a test
+    scores = [drawn.choice([0.1, 0.2, 0.3, 0.4, 0.5, math.nan]) for _ in range(9)]
+    num_best, mode = drawn.choice([1, 2, 4]), drawn.choice(["min", "max"])
+
+    def train(epochs):
+        handler = make_handler(64)
+        keeper = ModelCheckpoint(tmp_path, monitor="score", mode=mode, keep=2, num_best=num_best)
+        handler.add_callback(Scores(scores))
+        handler.add_callback(keeper)
+        latest = keeper.folder.latest()
+        if latest is not None:
+            handler.load(latest)
+        handler.train(epochs)
+        return keeper
+
+    train(drawn.randrange(1, 9))
+    keeper = train(9)
+    given = [(score, epoch + 1) for epoch, score in enumerate(scores) if not math.isnan(score)]
+    ranked = sorted(given, key=lambda one: one[0] if mode == "min" else -one[0])[:num_best]
+    assert [*keeper.best.items()] == [(step, score) for score, step in ranked]
+    kept = {step for _, step in ranked} | {8, 9}
+    assert {path.name for path in tmp_path.glob("checkpoint-*.pt")} == {f"checkpoint-{step:08d}.pt" for step in kept}
+    assert keeper.folder.best() == (tmp_path / f"checkpoint-{ranked[0][1]:08d}.pt" if ranked else None)
+
+
+def test_a_number_of_best_checkpoints_must_be_one(tmp_path):
+    with pytest.raises(ValueError, match="num_best must be at least 1, got 0"):
+        ModelCheckpoint(tmp_path, num_best=0)
+    with pytest.raises(TypeError, match="num_best must be a whole number, got 'all'"):
+        ModelCheckpoint(tmp_path, num_best="all")
 
 
 @ranks(2)

@@ -72,6 +72,19 @@ def _find(holder: object, path: str, found: dict[str, Generator], seen: set[int]
             _find(value, f"{path}{name}.", found, seen)
 
 
+def seed_generators_of(holder: object, seed: int) -> None:
+    """Seed the generators that a sampler holds, and those of its own samplers and dataset."""
+    for generator in generators_of(holder).values():
+        if isinstance(generator, torch.Generator):
+            generator.manual_seed(seed)
+        elif isinstance(generator, random.Random):
+            generator.seed(seed)
+        elif isinstance(generator, np.random.Generator):
+            generator.bit_generator.state = type(generator.bit_generator)(seed).state
+        else:
+            generator.seed(seed % 2**32)
+
+
 def states_of(generators: Mapping[str, Generator]) -> dict[str, Any]:
     """Return the states of generators, as plain values and tensors."""
     return {name: _state_of(generator) for name, generator in generators.items()}
