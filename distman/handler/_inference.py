@@ -115,7 +115,9 @@ class Inference(Setup):
         with self._model.evaluating() as model:
             return predict(model, forward, loader, all_ranks=all_ranks, dtype=self._dtype)
 
-    def score(self, t: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    def score(
+        self, t: torch.Tensor, x: torch.Tensor, condition: torch.Tensor | None = None, *, guidance: float = 1.0
+    ) -> torch.Tensor:
         """Return the estimated gradient of the log-density of the noisy data.
 
         Local.
@@ -123,6 +125,8 @@ class Inference(Setup):
         Args:
             t: Times, shape ``(batch,)``.
             x: Noisy samples, shape ``(batch, *)``.
+            condition: Their conditions, shape ``(batch, *)``, for a conditional model.
+            guidance: Scale of classifier-free guidance, see :func:`distman.score.score`.
 
         Returns:
             The score, shaped as ``x``.
@@ -140,7 +144,8 @@ class Inference(Setup):
             >>> handler.score(torch.ones(1), torch.ones(1, 2))
             tensor([[-0.1000, -0.1000]])
         """
-        return self._required_score_based().score(self._model.evaluated, t, x)
+        conditions = () if condition is None else (condition,)
+        return self._required_score_based().score(self._model.evaluated, t, x, *conditions, guidance=guidance)
 
     @joint
     def sample(self, shape: Sequence[int], **kwargs: Any) -> torch.Tensor:
@@ -150,7 +155,8 @@ class Inference(Setup):
 
         Args:
             shape: Shape of all samples, ``(n, *)``.
-            kwargs: Options of :func:`distman.score.sample`; with ``rank_zero=True`` only rank 0 works.
+            kwargs: ``condition=`` and other options of :func:`distman.score.sample`, and the ``guidance=`` of
+                :func:`distman.score.score`; with ``rank_zero=True`` only rank 0 works.
 
         Returns:
             The samples, on all ranks unless ``dst`` says otherwise.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -44,33 +45,45 @@ class ScoreBased:
 
     Args:
         sde: The equation that turns samples into noise.
+        conditional: Whether the second element of a batch has the conditions of its samples.
+        null_condition: What stands for no condition.
+        loss_options: Other options of :func:`distman.score.denoising_loss`.
     """
 
-    def __init__(self, sde: SDE) -> None:
+    def __init__(self, sde: SDE, *, conditional: bool, null_condition: float, **loss_options: Any) -> None:
         self.sde = sde
+        self._is_conditional = conditional
+        self._null_condition = null_condition
+        self._loss_options = loss_options
 
     def __call__(self, model: torch.nn.Module, batch: Any) -> Outcome:
-        """Return the denoising loss of a batch of samples; targets in the batch are ignored."""
+        """Return the denoising loss of a batch of samples; without conditions, what else is in the batch is ignored."""
         samples = batch[0] if isinstance(batch, list | tuple) else batch
-        return Outcome(score.denoising_loss(model, self.sde, samples))
+        condition = batch[1] if self._is_conditional else None
+        options = self._loss_options | {"null_condition": self._null_condition}
+        return Outcome(score.denoising_loss(model, self.sde, samples, condition, **options))
 
-    def score(self, model: torch.nn.Module, t: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    def score(
+        self, model: torch.nn.Module, t: torch.Tensor, x: torch.Tensor, *condition: torch.Tensor, guidance: float = 1.0
+    ) -> torch.Tensor:
         """Return the score at times ``(batch,)`` and points ``(batch, *)``."""
         with evaluating(model):
-            return score.score(model, self.sde, t, x)
+            null = self._null_condition
+            return score.score(model, self.sde, t, x, *condition, guidance=guidance, null_condition=null)
 
-    def sample(self, model: torch.nn.Module, shape: Sequence[int], **kwargs: Any) -> torch.Tensor:
+    def sample(
+        self, model: torch.nn.Module, shape: Sequence[int], *, guidance: float = 1.0, **kwargs: Any
+    ) -> torch.Tensor:
         """Draw samples of this shape, ``(n, *)``; see :func:`distman.score.sample`.
 
         Collective. Blocking.
         """
-        with evaluating(model):
-            return score.sample(lambda t, x: score.score(model, self.sde, t, x), self.sde, shape, **kwargs)
+        score_fn = functools.partial(self.score, model, guidance=guidance)
+        return score.sample(score_fn, self.sde, shape, **kwargs)
 
     def log_likelihood(self, model: torch.nn.Module, x: torch.Tensor, **kwargs: Any) -> torch.Tensor:
         """Return the log-density of samples ``(n, *)`` in nats; see :func:`distman.score.log_likelihood`.
 
         Collective. Blocking.
         """
-        with evaluating(model):
-            return score.log_likelihood(lambda t, x: score.score(model, self.sde, t, x), self.sde, x, **kwargs)
+        return score.log_likelihood(functools.partial(self.score, model), self.sde, x, **kwargs)

@@ -20,6 +20,7 @@ from distman.handler._scheduling import Scheduling
 from distman.handler._score_based import ScoreBased, make_sde
 from distman.handler._sources import NumSamples, Source
 from distman.score import SDE
+from distman.score._denoising import Weighting
 
 T = TypeVar("T")
 
@@ -179,15 +180,30 @@ class Setup:
         self._forward, self._num_samples = forward or default_forward, num_samples
         self._objective = Supervised(self._forward, loss_fn)
 
-    def set_sde(self, sde: SDE | Literal["vp", "ve"], **kwargs: Any) -> None:
+    def set_sde(
+        self,
+        sde: SDE | Literal["vp", "ve"],
+        *,
+        conditional: bool = False,
+        drop_condition: float = 0.0,
+        null_condition: float = 0.0,
+        weighting: Weighting = "variance",
+        **kwargs: Any,
+    ) -> None:
         """Make the model a score-based one, which is trained by denoising score matching on batches of samples.
 
-        Local. The model is called with times, shape ``(batch,)``, and samples; see :func:`distman.score.score`.
+        Local. The model is called with times, shape ``(batch,)``, samples and, if it is conditional, conditions; see
+        :func:`distman.score.score`.
 
         Args:
             sde: The equation, or ``"vp"`` for :class:`distman.score.VariancePreserving`, ``"ve"`` for
                 :class:`distman.score.VarianceExploding`.
-            kwargs: Arguments of these.
+            conditional: Take the second element of each batch for the conditions of its samples.
+            drop_condition: Probability with which a sample loses its condition, for guidance; see
+                :func:`distman.score.denoising_loss`.
+            null_condition: The number that stands for no condition.
+            weighting: Weight of a sample by its time, as in :func:`distman.score.denoising_loss`.
+            kwargs: Arguments of these equations.
 
         Raises:
             ValueError: There is no such equation, or its arguments are not valid.
@@ -201,7 +217,13 @@ class Setup:
             >>> handler.sample((4, 2), num_steps=10).shape
             torch.Size([4, 2])
         """
-        self._score_based = self._objective = ScoreBased(make_sde(sde, **kwargs))
+        self._score_based = self._objective = ScoreBased(
+            make_sde(sde, **kwargs),
+            conditional=conditional,
+            null_condition=null_condition,
+            drop_condition=drop_condition,
+            weighting=weighting,
+        )
         self._num_samples = None
 
     def set_train_loader(

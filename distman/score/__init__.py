@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from distman.score._denoising import denoising_loss
 from distman.score._likelihood import log_likelihood
-from distman.score._network import score
+from distman.score._network import guided_score, score
 from distman.score._sampling import sample
 from distman.score._sde import SDE, VarianceExploding, VariancePreserving
 from distman.score._streams import random_stream
@@ -14,6 +14,7 @@ __all__ = [
     "VarianceExploding",
     "VariancePreserving",
     "denoising_loss",
+    "guided_score",
     "log_likelihood",
     "random_stream",
     "sample",

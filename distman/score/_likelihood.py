@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,7 +14,7 @@ from distman.collectives._all_gather import all_gather_v
 from distman.collectives._validation import GroupLike, check_tensor, resolve_group
 from distman.score._network import Network, evaluate
 from distman.score._sde import SDE, per_sample
-from distman.score._sharing import agree, check_count, check_finite, run_jointly
+from distman.score._sharing import agree, check_condition, check_count, check_finite, described, run_jointly
 from distman.score._streams import random_stream
 from distman.topology import split_sizes
 
@@ -27,6 +26,7 @@ def log_likelihood(
     score_fn: Network,
     sde: SDE,
     x: torch.Tensor,
+    condition: torch.Tensor | None = None,
     *,
     num_probes: int | None = 1,
     probes: Probes = "rademacher",
@@ -44,10 +44,12 @@ def log_likelihood(
     ranks. Waiting and errors are as in :func:`~distman.on_rank`.
 
     Args:
-        score_fn: The score, a function of times ``(batch,)`` and samples ``(batch, *)``, differentiable in the samples
-            and the same on all ranks. The network's training or evaluation mode is not changed.
+        score_fn: The score, a function of times ``(batch,)``, samples ``(batch, *)`` and, if they are given,
+            conditions, differentiable in the samples and the same on all ranks. The network's training or evaluation
+            mode is not changed.
         sde: The equation.
         x: The samples, shape ``(batch, *)``, the same on all ranks.
+        condition: Their conditions, shape ``(batch, *)``, the same on all ranks: the density is that under them.
         num_probes: Number of random vectors of Hutchinson's estimator of the divergence, drawn once for each sample;
             each costs a backward pass per evaluation. None computes the exact divergence, with a backward pass for each
             number in a sample.
@@ -82,6 +84,7 @@ def log_likelihood(
     members = resolve_group(group)
     _check_samples(x)
     check_tensor(x, members)
+    check_condition(condition, len(x))
     _check_options(num_probes, probes, batch_size, rtol, atol)
     call: dict[str, object] = {
         "num_probes": num_probes,
@@ -90,17 +93,21 @@ def log_likelihood(
         "rtol": rtol,
         "atol": atol,
     }
-    call |= {"sde": sde, "x": f"{x.dtype} of shape {tuple(x.shape)} with the digest {_digest(x)}"}
+    call |= {"sde": sde, "x": described(x), "condition": described(condition)}
     seed = agree("log_likelihood", call, seed, group)
 
     batches = torch.split(x.detach(), batch_size)
+    conditions = [None] * len(batches) if condition is None else torch.split(condition.to(x.device), batch_size)
     counts = split_sizes(len(batches), members.size)
     first = sum(counts[: members.rank])
     mine = range(first, first + counts[members.rank])
     solver = _Solver(odeint, score_fn, sde, num_probes, probes, rtol, atol, members)
 
     def solve_all() -> torch.Tensor:
-        found = (solver.solve(batches[index], random_stream("probes", seed, index, x.device)) for index in mine)
+        found = (
+            solver.solve(batches[index], conditions[index], random_stream("probes", seed, index, x.device))
+            for index in mine
+        )
         return torch.cat([x.new_empty(0), *found])
 
     lengths = iter(len(batch) for batch in batches)
@@ -132,12 +139,12 @@ class _Solver:
     atol: float
     group: Group
 
-    def solve(self, x: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    def solve(self, x: torch.Tensor, condition: torch.Tensor | None, generator: torch.Generator) -> torch.Tensor:
         """Return the log-density of some samples."""
         vectors = self._draw(x, generator)
 
         def rates(time: torch.Tensor, state: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-            return self._rates(time, state[0], vectors)
+            return self._rates(time, state[0], condition, vectors)
 
         times = torch.tensor([self.sde.epsilon, self.sde.horizon], dtype=torch.float64, device=x.device)
         options = {"norm": _largest_error}
@@ -165,13 +172,13 @@ class _Solver:
         return 2 * signs.to(x.dtype) - 1
 
     def _rates(
-        self, time: torch.Tensor, x: torch.Tensor, vectors: torch.Tensor | None
+        self, time: torch.Tensor, x: torch.Tensor, condition: torch.Tensor | None, vectors: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the velocity of the flow and its divergence."""
         with torch.enable_grad():
             x = x.detach().requires_grad_()
             t = time.to(x.dtype).expand(len(x))
-            found = evaluate(self.score_fn, t, x, name="score_fn")
+            found = evaluate(self.score_fn, t, x, condition, name="score_fn")
             if not found.requires_grad:
                 raise ValueError(
                     "score_fn must be differentiable in x, got a score without a gradient. Do not compute it under "
@@ -225,11 +232,6 @@ def _check_options(num_probes: int | None, probes: str, batch_size: int, rtol: f
     for name, value in (("rtol", rtol), ("atol", atol)):
         if not 0 < value < math.inf:
             raise ValueError(f"{name} must be above 0 and finite, got {value}. Pass a tolerance such as 1e-5.")
-
-
-def _digest(x: torch.Tensor) -> str:
-    content = x.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
-    return hashlib.blake2b(content, digest_size=8).hexdigest()
 
 
 def _import_odeint() -> Callable[..., Any]:

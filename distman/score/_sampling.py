@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal, get_args
 
 import torch
 
@@ -16,17 +18,23 @@ from distman.decorators import on_rank
 from distman.manager import DistributedManager
 from distman.score._network import Network, evaluate
 from distman.score._sde import SDE, per_sample
-from distman.score._sharing import agree, check_count, check_finite, run_jointly
+from distman.score._sharing import agree, check_condition, check_count, check_finite, described, run_jointly
 from distman.score._streams import random_stream
 from distman.topology import split_sizes
+
+Method = Literal["euler_maruyama", "predictor_corrector", "probability_flow"]
+_METHODS = get_args(Method)
 
 
 def sample(
     score_fn: Network,
     sde: SDE,
     shape: Sequence[int],
+    condition: torch.Tensor | None = None,
     *,
     num_steps: int = 1000,
+    method: Method = "euler_maruyama",
+    snr: float = 0.16,
     seed: int | None = None,
     batch_size: int | None = None,
     dst: int | None = None,
@@ -37,18 +45,24 @@ def sample(
 ) -> torch.Tensor:
     """Draw samples by the reverse equation, distributed over the ranks.
 
-    Collective. Blocking. Not differentiable. Euler-Maruyama steps of equal length lead from the prior to epsilon; the
-    last one adds no noise. Each rank draws from its own random stream: with a seed the samples are the same in every
-    run on the same number of ranks, and no two ranks draw the same. Waiting and errors are as in
+    Collective. Blocking. Not differentiable. Steps of equal length lead from the prior to epsilon. With a seed the
+    samples are the same in every run: on the same number of ranks, each of which draws from its own random stream, or
+    with ``batch_size`` on any number, since each batch then has a stream of its own. Waiting and errors are as in
     :func:`~distman.on_rank`: over the store, without a timeout, and an error on one rank is raised on all.
 
     Args:
-        score_fn: The score, a function of times ``(batch,)`` and samples ``(batch, *)``; the same on all ranks. It is
-            called without gradients, and less often on ranks with fewer samples. The network's training or evaluation
-            mode is not changed.
+        score_fn: The score, a function of times ``(batch,)``, samples ``(batch, *)`` and, if they are given,
+            conditions; the same on all ranks. It is called without gradients, and less often on ranks with fewer
+            samples. The network's training or evaluation mode is not changed.
         sde: The equation.
         shape: Shape of the result, ``(num, *)``, with the total number of samples of all ranks.
+        condition: The conditions of the samples, shape ``(num, *)``, the same on all ranks.
         num_steps: Number of steps.
+        method: How to solve it. ``"euler_maruyama"``: an evaluation of the score per step; the last one adds no noise.
+            ``"predictor_corrector"``: each step but the last is followed by one of Langevin dynamics, two evaluations.
+            ``"probability_flow"``: Heun's method for the equation without noise, which has the same density at each
+            time: the samples are a smooth function of the prior's, in fewer steps of two evaluations.
+        snr: Signal-to-noise ratio of the steps of Langevin dynamics.
         seed: Seed of all streams; None draws one from torch's default generator on rank 0.
         batch_size: Samples that a rank draws at a time; None is all of its share.
         dst: The rank in the group that gets the samples; None is all of them.
@@ -61,8 +75,8 @@ def sample(
         A new tensor of that shape, with the samples in rank order; empty, ``(0, *)``, if ``dst`` is another rank.
 
     Raises:
-        ValueError: Shape, a number, dst, group or device are not valid.
-        PlanMismatchError: On every rank: the arguments differ between ranks.
+        ValueError: Shape, a number, the method, the conditions, dst, group or device are not valid.
+        PlanMismatchError: On every rank: the arguments, or the conditions, differ between ranks.
         RankFailedError: On every rank: on one of them the score raised, has the wrong shape, or led to samples that are
             infinite or NaN (FloatingPointError).
 
@@ -72,47 +86,57 @@ def sample(
         (torch.Size([1000, 2]), True)
 
     Source:
-        Song et al., "Score-Based Generative Modeling through Stochastic Differential Equations", ICLR 2021.
+        Song et al., "Score-Based Generative Modeling through Stochastic Differential Equations", ICLR 2021; for
+        the ratio of the norms of noise and score in the step length of Langevin dynamics stands the kernel's standard
+        deviation, which it is close to in many dims, so that no sample depends on others. Heun's method: Karras et al.,
+        NeurIPS 2022.
     """
     members = resolve_group(group)
     shape = _checked_shape(shape)
     check_count("num_steps", num_steps)
+    check_condition(condition, shape[0])
+    if method not in _METHODS:
+        raise ValueError(f"method must be one of {', '.join(_METHODS)}, got {method!r}. Choose one of them.")
+    if not 0 < snr < math.inf:
+        raise ValueError(f"snr must be above 0 and finite, got {snr}. Pass a ratio such as 0.16.")
     if batch_size is not None:
         check_count("batch_size", batch_size)
     if dst is not None:
         check_member("dst", dst, members)
     empty = torch.empty(0, *shape[1:], device=device or DistributedManager().device, dtype=dtype)
     check_tensor(empty, members)
-    call = {"shape": shape, "num_steps": num_steps, "batch_size": batch_size, "dst": dst, "rank_zero": rank_zero}
-    seed = agree("sample", {**call, "sde": sde, "dtype": empty.dtype}, seed, group)
+    call = {"shape": shape, "num_steps": num_steps, "method": method, "snr": snr, "batch_size": batch_size, "dst": dst}
+    call |= {"rank_zero": rank_zero, "condition": described(condition), "sde": sde, "dtype": empty.dtype}
+    seed = agree("sample", call, seed, group)
 
-    sizes = [shape[0], *[0] * (members.size - 1)] if rank_zero else split_sizes(shape[0], members.size)
-    solver = _ReverseSolver(score_fn, sde, num_steps, members)
-    drawn = _run(solver, sizes[members.rank], batch_size or shape[0], seed, empty, rank_zero=rank_zero, group=group)
+    shares = _shares(shape[0], batch_size, 1 if rank_zero else members.size)
+    shares += [[]] * (members.size - len(shares))
+    solver = _ReverseSolver(score_fn, sde, num_steps, method, snr, members)
+    conditions = None if condition is None else condition.to(empty.device)
+
+    def draw_share() -> torch.Tensor:
+        found = [empty]
+        for index, part in shares[members.rank]:
+            generator = random_stream("sample", seed, index, empty.device)
+            own = None if conditions is None else conditions[part.start : part.stop]
+            found.append(solver.draw(len(part), empty, generator, own))
+        return torch.cat(found)
+
+    drawn = on_rank(0, group=group)(draw_share)() if rank_zero else run_jointly(draw_share, "sample", members)
+    drawn = empty if drawn is None else drawn
+    sizes = [sum(len(part) for _, part in share) for share in shares]
     return all_gather_v(drawn, sizes, group=group) if dst is None else gather_v(drawn, sizes, dst=dst, group=group)
 
 
-def _run(
-    solver: _ReverseSolver,
-    num: int,
-    batch_size: int,
-    seed: int,
-    empty: torch.Tensor,
-    *,
-    rank_zero: bool,
-    group: GroupLike,
-) -> torch.Tensor:
-    """Return this rank's samples, once all ranks have theirs."""
-
-    def draw_samples() -> torch.Tensor:
-        generator = random_stream("sample", seed, solver.group.rank, empty.device)
-        batches = [min(batch_size, num - start) for start in range(0, num, batch_size)]
-        return torch.cat([empty, *(solver.draw(size, empty, generator) for size in batches)])
-
-    if not rank_zero:
-        return run_jointly(draw_samples, "sample", solver.group)
-    drawn = on_rank(0, group=group)(draw_samples)()
-    return drawn if drawn is not None else empty
+def _shares(num: int, batch_size: int | None, num_ranks: int) -> list[list[tuple[int, range]]]:
+    """Return which samples each rank draws, in batches, each with the index of its random stream."""
+    sizes = split_sizes(num, num_ranks) if batch_size is None else [batch_size] * -(-num // batch_size)
+    ends = list(itertools.accumulate(sizes))
+    batches = [
+        (index, range(end - size, min(end, num))) for index, (size, end) in enumerate(zip(sizes, ends, strict=True))
+    ]
+    counts = split_sizes(len(batches), num_ranks)
+    return [batches[end - count : end] for count, end in zip(counts, itertools.accumulate(counts), strict=True)]
 
 
 @dataclass(frozen=True)
@@ -123,31 +147,78 @@ class _ReverseSolver:
         score_fn: The score.
         sde: The equation.
         num_steps: Number of steps.
+        method: How to solve it.
+        snr: Signal-to-noise ratio of the steps of Langevin dynamics.
         group: The ranks that draw samples.
     """
 
     score_fn: Network
     sde: SDE
     num_steps: int
+    method: Method
+    snr: float
     group: Group
 
     @torch.no_grad()
-    def draw(self, num: int, like: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    def draw(
+        self, num: int, like: torch.Tensor, generator: torch.Generator, condition: torch.Tensor | None
+    ) -> torch.Tensor:
         """Return some samples, with the device, data type and shape of the samples in another tensor."""
+        if not num:
+            return like
         shape = (num, *like.shape[1:])
         x = self.sde.sample_prior(shape, generator=generator, device=like.device, dtype=like.dtype)
         times = torch.linspace(self.sde.horizon, self.sde.epsilon, self.num_steps + 1, dtype=torch.float64).tolist()
         for step, (time, next_time) in enumerate(itertools.pairwise(times), start=1):
-            length = time - next_time
-            t = x.new_full((num,), time)
-            diffusion = per_sample(self.sde.diffusion(t), x)
-            slope = self.sde.drift(t, x) - diffusion.square() * evaluate(self.score_fn, t, x, name="score_fn")
-            x = x - slope * length
-            if step < self.num_steps:
-                noise = torch.randn(shape, generator=generator, device=x.device, dtype=x.dtype)
-                x = x + diffusion * length**0.5 * noise
+            is_last = step == self.num_steps
+            if self.method == "probability_flow":
+                x = self._heun(x, time, next_time, condition)
+                continue
+            x = self._euler_maruyama(x, time, next_time, condition, None if is_last else generator)
+            if self.method == "predictor_corrector" and not is_last:
+                x = self._langevin(x, next_time, condition, generator)
         check_finite("samples", x, self.group)
         return x
+
+    def _score(self, x: torch.Tensor, time: float, condition: torch.Tensor | None) -> torch.Tensor:
+        return evaluate(self.score_fn, x.new_full((len(x),), time), x, condition, name="score_fn")
+
+    def _slope(self, x: torch.Tensor, time: float, condition: torch.Tensor | None, factor: float) -> torch.Tensor:
+        """Return the drift of the equation without its noise: the reverse one with factor 1, the flow with a half."""
+        t = x.new_full((len(x),), time)
+        diffusion = per_sample(self.sde.diffusion(t), x)
+        return self.sde.drift(t, x) - factor * diffusion.square() * self._score(x, time, condition)
+
+    def _euler_maruyama(
+        self,
+        x: torch.Tensor,
+        time: float,
+        next_time: float,
+        condition: torch.Tensor | None,
+        generator: torch.Generator | None,
+    ) -> torch.Tensor:
+        length = time - next_time
+        x = x - self._slope(x, time, condition, 1.0) * length
+        if generator is None:
+            return x
+        diffusion = per_sample(self.sde.diffusion(x.new_full((len(x),), time)), x)
+        return x + diffusion * math.sqrt(length) * _noise_like(x, generator)
+
+    def _heun(self, x: torch.Tensor, time: float, next_time: float, condition: torch.Tensor | None) -> torch.Tensor:
+        length = time - next_time
+        slope = self._slope(x, time, condition, 0.5)
+        return x - length / 2 * (slope + self._slope(x - length * slope, next_time, condition, 0.5))
+
+    def _langevin(
+        self, x: torch.Tensor, time: float, condition: torch.Tensor | None, generator: torch.Generator
+    ) -> torch.Tensor:
+        _, std = self.sde.marginal(x.new_full((len(x),), time))
+        length: torch.Tensor = 2 * (self.snr * per_sample(std, x)).square()
+        return x + length * self._score(x, time, condition) + (2 * length).sqrt() * _noise_like(x, generator)
+
+
+def _noise_like(x: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    return torch.randn(x.shape, generator=generator, device=x.device, dtype=x.dtype)
 
 
 def _checked_shape(shape: Sequence[int]) -> tuple[int, ...]:

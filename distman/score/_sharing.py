@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Mapping
 from typing import TypeVar
 
@@ -26,6 +27,28 @@ def check_count(name: str, value: int) -> None:
     """
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise ValueError(f"{name} must be a whole number of 1 or more, got {value!r}. Pass such a number.")
+
+
+def check_condition(condition: torch.Tensor | None, num: int) -> None:
+    """Check that there is a condition for each sample, if there are any.
+
+    Raises:
+        ValueError: There is not.
+    """
+    if condition is not None and (not condition.ndim or len(condition) != num):
+        raise ValueError(
+            f"condition must have one row for each of {num} samples, got {tuple(condition.shape)}. Pass those of all "
+            "ranks."
+        )
+
+
+def described(values: torch.Tensor | None) -> str:
+    """Return what tells tensors apart, also by what they hold."""
+    if values is None:
+        return "none"
+    content = values.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
+    digest = hashlib.blake2b(content, digest_size=8).hexdigest()
+    return f"{values.dtype} of shape {tuple(values.shape)} with the digest {digest}"
 
 
 def agree(operation: str, call: Mapping[str, object], seed: int | None, group: GroupLike) -> int:
