@@ -56,7 +56,7 @@ launchers: $(installed)  ## Write the job scripts in launchers/ again.
 	cd launchers && sed -nE 's/$(row)/\2 --force --output \1/p' README.md | xargs -L 1 ../$(venv)/bin/distman
 
 man: $(installed)  ## Write the manual page docs/distman.1 again.
-	$(python) -m distman._cli.man_page > docs/distman.1
+	$(python) -m tests.cli.man_page > docs/distman.1
 
 clean:  ## Remove everything that was built or installed.
 	rm -rf $(venv) $(newest) .venv-wheels build dist docs/_build *.egg-info .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis

@@ -20,6 +20,7 @@ from distman import _log
 from distman._coordination import protocol, tracking
 from distman._coordination.barrier import wait_for_all
 from distman._coordination.failure import hook
+from distman._coordination.failure.process_end import call_before_it_is_printed, error_that_ends_process
 from distman._coordination.monitor.current_watcher import failure_behind, raise_if_failed
 from distman._coordination.preemption import StopAgreement, requeue
 from distman._coordination.wait_scope import WaitScope
@@ -476,18 +477,24 @@ def _end_with_multiprocessing(pid: int) -> None:
     """Leave the job at the end of a process of ``multiprocessing``, which may call neither exit handlers nor hooks."""
     if multiprocessing.process.parent_process() is not None:
         multiprocessing.util.Finalize(None, _end_of_process, args=(pid,), exitpriority=1)
+        call_before_it_is_printed(functools.partial(_tell_of_end, pid))
 
 
 def _end_of_process(pid: int) -> None:
-    error = sys.exc_info()[1]  # which has ended the process, and is printed after this
-    if isinstance(error, SystemExit) and error.code:
-        error = error.__context__  # what torch.multiprocessing.spawn caught, has written for its parent, and ends with
-    if isinstance(error, Exception | KeyboardInterrupt):
-        sys.last_value = error
+    _tell_of_end(pid)
     hook.report_at_end()
     DistributedManager._cleanup_at_exit(pid)
     if not hook.has_failed():
         close_unclosed()
+
+
+def _tell_of_end(pid: int) -> None:
+    error = error_that_ends_process()
+    if isinstance(error, SystemExit) and error.code:
+        error = error.__context__  # what torch.multiprocessing.spawn caught, has written for its parent, and ends with
+    if isinstance(error, Exception | KeyboardInterrupt) and os.getpid() == pid:
+        sys.last_value = error
+        hook.report_at_end()
 
 
 @puts_back

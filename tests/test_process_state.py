@@ -28,6 +28,7 @@ CHANGES = (
     "atexit.register",
     "register_at_fork(",
     "signal.signal(",
+    "set_local_events(",
     "setrlimit(",
     "sys.excepthook = ",
     "threading.Thread.start = ",

@@ -15,6 +15,7 @@ NOT_OF_TORCH = {
     "_actions",
     "_SubParsersAction",
     "_accept",
+    "_bootstrap",
     "_current_exceptions",
     "_current_frames",
     "_exit",

@@ -69,6 +69,8 @@ class _Barrier:
             self._raise_if_given_up()
         elif passages <= group.size:  # nobody leaves before all have come
             raise MalformedMessageError(f"the outcome of {self.key}", "it was there before all ranks had come")
+        elif passages > 2 * group.size:
+            raise MalformedMessageError(f"the counter of {self.key}", "it has counted more ranks than there are")
         elif passages == 2 * group.size:
             delete_keys(store, [one(self.key) for one in (protocol.arrived, protocol.outcome, protocol.passages)])
 
@@ -104,13 +106,15 @@ class _Barrier:
     def _wait_for_answer(self, timeout: float, locate: Locate | None) -> None:
         """Give up if this is the rank that looks who is missing, or wait for its answer."""
         with self.store_group.looker(self.key, "late") as looker:
+            was_complete = False
             while True:
-                missing = self._missing() if looker.is_me() else []
-                if missing:
+                missing = self._missing() if looker.is_me() else None
+                if missing or (missing is not None and was_complete):
                     error = BarrierTimeoutError(self._message(timeout, missing, locate))
                     self._give_up(missing, FailureRecord.of(error, self.store_group.ranks[self.store_group.rank]))
                 if self._wait_for_outcome(_NEXT_ROUND):  # whoever was missing may have come while we looked
                     return
+                was_complete = missing == []  # the last one may be on its way to be counted, or was interrupted there
 
     def _missing(self) -> list[int]:
         """Return who has not come, by index."""
@@ -137,6 +141,11 @@ class _Barrier:
 
     def _message(self, timeout: float, missing: Sequence[int], locate: Locate | None) -> str:
         group = self.store_group
+        if not missing:
+            return (
+                f"{self.key} failed: within {timeout:g} s all ranks came, but not all were counted: one was "
+                "interrupted as it came, or another program has written to the job's store."
+            )
         ranks = [group.ranks[index] for index in missing]
         found = locate(ranks) if locate is not None else {}
         named = [

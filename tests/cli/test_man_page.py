@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from distman._cli.man_page import man_page
 from distman._cli.parser import commands, make_parser, options
+
+from .man_page import man_page
 
 PAGE = Path(__file__).parents[2] / "docs" / "distman.1"
 

@@ -342,6 +342,8 @@ USED = [
 @given(st.sampled_from(sorted(COLLECTIVES)), st.dictionaries(st.sampled_from(USED), GARBAGE, min_size=1))
 @example("section", {})
 @example("barrier", {protocol.outcome("barrier 0"): b"open"})
+@example("agree", {protocol.passages("groups 0"): b"7"})
+@example("barrier", {protocol.passages("barrier 0"): str(2**41).encode()})
 def test_where_ranks_act_together_garbage_is_an_error_of_the_package(name, planted):
     first, second = store_groups(2)
     for key, data in {protocol.nth(protocol.section(0), 0): b"?", **planted}.items():

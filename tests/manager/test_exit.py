@@ -1,5 +1,7 @@
 """What exit handlers are told that come after the rank has left its job, as those registered before initialize() do."""
 
+import contextlib
+import functools
 import multiprocessing
 import os
 import signal
@@ -11,6 +13,7 @@ import pytest
 
 from distman import DistmanError, DistributedManager, NotInitializedError, RankFailedError
 from distman._coordination import protocol
+from distman._coordination.failure.hook import EXIT_CODE
 from distman.decorators import on_rank
 from distman.testing import ranks
 
@@ -66,7 +69,7 @@ def become_rank(rank, port, work, other_has_ended):
     work(manager, other_has_ended)
 
 
-def forked_ranks(work, first):
+def forked_ranks(work, first, collect=lambda: None):
     """Let two processes of multiprocessing be ranks; return their exit codes. The first one ends before the other."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
@@ -74,15 +77,17 @@ def forked_ranks(work, first):
     processes = [FORK.Process(target=become_rank, args=(rank, port, work, has_ended)) for rank in range(2)]
     for process in processes:
         process.start()
+    collect()
     processes[first].join()
     has_ended.set()
     processes[1 - first].join()
     return [process.exitcode for process in processes]
 
 
-def leave_one_after_the_other(manager, other_has_ended):
+def leave_one_after_the_other(manager, other_has_ended, *, end=lambda: sys.exit(3)):
     if manager.rank == 1:
-        sys.exit(3)
+        end()
+        return
     assert other_has_ended.wait(60)
     assert manager._state.job.rendezvous.store.check([protocol.left(1)])
 
@@ -91,15 +96,71 @@ def test_a_process_of_multiprocessing_that_ends_has_left_the_job():
     assert forked_ranks(leave_one_after_the_other, first=1) == [0, 3]
 
 
-def raise_on_one(manager, _):
+def raise_error(_=None):
+    raise ValueError("boom")
+
+
+def raise_while_a_thread_waits_for_the_other(other_has_ended):
+    threading.Thread(target=other_has_ended.wait, args=[60]).start()
+    raise_error()
+
+
+def exit_with_what_was_caught(_):
+    try:
+        raise_error()
+    except ValueError:
+        sys.exit(1)
+
+
+def hear_of_it(manager, other_has_ended, *, how):
     if manager.rank == 0:
-        raise ValueError("boom")
+        how(other_has_ended)
     with pytest.raises(RankFailedError, match=r"rank 0 .* raised ValueError: boom"):
         manager.barrier("never opens")
 
 
-def test_an_error_that_ends_a_process_of_multiprocessing_is_told():
-    assert forked_ranks(raise_on_one, first=0) == [1, 0]
+@pytest.mark.parametrize("how", [raise_error, raise_while_a_thread_waits_for_the_other, exit_with_what_was_caught])
+def test_an_error_that_ends_a_process_of_multiprocessing_is_told(how):
+    assert forked_ranks(functools.partial(hear_of_it, how=how), first=1) == [1, 0]
+
+
+def raise_or_hear(manager, _):
+    if manager.rank == 0:
+        raise_error()
+    manager.barrier("never opens")
+
+
+def test_a_process_of_multiprocessing_that_ends_with_the_error_of_another_one_prints_it(capfd):
+    assert forked_ranks(raise_or_hear, first=0) == [1, 1]
+    assert "RankFailedError: rank 0 " in capfd.readouterr().err
+
+
+def test_an_error_that_the_program_handles_does_not_end_a_process_of_multiprocessing_that_it_starts():
+    try:
+        raise_error()
+    except ValueError:
+        assert forked_ranks(functools.partial(leave_one_after_the_other, end=bool), first=1) == [0, 0]
+
+
+class Answer:
+    def __reduce__(self):
+        threading.Event().wait(0.5)  # seconds; in the thread that sends what is in the queue
+        return Answer, ()
+
+
+def answer_and_fail(manager, _, *, answers):
+    if manager.rank == 0:
+        answers.put(Answer())
+        raise_error()
+    with contextlib.suppress(Exception):
+        manager.barrier("never opens")
+    answers.put(Answer())
+
+
+def test_what_a_process_of_multiprocessing_has_put_into_a_queue_arrives_though_it_fails():
+    answers = FORK.Queue()
+    work = functools.partial(answer_and_fail, answers=answers)
+    assert forked_ranks(work, 0, lambda: [answers.get(timeout=60) for _ in range(2)]) == [1, EXIT_CODE]
 
 
 def ask_the_store_that_is_left(manager, other_has_ended):

@@ -46,8 +46,13 @@ eighth of them for its stack: those that tell, print, look whether it is printed
 
 _WORK_PATIENCE = 60.0  # seconds; a large checkpoint may be half written, but a job must end
 
-_ALONE = "distman._startup"
-"""Module of the hook in a process without other ranks, which this one may find in place: both print in the same way."""
+_LAST = -101
+"""Priority of a finalizer of ``multiprocessing`` that ends the process. What its queues still hold is sent before, by
+one of -5; the last of its own, which remove folders, have -100."""
+
+_AS_PYTHON = {"distman._startup", "exceptiongroup._formatting"}
+"""Modules of hooks, which this one may find in place, that print as Python does: the one in a process without other
+ranks, and one for groups of exceptions, which pytest and others bring along with Python 3.10."""
 
 _MARK = "_distman_reporter"
 """Attribute of an error during which the rank left its job."""
@@ -130,10 +135,10 @@ class _Hook:
         """Print an error by the hook before this one; without one, standard error may be blocked."""
         if is_shown_by_starter():
             return
-        is_plain = self.previous is sys.__excepthook__ or getattr(self.previous, "__module__", "") == _ALONE
+        is_plain = self.previous is sys.__excepthook__ or getattr(self.previous, "__module__", "") in _AS_PYTHON
         if not is_plain:
             self.previous(error_type, error, trace)
-        elif not run_with_timeout(lambda: show(error_type, error, trace), _PRINT_PATIENCE):
+        elif not run_with_timeout(lambda: show(error_type, error, trace, self.previous), _PRINT_PATIENCE):
             self.exit_code = 1  # the end of the interpreter would wait for the same lock
 
     def report_swallowed(self) -> None:
@@ -165,11 +170,20 @@ class _Hook:
         self.report_swallowed()
         if os.getpid() != self.pid or not (self.actions or self.exit_code is not None):
             return
+        if _has_finalizers():  # which Python calls after the exit handlers of such a process, from 3.13 on
+            multiprocessing.util.Finalize(None, self.at_exit, exitpriority=_LAST)
+            return
         run_with_timeout(logging.shutdown, _PRINT_PATIENCE)
         if self.exit_code is not None:
             exit_now(self.exit_code)
         _flush_in_time()
         self.abort_job()
+
+    def end_if_swallowed(self) -> None:
+        """End a process of ``multiprocessing``; one that ends with an error may still have to print it."""
+        self.report_swallowed()
+        if self.exit_code == EXIT_CODE:
+            self.at_exit()
 
     def abort_job(self) -> None:
         for action in self.actions:
@@ -256,8 +270,12 @@ def require_handling(obligation: Obligation) -> None:
     """Let the process end with an error unless its program handles a failure."""
     if _hook is not None:
         _hook.obligations.append(obligation)
-        if multiprocessing.process.parent_process() is not None:  # such a process runs no exit handlers
-            multiprocessing.util.Finalize(None, _hook.at_exit, exitpriority=0)
+        if multiprocessing.process.parent_process() is not None:  # before Python 3.13 no exit handler
+            multiprocessing.util.Finalize(None, _hook.end_if_swallowed, exitpriority=_LAST)
+
+
+def _has_finalizers() -> bool:
+    return multiprocessing.process.parent_process() is not None and not multiprocessing.util.is_exiting()
 
 
 def end_job_at_exit(action: Callable[[], None]) -> None:

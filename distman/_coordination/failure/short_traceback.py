@@ -7,6 +7,8 @@ import itertools
 import os
 import sys
 import traceback
+from collections.abc import Callable
+from pathlib import Path
 from types import TracebackType
 
 from distman._coordination.internal_files import is_internal, is_of_package, is_of_user
@@ -15,18 +17,24 @@ from distman.errors import DistmanError, RankFailedError
 
 _DEBUG = "DISTMAN_DEBUG"
 _HINT = f"  (lines of torch and distman are left out; {_DEBUG}=1 shows them)\n"
-_STARTER = "<frozen runpy>"  # what starts a module; the interpreter shows no such lines for a script
+_STARTERS = {"<frozen runpy>", str(Path(os.__file__).with_name("runpy.py"))}
+"""Files of what starts a module, the latter in Python 3.10; the interpreter shows no such lines for a script."""
 
 
-def show(error_type: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """Print an uncaught exception, as the interpreter does where none of this package's frames are left out."""
+def show(
+    error_type: type[BaseException],
+    error: BaseException,
+    trace: TracebackType | None,
+    whole: Callable[..., object] = sys.__excepthook__,
+) -> None:
+    """Print an uncaught exception, by a hook that prints it whole where none of this package's frames are left out."""
     text, left_out = _shortened(error)
-    if not any(map(is_internal, left_out)):
-        sys.__excepthook__(error_type, error, trace)
-        return
     with contextlib.suppress(Exception):  # standard error is None or closed, or a program's own, which may raise all
-        sys.stderr.write(_HINT + text)
-        sys.stderr.flush()
+        if any(map(is_internal, left_out)):
+            sys.stderr.write(_HINT + text)
+            sys.stderr.flush()
+        else:
+            whole(error_type, error, trace)
 
 
 def short_traceback(error: BaseException) -> str:
@@ -56,7 +64,7 @@ def _fold(shown: traceback.TracebackException, error: BaseException) -> list[str
     left_out: list[str] = []
     one: traceback.TracebackException | None = shown
     while one is not None:
-        stays = [not is_dropped(frame.filename) and frame.filename != _STARTER for frame in one.stack]
+        stays = [not is_dropped(frame.filename) and frame.filename not in _STARTERS for frame in one.stack]
         if one is not shown or any(is_of_user(frame.filename) for frame in itertools.compress(one.stack, stays)):
             if one is shown and not isinstance(error, DistmanError):
                 stays[-1] = True

@@ -66,5 +66,6 @@ def test_a_collective_of_torch_is_found_in_the_users_program():
     exec(compile("def all_reduce(thread): thread.start(); thread.join()", file, "exec"), functions)  # noqa: S102
     functions["all_reduce"](threading.Thread(target=lambda: found.append(Answer.here())))
     (answer,) = found
-    assert re.fullmatch(rf"at {__file__}:\d+ in test_a_collective_of_torch_\w+, in \w+\(\)", answer.place)
+    line = rf"at {__file__}:\d+ in test_a_collective_of_torch_\w+, in \w+\(\)"
+    assert re.fullmatch(rf"{line}(, after .+)?", answer.place)  # a test before this one may have waited
     assert file in answer.stacks

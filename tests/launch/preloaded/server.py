@@ -86,6 +86,7 @@ class Server:
 
 def main() -> None:
     """Serve, and go on in every fork as the program that the client asked for."""
+    sys.modules["triton"] = None  # comes with a torch for GPUs, and complains if it is left to the kernel
     for name in MODULES:
         importlib.import_module(name)
     gc.collect()

@@ -1,8 +1,9 @@
-"""The manual page of the command, made from its parser: ``python -m distman._cli.man_page`` prints it."""
+"""The manual page of the command, made from its parser: ``python -m tests.cli.man_page`` prints it."""
 
 from __future__ import annotations
 
 import argparse
+import sys
 import textwrap
 from collections.abc import Iterator
 
@@ -38,7 +39,7 @@ def man_page() -> str:
 
 
 def _page() -> Iterator[str]:
-    yield '.\\" Made by python -m distman._cli.man_page. Change the parser instead, and run `make man`.'
+    yield '.\\" Made by python -m tests.cli.man_page. Change the parser instead, and run `make man`.'
     yield f'.TH DISTMAN 1 "" "distman {VERSION}" "User Commands"'
     yield ".SH NAME"
     yield "distman \\-"
@@ -98,4 +99,4 @@ def _without_hyphens(text: str) -> str:
 
 
 if __name__ == "__main__":
-    print(man_page(), end="")
+    sys.stdout.write(man_page())
