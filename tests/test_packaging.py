@@ -20,7 +20,7 @@ from .test_types import EXPECTED, pyright
 
 ROOT = Path(__file__).parents[1]
 LIMIT = 400
-LARGEST = 700_000  # bytes of the wheel: 1.6 MB of code, compressed; data or pictures among it would exceed that
+LARGEST = 900_000  # bytes of the wheel: 2 MB of code, compressed; data or pictures among it would exceed that
 IN_REPOSITORY = {
     *(".ci", "distman", "docs", "launchers", "tests"),
     *("CHANGELOG.md", "LICENSE", "MANIFEST.in", "Makefile", "README.md", "SECURITY.md", "pyproject.toml", "setup.cfg"),

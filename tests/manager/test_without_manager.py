@@ -47,6 +47,7 @@ from distman.decorators import (
     rank_zero_first,
     rank_zero_only,
 )
+from distman.handler import Stepper
 from distman.mappings import (
     copy_to_parallel_region,
     gather_from_parallel_region,
@@ -101,6 +102,8 @@ NEEDS_MANAGER = {
     "scatter_to_parallel_region": lambda _: scatter_to_parallel_region(SQUARE),
     "DistributedRFFT2": lambda _: fft.DistributedRFFT2.apply(SQUARE, (4, 4), (0, 1)),
     "DistributedIRFFT2": lambda _: fft.DistributedIRFFT2.apply(SQUARE, (4, 4), (0, 1)),
+    "DistributedAFNO": lambda _: fft.DistributedAFNO((4, 4), 1, patch_size=2, embed_dim=4),
+    "Stepper": lambda _: Stepper(LINEAR, torch.optim.SGD(LINEAR.parameters())),
     **{name: lambda _, name=name: getattr(fft, name)(SQUARE) for name in TRANSFORMS},
     "fftshift": lambda _: fft.fftshift(SQUARE, shard_dim=0),
     "ifftshift": lambda _: fft.ifftshift(SQUARE, shard_dim=0),
@@ -136,9 +139,10 @@ ASKS_NOBODY = {
     *("load_model_state", "model_state", "register_storage", "unmark_module_as_shared", "parallel_on_all_devices"),
     *("EvaluationBatches", "SampledBatches", "ShardBatches", "TrainingBatches", "EvaluationLoader", "TrainingLoader"),
     *("Hdf5Dataset", "NewFolder", "PendingSave", "Storage", "FusedWork", "default_num_workers", "random_stream"),
-    *("SDE", "VarianceExploding", "VariancePreserving", "denoising_loss", "score"),
+    *("SDE", "VarianceExploding", "VariancePreserving", "denoising_loss", "guided_score", "score"),
     *("ParallelExecutor", "as_cpu", "parallelize_on_gpus", "initialize_ddp"),
     *("Callback", "EarlyStopping", "History", "LearningRateMonitor", "ModelCheckpoint", "NNHandler", "Preempted"),
+    *("Tracker", "JsonLinesTracker", "MLflowTracker", "TensorBoardTracker", "WandbTracker", "Profiler", "TakenWeights"),
 }
 
 
