@@ -32,6 +32,7 @@ KMEANS = ("kmeans.py", "--clusters", NUM_CLUSTERS)
 OWN_LOOP = ("own_loop.py", "--epochs", 6)
 GAN = ("gan.py", "--epochs", 4)
 HDF5 = ("hdf5_regression.py", "--epochs", 2)
+UNET = ("unet.py", "--epochs", 2, "--width", 4, "--batch", 6)  # a rank of three often has two hidden maps
 PREEMPTION = ("preemption.py", "--save-every", 50)
 FABRIC = ("with_fabric.py", "--epochs", 3)
 
@@ -53,6 +54,10 @@ def assert_same(found, expected, rank):
 
 def last_lines(text):
     return "".join(text.splitlines(keepends=True)[-2:])
+
+
+def losses_of(text):
+    return "".join(line for line in text.splitlines(keepends=True) if line.startswith("loss"))
 
 
 @cache
@@ -99,6 +104,11 @@ def bars(tmp_path_factory):
 @pytest.fixture(scope="module")
 def bars_alone(bars):
     return alone(*HDF5, "--folder", bars)
+
+
+@pytest.fixture(scope="module")
+def sea_alone(tmp_path_factory):
+    return alone(*UNET, "--folder", tmp_path_factory.mktemp("sea"))
 
 
 @pytest.fixture(scope="module")
@@ -175,6 +185,14 @@ def test_hdf5_files_kept_in_memory(bars, bars_alone, rank):
     found = run_here("hdf5_regression.py", "--epochs", 20, "--cached", "--folder", bars)
     if rank == 0:
         assert numbers(last_lines(found))[-1] < 1.35  # a guess is right to a factor of 1.65
+
+
+@ranks(2, 3, manager=False)
+def test_a_loss_over_those_pixels_that_are_seen(sea_alone, tmp_path, rank):
+    found = run_here(*UNET, "--folder", tmp_path)
+    assert_same(losses_of(found), losses_of(sea_alone), rank)
+    first, *_, last, _ = numbers(losses_of(sea_alone))
+    assert last < 0.7 * first
 
 
 @ranks(2, 3, manager=False)
