@@ -8,6 +8,7 @@ import json
 import os
 import re
 import runpy
+import shutil
 import signal
 import sys
 from contextlib import redirect_stdout
@@ -33,6 +34,7 @@ OWN_LOOP = ("own_loop.py", "--epochs", 6)
 GAN = ("gan.py", "--epochs", 4)
 HDF5 = ("hdf5_regression.py", "--epochs", 2)
 UNET = ("unet.py", "--epochs", 2, "--width", 4, "--batch", 6)  # a rank of three often has two hidden maps
+PROFILES = ("conditional_score.py", "--epochs", 40, "--profiles", 2400, "--width", 64, "--samples", 40)
 PREEMPTION = ("preemption.py", "--save-every", 50)
 FABRIC = ("with_fabric.py", "--epochs", 3)
 
@@ -253,6 +255,25 @@ def test_a_model_of_a_density(tmp_path):
     truth, of_model = map(float, re.search(r"mean log-density (\S+), of the model (\S+):", found).groups())
     assert -2.55 < of_model < truth  # the best that a single Gaussian comes to is -2.63
     assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.fixture(scope="module")
+def profiles(tmp_path_factory):
+    """Return the folder of a model that one process has trained, and what it has drawn."""
+    folder = tmp_path_factory.mktemp("profiles")
+    return folder, alone(*PROFILES, "--folder", folder)
+
+
+@ranks(2, 3, manager=False)
+def test_a_trained_model_draws_the_same(profiles, tmp_path, rank):
+    if rank == 0:
+        shutil.copytree(profiles[0], tmp_path / "run", symlinks=True)
+    found = run_here(*PROFILES, "--folder", tmp_path / "run")
+    assert "epoch" not in found
+    samples = "".join(profiles[1].splitlines(keepends=True)[-4:])
+    assert_same(found, samples, rank)
+    _, _, of_parts, *_ = numbers(samples)
+    assert of_parts < 0.2  # where nothing is learned it is 1
 
 
 @pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGKILL])
