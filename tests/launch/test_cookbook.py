@@ -8,6 +8,7 @@ import json
 import os
 import re
 import runpy
+import shutil
 import signal
 import sys
 from contextlib import redirect_stdout
@@ -32,6 +33,8 @@ KMEANS = ("kmeans.py", "--clusters", NUM_CLUSTERS)
 OWN_LOOP = ("own_loop.py", "--epochs", 6)
 GAN = ("gan.py", "--epochs", 4)
 HDF5 = ("hdf5_regression.py", "--epochs", 2)
+UNET = ("unet.py", "--epochs", 2, "--width", 4, "--batch", 6)  # a rank of three often has two hidden maps
+PROFILES = ("conditional_score.py", "--epochs", 40, "--profiles", 2400, "--width", 64, "--samples", 40)
 PREEMPTION = ("preemption.py", "--save-every", 50)
 FABRIC = ("with_fabric.py", "--epochs", 3)
 
@@ -53,6 +56,10 @@ def assert_same(found, expected, rank):
 
 def last_lines(text):
     return "".join(text.splitlines(keepends=True)[-2:])
+
+
+def losses_of(text):
+    return "".join(line for line in text.splitlines(keepends=True) if line.startswith("loss"))
 
 
 @cache
@@ -99,6 +106,11 @@ def bars(tmp_path_factory):
 @pytest.fixture(scope="module")
 def bars_alone(bars):
     return alone(*HDF5, "--folder", bars)
+
+
+@pytest.fixture(scope="module")
+def sea_alone(tmp_path_factory):
+    return alone(*UNET, "--folder", tmp_path_factory.mktemp("sea"))
 
 
 @pytest.fixture(scope="module")
@@ -178,6 +190,14 @@ def test_hdf5_files_kept_in_memory(bars, bars_alone, rank):
 
 
 @ranks(2, 3, manager=False)
+def test_a_loss_over_those_pixels_that_are_seen(sea_alone, tmp_path, rank):
+    found = run_here(*UNET, "--folder", tmp_path)
+    assert_same(losses_of(found), losses_of(sea_alone), rank)
+    first, *_, last, _ = numbers(losses_of(sea_alone))
+    assert last < 0.7 * first
+
+
+@ranks(2, 3, manager=False)
 def test_each_sample_is_evaluated_once(evaluated, tmp_path, rank, world_size):
     table = tmp_path / "predictions.csv"
     found = run_here("evaluation.py", "--weights", evaluated / "weights.pt", "--predictions", table)
@@ -235,6 +255,25 @@ def test_a_model_of_a_density(tmp_path):
     truth, of_model = map(float, re.search(r"mean log-density (\S+), of the model (\S+):", found).groups())
     assert -2.55 < of_model < truth  # the best that a single Gaussian comes to is -2.63
     assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.fixture(scope="module")
+def profiles(tmp_path_factory):
+    """Return the folder of a model that one process has trained, and what it has drawn."""
+    folder = tmp_path_factory.mktemp("profiles")
+    return folder, alone(*PROFILES, "--folder", folder)
+
+
+@ranks(2, 3, manager=False)
+def test_a_trained_model_draws_the_same(profiles, tmp_path, rank):
+    if rank == 0:
+        shutil.copytree(profiles[0], tmp_path / "run", symlinks=True)
+    found = run_here(*PROFILES, "--folder", tmp_path / "run")
+    assert "epoch" not in found
+    samples = "".join(profiles[1].splitlines(keepends=True)[-4:])
+    assert_same(found, samples, rank)
+    _, _, of_parts, *_ = numbers(samples)
+    assert of_parts < 0.2  # where nothing is learned it is 1
 
 
 @pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGKILL])
