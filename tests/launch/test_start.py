@@ -147,10 +147,17 @@ def test_a_process_that_a_rank_starts_may_fail_without_ending_the_job(free_port,
 
 
 WAITS = """
-import sys
+import os, signal, sys
 from distman import DistributedManager
 from distman._rendezvous import early_failure, membership
 
+def interrupt(*_):
+    os.write(1, b"heard\\n")
+    signal.sigwait([signal.SIGUSR2])
+    raise KeyboardInterrupt
+
+signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR2])
+signal.signal(signal.SIGINT, interrupt)
 early_failure.tell_waiting_ranks.__kwdefaults__["patience"] = 600.0  # who interrupts must not wait for it
 join = membership._Membership.join_record
 
@@ -197,6 +204,10 @@ def test_ctrl_c_while_ranks_wait_for_each_other(free_port, present, interrupted,
             for rank in interrupted:
                 ranks[rank].wait_for_output("joined" if rank == 0 else "attempt", times=time)
                 os.kill(ranks[rank].pid, signal.SIGINT)
+            for rank in interrupted:  # all of them, before one can tell another
+                ranks[rank].wait_for_output("heard", times=time)
+            for rank in interrupted:
+                os.kill(ranks[rank].pid, signal.SIGUSR2)
             for rank in interrupted:
                 ranks[rank].wait_for_output("interrupted", times=time)
         if 0 in present and 0 not in interrupted:
