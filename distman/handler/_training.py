@@ -75,6 +75,7 @@ class Training:
         self.epoch = 0
         self._num_batches = 0  # of the current epoch
         self._pass = 0  # through the data; the index of an epoch too, unless epochs end before the data
+        self._is_pass_over = False
         self._reading: Generator[Step] | None = None  # the rest of this pass, which the next epoch may go on with
         self._validated_at = 0  # steps
         self.reason = ""
@@ -252,9 +253,11 @@ class Training:
                 self._num_batches += 1
                 yield step
                 continue
-            self._reading, self._pass = None, self._pass + 1
-            if self._num_batches:  # else the epoch before had ended just where the data do
+            self._reading = None
+            if self._num_batches:
+                self._is_pass_over = True  # its last batches have yet to make a step, after which it may be saved
                 return
+            self._pass += 1  # the epoch before had ended just where the data do
 
     def _is_ended(self) -> bool:
         """Return whether no step may follow, even within this epoch."""
@@ -284,6 +287,7 @@ class Training:
         self._scheduling.after_epoch(record)
         self._history.add(record)
         self.epoch, self._num_batches = self.epoch + 1, 0
+        self._pass, self._is_pass_over = self._pass + self._is_pass_over, False
         self._accumulators, self._seconds = self.optimization.accumulators(self._metrics), 0.0
         self.optimization.num_skipped = 0
         self._events.emit(Callback.on_epoch_end, record)

@@ -457,6 +457,31 @@ def test_a_short_last_window_of_batches_of_ones_own_is_not_repeated(tmp_path):
     assert_equal(resumed, whole)
 
 
+@ranks(1, 3)
+@pytest.mark.parametrize("has_own_batches", [False, True])
+@pytest.mark.parametrize("accumulate", [1, 2, 3])
+def test_a_training_goes_on_after_any_step_of_any_window(accumulate, has_own_batches, rank, world_size, tmp_path):
+    """The last window of an epoch has fewer batches in some of them: all have been read when its step is taken."""
+    inputs, targets = regression().tensors
+    mine = TensorDataset(inputs[rank::world_size], targets[rank::world_size])
+
+    def prepared():
+        data = DataLoader(mine, batch_size=7) if has_own_batches else regression()
+        handler = make_handler(7)
+        handler.set_train_loader(data, **({} if has_own_batches else {"batch_size": 7}))
+        return handler
+
+    whole = prepared()
+    for step in range(1, 30):
+        whole.add_callback(SavesAt(tmp_path / f"{step}.pt", step))
+    whole.train(2, accumulate=accumulate)
+    for step in range(1, whole.num_steps + 1):
+        resumed = prepared()
+        resumed.load(tmp_path / f"{step}.pt")
+        resumed.train(2, accumulate=accumulate)
+        assert_equal(resumed, whole)
+
+
 @ranks(2)
 def test_fine_tuning_goes_on_from_its_own_checkpoints(tmp_path):
     trained = make_handler(8)
