@@ -71,6 +71,8 @@ class TrainingLoader(DataLoader[Any]):
         """Iterate over the next epoch, or over the rest of the one that was restored."""
         epoch, position = self._reached = self._next
         self._next = epoch + 1, 0
+        if hasattr(self.dataset, "set_epoch"):
+            self.dataset.set_epoch(epoch)  # workers that persist keep a copy that is not told
         counts = self.batches.counts(epoch, position)
         for batch in self._read(epoch, position):
             self.num_own, self.num_total = next(counts)
@@ -231,7 +233,8 @@ def distributed_loader(
     steps.
 
     Args:
-        dataset: A map-style dataset with a length, the same on all ranks.
+        dataset: A map-style dataset with a length, the same on all ranks. For training its ``set_epoch`` is called
+            before each epoch, if it has one.
         evaluation: Load for evaluation.
         batch_size: Samples per rank and step.
         shuffle: Draw in a new order in each epoch; None does so for training.

@@ -36,6 +36,11 @@ class SeededDataset(Dataset[Any]):
     def __init__(self, dataset: Dataset[Any]) -> None:
         self.dataset = dataset
 
+    def set_epoch(self, epoch: int) -> None:
+        """Tell the dataset which epoch is read, if it wants to know."""
+        if hasattr(self.dataset, "set_epoch"):
+            self.dataset.set_epoch(epoch)
+
     def __len__(self) -> int:
         return len(self.dataset)  # type: ignore[arg-type]  # torch's Dataset does not declare a length
 

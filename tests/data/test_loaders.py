@@ -236,3 +236,26 @@ def test_one_rank_of_each_host_builds_the_dataset(rank, tmp_path):
 def test_a_loader_is_no_dataset(make):
     with pytest.raises(TypeError, match=r"dataset must be a dataset, got a DataLoader\. Pass loader\.dataset\."):
         make(DataLoader(numbers(4)), batch_size=2)
+
+
+class Epochs(Dataset):
+    def __init__(self):
+        self.epoch = -1
+
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+
+    def __len__(self):
+        return 6
+
+    def __getitem__(self, index):
+        return self.epoch
+
+
+@ranks(2)
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_dataset_is_told_the_epoch(num_workers):
+    loader = distributed_loader(Epochs(), batch_size=2, num_workers=num_workers)
+    assert [[set(batch.tolist()) for batch in loader] for _ in range(2)] == [[{0}, {0}], [{1}, {1}]]
+    loader.load_state_dict(loader.state_at(5, 4))
+    assert [set(batch.tolist()) for batch in loader] == [{5}]

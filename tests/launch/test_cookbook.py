@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 
 from distman import DistributedManager
+from distman.handler import EarlyStopping, Preempted
 from distman.testing import ranks
 
 from ..test_docs import rows
@@ -31,6 +32,7 @@ EX_TEMPFAIL = 75
 NUM_CLUSTERS = 12
 KMEANS = ("kmeans.py", "--clusters", NUM_CLUSTERS)
 OWN_LOOP = ("own_loop.py", "--epochs", 6)
+CLASSIFIER = ("classifier.py", "--epochs", 6, "--images", 300, "--width", 2)
 GAN = ("gan.py", "--epochs", 4)
 HDF5 = ("hdf5_regression.py", "--epochs", 2)
 UNET = ("unet.py", "--epochs", 2, "--width", 4, "--batch", 6)  # a rank of three often has two hidden maps
@@ -172,6 +174,47 @@ def test_two_networks_of_which_each_has_an_optimizer(gan_alone, tmp_path, rank):
     """Started again they go on where they were, and end as one process that does not stop."""
     found = run_here("gan.py", "--epochs", 2, "--folder", tmp_path), run_here(*GAN, "--folder", tmp_path)
     assert_same(found[1], gan_alone, rank)
+
+
+@pytest.fixture(scope="module")
+def classifiers_alone(tmp_path_factory):
+    """Return what one process prints with float64, and with bfloat16."""
+    folder = tmp_path_factory.mktemp("classifiers")
+    return [
+        alone(*CLASSIFIER, "--folder", folder / "float64"),
+        alone(*CLASSIFIER, "--amp", "bf16", "--folder", folder / "bf16"),
+    ]
+
+
+@ranks(2, 3, manager=False)
+def test_a_classifier_that_is_preempted(classifiers_alone, tmp_path, monkeypatch, rank, world_size):
+    command = (*CLASSIFIER, "--folder", tmp_path)
+
+    def ask(_callback, _handler, step):
+        if step == 2 and rank == world_size - 1:
+            DistributedManager().request_stop()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(EarlyStopping, "on_step_end", ask)
+        with pytest.raises(Preempted, match=str(EX_TEMPFAIL)):
+            run_here(*command)
+    assert_same(losses_of(run_here(*command)), losses_of(classifiers_alone[0]), rank)
+    if rank == 0:
+        assert len([*tmp_path.glob("best/checkpoint-*.pt")]) == 3
+        assert len([*tmp_path.glob("curves/*")]) == 1  # the second start went on with the first one's
+
+
+@ranks(3, manager=False)
+def test_a_classifier_with_mixed_precision(classifiers_alone, tmp_path, rank):
+    found = losses_of(run_here(*CLASSIFIER, "--amp", "bf16", "--folder", tmp_path))
+    if rank == 0:
+        assert numbers(found) == pytest.approx(numbers(losses_of(classifiers_alone[1])), rel=0.01)
+
+
+def test_a_classifier_learns(classifiers_alone):
+    for found in map(numbers, map(losses_of, classifiers_alone)):
+        assert len(found) == 12
+        assert found[-1] < found[1]
 
 
 @ranks(2, manager=False)
