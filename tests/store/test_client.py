@@ -7,6 +7,7 @@ import random
 import signal
 import socket
 import threading
+import types
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -163,19 +164,24 @@ class Interrupt(BaseException):
 
 
 @pytest.fixture
-def interrupting():
-    """Let SIGALRM interrupt this thread, as SIGINT does."""
+def interruptible():
+    """Let SIGALRM interrupt this thread, as SIGINT does, while ``interruptible.is_on``.
+
+    An alarm that another thread of the process receives is heard here some time after the timer has been stopped.
+    """
+    interruptible = types.SimpleNamespace(is_on=True)
 
     def interrupt(*_):
-        raise Interrupt
+        if interruptible.is_on:
+            raise Interrupt
 
     before = signal.signal(signal.SIGALRM, interrupt)
-    yield
+    yield interruptible
     signal.setitimer(signal.ITIMER_REAL, 0.0)
     signal.signal(signal.SIGALRM, before)
 
 
-@pytest.mark.usefixtures("interrupting")
+@pytest.mark.usefixtures("interruptible")
 def test_a_wait_that_is_interrupted_harms_no_later_call(client):
     signal.setitimer(signal.ITIMER_REAL, 0.02)
     with pytest.raises(Interrupt):
@@ -184,14 +190,14 @@ def test_a_wait_that_is_interrupted_harms_no_later_call(client):
     assert [client.get(b"a", PATIENCE), client.add(b"a", 1), client.get(b"a", PATIENCE)] == [b"1", 2, b"2"]
 
 
-@pytest.mark.usefixtures("interrupting")
-def test_calls_that_are_interrupted_anywhere_harm_no_later_call(client):
+def test_calls_that_are_interrupted_anywhere_harm_no_later_call(client, interruptible):
     """Each call may be interrupted; what it was about is then not known, but the next one is answered rightly."""
     rng = random.Random(7)  # noqa: S311 - it is no secret
     num_interrupted = 0
     large = rng.randbytes(300_000)
     for turn in range(400):
         try:
+            interruptible.is_on = True
             signal.setitimer(signal.ITIMER_REAL, rng.uniform(1e-6, 300e-6))
             client.set(b"a", large[: rng.choice([10, 300_000])])
             client.add(b"counter", 1)
@@ -200,7 +206,7 @@ def test_calls_that_are_interrupted_anywhere_harm_no_later_call(client):
             num_interrupted += 1
         finally:
             try:
-                signal.setitimer(signal.ITIMER_REAL, 0.0)
+                interruptible.is_on = False
             except Interrupt:
                 num_interrupted += 1
         assert client.compare_set(b"b", b"no such value", b"%d" % turn) == (
