@@ -20,6 +20,7 @@ from distman import _log
 from distman._coordination import protocol, tracking
 from distman._coordination.barrier import wait_for_all
 from distman._coordination.failure import hook
+from distman._coordination.failure.pending_work import complete_all
 from distman._coordination.failure.process_end import call_before_it_is_printed, error_that_ends_process
 from distman._coordination.monitor.current_watcher import failure_behind, raise_if_failed
 from distman._coordination.preemption import StopAgreement, requeue
@@ -185,11 +186,11 @@ class DistributedManager(Place, GroupQueries, GroupCreation):
         Local; collective with ``barrier=True``. Done at the end of the program by itself; harmless where
         nothing is initialized. In a process forked from the rank it forgets, and the rank stays in the job.
 
-        Blocking until all ranks have started, ten seconds at most; under Slurm, on several hosts, the rank that started
-        the store stays as long until the others have left too. A rank that serves the store of a group which other
-        code made goes on with that to the end of the program, where it stays until the others have left too or one of
-        them has failed, ten seconds at most. Groups of NCCL end on all ranks of a host together: one that does not
-        within ten seconds is aborted.
+        Blocking until what this rank saves in the background is written, and until all ranks have started, ten seconds
+        at most; under Slurm, on several hosts, the rank that started the store stays as long until the others have left
+        too. A rank that serves the store of a group which other code made goes on with that to the end of the program,
+        where it stays until the others have left too or one of them has failed, ten seconds at most. Groups of NCCL end
+        on all ranks of a host together: one that does not within ten seconds is aborted.
 
         Args:
             barrier: Wait for the other ranks first.
@@ -207,6 +208,7 @@ class DistributedManager(Place, GroupQueries, GroupCreation):
             return
         if barrier:
             tracking.check_speaks_for_rank("cleanup(barrier=True)")
+        complete_all()  # what is saved in parts needs the other ranks
         with _lifecycle.end():
             if not cls.is_initialized():  # another thread was faster
                 return

@@ -359,6 +359,17 @@ def done(operation: str) -> str:
     return f"{operation} count"
 
 
+# What the threads exchange that write a checkpoint in parts.
+
+
+def part(folder: str, rank: int) -> str:
+    """What a rank has written of a checkpoint; nothing where it failed, and ``failure_of(folder)`` has the reason.
+
+    The thread of that rank writes it; that of rank 0 reads and deletes it. One of a save that was given up lives on.
+    """
+    return f"{folder}/part {rank}"
+
+
 # What commands exchange.
 
 STANDING_STILL = "who stands still"

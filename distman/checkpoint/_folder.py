@@ -7,9 +7,9 @@ import functools
 import operator
 import os
 import re
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -20,26 +20,31 @@ from distman.checkpoint._all_or_none import on_all_ranks
 from distman.checkpoint._location import Location, locate
 from distman.checkpoint._single_file import target_device
 from distman.checkpoint._state import check_state, copy_to_host, read_state, write_state
+from distman.checkpoint._storage import METADATA
 from distman.decorators import on_rank
 from distman.errors import CheckpointError, RankFailedError
 
-_LATEST = "latest.pt"
-_BEST = "best.pt"
-_NAME = re.compile(r"checkpoint-(\d{8,})\.pt")
+_SUFFIX = ".pt"  # of files; folders of a sharded state have none
+_NAME = re.compile(r"checkpoint-(\d{8,})(\.pt)?")
+
+T = TypeVar("T")
 
 
 class CheckpointFolder:
     """A folder of numbered checkpoints: ``checkpoint-00000120.pt`` and so on, ``latest.pt`` and ``best.pt``.
 
-    Made alike on every rank; rank 0 alone writes, and says what is there. One job writes into a folder at a time.
+    Made alike on every rank; rank 0 says what is there. One job writes into a folder at a time.
 
     Args:
         path: The folder, or a URL such as ``s3://bucket/run``. It is made by the first save.
         keep: How many checkpoints to keep, those that were saved last; the best one stays besides. None keeps all.
         background: Let a thread write while the program continues.
+        sharded: Let every rank write its part of a checkpoint, as :func:`save_sharded` does, where rank 0 alone writes
+            else. Checkpoints are then folders, ``checkpoint-00000120``, ``latest`` and ``best``.
 
     Attributes:
         path: The folder: a path, or a URL.
+        sharded: As given.
 
     Raises:
         ValueError: ``keep`` is less than 1, or the scheme of the URL is unknown.
@@ -54,21 +59,26 @@ class CheckpointFolder:
         ['checkpoint-00000200.pt', 'checkpoint-00000300.pt', 'latest.pt']
     """
 
-    def __init__(self, path: str | os.PathLike[str], *, keep: int | None = 3, background: bool = True) -> None:
+    def __init__(
+        self, path: str | os.PathLike[str], *, keep: int | None = 3, background: bool = True, sharded: bool = False
+    ) -> None:
         if keep is not None and operator.index(keep) < 1:
             raise ValueError(f"keep must be at least 1, got {keep}. Pass None to keep all checkpoints.")
         self._location = locate(path)
         self.path = self._location.path
         self._keep = keep
+        self.sharded = sharded
         self._is_background = background
+        self._suffix = "" if sharded else _SUFFIX
 
     def save(self, state: object, step: int, *, is_best: bool = False, good: Collection[int] = ()) -> None:
-        """Save rank 0's state as the checkpoint of a step, then remove those that are not kept.
+        """Save a state as the checkpoint of a step, then remove those that are not kept.
 
-        Collective. Blocking, as :func:`save` is. A write that is still under way is waited for first.
+        Collective. Blocking, as :func:`save` and :func:`save_sharded` are. A write that is still under way is waited
+        for first.
 
         Args:
-            state: See :func:`save`.
+            state: See :func:`save`, where rank 0's counts; of sharded checkpoints :func:`save_sharded`.
             step: Number of the step, 0 or more.
             is_best: Let ``best.pt`` point to it.
             good: Steps whose checkpoints stay, too, as far as they are there.
@@ -76,6 +86,7 @@ class CheckpointFolder:
         Raises:
             RankFailedError: On every rank: rank 0 could not save it, see :func:`save`; or the previous save in the
                 background failed, and nothing was saved this time.
+            Exception: On a rank that could not save its part, see :func:`save_sharded`.
 
         Example:
             >>> folder = CheckpointFolder("run", keep=1)
@@ -84,7 +95,10 @@ class CheckpointFolder:
             >>> folder.best().name, folder.latest().name
             ('checkpoint-00000001.pt', 'checkpoint-00000002.pt')
         """
-        on_rank(0)(self._save)(state, step, is_best=is_best, good=good)
+        if self.sharded:
+            self._save_parts(state, step, is_best=is_best, good=good)
+        else:
+            on_rank(0)(self._save)(state, step, is_best=is_best, good=good)
 
     def wait(self) -> None:
         """Return when all that was saved is complete and on the disk.
@@ -93,8 +107,13 @@ class CheckpointFolder:
 
         Raises:
             RankFailedError: On every rank: the last checkpoint could not be written. The cause, on rank 0, says why.
+            Exception: On a rank that could not write its part of a sharded one.
         """
-        on_rank(0)(in_background.wait)(self._location)
+        wait = functools.partial(in_background.wait, self._location)
+        if self.sharded:
+            on_all_ranks(wait)
+        else:
+            on_rank(0)(wait)()
 
     def latest(self) -> Path | str | None:
         """Return the path of the checkpoint that was saved last, or None; the same on all ranks.
@@ -110,7 +129,7 @@ class CheckpointFolder:
         """
         return self._path(on_rank(0, broadcast=True)(self._best)())
 
-    def load_latest(self, *, device: str | torch.device | None = None) -> Any:
+    def load_latest(self, state: dict[str, Any] | None = None, *, device: str | torch.device | None = None) -> Any:
         """Return the state that was saved last, on every rank, or None if there is none.
 
         Collective. Blocking.
@@ -118,11 +137,13 @@ class CheckpointFolder:
         A damaged one is skipped with a warning, as long as there is an older one.
 
         Args:
-            device: See :func:`load`.
+            state: What to fill with a sharded checkpoint and return, see :func:`load_sharded`.
+            device: See :func:`load`; a sharded state says itself where its tensors are.
 
         Raises:
             CheckpointError: On a rank where all of them are damaged.
             RankFailedError: On the other ranks; and on all, if a file cannot be read on one for another reason.
+            TypeError: There is no state to fill with a sharded checkpoint, or one for another.
 
         Example:
             >>> folder = CheckpointFolder("run")
@@ -131,27 +152,21 @@ class CheckpointFolder:
             >>> folder.load_latest()
             {'step': 100}
         """
-        names = on_rank(0, broadcast=True)(self._names_newest_first)() or []
-        for name in names[:-1]:
-            try:
-                return self._load(name, device)
-            except (CheckpointError, RankFailedError) as error:
-                if isinstance(error, RankFailedError) and error.error_type != CheckpointError.__name__:
-                    raise
-                on_rank(0)(_warn)(self._location / name, error)
-        return self._load(names[-1], device) if names else None
+        return read_latest(self, self._reader(state, device))
 
-    def load_best(self, *, device: str | torch.device | None = None) -> Any:
+    def load_best(self, state: dict[str, Any] | None = None, *, device: str | torch.device | None = None) -> Any:
         """Return the best state, on every rank, or None if there is none.
 
         Collective. Blocking.
 
         Args:
+            state: See :meth:`load_latest`.
             device: See :func:`load`.
 
         Raises:
             CheckpointError: On a rank where it is damaged.
             RankFailedError: On the other ranks.
+            TypeError: See :meth:`load_latest`.
 
         Example:
             >>> folder = CheckpointFolder("run")
@@ -159,61 +174,146 @@ class CheckpointFolder:
             >>> folder.load_best(device="cpu")
             {'weight': tensor([1., 1.])}
         """
-        name = on_rank(0, broadcast=True)(self._best)()
-        return None if name is None else self._load(name, device)
+        read, name = self._reader(state, device), on_rank(0, broadcast=True)(self._best)()
+        return None if name is None else read(self._location / name)
 
     def _save(self, state: object, step: int, *, is_best: bool, good: Collection[int]) -> None:
+        location, tidy = self._begin(step, is_best=is_best, good=good)
+        self._names()
+        in_background.refuse_after_failure(self._location)
+        check_state(state)
+        if self._is_background:
+            write = functools.partial(self._write, copy_to_host(state), location, tidy)
+            in_background.start(self._location, write)
+        else:
+            self._write(state, location, tidy)
+
+    def _write(self, state: object, location: Location, tidy: Callable[[], None]) -> None:
+        self._location.storage.remove_leftovers(self._location.place)
+        write_state(state, location)
+        tidy()
+
+    def _save_parts(self, state: Any, step: int, *, is_best: bool, good: Collection[int]) -> None:
+        from distman.checkpoint._sharded import save_in  # torch's part of it takes a second
+
+        location, tidy = self._begin(step, is_best=is_best, good=good)
+        on_rank(0)(self._names)()
+        on_rank(0)(location.storage.remove_leftovers)(self._location.place)
+        save_in(state, location, self._location, background=self._is_background, then=tidy)
+
+    def _begin(self, step: int, *, is_best: bool, good: Collection[int]) -> tuple[Location, Callable[[], None]]:
+        """Return where the checkpoint of a step goes, and what rank 0 does when it is there."""
         number = operator.index(step)
         if number < 0:
             raise ValueError(f"step must be 0 or more, got {step}. Count the steps from 0.")
-        in_background.refuse_after_failure(self._location)
-        check_state(state)
-        kept = copy_to_host(state) if self._is_background else state
-        stays = frozenset(map(_name, good))
-        work = functools.partial(_write, self._location, kept, number, is_best=is_best, keep=self._keep, stays=stays)
-        if self._is_background:
-            in_background.start(self._location, work)
-        else:
-            work()
+        name = self._name(number)
+        return self._location / name, functools.partial(
+            self._tidy, name, is_best=is_best, stays=frozenset(map(self._name, good))
+        )
+
+    def _tidy(self, name: str, *, is_best: bool, stays: frozenset[str]) -> None:
+        """Let the links name a new checkpoint, and remove those that are not kept."""
+        storage, folder = self._location.storage, self._location
+        storage.link((folder / self._latest_link).place, name)
+        if is_best:
+            storage.link((folder / self._best_link).place, name)
+        if self._keep is not None:
+            stays |= {self._linked(self._latest_link) or "", self._linked(self._best_link) or ""}
+            for one in sorted(self._complete())[: -self._keep]:
+                if one.name not in stays:
+                    storage.remove((folder / one.name).place)
+
+    @property
+    def _latest_link(self) -> str:
+        return f"latest{self._suffix}"
+
+    @property
+    def _best_link(self) -> str:
+        return f"best{self._suffix}"
+
+    def _name(self, step: int) -> str:
+        return f"checkpoint-{step:08d}{self._suffix}"
 
     def _path(self, name: str | None) -> Path | str | None:
         return None if name is None else (self._location / name).path
 
     def _latest(self) -> str | None:
         in_background.join(self._location)
-        return _latest(_complete(self._location), _linked(self._location, _LATEST))
+        return _latest(self._complete(), self._linked(self._latest_link))
 
     def _best(self) -> str | None:
         in_background.join(self._location)
-        return _linked(self._location, _BEST)
+        return self._linked(self._best_link)
 
     def _names_newest_first(self) -> list[str]:
         in_background.join(self._location)
-        complete = _complete(self._location)
-        latest = _latest(complete, _linked(self._location, _LATEST))
+        complete = self._complete()
+        latest = _latest(complete, self._linked(self._latest_link))
         others = [one.name for one in sorted(complete, reverse=True) if one.name != latest]
         return others if latest is None else [latest, *others]
 
-    def _load(self, name: str, device: str | torch.device | None) -> Any:
-        """Return a state on every rank, or raise on every rank.
+    def _linked(self, link: str) -> str | None:
+        return self._location.storage.linked((self._location / link).place)
 
-        A damaged file is the only error of its stage, so that all ranks agree on whether to try an older one.
+    def _complete(self) -> list[_Complete]:
+        found = [_Complete(self._saved_at(name), step, name) for name, step in self._names().items()]
+        return [one for one in found if one.saved_at >= 0]
+
+    def _names(self) -> dict[str, int]:
+        """Return the names of checkpoints, and their steps.
+
+        Raises:
+            CheckpointError: They are of the other kind; else a run would begin anew without a word.
         """
-        damage: list[CheckpointError] = []
+        names = self._location.storage.list(self._location.place)
+        matches = [match for match in map(_NAME.fullmatch, names) if match is not None]
+        own = {match[0]: int(match[1]) for match in matches if (match[2] or "") == self._suffix}
+        if matches and not own:
+            raise CheckpointError(
+                f"{self._location} must hold checkpoints of one kind, got {matches[0][0]} with sharded={self.sharded}. "
+                "Pass the other value, or another folder."
+            )
+        return own
 
-        def read() -> Any:
-            try:
-                return read_state(self._location / name, target_device(device))
-            except CheckpointError as error:
-                damage.append(error)
+    def _saved_at(self, name: str) -> int:
+        """Return when a checkpoint was saved; -1 if it is not complete."""
+        storage, place = self._location.storage, (self._location / name).place
+        if not self.sharded:
+            return storage.saved_at(place)
+        try:
+            return storage.saved_at(f"{storage.folder(place)}/{METADATA}")
+        except FileNotFoundError:
+            return -1
 
-        def raise_damage() -> None:
-            if damage:
-                raise damage[0]
+    def _reader(self, state: dict[str, Any] | None, device: str | torch.device | None) -> Callable[[Location], Any]:
+        if self.sharded != isinstance(state, dict):
+            raise TypeError(
+                f"state must be {'a dict to fill' if self.sharded else 'left out'} with sharded={self.sharded}, got "
+                f"{type(state).__name__}. See load_sharded() for what it holds."
+            )
+        if state is None:
+            return functools.partial(_read, device=target_device(device))
+        return functools.partial(_fill, state)
 
-        state = on_all_ranks(read)
-        on_all_ranks(raise_damage)
-        return state
+
+def read_latest(folder: CheckpointFolder, read: Callable[[Location], T]) -> T | None:
+    """Return what a function makes of the checkpoint that was saved last and is not damaged; None if there is none.
+
+    Collective. Blocking.
+
+    Args:
+        folder: Where the checkpoints are.
+        read: Collective. What it raises, it raises on every rank: CheckpointError where the checkpoint is damaged.
+    """
+    location = folder._location
+    names = on_rank(0, broadcast=True)(folder._names_newest_first)() or []
+    for name in names[:-1]:
+        try:
+            return read(location / name)
+        except Exception as error:  # noqa: BLE001 - the next line raises it again, or another rank's
+            on_all_ranks(functools.partial(_raise_unless_damaged, error))
+            on_rank(0)(_warn)(location / name, error)
+    return read(location / names[-1]) if names else None
 
 
 @dataclasses.dataclass(frozen=True, order=True)
@@ -225,33 +325,22 @@ class _Complete:
     name: str
 
 
-def _name(step: int) -> str:
-    return f"checkpoint-{step:08d}.pt"
+def _read(location: Location, *, device: torch.device) -> Any:
+    return on_all_ranks(functools.partial(read_state, location, device))
 
 
-def _write(
-    folder: Location, state: object, step: int, *, is_best: bool, keep: int | None, stays: frozenset[str]
-) -> None:
-    storage, name = folder.storage, _name(step)
-    storage.remove_leftovers(folder.place)
-    write_state(state, folder / name)
-    storage.link((folder / _LATEST).place, name)
-    if is_best:
-        storage.link((folder / _BEST).place, name)
-    if keep is not None:
-        stays |= {_linked(folder, _LATEST) or "", _linked(folder, _BEST) or ""}
-        for one in sorted(_complete(folder))[:-keep]:
-            if one.name not in stays:
-                storage.remove((folder / one.name).place)
+def _fill(state: dict[str, Any], location: Location) -> dict[str, Any]:
+    from distman.checkpoint._sharded import load_from  # torch's part of it takes a second
+
+    load_from(state, location)
+    return state
 
 
-def _complete(folder: Location) -> list[_Complete]:
-    named = [(match, name) for name in folder.storage.list(folder.place) if (match := _NAME.fullmatch(name))]
-    return [_Complete(folder.storage.saved_at((folder / name).place), int(match[1]), name) for match, name in named]
-
-
-def _linked(folder: Location, link: str) -> str | None:
-    return folder.storage.linked((folder / link).place)
+def _raise_unless_damaged(error: Exception) -> None:
+    """Raise an error that an older checkpoint does not help with; on one rank it may be another one than elsewhere."""
+    kind = error.error_type if isinstance(error, RankFailedError) else type(error).__name__
+    if kind != CheckpointError.__name__:
+        raise error
 
 
 def _latest(complete: list[_Complete], link: str | None) -> str | None:

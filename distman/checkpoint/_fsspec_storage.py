@@ -68,7 +68,7 @@ class FsspecStorage:
 
     def list(self, folder: str) -> list[str]:
         """Return the names in the folder, as the store has them now."""
-        return [name for name, kind in _entries(*_locate(folder)) if kind == "file" and not name.startswith(".")]
+        return [name for name, _ in _entries(*_locate(folder)) if not name.startswith(".")]
 
     def saved_at(self, place: str) -> int:
         """Return the store's time of the last modification; 0 if it keeps none."""
@@ -80,10 +80,15 @@ class FsspecStorage:
             return 0
 
     def remove(self, place: str) -> None:
-        """Remove the object."""
+        """Remove the object, or the folder, first what names the one that counts."""
         fs, path = _locate(place)
+        fs.invalidate_cache()
         with contextlib.suppress(FileNotFoundError):
-            fs.rm_file(path)
+            if fs.isdir(path):
+                fs.rm_file(f"{path}/{_CURRENT}")
+                fs.rm(path, recursive=True)
+            else:
+                fs.rm_file(path)
 
     def remove_leftovers(self, folder: str) -> None:
         """Remove temporary files of other processes, all of them: nothing here tells whether a writer is alive."""
@@ -100,7 +105,7 @@ class FsspecStorage:
         fs.invalidate_cache()
         try:
             head = fs.cat_file(path, start=0, end=len(_LINK) + _NAME_BYTES)
-        except FileNotFoundError:
+        except (FileNotFoundError, IsADirectoryError):
             return None
         if not head.startswith(_LINK):
             return _name(place)
@@ -112,7 +117,9 @@ class FsspecStorage:
         return _Generation(self, place)
 
     def folder(self, place: str) -> str:
-        """Return the folder that the link in the place names; without a link the place itself."""
+        """Return the folder that the link in the place names; without a link the place, or the one that it is for."""
+        linked = self.linked(place)
+        place = place if linked is None else f"{_parent(place)}/{linked}"
         current = self.linked(f"{place}/{_CURRENT}")
         return place if current is None else f"{place}/{current}"
 

@@ -84,8 +84,14 @@ class LocalStorage:
         return Path(place).stat().st_mtime_ns
 
     def remove(self, place: str) -> None:
-        """Remove the file or link."""
-        Path(place).unlink(missing_ok=True)
+        """Remove the file or link; a folder is no checkpoint any more before the first of its files goes."""
+        path = Path(place)
+        if path.is_dir() and not path.is_symlink():
+            leftover = _beside(path)
+            path.rename(leftover)
+            shutil.rmtree(leftover, ignore_errors=True)  # what stays is a leftover, which the next save removes
+        else:
+            path.unlink(missing_ok=True)
 
     def remove_leftovers(self, folder: str) -> None:
         """Remove temporary files and folders whose writers are dead; those of living ones stay."""
@@ -107,7 +113,7 @@ class LocalStorage:
     def linked(self, place: str) -> str | None:
         """Return the name that the link holds; None if it leads nowhere."""
         link = Path(place)
-        if not link.is_file():
+        if not link.exists():
             return None
         return link.readlink().name if link.is_symlink() else link.name
 

@@ -13,9 +13,9 @@ from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 
 from distman._torch_internals import layout_maker, memory_format_encoding, storage_info
 from distman.checkpoint._location import Location
+from distman.checkpoint._storage import METADATA
 from distman.errors import CheckpointError
 
-_NAME = ".metadata"
 _STORAGE_INFO = storage_info()
 _CLASSES: tuple[type, ...] = (
     contents.BytesStorageMetadata,
@@ -58,13 +58,13 @@ def read_metadata(folder: Location) -> Metadata:
         FileNotFoundError: There is none.
         CheckpointError: It is damaged, none, or wants to run code, or to read files outside the folder.
     """
-    path = folder / _NAME
+    path = folder / METADATA
     try:
         with path.storage.open(path.place) as file:
             text = file.read()
     except (FileNotFoundError, NotADirectoryError) as error:
         raise FileNotFoundError(
-            f"no sharded checkpoint at {folder}: it has no file {_NAME}. Correct the path; on several hosts, save "
+            f"no sharded checkpoint at {folder}: it has no file {METADATA}. Correct the path; on several hosts, save "
             "where all of them can read."
         ) from error
     try:

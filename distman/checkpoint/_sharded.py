@@ -9,7 +9,7 @@ import io
 import os
 import warnings
 from collections.abc import Callable, Iterator
-from typing import IO, Any, cast
+from typing import IO, Any, Literal, cast, overload
 
 import torch
 from torch.distributed import checkpoint
@@ -19,15 +19,22 @@ from torch.distributed.checkpoint import (
     DefaultSavePlanner,
     FileSystemReader,
     FileSystemWriter,
+    SavePlanner,
 )
 from torch.distributed.checkpoint.filesystem import FileSystemBase
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import ReadItem, SavePlan, WriteItem
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
 
 from distman._torch_internals import NO_JOB_WARNING, set_nested
+from distman.checkpoint import _background as in_background
 from distman.checkpoint._all_or_none import on_all_ranks
+from distman.checkpoint._background import BackgroundWrite
 from distman.checkpoint._location import Location, locate
 from distman.checkpoint._metadata import read_metadata
+from distman.checkpoint._parts import Parts
+from distman.checkpoint._single_file import PendingSave
 from distman.checkpoint._state import check_state, check_sums, writing_to
 from distman.checkpoint._storage import NewFolder, Storage
 from distman.decorators import on_rank
@@ -35,21 +42,45 @@ from distman.errors import CheckpointError
 from distman.manager import DistributedManager
 
 
-def save_sharded(state: dict[str, Any], path: str | os.PathLike[str]) -> None:
+@overload
+def save_sharded(
+    state: dict[str, Any], path: str | os.PathLike[str], *, background: Literal[False] = False
+) -> None: ...
+
+
+@overload
+def save_sharded(state: dict[str, Any], path: str | os.PathLike[str], *, background: Literal[True]) -> PendingSave: ...
+
+
+@overload
+def save_sharded(state: dict[str, Any], path: str | os.PathLike[str], *, background: bool) -> PendingSave | None: ...
+
+
+def save_sharded(
+    state: dict[str, Any], path: str | os.PathLike[str], *, background: bool = False
+) -> PendingSave | None:
     """Write the shards of all ranks into a folder, which appears when it is complete and on the disk.
 
-    Collective. Blocking. Killed at any moment, it leaves the old folder or the whole new one.
+    Collective. Blocking, as long as it takes; in the background, as long as the copy to the host's memory takes. Killed
+    at any moment, it leaves the old folder or the whole new one.
 
     Args:
         state: Nested dicts and lists. Every rank writes its shards of DTensors. Anything else that several ranks have
             under one name is written once: give what differs from rank to rank a name of its own.
         path: The folder, or a URL; the same on all ranks, where all of them can write. Folders above it are made.
+        background: Copy what this rank writes, and let a thread write it; the folder appears when all ranks have done
+            so. The end of the program waits for it, and so does ``cleanup()``. An error that nobody waits for is raised
+            by the next save to this path, or logged at the end of the program.
+
+    Returns:
+        Something to wait for if saved in the background, else None.
 
     Raises:
         ValueError: On a rank where something in the state could not be loaded again; it says where. On every rank, if
             the scheme of the URL is unknown.
         ImportError: On a rank where a package is missing that the scheme needs.
         OSError: On a rank that could not write.
+        CheckpointError: On a rank where the previous save to this path in the background failed.
         RankFailedError: On the other ranks. The old folder is as it was.
 
     Example on two ranks:
@@ -63,17 +94,45 @@ def save_sharded(state: dict[str, Any], path: str | os.PathLike[str]) -> None:
         The format is that of ``torch.distributed.checkpoint``.
     """
     location = locate(path)
+    return save_in(state, location, location, background=background)
+
+
+def save_in(
+    state: dict[str, Any],
+    location: Location,
+    written_to: Location,
+    *,
+    background: bool,
+    then: Callable[[], None] = lambda: None,
+) -> PendingSave | None:
+    """Write a state into a folder, see :func:`save_sharded`.
+
+    Collective. Blocking.
+
+    Args:
+        state: The state.
+        location: The folder.
+        written_to: What one write at a time may go to: the folder, or one that it is in.
+        background: Whether threads write.
+        then: What rank 0 does when the folder has appeared, in its thread if threads write.
+    """
     made: list[NewFolder] = []
 
     def prepare() -> str:
         made.append(location.storage.new_folder(location.place))
         return made[0].path
 
-    on_all_ranks(functools.partial(_check, state))
+    on_all_ranks(functools.partial(_check, state, written_to))
     try:
-        temporary = on_rank(0, broadcast=True)(prepare)()
-        on_all_ranks(functools.partial(_run, functools.partial(_write, state, location.storage, str(temporary))))
-        on_rank(0)(_publish)(made)
+        temporary = str(on_rank(0, broadcast=True)(prepare)())
+        if background:
+            writer = _StagingWriter(temporary, location.storage)
+            on_all_ranks(functools.partial(_run, functools.partial(_write, state, writer)))
+            write = on_all_ranks(functools.partial(_start, writer, Parts(temporary), made, written_to, then))
+            return PendingSave(location.path, functools.partial(on_all_ranks, write.wait))
+        on_all_ranks(functools.partial(_run, functools.partial(_write, state, _Writer(temporary, location.storage))))
+        on_rank(0)(_publish)(made, then)
+        return None
     except BaseException:  # including KeyboardInterrupt: nothing half-written stays
         for folder in made:
             folder.discard()
@@ -103,7 +162,14 @@ def load_sharded(state: dict[str, Any], path: str | os.PathLike[str]) -> None:
         >>> state
         {'weight': tensor([1., 1., 1.]), 'step': 7}
     """
-    location = locate(path)
+    load_from(state, locate(path))
+
+
+def load_from(state: dict[str, Any], location: Location) -> None:
+    """Fill a state, see :func:`load_sharded`.
+
+    Collective. Blocking.
+    """
     on_rank(0)(location.storage.folder)(location.place)  # one rank puts an old folder back where that is needed
     folder = Location(location.storage, on_all_ranks(functools.partial(location.storage.folder, location.place)))
     metadata = on_all_ranks(functools.partial(read_metadata, folder))
@@ -171,6 +237,42 @@ class _Writer(FileSystemWriter):
         self.fs, self.path = _Files(storage), folder  # type: ignore[assignment] # the annotation is torch's local one
 
 
+class _StagingWriter(_Writer):
+    """Copies what this rank is to write, and writes it later, without the others."""
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        self._plan, self._staged = plan, _Staged(plan, planner)
+        done: Future[list[WriteResult]] = Future()
+        done.set_result([])
+        return done
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:  # noqa: ARG002 - torch's signature
+        self._metadata = metadata
+
+    def write(self) -> list[WriteResult]:
+        """Write this rank's part."""
+        return super().write_data(self._plan, self._staged).wait()
+
+    def write_contents(self, results: list[list[WriteResult]]) -> None:
+        """Write the table of contents, on rank 0, from what all ranks have written."""
+        super().finish(self._metadata, results)
+
+
+class _Staged(DefaultSavePlanner):
+    """Copies of what a rank writes, which share no memory with the state."""
+
+    def __init__(self, plan: SavePlan, planner: SavePlanner) -> None:
+        super().__init__()
+        self._copies = {item.index: _copy(planner.resolve_data(item)) for item in plan.items}
+
+    def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
+        return self._copies[write_item.index]
+
+
+def _copy(data: torch.Tensor | io.BytesIO) -> torch.Tensor | io.BytesIO:
+    return data.detach().to("cpu", copy=True) if isinstance(data, torch.Tensor) else data
+
+
 class _Reader(FileSystemReader):
     """Reads what a table of contents says that was read before, and compares the checksums."""
 
@@ -211,21 +313,51 @@ class _Planner(DefaultLoadPlanner):
         set_nested(self.original_state_dict, self.mappings[read_item.dest_index.fqn], loaded)
 
 
-def _check(state: dict[str, Any]) -> None:
+def _check(state: dict[str, Any], written_to: Location) -> None:
+    in_background.refuse_after_failure(written_to)
     if not isinstance(state, dict):
         raise TypeError(f"state must be a dict, got {type(state).__name__}. Put it into one.")
     check_state(state, is_sharded=True)
 
 
-def _write(state: dict[str, Any], storage: Storage, folder: str) -> None:
+def _write(state: dict[str, Any], writer: _Writer) -> None:
     with _quiet_on_one_process():
-        checkpoint.save(
-            state, storage_writer=_Writer(folder, storage), planner=_SavePlanner(), no_dist=_is_one_process()
-        )
+        checkpoint.save(state, storage_writer=writer, planner=_SavePlanner(), no_dist=_is_one_process())
 
 
-def _publish(made: list[NewFolder]) -> None:
+def _publish(made: list[NewFolder], then: Callable[[], None]) -> None:
     made[0].publish()
+    then()
+
+
+def _start(
+    writer: _StagingWriter, parts: Parts, made: list[NewFolder], written_to: Location, then: Callable[[], None]
+) -> BackgroundWrite:
+    """Start this rank's thread; that of rank 0 takes over the new folder."""
+    try:
+        write = in_background.start(written_to, functools.partial(_write_part, writer, parts, made[:], then))
+    except BaseException as error:
+        parts.tell(error)
+        raise
+    made.clear()
+    return write
+
+
+def _write_part(writer: _StagingWriter, parts: Parts, made: list[NewFolder], then: Callable[[], None]) -> None:
+    if not made:
+        parts.bring(writer.write)
+        return
+    try:
+        try:
+            own = writer.write()
+        finally:  # who goes on writing would put a folder back that has been discarded
+            others = parts.of_others()
+        writer.write_contents([own, *others])
+        _publish(made, then)
+    except BaseException:
+        for folder in made:
+            folder.discard()
+        raise
 
 
 def _read(state: dict[str, Any], folder: Location, metadata: Metadata) -> None:

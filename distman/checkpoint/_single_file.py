@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal, overload
 
@@ -19,7 +20,7 @@ from distman.manager import DistributedManager
 
 
 class PendingSave:
-    """A checkpoint that is being written while the program continues; :func:`save` returns it.
+    """A checkpoint that is being written while the program continues; :func:`save` and :func:`save_sharded` return it.
 
     Attributes:
         path: Where it will be: a path, or a URL.
@@ -31,9 +32,9 @@ class PendingSave:
         {'step': 7}
     """
 
-    def __init__(self, path: Path | str, write: BackgroundWrite | None) -> None:
+    def __init__(self, path: Path | str, wait: Callable[[], None]) -> None:
         self.path = path
-        self._write = write
+        self._wait = wait
 
     def wait(self) -> None:
         """Return when the checkpoint is complete and on the disk.
@@ -43,12 +44,9 @@ class PendingSave:
         Raises:
             RankFailedError: On every rank: it could not be written. The cause, on rank 0, says why; the previous
                 checkpoint is still there.
+            Exception: Of :func:`save_sharded`, on a rank that could not write its part: the reason.
         """
-        on_rank(0)(self._wait)()
-
-    def _wait(self) -> None:
-        if self._write is not None:
-            self._write.wait()
+        self._wait()
 
 
 @overload
@@ -98,7 +96,11 @@ def save(state: object, path: str | os.PathLike[str], *, background: bool = Fals
         return None
     started: list[BackgroundWrite] = []
     on_rank(0)(_save_later)(state, location, started)
-    return PendingSave(location.path, started[0] if started else None)
+
+    def wait_on_rank_0() -> None:
+        started[0].wait()
+
+    return PendingSave(location.path, on_rank(0)(wait_on_rank_0))
 
 
 def _save_now(state: object, location: Location) -> None:

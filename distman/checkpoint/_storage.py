@@ -5,6 +5,13 @@ from __future__ import annotations
 from contextlib import AbstractContextManager
 from typing import IO, Protocol
 
+METADATA = ".metadata"
+"""Name of the table of contents of a sharded state, which is written last.
+
+Source:
+    ``torch.distributed.checkpoint``.
+"""
+
 
 class NewFolder(Protocol):
     """A folder that is filled where nobody looks, and becomes visible when it is complete.
@@ -106,7 +113,7 @@ class Storage(Protocol):
         """
 
     def list(self, folder: str) -> list[str]:
-        """Return the names of the complete files and links in a folder; none if there is no such folder.
+        """Return the names of the complete files, links and folders in a folder; none if there is no such folder.
 
         Local. Blocking.
 
@@ -127,12 +134,12 @@ class Storage(Protocol):
         """
 
     def remove(self, place: str) -> None:
-        """Remove a file, if it is there.
+        """Remove a file or folder, if it is there.
 
-        Local. Blocking.
+        Local. Blocking. Whatever ends the process meanwhile, :meth:`folder` finds no half of a folder.
 
         Args:
-            place: The file or link.
+            place: The file or link, or the folder, as :meth:`new_folder` got it.
         """
 
     def remove_leftovers(self, folder: str) -> None:
@@ -145,17 +152,17 @@ class Storage(Protocol):
         """
 
     def link(self, place: str, target: str) -> None:
-        """Let a name stand for another file of its folder, from one moment to the next.
+        """Let a name stand for another file or folder of its folder, from one moment to the next.
 
         Local. Blocking.
 
         Args:
             place: The link; it may exist.
-            target: Name of the file.
+            target: Name of what it stands for.
         """
 
     def linked(self, place: str) -> str | None:
-        """Return the name of the file that a link stands for, or its own if it is a file; None if there is neither.
+        """Return the name that a link stands for, or its own if it is a file; None if there is neither.
 
         Local. Blocking.
 

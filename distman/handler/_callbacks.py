@@ -12,6 +12,7 @@ import torch
 from distman.checkpoint import CheckpointFolder
 from distman.handler._events import Callback
 from distman.handler._history import Record
+from distman.handler._sharded_state import save_in
 from distman.topology._partition import is_whole_number
 
 if TYPE_CHECKING:
@@ -111,6 +112,7 @@ class ModelCheckpoint(Callback):
         mode: ``"min"`` if smaller is better, ``"max"`` if larger is.
         keep: Number of the latest checkpoints to keep besides the best.
         num_best: Number of the best checkpoints to keep.
+        sharded: See :meth:`NNHandler.auto_save`.
 
     Attributes:
         best: The monitored values of the best, by step, the best one first. See :meth:`CheckpointFolder.best`.
@@ -138,12 +140,13 @@ class ModelCheckpoint(Callback):
         mode: Literal["min", "max"] = "min",
         keep: int = 1,
         num_best: int = 1,
+        sharded: bool = False,
     ) -> None:
         if not is_whole_number(num_best):
             raise TypeError(f"num_best must be a whole number, got {num_best!r}. Pass an integer.")
         if num_best < 1:
             raise ValueError(f"num_best must be at least 1, got {num_best}. Pass a positive number.")
-        self.folder = CheckpointFolder(folder, keep=keep)
+        self.folder = CheckpointFolder(folder, keep=keep, sharded=sharded)
         self.best: dict[int, float] = {}
         self._monitor, self._sign, self._num_best = monitor, _sign(mode), num_best
 
@@ -175,7 +178,7 @@ class ModelCheckpoint(Callback):
         if value is not None and not math.isnan(value):
             ranked = sorted((self.best | {step: value}).items(), key=lambda item: self._sign * item[1])
             self.best = dict(ranked[: self._num_best])
-        self.folder.save(handler.whole_state_dict(), step, is_best=step == next(iter(self.best), None), good=self.best)
+        save_in(self.folder, handler, is_best=step == next(iter(self.best), None), good=self.best)
 
     def on_train_end(self, handler: NNHandler) -> None:
         """Wait until the checkpoints have been written.

@@ -229,7 +229,7 @@ class NNHandler(Saving):
         """Load what an earlier run of the program has saved."""
         if self._auto_save is None or not self._auto_save.resumes or self._progress.training is not None:
             return
-        saved = self._auto_save.load()
+        saved = self._auto_save.load(self.module)
         if saved is not None:
             self.load_state_dict(saved)
             self._reporter.log("resuming from step %d, saved in %s", self.num_steps, self._auto_save.folder.path)

@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NoReturn
 
+import torch
+
 from distman.checkpoint import CheckpointFolder
 from distman.handler._reporting import Reporter
+from distman.handler._sharded_state import load_latest, save_in
 from distman.manager import DistributedManager
 
 if TYPE_CHECKING:
@@ -88,14 +91,14 @@ class AutoSave:
 
         Collective.
         """
-        self.folder.save(handler.whole_state_dict(), handler.num_steps)
+        save_in(self.folder, handler)
 
-    def load(self) -> Any:
-        """Return the state that was saved last; None if there is none.
+    def load(self, module: torch.nn.Module) -> Any:
+        """Return the state that was saved last, for a model that is sharded as this one; None if there is none.
 
         Collective.
         """
-        return self.folder.load_latest(device="cpu")
+        return load_latest(self.folder, module)
 
 
 class Progress:

@@ -18,7 +18,7 @@ from distman.handler._model import TrainedModel
 from distman.handler._plots import plot_history
 from distman.handler._reporting import Reporter
 from distman.handler._resumption import AutoSave, Progress
-from distman.handler._sharded_state import read_parts, read_rest, save_parts, whole
+from distman.handler._sharded_state import parts_of, read_parts, read_rest, whole
 from distman.handler._warm_start import TakenWeights, take_weights
 
 _PARTS = ("model", "model_kwargs", "training", "history", "callbacks")
@@ -67,6 +67,7 @@ class Saving(Inference):
         keep: int = 2,
         resume: bool = True,
         requeue: bool | None = None,
+        sharded: bool = False,
     ) -> None:
         """Save the training while it runs, and let :meth:`train` resume it when the program is started again.
 
@@ -80,6 +81,8 @@ class Saving(Inference):
             resume: Resume from the latest checkpoint in the folder, if there is one, whatever was loaded before.
             requeue: Requeue the Slurm job if it was asked to stop. None does so if ``DISTMAN_REQUEUE=1``, which the
                 job scripts set.
+            sharded: Let each rank write its part of a sharded model into checkpoints that are folders; else rank 0
+                gathers it and writes files.
 
         Raises:
             ValueError: A number is less than 1.
@@ -95,7 +98,11 @@ class Saving(Inference):
         """
         requeues = os.environ.get("DISTMAN_REQUEUE") == "1" if requeue is None else requeue
         self._auto_save = AutoSave(
-            checkpoint.CheckpointFolder(folder, keep=keep), every_epochs, every_steps, resumes=resume, requeues=requeues
+            checkpoint.CheckpointFolder(folder, keep=keep, sharded=sharded),
+            every_epochs,
+            every_steps,
+            resumes=resume,
+            requeues=requeues,
         )
 
     def state_dict(self) -> dict[str, Any]:
@@ -164,7 +171,7 @@ class Saving(Inference):
             ['callbacks', 'history', 'model', 'model_kwargs', 'training']
         """
         if sharded:
-            save_parts(self.state_dict(), path)
+            checkpoint.save_sharded(parts_of(self.state_dict()), path)
         else:
             checkpoint.save(self.whole_state_dict(), path)
 

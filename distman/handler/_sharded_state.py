@@ -7,19 +7,25 @@ import io
 import os
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
 from distman import checkpoint
 from distman._coordination.wait_scope import WaitScope
 from distman._torch_internals import is_distributed_tensor
+from distman.checkpoint import CheckpointFolder
 from distman.checkpoint._all_or_none import on_all_ranks
+from distman.checkpoint._folder import read_latest
 from distman.checkpoint._location import Location, locate
 from distman.checkpoint._state import check_state, without_unused_memory
+from distman.checkpoint._storage import METADATA
 from distman.decorators import on_rank
 from distman.errors import CheckpointError
 from distman.manager import DistributedManager
+
+if TYPE_CHECKING:
+    from distman.handler._nn_handler import NNHandler
 
 _REST = "rest"
 _PARTS = "parts"
@@ -54,10 +60,33 @@ def whole(state: Mapping[str, Any]) -> dict[str, Any]:
         return cast("dict[str, Any]", _map(state, gather))
 
 
-def save_parts(state: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
-    """Write a state into a folder: each rank its parts of the sharded tensors, and one of them the rest.
+def save_in(folder: CheckpointFolder, handler: NNHandler, **options: Any) -> None:
+    """Save a training in a folder of checkpoints, whole or in parts.
 
-    Collective. Blocking. See :func:`distman.checkpoint.save_sharded`.
+    Collective. Blocking. The options are those of :meth:`CheckpointFolder.save`.
+    """
+    state = parts_of(handler.state_dict()) if folder.sharded else handler.whole_state_dict()
+    folder.save(state, handler.num_steps, **options)
+
+
+def load_latest(folder: CheckpointFolder, module: torch.nn.Module) -> Any:
+    """Return the state of a training that was saved last in a folder of checkpoints; None if there is none.
+
+    Collective. Blocking. See :func:`read_parts`.
+    """
+    if not folder.sharded:
+        return folder.load_latest(device="cpu")
+
+    def read(location: Location) -> dict[str, Any]:
+        return read_parts(read_rest(location.path), module)
+
+    return read_latest(folder, read)
+
+
+def parts_of(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what :func:`distman.checkpoint.save_sharded` takes: this rank's parts of sharded tensors, and the rest.
+
+    Collective. Blocking.
     """
     parts: dict[str, torch.Tensor] = {}
 
@@ -74,7 +103,7 @@ def save_parts(state: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
         file = io.BytesIO()
         torch.save(without_unused_memory(rest), file)
         contents[_REST] = torch.frombuffer(bytearray(file.getbuffer()), dtype=torch.uint8)
-    checkpoint.save_sharded(contents, path)
+    return contents
 
 
 def read_rest(path: str | os.PathLike[str]) -> Any:
@@ -130,7 +159,7 @@ def _is_folder(location: Location) -> bool:
     """Return whether a sharded state is there."""
     try:
         folder = Location(location.storage, location.storage.folder(location.place))
-        location.storage.open((folder / ".metadata").place).close()
+        location.storage.open((folder / METADATA).place).close()
     except (FileNotFoundError, NotADirectoryError):
         return False
     return True

@@ -91,6 +91,30 @@ def test_a_damaged_newest_checkpoint_gives_way_to_the_one_before(tmp_path, rank,
     all_are_well()
 
 
+@ranks(1, 3)
+@pytest.mark.parametrize("background", [False, True])
+def test_a_flipped_bit_in_one_part_lets_all_ranks_load_the_one_before(tmp_path, rank, world_size, background):
+    def state_of(step):
+        return {"step": step, f"own {rank}": torch.full((1000,), float(step))}
+
+    folder = CheckpointFolder(tmp_path, background=background, sharded=True)
+    for step in (1, 2):
+        folder.save(state_of(step), step)
+    folder.wait()
+    if rank == 0:
+        part = tmp_path / "checkpoint-00000002" / f"__{world_size - 1}_0.distcp"
+        content = bytearray(part.read_bytes())
+        content[content.index(torch.full((8,), 2.0).numpy().tobytes()) + 3] ^= 1
+        part.write_bytes(content)
+    all_are_well()
+    with warnings_logged() as warnings:
+        state = folder.load_latest(state_of(0))
+    assert state["step"] == 1
+    assert torch.equal(state[f"own {rank}"], torch.ones(1000))
+    assert ["skipping" in warning for warning in warnings] == ([True] if rank == 0 else [])
+    all_are_well()
+
+
 @ranks(2)
 def test_an_error_that_is_no_damage_is_raised(tmp_path, rank):
     folder = CheckpointFolder(tmp_path, background=False)

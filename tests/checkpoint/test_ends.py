@@ -11,6 +11,7 @@ from ..launch.processes import launch
 
 SCRIPT = Path(__file__).parent / "scripts" / "forked.py"
 KILLS = 80
+KILLS_OF_RANKS = 16
 
 
 @pytest.fixture(scope="module")
@@ -45,6 +46,16 @@ def test_a_process_that_ends_finishes_what_it_saves_in_the_background_or_says_wh
     ]
     assert finished.stderr.count("ValueError: the program fails") == 1
     assert len(re.findall(r"the background save to .*/state\.pt failed: \w+\(", finished.stderr)) == 2
+
+
+def test_what_two_ranks_saved_in_the_background_survives_a_kill_of_one_or_both():
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+        script = SCRIPT.with_name("killed_ranks.py")
+        finished = launch([PYTHON, script, f"{folder}/run", str(KILLS_OF_RANKS)], timeout=120)
+    assert (finished.returncode, finished.stderr) == (0, "")
+    ways = re.findall(r"^(\w+) saved [1-9]\d*, \d+ of (\d+) left traces$", finished.stdout, re.MULTILINE)
+    num_each = str(KILLS_OF_RANKS // 4)
+    assert ways == [(way, num_each) for way in ("Whole", "Numbered", "Sharded", "NumberedSharded")]
 
 
 def test_a_process_that_ends_finishes_what_it_saves_through_coroutines(tmp_path):

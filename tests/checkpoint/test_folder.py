@@ -1,11 +1,13 @@
 """Numbered checkpoints: which are kept, what the links say, and what is done about what kills leave behind."""
 
+import functools
 import os
 
 import pytest
+import torch
 
 from distman import DistributedManager, RankFailedError
-from distman.checkpoint import CheckpointFolder, load
+from distman.checkpoint import CheckpointFolder, load, load_sharded
 from distman.testing import ranks
 
 
@@ -36,6 +38,55 @@ def test_the_last_ones_and_the_best_are_kept(tmp_path, rank, background):
     assert folder.load_best() == {"step": 20}
     assert (folder.path / "latest.pt").readlink() == (folder.path / numbered(50)[0]).relative_to(folder.path)
     assert load(folder.path / "best.pt") == {"step": 20}
+
+
+@ranks(1, 2, 4)
+@pytest.mark.parametrize("background", [False, True])
+def test_the_last_ones_and_the_best_are_kept_of_states_in_parts(tmp_path, rank, background):
+    def empty():
+        return {"step": 0, "rows": torch.zeros(5), f"own {rank}": 0}
+
+    folder = CheckpointFolder(tmp_path / "new" / "run", keep=2, background=background, sharded=True)
+    assert (folder.latest(), folder.best()) == (None, None)
+    assert (folder.load_latest(empty()), folder.load_best(empty())) == (None, None)
+    for step in range(10, 60, 10):
+        folder.save({"step": step, "rows": torch.full((5,), step), f"own {rank}": rank}, step, is_best=step == 20)
+        assert name(folder.latest()) == f"checkpoint-{step:08d}"
+    folder.wait()
+    assert names(folder) == ["best", *(f"checkpoint-{step:08d}" for step in (20, 40, 50)), "latest"]
+    latest, best = folder.load_latest(empty()), folder.load_best(empty())
+    assert (latest["step"], latest["rows"].tolist(), latest[f"own {rank}"]) == (50, [50] * 5, rank)
+    assert (best["step"], best["rows"].tolist()) == (20, [20] * 5)
+    state = empty()
+    load_sharded(state, folder.path / "latest")
+    assert state["step"] == 50
+    with pytest.raises(TypeError, match="state must be a dict to fill with sharded=True, got NoneType"):
+        folder.load_latest()
+
+
+@ranks(2)
+def test_checkpoints_of_the_other_kind_are_refused_and_not_overlooked(tmp_path):
+    for sharded in (False, True):
+        path = tmp_path / str(sharded)
+        CheckpointFolder(path, sharded=sharded, background=False).save({"step": 1}, 1)
+        other = CheckpointFolder(path, sharded=not sharded)
+        for use in (other.latest, functools.partial(other.save, {"step": 2}, 2)):
+            with pytest.raises(RankFailedError, match=r"must hold checkpoints of one kind, got checkpoint-00000001"):
+                use()
+    with pytest.raises(TypeError, match="state must be left out with sharded=False, got dict"):
+        CheckpointFolder(tmp_path / "False").load_latest({})
+
+
+def test_a_folder_without_a_table_of_contents_is_no_checkpoint(tmp_path):
+    folder = CheckpointFolder(tmp_path, sharded=True, background=False)
+    folder.save({"step": 1}, 1)
+    folder.save({"step": 2}, 2)
+    (tmp_path / "checkpoint-00000002" / ".metadata").unlink()
+    (tmp_path / ".checkpoint-00000003.12-00ff00ff.tmp").mkdir()
+    assert folder.load_latest({"step": 0}) == {"step": 1}
+    folder.save({"step": 4}, 4)
+    assert name(folder.latest()) == "checkpoint-00000004"
+    assert [one for one in names(folder) if one.startswith(".")] == []
 
 
 @ranks(1, 3)

@@ -97,6 +97,24 @@ def test_the_last_ones_and_the_best_are_kept_in_every_kind_of_storage(place, bac
     assert everything_in(f"{place}/run") == ["best.pt", *map(step_name, (20, 40, 50)), "latest.pt"]
 
 
+@pytest.mark.parametrize("background", [False, True])
+def test_the_last_ones_and_the_best_are_kept_in_parts_in_every_kind_of_storage(place, background):
+    folder = CheckpointFolder(f"{place}/run", keep=2, background=background, sharded=True)
+    for step in range(10, 60, 10):
+        folder.save({"step": step}, step, is_best=step == 20)
+        assert str(folder.latest()).endswith(f"/run/checkpoint-{step:08d}")
+    folder.wait()
+    assert folder.load_latest({"step": 0}) == {"step": 50}
+    assert folder.load_best({"step": 0}) == {"step": 20}
+    for found in (f"{place}/run/best", folder.best()):
+        state = {"step": 0}
+        load_sharded(state, found)
+        assert state == {"step": 20}
+    run = location.locate(f"{place}/run")
+    kept = [f"checkpoint-{step:08d}" for step in (20, 40, 50)]
+    assert sorted(run.storage.list(run.place)) == ["best", *kept, "latest"]
+
+
 def test_a_link_to_a_file_that_is_gone_leads_nowhere_in_every_kind_of_storage(place):
     folder = CheckpointFolder(f"{place}/run", background=False)
     folder.save({"step": 1}, 1, is_best=True)

@@ -259,16 +259,18 @@ OPTIONS = {"clip_norm": 0.5, "ema_decay": 0.5}
 
 
 @ranks(1, 2)
-def test_resumed_after_any_save_it_is_the_training_that_was_never_cut_off(tmp_path, world_size):
+@pytest.mark.parametrize("sharded", [False, True])
+def test_resumed_after_any_save_it_is_the_training_that_was_never_cut_off(tmp_path, world_size, sharded):
     handler = small_handler("fsdp")
-    handler.auto_save(tmp_path / "auto", every_steps=4, every_epochs=None, keep=99)
-    handler.add_callback(ModelCheckpoint(tmp_path / "best", keep=99))
+    handler.auto_save(tmp_path / "auto", every_steps=4, every_epochs=None, keep=99, sharded=sharded)
+    handler.add_callback(ModelCheckpoint(tmp_path / "best", keep=99, sharded=sharded))
     handler.train(2, **OPTIONS)
     handler.save(tmp_path / "file.pt")
     handler.save(tmp_path / "folder", sharded=True)
     handler.train(4, **OPTIONS)
     numbered = {"auto": (4, 8), "best": (12 // world_size,)}
-    saved = [f"{folder}/checkpoint-{step:08}.pt" for folder, steps in numbered.items() for step in steps]
+    suffix = "" if sharded else ".pt"
+    saved = [f"{folder}/checkpoint-{step:08}{suffix}" for folder, steps in numbered.items() for step in steps]
     for name in (*saved, "file.pt", "folder"):
         other = small_handler("fsdp")
         other.load(tmp_path / name)
@@ -277,6 +279,22 @@ def test_resumed_after_any_save_it_is_the_training_that_was_never_cut_off(tmp_pa
         torch.testing.assert_close(weights(other), weights(handler), rtol=0, atol=0)
     made = NNHandler.initialize_from_checkpoint(tmp_path / "folder", Small, strategy="fsdp")
     assert (made.num_steps, made.train_losses) == (24 // world_size, handler.train_losses[:2])
+
+
+@ranks(3, manager=False)
+def test_a_program_that_is_started_again_on_fewer_ranks_resumes_from_parts_as_from_files(rank, tmp_path):
+    dist.destroy_process_group()
+    curves = {}
+    for world_size, strategy, epochs in ((3, "fsdp", 1), (2, "ddp", 2), (2, "fsdp", 3), (1, "fsdp", 4)):
+        if rank < world_size:
+            with job(world_size, rank, tmp_path / f"store {epochs}"):
+                DistributedManager().find_unused_parameters = True
+                for sharded in (False, True):
+                    handler = small_handler(strategy)
+                    handler.auto_save(tmp_path / f"auto {sharded}", sharded=sharded)
+                    curves[sharded] = handler.train(epochs, **OPTIONS)["loss"]
+                assert len(curves[True]) == epochs
+                assert curves[True] == pytest.approx(curves[False], rel=1e-12)
 
 
 def read_safetensors(path):
