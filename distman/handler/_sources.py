@@ -6,16 +6,28 @@ import abc
 import dataclasses
 import operator
 import zlib
+from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sized
 from typing import Any
 
 import torch
-from torch.utils.data import IterableDataset
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+    default_collate,
+)
 
 from distman._coordination.wait_scope import collective
 from distman._log import logger
 from distman._torch_internals import tree_leaves
 from distman.collectives._exchange import all_gather_numbers, control_device
+from distman.collectives._headers import sum_numbers
 from distman.collectives._objects import broadcast_data
 from distman.data import TrainingLoader
 from distman.data._randomness import (
@@ -26,10 +38,18 @@ from distman.data._randomness import (
     set_states_of,
     states_of,
 )
-from distman.errors import DistmanError
+from distman.errors import DistmanError, PlanMismatchError
 from distman.manager import DistributedManager
 
 NumSamples = Callable[[Any], int]
+_OF_KNOWN_LENGTH = (
+    DistributedSampler,
+    RandomSampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
+"""Samplers that draw as many indices as their length says; a subclass may not."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,7 +140,7 @@ class LoaderSource(Source):
                 yield Step(batch, self.loader.num_own, self.loader.num_total)
             else:
                 num_own = counted(batch, self._count) if self.loader.num_own else 0
-                yield Step(batch, num_own, sum(num for (num,) in _exchange(num_own)))
+                yield Step(batch, num_own, _sum_samples(num_own))
         self.begin(epoch + 1)
 
     def _compare(self, epoch: int) -> None:
@@ -155,8 +175,9 @@ class LoaderSource(Source):
 class ForeignSource(Source):
     """Steps of batches that each rank gets in its own way, in numbers that may differ.
 
-    Before each step the ranks exchange their numbers of samples. A rank that has none left takes part with its last
-    batch, or with another rank's if it never had one, with weight 0.
+    Before the first step of an epoch the ranks exchange their numbers of samples, and before each step their total,
+    unless the lengths of all ranks' loaders say it. A rank that has none left takes part with its last batch, or with
+    another rank's if it never had one, with weight 0.
 
     Args:
         batches: A DataLoader, or another iterable that starts over in each epoch. ``set_epoch`` is called, if there is
@@ -182,6 +203,8 @@ class ForeignSource(Source):
         self._last: Any = None
         self._has_last = False
         self._is_exhausted = False  # this rank's part of the epoch
+        self._lengths: Counter[tuple[int, int]] = Counter()  # of the ranks' loaders; none unless all are known
+        self._own_lengths = (0, 0)
         self._is_compared = DistributedManager().world_size == 1
 
     @property
@@ -193,17 +216,39 @@ class ForeignSource(Source):
         holders = [batches, dataset] if is_read_here else [batches]
         return next((one for one in holders if hasattr(one, "load_state_dict") and hasattr(one, "state_dict")), None)
 
-    def _exchange(self, num_samples: int, *, lacks_all: bool) -> tuple[list[int], list[bool]]:
-        """Return each rank's number of samples, and whether it has never had a batch."""
+    def _first_total(self, num_own: int) -> int:
+        """Return the number of samples of all ranks in an epoch's first step, for which each has a batch then."""
         checksum = 0 if self._is_compared else _checksum(self._last)
-        gathered = _exchange(num_samples, lacks_all, checksum)
-        if checksum and all(row == gathered[0] for row in gathered) and DistributedManager().is_main:
+        self._own_lengths = _lengths(self.batches) if self._count is count_samples else (0, 0)
+        if num_own != _num_in_batch(self._num_taken, *self._own_lengths):
+            self._own_lengths = (0, 0)
+        gathered = _exchange(num_own, not self._has_last, checksum, *self._own_lengths)
+        if checksum and all(row[:3] == gathered[0][:3] for row in gathered) and DistributedManager().is_main:
             logger.warning(
                 "the first batch is the same on all ranks: each seems to read all samples instead of its part. Share "
                 "them out by DataLoader(distributed_stream(dataset)), or pass the dataset instead of a loader"
             )
         self._is_compared = True
-        return [num for num, _, _ in gathered], [bool(lacks) for _, lacks, _ in gathered]
+        are_known = all(row[4] for row in gathered)
+        self._lengths = Counter((row[3], row[4]) for row in gathered if are_known)
+        total, lacking = sum(row[0] for row in gathered), [bool(row[1]) for row in gathered]
+        if total and any(lacking):
+            batch = broadcast_data(self._last, src=lacking.index(False))
+            self._last, self._has_last = (self._last, True) if self._has_last else (batch, True)
+        return total
+
+    def _next_total(self, num_own: int) -> int:
+        """Return the number of samples of all ranks in a later step."""
+        if not self._lengths:
+            return _sum_samples(num_own)
+        expected = _num_in_batch(self._num_taken, *self._own_lengths)
+        if num_own != expected:
+            raise ValueError(
+                f"a batch must have as many samples as its sampler has drawn, {expected}, got {num_own} in batch "
+                f"{self._num_taken} of epoch {self._epoch}. Pass the loader a collate_fn of your own: what one returns "
+                "is counted batch by batch."
+            )
+        return sum(_num_in_batch(self._num_taken, *one) * num for one, num in self._lengths.items())
 
     def begin(self, epoch: int) -> None:
         """Move to the start of an epoch."""
@@ -218,16 +263,13 @@ class ForeignSource(Source):
         if self._epoch > epoch:
             return
         iterator = self._resume(epoch)
-        while True:
-            num_own = self._take(iterator)
-            nums, lacking = self._exchange(num_own, lacks_all=not self._has_last)
-            if not any(nums):
-                break
-            if any(lacking):
-                batch = broadcast_data(self._last, src=lacking.index(False))
-                self._last, self._has_last = (self._last, True) if self._has_last else (batch, True)
+        num_own = self._take(iterator)
+        num_total = self._first_total(num_own)
+        while num_total:
             self._num_taken += 1
-            yield Step(self._last, num_own, sum(nums))
+            yield Step(self._last, num_own, num_total)
+            num_own = self._take(iterator)
+            num_total = self._next_total(num_own)
         if not self._num_taken:
             raise ValueError(f"no rank has a batch to train with in epoch {epoch}. Check the data.")
         self.begin(epoch + 1)
@@ -316,6 +358,34 @@ def _exchange(*numbers: int) -> list[list[int]]:
     """Return the numbers of each rank."""
     members = DistributedManager().resolve_group(None)
     return all_gather_numbers(numbers, members, control_device(members, DistributedManager().device))
+
+
+@collective
+def _sum_samples(number: int) -> int:
+    """Return the sum of the ranks' numbers, by one operation of the backend."""
+    members = DistributedManager().resolve_group(None)
+    sums = sum_numbers([number], "samples of a step", members, control_device(members, DistributedManager().device))
+    if sums is None:
+        raise PlanMismatchError(
+            "all ranks must exchange their numbers of samples now, but some sum something else. Let all ranks train "
+            "with loaders of one kind; DISTMAN_DEBUG=1 shows where they part."
+        )
+    return int(sums[0])
+
+
+def _lengths(batches: Any) -> tuple[int, int]:
+    """Return the numbers of samples in a pass through a loader and in a batch; zeros where its parts may differ."""
+    drawn: Any = batches.batch_sampler if type(batches) is DataLoader else None
+    sampler: Any = drawn.sampler if type(drawn) is BatchSampler else None
+    if type(sampler) not in _OF_KNOWN_LENGTH or batches.collate_fn is not default_collate:
+        return 0, 0
+    num_all = len(sampler)
+    return num_all - num_all % drawn.batch_size if drawn.drop_last else num_all, drawn.batch_size
+
+
+def _num_in_batch(index: int, num_all: int, size: int) -> int:
+    """Return the number of samples in a batch of a loader of such lengths; 0 after the last."""
+    return max(0, min(size, num_all - index * size))
 
 
 def counted(batch: Any, num_samples: NumSamples) -> int:

@@ -1,8 +1,19 @@
+import itertools
+
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    Subset,
+)
 
+from distman import DistributedManager
 from distman.data import distributed_loader
 from distman.handler import Callback, NNHandler
 from distman.testing import ranks
@@ -53,6 +64,94 @@ def test_ranks_with_other_numbers_of_batches_lose_no_sample(accumulate, rank):
         expected.append(total / 65)
     assert history["loss"] == pytest.approx(expected, rel=1e-10)
     assert_same_on_all_ranks(handler.module)
+
+
+PARTS = [range(37), range(37, 65), range(0)]
+"""What ranks 0, 1 and 2 read: the last one has no batch at all."""
+
+
+def collate_as_torch_does(samples):
+    return torch.utils.data.default_collate(samples)
+
+
+class NumbersOfExchanges(Callback):
+    """Notes after each step how many messages of the package the ranks have exchanged."""
+
+    def __init__(self):
+        self.numbers = []
+
+    def on_step_end(self, handler, step):
+        self.numbers.append(next(DistributedManager().resolve_group(None).exchanges))
+
+
+@ranks(1, 2, 3)
+@pytest.mark.parametrize("drop_last", [False, True])
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_loaders_of_known_lengths_train_as_others_without_a_message_per_step(drop_last, accumulate, rank, world_size):
+    histories, numbers = [], []
+    for collate_fn in (None, collate_as_torch_does):
+        handler = make_handler(1)
+        data = Subset(regression(), PARTS[rank])
+        loader = DataLoader(
+            data, batch_size=5, sampler=SequentialSampler(data), drop_last=drop_last, collate_fn=collate_fn
+        )
+        handler.set_train_loader(loader)
+        exchanges = NumbersOfExchanges()
+        handler.add_callback(exchanges)
+        histories.append(handler.train(3, accumulate=accumulate)["loss"])
+        assert handler.num_steps == 3 * -(-(7 if drop_last else 8) // accumulate)
+        assert_same_on_all_ranks(handler.module)
+        numbers.append([after - before for before, after in itertools.pairwise(exchanges.numbers)])
+    assert histories[0] == histories[1]
+    if world_size > 1:
+        num_within = handler.num_steps // 3 - 1
+        assert set(numbers[0][:num_within]) == {1}  # that of the callback itself
+        assert min(numbers[1]) > 1
+
+
+class OddSampler(RandomSampler):
+    """Draws less than it says."""
+
+    def __iter__(self):
+        return itertools.islice(super().__iter__(), 20)
+
+
+@ranks(2)
+@pytest.mark.parametrize("is_batch_sampler", [False, True])
+def test_what_samplers_of_the_program_say_of_their_lengths_is_not_relied_on(is_batch_sampler, rank):
+    data = regression()
+    sampler = OddSampler(data) if rank else RandomSampler(data)
+    batches = (
+        {"batch_sampler": BatchSampler(sampler, 8, drop_last=False)}
+        if is_batch_sampler
+        else {"sampler": sampler, "batch_size": 8}
+    )
+    handler = make_handler(1)
+    handler.set_train_loader(DataLoader(data, **batches))
+    handler.train(2)
+    assert handler.num_steps == 2 * 9
+
+
+class Thinned(Dataset):
+    """Returns fewer samples than it was asked for, but in its first batch."""
+
+    def __len__(self):
+        return 16
+
+    def __getitems__(self, indices):
+        samples = [regression()[index] for index in indices]
+        return samples if 0 in indices else samples[1:]
+
+
+@ranks(1, 2)
+def test_a_batch_of_another_length_is_refused_unless_the_program_collates():
+    handler = make_handler(1)
+    handler.set_train_loader(DataLoader(Thinned(), batch_size=4))
+    with pytest.raises(ValueError, match=r"has drawn, 4, got 3 in batch 1 of epoch 0\. Pass the loader a collate_fn"):
+        handler.train(1)
+    handler.set_train_loader(DataLoader(Thinned(), batch_size=4, collate_fn=collate_as_torch_does))
+    handler.train(1)
+    assert handler.num_steps == 4
 
 
 @ranks(1, 2)
