@@ -358,6 +358,15 @@ def all_reduce_traced(tensor: torch.Tensor, operation: str, process_group: dist.
 # Tensors, their memory, and the states of modules
 
 
+def unbind_apart(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """Return the slices of a tensor along its first dim as tensors that share its memory, but are no views of it.
+
+    What is done to one in place, autograd takes for a change of that one alone.
+    """
+    with torch._C._AutoDispatchBelowADInplaceOrView():
+        return list(tensor.unbind())
+
+
 def is_forward_mode() -> bool:
     """Return whether derivatives are being computed forward, so that a tensor may carry a tangent."""
     return torch.autograd.forward_ad._current_level >= 0

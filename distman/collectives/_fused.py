@@ -15,10 +15,10 @@ from distman._text import printable
 from distman._torch_internals import all_reduce_traced, is_forward_mode
 from distman.collectives import _debug
 from distman.collectives._exchange import announce, carrier_of, control_device, process_group_of
-from distman.collectives._fused_layout import OPERATIONS, Layout, find_layout
+from distman.collectives._fused_layout import OPERATIONS, Layout, find_layout, kind_of, stack_alike
 from distman.collectives._headers import HEADER_WORDS, MESSAGE_WORDS, is_signed_by_all, signed_message
 from distman.collectives._objects import all_gather_objects
-from distman.collectives._structure import leaves, rebuild
+from distman.collectives._structure import flatten
 from distman.collectives._validation import GroupLike, check_tensor, has_tangent, resolve_group
 from distman.errors import PlanMismatchError
 from distman.manager import DistributedManager
@@ -82,8 +82,9 @@ def fused_all_reduce(
             they are reduced.
 
     Returns:
-        New tensors in the same structure, each of its own dtype, on its own device; with ``async_op`` a pair of that
-        and a :class:`FusedWork`, after whose ``wait()`` the results are there.
+        New tensors in the same structure, each of its own dtype, on its own device; up to 512 elements in all may be
+        parts of one storage. With ``async_op`` a pair of that and a :class:`FusedWork`, after whose ``wait()`` the
+        results are there.
 
     Raises:
         TypeError: Something in the structure is no tensor, or another argument is of a wrong type.
@@ -96,38 +97,41 @@ def fused_all_reduce(
         >>> fused_all_reduce(sums)
         {'loss': tensor(2.), 'samples': tensor([16.,  8.])}
     """
-    paths, values = [], []
-    for path, tensor in leaves(tensors):
-        paths.append(path)
-        values.append(tensor)
+    paths, values, rebuild = flatten(tensors)
     operation = name_of(op)
     if buffer_dtype is not None and not isinstance(buffer_dtype, torch.dtype):
         raise TypeError(f"buffer_dtype must be a torch.dtype or None, got {buffer_dtype!r}. Pass torch.float64, say.")
     place = torch.device(device) if device is not None else values[0].device if values else None
     members = resolve_group(group)
+    is_traced = torch.compiler.is_compiling()
+    needs_grad = torch.is_grad_enabled() and True in [value.requires_grad for value in values]
+    has_tangents = not async_op and is_forward_mode() and any(has_tangent(value) for value in values)
+    stacked = None if is_traced or async_op or needs_grad or has_tangents else stack_alike(values)
+    kinds = tuple([kind_of(value) for value in (values if stacked is None else values[:1])])
     if device is None:
-        for value in {(value.dtype, value.device): value for value in values}.values():
+        for value in dict(zip(kinds, values, strict=False)).values():
             check_tensor(value, members)
-    if place is not None and place.type in members.device_types and not torch.compiler.is_compiling():
+    if place is not None and place.type in members.device_types and not is_traced:
         place = carrier_of(place, process_group_of(members))
     layout = find_layout(
         operation,
         buffer_dtype,
         place if place is not None else DistributedManager().device,
-        tuple([(path, value.shape, value.dtype, value.device) for path, value in zip(paths, values, strict=True)]),
-        has_tangents=not async_op and is_forward_mode() and any(has_tangent(value) for value in values),
+        paths,
+        kinds,
+        has_tangents=has_tangents,
     )
-    if torch.compiler.is_compiling():
-        traced = rebuild(tensors, iter(_reduce_traced(values, layout, members)))
+    if is_traced:
+        traced = rebuild(iter(_reduce_traced(values, layout, members)))
         return (traced, FusedWork(None)) if async_op else traced
-    needs_grad = torch.is_grad_enabled() and any(value.requires_grad for value in values)
     _debug.compare("fused_all_reduce", members, op=operation, tensors=layout.text, grad=needs_grad)
     if async_op:
         results, work = _reduce_later([value.detach() for value in values], layout, members)
-        return rebuild(tensors, iter(results)), work
-    if needs_grad or layout.has_tangents:
-        return rebuild(tensors, iter(_FusedAllReduce.apply(layout, members, *values)))
-    return rebuild(tensors, iter(_launch(values, layout, members)()))
+        return rebuild(iter(results)), work
+    if needs_grad or has_tangents:
+        return rebuild(iter(_FusedAllReduce.apply(layout, members, *values)))
+    buffer = layout.pack(values) if stacked is None else layout.flat(stacked)
+    return rebuild(iter(_launch(buffer, layout, members)()))
 
 
 class FusedWork:
@@ -182,16 +186,15 @@ class FusedWork:
 
 def _reduce_later(values: Sequence[torch.Tensor], layout: Layout, group: Group) -> tuple[list[torch.Tensor], FusedWork]:
     """Return tensors that hold the values until the work is done, and the work."""
-    finish = _launch(values, layout, group)
+    finish = _launch(layout.pack(values), layout, group)
     if group.size == 1:
         return finish(), FusedWork(None)
     results = [value.clone(memory_format=torch.contiguous_format) for value in values]
     return results, FusedWork(lambda: _fill(results, finish()))
 
 
-def _launch(values: Sequence[torch.Tensor], layout: Layout, group: Group) -> Callable[[], list[torch.Tensor]]:
+def _launch(buffer: torch.Tensor, layout: Layout, group: Group) -> Callable[[], list[torch.Tensor]]:
     """Send what can be sent at once, and return what waits for the results."""
-    buffer = layout.pack(values)
     if group.size == 1:
         return lambda: layout.unpack(buffer)
     place = control_device(group, layout.device)  # not a GPU's, which the host would have to wait for
@@ -255,7 +258,7 @@ class _FusedAllReduce(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, layout: Layout, group: Group, *values: torch.Tensor) -> tuple[torch.Tensor, ...]:
         ctx.layout, ctx.group = layout, group
-        results = _launch(values, layout, group)()
+        results = _launch(layout.pack(values), layout, group)()
         ctx.mark_non_differentiable(*(result for result in results if not _carries_gradient(result)))
         return tuple(results)
 

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from distman._torch_internals import unbind_apart
+
 OPERATIONS = {
     "sum": dist.ReduceOp.SUM,
     "avg": dist.ReduceOp.AVG,
@@ -18,12 +20,16 @@ OPERATIONS = {
     "min": dist.ReduceOp.MIN,
     "product": dist.ReduceOp.PRODUCT,
 }
+Kind = tuple[torch.Size, torch.dtype, torch.device]
+"""What is known of a tensor: shape, dtype and device."""
 _REAL = {torch.complex64: torch.float32, torch.complex128: torch.float64}  # dtype.to_real() cannot be compiled
 _BUFFER_DTYPES = (
     *(torch.float64, torch.float32, torch.float16, torch.bfloat16),
     *(torch.int64, torch.int32, torch.int8, torch.uint8),
 )
 """What all backends reduce."""
+_MOST_TOGETHER = 512
+"""Elements of results that may share memory, which stays as long as one of them does; copies take longer than that."""
 _SHIFTS = (0, 22, 44)  # bits; float64 adds up 22 of them exactly over 2**31 ranks
 _LOW_BITS = 2**22 - 1
 
@@ -70,11 +76,17 @@ class Layout:
 
     def pack(self, values: Sequence[torch.Tensor]) -> torch.Tensor:
         """Return the buffer with these values."""
-        with torch.autocast(self.device.type, enabled=False):  # it refuses to put 16-bit floats of two kinds together
-            if self.is_uniform:
-                return torch.stack(list(values)).to(self.device, self.dtype).contiguous().view(-1)
-            flat = [_as_real(value).reshape(-1).to(self.device, self.dtype) for value in values]
-            return torch.cat(flat) if flat else torch.empty(0, dtype=self.dtype, device=self.device)
+        if torch.is_autocast_enabled(self.device.type):  # it refuses to put 16-bit floats of two kinds together
+            with torch.autocast(self.device.type, enabled=False):
+                return self.pack(values)
+        if self.is_uniform:
+            return self.flat(torch.stack(list(values)))
+        flat = [_as_real(value).reshape(-1).to(self.device, self.dtype) for value in values]
+        return torch.cat(flat) if flat else torch.empty(0, dtype=self.dtype, device=self.device)
+
+    def flat(self, stacked: torch.Tensor) -> torch.Tensor:
+        """Return the buffer with the values that :func:`stack_alike` has stacked."""
+        return stacked.to(self.device, self.dtype).reshape(-1)
 
     @functools.cached_property
     def num_words(self) -> int:
@@ -101,10 +113,34 @@ class Layout:
         if self.is_uniform:
             _, shape, dtype, device = self.rows[0]
             stacked = buffer.to(device, dtype).view(len(self.rows), *shape)
+            if len(buffer) <= _MOST_TOGETHER and not torch.compiler.is_compiling():
+                return unbind_apart(stacked)
             parts: Any = torch.unbind_copy(stacked)  # type: ignore[func-returns-value]  # typed as None
             return list(parts)
         pieces = zip(buffer.split(self.lengths), self.rows, strict=True)
         return [_restore(part, shape, dtype, device) for part, (_, shape, dtype, device) in pieces]
+
+
+def kind_of(tensor: torch.Tensor) -> Kind:
+    """Return what is known of a tensor."""
+    return tensor.shape, tensor.dtype, tensor.device
+
+
+def stack_alike(values: Sequence[torch.Tensor]) -> torch.Tensor | None:
+    """Return tensors of one kind that is not complex, along a new first dim; None for others.
+
+    Where they are many, to stack them takes less time than to look at the shape of each.
+    """
+    dtypes = [value.dtype for value in values]
+    if not dtypes or dtypes.count(dtypes[0]) < len(dtypes) or dtypes[0].is_complex:
+        return None
+    if values[0].shape != values[-1].shape:  # to be told by an error takes long
+        return None
+    try:
+        stacked = torch.stack(list(values))
+    except RuntimeError:  # of other shapes, on other devices, or of a dtype that autocast refuses
+        return None
+    return stacked if stacked.dtype == dtypes[0] else None
 
 
 def _as_real(tensor: torch.Tensor) -> torch.Tensor:
@@ -121,17 +157,26 @@ def find_layout(
     operation: str,
     buffer_dtype: torch.dtype | None,
     device: torch.device,
-    rows: tuple[tuple[str, torch.Size, torch.dtype, torch.device], ...],
+    paths: tuple[str, ...],
+    kinds: tuple[Kind, ...],
     *,
     has_tangents: bool,
 ) -> Layout:
     """Return the layout for these tensors; a program asks for a few, again and again.
 
+    Args:
+        operation: Name of the reduction.
+        buffer_dtype: Dtype of the buffer; None takes the widest of the tensors.
+        device: Device of the buffer.
+        paths: Path of each tensor.
+        kinds: Kind of each tensor, or the one that all of them have.
+        has_tangents: Whether some carry tangents of forward-mode differentiation.
+
     Raises:
         ValueError: They cannot be reduced in one buffer, or not by this operation.
     """
     make = _make_layout.__wrapped__ if torch.compiler.is_compiling() else _make_layout
-    layout: Layout = make(operation, buffer_dtype, device, rows, has_tangents)
+    layout: Layout = make(operation, buffer_dtype, device, paths, kinds, has_tangents)
     return layout
 
 
@@ -140,13 +185,16 @@ def _make_layout(
     operation: str,
     buffer_dtype: torch.dtype | None,
     device: torch.device,
-    rows: tuple[tuple[str, torch.Size, torch.dtype, torch.device], ...],
+    paths: tuple[str, ...],
+    kinds: tuple[Kind, ...],
     has_tangents: bool,
 ) -> Layout:
-    dtype = _buffer_dtype([dtype for _, _, dtype, _ in rows], operation, buffer_dtype)
-    lengths = [shape.numel() * (2 if kind.is_complex else 1) for _, shape, kind, _ in rows]
-    kinds = {row[1:] for row in rows}
-    is_uniform = len(kinds) == 1 and not rows[0][2].is_complex
+    if len(kinds) == 1:
+        kinds *= len(paths)
+    dtype = _buffer_dtype([kind for _, kind, _ in kinds], operation, buffer_dtype)
+    lengths = [shape.numel() * (2 if kind.is_complex else 1) for shape, kind, _ in kinds]
+    is_uniform = len(set(kinds)) == 1 and not kinds[0][1].is_complex
+    rows = tuple([(path, *kind) for path, kind in zip(paths, kinds, strict=True)])
     return Layout(operation, dtype, device, rows, lengths, is_uniform, has_tangents)
 
 

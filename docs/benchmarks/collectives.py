@@ -36,8 +36,11 @@ from distman.topology import ProcessGroupConfig, ProcessGroupNode
 
 MEGABYTE = 2**20
 GATHER_MEGABYTES = {1: 60, 16: 30, 64: 15}  # number of rounds by size of the full tensor
-NUM_SCALARS = 50
-FUSED_ROUNDS, FUSED_BURST = 40, 10
+NUM_SCALARS = (5, 50, 500)
+NUM_MIXED = 50
+MOST_ONE_BY_ONE = 50  # more take minutes
+MIXED_DTYPES = (torch.float32, torch.float64, torch.bfloat16)
+FUSED_ROUNDS, FUSED_BURST = 20, 10
 BROADCAST_ROUNDS = 30
 GROUP_ROUNDS = 15
 WORLD_SIZES = (1024, 4096, 16384, 65536)
@@ -200,31 +203,86 @@ def read_status(field: str) -> int:
 
 
 def measure_fused_on_this_rank() -> None:
-    """Time the reduction of many scalars."""
+    """Time the reduction of many scalars, and of small tensors of three dtypes, against one packed by hand."""
     manager = DistributedManager.initialize()
-    packed = torch.ones(NUM_SCALARS)
-    scalars = {f"metric {number}": torch.tensor(float(number)) for number in range(NUM_SCALARS)}
-    numbers = {name: value.item() for name, value in scalars.items()}
+    for number in NUM_SCALARS:
+        scalars = {f"metric {index}": torch.tensor(float(index)) for index in range(number)}
+        numbers = {name: value.item() for name, value in scalars.items()}
+        competitors = ways_to_fuse(scalars, torch.float32)
+        competitors["distman, aggregate_metrics"] = lambda numbers=numbers: aggregate_metrics(numbers, weight=3)
+        race(f"fused_all_reduce, {number} scalars, {manager.world_size} ranks", competitors, FUSED_ROUNDS, FUSED_BURST)
+    mixed = {
+        f"tensor {index}": torch.full((1 + index % 3,), 1.0, dtype=MIXED_DTYPES[index % 3])
+        for index in range(NUM_MIXED)
+    }
+    title = f"fused_all_reduce, {NUM_MIXED} tensors of three dtypes, {manager.world_size} ranks"
+    race(title, ways_to_fuse(mixed, torch.float64), FUSED_ROUNDS, FUSED_BURST)
+    weights = {name: value.requires_grad_() for name, value in mixed.items()}
 
-    def one_by_one() -> None:
-        for value in scalars.values():
-            dist.all_reduce(value.clone())
+    def gradients(way: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]) -> None:
+        total = torch.stack([value.sum().double() for value in way(weights).values()]).sum()
+        torch.autograd.grad(total, list(weights.values()))
+
+    competitors = {"cat, all_reduce, split by hand": lambda: gradients(cat_with_gradient)}
+    competitors["distman"] = lambda: gradients(fused_all_reduce)
+    race(f"the same, forward and backward, {manager.world_size} ranks", competitors, FUSED_ROUNDS, FUSED_BURST)
+
+
+def ways_to_fuse(tensors: dict[str, torch.Tensor], dtype: torch.dtype) -> Competitors:
+    packed = torch.ones(sum(value.numel() for value in tensors.values()), dtype=dtype)
 
     def by_hand() -> dict[str, torch.Tensor]:
-        buffer = torch.stack(list(scalars.values()))
+        if dtype == torch.float64:
+            return split(reduced(cat(tensors)), tensors)
+        buffer = torch.stack(list(tensors.values()))
         dist.all_reduce(buffer)
-        return dict(zip(scalars, buffer.unbind(), strict=True))
+        return dict(zip(tensors, buffer.unbind(), strict=True))
 
-    competitors: Competitors = {
+    def copied() -> dict[str, torch.Tensor]:
+        pieces = [tensors[name].reshape(-1).to(device="cpu", dtype=dtype) for name in sorted(tensors)]
+        parts = iter(reduced(torch.cat(pieces)).split([len(piece) for piece in pieces]))
+        copies = {
+            name: next(parts).to(tensors[name].dtype, copy=True).reshape(tensors[name].shape)
+            for name in sorted(tensors)
+        }
+        return {name: copies[name] for name in tensors}
+
+    def one_by_one() -> None:
+        for value in tensors.values():
+            dist.all_reduce(value.clone())
+
+    ways: Competitors = {
+        "stack or cat, all_reduce, unbind by hand": by_hand,
         "one all_reduce, packed before": lambda: dist.all_reduce(packed),
-        "stack, all_reduce, unbind by hand": by_hand,
-        "distman": lambda: fused_all_reduce(scalars),
-        "distman, aggregate_metrics": lambda: aggregate_metrics(numbers, weight=3),
-        f"{NUM_SCALARS} all_reduce": one_by_one,
+        "distman": lambda: fused_all_reduce(tensors),
+        "physicsnemo's steps: cat, all_reduce, copies": copied,
     }
+    if len(tensors) <= MOST_ONE_BY_ONE:
+        ways[f"{len(tensors)} all_reduce"] = one_by_one
     if physicsnemo := load_physicsnemo():
-        competitors["physicsnemo"] = lambda: physicsnemo.fused_all_reduce(scalars)
-    race(f"fused_all_reduce, {NUM_SCALARS} scalars, {manager.world_size} ranks", competitors, FUSED_ROUNDS, FUSED_BURST)
+        ways["physicsnemo"] = lambda: physicsnemo.fused_all_reduce(tensors)
+    return ways
+
+
+def cat(tensors: dict[str, torch.Tensor]) -> torch.Tensor:
+    return torch.cat([value.reshape(-1).double() for value in tensors.values()])
+
+
+def reduced(buffer: torch.Tensor) -> torch.Tensor:
+    dist.all_reduce(buffer)
+    return buffer
+
+
+def split(buffer: torch.Tensor, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    parts = buffer.split([value.numel() for value in tensors.values()])
+    return {
+        name: part.to(value.dtype).view(value.shape) for (name, value), part in zip(tensors.items(), parts, strict=True)
+    }
+
+
+def cat_with_gradient(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    add_up = differentiable(lambda buffer: reduced(buffer.clone()), lambda grad: reduced(grad.clone()))
+    return split(add_up(cat(tensors)), tensors)
 
 
 def measure_broadcast_on_this_rank() -> None:

@@ -1,3 +1,4 @@
+import enum
 from collections import OrderedDict, namedtuple
 
 import pytest
@@ -45,6 +46,34 @@ def test_keys_in_another_order_meet(rank):
     if rank == 1:
         tensors.move_to_end("a")
     assert {key: value.item() for key, value in fused_all_reduce(tensors).items()} == {"a": 2, "b": 0}
+
+
+class Name(str, enum.Enum):
+    A = "a"
+
+
+@ranks(2)
+def test_keys_that_are_equal_but_look_different_do_not_meet(rank):
+    for key in ("a", Name.A):
+        assert fused_all_reduce({key: torch.ones(1)}) == {key: 2}
+    for keys in (("a", Name.A), (1, True)):
+        with pytest.raises(PlanMismatchError):
+            fused_all_reduce({keys[rank]: torch.ones(1)})
+
+
+@ranks(2)
+@pytest.mark.parametrize("needs_grad", [False, True])
+@pytest.mark.parametrize("length", [1, LARGE])
+def test_a_result_can_be_changed_in_place(length, needs_grad):
+    tensors = [torch.ones(length, requires_grad=needs_grad) for _ in range(2)]
+    weight = torch.full((length,), 3.0, requires_grad=True)
+    first, second = fused_all_reduce(tensors)
+    first.mul_(weight)
+    (first + second).sum().backward()
+    assert first.tolist() == [6] * length
+    assert second.tolist() == [2] * length
+    assert weight.grad.tolist() == [2] * length
+    assert [tensor.grad is not None for tensor in tensors] == [needs_grad] * 2
 
 
 @ranks(2)

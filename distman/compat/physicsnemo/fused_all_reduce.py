@@ -10,8 +10,8 @@ import torch.distributed as dist
 
 from distman import collectives
 from distman.collectives._fused import name_of
-from distman.collectives._fused_layout import find_layout
-from distman.collectives._structure import leaves, rebuild
+from distman.collectives._fused_layout import find_layout, kind_of
+from distman.collectives._structure import flatten
 from distman.collectives._validation import GroupLike
 from distman.compat.physicsnemo.manager import DistributedManager
 
@@ -47,8 +47,8 @@ def fused_all_reduce(
     if DistributedManager.is_initialized() or dist.is_initialized():
         reduce: Any = collectives.fused_all_reduce  # typed by whether async_op is True, which is not known here
         return reduce(tensors, op=op, group=group, buffer_dtype=buffer_dtype, device=device, async_op=async_op)
-    found = leaves(tensors)
-    rows = tuple((path, value.shape, value.dtype, value.device) for path, value in found)
-    find_layout(name_of(op), buffer_dtype, torch.device("cpu"), rows, has_tangents=False)  # it says what cannot be
-    result = rebuild(tensors, iter([value.detach().clone() for _, value in found]))
+    paths, values, rebuild = flatten(tensors)
+    kinds = tuple(kind_of(value) for value in values)
+    find_layout(name_of(op), buffer_dtype, torch.device("cpu"), paths, kinds, has_tangents=False)  # what cannot be
+    result = rebuild(iter([value.detach().clone() for value in values]))
     return (result, collectives.FusedWork(None)) if async_op else result
