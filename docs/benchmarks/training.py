@@ -1,7 +1,7 @@
 """What training through the handler costs, against loops written by hand.
 
     python docs/benchmarks/training.py               # everything, four minutes on two cores
-    python docs/benchmarks/training.py step loader saving sampling
+    python docs/benchmarks/training.py step loader saving sharded sampling
 
 The competitors take turns within one run. The time of a step is the mean over an epoch, on the slowest rank. Every
 figure is a median over the rounds.
@@ -10,6 +10,7 @@ figure is a median over the rounds.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import statistics
 import subprocess
@@ -18,14 +19,18 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.tensor as dtensors
 from torch import nn
+from torch.distributed import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 from distman import DistributedManager
-from distman.checkpoint import save
+from distman.checkpoint import save, save_sharded
+from distman.collectives import broadcast_data
 from distman.data import rank_cached_loader
 from distman.handler import Callback, NNHandler
 from distman.score import VarianceExploding, sample
@@ -187,12 +192,54 @@ def measure_saving() -> None:
         show(f"saving {SAVED_BYTES // 2**20} MB, one process", seconds)
 
 
+def measure_sharded_saving_on_this_rank() -> None:
+    manager = DistributedManager.initialize()
+    mesh = manager.initialize_mesh((-1,), ("shards",))
+    group = dist.new_group(backend="gloo")  # torch's threads must have one of their own
+    shape = (SAVED_BYTES // 16 // 4 // 1024 * manager.world_size, 1024)
+    state: dict[str, Any] = {f"weight {n}": dtensors.distribute_tensor(torch.randn(shape), mesh) for n in range(16)}
+    kept: list[list[torch.Tensor]] = []
+    folders = tempfile.TemporaryDirectory() if manager.is_main else contextlib.nullcontext()
+    with folders as made:
+        folder = broadcast_data(made)
+
+        def copy() -> None:
+            kept[:] = [[value.to_local().clone() for value in state.values()]]
+
+        competitors: dict[str, Callable[[], Callable[[], Any] | None]] = {
+            "copy of the shards": copy,
+            "save_sharded in the background": lambda: save_sharded(state, f"{folder}/ours", background=True).wait,
+            "torch's async_save": lambda: (
+                checkpoint.async_save(state, checkpoint_id=f"{folder}/torch", process_group=group).result
+            ),
+        }
+        seconds: dict[str, list[float]] = {name: [] for name in competitors}
+        for number in range(SAVE_ROUNDS + 1):
+            names = [*competitors]
+            for name in names[number % 3 :] + names[: number % 3]:  # what was written before weighs on the next one
+                manager.barrier()
+                started = time.perf_counter()
+                wait = competitors[name]()
+                elapsed = time.perf_counter() - started
+                if wait is not None:
+                    wait()
+                if number:
+                    seconds[name].append(elapsed)
+        manager.barrier()
+    if manager.is_main:
+        show(f"saving {SAVED_BYTES // 2**20} MB of each rank, {manager.world_size} ranks", seconds)
+
+
 def launch(name: str, num_ranks: int) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={num_ranks}"]
     subprocess.run([*command, __file__, "--rank", name], env={**os.environ, "OMP_NUM_THREADS": "1"}, check=True)
 
 
-ON_RANKS = {"step": (measure_steps_on_this_rank, (2,)), "sampling": (measure_sampling_on_this_rank, (2, 4))}
+ON_RANKS = {
+    "step": (measure_steps_on_this_rank, (2,)),
+    "sharded": (measure_sharded_saving_on_this_rank, (2,)),
+    "sampling": (measure_sampling_on_this_rank, (2, 4)),
+}
 IN_THIS_PROCESS = {"loader": measure_loaders, "saving": measure_saving}
 
 
