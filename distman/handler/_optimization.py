@@ -92,12 +92,15 @@ class Optimization:
         num_steps: Number of steps taken.
         num_skipped: Number of steps skipped because a loss or the gradient was not finite.
         num_taken: How often each optimizer stepped in the latest step.
-        losses: This rank's losses of the batches of the latest step, on the device.
+        numbers: By name, this rank's means over the batches of the latest step, on the device, such as the loss.
         norm: The norm of its gradient, on the device; None if nobody asked.
+        may_lack: Whether NaN stands for a number that a batch lacks.
 
     Raises:
         TypeError, ValueError: These optimizers cannot step.
     """
+
+    may_lack = False
 
     def __init__(
         self, model: TrainedModel, optimizers: Mapping[str, torch.optim.Optimizer], options: StepOptions
@@ -116,7 +119,7 @@ class Optimization:
         model.module.zero_grad()  # left by a step that raised, or of parameters that another optimizer did not have
         self.num_steps = self.num_skipped = 0
         self.num_taken = dict.fromkeys(self.optimizers, 0)
-        self.losses: list[torch.Tensor] = []
+        self.numbers: dict[str, list[torch.Tensor]] = {}
         self.norm: torch.Tensor | None = None
         model.sort_buckets()
         may_skip = options.non_finite == "skip" or options.amp == "fp16"
@@ -144,8 +147,9 @@ class Optimization:
             NonFiniteLossError: On every rank: a loss or the gradient is NaN or infinite.
         """
         buffers = self._copy_buffers() if self._options.non_finite == "skip" else None
-        self.losses, measured = self._accumulate(objective, steps, accumulators, events)
-        is_taken = self._take([*self.optimizers], self.losses, events)
+        losses, measured = self._accumulate(objective, steps, accumulators, events)
+        self.numbers = {"loss": losses}
+        is_taken = self._take([*self.optimizers], losses, events)
         if not is_taken:
             self._restore_buffers(buffers)
         else:

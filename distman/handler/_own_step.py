@@ -36,6 +36,8 @@ class OwnSteps(Optimization):
     the ranks when an optimizer steps.
     """
 
+    may_lack = True
+
     def __init__(
         self, model: TrainedModel, optimizers: Mapping[str, torch.optim.Optimizer], options: StepOptions
     ) -> None:
@@ -68,14 +70,15 @@ class OwnSteps(Optimization):
             events: Those of the training.
         """
         numbers, found = cast("Numbers", accumulators), []
-        self._events, self.losses = events, []
+        self._events = events
         with closing(self.window(steps)) as batches:
             for batch, step in zip(batches, steps, strict=True):
                 with self.autocast():
                     returned = objective(batch)
                 found.append(numbers.read(returned))
-                self.losses.append(found[-1][0] if len(found[-1]) else torch.tensor(math.nan, device=self._device))
-                events.emit(Callback.on_train_batch_end, step.batch, self.losses[-1])
+                first = found[-1][0] if len(found[-1]) else torch.tensor(math.nan, device=self._device)
+                events.emit(Callback.on_train_batch_end, step.batch, first)
+        self.numbers = {name: [values[index] for values in found] for index, name in enumerate(numbers.names)}
         if not self._num_left_out:
             for values, step in zip(found, steps, strict=True):
                 numbers.add(values, step.num_own)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -22,12 +23,13 @@ _SECONDS_UNREAD = 2.0
 
 @dataclasses.dataclass(frozen=True)
 class _Unread:
-    """A step: what is known of it, its batches, this rank's losses, and the gradient's norm, if somebody asked."""
+    """A step: what is known of it, its batches, this rank's numbers, and the gradient's norm, if somebody asked."""
 
     record: Record
     batches: Sequence[Step]
-    losses: Sequence[torch.Tensor]
+    numbers: Mapping[str, Sequence[torch.Tensor]]
     norm: torch.Tensor | None
+    may_lack: bool
 
 
 class StepRecords:
@@ -58,19 +60,26 @@ class StepRecords:
         self._waited += seconds
 
     def add(
-        self, record: Record, batches: Sequence[Step], losses: Sequence[torch.Tensor], norm: torch.Tensor | None
+        self,
+        record: Record,
+        batches: Sequence[Step],
+        numbers: Mapping[str, Sequence[torch.Tensor]],
+        norm: torch.Tensor | None,
+        *,
+        may_lack: bool,
     ) -> None:
         """Keep the numbers of a step.
 
         Args:
             record: What is known of it.
             batches: This rank's batches.
-            losses: This rank's mean loss over each of them, on the device.
+            numbers: By name, this rank's mean over each of them, on the device, such as the loss.
             norm: The norm of the gradient, on the device; None if nobody asked.
+            may_lack: Whether NaN stands for a number that a batch lacks.
         """
         now = time.perf_counter()
         self._seconds, self._since = self._seconds + now - self._since, now
-        self._unread.append(_Unread(record, batches, losses, norm))
+        self._unread.append(_Unread(record, batches, numbers, norm, may_lack))
 
     def take(self) -> list[Record]:
         """Return the numbers of all steps since the last call.
@@ -81,7 +90,8 @@ class StepRecords:
         if not unread:
             return []
         device = DistributedManager().device
-        losses = fused_all_reduce(torch.tensor(_own_losses(unread), dtype=torch.float64, device=device)).tolist()
+        own = {name: torch.tensor(sums, dtype=torch.float64, device=device) for name, sums in _own_sums(unread).items()}
+        means = {name: (sums / counts).tolist() for name, (sums, counts) in fused_all_reduce(own).items()}
         times = torch.tensor([self._seconds, self._waited], dtype=torch.float64, device=device)
         seconds, waited = fused_all_reduce(times, op="MAX").tolist()  # all ranks wait for the slowest
         self._seconds = self._waited = 0.0
@@ -90,19 +100,25 @@ class StepRecords:
         norms = _read([one.norm for one in unread if one.norm is not None])
         rates = {"samples_per_second": num_samples / seconds, "waiting": waited / seconds}
         return [
-            one.record | {"loss": loss} | ({} if one.norm is None else {"grad_norm": norms.pop(0)}) | rates
-            for one, loss in zip(unread, losses, strict=True)
+            one.record
+            | {name: values[index] for name, values in means.items()}
+            | ({} if one.norm is None else {"grad_norm": norms.pop(0)})
+            | rates
+            for index, one in enumerate(unread)
         ]
 
 
-def _own_losses(unread: Sequence[_Unread]) -> list[float]:
-    """Return this rank's part of each step's mean loss over the samples of all ranks."""
-    losses = iter(_read([loss for one in unread for loss in one.losses]))
-    own = []
+def _own_sums(unread: Sequence[_Unread]) -> dict[str, tuple[list[float], list[int]]]:
+    """Return by name, for each step, the sum of a number over this rank's samples, and how many these are."""
+    read = iter(_read([value for one in unread for values in one.numbers.values() for value in values]))
+    own: dict[str, tuple[list[float], list[int]]] = {name: ([], []) for name in unread[0].numbers}
     for one in unread:
-        num_total = sum(batch.num_total for batch in one.batches)
-        parts = [(next(losses), batch.num_own / max(num_total, 1)) for batch in one.batches]
-        own.append(sum(loss * share for loss, share in parts if share))
+        for name in one.numbers:
+            parts = [(next(read), batch.num_own) for batch in one.batches]
+            counted = [(value, num) for value, num in parts if num and not (one.may_lack and math.isnan(value))]
+            sums, counts = own[name]
+            sums.append(sum(value * num for value, num in counted))
+            counts.append(sum(num for _, num in counted))
     return own
 
 

@@ -233,7 +233,8 @@ class Training:
             "epoch": float(self.epoch),
             **self._scheduling.learning_rates,
         }
-        self._step_records.add(record, batches, self.optimization.losses, self.optimization.norm)
+        steps = self.optimization
+        self._step_records.add(record, batches, steps.numbers, steps.norm, may_lack=steps.may_lack)
         if self._step_records.are_due:
             self._tell_step_records()
 

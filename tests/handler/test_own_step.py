@@ -1,6 +1,7 @@
 """Steps of one's own, on any number of ranks what a plain loop of torch does on one, and resumed bit for bit."""
 
 import copy
+import math
 
 import pytest
 import torch
@@ -198,9 +199,35 @@ def test_callbacks_hear_of_what_each_optimizer_does():
     handler.train(1)
     backward = ["before backward", "after backward"]
     assert hears.heard == ["start", *backward, "before step", *backward, "before step", "end"] * 6
-    losses = [record["loss"] * size for record, size in zip(hears.records, [12] * 5 + [5], strict=True)]
-    assert sum(losses) / 65 == pytest.approx(handler.history["d_loss"][0])
+    for name in ("d_loss", "g_loss"):
+        losses = [record[name] * size for record, size in zip(hears.records, [12] * 5 + [5], strict=True)]
+        assert sum(losses) / 65 == pytest.approx(handler.history[name][0])
     assert all(record["grad_norm"] > 0 and record["lr_generator"] == 0.01 for record in hears.records)
+
+
+@ranks(1, 2, 3)
+@pytest.mark.parametrize("returned", [None, "number", "some"])
+def test_the_records_of_steps_have_what_they_return(returned, rank, world_size):
+    def step(stepper, batch):
+        inputs, targets = batch
+        loss = mse_loss(stepper.module(inputs), targets)
+        stepper.backward(loss)
+        stepper.step()
+        lacking = {"size": torch.tensor(float(len(inputs)) if rank == 0 else torch.nan), "never": torch.nan}
+        return {None: None, "number": loss, "some": lacking}[returned]
+
+    handler, hears = make_handler(GLOBAL_BATCH // world_size), Hears()
+    handler.set_step(step)
+    handler.add_callback(hears)
+    handler.train(1, accumulate=2)
+    own = {"epoch", "grad_norm", "lr", "samples_per_second", "step", "waiting"}
+    names = {None: set(), "number": {"loss"}, "some": {"size", "never"}}[returned]
+    assert [record.keys() for record in hears.records] == [own | names] * handler.num_steps
+    if returned == "some":
+        assert hears.records[0]["size"] == GLOBAL_BATCH // world_size
+        assert math.isnan(hears.records[0]["never"])
+    elif returned == "number":
+        assert all(math.isfinite(record["loss"]) for record in hears.records)
 
 
 @ranks(1, 3)
