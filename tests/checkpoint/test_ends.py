@@ -1,10 +1,14 @@
 """What is left when a process is killed while it saves, and what is finished when it ends."""
 
 import re
+import sys
 import tempfile
 from pathlib import Path
 
 import pytest
+import torch
+
+from distman.checkpoint import load_sharded
 
 from ..launch.preloaded import PYTHON
 from ..launch.processes import launch
@@ -56,6 +60,17 @@ def test_what_two_ranks_saved_in_the_background_survives_a_kill_of_one_or_both()
     ways = re.findall(r"^(\w+) saved [1-9]\d*, \d+ of (\d+) left traces$", finished.stdout, re.MULTILINE)
     num_each = str(KILLS_OF_RANKS // 4)
     assert ways == [(way, num_each) for way in ("Whole", "Numbered", "Sharded", "NumberedSharded")]
+
+
+@pytest.mark.parametrize("guilty", [0, 2])
+def test_ranks_that_fail_finish_the_parts_that_they_save_in_the_background(tmp_path, guilty):
+    script, path = SCRIPT.with_name("fails_later.py"), tmp_path / "sharded"
+    done = launch([sys.executable, "-m", "distman", "run", "-n", "3", script, path, str(guilty)], timeout=60)
+    assert (done.returncode, done.stderr.count("ValueError: the program fails")) == (1, 1)
+    state = {"tensor": torch.zeros(3_000_000)}
+    load_sharded(state, path)
+    assert torch.equal(state["tensor"], torch.arange(3_000_000.0))
+    assert [one.name for one in tmp_path.iterdir()] == ["sharded"]
 
 
 def test_a_process_that_ends_finishes_what_it_saves_through_coroutines(tmp_path):
