@@ -15,9 +15,10 @@ from distman._process_state import puts_back
 from distman._store import frames
 from distman._store.frames import MalformedError
 from distman._store.handshake import Answer
-from distman._store.transport import FEW_BYTES, MANY_BYTES
+from distman._store.transport import FEW_BYTES, MANY_BYTES, TIME
 from distman._text import printable
 
+_MOST_DEAF = 1  # seconds that a wait may not hear of a signal: Python's handlers run between two calls of the system
 _NUM_HIGHEST = 32  # descriptors for connections to the store: a process has a few
 _MOST_DESCRIPTORS = 1 << 16  # more than collectives need; the system keeps a table up to the highest one, 8 bytes each
 _MOST_NUMBER = (1 << 32) - 1  # of a request: it travels in 32 bits, and begins again
@@ -56,6 +57,9 @@ class Connection:
     the interpreter: so what is sent or received is noted within one step, by ``extend`` and ``map``. A reply that
     nobody waited for is known by its number.
 
+    A signal ends a call of the system only where the thread that waits receives it, and receives it in that call, not
+    just before. So a wait looks up once in a while, for the handler of a signal to run.
+
     Args:
         connected: The socket.
         answer: What the store said.
@@ -68,6 +72,7 @@ class Connection:
     def __init__(self, connected: socket.socket, answer: Answer) -> None:
         self.answer = answer
         self.has_unanswered = False
+        connected.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, TIME.pack(_MOST_DEAF, 0))
         self._socket = connected
         self._lock = threading.Lock()
         self._number = 0
@@ -154,7 +159,7 @@ class Connection:
         self.raise_if_lost()
         try:
             self._send(operation, fields)
-            return self._receive() if is_answered else (frames.OK, b"")
+            return self._wait_for_reply() if is_answered else (frames.OK, b"")
         except _RefusedError as error:
             raise self._refused(error) from error
         except (MalformedError, _EndError) as error:
@@ -201,6 +206,14 @@ class Connection:
         """Send what is left of a message."""
         while rest := memoryview(message)[sum(num_sent) :]:
             num_sent.extend(map(self._socket.send, (rest,)))
+
+    def _wait_for_reply(self) -> tuple[int, bytes]:
+        while True:
+            try:
+                return self._receive()
+            except BlockingIOError as error:
+                if is_of_a_handler(error):
+                    raise
 
     def _receive(self) -> tuple[int, bytes]:
         """Return status and value of the reply to the last request."""

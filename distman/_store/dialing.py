@@ -6,7 +6,6 @@ import dataclasses
 import errno
 import math
 import socket
-import struct
 import time
 from typing import TYPE_CHECKING
 
@@ -32,7 +31,6 @@ if TYPE_CHECKING:
 
 PATIENCE = 3.0  # seconds: a foreign service may accept and never answer, a store takes milliseconds
 
-_TIME = struct.Struct("ll")  # seconds and microseconds
 _MICROSECONDS = 1_000_000
 _SHORTEST_PATIENCE = 0.001  # seconds: a limit of zero would mean to a socket that it must not wait
 
@@ -149,10 +147,12 @@ def _stand_in_line(connected: socket.socket, name: str, seconds: float) -> None:
     deadline = time.monotonic() + seconds
     while not _is_connected(connected):
         left = max(deadline - time.monotonic(), _SHORTEST_PATIENCE)
-        connected.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _TIME.pack(*_seconds_and_microseconds(left)))
+        connected.setsockopt(
+            socket.SOL_SOCKET, socket.SO_SNDTIMEO, transport.TIME.pack(*_seconds_and_microseconds(left))
+        )
         connected.connect(name)
     connected.settimeout(None)
-    connected.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _TIME.pack(0, 0))
+    connected.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, transport.TIME.pack(0, 0))
 
 
 def _is_connected(connected: socket.socket) -> bool:

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 BACKLOG = 4096  # connections: all ranks of a large job come at once
 FEW_BYTES = 8192  # read at once; a larger buffer costs a call of malloc that asks the kernel for memory
 MANY_BYTES = 1 << 20  # read at once of a long message: the buffer is made before anything has come
+TIME = Struct("ll")  # seconds and microseconds, as the system takes limits of a socket
 LONGEST_PAUSE = 32_767  # seconds between two probes of a silent connection; Linux takes no more
 
 _CREDENTIALS = Struct("iII")  # process, user and group

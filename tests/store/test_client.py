@@ -413,6 +413,24 @@ def test_the_handler_of_a_signal_may_close_in_the_middle_of_a_call(store, seed):
         assert client._first._socket.fileno() == -1
 
 
+def test_a_signal_that_another_thread_receives_is_heard_during_a_wait(store):
+    """As one is that comes just before the wait's call of the system; neither ends that call."""
+    client, done = store.client(WATCHER), threading.Event()
+    receiver = threading.Thread(target=done.wait)
+    receiver.start()
+    before = signal.signal(signal.SIGALRM, lambda *_: client.close())
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGALRM})
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.01)
+        with pytest.raises(StoreLostError, match="this process has closed its connection"):
+            client.get(b"never set", float("inf"))
+    finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGALRM})
+        signal.signal(signal.SIGALRM, before)
+        done.set()
+        receiver.join()
+
+
 @pytest.mark.parametrize("error", [FileNotFoundError(errno.ENOENT, "no file"), TimeoutError("too late")])
 def test_an_error_of_the_system_that_a_handler_raises_is_its_own(client, error):
     def fail(*_):
