@@ -103,12 +103,12 @@ def norm_over_shards(own_norm: torch.Tensor, tensor: Any) -> torch.Tensor:
     """
     if not is_distributed_tensor(tensor):
         return own_norm
-    square = own_norm.double().square()
+    square = own_norm.to(tensor.device_mesh.device_type).double().square()  # weights may be offloaded to the host
     with WaitScope("the norm of the gradient"):
         for group, placement in zip(tensor.device_mesh.get_all_groups(), tensor.placements, strict=True):
             if placement.is_shard():
                 dist.all_reduce(square, group=group)
-    return square.sqrt().to(own_norm.dtype)
+    return square.sqrt().to(own_norm)
 
 
 def clip(parts: Sequence[torch.Tensor], max_norm: float, norm: torch.Tensor) -> None:

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import DTensor
 
 from distman import DistributedManager
@@ -58,6 +59,20 @@ def test_hybrid_sharding_has_the_same_curve():
         handler.train(2, clip_norm=0.5, accumulate=2, ema_decay=0.5)
     assert sharded.train_losses == pytest.approx(plain.train_losses, rel=1e-12)
     assert sharded.val_losses == pytest.approx(plain.val_losses, rel=1e-12)
+
+
+@ranks(2)
+def test_weights_that_are_kept_on_the_host_are_trained_saved_and_resumed(tmp_path):
+    offloads = {"shard": nn.Linear, "offload_policy": CPUOffloadPolicy(pin_memory=False)}
+    options, curves = {"accumulate": 2, "clip_norm": 0.5, "ema_decay": 0.5}, []
+    for settings in ({}, {"strategy": "fsdp", "strategy_options": offloads}):
+        first, second = make_handler(8, **settings), make_handler(8, **settings)
+        first.train(1, **options)
+        first.save(tmp_path / "half.pt")
+        second.load(tmp_path / "half.pt")
+        second.train(3, **options)
+        curves.append((second.train_losses, weights(second)))
+    torch.testing.assert_close(curves[0], curves[1], rtol=1e-12, atol=1e-12)
 
 
 @ranks(2)
