@@ -162,8 +162,8 @@ def test_too_little_memory(monkeypatch, rank):
 
 @ranks(2)
 def test_more_than_the_pool_holds(monkeypatch, rank):
-    monkeypatch.setattr(_shared_memory, "_MOST_BYTES", 2**20)
-    for size in (2**16, 2**18, 2**19, 2**16):  # the third goes over the socket
+    monkeypatch.setattr(_shared_memory, "_MOST_BYTES", 2**22)
+    for size in (2**18, 2**20, 2**21, 2**18):  # the third goes over the socket
         assert all_gather_v(torch.full([size], float(rank)))[::size].tolist() == [0, 1]
 
 
@@ -172,12 +172,12 @@ def test_many_exchanges_need_no_more_memory_nor_descriptors(rank, world_size):
     draw = random.Random(1)  # noqa: S311 - not for secrets
     pool = pool_of(resolve_group(None))
     counts = []
-    for number in range(200):
-        sizes = [LARGE * draw.randrange(1, 12) for _ in range(world_size)]
+    for number in range(100):
+        sizes = [LARGE * draw.randrange(1, 6) for _ in range(world_size)]
         full = all_gather_v(torch.full([sizes[rank]], float(number)), sizes)
         assert full.min() == full.max() == number
         counts.append(num_descriptors())
-    assert pool._num_bytes <= 2**25
+    assert pool._num_bytes <= _shared_memory._MOST_BYTES
     assert len(pool._segments) <= _shared_memory._MOST_SEGMENTS
     assert max(counts) <= counts[0] + _shared_memory._MOST_SEGMENTS
 
@@ -190,7 +190,7 @@ def test_two_threads_on_two_groups(rank):
 
     def work(group):
         try:
-            for number in range(100):
+            for number in range(30):
                 full = all_gather_v(torch.full([LARGE], float(rank + number)), group=group)
                 assert full[::LARGE].tolist() == [number, number + 1]
         except BaseException as error:
