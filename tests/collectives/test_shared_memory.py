@@ -3,6 +3,7 @@
 import contextlib
 import random
 import resource
+import sys
 import threading
 from pathlib import Path
 
@@ -22,11 +23,14 @@ from distman.collectives import (
 )
 from distman.collectives._shared_memory import THRESHOLD, VARIABLE, pool_of
 from distman.collectives._validation import resolve_group
-from distman.testing import ranks
+from distman.errors import RankFailedError
+from distman.testing import kill_rank, ranks
 from tests.collectives.reference import random_tensor, strided
+from tests.launch.processes import launch
 
 pytestmark = pytest.mark.gloo_only("nothing goes through memory there")
 
+SCRIPT = Path(__file__).parent / "scripts" / "fails_within.py"
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64, torch.complex128]
 DTYPES_WITHOUT_GRADIENT = [torch.bool, torch.uint8, torch.int16, torch.int64]
 LARGE = THRESHOLD // 4  # float32 numbers of the smallest piece that goes through memory
@@ -180,6 +184,38 @@ def test_many_exchanges_need_no_more_memory_nor_descriptors(rank, world_size):
     assert pool._num_bytes <= _shared_memory._MOST_BYTES
     assert len(pool._segments) <= _shared_memory._MOST_SEGMENTS
     assert max(counts) <= counts[0] + _shared_memory._MOST_SEGMENTS
+
+
+PLACES = ["_write", "_send_header", "_receive"]
+"""Before a piece is in the memory, when it is and nobody knows, and when all know."""
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_an_error_in_the_middle_ends_the_wait_of_the_others_with_its_cause(place):
+    done = launch([sys.executable, "-m", "distman", "run", "-n", "3", SCRIPT, place], timeout=60)
+    assert done.returncode == 1
+    heard = [line for line in done.lines if "rank 1 raised" in line]
+    assert sorted(heard) == [f"{rank}: rank {rank}: rank 1 raised ValueError: in the middle" for rank in (0, 2)]
+    assert done.stderr.count("ValueError: in the middle") == 1
+
+
+@pytest.mark.parametrize("place", PLACES)
+@ranks(3, dies=[1], manager=False)
+def test_a_death_in_the_middle_ends_the_wait_of_the_others(monkeypatch, place):
+    monkeypatch.setenv("DISTMAN_WATCH", "1")
+    DistributedManager.initialize()
+    all_gather_v(torch.ones(LARGE))
+    monkeypatch.setattr(_shared_memory.SharedPieces, place, dies_on_rank_1(getattr(_shared_memory.SharedPieces, place)))
+    with pytest.raises(RankFailedError, match="rank 1"):
+        all_gather_v(torch.ones(2 * LARGE))
+
+
+def dies_on_rank_1(function):
+    def call(*args, **kwargs):
+        kill_rank(1)
+        return function(*args, **kwargs)
+
+    return call
 
 
 @ranks(2)
