@@ -15,7 +15,7 @@ from distman._coordination.tracking import check_all_run_here, current_wait
 from distman._coordination.wait_scope import collective
 from distman._groups.registry import Group
 from distman._torch_internals import batch_isend_irecv, collects_batches
-from distman.collectives._shared_memory import SharedPieces, shared_with
+from distman.collectives._shared_memory import Apart, SharedPieces, apart_in, shared_with
 from distman.errors import DistmanError, PlanMismatchError
 
 _connected: weakref.WeakKeyDictionary[dist.ProcessGroup, set[str]] = weakref.WeakKeyDictionary()
@@ -40,8 +40,11 @@ def exchange(sends: Sequence[torch.Tensor], receives: Sequence[torch.Tensor], gr
     check_all_run_here(group.ranks, "the backward pass of a collective")
     pg = process_group_of(group)
     carrier = carrier_of(receives[group.rank].device, pg)
-    is_alone = group.size == 1 or carrier.type != "cpu" or collects_batches(pg, carrier)
-    shared_sends, shared_receives = ({} if is_alone else shared_with(group, pieces) for pieces in (sends, receives))
+    apart, shared_sends, shared_receives = Apart(), {}, {}
+    if pg is not None and carrier.type == "cpu" and not collects_batches(pg, carrier):
+        apart = apart_in(pg)
+        shared_sends = shared_with(group, sends, apart.to)
+        shared_receives = shared_with(group, receives, apart.origin)
     buffers = {
         rank: piece if piece.is_contiguous() and piece.device == carrier else _contiguous_like(piece, carrier)
         for rank, piece in enumerate(receives)
@@ -62,7 +65,9 @@ def exchange(sends: Sequence[torch.Tensor], receives: Sequence[torch.Tensor], gr
                 packed[key] = sends[rank].resolve_conj().resolve_neg().contiguous().to(carrier)
             operations.append(_message(dist.isend, packed[key], rank, group, pg, tag))
     _connect(receives[group.rank].device, pg)
-    shared = SharedPieces(shared_sends, shared_receives, group, post) if shared_sends or shared_receives else None
+    shared = (
+        SharedPieces(shared_sends, shared_receives, group, apart, post) if shared_sends or shared_receives else None
+    )
     try:
         works = batch_isend_irecv(operations) if operations else ()
         if shared is not None:

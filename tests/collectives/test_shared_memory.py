@@ -1,6 +1,7 @@
 """Pieces go through memory or over sockets, and arrive alike; what stands in the way is found out."""
 
 import contextlib
+import gc
 import random
 import resource
 import sys
@@ -33,6 +34,7 @@ pytestmark = pytest.mark.gloo_only("nothing goes through memory there")
 SCRIPT = Path(__file__).parent / "scripts" / "fails_within.py"
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64, torch.complex128]
 DTYPES_WITHOUT_GRADIENT = [torch.bool, torch.uint8, torch.int16, torch.int64]
+MESSAGES_ALONE = 1 << 60
 LARGE = THRESHOLD // 4  # float32 numbers of the smallest piece that goes through memory
 
 
@@ -87,7 +89,6 @@ def forward_and_backward(operation, tensor):
 @pytest.mark.parametrize("seed", range(3))
 @ranks(2, 3, 4)
 def test_both_ways_give_the_same_bits(monkeypatch, rank, world_size, seed):
-    monkeypatch.setattr(_shared_memory, "THRESHOLD", 16)
     draw = random.Random(seed)  # noqa: S311 - not for secrets
     sizes = [draw.randrange(1, 9) * draw.randrange(1, 30) for _ in range(world_size)]
     for name, operation in operations(world_size, sizes).items():
@@ -95,9 +96,9 @@ def test_both_ways_give_the_same_bits(monkeypatch, rank, world_size, seed):
         tensor = strided(random_tensor(8, sizes[rank], dtype=dtype, seed=rank))
         if dtype.is_complex:
             tensor = tensor.conj()
-        monkeypatch.setenv(VARIABLE, "0")
+        monkeypatch.setattr(_shared_memory, "THRESHOLD", MESSAGES_ALONE)
         expected = forward_and_backward(operation, tensor)
-        monkeypatch.setenv(VARIABLE, "1")
+        monkeypatch.setattr(_shared_memory, "THRESHOLD", 16)
         for one, other in zip(expected, forward_and_backward(operation, tensor), strict=True):
             assert torch.equal(one, other), name
     assert is_used()
@@ -106,13 +107,12 @@ def test_both_ways_give_the_same_bits(monkeypatch, rank, world_size, seed):
 @pytest.mark.parametrize("name", ["fft2", "rfft2", "ifft2"])
 @ranks(2, 3, 4)
 def test_transforms_give_the_same_bits(monkeypatch, rank, world_size, name):
-    monkeypatch.setattr(_shared_memory, "THRESHOLD", 16)
     dtype = torch.float32 if name == "rfft2" else torch.complex64
     tensor = random_tensor(split_sizes(37, world_size)[rank], 22, dtype=dtype, seed=rank)
     for out_dim in (0, 1):
         found = []
-        for way in "01":
-            monkeypatch.setenv(VARIABLE, way)
+        for threshold in (MESSAGES_ALONE, 16):
+            monkeypatch.setattr(_shared_memory, "THRESHOLD", threshold)
             found.append(
                 forward_and_backward(lambda one, out=out_dim: getattr(fft, name)(one, shard_dim=0, out_dim=out), tensor)
             )
@@ -130,12 +130,21 @@ def test_small_pieces_are_messages_as_ever():
 
 
 @ranks(2, 3)
-def test_ranks_that_differ_in_the_variable(monkeypatch, rank, world_size):
-    for unwilling in range(world_size):
-        monkeypatch.setenv(VARIABLE, "0" if rank == unwilling else "1")
-        for number in range(3):
-            full = all_gather_v(torch.full([LARGE], float(rank + number)))
-            assert full[::LARGE].tolist() == [float(one + number) for one in range(world_size)]
+def test_a_rank_that_does_without_says_so_once(monkeypatch, rank, world_size):
+    unwilling = world_size - 1
+    monkeypatch.setenv(VARIABLE, "0" if rank == unwilling else "1")
+    headers = []
+    send_header = _shared_memory.SharedPieces._send_header
+    monkeypatch.setattr(
+        _shared_memory.SharedPieces, "_send_header", lambda *args: (headers.append(args[1]), send_header(*args))
+    )
+    for number in range(4):
+        full = all_gather_v(torch.full([LARGE], float(rank + number)))
+        assert full[::LARGE].tolist() == [float(one + number) for one in range(world_size)]
+    others = [one for one in range(unwilling) if one != rank]
+    # To the unwilling one the first has a question, and the second the answer to its refusal.
+    assert sorted(headers) == (others if rank == unwilling else sorted(others * 4 + [unwilling] * 2))
+    assert pool_of(resolve_group(None)).refused == (set() if rank == unwilling else {unwilling})
 
 
 @ranks(2, 3)
@@ -258,10 +267,12 @@ def test_large_objects(rank, world_size):
 
 @ranks(2)
 def test_a_new_job_begins_anew():
+    gc.collect()
+    before = num_segments()  # an error that another test has kept may hold some
     all_gather_v(torch.ones(LARGE))
-    assert num_segments() == 1
+    assert num_segments() == before + 1
     DistributedManager.cleanup()
-    assert num_segments() == 0
+    assert num_segments() == before
     DistributedManager.initialize()
     assert not is_used()
     all_gather_v(torch.ones(LARGE))
