@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 from distman._job.job import Job
 from distman._log import logger
@@ -20,6 +21,13 @@ def partitions_by_host(job: Job) -> dict[str, Partition]:
     others = [(rank,) for ranks in nodes for rank in ranks[1:]]
     leaders = tuple(ranks[0] for ranks in nodes)
     return {"node": ListedPartition(tuple(nodes)), "leaders": ListedPartition((leaders, *others))}
+
+
+@dataclass(frozen=True, eq=False)
+class Neighbours:
+    """The ranks of this host, this one included; none where not all ranks are known. One object for each job."""
+
+    ranks: frozenset[int]
 
 
 def warn_of_crossing(job: Job, ranks_of: Mapping[str, tuple[int, ...]]) -> None:

@@ -20,7 +20,7 @@ from distman._coordination.sections import ExclusiveSections
 from distman._coordination.tracking import call_site, check_all_run_here, check_speaks_for_rank
 from distman._coordination.wait_scope import WaitScope
 from distman._groups.connecting import connect, members_store
-from distman._groups.hosts import partitions_by_host, warn_of_crossing
+from distman._groups.hosts import Neighbours, partitions_by_host, warn_of_crossing
 from distman._job.group_end import end_groups
 from distman._job.job import Job
 from distman._log import logger
@@ -41,6 +41,7 @@ class Group:
         ranks: Its members' ranks in the world, ascending.
         rank: This rank's index among them.
         reference: Weak, to the process group: torch owns it, and the connections close when torch lets go.
+        neighbours: The ranks of this host.
         device_types: Types of devices whose tensors it carries; empty without a process group.
         consensus: Agreement of its members over the store; None where there are no others to reach.
         sections: What some of its members do while the others wait; None where there are no others to reach.
@@ -55,6 +56,7 @@ class Group:
     ranks: tuple[int, ...]
     rank: int
     reference: Callable[[], dist.ProcessGroup | None]
+    neighbours: Neighbours
     device_types: tuple[str, ...] = ()
     consensus: Consensus | None = None
     sections: ExclusiveSections | None = None
@@ -99,6 +101,8 @@ class Groups:
         self._world_names = {"world"}
         self._world_partition = GridPartition.whole(job.world_size)
         self._ready_made = partitions_by_host(job)  # not at the first use, which torch.compile may trace
+        here = self._ready_made["node"].block_of(job.peer.rank) if self._ready_made else ()
+        self._neighbours = Neighbours(frozenset(here))
         self.world = self._group("world", tuple(range(job.world_size)), dist.group.WORLD if job.backend else None)
 
     @property
@@ -410,6 +414,7 @@ class Groups:
             ranks,
             ranks.index(self._job.peer.rank),
             reference,
+            self._neighbours,
             tuple(sorted(types)),
             consensus,
             ExclusiveSections(consensus.store_group) if consensus is not None else None,

@@ -15,6 +15,7 @@ from distman._coordination.tracking import check_all_run_here, current_wait
 from distman._coordination.wait_scope import collective
 from distman._groups.registry import Group
 from distman._torch_internals import batch_isend_irecv, collects_batches
+from distman.collectives._shared_memory import Apart, SharedPieces, apart_in, shared_with
 from distman.errors import DistmanError, PlanMismatchError
 
 _connected: weakref.WeakKeyDictionary[dist.ProcessGroup, set[str]] = weakref.WeakKeyDictionary()
@@ -39,31 +40,48 @@ def exchange(sends: Sequence[torch.Tensor], receives: Sequence[torch.Tensor], gr
     check_all_run_here(group.ranks, "the backward pass of a collective")
     pg = process_group_of(group)
     carrier = carrier_of(receives[group.rank].device, pg)
+    apart, shared_sends, shared_receives = Apart(), {}, {}
+    if pg is not None and carrier.type == "cpu" and not collects_batches(pg, carrier):
+        apart = apart_in(pg)
+        shared_sends = shared_with(group, sends, apart.to)
+        shared_receives = shared_with(group, receives, apart.origin)
     buffers = {
         rank: piece if piece.is_contiguous() and piece.device == carrier else _contiguous_like(piece, carrier)
         for rank, piece in enumerate(receives)
-        if rank != group.rank and piece.numel()
+        if rank != group.rank and piece.numel() and rank not in shared_receives
     }
     call, tag = announce(group, what)
     operations = [_message(dist.irecv, buffer, rank, group, pg, tag) for rank, buffer in buffers.items()]
     packed: dict[int, torch.Tensor] = {}
+
+    def post(operation: Callable[..., Any], tensor: torch.Tensor, rank: int, kind: str) -> dist.Work:
+        return batch_isend_irecv([_message(operation, tensor, rank, group, pg, zlib.crc32(kind.encode(), tag))])[0]
+
     for step in range(1, group.size):
         rank = (group.rank + step) % group.size
-        if sends[rank].numel():
+        if sends[rank].numel() and rank not in shared_sends:
             key = id(sends[rank])
             if key not in packed:
                 packed[key] = sends[rank].resolve_conj().resolve_neg().contiguous().to(carrier)
             operations.append(_message(dist.isend, packed[key], rank, group, pg, tag))
     _connect(receives[group.rank].device, pg)
+    shared = (
+        SharedPieces(shared_sends, shared_receives, group, apart, post) if shared_sends or shared_receives else None
+    )
     try:
         works = batch_isend_irecv(operations) if operations else ()
+        if shared is not None:
+            shared.start()
         if receives[group.rank] is not sends[group.rank]:
             receives[group.rank].copy_(sends[group.rank])  # while the others travel
+        if shared is not None:
+            shared.wait()
         for work in works:
             work.wait()
     except BaseException as error:
         is_known = isinstance(error, RuntimeError) and not isinstance(error, DistmanError)  # to gloo, which closes
-        if not is_known or collects_batches(pg, carrier):  # a part of a batch may be under way, as when memory ran out
+        # A part of a batch may be under way, as when memory ran out; so may a piece without its header.
+        if not is_known or shared is not None or collects_batches(pg, carrier):
             call.interrupt()
         raise
     for rank, buffer in buffers.items():

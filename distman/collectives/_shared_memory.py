@@ -1,0 +1,411 @@
+"""The pieces of an exchange between ranks of one host: through memory that both map, instead of a socket.
+
+A rank writes its pieces into a segment of its own and sends a header, which says where each lies. A receiver maps a
+segment when a header names it for the first time, and answers whether it could; if not, the piece follows as a message.
+A receiver that has read a piece says so in the segment, which is written to again when all its readers have. Nobody
+waits for that: where no segment is free, the piece is a message. So all waits are those for messages.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import secrets
+import threading
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from distman._groups.hosts import Neighbours
+from distman._groups.registry import Group
+from distman._log import logger
+
+VARIABLE = "DISTMAN_SHARED_MEMORY"
+THRESHOLD = 2**20
+"""Size in bytes of the smallest piece that goes this way: at 512 kB it takes as long as a message or a tenth longer, at
+1 MB 0.8 of that, on 2 and on 4 ranks."""
+_MOST_BYTES = 2**28  # that a rank keeps for as long as the job: two exchanges under way, of 128 MB each
+_LEAST_BYTES = 2**20  # of a segment, so that exchanges of sizes that vary a little share it
+_MOST_SEGMENTS = 8  # each is one open file
+_PAGE = 4096  # bytes before the pieces: the nonce, and a number of each reader
+_ALIGNMENT = 64  # bytes: a cache line, and a multiple of the size of any dtype
+_NAME = "distman-exchange"
+_NONCE_BITS = 62
+
+_AS_MESSAGE, _AS_KNOWN, _AS_NEW, _NEVER = range(4)
+"""What a header says: the piece follows; it lies in a segment that the reader has mapped; it has to map it; the piece
+follows, and so will all later ones of this group, without a header."""
+
+
+class _Place(NamedTuple):
+    """Where a piece lies: what a header says, in as many numbers.
+
+    Attributes:
+        way: One of the four above.
+        pid: The process whose segment it is.
+        descriptor: The segment's file descriptor there.
+        size: Its size in bytes.
+        nonce: What stands at its beginning.
+        place: Its place in the pool.
+        offset: Where in it the piece begins, in bytes.
+        slot: Where the reader says that it has read.
+        use: What it writes there.
+    """
+
+    way: int
+    pid: int = 0
+    descriptor: int = 0
+    size: int = 0
+    nonce: int = 0
+    place: int = 0
+    offset: int = 0
+    slot: int = 0
+    use: int = 0
+
+
+@dataclass(eq=False)
+class _Segment:
+    """Memory that this rank writes to and others read.
+
+    Attributes:
+        index: Its place in the pool; a reader that maps another one of that index lets go of this one.
+        size: Bytes for pieces.
+        descriptor: Its file descriptor, by which readers find it.
+        memory: All of it.
+        nonce: Tells it from other files that a reader may find.
+        slots: Where each reader writes the number of the last use that it has read, by rank in the world.
+        known_to: The ranks that have mapped it.
+        use: Number of the last use.
+        readers: The ranks that read in that use.
+    """
+
+    index: int
+    size: int
+    descriptor: int
+    memory: torch.Tensor
+    nonce: int
+    slots: dict[int, int] = field(default_factory=dict)
+    known_to: set[int] = field(default_factory=set)
+    use: int = 0
+    readers: set[int] = field(default_factory=set)
+
+    @classmethod
+    def create(cls, index: int, size: int) -> _Segment:
+        descriptor = os.memfd_create(_NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            os.fchmod(descriptor, 0o600)
+            os.ftruncate(descriptor, _PAGE + size)
+            fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+            memory = _map(descriptor, _PAGE + size)
+        except BaseException:
+            os.close(descriptor)
+            raise
+        nonce = secrets.randbits(_NONCE_BITS)
+        _numbers(memory)[0] = nonce
+        segment = cls(index, size, descriptor, memory, nonce)
+        weakref.finalize(segment, os.close, descriptor)
+        return segment
+
+    def place(self, rank: int, offset: int) -> _Place:
+        """Return what a header tells a reader."""
+        way = _AS_KNOWN if rank in self.known_to else _AS_NEW
+        where = (os.getpid(), self.descriptor, _PAGE + self.size, self.nonce, self.index, offset)
+        return _Place(way, *where, self.slots[rank], self.use)
+
+    @property
+    def is_free(self) -> bool:
+        numbers = _numbers(self.memory)
+        return all(int(numbers[self.slots[rank]]) == self.use for rank in self.readers)
+
+
+class Pool:
+    """The segments of this rank, and those of others that it has mapped, for the length of a job."""
+
+    def __init__(self) -> None:
+        self.refused: set[int] = set()
+        self._segments: dict[int, _Segment] = {}
+        self._mapped: dict[tuple[int, int], tuple[int, torch.Tensor]] = {}
+        self._can_grow = hasattr(os, "memfd_create")
+        self._lock = threading.Lock()
+
+    def take(self, num_bytes: int, readers: set[int]) -> _Segment | None:
+        """Return a segment that nobody reads, for pieces to these ranks; None where there is none."""
+        with self._lock:
+            segment = self._find(num_bytes)
+            if segment is None or len(segment.slots.keys() | readers) >= _PAGE // 8:
+                return None
+            segment.use += 1
+            segment.readers = set(readers)
+            for rank in readers:
+                segment.slots.setdefault(rank, len(segment.slots) + 1)
+            return segment
+
+    def read(self, sender: int, where: _Place, into: torch.Tensor) -> bool:
+        """Copy a piece out of a segment of another rank, and say there that it was read; return whether it could be."""
+        memory = self._memory_of(sender, where)
+        if memory is None:
+            return False
+        into.copy_(_piece(memory, where.offset, into))
+        # Another processor must not see the number before all was read. To let go of a lock and to take it is a full
+        # barrier, on ARM too; the sender writes after it has seen the number, which no processor turns round.
+        with self._lock:
+            pass
+        with self._lock:
+            _numbers(memory)[where.slot] = where.use
+        return True
+
+    def _memory_of(self, sender: int, where: _Place) -> torch.Tensor | None:
+        with self._lock:
+            nonce, memory = self._mapped.get((sender, where.place), (0, None))
+            if nonce != where.nonce:
+                self._mapped.pop((sender, where.place), None)
+                memory = _open(where)
+                if memory is not None:
+                    self._mapped[sender, where.place] = where.nonce, memory
+            return memory
+
+    def refuse(self, rank: int) -> None:
+        """Send a rank nothing but messages from now on."""
+        with self._lock:
+            if not self.refused:
+                logger.info("rank %d cannot map this rank's memory: its pieces travel over a socket", rank)
+            self.refused.add(rank)
+
+    @property
+    def _num_bytes(self) -> int:
+        return sum(one.size for one in self._segments.values())
+
+    def _find(self, num_bytes: int) -> _Segment | None:
+        free = sorted((one for one in self._segments.values() if one.is_free), key=lambda one: one.size)
+        fitting = next((one for one in free if one.size >= num_bytes), None)
+        size = max(_LEAST_BYTES, 1 << (num_bytes - 1).bit_length())
+        if fitting is not None or size > _MOST_BYTES or not self._can_grow:
+            return fitting
+        while free and (len(self._segments) == _MOST_SEGMENTS or self._num_bytes + size > _MOST_BYTES):
+            del self._segments[free.pop(0).index]
+        if len(self._segments) == _MOST_SEGMENTS or self._num_bytes + size > _MOST_BYTES:
+            return None
+        index = next(index for index in range(_MOST_SEGMENTS) if index not in self._segments)
+        try:
+            self._segments[index] = _Segment.create(index, size)
+        except (OSError, RuntimeError) as error:  # RuntimeError: torch's for a mapping that fails
+            self._can_grow = False
+            logger.warning("ranks of this host exchange over sockets: no shared memory of %d bytes: %s", size, error)
+        return self._segments.get(index)
+
+
+@dataclass
+class Apart:
+    """The ranks of a process group, by rank in it, whose pieces are messages, though they are of this host.
+
+    Attributes:
+        to: Those to which this rank has said so.
+        origin: Those that have said so to this rank.
+    """
+
+    to: set[int] = field(default_factory=set)
+    origin: set[int] = field(default_factory=set)
+
+
+class SharedPieces:
+    """The pieces of one exchange that go through memory.
+
+    Args:
+        sends: The pieces for other ranks of this host, by rank in the group.
+        receives: Where those of other ranks go.
+        group: The group.
+        apart: Those who do without, from the next exchange on.
+        post: Starts a message: the operation, a tensor, the rank, and what tells it from other messages.
+    """
+
+    def __init__(
+        self,
+        sends: Mapping[int, torch.Tensor],
+        receives: Mapping[int, torch.Tensor],
+        group: Group,
+        apart: Apart,
+        post: Callable[[Callable[..., object], torch.Tensor, int, str], dist.Work],
+    ) -> None:
+        self._sends, self._receives, self._group, self._apart, self._post = sends, receives, group, apart, post
+        self._pool = pool_of(group)
+        self._headers = {rank: _header() for rank in receives}
+        self._arriving: dict[int, dist.Work] = {}
+        self._works: list[dist.Work] = []
+        self._answers: dict[int, tuple[torch.Tensor, dist.Work]] = {}
+        self._segment: _Segment | None = None
+
+    def start(self) -> None:
+        """Write what this rank sends, and say where it is."""
+        for rank, header in self._headers.items():
+            self._arriving[rank] = self._post_about(dist.irecv, header, rank, self._receives)
+        self._write()
+
+    def wait(self) -> None:
+        """Read what others have sent, and see that they have got what this rank has."""
+        for rank, work in self._arriving.items():
+            work.wait()
+            self._receive(rank, _Place(*self._headers[rank].tolist()))
+        for rank, (answer, work) in self._answers.items():
+            work.wait()
+            self._conclude(rank, is_mapped=bool(answer.item()))
+        for work in self._works:
+            work.wait()
+
+    def _write(self) -> None:
+        willing = {rank for rank in self._sends if self._group.ranks[rank] not in self._pool.refused and is_wanted()}
+        offsets: dict[int, int] = {}  # a tensor for several ranks is written once
+        end = 0
+        for rank in willing:
+            if id(self._sends[rank]) not in offsets:
+                offsets[id(self._sends[rank])] = end
+                end += -(-_num_bytes(self._sends[rank]) // _ALIGNMENT) * _ALIGNMENT
+        segment = self._segment = self._pool.take(end, {self._group.ranks[rank] for rank in willing}) if end else None
+        written: set[int] = set()
+        for rank, piece in self._sends.items():
+            if segment is None or rank not in willing:
+                if rank not in willing:
+                    self._apart.to.add(rank)
+                self._send_header(rank, _Place(_AS_MESSAGE if rank in willing else _NEVER))
+                self._send_piece(rank)
+                continue
+            offset = offsets[id(piece)]
+            if offset not in written:
+                _piece(segment.memory, offset, piece).copy_(piece.detach())
+                written.add(offset)
+            self._send_header(rank, segment.place(self._group.ranks[rank], offset))
+
+    def _send_header(self, rank: int, where: _Place) -> None:
+        header = torch.tensor(where, dtype=torch.int64, device="cpu")
+        self._works.append(self._post_about(dist.isend, header, rank, self._sends))
+        if where.way == _AS_NEW:
+            answer = torch.zeros(1, dtype=torch.int64, device="cpu")
+            self._answers[rank] = answer, self._post_about(dist.irecv, answer, rank, self._sends, "answer")
+
+    def _receive(self, rank: int, where: _Place) -> None:
+        into = self._receives[rank]
+        is_open = where.way == _AS_KNOWN or (where.way == _AS_NEW and is_wanted())
+        is_read = is_open and self._pool.read(self._group.ranks[rank], where, into)
+        if where.way == _AS_NEW:
+            answer = torch.tensor([is_read], dtype=torch.int64, device="cpu")
+            self._works.append(self._post_about(dist.isend, answer, rank, self._receives, "answer"))
+        if where.way == _NEVER:
+            self._apart.origin.add(rank)
+        if is_read:
+            return
+        is_in_place = into.is_contiguous() and into.device.type == "cpu"
+        message = into if is_in_place else torch.empty_like(into, memory_format=torch.contiguous_format, device="cpu")
+        self._post_about(dist.irecv, message, rank, self._receives, "piece").wait()
+        if not is_in_place:
+            into.copy_(message)
+
+    def _conclude(self, rank: int, *, is_mapped: bool) -> None:
+        """Send a piece after all to a rank that cannot map the segment, and spare it the question from now on."""
+        member, segment = self._group.ranks[rank], self._segment
+        if segment is None:
+            return
+        if is_mapped:
+            segment.known_to.add(member)
+            return
+        segment.readers = segment.readers - {member}  # another thread may be going through them
+        self._pool.refuse(member)
+        self._send_piece(rank)
+
+    def _send_piece(self, rank: int) -> None:
+        piece = self._sends[rank].detach().resolve_conj().resolve_neg().contiguous().cpu()
+        self._works.append(self._post_about(dist.isend, piece, rank, self._sends, "piece"))
+
+    def _post_about(
+        self,
+        operation: Callable[..., object],
+        tensor: torch.Tensor,
+        rank: int,
+        pieces: Mapping[int, torch.Tensor],
+        what: str = "header",
+    ) -> dist.Work:
+        return self._post(operation, tensor, rank, f"{what} of {_num_bytes(pieces[rank])} bytes")
+
+
+_pools: weakref.WeakKeyDictionary[Neighbours, Pool] = weakref.WeakKeyDictionary()
+"""The segments of a job."""
+_apart: weakref.WeakKeyDictionary[dist.ProcessGroup, Apart] = weakref.WeakKeyDictionary()
+_MAKING = threading.Lock()
+
+
+def pool_of(group: Group) -> Pool:
+    with _MAKING:
+        return _pools.setdefault(group.neighbours, Pool())
+
+
+def apart_in(process_group: dist.ProcessGroup) -> Apart:
+    """Return which members of a process group do without."""
+    with _MAKING:
+        return _apart.setdefault(process_group, Apart())
+
+
+def shared_with(group: Group, pieces: Sequence[torch.Tensor], apart: set[int]) -> dict[int, torch.Tensor]:
+    """Return the pieces to or from other ranks that go through memory, by rank in the group: both sides find the same.
+
+    Args:
+        group: The group.
+        pieces: A piece for each rank of the group.
+        apart: Those who do without.
+    """
+    here = group.neighbours.ranks
+    others = [(group.rank + step) % group.size for step in range(1, group.size)]
+    return {
+        rank: pieces[rank]
+        for rank in others
+        if _num_bytes(pieces[rank]) >= THRESHOLD and group.ranks[rank] in here and rank not in apart
+    }
+
+
+def is_wanted() -> bool:
+    """Return whether this rank may use shared memory; the others ask it."""
+    return os.environ.get(VARIABLE, "1") != "0"
+
+
+def _header() -> torch.Tensor:
+    return torch.zeros(len(_Place._fields), dtype=torch.int64, device="cpu")
+
+
+def _num_bytes(piece: torch.Tensor) -> int:
+    return piece.numel() * piece.itemsize
+
+
+def _numbers(memory: torch.Tensor) -> torch.Tensor:
+    return memory[:_PAGE].view(torch.int64)
+
+
+def _piece(memory: torch.Tensor, offset: int, like: torch.Tensor) -> torch.Tensor:
+    start = _PAGE + offset
+    return memory[start : start + _num_bytes(like)].view(like.dtype).view(like.shape)
+
+
+def _map(descriptor: int, size: int) -> torch.Tensor:
+    """Return the memory behind a descriptor, which the mapping does not need any more."""
+    storage = torch.UntypedStorage.from_file(f"/proc/self/fd/{descriptor}", True, size)
+    with torch.inference_mode(False):  # else nobody could write to it outside
+        return torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage)  # type: ignore[arg-type]  # torch's stub
+
+
+def _open(where: _Place) -> torch.Tensor | None:
+    """Map the segment of another process; None where this one may not, or where its number means another process."""
+    path = Path(f"/proc/{where.pid}/fd/{where.descriptor}")
+    try:
+        if not str(path.readlink()).startswith(f"/memfd:{_NAME}"):
+            return None
+        descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        try:
+            if os.fstat(descriptor).st_size != where.size:
+                return None
+            memory = _map(descriptor, where.size)
+        finally:
+            os.close(descriptor)
+    except (OSError, RuntimeError):  # RuntimeError: torch's for a mapping that fails
+        return None
+    return memory if int(_numbers(memory)[0]) == where.nonce else None

@@ -1,0 +1,27 @@
+"""Rank 1 fails in the middle of an exchange through memory, in the method of this name; what the others hear."""
+
+import sys
+
+import torch
+
+from distman import DistributedManager
+from distman.collectives import _shared_memory, all_gather_v
+from distman.errors import RankFailedError
+
+manager = DistributedManager.initialize()
+full = torch.ones(_shared_memory.THRESHOLD)
+all_gather_v(full)
+
+
+def fail(*_, **__):
+    raise ValueError("in the middle")
+
+
+if manager.rank == 1:
+    setattr(_shared_memory.SharedPieces, sys.argv[1], fail)
+try:
+    all_gather_v(full)
+    manager.barrier()  # where rank 1 fails last, the others have all pieces
+except RankFailedError as error:
+    sys.stdout.write(f"rank {manager.rank}: rank {error.rank} raised {error.error_type}: {error.error_text}\n")
+    raise
