@@ -160,10 +160,11 @@ def complete(arrived: Sequence[JoinRecord]) -> Peers:
     ranked = sorted(arrived, key=lambda join_record: join_record.rank)
     by_machine = _grouped((join_record.machine, join_record) for join_record in ranked)
     node_ranks = {machine: index for index, machine in enumerate(by_machine)}
+    places = {one.rank: place for neighbours in by_machine.values() for place, one in enumerate(neighbours)}
     peers = []
     for join_record in ranked:
         neighbours = by_machine[join_record.machine]
-        local_rank = _either(join_record.local_rank, neighbours.index(join_record))
+        local_rank = _either(join_record.local_rank, places[join_record.rank])
         local_world_size = _either(join_record.local_world_size, max(len(neighbours), local_rank + 1))
         device, device_uuid = _device_of(
             join_record, *_place_at_devices(join_record, neighbours, local_rank, local_world_size)
@@ -198,11 +199,13 @@ def _place_at_devices(
     if me.has_own_devices:
         return 0, 1
     mine = set(me.visible)
-    sharers = [one for one in neighbours if mine == set(one.visible)]
-    is_apart = all(one in sharers or mine.isdisjoint(one.visible) for one in neighbours)
-    if not mine or not is_apart or len(sharers) == len(neighbours):
+    if not mine:
         return local_rank, local_world_size
-    return sharers.index(me), len(sharers)
+    sharers = [one.rank for one in neighbours if mine == set(one.visible)]
+    is_apart = all(mine == set(one.visible) or mine.isdisjoint(one.visible) for one in neighbours)
+    if not is_apart or len(sharers) == len(neighbours):
+        return local_rank, local_world_size
+    return sharers.index(me.rank), len(sharers)
 
 
 def _device_of(join_record: JoinRecord, local_rank: int, local_world_size: int) -> tuple[str, str]:

@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from distman._rendezvous.join_record import is_mixed
+from distman._rendezvous.join_record import JoinRecord, is_mixed
 from distman._rendezvous.peers import complete, describe_missing, find_faults
 
 from .join_records import join_record
@@ -24,6 +24,14 @@ def test_two_processes_of_one_rank_are_named_with_pid_and_host():
     assert "rank 1 must be one process, got 2: pid 101 on n1 (train.py, started " in fault
     assert "), pid 7 on n2 (train.py, started " in fault
     assert "give each its own MASTER_PORT" in fault
+
+
+@pytest.mark.parametrize("visible", [(), ("gpu",)])
+def test_many_ranks_of_one_host_are_not_compared_with_each_other(visible, monkeypatch):
+    monkeypatch.setattr(JoinRecord, "__eq__", lambda *_: pytest.fail("a thousand ranks would take minutes"))
+    ranks = [join_record(rank, 30, visible=visible, is_sharing_allowed=True) for rank in reversed(range(30))]
+    assert find_faults(ranks, 30) == []
+    assert [peer.local_rank for peer in complete(ranks)] == [*range(30)]
 
 
 def of_job(rank, *, started=1000.0, host="n1", **changes):
