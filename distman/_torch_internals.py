@@ -9,9 +9,11 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
+import os
 import pickle
 import re
 import sys
+import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
@@ -54,7 +56,7 @@ def make_group(
         timeout: Limit of a collective.
     """
     process_group: dist.ProcessGroup
-    with _world_without_device():
+    with _world_without_device(), meeting_in_few_calls():
         process_group, _ = distributed_c10d._new_process_group_helper(
             len(ranks),
             rank,
@@ -67,6 +69,36 @@ def make_group(
         )
     distributed_c10d._world.pg_group_ranks[process_group] = dict(zip(ranks, itertools.count(), strict=False))
     return process_group
+
+
+_IN_FEW_CALLS = {"GLOO_ENABLE_STORE_V2_API": "1", "GLOO_ENABLE_RANK_AS_SEQUENCE_NUMBER": "1"}
+_meetings: list[dict[str, str | None]] = []
+"""What the variables were, one entry for each group that is being made."""
+_MEETING = threading.Lock()
+
+
+@contextlib.contextmanager
+def meeting_in_few_calls() -> Iterator[None]:
+    """Let the members of a gloo group that is made meanwhile read where the others are in one call, of O(N) bytes.
+
+    By itself gloo makes a call for each of the N others, and each answer has a number for each member. It reads these
+    variables of the environment as a group is made. They must be the same on all members, so they do not stay: a group
+    made by other code may have members where distman has made none.
+    """
+    with _MEETING:
+        _meetings.append({name: os.environ.get(name) for name in _IN_FEW_CALLS})
+        os.environ.update(_IN_FEW_CALLS)
+    try:
+        yield
+    finally:
+        with _MEETING:
+            before = _meetings.pop()
+            if not _meetings:
+                for name, value in before.items():
+                    if value is None:
+                        os.environ.pop(name, None)
+                    else:
+                        os.environ[name] = value
 
 
 @contextlib.contextmanager

@@ -72,6 +72,15 @@ class AbortableStore(Store):
         self.wait([key])
         return self._store.get(key)
 
+    def multi_get(self, keys: list[str]) -> list[bytes]:
+        """Return the values of several keys, once all are set, as :meth:`get` does for one."""
+        self.wait(keys)
+        return self._store.multi_get(keys) if isinstance(self._store, TorchStore) else list(map(self._store.get, keys))
+
+    def has_extended_api(self) -> bool:
+        """Return that there is :meth:`multi_get`: of what else torch could mean by it gloo asks for nothing."""
+        return True
+
     def set(self, key: str, value: str) -> None:
         """Set a key."""
         self._store.set(key, value)

@@ -35,7 +35,12 @@ from distman._rendezvous.join_record import JoinRecord
 from distman._rendezvous.peers import complete
 from distman._rendezvous.secret import check_adoption
 from distman._rendezvous.store import adopt_store
-from distman._torch_internals import counting_no_failed_group, default_store, make_gloo_default
+from distman._torch_internals import (
+    counting_no_failed_group,
+    default_store,
+    make_gloo_default,
+    meeting_in_few_calls,
+)
 from distman.environments import LaunchEnvironment
 from distman.errors import DistmanError, RankFailedError, RendezvousError
 
@@ -230,7 +235,7 @@ def _make_process_group(job: Job, store: dist.Store, url: str) -> None:
         stay_on_this_host()
     elif job.peer.num_nodes > 1:
         choose_interface(_other_hosts(job, url))
-    with counting_no_failed_group():
+    with counting_no_failed_group(), meeting_in_few_calls():
         dist.init_process_group(
             backend=job.backend,
             store=dist.PrefixStore(protocol.PROCESS_GROUP, store),

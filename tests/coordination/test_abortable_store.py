@@ -34,6 +34,16 @@ def test_a_failure_ends_the_wait(plain):
     plain.set("failure", "why")
     with pytest.raises(GaveUpError):
         AbortableStore(plain, "failure", 5).get("key")
+    plain.set("key", "value")
+    with pytest.raises(GaveUpError):
+        AbortableStore(plain, "failure", 5).multi_get(["key", "other"])
+
+
+def test_several_values_come_at_once(plain):
+    store = AbortableStore(plain, "failure", 5)
+    store.set("key", "value")
+    store.set("other", "another")
+    assert store.multi_get(["other", "key"]) == [b"another", b"value"]
 
 
 @pytest.mark.parametrize(("own", "asked"), [(0.05, 3600), (3600, 0.05)])

@@ -4,6 +4,7 @@ import contextlib
 import gc
 import os
 import signal
+import socket
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
@@ -14,11 +15,12 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
+from distman._coordination.abortable_store import AbortableStore
 from distman._store.client import Client
-from distman._store.connection import GaveUpError
+from distman._store.connection import Connection, GaveUpError
 from distman._store.handshake import MEMBER, WATCHER
 from distman._store.torch_store import TorchStore, delete_keys
-from distman._torch_internals import is_lost_connection
+from distman._torch_internals import is_lost_connection, make_group, meeting_in_few_calls
 from distman.testing import ranks
 
 from .stores import KINDS, PATIENCE, open_store
@@ -176,6 +178,45 @@ def test_groups_and_meshes(rank, world_size, door, is_lazy, monkeypatch):
         assert told == [0]
         dist.barrier()
         dist.monitored_barrier(timeout=timedelta(seconds=PATIENCE))
+
+
+@ranks(2, 5, manager=False)
+def test_a_group_meets_in_as_many_calls_whatever_its_size(rank, world_size, door, monkeypatch):
+    replies = []
+    make_call = Connection.call
+
+    def counted(connection, operation, *fields):
+        replies.append(make_call(connection, operation, *fields))
+        return replies[-1]
+
+    monkeypatch.setattr(Connection, "call", counted)
+    with default_group(door, rank, world_size) as store:
+        replies.clear()
+        members = AbortableStore(store, "failure", PATIENCE)
+        limit = timedelta(seconds=PATIENCE)
+        group = make_group(range(world_size), rank, name="one", description="", store=members, timeout=limit)
+        assert 1 <= len(replies) <= 3
+        host_and_address = len(socket.gethostname()) + 168  # without 8 bytes for each other rank
+        assert sum(map(len, replies)) < world_size * host_and_address
+        total = torch.ones(1)
+        dist.all_reduce(total, group=group)
+        assert total.item() == world_size
+
+
+@pytest.mark.parametrize("before", [None, "0"])
+def test_what_gloo_is_told_stays_as_long_as_a_group_is_being_made(monkeypatch, before):
+    names = ("GLOO_ENABLE_STORE_V2_API", "GLOO_ENABLE_RANK_AS_SEQUENCE_NUMBER")
+    for name in names:
+        monkeypatch.delenv(name, raising=False)
+        if before is not None:
+            monkeypatch.setenv(name, before)
+    first, second = meeting_in_few_calls(), meeting_in_few_calls()
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert [os.environ[name] for name in names] == ["1", "1"]
+    second.__exit__(None, None, None)
+    assert [os.environ.get(name) for name in names] == [before, before]
 
 
 @ranks(2, manager=False)
