@@ -11,6 +11,7 @@ from distman._coordination.wait_scope import collective
 from distman._groups.registry import Group
 from distman.collectives import _reduce_scatter  # the module, since each of the two needs the other
 from distman.collectives._exchange import exchange, gather_evenly, layout_of
+from distman.collectives._result_memory import new_empty
 from distman.collectives._validation import (
     GroupLike,
     check_call,
@@ -87,9 +88,9 @@ class AllGather(torch.autograd.Function):
         shape = list(tensor.shape)
         shape[dim] = sum(sizes)
         what = f"all_gather {layout_of(tensor, dim)} dim {dim} sizes {sizes}"
-        if min(sizes) == max(sizes) and (parts := gather_evenly(tensor, group, what)) is not None:
-            return parts.movedim(0, dim).reshape(shape)
-        full = tensor.new_empty(shape)
+        full = new_empty(tensor, shape)
+        if min(sizes) == max(sizes) and gather_evenly(tensor, full, dim, group, what):
+            return full
         exchange([tensor] * group.size, full.split(sizes, dim), group, what)
         return full
 

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from distman._coordination.wait_scope import collective
 from distman._groups.registry import Group
 from distman.collectives._exchange import announce, exchange, layout_of, process_group_of, sum_pieces
+from distman.collectives._result_memory import new_empty
 from distman.topology import split_sizes
 
 _IN_FLOAT32 = (torch.float16, torch.bfloat16)
@@ -36,7 +37,7 @@ def all_reduce_sum(tensor: torch.Tensor, group: Group, *, use_fp32: bool) -> tor
         dtype = torch.int32
     term = tensor.detach().to(dtype).contiguous()
     total = term.clone() if group.size == 1 else _sum(term, group)
-    return total.to(tensor.dtype).view(tensor.shape)
+    return total.to(tensor.dtype).view(tensor.shape).detach()  # no view, so that it may be changed in place
 
 
 def _sum(term: torch.Tensor, group: Group) -> torch.Tensor:
@@ -52,14 +53,14 @@ def _sum(term: torch.Tensor, group: Group) -> torch.Tensor:
         return _sum_of_received([flat] * group.size, group, what)
     sizes = split_sizes(flat.numel(), group.size)
     part = _sum_of_received(flat.split(sizes), group, what)
-    full = torch.empty_like(flat)
+    full = new_empty(flat, flat.shape)
     exchange([part] * group.size, full.split(sizes), group, what)
     return full
 
 
 def _sum_of_received(sends: Sequence[torch.Tensor], group: Group, what: str) -> torch.Tensor:
     mine = sends[group.rank]
-    received = [mine if rank == group.rank else torch.empty_like(mine) for rank in range(group.size)]
+    received = [mine if rank == group.rank else new_empty(mine, mine.shape) for rank in range(group.size)]
     exchange(sends, received, group, what)
     return sum_pieces(received, group.rank, use_fp32=False)
 

@@ -12,6 +12,7 @@ from distman._coordination.wait_scope import collective
 from distman._groups.registry import Group
 from distman.collectives import _debug
 from distman.collectives._exchange import exchange, layout_of
+from distman.collectives._result_memory import new_empty
 from distman.collectives._validation import (
     GroupLike,
     check_call,
@@ -212,7 +213,7 @@ class AllToAll(torch.autograd.Function):
         shape = list(tensor.shape)
         shape[split_dim] = outgoing[group.rank]
         shape[join_dim] = sum(incoming)
-        joined = tensor.new_empty(shape)
+        joined = new_empty(tensor, shape)
         what = f"all_to_all {layout_of(tensor, split_dim, join_dim)} from dim {split_dim} to dim {join_dim}"
         exchange(tensor.split(outgoing, split_dim), joined.split(incoming, join_dim), group, what)
         return joined

@@ -90,25 +90,29 @@ def exchange(sends: Sequence[torch.Tensor], receives: Sequence[torch.Tensor], gr
 
 
 @collective
-def gather_evenly(tensor: torch.Tensor, group: Group, what: str) -> torch.Tensor | None:
-    """Return the tensors of all ranks, along a new first dim; None where :func:`exchange` is to move them.
+def gather_evenly(tensor: torch.Tensor, full: torch.Tensor, dim: int, group: Group, what: str) -> bool:
+    """Put the tensors of all ranks together along a dim; return False where :func:`exchange` is to do it.
 
     Collective. Blocking. It is one operation of the backend, and faster than messages on GPUs.
 
     Args:
         tensor: The tensor, of one shape and dtype on all ranks; never changed.
+        full: Contiguous; becomes the full tensor.
+        dim: The dim.
         group: The group.
         what: As for :func:`exchange`.
     """
     pg = process_group_of(group)
     if pg is None or not tensor.numel() or not collects_batches(pg, tensor.device):
-        return None
+        return False
     check_all_run_here(group.ranks, "the backward pass of a collective")
     announce(group, what)
     mine = tensor.resolve_conj().resolve_neg().contiguous()
-    parts = mine.new_empty(group.size, *mine.shape)
+    parts = full if dim == 0 else mine.new_empty(group.size, *mine.shape)
     dist.all_gather_single(_carried(parts), _carried(mine), group=pg)
-    return parts
+    if dim != 0:
+        full.unflatten(dim, (group.size, -1)).copy_(parts.movedim(0, dim))
+    return True
 
 
 @collective

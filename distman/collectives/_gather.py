@@ -11,6 +11,7 @@ from distman._coordination.wait_scope import collective
 from distman._groups.registry import Group
 from distman.collectives import _scatter  # the module, since each of the two needs the other
 from distman.collectives._exchange import exchange, layout_of
+from distman.collectives._result_memory import new_empty
 from distman.collectives._validation import (
     GroupLike,
     check_call,
@@ -69,7 +70,7 @@ class Gather(torch.autograd.Function):
         ctx.arguments = sizes, dim, dst, group
         shape = list(tensor.shape)
         shape[dim] = sum(sizes) if group.rank == dst else 0
-        full = tensor.new_empty(shape)
+        full = new_empty(tensor, shape)
         nothing = tensor.narrow(dim, 0, 0)
         sends = [tensor if rank == dst else nothing for rank in range(group.size)]
         receives = full.split(sizes, dim) if group.rank == dst else [full] * group.size

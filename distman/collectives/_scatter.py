@@ -12,6 +12,7 @@ from distman._coordination.wait_scope import collective
 from distman._groups.registry import Group
 from distman.collectives import _debug, _gather  # the module, since each of the two needs the other
 from distman.collectives._exchange import broadcast_numbers, control_device, exchange, layout_of
+from distman.collectives._result_memory import new_empty
 from distman.collectives._validation import (
     DTYPES,
     MAX_NDIM,
@@ -100,7 +101,7 @@ class Scatter(torch.autograd.Function):
         ctx.arguments = sizes, dim, src, group
         shape = list(tensor.shape)
         shape[dim] = sizes[group.rank]
-        part = tensor.new_empty(shape)
+        part = new_empty(tensor, shape)
         nothing = tensor.narrow(dim, 0, 0)
         sends = tensor.split(sizes, dim) if group.rank == src else [nothing] * group.size
         receives = [part if rank == src else part.narrow(dim, 0, 0) for rank in range(group.size)]

@@ -14,6 +14,8 @@ from typing import Literal
 
 import torch
 
+from distman.collectives._result_memory import new_empty
+
 Index = tuple[slice, ...]
 Run = tuple[int, int]  # start and length
 Kind = Literal["fft", "ifft", "rfft", "irfft"]
@@ -80,7 +82,7 @@ def empty_with_last(
 ) -> torch.Tensor:
     """Return an empty tensor whose last dims in memory are these."""
     order = _order(len(shape), last)
-    return tensor.new_empty([shape[dim] for dim in order], dtype=dtype).permute(_inverse(order))
+    return new_empty(tensor, [shape[dim] for dim in order], dtype).permute(_inverse(order))
 
 
 def indices_of_blocks(tensor: torch.Tensor, whole: Iterable[int]) -> Iterator[Index]:

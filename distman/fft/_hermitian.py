@@ -18,6 +18,7 @@ import torch
 
 from distman._groups.registry import Group
 from distman.collectives._exchange import exchange
+from distman.collectives._result_memory import new_empty
 from distman.fft._blocks import Run
 from distman.topology import split_sizes
 
@@ -102,7 +103,7 @@ class HermitianRows:
         Returns:
             What it owns; rows along dim 0.
         """
-        arrived, owned = (held.new_empty([len(self.owned), *held.shape[1:]]) for _ in range(2))
+        arrived, owned = (new_empty(held, [len(self.owned), *held.shape[1:]]) for _ in range(2))
         sends = held[: sum(self.outgoing)].split_with_sizes(self.outgoing)
         exchange(sends, arrived.split_with_sizes(self.incoming), group)
         owned[self.owned] = arrived
@@ -121,7 +122,7 @@ class HermitianRows:
             What it holds; rows along dim 0.
         """
         num_owned = sum(self.outgoing)
-        held = owned.new_empty([self.num_held, *owned.shape[1:]])
+        held = new_empty(owned, [self.num_held, *owned.shape[1:]])
         held[num_owned:] = 0
         sends = owned.index_select(0, self.owned).split_with_sizes(self.incoming)
         exchange(sends, held[:num_owned].split_with_sizes(self.outgoing), group)

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import torch
 
 from distman._groups.registry import Group
+from distman.collectives._result_memory import new_empty
 from distman.fft._blocks import (
     ADJOINT,
     DUAL,
@@ -191,7 +192,7 @@ class Plan:
         )
         shape = [*tensor.shape[:way], *tensor.shape[way + 1 :]]
         shape[last - (way < last)] = self._half
-        held = like.new_empty([rows.num_held, *shape])
+        held = new_empty(like, [rows.num_held, *shape])
         for index, block in blocks_of(tensor, self._along_last("fft"), whole=others):
             images = negated(block, [*others, last], self._half).conj_physical_()
             direct = block.narrow(last, 0, self._half)

@@ -10,6 +10,7 @@ import torch
 
 from distman._groups.registry import Group
 from distman.collectives._exchange import exchange
+from distman.collectives._result_memory import new_empty
 from distman.fft._resharding import execute
 
 
@@ -67,7 +68,7 @@ class Rearrangement:
         receives = []
         for pieces in incoming:
             shape[self.dim] = sum(one.length for one in pieces)
-            receives.append(tensor.new_empty(shape))
+            receives.append(new_empty(tensor, shape))
         receives[rank] = sends[rank]
         exchange(sends, receives, self.group)
         for pieces, received in zip(incoming, receives, strict=True):

@@ -266,3 +266,17 @@ def test_autocast_changes_nothing(rank, name, dtype):
         result = DIFFERENTIABLE[name](tensor, 2)
     assert result.dtype == dtype
     assert torch.equal(result, plain)
+
+
+@pytest.mark.parametrize("name", [name for name in DIFFERENTIABLE if name != "copy_to_parallel_region"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@ranks(1, 2)
+def test_a_result_may_be_changed_in_place(rank, world_size, name, dtype):
+    mine = make_inputs(world_size)[rank].to(dtype).requires_grad_()
+    result = DIFFERENTIABLE[name](mine, world_size)
+    plain = DIFFERENTIABLE[name](mine, world_size)
+    result.mul_(2)
+    assert result.equal(2 * plain)
+    result.sum().backward()
+    (grad,) = torch.autograd.grad(plain.sum(), mine)
+    assert mine.grad.equal(2 * grad)
