@@ -51,6 +51,7 @@ VARIABLE = re.compile(r"[A-Z][A-Z0-9]*(?:_[A-Za-z0-9]+)+|RANK|NCPUS")
 NO_VARIABLES = {
     "F8_E4M3",
     "F8_E5M2",
+    "MADV_FREE",
     "SC_CLK_TCK",
     "TCP_KEEPCNT",
     "TCP_KEEPIDLE",
@@ -174,7 +175,7 @@ def test_the_page_of_variables_has_all_that_the_package_knows_and_no_others():
     assert (known - documented, documented - known) == (set(), READ_BY_OTHERS)
 
 
-def test_nothing_but_the_test_kit_and_the_choice_of_an_interface_writes_into_the_environment():
+def test_nothing_but_the_test_kit_and_what_gloo_is_told_writes_into_the_environment():
     methods = "update|setdefault|pop|popitem|clear"
     writes = re.compile(rf"environ\[[^]]+\] = |del os\.environ|environ\.({methods})\(|putenv|unsetenv")
     writing = {path for path in PACKAGE.rglob("*.py") if writes.search(path.read_text(encoding="utf-8"))}
@@ -182,6 +183,7 @@ def test_nothing_but_the_test_kit_and_the_choice_of_an_interface_writes_into_the
         "testing",
         "physicsnemo",  # whose setup() does so
         "interface.py",
+        "_torch_internals.py",  # while a group is being made
     }
 
 
