@@ -3,10 +3,9 @@
 import os
 import secrets
 import shutil
-import socket
 import subprocess
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -18,13 +17,12 @@ from tests.launch.preloaded import PYTHON
 from tests.launch.processes import Process, Running, kill_all, marked, start
 from tests.launch.slurm import PROGRAMS, SlurmCluster
 from tests.launch.torchrun import Torchrun
+from tests.ports import find_free_port
 
 from .cases import COLLECTIVE_LIMIT, SILENCE_LIMIT, Case
 from .faults import NETWORK_OF_LAUNCH
 
 SCRIPT = Path(__file__).parent / "job.py"
-PORTS = range(10_000, 23_000)  # that nobody gets who asks Linux, or the library, for any
-_handed_out: set[int] = set()
 VARIABLES = {
     "DISTMAN_TIMEOUT": str(COLLECTIVE_LIMIT),
     "DISTMAN_SILENCE_TIMEOUT": str(SILENCE_LIMIT),
@@ -83,7 +81,7 @@ def _start_env(
     with ExitStack() as stack:
         hosts = stack.enter_context(NamespaceHosts(2)) if case.hosts == 2 else None
         address = hosts.addresses["n1"] if hosts else "localhost"
-        common = {**env, "WORLD_SIZE": str(case.ranks), "MASTER_ADDR": address, "MASTER_PORT": str(_free_port())}
+        common = {**env, "WORLD_SIZE": str(case.ranks), "MASTER_ADDR": address, "MASTER_PORT": str(find_free_port())}
         if hosts is not None:
             common[NETWORK_OF_LAUNCH] = str(hosts.pid_of("ctl"))
         parts = []
@@ -201,12 +199,3 @@ def start_case(case: Case, launcher: Any, records: Path, cwd: Path) -> AbstractC
     """Start a case with what its launcher's fixture gives."""
     script: Words = [SCRIPT, str(case), str(records)]
     return STARTERS[case.launcher].start(launcher, case, script, VARIABLES, cwd)
-
-
-def _free_port() -> int:
-    """Return a port that was free a moment ago, none twice: the store of an earlier job may outlive a failure."""
-    while True:
-        port = secrets.choice([port for port in PORTS if port not in _handed_out])
-        _handed_out.add(port)
-        with suppress(OSError), socket.create_server(("127.0.0.1", port)):
-            return port

@@ -2,23 +2,19 @@
 
 import os
 import resource
-import secrets
 import shutil
-import socket
 import subprocess
 from collections.abc import Iterator
-from contextlib import suppress
 
 import pytest
 
+from ..ports import find_free_port
 from .hosts import NamespaceHosts
 from .mpi import INTEL_MPI, MPICH, OPENMPI, MpiInstallation
 from .preloaded import PYTHON
 from .processes import assert_nothing_left
 from .slurm import PROGRAMS, SlurmCluster
 from .torchrun import Torchrun
-
-PORTS = range(10_000, 23_000)
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -120,19 +116,6 @@ def require_namespaces() -> None:
         pytest.skip(f"virtual hosts need namespaces: {tried.stderr.strip()}")
 
 
-HANDED_OUT: set[int] = set()
-
-
 @pytest.fixture
 def free_port() -> int:
-    """A port that was free a moment ago, of those that nobody gets who asks Linux, or `derive_ports`, for any.
-
-    None is handed out twice: the store of an earlier job, whose name has the port in it, may outlive a failure.
-    """
-    worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
-    workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
-    while True:
-        port = secrets.choice([port for port in PORTS[worker::workers] if port not in HANDED_OUT])
-        HANDED_OUT.add(port)
-        with suppress(OSError), socket.create_server(("127.0.0.1", port)):
-            return port
+    return find_free_port()

@@ -22,6 +22,7 @@ from distman._store.process import StoreProcess
 from distman.errors import RendezvousError
 
 from ..launch.conftest import require_programs
+from ..ports import find_free_port
 
 NOBODY = 65534
 
@@ -34,8 +35,7 @@ def silent_port():
 
 @pytest.fixture
 def free_port():
-    with bind_listener("127.0.0.1", 0) as listener:
-        return listener.getsockname()[1]
+    return find_free_port()
 
 
 def at_ports(*ports):
