@@ -237,6 +237,7 @@ class SharedPieces:
         self._arriving: dict[int, dist.Work] = {}
         self._works: list[dist.Work] = []
         self._answers: dict[int, tuple[torch.Tensor, dist.Work]] = {}
+        self._messages: dict[int, tuple[torch.Tensor, dist.Work]] = {}
         self._segment: _Segment | None = None
 
     def start(self) -> None:
@@ -246,13 +247,20 @@ class SharedPieces:
         self._write()
 
     def wait(self) -> None:
-        """Read what others have sent, and see that they have got what this rank has."""
+        """Read what others have sent, and see that they have got what this rank has.
+
+        No rank waits for a piece as long as another may wait for its answer.
+        """
         for rank, work in self._arriving.items():
             work.wait()
             self._receive(rank, _Place(*self._headers[rank].tolist()))
         for rank, (answer, work) in self._answers.items():
             work.wait()
             self._conclude(rank, is_mapped=bool(answer.item()))
+        for rank, (message, work) in self._messages.items():
+            work.wait()
+            if message is not self._receives[rank]:
+                self._receives[rank].copy_(message)
         for work in self._works:
             work.wait()
 
@@ -299,9 +307,7 @@ class SharedPieces:
             return
         is_in_place = into.is_contiguous() and into.device.type == "cpu"
         message = into if is_in_place else torch.empty_like(into, memory_format=torch.contiguous_format, device="cpu")
-        self._post_about(dist.irecv, message, rank, self._receives, "piece").wait()
-        if not is_in_place:
-            into.copy_(message)
+        self._messages[rank] = message, self._post_about(dist.irecv, message, rank, self._receives, "piece")
 
     def _conclude(self, rank: int, *, is_mapped: bool) -> None:
         """Send a piece after all to a rank that cannot map the segment, and spare it the question from now on."""

@@ -147,16 +147,36 @@ def test_a_rank_that_does_without_says_so_once(monkeypatch, rank, world_size):
     assert pool_of(resolve_group(None)).refused == (set() if rank == unwilling else {unwilling})
 
 
+@pytest.mark.parametrize("blind", [{0}, {1}, {0, 1}, {0, 1, 2}])
 @ranks(2, 3)
-def test_a_rank_that_cannot_map(monkeypatch, rank, world_size):
+def test_ranks_that_cannot_map(monkeypatch, rank, world_size, blind):
     lines = logged(monkeypatch, "info")
-    if rank == 0:
+    if rank in blind:
         monkeypatch.setattr(_shared_memory, "_open", lambda _: None)
     for number in range(3):
         full = all_gather_v(torch.full([LARGE], float(rank + number)))
         assert full[::LARGE].tolist() == [float(one + number) for one in range(world_size)]
-    assert pool_of(resolve_group(None)).refused == (set() if rank == 0 else {0})
-    assert ["cannot map" in one for one in lines] == [True] * (rank != 0)
+    others = blind.intersection(range(world_size)) - {rank}
+    assert pool_of(resolve_group(None)).refused == others
+    assert ["cannot map" in one for one in lines] == [True] * bool(others)
+
+
+@pytest.mark.parametrize("seed", range(10))
+@ranks(2, 3, 4)
+def test_whatever_stands_in_the_way_on_each_rank(monkeypatch, rank, world_size, seed):
+    draw = random.Random(seed)  # noqa: S311 - not for secrets
+    pool = pool_of(resolve_group(None))
+    open_memory = _shared_memory._open
+    for number in range(6):
+        # The same on all ranks, of whom each takes its own.
+        unwilling, blind, poor = ([draw.random() < 0.3 for _ in range(world_size)] for _ in range(3))
+        sizes = [LARGE * draw.randrange(3) + draw.randrange(LARGE) for _ in range(world_size)]
+        monkeypatch.setenv(VARIABLE, "0" if unwilling[rank] else "1")
+        monkeypatch.setattr(_shared_memory, "_open", (lambda _: None) if blind[rank] else open_memory)
+        pool._can_grow = not poor[rank]
+        full = all_gather_v(torch.full([sizes[rank]], float(rank + number)), sizes)
+        for one, part in enumerate(full.split(sizes)):
+            assert part.eq(one + number).all()
 
 
 @ranks(2)
