@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -10,7 +9,7 @@ import torch.distributed as dist
 
 from distman._coordination.wait_scope import collective
 from distman._groups.registry import Group
-from distman.collectives._exchange import announce, exchange, layout_of, process_group_of, sum_pieces
+from distman.collectives._exchange import announce, exchange, exchange_and_add, layout_of, process_group_of
 from distman.collectives._result_memory import new_empty
 from distman.topology import split_sizes
 
@@ -40,8 +39,16 @@ def all_reduce_sum(tensor: torch.Tensor, group: Group, *, use_fp32: bool) -> tor
     return total.to(tensor.dtype).view(tensor.shape).detach()  # no view, so that it may be changed in place
 
 
-def _sum(term: torch.Tensor, group: Group) -> torch.Tensor:
-    """Return the sum over a group of several ranks, as a new tensor; terms are added in rank order."""
+@collective
+def sum_in_rank_order(term: torch.Tensor, group: Group) -> torch.Tensor:
+    """Return the sum over a group of several ranks, as a new tensor.
+
+    Collective. Blocking.
+
+    Args:
+        term: Contiguous, of one shape and dtype on all ranks; never changed.
+        group: The group.
+    """
     what = f"sum of {layout_of(term)}"
     if term.is_cuda:
         announce(group, what)
@@ -50,19 +57,12 @@ def _sum(term: torch.Tensor, group: Group) -> torch.Tensor:
         return total
     flat = term.view(-1)
     if group.size == 2 or (group.size - 1) * flat.numel() * flat.itemsize <= _MAX_BYTES_AT_ONCE:
-        return _sum_of_received([flat] * group.size, group, what)
+        return exchange_and_add([flat] * group.size, group, what, use_fp32=False)
     sizes = split_sizes(flat.numel(), group.size)
-    part = _sum_of_received(flat.split(sizes), group, what)
+    part = exchange_and_add(flat.split(sizes), group, what, use_fp32=False)
     full = new_empty(flat, flat.shape)
     exchange([part] * group.size, full.split(sizes), group, what)
     return full
-
-
-def _sum_of_received(sends: Sequence[torch.Tensor], group: Group, what: str) -> torch.Tensor:
-    mine = sends[group.rank]
-    received = [mine if rank == group.rank else new_empty(mine, mine.shape) for rank in range(group.size)]
-    exchange(sends, received, group, what)
-    return sum_pieces(received, group.rank, use_fp32=False)
 
 
 class AllReduceSum(torch.autograd.Function):

@@ -15,7 +15,9 @@ from distman._coordination.tracking import check_all_run_here, current_wait
 from distman._coordination.wait_scope import collective
 from distman._groups.registry import Group
 from distman._torch_internals import batch_isend_irecv, collects_batches
+from distman.collectives._result_memory import new_empty
 from distman.collectives._shared_memory import Apart, SharedPieces, apart_in, shared_with
+from distman.collectives._sums import SumInRankOrder
 from distman.errors import DistmanError, PlanMismatchError
 
 _connected: weakref.WeakKeyDictionary[dist.ProcessGroup, set[str]] = weakref.WeakKeyDictionary()
@@ -36,17 +38,68 @@ def exchange(sends: Sequence[torch.Tensor], receives: Sequence[torch.Tensor], gr
         group: The group.
         what: What must be equal on all ranks: messages of calls that differ do not meet.
     """
+
+    def put_into_place(rank: int, piece: torch.Tensor) -> None:
+        if piece is not receives[rank]:
+            receives[rank].copy_(piece)
+
+    _exchange(sends, receives, group, what, put_into_place, is_filled=True)
+
+
+@collective
+def exchange_and_add(sends: Sequence[torch.Tensor], group: Group, what: str, *, use_fp32: bool) -> torch.Tensor:
+    """Return the sum of what the ranks send to this one, in rank order, as a new tensor.
+
+    Collective. Blocking.
+
+    Args:
+        sends: As of :func:`exchange`; what all send to one rank is of one shape and dtype.
+        group: The group.
+        what: As of :func:`exchange`.
+        use_fp32: Add 16-bit floats up in float32.
+    """
+    mine = sends[group.rank]
+    total = SumInRankOrder(mine, group.rank, use_fp32=use_fp32)
+    _exchange(sends, [mine] * group.size, group, what, total.add, is_filled=False)
+    return total.result()
+
+
+def _exchange(
+    sends: Sequence[torch.Tensor],
+    receives: Sequence[torch.Tensor],
+    group: Group,
+    what: str,
+    take: Callable[[int, torch.Tensor], None],
+    *,
+    is_filled: bool,
+) -> None:
+    """Exchange pieces, as :func:`exchange` and :func:`exchange_and_add` do.
+
+    Args:
+        sends: One tensor for each rank.
+        receives: The like of what each rank sends.
+        group: The group.
+        what: What must be equal on all ranks.
+        take: Called with each rank and its piece, which may be gone when that returns.
+        is_filled: Whether pieces may arrive in ``receives`` itself, this rank's among them.
+    """
     # Before the first message, so that none is left behind. A forward pass has asked already.
     check_all_run_here(group.ranks, "the backward pass of a collective")
     pg = process_group_of(group)
     carrier = carrier_of(receives[group.rank].device, pg)
     apart, shared_sends, shared_receives = Apart(), {}, {}
-    if pg is not None and carrier.type == "cpu" and not collects_batches(pg, carrier):
+    if pg is not None and can_share_memory(pg, carrier):
         apart = apart_in(pg)
         shared_sends = shared_with(group, sends, apart.to)
         shared_receives = shared_with(group, receives, apart.origin)
+
+    def room_for(piece: torch.Tensor) -> torch.Tensor:
+        if is_filled and piece.is_contiguous() and piece.device == carrier:
+            return piece
+        return new_empty(piece, piece.shape) if piece.device == carrier else _contiguous_like(piece, carrier)
+
     buffers = {
-        rank: piece if piece.is_contiguous() and piece.device == carrier else _contiguous_like(piece, carrier)
+        rank: room_for(piece)
         for rank, piece in enumerate(receives)
         if rank != group.rank and piece.numel() and rank not in shared_receives
     }
@@ -65,15 +118,14 @@ def exchange(sends: Sequence[torch.Tensor], receives: Sequence[torch.Tensor], gr
                 packed[key] = sends[rank].resolve_conj().resolve_neg().contiguous().to(carrier)
             operations.append(_message(dist.isend, packed[key], rank, group, pg, tag))
     _connect(receives[group.rank].device, pg)
-    shared = (
-        SharedPieces(shared_sends, shared_receives, group, apart, post) if shared_sends or shared_receives else None
-    )
+    is_shared = bool(shared_sends or shared_receives)
+    shared = SharedPieces(shared_sends, shared_receives, group, apart, post, room_for, take) if is_shared else None
     try:
         works = batch_isend_irecv(operations) if operations else ()
         if shared is not None:
             shared.start()
-        if receives[group.rank] is not sends[group.rank]:
-            receives[group.rank].copy_(sends[group.rank])  # while the others travel
+        if is_filled:
+            take(group.rank, sends[group.rank])  # while the others travel
         if shared is not None:
             shared.wait()
         for work in works:
@@ -85,8 +137,7 @@ def exchange(sends: Sequence[torch.Tensor], receives: Sequence[torch.Tensor], gr
             call.interrupt()
         raise
     for rank, buffer in buffers.items():
-        if buffer is not receives[rank]:
-            receives[rank].copy_(buffer)
+        take(rank, buffer)
 
 
 @collective
@@ -169,6 +220,11 @@ def _message(
     return dist.P2POp(operation, _carried(piece), group.ranks[rank], pg, tag)
 
 
+def can_share_memory(process_group: dist.ProcessGroup | None, device: torch.device) -> bool:
+    """Return whether tensors of a device may go from rank to rank of a host through memory."""
+    return device.type == "cpu" and not collects_batches(process_group, device)
+
+
 def process_group_of(group: Group) -> dist.ProcessGroup | None:
     """Return what carries the collectives of a group; None on one process without a process group.
 
@@ -202,27 +258,6 @@ def _connect(device: torch.device, process_group: dist.ProcessGroup | None) -> N
     if collects_batches(process_group, device):
         dist.all_reduce(torch.zeros(1, device=device), group=process_group)
     _connected.setdefault(process_group, set()).add(device.type)
-
-
-def sum_pieces(pieces: Sequence[torch.Tensor], own: int, *, use_fp32: bool) -> torch.Tensor:
-    """Return the sum of tensors of one shape, in rank order, as a new tensor or in one of them.
-
-    Args:
-        pieces: The tensors; all but ``pieces[own]`` may be written to.
-        own: Index of the one that is never changed.
-        use_fp32: Add 16-bit floats up in float32.
-    """
-    first, *others = pieces
-    if not others:
-        return first.clone()
-    if use_fp32 and first.dtype in (torch.float16, torch.bfloat16):
-        total = first.to(torch.float32)
-    else:
-        second = others.pop(0)
-        total = torch.add(first, second, out=second if own == 0 else first)
-    for piece in others:
-        total += piece
-    return total.to(first.dtype)
 
 
 def control_device(group: Group, device: torch.device) -> torch.device:

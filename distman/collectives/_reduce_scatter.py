@@ -10,8 +10,7 @@ import torch
 from distman._coordination.wait_scope import collective
 from distman._groups.registry import Group
 from distman.collectives import _all_gather  # the module, since each of the two needs the other
-from distman.collectives._exchange import exchange, layout_of, reduce_evenly, sum_pieces
-from distman.collectives._result_memory import new_empty
+from distman.collectives._exchange import exchange_and_add, layout_of, reduce_evenly
 from distman.collectives._validation import GroupLike, check_call, check_sizes, normalize_dim, resolve_group
 
 
@@ -80,11 +79,7 @@ class ReduceScatter(torch.autograd.Function):
             part = reduce_evenly(tensor, dim, group, what)
             if part is not None:
                 return part
-        parts = tensor.split(sizes, dim)
-        mine = parts[group.rank]
-        received = [mine if rank == group.rank else new_empty(mine, mine.shape) for rank in range(group.size)]
-        exchange(parts, received, group, what)
-        return sum_pieces(received, group.rank, use_fp32=use_fp32)
+        return exchange_and_add(tensor.split(sizes, dim), group, what, use_fp32=use_fp32)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:

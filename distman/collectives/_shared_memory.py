@@ -15,6 +15,7 @@ import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -130,7 +131,7 @@ class Pool:
         self.refused: set[int] = set()
         self._segments: dict[int, _Segment] = {}
         self._mapped: dict[tuple[int, int], tuple[int, torch.Tensor]] = {}
-        self._can_grow = hasattr(os, "memfd_create")
+        self.can_grow = hasattr(os, "memfd_create")
         self._lock = threading.Lock()
 
     def take(self, num_bytes: int, readers: set[int]) -> _Segment | None:
@@ -145,12 +146,12 @@ class Pool:
                 segment.slots.setdefault(rank, len(segment.slots) + 1)
             return segment
 
-    def read(self, sender: int, where: _Place, into: torch.Tensor) -> bool:
-        """Copy a piece out of a segment of another rank, and say there that it was read; return whether it could be."""
+    def read(self, sender: int, where: _Place, like: torch.Tensor, take: Callable[[torch.Tensor], None]) -> bool:
+        """Take a piece out of a segment of another rank, and say there that it was read; return whether it could be."""
         memory = self._memory_of(sender, where)
         if memory is None:
             return False
-        into.copy_(_piece(memory, where.offset, into))
+        take(_piece(memory, where.offset, like))
         # Another processor must not see the number before all was read. To let go of a lock and to take it is a full
         # barrier, on ARM too; the sender writes after it has seen the number, which no processor turns round.
         with self._lock:
@@ -184,7 +185,7 @@ class Pool:
         free = sorted((one for one in self._segments.values() if one.is_free), key=lambda one: one.size)
         fitting = next((one for one in free if one.size >= num_bytes), None)
         size = max(_LEAST_BYTES, 1 << (num_bytes - 1).bit_length())
-        if fitting is not None or size > _MOST_BYTES or not self._can_grow:
+        if fitting is not None or size > _MOST_BYTES or not self.can_grow:
             return fitting
         while free and (len(self._segments) == _MOST_SEGMENTS or self._num_bytes + size > _MOST_BYTES):
             del self._segments[free.pop(0).index]
@@ -194,7 +195,7 @@ class Pool:
         try:
             self._segments[index] = _Segment.create(index, size)
         except (OSError, RuntimeError) as error:  # RuntimeError: torch's for a mapping that fails
-            self._can_grow = False
+            self.can_grow = False
             logger.warning("ranks of this host exchange over sockets: no shared memory of %d bytes: %s", size, error)
         return self._segments.get(index)
 
@@ -217,10 +218,12 @@ class SharedPieces:
 
     Args:
         sends: The pieces for other ranks of this host, by rank in the group.
-        receives: Where those of other ranks go.
+        receives: The like of those of other ranks.
         group: The group.
         apart: Those who do without, from the next exchange on.
         post: Starts a message: the operation, a tensor, the rank, and what tells it from other messages.
+        room_for: Makes room for a message like a tensor.
+        take: Called with the rank and its piece, which may be gone when that returns.
     """
 
     def __init__(
@@ -230,8 +233,11 @@ class SharedPieces:
         group: Group,
         apart: Apart,
         post: Callable[[Callable[..., object], torch.Tensor, int, str], dist.Work],
+        room_for: Callable[[torch.Tensor], torch.Tensor],
+        take: Callable[[int, torch.Tensor], None],
     ) -> None:
         self._sends, self._receives, self._group, self._apart, self._post = sends, receives, group, apart, post
+        self._room_for, self._take = room_for, take
         self._pool = pool_of(group)
         self._headers = {rank: _header() for rank in receives}
         self._arriving: dict[int, dist.Work] = {}
@@ -247,20 +253,19 @@ class SharedPieces:
         self._write()
 
     def wait(self) -> None:
-        """Read what others have sent, and see that they have got what this rank has.
+        """Take what others have sent, and see that they have got what this rank has.
 
         No rank waits for a piece as long as another may wait for its answer.
         """
-        for rank, work in self._arriving.items():
-            work.wait()
+        for rank in sorted(self._arriving):  # the order in which pieces are added up
+            self._arriving[rank].wait()
             self._receive(rank, _Place(*self._headers[rank].tolist()))
         for rank, (answer, work) in self._answers.items():
             work.wait()
             self._conclude(rank, is_mapped=bool(answer.item()))
         for rank, (message, work) in self._messages.items():
             work.wait()
-            if message is not self._receives[rank]:
-                self._receives[rank].copy_(message)
+            self._take(rank, message)
         for work in self._works:
             work.wait()
 
@@ -295,19 +300,17 @@ class SharedPieces:
             self._answers[rank] = answer, self._post_about(dist.irecv, answer, rank, self._sends, "answer")
 
     def _receive(self, rank: int, where: _Place) -> None:
-        into = self._receives[rank]
+        like = self._receives[rank]
         is_open = where.way == _AS_KNOWN or (where.way == _AS_NEW and is_wanted())
-        is_read = is_open and self._pool.read(self._group.ranks[rank], where, into)
+        is_read = is_open and self._pool.read(self._group.ranks[rank], where, like, partial(self._take, rank))
         if where.way == _AS_NEW:
             answer = torch.tensor([is_read], dtype=torch.int64, device="cpu")
             self._works.append(self._post_about(dist.isend, answer, rank, self._receives, "answer"))
         if where.way == _NEVER:
             self._apart.origin.add(rank)
-        if is_read:
-            return
-        is_in_place = into.is_contiguous() and into.device.type == "cpu"
-        message = into if is_in_place else torch.empty_like(into, memory_format=torch.contiguous_format, device="cpu")
-        self._messages[rank] = message, self._post_about(dist.irecv, message, rank, self._receives, "piece")
+        if not is_read:
+            message = self._room_for(like)
+            self._messages[rank] = message, self._post_about(dist.irecv, message, rank, self._receives, "piece")
 
     def _conclude(self, rank: int, *, is_mapped: bool) -> None:
         """Send a piece after all to a rank that cannot map the segment, and spare it the question from now on."""
