@@ -24,6 +24,7 @@ _connected: weakref.WeakKeyDictionary[dist.ProcessGroup, set[str]] = weakref.Wea
 """The types of devices of which a group's backend needs no first operation of all ranks any more."""
 _TAGS = 2**31  # tags are not negative, and of 32 bits
 _MAX_NUMBERS = 24  # broadcast by any call: then messages of calls that differ are of one length
+_PART_BYTES = 2**24  # of a broadcast through memory: smaller parts cost more messages, larger ones more waiting
 
 
 @collective
@@ -310,6 +311,30 @@ def broadcast_numbers(numbers: Sequence[int], src: int, group: Group, device: to
             f"{call.text}. DISTMAN_DEBUG=1 shows both."
         )
     return received[: len(numbers)]
+
+
+@collective
+def broadcast_parts(tensor: torch.Tensor, src: int, group: Group) -> None:
+    """Fill a tensor with what it holds on one rank of the group, which writes one part while the others read another.
+
+    Collective. Blocking.
+
+    Args:
+        tensor: On the CPU, with one dim, of one length and dtype on all ranks.
+        src: Rank in the group.
+        group: The group.
+    """
+    nothing = tensor[:0]
+    for part in tensor.split(_PART_BYTES // tensor.itemsize):
+        # From the others comes a byte, by which the source knows that they have read the part before.
+        marks = list(torch.ones(group.size, dtype=torch.uint8, device="cpu").split(1))
+        if group.rank == src:
+            sends, receives = [part] * group.size, marks
+        else:
+            sends, receives = [nothing] * group.size, [nothing] * group.size
+            sends[src] = marks[src]
+        receives[src] = part
+        exchange(sends, receives, group, f"parts from group rank {src}")
 
 
 def _carried(tensor: torch.Tensor) -> torch.Tensor:

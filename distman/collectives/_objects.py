@@ -19,8 +19,16 @@ from distman._groups.registry import Group
 from distman._tensor_pickling import StoragePickler, memory_of
 from distman._torch_internals import is_distributed_tensor
 from distman.collectives import _debug
-from distman.collectives._exchange import all_gather_numbers, broadcast_numbers, control_device, exchange
+from distman.collectives._exchange import (
+    all_gather_numbers,
+    broadcast_numbers,
+    broadcast_parts,
+    can_share_memory,
+    control_device,
+    exchange,
+)
 from distman.collectives._sealing import ForeignPickleError, Seal
+from distman.collectives._shared_memory import THRESHOLD, reaches_all
 from distman.collectives._validation import GroupLike, check_member, resolve_group
 from distman.manager import DistributedManager
 
@@ -67,14 +75,18 @@ def broadcast_data(data: T, src: int = 0, group: GroupLike = None) -> T:
     seal = Seal(members)
     payload, error = _pack(data) if is_source else (_Payload(), None)
     text = seal.put_on(payload.to_bytes()) if payload.pickle else b""
-    (length,) = broadcast_numbers([len(text)], src, members, device)
+    goes_in_parts = is_source and can_share_memory(members.process_group, torch.device("cpu")) and reaches_all(members)
+    length, in_parts = broadcast_numbers([len(text), goes_in_parts], src, members, device)
     message = _to_bytes(text, device) if is_source else _room(length, device)
     dist.broadcast(message, group=members.process_group, group_src=src)
     if not is_source and length:
         payload, error = _open(message, seal, src)
     _raise_everywhere(error, members, device)
     for memory in payload.memories:
-        _broadcast_memory(memory, src, members, device)
+        if in_parts and memory.device.type == "cpu" and memory.numel() >= THRESHOLD:
+            broadcast_parts(memory, src, members)
+        else:
+            _broadcast_memory(memory, src, members, device)
     if not is_source:
         data, error = _unpickle(payload.pickle, payload.memories)
     _raise_everywhere(error, members, device)

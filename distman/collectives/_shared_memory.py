@@ -373,6 +373,12 @@ def shared_with(group: Group, pieces: Sequence[torch.Tensor], apart: set[int]) -
     }
 
 
+def reaches_all(group: Group) -> bool:
+    """Return whether all ranks of a group are of this host, and this rank knows of nothing against memory."""
+    here, pool = group.neighbours.ranks, pool_of(group)
+    return is_wanted() and here.issuperset(group.ranks) and pool.can_grow and pool.refused.isdisjoint(group.ranks)
+
+
 def is_wanted() -> bool:
     """Return whether this rank may use shared memory; the others ask it."""
     return os.environ.get(VARIABLE, "1") != "0"
