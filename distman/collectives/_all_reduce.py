@@ -35,7 +35,7 @@ def all_reduce_sum(tensor: torch.Tensor, group: Group, *, use_fp32: bool) -> tor
     elif dtype in _IN_INT32:
         dtype = torch.int32
     term = tensor.detach().to(dtype).contiguous()
-    total = term.clone() if group.size == 1 else _sum(term, group)
+    total = term.clone() if group.size == 1 else sum_in_rank_order(term, group)
     return total.to(tensor.dtype).view(tensor.shape).detach()  # no view, so that it may be changed in place
 
 

@@ -14,10 +14,13 @@ from distman._groups.registry import Group
 from distman._text import printable
 from distman._torch_internals import all_reduce_traced, is_forward_mode
 from distman.collectives import _debug
-from distman.collectives._exchange import announce, carrier_of, control_device, process_group_of
+from distman.collectives._all_reduce import sum_in_rank_order
+from distman.collectives._exchange import announce, can_share_memory, carrier_of, control_device, process_group_of
 from distman.collectives._fused_layout import OPERATIONS, Layout, find_layout, kind_of, stack_alike
 from distman.collectives._headers import HEADER_WORDS, MESSAGE_WORDS, is_signed_by_all, signed_message
 from distman.collectives._objects import all_gather_objects
+from distman.collectives._result_memory import new_empty
+from distman.collectives._shared_memory import reaches_all
 from distman.collectives._structure import flatten
 from distman.collectives._validation import GroupLike, check_tensor, has_tangent, resolve_group
 from distman.errors import PlanMismatchError
@@ -186,28 +189,36 @@ class FusedWork:
 
 def _reduce_later(values: Sequence[torch.Tensor], layout: Layout, group: Group) -> tuple[list[torch.Tensor], FusedWork]:
     """Return tensors that hold the values until the work is done, and the work."""
-    finish = _launch(layout.pack(values), layout, group)
+    finish = _launch(layout.pack(values), layout, group, is_async=True)
     if group.size == 1:
         return finish(), FusedWork(None)
     results = [value.clone(memory_format=torch.contiguous_format) for value in values]
     return results, FusedWork(lambda: _fill(results, finish()))
 
 
-def _launch(buffer: torch.Tensor, layout: Layout, group: Group) -> Callable[[], list[torch.Tensor]]:
+def _launch(
+    buffer: torch.Tensor, layout: Layout, group: Group, *, is_async: bool = False
+) -> Callable[[], list[torch.Tensor]]:
     """Send what can be sent at once, and return what waits for the results."""
     if group.size == 1:
-        return lambda: layout.unpack(buffer)
+        return lambda: layout.unpack(_own(buffer, layout))
     place = control_device(group, layout.device)  # not a GPU's, which the host would have to wait for
     message = signed_message(layout.text, place).clone()
     end = HEADER_WORDS + layout.num_words
     room = message[HEADER_WORDS:end] if layout.is_sum and place == layout.device and end <= MESSAGE_WORDS else None
     if room is not None:
         room.copy_(layout.to_words(buffer))
+    elif is_async or not _goes_through_memory(layout, group):
+        message[HEADER_WORDS] = 1  # then it does on no rank
     announce(group, "the first message")
     work = dist.all_reduce(message, group=process_group_of(group), async_op=True)
     if room is None:
         work.wait()
         _check(message, layout, group)
+        if message[HEADER_WORDS] == 0:
+            total = sum_in_rank_order(buffer, group)
+            return lambda: layout.unpack(_averaged(total, layout, group))
+        buffer = _own(buffer, layout)
         work = dist.all_reduce(buffer, layout.reduce_op, group=process_group_of(group), async_op=True)
 
     def finish() -> list[torch.Tensor]:
@@ -218,6 +229,17 @@ def _launch(buffer: torch.Tensor, layout: Layout, group: Group) -> Callable[[], 
         return layout.unpack(_averaged(total, layout, group))
 
     return finish
+
+
+def _own(buffer: torch.Tensor, layout: Layout) -> torch.Tensor:
+    """Return a buffer that may be changed."""
+    return new_empty(buffer, buffer.shape).copy_(buffer) if layout.is_sent_as_it_is else buffer
+
+
+def _goes_through_memory(layout: Layout, group: Group) -> bool:
+    """Return whether this rank can sum the data by exchanges within its host, and gains by it."""
+    is_wanted = layout.is_sum and layout.is_large
+    return is_wanted and can_share_memory(process_group_of(group), layout.device) and reaches_all(group)
 
 
 def _check(message: torch.Tensor, layout: Layout, group: Group) -> None:

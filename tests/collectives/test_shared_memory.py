@@ -13,10 +13,14 @@ import torch
 
 from distman import DistributedManager, fft, split_sizes
 from distman.collectives import (
+    _exchange,
+    _objects,
     _shared_memory,
     all_gather_v,
     all_to_all_v,
+    broadcast_data,
     distributed_transpose,
+    fused_all_reduce,
     gather_objects,
     gather_v,
     reduce_scatter_v,
@@ -173,7 +177,7 @@ def test_whatever_stands_in_the_way_on_each_rank(monkeypatch, rank, world_size, 
         sizes = [LARGE * draw.randrange(3) + draw.randrange(LARGE) for _ in range(world_size)]
         monkeypatch.setenv(VARIABLE, "0" if unwilling[rank] else "1")
         monkeypatch.setattr(_shared_memory, "_open", (lambda _: None) if blind[rank] else open_memory)
-        pool._can_grow = not poor[rank]
+        pool.can_grow = not poor[rank]
         full = all_gather_v(torch.full([sizes[rank]], float(rank + number)), sizes)
         for one, part in enumerate(full.split(sizes)):
             assert part.eq(one + number).all()
@@ -283,6 +287,88 @@ def test_large_objects(rank, world_size):
     if rank == 0:
         assert found == [bytes([one]) * 2 * THRESHOLD for one in range(world_size)]
     assert is_used() == (rank != 0)
+
+
+@pytest.mark.parametrize("seed", range(3))
+@ranks(2, 3)
+def test_tensors_are_broadcast_in_parts(monkeypatch, rank, world_size, seed):
+    draw = random.Random(seed)  # noqa: S311 - not for secrets
+    monkeypatch.setattr(_objects, "THRESHOLD", 2**16)
+    monkeypatch.setattr(_shared_memory, "THRESHOLD", 2**14)
+    monkeypatch.setattr(_exchange, "_PART_BYTES", 2**16)
+    sizes = [2**16 - 1, 2**16, 2**17, 2**20 + 1, draw.randrange(2**16, 2**19)]
+    src = draw.randrange(world_size)
+    data = [
+        torch.randint(256, (size,), generator=torch.Generator().manual_seed(size)).to(torch.uint8) for size in sizes
+    ]
+    found = broadcast_data(data if rank == src else None, src)
+    assert [one.equal(other) for one, other in zip(found, data, strict=True)] == [True] * len(sizes)
+    assert is_used() == (rank == src)
+    assert len(pool_of(resolve_group(None))._segments) <= 2  # one is read while the other is written
+
+
+@pytest.mark.parametrize("unwilling", [0, 1])
+@ranks(2, 3)
+def test_without_memory_a_broadcast_is_one_of_the_backend(monkeypatch, rank, unwilling):
+    monkeypatch.setenv(VARIABLE, "0" if rank == unwilling else "1")
+    parts = []
+    broadcast_parts = _exchange.broadcast_parts
+    monkeypatch.setattr(_objects, "broadcast_parts", lambda *args: (parts.append(1), broadcast_parts(*args)))
+    for number in range(3):
+        found = broadcast_data(torch.full([LARGE], float(number)) if rank == 0 else None)
+        assert found.min() == found.max() == number
+    assert len(parts) == unwilling  # until rank 0 knows
+
+
+@pytest.mark.parametrize("lengths", [[8 * LARGE], [3 * LARGE + 5, 6 * LARGE], [LARGE] * 9], ids=len)
+@pytest.mark.parametrize("op", ["sum", "avg", "max"])
+@ranks(2, 3)
+def test_large_sums_go_through_memory(rank, world_size, op, lengths):
+    terms = [[random_tensor(length, dtype=torch.float32, seed=one) for length in lengths] for one in range(world_size)]
+    mine = [term.clone().requires_grad_(op != "max") for term in terms[rank]]
+    found = fused_all_reduce(mine, op=op)
+    for result, *stacked in zip(found, *terms, strict=True):
+        reduced = {"sum": torch.sum, "avg": torch.mean, "max": torch.amax}[op](torch.stack(stacked), 0)
+        torch.testing.assert_close(result, reduced)
+    assert is_used() == (op != "max")
+    if op != "max":
+        grads = torch.autograd.grad([result.sum() * (rank + 1) for result in found], mine)
+        total = sum(range(1, world_size + 1)) / (world_size if op == "avg" else 1)
+        for grad in grads:
+            torch.testing.assert_close(grad, torch.full_like(grad, total))
+    for result, term, before in zip(found, mine, terms[rank], strict=True):
+        result.detach().zero_()  # it is new
+        assert term.equal(before)
+
+
+@ranks(1, 2, 3)
+def test_a_large_sum_of_one_tensor_may_be_changed_in_place(rank, world_size):
+    mine = torch.full([8 * LARGE], float(rank + 1), requires_grad=True)
+    total = fused_all_reduce(mine)
+    total += 1
+    total.sum().backward()
+    assert total.unique().item() == sum(range(1, world_size + 1)) + 1
+    assert mine.grad.unique().item() == world_size
+    assert mine.unique().item() == rank + 1
+    without_gradient = fused_all_reduce(mine.detach(), op="max")
+    without_gradient += 1
+    assert mine.unique().item() == rank + 1
+
+
+@ranks(2, 3)
+def test_sums_of_which_one_rank_cannot_go_through_memory(monkeypatch, rank, world_size):
+    """The ranks find out in the message that they compare in."""
+    total = sum(range(1, world_size + 1))
+    mine = torch.full([8 * LARGE], float(rank + 1))
+    if rank == 1:
+        result, work = fused_all_reduce(mine, async_op=True)
+        work.wait()
+    else:
+        result = fused_all_reduce(mine)
+    assert result.unique().item() == total
+    monkeypatch.setenv(VARIABLE, "0" if rank == 1 else "1")
+    assert fused_all_reduce(mine).unique().item() == total
+    assert not is_used()
 
 
 @ranks(2)
