@@ -44,6 +44,8 @@ NUM_MIXED = 50
 MOST_ONE_BY_ONE = 50  # more take minutes
 MIXED_DTYPES = (torch.float32, torch.float64, torch.bfloat16)
 FUSED_ROUNDS, FUSED_BURST = 20, 10
+LARGE_TENSORS = ((1, 16), (1, 64), (64, 1))  # how many, and megabytes of each
+LARGE_ROUNDS = 20
 BROADCAST_ROUNDS = 30
 GROUP_ROUNDS = 15
 WORLD_SIZES = (1024, 4096, 16384, 65536)
@@ -242,6 +244,20 @@ def measure_fused_on_this_rank() -> None:
     competitors = {"cat, all_reduce, split by hand": lambda: gradients(cat_with_gradient)}
     competitors["distman"] = lambda: gradients(fused_all_reduce)
     race(f"the same, forward and backward, {manager.world_size} ranks", competitors, FUSED_ROUNDS, FUSED_BURST)
+    for number, megabytes in LARGE_TENSORS:
+        large = [torch.ones(megabytes * MEGABYTE // 4) for _ in range(number)]
+        ways: Competitors = {
+            "cat, all_reduce, clones by hand": lambda large=large: reduce_copies(large),
+            "distman": lambda large=large: fused_all_reduce(large),
+        }
+        race(f"fused_all_reduce, {number} of {megabytes} MB, {manager.world_size} ranks", ways, LARGE_ROUNDS)
+
+
+def reduce_copies(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    if len(tensors) == 1:
+        return [reduced(tensors[0].clone())]
+    parts = reduced(torch.cat(tensors)).split([len(tensor) for tensor in tensors])
+    return [part.clone() for part in parts]
 
 
 def ways_to_fuse(tensors: dict[str, torch.Tensor], dtype: torch.dtype) -> Competitors:
@@ -311,6 +327,7 @@ def measure_broadcast_on_this_rank() -> None:
         dist.broadcast(there if manager.rank == 0 else torch.empty_like(there), src=0)
 
     competitors: Competitors = {
+        "a copy to a new tensor, on each receiver": lambda: there.clone() if manager.rank else None,
         "dist.broadcast to a new tensor": bare,
         "dist.broadcast to a tensor that is there": lambda: dist.broadcast(there, src=0),
         "distman": lambda: broadcast_data(data if manager.rank == 0 else None),
@@ -448,7 +465,7 @@ def load_mpi() -> Any:
 ON_RANKS: dict[str, tuple[Callable[[], None], tuple[int, ...]]] = {
     "all_gather": (measure_all_gather_on_this_rank, (2, 4)),
     "fused": (measure_fused_on_this_rank, (2, 4)),
-    "broadcast": (measure_broadcast_on_this_rank, (2,)),
+    "broadcast": (measure_broadcast_on_this_rank, (2, 4)),
     "memory": (measure_memory_on_this_rank, (2,)),
 }
 BENCHMARKS = [*ON_RANKS, "groups"]
