@@ -20,7 +20,7 @@ from typing import Any
 
 sys.path[0] = str(Path(__file__).parents[2])  # the repository, whatever starts this file
 
-from tests.explore.cases import ACKNOWLEDGED, IN_THE_LOOP, RENDEZVOUS_LIMIT, Case  # noqa: E402
+from tests.explore.cases import ACKNOWLEDGED, RENDEZVOUS_LIMIT, Case  # noqa: E402
 from tests.explore.records import Records  # noqa: E402
 
 FAULT_STEP = 5  # before it, all is well
@@ -259,8 +259,6 @@ def main(line: str, folder: str) -> None:
     import distman.checkpoint  # noqa: F401 - the same
 
     case = Case.parse(line)
-    if case.place in IN_THE_LOOP:
-        pass
     logging.basicConfig(level=logging.INFO)
     rank = Rank(case, number, records)
     rank.record_hard_exits()
