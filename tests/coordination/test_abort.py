@@ -56,6 +56,7 @@ def test_what_a_failure_ends_is_not_in_the_way_of_what_its_handler_saves(monkeyp
     manager = DistributedManager.initialize(timeout=60)
     store = default_store()
     if rank == 1:
+        store.wait(["begun"])
         try:
             raise ValueError("shard 1 is empty")
         except ValueError as error:
@@ -64,6 +65,7 @@ def test_what_a_failure_ends_is_not_in_the_way_of_what_its_handler_saves(monkeyp
     else:
         work = dist.all_reduce(torch.ones(2), async_op=True)
         with pytest.raises(RankFailedError, match="shard 1 is empty"):
+            store.set("begun", "yes")
             manager.barrier("of all")
         with pytest.raises(dist.DistBackendError, match="aborted"):
             work.wait()
@@ -142,13 +144,16 @@ def test_a_rank_that_dies_in_a_collective_is_named(monkeypatch, rank):
 def test_an_error_within_a_collective_reaches_the_others_that_wait_in_it(monkeypatch, rank):
     monkeypatch.setenv("DISTMAN_WATCH", "1")
     manager = DistributedManager.initialize(timeout=60)
+    store = default_store()
     if rank == 1:
         monkeypatch.setattr("distman.collectives._exchange.batch_isend_irecv", _fail)
         with pytest.raises(torch.OutOfMemoryError) as caught:
             all_gather_v(torch.ones(2))
+        store.wait(["begun"])
         manager._state.watcher._publish(FailureRecord.of(caught.value, 1))
     else:
         with pytest.raises(RankFailedError, match="OutOfMemoryError"):
+            store.set("begun", "yes")
             all_gather_v(torch.ones(2))
     manager.cleanup()
 
