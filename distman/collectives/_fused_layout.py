@@ -31,7 +31,7 @@ _BUFFER_DTYPES = (
 """What all backends reduce."""
 _MOST_TOGETHER = 512
 """Elements of results that may share memory, which stays as long as one of them does; copies take longer than that."""
-LARGE_BYTES = 2**23  # from here on exchanges through memory take less time than gloo's all_reduce
+_LARGE_BYTES = 2**23  # from here on exchanges through memory take less time than gloo's all_reduce
 _SHIFTS = (0, 22, 44)  # bits; float64 adds up 22 of them exactly over 2**31 ranks
 _LOW_BITS = 2**22 - 1
 
@@ -48,6 +48,8 @@ class Layout:
         lengths: Number of elements of the buffer that each takes.
         is_uniform: Whether all are of one shape and one real dtype, and on one device.
         has_tangents: Whether some carry tangents of forward-mode differentiation.
+        is_large: Whether the data are worth another way than the few that travel most; not in a graph of
+            torch.compile.
     """
 
     operation: str
@@ -57,6 +59,7 @@ class Layout:
     lengths: list[int]
     is_uniform: bool
     has_tangents: bool
+    is_large: bool
 
     @functools.cached_property
     def text(self) -> str:
@@ -98,11 +101,6 @@ class Layout:
     def is_sent_as_it_is(self) -> bool:
         """Whether the buffer is a large tensor itself, so that two copies are spared."""
         return self.is_large and [row[2:] for row in self.rows] == [(self.dtype, self.device)]
-
-    @property
-    def is_large(self) -> bool:
-        """Whether the data are worth another way than the few that travel most; not in a graph of torch.compile."""
-        return not torch.compiler.is_compiling() and sum(self.lengths) * self.dtype.itemsize >= LARGE_BYTES
 
     @functools.cached_property
     def num_words(self) -> int:
@@ -154,7 +152,7 @@ def stack_alike(values: Sequence[torch.Tensor]) -> torch.Tensor | None:
     dtypes = [value.dtype for value in values]
     if not dtypes or dtypes.count(dtypes[0]) < len(dtypes) or dtypes[0].is_complex:
         return None
-    if len(values) * values[0].numel() * values[0].itemsize >= LARGE_BYTES:
+    if len(values) * values[0].numel() * values[0].itemsize >= _LARGE_BYTES:
         return None
     if values[0].shape != values[-1].shape:  # to be told by an error takes long
         return None
@@ -217,7 +215,8 @@ def _make_layout(
     lengths = [shape.numel() * (2 if kind.is_complex else 1) for shape, kind, _ in kinds]
     is_uniform = len(set(kinds)) == 1 and not kinds[0][1].is_complex
     rows = tuple([(path, *kind) for path, kind in zip(paths, kinds, strict=True)])
-    return Layout(operation, dtype, device, rows, lengths, is_uniform, has_tangents)
+    is_large = not torch.compiler.is_compiling() and sum(lengths) * dtype.itemsize >= _LARGE_BYTES
+    return Layout(operation, dtype, device, rows, lengths, is_uniform, has_tangents, is_large)
 
 
 def _buffer_dtype(dtypes: Sequence[torch.dtype], operation: str, wish: torch.dtype | None) -> torch.dtype:
