@@ -65,8 +65,7 @@ def test_what_a_failure_ends_is_not_in_the_way_of_what_its_handler_saves(monkeyp
     else:
         work = dist.all_reduce(torch.ones(2), async_op=True)
         with pytest.raises(RankFailedError, match="shard 1 is empty"):
-            store.set("begun", "yes")
-            manager.barrier("of all")
+            _begin(store, lambda: manager.barrier("of all"))
         with pytest.raises(dist.DistBackendError, match="aborted"):
             work.wait()
         store.set("saved", "yes")
@@ -153,9 +152,14 @@ def test_an_error_within_a_collective_reaches_the_others_that_wait_in_it(monkeyp
         manager._state.watcher._publish(FailureRecord.of(caught.value, 1))
     else:
         with pytest.raises(RankFailedError, match="OutOfMemoryError"):
-            store.set("begun", "yes")
-            all_gather_v(torch.ones(2))
+            _begin(store, lambda: all_gather_v(torch.ones(2)))
     manager.cleanup()
+
+
+def _begin(store, wait):
+    """Let the other rank fail, and wait for it."""
+    store.set("begun", "yes")
+    wait()
 
 
 def _fail(*_):
