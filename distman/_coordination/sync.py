@@ -107,7 +107,7 @@ class StoreGroup:
         longest = min(max(_SHORTEST_LIMIT, _PAUSE_PER_RANK * self.size), _LONGEST_LIMIT)
         with contextlib.ExitStack() as stack:
             looker = stack.enter_context(self.looker(operation, "left")) if operation is not None else None
-            leavers = _Leavers(self, place, awaited, looker)
+            leavers = _Leavers(self, place, awaited, looker, is_there)
             while not is_there():
                 now = time.monotonic()
                 is_over = timeout is not None and now > began + timeout
@@ -188,12 +188,18 @@ class _Leavers:
     """Finds awaited ranks that left the job; it looks again only when another rank has left."""
 
     def __init__(
-        self, store_group: StoreGroup, place: str, awaited: Callable[[], Iterable[int]], looker: Looker | None
+        self,
+        store_group: StoreGroup,
+        place: str,
+        awaited: Callable[[], Iterable[int]],
+        looker: Looker | None,
+        is_there: Callable[[], bool],
     ) -> None:
         self._group = store_group
         self._place = place
         self._awaited = awaited
         self._looker = looker
+        self._is_there = is_there
         self._num_left = 0
         self._found: FailureRecord | None = None
         self._since = 0.0
@@ -207,7 +213,10 @@ class _Leavers:
     def _look(self, now: float) -> None:
         group = self._group
         num_left = count(group.job_store, protocol.LEFT)
-        if num_left == self._num_left or (self._looker is not None and not self._looker.is_me()):
+        if num_left == self._num_left:
+            return
+        # Who is elected after another one has stood down need not look: that one has told what it found.
+        if self._looker is not None and (not self._looker.is_me() or self._is_there()):
             return
         self._num_left = num_left
         left = (index for index in self._awaited() if group.job_store.check([protocol.left(group.ranks[index])]))

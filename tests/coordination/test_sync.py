@@ -125,6 +125,38 @@ def test_who_looks_for_too_long_is_relieved_by_one():
     assert [looker.is_me() for looker in ranks[1:]] == [True, False]
 
 
+class InterruptedStore(HashStore):
+    """Does something else first when a rank would be elected."""
+
+    meanwhile = None
+
+    def compare_set(self, key, expected, desired):
+        meanwhile, self.meanwhile = self.meanwhile, None
+        if meanwhile is not None:
+            meanwhile()
+        return super().compare_set(key, expected, desired)
+
+
+def test_who_is_elected_when_all_is_told_does_not_look_again():
+    store = InterruptedStore()
+    first, second, _ = (dataclasses.replace(group, store=store, job_store=store) for group in store_groups(3))
+    leave(store, 2)
+    looked, told = [], []
+
+    def wait_for_two(group):
+        def awaited():
+            looked.append(group.rank)
+            return [2]
+
+        return group.wait_until(
+            lambda: bool(told), place="the gate", awaited=awaited, operation="gate 0", tell=told.append
+        )
+
+    store.meanwhile = functools.partial(wait_for_two, first)
+    assert wait_for_two(second)
+    assert (looked, len(told)) == ([0], 1)
+
+
 def test_one_rank_looks_for_those_that_left_and_all_hear_of_it():
     groups = store_groups(4)
     leave(groups[0].job_store, 3)
