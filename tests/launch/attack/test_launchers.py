@@ -1,6 +1,7 @@
 """Jobs of the launchers, each with its own source of a secret, while others try to get in and at the keys."""
 
 import dataclasses
+import re
 from contextlib import ExitStack
 
 import pytest
@@ -14,6 +15,11 @@ from .attacking import JOB, LIMIT, TRIES, assert_all_in_vain, assert_unharmed
 
 SECRET = "0123456789abcdef" * 4
 OF_AGENT = ("TCPStoreLibUvBackend.cpp", "a malformed message is dropped: reading where rank 0 has opened the job's")
+# The agent that serves torchrun's store may leave before another one has heard that all agents are done.
+LOST_BY_AGENT = re.compile(
+    r"^\[W.*\bTCPStore\.cpp.* recvValueWithTimeout failed (.*\n)+?\n|^E.*\belastic/agent/server/api\.py.*\n",
+    re.MULTILINE,
+)
 HALF = TRIES // 2  # from each of two places
 
 
@@ -89,8 +95,12 @@ def test_torchrun_on_two_hosts(namespace_hosts, scene, free_port):
 
 
 def without_words_of_the_agent(finished):
-    """Leave out what torch's store says of guests that are gone, and the one warning of an answer that is none."""
-    kept = [line for line in finished.stderr.splitlines(keepends=True) if not any(words in line for words in OF_AGENT)]
+    """Leave out what torch's store says of guests that are gone, and the one warning of an answer that is none.
+
+    So is what an agent says of the store that is gone when all is done: then the exit code is 0 all the same.
+    """
+    lines = LOST_BY_AGENT.sub("", finished.stderr).splitlines(keepends=True)
+    kept = [line for line in lines if not any(words in line for words in OF_AGENT)]
     return dataclasses.replace(finished, stderr="".join(kept))
 
 
