@@ -25,8 +25,14 @@ class RegionGuard:
             inherited, run = regions(), thread.run
 
             def run_in_regions() -> None:
+                before = regions()
                 set_regions(inherited)
-                run()
+                try:
+                    run()
+                finally:
+                    # Else the system's end of the thread would, which Python does not wait for: at the end of the
+                    # interpreter it would abort the process.
+                    set_regions(before)
 
             if inherited:
                 thread.run = run_in_regions  # type: ignore[method-assign]

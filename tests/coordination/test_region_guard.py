@@ -35,6 +35,22 @@ def test_a_thread_outlives_the_region_that_it_was_started_in():
     assert seen == [(1, outer)]
 
 
+def test_a_thread_leaves_the_regions_before_it_ends():
+    """The system would let go of them after Python's end of the thread, and abort a process that ends meanwhile."""
+    seen = []
+
+    class Seeing(threading.Thread):
+        def run(self):
+            seen.append(restriction())
+
+    thread = Seeing()
+    with Restricted("region", frozenset({0})) as region:
+        thread.start()
+        thread.join()
+    thread.run()  # what the thread did, here
+    assert (seen[0], regions()) == (region, ())
+
+
 def test_a_backward_pass_has_the_regions_of_its_caller_in_every_thread():
     seen = []
 
