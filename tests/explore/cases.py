@@ -195,13 +195,12 @@ class Case:
         """Seconds from the fault within which the last survivor must have ended."""
         if self.place == "end":
             return SHORTEST + START_LIMIT
+        until_raised = WORKER_LIMIT if self.faults[0].name in ("kill-worker", "exit-worker") else 0.0
         if self.place == "start" and self.effects != {Effect.RAISES}:
             is_told = Effect.RAISES in self.effects  # then rank 0 stays for the rank that does not come
-            return (START_LIMIT if is_told else RENDEZVOUS_LIMIT) + LATENESS
+            return until_raised + (START_LIMIT if is_told else RENDEZVOUS_LIMIT) + LATENESS
         is_silent = bool(self.effects & {Effect.SILENT, Effect.CUT})
-        limit = SILENCE if is_silent else SHORTEST
-        if self.faults[0].name in ("kill-worker", "exit-worker"):
-            limit += WORKER_LIMIT
+        limit = until_raised + (SILENCE if is_silent else SHORTEST)
         if self.around in SWALLOWING:
             limit += GIVING_IN
         if is_silent and self.launcher in ("srun", "srun-K"):
