@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import weakref
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from distman._coordination.wait_scope import collective
 from distman._groups.registry import Group
 from distman._torch_internals import batch_isend_irecv, collects_batches
 from distman.collectives._result_memory import new_empty
-from distman.collectives._shared_memory import Apart, SharedPieces, apart_in, shared_with
+from distman.collectives._shared_memory import Apart, Outbox, SharedPieces, apart_in, pool_of, shared_with
 from distman.collectives._sums import SumInRankOrder
 from distman.errors import DistmanError, PlanMismatchError
 
@@ -27,8 +28,55 @@ _MAX_NUMBERS = 24  # broadcast by any call: then messages of calls that differ a
 _PART_BYTES = 2**24  # of a broadcast through memory: smaller parts cost more messages, larger ones more waiting
 
 
+class SendBuffers:
+    """Tensors for what this rank is to send once, by :func:`exchange`, within a ``with`` block.
+
+    What is computed into them is not copied again where ranks of this host read this rank's memory.
+
+    Args:
+        like: A tensor of their dtype, on their device.
+        shapes: Their shapes, by rank in the group, for other ranks.
+        group: The group.
+
+    Attributes:
+        tensors: The tensors, by rank in the group; contiguous.
+        outbox: Those that others read; None where there are none.
+    """
+
+    def __init__(self, like: torch.Tensor, shapes: Mapping[int, Sequence[int]], group: Group) -> None:
+        pg = process_group_of(group)
+        self.outbox: Outbox | None = None
+        if pg is not None and like.device.type == "cpu" and can_share_memory(pg, like.device):
+            sizes = [math.prod(shapes.get(rank, (0,))) * like.itemsize for rank in range(group.size)]
+            shared = shared_with(group, sizes, apart_in(pg).to)
+            readers = [rank for rank in shared if pool_of(group).serves(group.ranks[rank])]
+            self.outbox = Outbox(group, {rank: (rank, sizes[rank]) for rank in readers}) if readers else None
+        try:
+            self.tensors = {rank: self._tensor(rank, like, shape) for rank, shape in shapes.items()}
+        except BaseException:  # no memory, say
+            self.__exit__()
+            raise
+
+    def _tensor(self, rank: int, like: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+        shared = self.outbox.tensor(rank, like, shape) if self.outbox is not None else None
+        return shared if shared is not None else new_empty(like, shape)
+
+    def __enter__(self) -> SendBuffers:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.outbox is not None:
+            self.outbox.let_go()
+
+
 @collective
-def exchange(sends: Sequence[torch.Tensor], receives: Sequence[torch.Tensor], group: Group, what: str = "") -> None:
+def exchange(
+    sends: Sequence[torch.Tensor],
+    receives: Sequence[torch.Tensor],
+    group: Group,
+    what: str = "",
+    buffers: SendBuffers | None = None,
+) -> None:
     """Send the i-th tensor to the i-th rank of the group, and fill the i-th receive with what that rank sent.
 
     Collective. Blocking. Empty pieces do not travel.
@@ -38,13 +86,15 @@ def exchange(sends: Sequence[torch.Tensor], receives: Sequence[torch.Tensor], gr
         receives: One tensor for each rank, of shape and dtype of what it sends; views of an output may be strided.
         group: The group.
         what: What must be equal on all ranks: messages of calls that differ do not meet.
+        buffers: What holds all that is sent to others, if it was computed there.
     """
 
     def put_into_place(rank: int, piece: torch.Tensor) -> None:
         if piece is not receives[rank]:
             receives[rank].copy_(piece)
 
-    _exchange(sends, receives, group, what, put_into_place, is_filled=True)
+    outbox = buffers.outbox if buffers is not None else None
+    _exchange(sends, receives, group, what, put_into_place, is_filled=True, outbox=outbox)
 
 
 @collective
@@ -73,6 +123,7 @@ def _exchange(
     take: Callable[[int, torch.Tensor], None],
     *,
     is_filled: bool,
+    outbox: Outbox | None = None,
 ) -> None:
     """Exchange pieces, as :func:`exchange` and :func:`exchange_and_add` do.
 
@@ -83,6 +134,7 @@ def _exchange(
         what: What must be equal on all ranks.
         take: Called with each rank and its piece, which may be gone when that returns.
         is_filled: Whether pieces may arrive in ``receives`` itself, this rank's among them.
+        outbox: Where pieces for ranks of this host are already.
     """
     # Before the first message, so that none is left behind. A forward pass has asked already.
     check_all_run_here(group.ranks, "the backward pass of a collective")
@@ -91,8 +143,10 @@ def _exchange(
     apart, shared_sends, shared_receives = Apart(), {}, {}
     if pg is not None and can_share_memory(pg, carrier):
         apart = apart_in(pg)
-        shared_sends = shared_with(group, sends, apart.to)
-        shared_receives = shared_with(group, receives, apart.origin)
+        shared_sends = {rank: sends[rank] for rank in shared_with(group, [*map(_num_bytes, sends)], apart.to)}
+        shared_receives = {
+            rank: receives[rank] for rank in shared_with(group, [*map(_num_bytes, receives)], apart.origin)
+        }
 
     def room_for(piece: torch.Tensor) -> torch.Tensor:
         if is_filled and piece.is_contiguous() and piece.device == carrier:
@@ -120,7 +174,9 @@ def _exchange(
             operations.append(_message(dist.isend, packed[key], rank, group, pg, tag))
     _connect(receives[group.rank].device, pg)
     is_shared = bool(shared_sends or shared_receives)
-    shared = SharedPieces(shared_sends, shared_receives, group, apart, post, room_for, take) if is_shared else None
+    shared = None
+    if is_shared:
+        shared = SharedPieces(shared_sends, shared_receives, group, apart, post, room_for, take, outbox)
     try:
         works = batch_isend_irecv(operations) if operations else ()
         if shared is not None:
@@ -246,6 +302,10 @@ def carrier_of(device: torch.device, process_group: dist.ProcessGroup | None) ->
     if device.type == "cpu" or process_group is None or collects_batches(process_group, device):
         return device
     return torch.device("cpu")
+
+
+def _num_bytes(piece: torch.Tensor) -> int:
+    return piece.numel() * piece.itemsize
 
 
 def _contiguous_like(piece: torch.Tensor, device: torch.device) -> torch.Tensor:

@@ -8,7 +8,7 @@ waits for that: where no segment is free, the piece is a message. So all waits a
 
 from __future__ import annotations
 
-import fcntl
+import math
 import os
 import secrets
 import threading
@@ -16,7 +16,6 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -24,6 +23,7 @@ import torch.distributed as dist
 
 from distman._groups.hosts import Neighbours
 from distman._groups.registry import Group
+from distman._host_memory import CAN_BE_MADE, make_memory, opened_memory
 from distman._log import logger
 
 VARIABLE = "DISTMAN_SHARED_MEMORY"
@@ -97,11 +97,8 @@ class _Segment:
 
     @classmethod
     def create(cls, index: int, size: int) -> _Segment:
-        descriptor = os.memfd_create(_NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        descriptor = make_memory(_NAME, _PAGE + size)
         try:
-            os.fchmod(descriptor, 0o600)
-            os.ftruncate(descriptor, _PAGE + size)
-            fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
             memory = _map(descriptor, _PAGE + size)
         except BaseException:
             os.close(descriptor)
@@ -131,7 +128,7 @@ class Pool:
         self.refused: set[int] = set()
         self._segments: dict[int, _Segment] = {}
         self._mapped: dict[tuple[int, int], tuple[int, torch.Tensor]] = {}
-        self.can_grow = hasattr(os, "memfd_create")
+        self.can_grow = CAN_BE_MADE
         self._lock = threading.Lock()
 
     def take(self, num_bytes: int, readers: set[int]) -> _Segment | None:
@@ -169,6 +166,10 @@ class Pool:
                 if memory is not None:
                     self._mapped[sender, where.place] = where.nonce, memory
             return memory
+
+    def serves(self, rank: int) -> bool:
+        """Return whether a rank may be sent pieces through memory."""
+        return rank not in self.refused and is_wanted()
 
     def refuse(self, rank: int) -> None:
         """Send a rank nothing but messages from now on."""
@@ -213,6 +214,45 @@ class Apart:
     origin: set[int] = field(default_factory=set)
 
 
+class Outbox:
+    """Room in a segment for pieces that other ranks are to read.
+
+    Args:
+        group: The group.
+        pieces: What each rank is to read, by rank in the group: a number, alike where it is the same piece, and its
+            size in bytes.
+
+    Attributes:
+        segment: The segment; None where there was none to be had.
+        offsets: Where in it the piece for each rank begins; none without it.
+        is_told: Whether a rank was told of it, and may read.
+    """
+
+    def __init__(self, group: Group, pieces: Mapping[int, tuple[int, int]]) -> None:
+        self.is_told = False
+        starts: dict[int, int] = {}  # a tensor for several ranks is written once
+        end = 0
+        for number, num_bytes in pieces.values():
+            if number not in starts:
+                starts[number] = end
+                end += -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
+        self.segment = pool_of(group).take(end, {group.ranks[rank] for rank in pieces}) if end else None
+        self.offsets = {rank: starts[number] for rank, (number, _) in pieces.items()} if self.segment else {}
+
+    def tensor(self, rank: int, like: torch.Tensor, shape: Sequence[int]) -> torch.Tensor | None:
+        """Return the memory of the piece for a rank as a tensor; None where it has none."""
+        if self.segment is None or rank not in self.offsets:
+            return None
+        start = _PAGE + self.offsets[rank]
+        end = start + math.prod(shape) * like.itemsize
+        return self.segment.memory[start:end].view(like.dtype).view(torch.Size(shape))
+
+    def let_go(self) -> None:
+        """Let the segment be taken again, if nobody has been told to read it."""
+        if self.segment is not None and not self.is_told:
+            self.segment.readers = set()
+
+
 class SharedPieces:
     """The pieces of one exchange that go through memory.
 
@@ -224,6 +264,7 @@ class SharedPieces:
         post: Starts a message: the operation, a tensor, the rank, and what tells it from other messages.
         room_for: Makes room for a message like a tensor.
         take: Called with the rank and its piece, which may be gone when that returns.
+        outbox: Where pieces to send are already; None where all have to be copied.
     """
 
     def __init__(
@@ -235,9 +276,10 @@ class SharedPieces:
         post: Callable[[Callable[..., object], torch.Tensor, int, str], dist.Work],
         room_for: Callable[[torch.Tensor], torch.Tensor],
         take: Callable[[int, torch.Tensor], None],
+        outbox: Outbox | None,
     ) -> None:
         self._sends, self._receives, self._group, self._apart, self._post = sends, receives, group, apart, post
-        self._room_for, self._take = room_for, take
+        self._room_for, self._take, self._outbox = room_for, take, outbox
         self._pool = pool_of(group)
         self._headers = {rank: _header() for rank in receives}
         self._arriving: dict[int, dist.Work] = {}
@@ -270,27 +312,31 @@ class SharedPieces:
             work.wait()
 
     def _write(self) -> None:
-        willing = {rank for rank in self._sends if self._group.ranks[rank] not in self._pool.refused and is_wanted()}
-        offsets: dict[int, int] = {}  # a tensor for several ranks is written once
-        end = 0
-        for rank in willing:
-            if id(self._sends[rank]) not in offsets:
-                offsets[id(self._sends[rank])] = end
-                end += -(-_num_bytes(self._sends[rank]) // _ALIGNMENT) * _ALIGNMENT
-        segment = self._segment = self._pool.take(end, {self._group.ranks[rank] for rank in willing}) if end else None
+        pool, ranks = self._pool, self._group.ranks
+        pieces = {
+            rank: (id(piece), _num_bytes(piece)) for rank, piece in self._sends.items() if pool.serves(ranks[rank])
+        }
+        outbox = self._outbox
+        if outbox is None or outbox.segment is None:  # there may be one by now
+            outbox = Outbox(self._group, pieces)
+        segment = self._segment = outbox.segment
+        if segment is not None:  # another exchange may have found since that a rank does without
+            segment.readers = {ranks[rank] for rank in self._sends if rank in outbox.offsets}
         written: set[int] = set()
         for rank, piece in self._sends.items():
-            if segment is None or rank not in willing:
-                if rank not in willing:
+            memory = outbox.tensor(rank, piece, piece.shape)
+            if segment is None or memory is None:
+                if rank not in pieces:
                     self._apart.to.add(rank)
-                self._send_header(rank, _Place(_AS_MESSAGE if rank in willing else _NEVER))
-                self._send_piece(rank)
+                self._send_header(rank, _Place(_AS_MESSAGE if rank in pieces else _NEVER))
+                self._send_piece(rank, piece)
                 continue
-            offset = offsets[id(piece)]
-            if offset not in written:
-                _piece(segment.memory, offset, piece).copy_(piece.detach())
+            offset = outbox.offsets[rank]
+            if outbox is not self._outbox and offset not in written:
+                memory.copy_(piece.detach())
                 written.add(offset)
-            self._send_header(rank, segment.place(self._group.ranks[rank], offset))
+            outbox.is_told = True
+            self._send_header(rank, segment.place(ranks[rank], offset))
 
     def _send_header(self, rank: int, where: _Place) -> None:
         header = torch.tensor(where, dtype=torch.int64, device="cpu")
@@ -322,10 +368,10 @@ class SharedPieces:
             return
         segment.readers = segment.readers - {member}  # another thread may be going through them
         self._pool.refuse(member)
-        self._send_piece(rank)
+        self._send_piece(rank, self._sends[rank].clone())  # it may lie in the segment, which is free from now on
 
-    def _send_piece(self, rank: int) -> None:
-        piece = self._sends[rank].detach().resolve_conj().resolve_neg().contiguous().cpu()
+    def _send_piece(self, rank: int, piece: torch.Tensor) -> None:
+        piece = piece.detach().resolve_conj().resolve_neg().contiguous().cpu()
         self._works.append(self._post_about(dist.isend, piece, rank, self._sends, "piece"))
 
     def _post_about(
@@ -356,21 +402,17 @@ def apart_in(process_group: dist.ProcessGroup) -> Apart:
         return _apart.setdefault(process_group, Apart())
 
 
-def shared_with(group: Group, pieces: Sequence[torch.Tensor], apart: set[int]) -> dict[int, torch.Tensor]:
-    """Return the pieces to or from other ranks that go through memory, by rank in the group: both sides find the same.
+def shared_with(group: Group, sizes: Sequence[int], apart: set[int]) -> list[int]:
+    """Return the other ranks, in the group, whose pieces go through memory: both sides find the same.
 
     Args:
         group: The group.
-        pieces: A piece for each rank of the group.
+        sizes: The size in bytes of the piece to or from each rank of the group.
         apart: Those who do without.
     """
     here = group.neighbours.ranks
     others = [(group.rank + step) % group.size for step in range(1, group.size)]
-    return {
-        rank: pieces[rank]
-        for rank in others
-        if _num_bytes(pieces[rank]) >= THRESHOLD and group.ranks[rank] in here and rank not in apart
-    }
+    return [rank for rank in others if sizes[rank] >= THRESHOLD and group.ranks[rank] in here and rank not in apart]
 
 
 def reaches_all(group: Group) -> bool:
@@ -410,17 +452,9 @@ def _map(descriptor: int, size: int) -> torch.Tensor:
 
 def _open(where: _Place) -> torch.Tensor | None:
     """Map the segment of another process; None where this one may not, or where its number means another process."""
-    path = Path(f"/proc/{where.pid}/fd/{where.descriptor}")
     try:
-        if not str(path.readlink()).startswith(f"/memfd:{_NAME}"):
-            return None
-        descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-        try:
-            if os.fstat(descriptor).st_size != where.size:
-                return None
+        with opened_memory(_NAME, where.size, where.pid, where.descriptor) as descriptor:
             memory = _map(descriptor, where.size)
-        finally:
-            os.close(descriptor)
     except (OSError, RuntimeError):  # RuntimeError: torch's for a mapping that fails
         return None
     return memory if int(_numbers(memory)[0]) == where.nonce else None

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 
 from distman._groups.registry import Group
-from distman.collectives._exchange import exchange
+from distman.collectives._exchange import SendBuffers, exchange
 from distman.fft._blocks import Index, LocalTransform, Run, blocks_of, empty_with_last
 
 
@@ -110,19 +110,22 @@ def exchange_blocks(
     joined = empty_with_last(like, shape, [join])
     joined.narrow(join, sum(sizes), length - sum(sizes)).zero_()
     receives = list(joined.narrow(join, 0, sum(sizes)).split_with_sizes(list(sizes), join))
-    sends: list[torch.Tensor] = []
-    targets: list[tuple[torch.Tensor, Run]] = []
-    for other, runs in enumerate(parts):
-        shape[split], shape[join] = lengths[other], sizes[rank]
-        sends.append(receives[rank] if other == rank else empty_with_last(like, shape, [join]))
-        places = sends[other].split_with_sizes([number for _, number in runs], split)
-        targets += zip(places, runs, strict=True)
-    for index, block in blocks:
-        for target, run in targets:
-            target[index] = block.narrow(split, *run)
-    flat_sends, flat_receives = ([one.movedim(join, -1) for one in pieces] for pieces in (sends, receives))
-    flat_receives[rank] = flat_sends[rank]
-    exchange(flat_sends, flat_receives, group)
+    flat_receives = [one.movedim(join, -1) for one in receives]
+    shapes: dict[int, list[int]] = {}
+    for other in range(group.size):
+        if other != rank:
+            shape[split], shape[join] = lengths[other], sizes[rank]
+            shapes[other] = [*(number for dim, number in enumerate(shape) if dim != join), shape[join]]
+    with SendBuffers(like, shapes, group) as buffers:
+        flat_sends = [flat_receives[rank] if other == rank else buffers.tensors[other] for other in range(group.size)]
+        targets: list[tuple[torch.Tensor, Run]] = []
+        for flat, runs in zip(flat_sends, parts, strict=True):
+            places = flat.movedim(-1, join).split_with_sizes([number for _, number in runs], split)
+            targets += zip(places, runs, strict=True)
+        for index, block in blocks:
+            for target, run in targets:
+                target[index] = block.narrow(split, *run)
+        exchange(flat_sends, flat_receives, group, buffers=buffers)
     return joined
 
 

@@ -183,6 +183,52 @@ def test_whatever_stands_in_the_way_on_each_rank(monkeypatch, rank, world_size, 
             assert part.eq(one + number).all()
 
 
+@pytest.mark.parametrize("seed", range(5))
+@ranks(2, 3, 4)
+def test_transforms_whatever_stands_in_the_way_on_each_rank(monkeypatch, rank, world_size, seed):
+    """Their blocks are computed into the memory before anybody knows whether the others can read it."""
+    draw = random.Random(seed)  # noqa: S311 - not for secrets
+    shard = random_tensor(split_sizes(37, world_size)[rank], 22, dtype=torch.complex64, seed=rank)
+    monkeypatch.setattr(_shared_memory, "THRESHOLD", MESSAGES_ALONE)
+    expected = fft.fft2(shard, shard_dim=0)
+    monkeypatch.setattr(_shared_memory, "THRESHOLD", 16)
+    pool = pool_of(resolve_group(None))
+    open_memory = _shared_memory._open
+    for _ in range(6):
+        unwilling, blind, poor = ([draw.random() < 0.3 for _ in range(world_size)] for _ in range(3))
+        monkeypatch.setenv(VARIABLE, "0" if unwilling[rank] else "1")
+        monkeypatch.setattr(_shared_memory, "_open", (lambda _: None) if blind[rank] else open_memory)
+        pool.can_grow = not poor[rank]
+        assert torch.equal(fft.fft2(shard, shard_dim=0), expected)
+
+
+@ranks(2)
+def test_what_a_rank_refuses_is_not_sent_from_memory_that_others_may_take(monkeypatch):
+    monkeypatch.setattr(_shared_memory, "_open", lambda _: None)
+    pieces = []
+    send_piece = _shared_memory.SharedPieces._send_piece
+    monkeypatch.setattr(
+        _shared_memory.SharedPieces, "_send_piece", lambda *args: (pieces.append(args[2]), send_piece(*args))
+    )
+    fft.fft2(torch.ones(1024, 1024, dtype=torch.complex64), shard_dim=0)
+    (segment,) = pool_of(resolve_group(None))._segments.values()
+    begin = segment.memory.data_ptr()
+    assert [begin <= piece.data_ptr() < begin + segment.memory.nbytes for piece in pieces] == [False]
+
+
+@ranks(2)
+def test_room_for_pieces_that_could_not_be_made_is_there_again(monkeypatch, rank):
+    group = resolve_group(None)
+    like = torch.ones(1)
+    monkeypatch.setattr(_exchange, "new_empty", lambda *_: torch.empty(2**60))
+    with pytest.raises(RuntimeError):
+        _exchange.SendBuffers(like, {1 - rank: (LARGE,), rank: (1,)}, group)
+    monkeypatch.undo()
+    with _exchange.SendBuffers(like, {1 - rank: (LARGE,)}, group):
+        pass  # nor may an error before the exchange keep it
+    assert [segment.is_free for segment in pool_of(group)._segments.values()] == [True]
+
+
 @ranks(2)
 def test_too_little_memory(monkeypatch, rank):
     lines = logged(monkeypatch, "warning")
