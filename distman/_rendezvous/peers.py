@@ -96,6 +96,11 @@ class Peers(Sequence[Peer]):
             else decode_row(self.rows[index], Peer, "a rank's row in the verdict")
         )
 
+    def beside(self, peer: Peer) -> tuple[int, ...]:
+        """Return the ranks of a peer's host, its own among them, in rank order."""
+        host = json.dumps(peer.host).encode()  # the rows of other hosts need not be decoded
+        return tuple([rank for rank, row in enumerate(self.rows) if host in row and self[rank].machine == peer.machine])
+
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Peers) and self.rows == other.rows
 

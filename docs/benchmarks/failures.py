@@ -63,31 +63,37 @@ def measure_news() -> None:
         _show(f"{fault} on rank 1 of 4: the last rank has ended after", statistics.median(seconds), "s")
 
 
-def measure_scale(num_ranks: int = 10_000, seconds: float = 5.0) -> None:
-    """Ask a store as often as the watchers of so many ranks do, and take what its process computes."""
+def measure_scale(seconds: float = 5.0) -> None:
+    """Ask a store as often as the watchers of large jobs do, and take what its process computes."""
+    for num_ranks, num_hosts in ((10_000, 10_000), (10_000, 1_250), (100_000, 12_500)):
+        _measure_store(num_ranks, num_hosts, seconds)
+
+
+def _measure_store(num_ranks: int, num_hosts: int, seconds: float) -> None:
     from distman._coordination import protocol
     from distman._coordination.monitor.context import _INTERVALS_PER_BEAT, interval
+    from distman._coordination.monitor.peer_monitor import give_sign, read_sign
     from distman._rendezvous.address import Endpoint
     from distman._rendezvous.store import open_store
 
     point = Endpoint(f"benchmark-{os.getpid()}", ("127.0.0.1",), (), "the benchmark", is_host=True)
     job_store = open_store(point, 0, 60)
     store, server = job_store.store, job_store.client.store_pid
-    every = interval(num_ranks)
-    num_looks = int(seconds * num_ranks / every)
+    looks, beats = num_hosts / interval(num_hosts), num_hosts / (_INTERVALS_PER_BEAT * interval(num_ranks))  # a second
     before, began = _seconds_of_process(server), time.perf_counter()
-    for number in range(num_looks):
+    due = 0.0
+    for _ in range(int(seconds * looks)):
         store.add(protocol.NEWS, 0)
-        if number % _INTERVALS_PER_BEAT == 0:
-            beat = protocol.beat(number % num_ranks)
-            store.set(beat, "at some place of the program, for some seconds")
-            store.check([beat])
-            store.get(beat)
+        due += beats / looks
+        if due >= 1:  # one rank of a host gives a sign of life to another host, and one reads that of another host
+            due -= 1
+            give_sign(store, 0)
+            read_sign(store, 0)
     took, worked = time.perf_counter() - began, _seconds_of_process(server) - before
     job_store.close()
-    print(f"{num_ranks} ranks look into the store every {every:.1f} s: {num_looks / seconds:.0f} looks a second")
+    print(f"{num_ranks} ranks on {num_hosts} hosts: {looks:.0f} looks a second, {beats:.0f} signs of life")
     _show("processor time of the store for them", worked / seconds * 100, "% of one core")
-    _show("seconds of looks asked one after another", took, f"s for {seconds:.0f} s of watching")
+    _show("seconds of them, asked one after another", took, f"s for {seconds:.0f} s of watching")
 
 
 def measure_on_rank_here() -> None:

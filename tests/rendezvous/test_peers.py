@@ -34,6 +34,16 @@ def test_many_ranks_of_one_host_are_not_compared_with_each_other(visible, monkey
     assert [peer.local_rank for peer in complete(ranks)] == [*range(30)]
 
 
+@pytest.mark.parametrize("seed", range(5))
+def test_the_ranks_of_a_host_are_those_of_its_name_and_boot(seed):
+    draw = random.Random(seed)  # noqa: S311 - no secret
+    hosts = ["n1", "n11", "1", 'a"b', "knoten-ä", "cpu"]
+    records = [join_record(rank, 40, host=draw.choice(hosts), boot_id=draw.choice(["", "b1"])) for rank in range(40)]
+    peers = complete(records)
+    for peer in peers:
+        assert peers.beside(peer) == tuple(one.rank for one in peers if one.machine == peer.machine)
+
+
 def of_job(rank, *, started=1000.0, host="n1", **changes):
     record = join_record(rank, host=host)
     return dataclasses.replace(record, origin=dataclasses.replace(record.origin, started=started, **changes))

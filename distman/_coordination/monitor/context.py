@@ -14,9 +14,9 @@ if TYPE_CHECKING:
     from torch.distributed import Store
 
 
-_SHORTEST_INTERVAL = 0.2  # seconds; a failure is known to all soon enough, and five looks a second cost nothing
+SHORTEST_INTERVAL = 0.2  # seconds; a failure is known to all soon enough, and five looks a second cost nothing
 _LONGEST_INTERVAL = 4.0  # seconds; above 10,000 ranks a late word of a failure is worse than a busier store
-_INTERVAL_PER_RANK = 0.4e-3  # seconds; 2,500 looks a second in all, some 17 % of one core of the store's host
+_INTERVAL_PER_ASKER = 0.4e-3  # seconds; 2,500 looks a second in all, some 17 % of one core of the store's host
 
 _INTERVALS_PER_BEAT = 5
 """A rank gives a sign of life once in so many looks: it costs three calls into the store, a look costs one."""
@@ -25,9 +25,9 @@ _MISSED_BEATS = 3
 """Signs of life that a rank has to miss: two clocks and a late look alone let one or two seem to be missing."""
 
 
-def interval(world_size: int) -> float:
-    """Return the seconds between two looks into the store: longer for many ranks, which ask one store."""
-    return min(max(_SHORTEST_INTERVAL, _INTERVAL_PER_RANK * world_size), _LONGEST_INTERVAL)
+def interval(num_askers: int) -> float:
+    """Return the seconds between two looks into the store: longer for many that ask it."""
+    return min(max(SHORTEST_INTERVAL, _INTERVAL_PER_ASKER * num_askers), _LONGEST_INTERVAL)
 
 
 def late_after(world_size: int) -> float:
@@ -80,6 +80,7 @@ class WatchContext:
         opener: The rank on whose host the store's process runs; None where that is not known.
         holds_store: Whether the store may end with this rank, which others have to be told of failures before.
         wait_for_device: Waits until this rank's GPU has done all that it was given; None on a CPU.
+        neighbours: The ranks of this host that share their looks into the store; none where each looks by itself.
     """
 
     store: Store
@@ -91,6 +92,7 @@ class WatchContext:
     opener: int | None = None
     holds_store: bool = False
     wait_for_device: Callable[[], None] | None = None
+    neighbours: Sequence[int] = ()
 
     @property
     def me(self) -> Place:
@@ -120,7 +122,7 @@ class WatchContext:
 
     @property
     def interval(self) -> float:
-        """Seconds between two looks into the store."""
+        """Seconds between two looks into the store at most."""
         return interval(len(self.peers))
 
     @property

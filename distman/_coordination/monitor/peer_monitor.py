@@ -10,10 +10,11 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from distman._coordination import protocol, tracking
-from distman._coordination.failure.record import FailureRecord
+from distman._coordination.failure.record import FailureRecord, Place
 from distman._coordination.messages import count
-from distman._coordination.monitor.context import WatchContext, WatchLimits, late_after
+from distman._coordination.monitor.context import SHORTEST_INTERVAL, WatchContext, WatchLimits, interval, late_after
 from distman._coordination.monitor.hang import HangWatch, StackQueries
+from distman._coordination.monitor.host_relay import HostRelay
 from distman._coordination.monitor.mismatch import MismatchWatch
 from distman._coordination.monitor.peer_connection import PeerConnection
 from distman._coordination.monitor.reading import read_at_once
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 
 _PATIENCE = 0.5  # seconds for neighbours to tell, who have lost the store at the same moment
 _PAUSE = 0.02  # seconds between two looks whether the others know: short beside their own interval
+_OUTDATED_AFTER = 1.5  # intervals between signs of life: one may be late
 
 
 class PeerMonitor:
@@ -62,6 +64,9 @@ class PeerMonitor:
             store, context.rank, context.peers, is_one_host=context.is_one_host, patience=limits.unreachable
         )
         self._mismatches = MismatchWatch(context.rank, context.peers)
+        self._relay = HostRelay(context.rank, context.neighbours or (context.rank,), clock)
+        self._relay.join(store)
+        self._is_read_here = False
         self._neighbour = _Neighbour()
         self._num_news = 0
         self._last_beat = -math.inf
@@ -73,11 +78,12 @@ class PeerMonitor:
         self._connection.use(store)
 
     def look(self) -> FailureRecord | None:
-        """Look around once, wait for an interval, and return what failed, if something did.
+        """Look around once, wait for an interval, or for news, and return what failed, if something did.
 
         Blocking; :meth:`wake` ends the wait.
         """
-        num_news = count(self._store, protocol.NEWS)
+        self._relay.join(self._store)
+        num_news = self._count_news()
         is_news = num_news != self._num_news
         if is_news:
             self._num_news = num_news
@@ -93,7 +99,7 @@ class PeerMonitor:
         self._mismatches.look(self._store, is_news=is_news)
         if self._hangs is not None:
             self._hangs.look(self._stack_queries)
-        died = self._connection.wait(self._context.interval)
+        died = self._wait()
         if self._is_stopping.is_set():
             return None
         if died is not None and died.rank == self._context.store_rank:
@@ -127,8 +133,9 @@ class PeerMonitor:
                 return
             self._is_stopping.wait(_PAUSE)
 
-    def let_others_report(self) -> None:
-        """Let another rank report a hang, if this one did, which does not look any more."""
+    def retire(self) -> None:
+        """Let other ranks do what this one did for them: it does not look any more."""
+        self._relay.leave()
         if self._hangs is not None:
             self._hangs.let_others_report(self._store)
 
@@ -139,6 +146,23 @@ class PeerMonitor:
     def close(self) -> None:
         """Close the connections."""
         self._connection.close()
+        self._relay.close()
+
+    def _count_news(self) -> int:
+        """Return the number of news, which one rank of this host asks for; so all of the job ask no more often."""
+        num_askers = math.ceil(len(self._context.peers) / self._relay.num_present)
+        return self._relay.count_news(lambda: count(self._store, protocol.NEWS), interval(num_askers))
+
+    def _wait(self) -> Place | None:
+        """Wait for an interval, or until a rank of this host has found news; return the rank that died meanwhile."""
+        if not self._relay.is_up:
+            return self._connection.wait(self._context.interval)
+        until = self._clock() + self._context.interval
+        while True:
+            died = self._connection.wait(SHORTEST_INTERVAL)
+            is_over = died is not None or self._connection.notice is not None or self._is_stopping.is_set()
+            if is_over or self._clock() >= until or self._count_news() != self._num_news:
+                return died
 
     def _read_news(self) -> FailureRecord | None:
         record = FailureRecord.read(self._store)
@@ -152,12 +176,21 @@ class PeerMonitor:
 
     def _beat(self, seconds: float) -> FailureRecord | None:
         """Give a sign of life, and return the next rank's failure to give one, if it has been silent for too long."""
-        give_sign(self._store, self._context.rank)
+        longest = 2 * self._context.beat_every  # more, and this process was suspended itself
+        was_read_here = self._is_read_here
+        self._is_read_here = self._relay.give_sign(_sign_of_life(), longest)
+        if not self._is_read_here:
+            give_sign(self._store, self._context.rank)
+        elif not was_read_here:  # what the store says of where this rank is would be outdated from now on
+            self._store.set(protocol.beat(self._context.rank), f"{time.time()} ")
         rank = self._connection.watched
         if rank is None:
             return None
-        longest = 2 * self._context.beat_every  # more, and this process was suspended itself
-        silent_for = self._neighbour.silence(rank, read_sign(self._store, rank), min(seconds, longest))
+        found_here = self._relay.sign_of(rank)
+        sign = found_here or read_sign(self._store, rank)
+        silent_for = self._neighbour.silence(rank, sign, min(seconds, longest))
+        if found_here and silent_for > _OUTDATED_AFTER * self._context.beat_every:
+            self._store.set(protocol.beat(rank), found_here)  # for other hosts, which may ask where it was last seen
         is_unanswered = self._connection.is_unanswered
         limit = self._context.silence_limit(self._limits, is_unanswered=is_unanswered)
         if not self._neighbour.beat or silent_for <= limit:  # without a beat, it is not watching
@@ -173,6 +206,7 @@ class PeerMonitor:
 
     def _seen(self, record: FailureRecord) -> FailureRecord:
         if record.rank != self._context.rank:
+            self._relay.leave()
             self._store.delete_key(protocol.beat(self._context.rank))
             count(self._store, protocol.FAILURE_SEEN, 1)
         return record
@@ -197,8 +231,11 @@ class _Neighbour:
 
 def give_sign(store: Store, rank: int) -> None:
     """Say that a rank is alive, and what it waits in."""
-    beat = f"{time.time()} {tracking.describe_here()}"
-    store.set(protocol.beat(rank), beat.encode(errors="backslashreplace"))  # type: ignore[arg-type]  # a path of bytes
+    store.set(protocol.beat(rank), _sign_of_life())  # type: ignore[arg-type]  # bytes: a path may be no text
+
+
+def _sign_of_life() -> bytes:
+    return f"{time.time()} {tracking.describe_here()}".encode(errors="backslashreplace")
 
 
 def read_sign(store: Store, rank: int) -> str:

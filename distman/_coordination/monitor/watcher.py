@@ -391,7 +391,7 @@ class Watcher:
                 self._is_stopping.wait(self._context.interval)
         self.has_let_go = monitor.is_closing
         if self._is_stopping.is_set():
-            monitor.let_others_report()
+            monitor.retire()
 
     def _make_monitor(self) -> PeerMonitor:
         context, limits = self._context, self._limits
@@ -411,7 +411,7 @@ class Watcher:
         """Watch no more, and give no sign of life that others could miss; unless it is the store that is gone."""
         try:
             if self._monitor is not None:
-                self._monitor.let_others_report()
+                self._monitor.retire()
             announce_unwatched(self._context.store, self._context.rank)
         except dist.DistError as lost:
             if not self._is_stopping.is_set():
