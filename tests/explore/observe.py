@@ -138,10 +138,11 @@ class Watch:
         for rank, (_, pid) in self.places.items():
             if rank in self.ended:
                 continue
-            for thread in Path(f"/proc/{pid}/task").glob("*/schedstat"):
-                with suppress(OSError):  # it ended while we looked
-                    waited = int(thread.read_text().split()[1])
-                    self._waited[thread] = (self._waited.get(thread, (waited, 0))[0], waited)
+            with suppress(OSError):  # it has ended while we look
+                for thread in Path(f"/proc/{pid}/task").glob("*/schedstat"):
+                    with suppress(OSError):
+                        waited = int(thread.read_text().split()[1])
+                        self._waited[thread] = (self._waited.get(thread, (waited, 0))[0], waited)
 
 
 def run(case: Case, launcher: Any) -> Outcome:
