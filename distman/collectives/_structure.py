@@ -42,7 +42,8 @@ def _take_apart(structure: Any, path: str) -> tuple[tuple[str, ...], list[Any], 
         keys, paths = _in_order(tuple(structure.keys()), path)
         return paths, [structure[key] for key in keys], functools.partial(_mapping_like, structure, keys)
     if _is_sequence(structure):
-        paths = tuple([f"{path}[{index}]" for index in range(len(structure))])
+        places = _places.__wrapped__ if torch.compiler.is_compiling() else _places
+        paths: tuple[str, ...] = places(len(structure), path)
         return paths, list(structure), functools.partial(_sequence_like, structure)
     raise TypeError(
         "tensors must be a tensor, or a list, tuple, mapping or TensorDict of tensors, got "
@@ -86,6 +87,12 @@ def _in_order(keys: tuple[Any, ...], path: str) -> tuple[tuple[Any, ...], tuple[
 def _names_in_order(names: tuple[str, ...], path: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Return the same of names; a program brings a few mappings, again and again."""
     return _with_paths(sorted(names), path)
+
+
+@functools.lru_cache(maxsize=64)
+def _places(number: int, path: str) -> tuple[str, ...]:
+    """Return the paths of what a sequence holds; a program brings a few lengths, again and again."""
+    return tuple([f"{path}[{index}]" for index in range(number)])
 
 
 def _with_paths(keys: Sequence[Any], path: str) -> tuple[tuple[Any, ...], tuple[str, ...]]:
