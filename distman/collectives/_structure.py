@@ -42,9 +42,10 @@ def _take_apart(structure: Any, path: str) -> tuple[tuple[str, ...], list[Any], 
         keys, paths = _in_order(tuple(structure.keys()), path)
         return paths, [structure[key] for key in keys], functools.partial(_mapping_like, structure, keys)
     if _is_sequence(structure):
-        places = _places.__wrapped__ if torch.compiler.is_compiling() else _places
-        paths: tuple[str, ...] = places(len(structure), path)
-        return paths, list(structure), functools.partial(_sequence_like, structure)
+        places: Callable[[int, str], tuple[str, ...]] = (
+            _places.__wrapped__ if torch.compiler.is_compiling() else _places
+        )
+        return places(len(structure), path), list(structure), functools.partial(_sequence_like, structure)
     raise TypeError(
         "tensors must be a tensor, or a list, tuple, mapping or TensorDict of tensors, got "
         f"{type(structure).__name__} at {path or 'the top'}. Convert it with torch.as_tensor()."
