@@ -12,15 +12,11 @@ import itertools
 import os
 import pickle
 import re
-import socket
-import stat
 import sys
 import threading
-import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -41,7 +37,6 @@ from torch.utils.data._utils import worker
 
 _AT_ONCE = timedelta(milliseconds=1)
 _TAG = 0x646D  # nobody sends such a message
-_MOST_LOOKS, _LOOK_EVERY = 10, 0.001  # seconds; in all as long as gloo waits for one connection to be closed
 
 
 def make_group(
@@ -197,68 +192,10 @@ def end_group(process_group: dist.ProcessGroup | None = None, *, aborts: bool) -
         aborts: Do not wait for what is outstanding there, as NCCL does: after a failure nobody completes it. gloo never
             waits.
     """
-    if process_group is None:
-        _hang_up()
     if aborts:
         distributed_c10d._abort_process_group(process_group)
     else:
         dist.destroy_process_group(process_group)
-
-
-def _hang_up() -> None:
-    """Break all connections of gloo's groups, which are about to end, where it is certain that they are theirs.
-
-    As gloo closes a connection, it waits for the next turn of the thread that listens to it, which is up to 10 ms: in
-    all a second for 96 ranks, two for 192. What that thread finds broken it closes by itself, at once.
-    """
-    num_groups = sum(dist.Backend.GLOO in dist.get_backend(one) for one in all_groups())  # cpu:gloo, say
-    polls = gloo_polls()
-    for _ in range(_MOST_LOOKS):
-        if None not in polls:
-            break
-        time.sleep(_LOOK_EVERY)  # for one that runs at this moment
-        polls = gloo_polls()
-    if len(polls) != num_groups or None in polls:  # gloo serves other code, too, or the system does not tell
-        return
-    for poll in polls:
-        with contextlib.suppress(OSError):  # a thread that waits for a lock shows another number
-            for line in Path(f"/proc/self/fdinfo/{poll}").read_text(encoding="utf-8").splitlines():
-                found = _POLLED.match(line)
-                if found:
-                    _shut_down(int(found[1]), int(found[2], 16))
-
-
-def gloo_polls() -> list[int | None]:
-    """Return the descriptor with which each thread of gloo listens to all its connections.
-
-    None stands for one that runs at this moment, or is not shown.
-    """
-    found: list[int | None] = []
-    for task in Path("/proc/self/task").iterdir():
-        with contextlib.suppress(OSError):  # the thread has ended
-            if (task / "comm").read_text(encoding="utf-8").rstrip("\n") == _GLOO_LISTENER:
-                found.append(_poll_of(task))
-    return found
-
-
-def _poll_of(task: Path) -> int | None:
-    try:
-        _, descriptor, *_ = (task / "syscall").read_text(encoding="utf-8").split()
-        return int(descriptor, 16)
-    except (OSError, ValueError):
-        return None
-
-
-def _shut_down(descriptor: int, inode: int) -> None:
-    with contextlib.suppress(OSError), contextlib.ExitStack() as stack:
-        held = os.dup(descriptor)
-        stack.callback(os.close, held)
-        found = os.fstat(held)
-        if found.st_ino != inode or not stat.S_ISSOCK(found.st_mode):  # closed, and another one opened; or a pipe
-            return
-        connection = stack.enter_context(socket.fromfd(held, socket.AF_INET, socket.SOCK_STREAM))
-        if not connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
-            connection.shutdown(socket.SHUT_RDWR)
 
 
 @contextlib.contextmanager
@@ -311,12 +248,6 @@ def mesh_without_groups(device_type: str, ranks: torch.Tensor, names: tuple[str,
 
 GLOO_THREADS = "pt_gloo"
 """How the names of gloo's threads begin."""
-
-_GLOO_LISTENER = "gloo_tcp_loop"
-"""The name of the threads that listen to its connections, one of each group."""
-
-_POLLED = re.compile(r"tfd: +(\d+) .* ino:([0-9a-f]+)")
-"""What Linux says of a descriptor that such a thread listens to, ``fdinfo`` in ``proc_pid_fdinfo(5)``."""
 
 NO_JOB_WARNING = "torch.distributed is disabled"
 """How ``torch.distributed.checkpoint`` begins its warning that there is one process only."""

@@ -236,8 +236,7 @@ class DistributedManager(Place, GroupQueries, GroupCreation):
             hook.set_reporter_for(error, reporter)
         hook.set_thread_reporter(None)
         has_failed = error is not None or (state.watcher is not None and state.watcher.record is not None)
-        if state.job.is_adopted:  # else they end with the world
-            state.groups.close(aborts=has_failed)
+        state.groups.close(aborts=has_failed)
         try:
             leave(state.job, state.watcher, is_at_exit=stays_known)
         finally:

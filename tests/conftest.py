@@ -30,6 +30,7 @@ WITH_PROCESSES = {  # that are no ranks of `@ranks`; these folders and files hav
     TESTS / "executor",
     TESTS / "testing",
     TESTS / "checkpoint" / "test_ends.py",
+    TESTS / "rendezvous" / "test_costs.py",
     TESTS / "rendezvous" / "test_door.py",
     TESTS / "rendezvous" / "test_membership.py",
     TESTS / "test_no_skips.py",

@@ -25,7 +25,7 @@ import torch.distributed as dist
 
 from distman._process_state import reset
 from distman._seeds import seed_generators
-from distman._torch_internals import count_groups_from_zero, end_group
+from distman._torch_internals import count_groups_from_zero
 from distman._workers.fork_server import STACK_SIGNAL, Work
 from distman._workers.output import flush_output, only_this_process
 from distman.manager import DistributedManager
@@ -168,7 +168,7 @@ def _join_group(task: RankTask) -> None:
 def _leave_group() -> None:
     reset()
     if dist.is_initialized():
-        end_group(aborts=False)
+        dist.destroy_process_group()
 
 
 def _describe(task: RankTask, error: BaseException | None, seen: list[warnings.WarningMessage]) -> RankResult:
