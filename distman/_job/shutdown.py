@@ -243,7 +243,7 @@ def wait_for_gloo() -> None:
 def _gloo_threads_sleep() -> Iterator[bool]:
     for task in Path("/proc/self/task").glob("*/stat"):
         with contextlib.suppress(OSError):  # a thread may end while we look
-            _, _, rest = task.read_text(encoding="utf-8").partition("(")
+            _, _, rest = task.read_text(encoding="utf-8", errors="replace").partition("(")  # the system cuts names
             name, _, state = rest.rpartition(") ")
             if name.startswith(GLOO_THREADS):
                 yield state.startswith("S")

@@ -1,5 +1,7 @@
 """How a rank parts from the others, over a store in memory."""
 
+import threading
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -89,3 +91,16 @@ def test_so_does_who_fails_when_it_has_left(rendezvous):
     report = reporter_of(JOB, rendezvous, watcher=watcher_of([], looked_for))
     report(ValueError("boom"))()
     assert [record.error_text for record in looked_for] == ["boom"]
+
+
+def test_a_thread_whose_name_is_no_text_delays_no_end():
+    """The system cuts names at 15 bytes, in the middle of a letter perhaps."""
+    is_over = threading.Event()
+    thread = threading.Thread(target=is_over.wait)
+    thread.start()
+    try:
+        Path(f"/proc/self/task/{thread.native_id}/comm").write_bytes("simulation_aaaö".encode()[:15])
+        shutdown.wait_for_gloo()
+    finally:
+        is_over.set()
+        thread.join()
