@@ -93,7 +93,7 @@ def _end_if_stopped(pid: int) -> None:
     time.sleep(_GRACE_FOR_STOPPED)
     with contextlib.suppress(OSError):
         process = Path(f"/proc/{pid}")
-        state = (process / "stat").read_text(encoding="utf-8").rpartition(") ")[2][:1]
+        state = (process / "stat").read_text(encoding="utf-8", errors="replace").rpartition(") ")[2][:1]
         if state == "T" and (process / "cmdline").read_bytes() == Path("/proc/self/cmdline").read_bytes():
             os.kill(pid, signal.SIGKILL)
 
