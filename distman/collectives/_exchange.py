@@ -143,10 +143,9 @@ def _exchange(
     apart, shared_sends, shared_receives = Apart(), {}, {}
     if pg is not None and can_share_memory(pg, carrier):
         apart = apart_in(pg)
-        shared_sends = {rank: sends[rank] for rank in shared_with(group, [*map(_num_bytes, sends)], apart.to)}
-        shared_receives = {
-            rank: receives[rank] for rank in shared_with(group, [*map(_num_bytes, receives)], apart.origin)
-        }
+        to, origin = ([piece.nbytes for piece in pieces] for pieces in (sends, receives))
+        shared_sends = {rank: sends[rank] for rank in shared_with(group, to, apart.to)}
+        shared_receives = {rank: receives[rank] for rank in shared_with(group, origin, apart.origin)}
 
     def room_for(piece: torch.Tensor) -> torch.Tensor:
         if is_filled and piece.is_contiguous() and piece.device == carrier:
@@ -302,10 +301,6 @@ def carrier_of(device: torch.device, process_group: dist.ProcessGroup | None) ->
     if device.type == "cpu" or process_group is None or collects_batches(process_group, device):
         return device
     return torch.device("cpu")
-
-
-def _num_bytes(piece: torch.Tensor) -> int:
-    return piece.numel() * piece.itemsize
 
 
 def _contiguous_like(piece: torch.Tensor, device: torch.device) -> torch.Tensor:
