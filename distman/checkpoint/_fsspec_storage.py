@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import secrets
 import tempfile
 from collections.abc import Iterator
@@ -92,7 +93,7 @@ class FsspecStorage:
 
     def remove_leftovers(self, folder: str) -> None:
         """Remove temporary files of other processes, all of them: nothing here tells whether a writer is alive."""
-        _remove_leftovers(folder, "")
+        _remove_leftovers(folder, ".+")
 
     def link(self, place: str, target: str) -> None:
         """Write a small object with the name in it."""
@@ -194,7 +195,7 @@ def _upload(local: str, place: str) -> None:
         return
     folder, name = _parent(path), _name(path)
     fs.makedirs(folder, exist_ok=True)
-    _remove_leftovers(_parent(place), name)
+    _remove_leftovers(_parent(place), re.escape(name))
     temporary = f"{folder}/.{name}.{os.getpid()}-{secrets.token_hex(_TOKEN_BYTES)}.tmp"
     _writing.add(_name(temporary))
     try:
@@ -214,10 +215,11 @@ def _upload(local: str, place: str) -> None:
         _writing.discard(_name(temporary))
 
 
-def _remove_leftovers(folder: str, name: str) -> None:
-    """Remove temporary files in a folder, for one final name or for all."""
+def _remove_leftovers(folder: str, pattern: str) -> None:
+    """Remove temporary files in a folder, for final names that match a regular expression."""
     fs, path = _locate(folder)
+    temporary = re.compile(rf"\.{pattern}\.\d+-[0-9a-f]+\.tmp")
     for found, _ in _entries(fs, path):
-        if found.startswith(f".{name}") and found.endswith(".tmp") and found not in _writing:
+        if temporary.fullmatch(found) and found not in _writing:
             with contextlib.suppress(FileNotFoundError):
                 fs.rm_file(f"{path}/{found}")

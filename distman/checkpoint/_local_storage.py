@@ -22,7 +22,7 @@ from distman.checkpoint._storage import NewFolder
 SCHEMES = ("file", "local")
 """Schemes of URLs that mean a path on this host."""
 
-_LOCK = ".writing"  # locked file in a folder that is being filled: a folder itself cannot be opened for writing
+_LOCK = ".lock"  # ends the name of a locked file beside a temporary folder or link, neither of which can be locked
 _CANNOT_SYNC = (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS)  # what fsync of a folder says on some network file systems
 # What fchmod and fchown say on FUSE and CIFS mounts, where all files have the permissions of the mount; and fchown of
 # owners that are not this user, or that a container does not know.
@@ -100,14 +100,16 @@ class LocalStorage:
     def link(self, place: str, target: str) -> None:
         """Rename a new symbolic link over the one before."""
         link = Path(place)
-        temporary = _beside(link)
+        lock = _LockBeside(link)
         try:
-            temporary.symlink_to(target)
-            temporary.replace(link)
+            lock.temporary.symlink_to(target)
+            lock.temporary.replace(link)
         except BaseException:
             with contextlib.suppress(OSError):
-                temporary.unlink()
+                lock.temporary.unlink()
             raise
+        finally:
+            lock.release()
         _sync_folder(link.parent)
 
     def linked(self, place: str) -> str | None:
@@ -135,20 +137,18 @@ class _FolderBeside:
         self._place = place
         _put_back(place)
         _remove_leftovers(place.parent, glob.escape(place.name))
-        self._folder = _beside(place)
+        self._lock = _LockBeside(place)
+        self._folder = self._lock.temporary
         self.path = str(self._folder)
         try:
             self._folder.mkdir()
             with _opened(self._folder) as descriptor:
                 _keep_mode(descriptor, place, also=stat.S_IRWXU)  # it has yet to be filled
-            self._lock = (self._folder / _LOCK).open("xb", buffering=0)
-            _lock(self._lock)
         except BaseException:  # another rank's failure too
-            shutil.rmtree(self._folder, ignore_errors=True)
+            self._remove()
             raise
 
     def publish(self) -> None:
-        (self._folder / _LOCK).unlink()
         _sync_folder(self._folder)
         if not self._place.exists():
             self._folder.rename(self._place)
@@ -156,17 +156,49 @@ class _FolderBeside:
             self._place.rename(_old(self._place))
             self._folder.rename(self._place)
         _sync_folder(self._place.parent)
-        self._lock.close()
-        shutil.rmtree(self._folder, ignore_errors=True)
+        self._remove()
         shutil.rmtree(_old(self._place), ignore_errors=True)
 
     def discard(self) -> None:
-        self._lock.close()
-        shutil.rmtree(self._folder, ignore_errors=True)
+        self._remove()
         _put_back(self._place)
 
+    def _remove(self) -> None:
+        """Remove what has the temporary name: a folder that is not complete, or the one that was in the place."""
+        shutil.rmtree(self._folder, ignore_errors=True)
+        self._lock.release()
 
-def _create_locked(path: Path, temporaries: list[Path]) -> io.FileIO:
+
+class _LockBeside:
+    """A locked file beside a place, there before the folder or link that it stands for and until that has its place.
+
+    Args:
+        place: The place.
+
+    Attributes:
+        temporary: What the folder or link is called until then.
+    """
+
+    def __init__(self, place: Path) -> None:
+        tried: list[Path] = []
+        try:
+            self._file = _create_locked(place, tried, suffix=_LOCK)
+        except BaseException:
+            for path in tried:
+                with contextlib.suppress(OSError):
+                    path.unlink()
+            raise
+        self._path = tried[-1]
+        self.temporary = _locked_by(self._path)
+
+    def release(self) -> None:
+        """Remove it."""
+        with contextlib.suppress(OSError):  # what stays is a leftover, which the next save removes
+            self._path.unlink()
+        self._file.close()
+
+
+def _create_locked(path: Path, temporaries: list[Path], *, suffix: str = "") -> io.FileIO:
     """Return a new temporary file beside a path, locked, so that others see that its writer is alive.
 
     Between the creation and the lock another writer may take it for abandoned and remove it: then the next one is made,
@@ -175,9 +207,10 @@ def _create_locked(path: Path, temporaries: list[Path]) -> io.FileIO:
     Args:
         path: The path.
         temporaries: The names that were tried are added to it, each before there is a file; the last one is the file's.
+        suffix: How the names end.
     """
     while True:
-        temporaries.append(_beside(path))
+        temporaries.append(_beside(path, suffix))
         file = temporaries[-1].open("xb", buffering=0)
         _lock(file)
         if temporaries[-1].exists():
@@ -212,13 +245,16 @@ def _keep_mode(descriptor: int, path: Path, *, also: int = 0) -> None:
 def _remove_leftovers(folder: Path, pattern: str) -> None:
     """Remove the temporary files and folders of dead writers, for final names that match a pattern of ``glob``."""
     for leftover in folder.glob(f".{pattern}.*.tmp"):
-        if leftover.is_symlink():
-            leftover.unlink(missing_ok=True)
-        elif leftover.is_dir():
-            if not (leftover / _LOCK).exists() or _unlink_abandoned(leftover / _LOCK):
-                shutil.rmtree(leftover, ignore_errors=True)
-        else:
+        if not leftover.is_symlink() and not leftover.is_dir():
             _unlink_abandoned(leftover)
+        elif _unlink_abandoned(_lock_of(leftover)) or not _lock_of(leftover).exists():
+            if leftover.is_symlink():
+                leftover.unlink(missing_ok=True)
+            else:
+                shutil.rmtree(leftover, ignore_errors=True)
+    for lock in folder.glob(f".{pattern}.*.tmp{_LOCK}"):
+        if not os.path.lexists(_locked_by(lock)):
+            _unlink_abandoned(lock)
 
 
 def _put_back(place: Path) -> None:
@@ -234,8 +270,16 @@ def _old(place: Path) -> Path:
     return place.with_name(f".{place.name}.old")
 
 
-def _beside(path: Path) -> Path:
-    return path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(_TOKEN_BYTES)}.tmp")
+def _beside(path: Path, suffix: str = "") -> Path:
+    return path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(_TOKEN_BYTES)}.tmp{suffix}")
+
+
+def _lock_of(temporary: Path) -> Path:
+    return temporary.with_name(f"{temporary.name}{_LOCK}")
+
+
+def _locked_by(lock: Path) -> Path:
+    return lock.with_name(lock.name.removesuffix(_LOCK))
 
 
 def _make_folder(folder: Path) -> None:

@@ -4,6 +4,7 @@ import contextlib
 import errno
 import logging
 import os
+import sys
 import threading
 import uuid
 from pathlib import Path
@@ -211,6 +212,68 @@ def test_threads_may_save_to_one_path(tmp_path, kind):
         assert [one.name for one in tmp_path.iterdir()] == ["state.pt"]
 
 
+class LooksAt:
+    """Trace function that looks for leftovers in a folder before one line of the storage's code, by number."""
+
+    def __init__(self, folder, number):
+        self._folder, self._left, self.is_done = folder, number, False
+
+    def __call__(self, frame, event, _):
+        if frame.f_code.co_filename != _local_storage.__file__:
+            return None
+        if event == "line":
+            self._left -= 1
+            if self._left < 0 and not self.is_done:
+                self.is_done = True
+                sys.settrace(None)
+                LocalStorage().remove_leftovers(self._folder)
+        return self
+
+
+def write_file(storage, place, content):
+    with storage.create(str(place)) as file:
+        file.write(content.encode())
+
+
+def write_folder(storage, place, content):
+    folder = storage.new_folder(str(place))
+    (Path(folder.path) / "part").write_text(content)
+    folder.publish()
+
+
+def write_link(storage, place, content):
+    place.parent.mkdir(exist_ok=True)
+    place.with_name(content).touch()
+    storage.link(str(place), content)
+
+
+def content_of(place):
+    return place.readlink().name if place.is_symlink() else (place / "part" if place.is_dir() else place).read_text()
+
+
+@pytest.mark.parametrize("write", [write_file, write_folder, write_link])
+@pytest.mark.parametrize("exchanges", [True, False])
+def test_nothing_is_taken_for_a_leftover_at_any_moment_of_its_being_written(write, exchanges, tmp_path, monkeypatch):
+    """A thread that saves, and another process, may look for leftovers while this one writes."""
+    if not exchanges:
+        monkeypatch.setattr(_local_storage, "_exchange", lambda *_: False)
+    storage, number, is_done = LocalStorage(), 0, True
+    while is_done:
+        place = tmp_path / str(number) / "place"
+        for content in ("first", "second"):
+            looks, before = LooksAt(place.parent, number), sys.gettrace()
+            sys.settrace(looks)
+            try:
+                write(storage, place, content)
+            finally:
+                sys.settrace(before)
+            assert content_of(place) == content
+            assert [one.name for one in place.parent.iterdir() if one.name.startswith(".")] == []
+            is_done = looks.is_done
+        number += 1
+    assert number > 20
+
+
 class FailedElsewhereError(Exception):
     """What the watcher raises in this program, between any two of its instructions."""
 
@@ -221,7 +284,7 @@ def test_nothing_is_left_where_a_failure_is_raised_as_soon_as_something_was_made
 
     def make_and_fail(path, *args, **kwargs):
         made = make(path, *args, **kwargs)
-        if ".tmp" in (path.suffix, path.parent.suffix):
+        if ".tmp" in path.suffixes:
             if made is not None:
                 made.close()
             raise FailedElsewhereError
@@ -231,9 +294,13 @@ def test_nothing_is_left_where_a_failure_is_raised_as_soon_as_something_was_made
         with storage.create(place):
             pass
 
-    storage, place = _local_storage.LocalStorage(), str(tmp_path / "state.pt")
+    storage, place = LocalStorage(), str(tmp_path / "state.pt")
     calls = {
-        "open": [lambda: write(storage, place), lambda: storage.new_folder(place)],
+        "open": [
+            lambda: write(storage, place),
+            lambda: storage.new_folder(place),
+            lambda: storage.link(place, "other.pt"),
+        ],
         "mkdir": [lambda: storage.new_folder(place)],
         "symlink_to": [lambda: storage.link(place, "other.pt")],
     }[name]

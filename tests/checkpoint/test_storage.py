@@ -272,6 +272,14 @@ def test_half_written_files_are_no_checkpoints_and_go_with_the_next_save(tmp_pat
     assert everything_in(str(tmp_path)) == [step_name(1), step_name(3), "latest.pt"]
 
 
+def test_what_another_process_writes_under_a_name_that_begins_alike_stays(tmp_path):
+    others = {f".{name}.12-00ff00ff.tmp" for name in ("state.pt", "states")}
+    for name in others:
+        (tmp_path / name).write_bytes(b"half")
+    save({"step": 1}, f"{disk(tmp_path)}/state")
+    assert {path.name for path in tmp_path.iterdir()} == {"state", *others}
+
+
 @pytest.mark.parametrize("shards", [False, True])
 def test_a_sharded_state_without_its_marker_does_not_count(tmp_path, shards):
     url = f"{disk(tmp_path)}/sharded"
