@@ -2,7 +2,8 @@
 
 One test is three exchanges per worker: ``RankTask`` there, ``Joined`` back; once every rank has joined the process
 group, ``Begin`` there, ``RankResult`` back; once every rank has ended, ``Release`` there, ``Released`` back. So no
-rank can fail while another is still connecting to it, and none leaves the group while another still uses it.
+rank can fail while another is still connecting to it, and none leaves the group while another still uses it. A rank on
+which the test raised says ``Raised`` before it describes the error, which may take seconds: pytest reads the source.
 
 With a debugger, a rank that fails says ``Failing`` before its ``RankResult`` and waits for ``Debug``. If that chooses
 it, it says ``DebuggerOutput`` and ``DebuggerInput``, which a line of text answers, until it says ``DebuggerEnd``.
@@ -75,6 +76,11 @@ class RankResult:
     ended_at: float
     warnings: list[SeenWarning]
     types: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Raised:
+    """The test has raised an error on this rank, which describes it now."""
 
 
 @dataclass(frozen=True)

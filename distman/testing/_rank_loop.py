@@ -34,6 +34,7 @@ from distman.testing._debugger import offer_debugger
 from distman.testing._messages import (
     Begin,
     Joined,
+    Raised,
     RankResult,
     RankStatus,
     RankTask,
@@ -109,6 +110,8 @@ def _expect(kind: type, connection: _Connection) -> None:
 def _run(task: RankTask, connection: _Connection) -> RankResult:
     with warnings.catch_warnings(record=True) as seen:
         error = attempt(partial(_test, task, connection))
+        if error is not None:
+            connection.send(Raised())
         result = _describe(task, error, seen)
         if task.debugs and error is not None and result.status is RankStatus.RAISED:
             offer_debugger(result.headline, result.detail, error.__traceback__, connection)

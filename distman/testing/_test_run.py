@@ -16,6 +16,7 @@ from distman.testing._messages import (
     Debug,
     Failing,
     Joined,
+    Raised,
     RankReport,
     RankResult,
     RankStatus,
@@ -32,6 +33,8 @@ if TYPE_CHECKING:
 # After the first failure the others are in a collective, which the failed rank's leaving ends at once, or on
 # their way to a failure of their own; whoever needs longer than this will not end by itself.
 _GRACE_SECONDS = 2.0
+# To describe an error is to parse the source of every function on its way, and to show objects of the test.
+_DESCRIPTION_SECONDS = 10.0
 # To leave the group is one message between neighbours; on a machine that runs many tests at once it may take seconds.
 _RELEASE_SECONDS = 10.0
 # faulthandler writes at once, unless the process was stopped or is in a call of a driver.
@@ -61,6 +64,7 @@ class TestRun:
         self._dies = frozenset(dies)
         self._deadline = time.monotonic() + timeout
         self._debugger = debugger
+        self._described_by: dict[int, float] = {}
         self._failing: dict[int, Failing] = {}
         self._choice_at = math.inf
         self._first_failure: int | None = None
@@ -80,7 +84,7 @@ class TestRun:
 
     def finish(self) -> list[RankReport]:
         """Wait for all ranks, end those that do not end, and return every rank's report."""
-        while self._running and time.monotonic() < self._deadline:
+        while self._running and time.monotonic() < self._limit():
             self._listen()
         self._end_running(self._describe_stuck())
         self._release()
@@ -92,11 +96,15 @@ class TestRun:
             self._workers[rank].kill()
         self._await_deaths(self._running | self._unreleased)
 
+    def _limit(self) -> float:
+        """Return until when to wait: a rank that has only to describe its error has time of its own for that."""
+        return max([self._deadline, *(self._described_by.get(rank, -math.inf) for rank in self._running)])
+
     def _listen(self) -> None:
         """Wait for the next message or death, and note what it says."""
         connections = {self._workers[rank].connection: rank for rank in self._running - self._closed}
         lives = [self._workers[rank].life for rank in self._running]
-        heard = wait([*connections, *lives], max(0.0, min(self._deadline, self._choice_at) - time.monotonic()))
+        heard = wait([*connections, *lives], max(0.0, min(self._limit(), self._choice_at) - time.monotonic()))
         for rank in [connections[one] for one in connections if one in heard]:
             self._take_message(rank)
         if any(life in heard for life in lives):
@@ -112,6 +120,8 @@ class TestRun:
             self._running.discard(rank)
             self._unreleased.add(rank)
             self._note(rank, message)
+        elif isinstance(message, Raised):
+            self._described_by[rank] = time.monotonic() + _DESCRIPTION_SECONDS
         elif isinstance(message, Failing):
             if self._debugger is None or self._debugger.was_used:
                 self._tell([rank], Debug(is_chosen=False))

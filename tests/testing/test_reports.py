@@ -142,6 +142,25 @@ def test_afterwards_all_is_well(rank):
     tensor = torch.tensor(rank)
     dist.all_reduce(tensor)
     assert tensor == 6
+
+class SlowToTell(Exception):
+    def __str__(self):
+        time.sleep(self.args[0])
+        return "told at last"
+
+@ranks(2)
+def test_slow_to_describe(rank):
+    if rank == 0:
+        raise ValueError("at once")
+    raise SlowToTell(1)  # several times while it is described
+
+@ranks(3, timeout=1)
+def test_never_described(rank):
+    if rank == 0:
+        raise ValueError("at once")
+    if rank == 1:
+        raise SlowToTell(60)
+    time.sleep(60)
 """
 
 
@@ -196,6 +215,20 @@ def test_others_elsewhere_are_stopped_and_shown(failing):
     assert re.search(r"  rank 0: stopped \d+\.\d s after rank 2 failed", report)
     assert "---- ranks 0, 1 ----" in report
     assert "time.sleep(60)" in report
+
+
+def test_an_error_that_takes_long_to_describe_is_described(failing):
+    report = failing.report("test_slow_to_describe[2 ranks]")
+    assert "  rank 0: raised ValueError: at once" in report
+    assert "SlowToTell: told at last" in report.split("rank 1: raised ")[1].splitlines()[0]
+
+
+def test_an_error_that_takes_for_ever_to_describe_is_given_up(failing):
+    report = failing.report("test_never_described[3 ranks]")
+    assert report.startswith("\nrank 0 raised ValueError: at once")
+    for rank in (1, 2):
+        assert re.search(rf"  rank {rank}: stopped 1\d\.\d s after rank 0 failed", report)
+    assert "time.sleep(self.args[0])" in report
 
 
 def test_stuck_ranks_show_all_their_threads(failing):
