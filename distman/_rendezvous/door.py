@@ -27,7 +27,7 @@ from distman.errors import RendezvousError
 if TYPE_CHECKING:
     from distman._store.transport import Address
 
-_QUIET = 10.0  # seconds before a word on a foreign service in the way, which may be about to end
+_QUIET = 10.0  # seconds before a word on what else listens there, which may be about to end
 _SHORTEST_PATIENCE = 0.2  # seconds, also where no time is left: a store on another host answers in milliseconds
 _FIRST_PAUSE = 0.002  # seconds: ranks of one launch start within milliseconds of each other, and a start takes ten
 _LONGEST_PAUSE = 0.5  # seconds: more would delay a job whose first rank starts late
@@ -115,11 +115,11 @@ def find_store(point: Endpoint, rank: int, timeout: float, *, role: int = MEMBER
     others: dict[str, str] = {}
     while True:
         patience = min(max(deadline - time.monotonic(), _SHORTEST_PATIENCE), PATIENCE)
-        client, reasons, foreign = try_all(point, rank, patience, role=role, left=left)
-        others |= foreign
+        client, reasons, in_the_way = try_all(point, rank, patience, role=role, left=left)
+        others |= in_the_way
         if client is not None:
             return client
-        if foreign and not is_said and time.monotonic() - started > _QUIET:
+        if in_the_way and not is_said and time.monotonic() - started > _QUIET:
             is_said = True
             logger.warning("waiting for %s at %s: %s", point.host, point.url, _listed(reasons))
         if time.monotonic() + pause > deadline:
@@ -170,10 +170,10 @@ def try_all(
 
     Returns:
         A connection to the store, or None; why there is none, by place; and those of the reasons that tell of something
-        else that listens there.
+        else that listens there, be it the store of an earlier start.
     """
     reasons: dict[str, str] = {}
-    foreign: dict[str, str] = {}
+    in_the_way: dict[str, str] = {}
     places, in_line = list(_places(point)), 0.0
     while places:
         crowded = []
@@ -184,12 +184,12 @@ def try_all(
                 return enter(found, role, rank, left), {}, {}
             except (OSError, ForeignServiceError, StillOpenError) as error:
                 reasons[shown] = explain(error)
-                if isinstance(error, ForeignServiceError | CrowdedError):
-                    foreign[shown] = reasons[shown]
+                if isinstance(error, ForeignServiceError | StillOpenError | CrowdedError):
+                    in_the_way[shown] = reasons[shown]
                 if isinstance(error, CrowdedError) and not in_line:
                     crowded.append(address)
         places, in_line = crowded, patience / max(len(crowded), 1)
-    return None, reasons, foreign
+    return None, reasons, in_the_way
 
 
 def _places(point: Endpoint) -> Iterator[Address]:
