@@ -33,6 +33,8 @@ from torch.utils._pytree import (  # noqa: F401 - for other modules
 )
 from torch.utils.data._utils import worker
 
+from distman._host_channels import close_those_of
+
 # Process groups
 
 _AT_ONCE = timedelta(milliseconds=1)
@@ -140,6 +142,15 @@ def collects_batches(process_group: dist.ProcessGroup | None, device: torch.devi
     return type(process_group) is dist.ProcessGroup and bool(process_group._get_backend(device).supports_coalescing)
 
 
+def gloo_timeout(process_group: dist.ProcessGroup) -> float | None:
+    """Return the seconds that a wait for a tensor of the CPU may take in a group; None where gloo does not carry it."""
+    if type(process_group) is not dist.ProcessGroup:  # one that is written in Python, or gloo itself, without backends
+        return None
+    backend = process_group._get_backend(torch.device("cpu"))
+    is_gloo = isinstance(backend, getattr(distributed_c10d, "ProcessGroupGloo", ()))  # torch may be built without it
+    return backend.options._timeout.total_seconds() if is_gloo else None
+
+
 def abort_backends(process_group: dist.ProcessGroup) -> None:
     """End what a group waits for by aborting the backends that have NCCL's rules; it is good for nothing afterwards."""
     for device in process_group._device_types:
@@ -168,6 +179,7 @@ def close_connections(process_group: dist.ProcessGroup) -> None:
 
     It is good for nothing afterwards.
     """
+    close_those_of(process_group)
     if dist.Backend.GLOO not in dist.get_backend(process_group):  # cpu:gloo, say
         return
     for step in range(1, process_group.size()):
@@ -252,7 +264,7 @@ GLOO_THREADS = "pt_gloo"
 NO_JOB_WARNING = "torch.distributed is disabled"
 """How ``torch.distributed.checkpoint`` begins its warning that there is one process only."""
 
-_LOST_CONNECTION = re.compile(r"gloo/transport|nccl(Remote|System)Error|Connection (closed|reset)")
+_LOST_CONNECTION = re.compile(r"gloo/transport|nccl(Remote|System)Error|Connection (closed|reset|timed out)")
 
 
 _UNREACHABLE = re.compile(r"Connection timed out|No route to host|(Network|Host) is unreachable")

@@ -11,11 +11,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from distman._coordination.monitor.mismatch import Call
+from distman._coordination.monitor.mismatch import Call, end_waits
 from distman._coordination.tracking import check_all_run_here, current_wait
 from distman._coordination.wait_scope import collective
 from distman._groups.registry import Group
+from distman._host_channels import Channels, Work
 from distman._torch_internals import batch_isend_irecv, collects_batches
+from distman.collectives._local_messages import agree, agreement_in
 from distman.collectives._result_memory import new_empty
 from distman.collectives._shared_memory import Apart, Outbox, SharedPieces, apart_in, pool_of, shared_with
 from distman.collectives._sums import SumInRankOrder
@@ -23,6 +25,8 @@ from distman.errors import DistmanError, PlanMismatchError
 
 _connected: weakref.WeakKeyDictionary[dist.ProcessGroup, set[str]] = weakref.WeakKeyDictionary()
 """The types of devices of which a group's backend needs no first operation of all ranks any more."""
+_MARK = b"mark"  # part of a tag
+_SUM = 2**31  # tag of all signed sums: those of unlike calls meet, and tell the ranks apart
 _TAGS = 2**31  # tags are not negative, and of 32 bits
 _MAX_NUMBERS = 24  # broadcast by any call: then messages of calls that differ are of one length
 _PART_BYTES = 2**24  # of a broadcast through memory: smaller parts cost more messages, larger ones more waiting
@@ -141,7 +145,8 @@ def _exchange(
     pg = process_group_of(group)
     carrier = carrier_of(receives[group.rank].device, pg)
     apart, shared_sends, shared_receives = Apart(), {}, {}
-    if pg is not None and can_share_memory(pg, carrier):
+    may_share = can_share_memory(pg, carrier)
+    if pg is not None and may_share:
         apart = apart_in(pg)
         to, origin = ([piece.nbytes for piece in pieces] for pieces in (sends, receives))
         shared_sends = {rank: sends[rank] for rank in shared_with(group, to, apart.to)}
@@ -158,26 +163,26 @@ def _exchange(
         if rank != group.rank and piece.numel() and rank not in shared_receives
     }
     call, tag = announce(group, what)
-    operations = [_message(dist.irecv, buffer, rank, group, pg, tag) for rank, buffer in buffers.items()]
-    packed: dict[int, torch.Tensor] = {}
-
-    def post(operation: Callable[..., Any], tensor: torch.Tensor, rank: int, kind: str) -> dist.Work:
-        return batch_isend_irecv([_message(operation, tensor, rank, group, pg, zlib.crc32(kind.encode(), tag))])[0]
-
-    for step in range(1, group.size):
-        rank = (group.rank + step) % group.size
-        if sends[rank].numel() and rank not in shared_sends:
-            key = id(sends[rank])
-            if key not in packed:
-                packed[key] = sends[rank].resolve_conj().resolve_neg().contiguous().to(carrier)
-            operations.append(_message(dist.isend, packed[key], rank, group, pg, tag))
+    channels = _channels(group, pg) if may_share else None
+    messages = _Messages(group, pg, channels)
     _connect(receives[group.rank].device, pg)
-    is_shared = bool(shared_sends or shared_receives)
     shared = None
-    if is_shared:
-        shared = SharedPieces(shared_sends, shared_receives, group, apart, post, room_for, take, outbox)
+    if shared_sends or shared_receives:
+        shared = SharedPieces(shared_sends, shared_receives, group, apart, messages.about(tag), room_for, take, outbox)
+    packed: dict[int, torch.Tensor] = {}
     try:
-        works = batch_isend_irecv(operations) if operations else ()
+        for rank, buffer in buffers.items():
+            messages.add(dist.irecv, buffer, rank, tag)
+        for step in range(1, group.size):
+            rank = (group.rank + step) % group.size
+            if sends[rank].numel() and rank not in shared_sends:
+                key = id(sends[rank])
+                if key not in packed:
+                    packed[key] = sends[rank].resolve_conj().resolve_neg().contiguous().to(carrier)
+                messages.add(dist.isend, packed[key], rank, tag)
+        for rank in range(group.size):
+            messages.mark(rank, tag, sends=bool(sends[rank].numel()), receives=bool(receives[rank].numel()))
+        works = messages.begin()
         if shared is not None:
             shared.start()
         if is_filled:
@@ -189,11 +194,88 @@ def _exchange(
     except BaseException as error:
         is_known = isinstance(error, RuntimeError) and not isinstance(error, DistmanError)  # to gloo, which closes
         # A part of a batch may be under way, as when memory ran out; so may a piece without its header.
-        if not is_known or shared is not None or collects_batches(pg, carrier):
+        if not is_known or shared is not None or channels is not None or collects_batches(pg, carrier):
             call.interrupt()
         raise
     for rank, buffer in buffers.items():
         take(rank, buffer)
+
+
+def begin_sum(message: torch.Tensor, group: Group, what: str) -> Callable[[], torch.Tensor]:
+    """Begin to add up small messages, and return what waits for their sum.
+
+    Collective. What it returns is blocking.
+
+    Args:
+        message: Contiguous, of one length and dtype on all ranks, at most 8 kB; it may become the sum.
+        group: A group of several ranks.
+        what: As of :func:`exchange`.
+    """
+    check_all_run_here(group.ranks, "the backward pass of a collective")
+    announce(group, what)
+    pg = process_group_of(group)
+    channels = _channels(group, pg) if can_share_memory(pg, message.device) else None
+    if channels is None or not channels.is_complete:
+        return begin_all_reduce(message, dist.ReduceOp.SUM, group)
+    others = [(group.rank + step) % group.size for step in range(1, group.size)]
+    parts = {rank: torch.empty_like(message) for rank in others}
+    with _ClosedByErrors(group):
+        works = [channels.receive(rank, _SUM, part) for rank, part in parts.items()]
+        works += [channels.send(rank, _SUM, message) for rank in others]
+
+    def finish() -> torch.Tensor:
+        with _ClosedByErrors(group):
+            for work in works:
+                work.wait()
+        terms = [parts.get(rank, message) for rank in range(group.size)]
+        total = terms[0] + terms[1]
+        for term in terms[2:]:
+            total += term
+        return total
+
+    return finish
+
+
+def begin_all_reduce(tensor: torch.Tensor, op: dist.ReduceOp.RedOpType, group: Group) -> Callable[[], torch.Tensor]:
+    """Begin an all_reduce of the backend, in place, and return what waits for the result.
+
+    Collective. What it returns is blocking.
+    """
+    work = dist.all_reduce(tensor, op, group=process_group_of(group), async_op=True)
+
+    def finish() -> torch.Tensor:
+        with _ClosedByErrors(group):
+            work.wait()
+        return tensor
+
+    return finish
+
+
+def _channels(group: Group, process_group: dist.ProcessGroup | None) -> Channels | None:
+    """Return the channels to other ranks of this host; None without."""
+    if process_group is None:
+        return None
+    agreement = agreement_in(process_group)
+    if agreement is None:
+        with _ClosedByErrors(group):
+            agreement = agree(group, process_group)
+    return agreement.channels
+
+
+class _ClosedByErrors:
+    """Lets what ends a ``with`` block by an error close a group: what was sent would meet a later call."""
+
+    __slots__ = ("_group",)
+
+    def __init__(self, group: Group) -> None:
+        self._group = group
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not None:
+            end_waits(self._group)
 
 
 @collective
@@ -268,12 +350,61 @@ def layout_of(tensor: torch.Tensor, *free_dims: int) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')} ({shape})"
 
 
-def _message(
-    operation: Callable[..., Any], piece: torch.Tensor, rank: int, group: Group, pg: dist.ProcessGroup | None, tag: int
-) -> dist.P2POp:
-    """Return a message whose tag differs from those of other calls and lengths: gloo would end the process for one."""
-    tag = (tag + piece.numel() * piece.itemsize) % _TAGS
-    return dist.P2POp(operation, _carried(piece), group.ranks[rank], pg, tag)
+class _Messages:
+    """Messages of one exchange: small ones go through channels within the host, others over the backend.
+
+    Args:
+        group: The group.
+        pg: What carries its collectives.
+        channels: To other ranks of this host, by rank in the group; None where there are none.
+    """
+
+    def __init__(self, group: Group, pg: dist.ProcessGroup | None, channels: Channels | None) -> None:
+        self._group, self._pg, self._channels = group, pg, channels
+        self._operations: list[dist.P2POp] = []
+        self._works: list[Work] = []
+
+    def add(self, operation: Callable[..., Any], tensor: torch.Tensor, rank: int, tag: int) -> None:
+        """Add a message, which is under way if it goes through a channel."""
+        work = self._start(operation, tensor, rank, tag)
+        if work is not None:
+            self._works.append(work)
+
+    def _start(self, operation: Callable[..., Any], tensor: torch.Tensor, rank: int, tag: int) -> Work | None:
+        """Start a message through a channel, or add it to the operations of the backend.
+
+        Its tag differs from those of other calls and lengths: gloo would end the process for one.
+        """
+        tag = (tag + tensor.nbytes) % _TAGS
+        channels = self._channels
+        if channels is not None and tensor.nbytes <= channels.most_bytes and rank in channels:
+            return (channels.send if operation is dist.isend else channels.receive)(rank, tag, tensor)
+        self._operations.append(dist.P2POp(operation, _carried(tensor), self._group.ranks[rank], self._pg, tag))
+        return None
+
+    def mark(self, rank: int, tag: int, *, sends: bool, receives: bool) -> None:
+        """Where messages go one way alone, through a channel, let who sends them wait until the reader is in the call.
+
+        Over gloo it waits for its reader anyhow; else it would go on, whatever the other rank calls.
+        """
+        if sends != receives and self._channels is not None and rank in self._channels:
+            mark = torch.zeros(1, dtype=torch.uint8, device="cpu")
+            self.add(dist.irecv if sends else dist.isend, mark, rank, zlib.crc32(_MARK, tag))
+
+    def begin(self) -> list[Work]:
+        """Start what was added to the operations of the backend, and return all that is under way."""
+        operations, works = self._operations, self._works
+        self._operations, self._works = [], []
+        return [*works, *batch_isend_irecv(operations)] if operations else works
+
+    def about(self, tag: int) -> Callable[[Callable[..., Any], torch.Tensor, int, str], Work]:
+        """Return what begins a single message of a call, whose kind tells it from others of that call."""
+
+        def post(operation: Callable[..., Any], tensor: torch.Tensor, rank: int, kind: str) -> Work:
+            work = self._start(operation, tensor, rank, zlib.crc32(kind.encode(), tag))
+            return work if work is not None else batch_isend_irecv([self._operations.pop()])[0]
+
+        return post
 
 
 def can_share_memory(process_group: dist.ProcessGroup | None, device: torch.device) -> bool:
@@ -358,7 +489,8 @@ def broadcast_numbers(numbers: Sequence[int], src: int, group: Group, device: to
     call, sign = announce(group, f"from group rank {src}")
     numbers = list(numbers) if group.rank == src else [0] * len(numbers)
     message = torch.tensor([sign, *numbers, *[0] * (_MAX_NUMBERS - len(numbers))], dtype=torch.int64, device=device)
-    dist.broadcast(message, group=process_group_of(group), group_src=src)
+    with _ClosedByErrors(group):
+        dist.broadcast(message, group=process_group_of(group), group_src=src)
     found, *received = message.tolist()
     if found != sign:
         raise PlanMismatchError(

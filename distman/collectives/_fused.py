@@ -15,7 +15,14 @@ from distman._text import printable
 from distman._torch_internals import all_reduce_traced, is_forward_mode
 from distman.collectives import _debug
 from distman.collectives._all_reduce import sum_in_rank_order
-from distman.collectives._exchange import announce, can_share_memory, carrier_of, control_device, process_group_of
+from distman.collectives._exchange import (
+    begin_all_reduce,
+    begin_sum,
+    can_share_memory,
+    carrier_of,
+    control_device,
+    process_group_of,
+)
 from distman.collectives._fused_layout import OPERATIONS, Layout, find_layout, kind_of, stack_alike
 from distman.collectives._headers import HEADER_WORDS, MESSAGE_WORDS, is_signed_by_all, signed_message
 from distman.collectives._objects import all_gather_objects
@@ -210,25 +217,23 @@ def _launch(
         room.copy_(layout.to_words(buffer))
     elif is_async or not _goes_through_memory(layout, group):
         message[HEADER_WORDS] = 1  # then it does on no rank
-    announce(group, "the first message")
-    work = dist.all_reduce(message, group=process_group_of(group), async_op=True)
-    if room is None:
-        work.wait()
-        _check(message, layout, group)
-        if message[HEADER_WORDS] == 0:
-            total = sum_in_rank_order(buffer, group)
-            return lambda: layout.unpack(_averaged(total, layout, group))
-        buffer = _own(buffer, layout)
-        work = dist.all_reduce(buffer, layout.reduce_op, group=process_group_of(group), async_op=True)
+    finish_message = begin_sum(message, group, "the first message")
 
-    def finish() -> list[torch.Tensor]:
-        work.wait()
-        if room is not None:
-            _check(message, layout, group)
-        total = buffer if room is None else layout.from_words(room)
-        return layout.unpack(_averaged(total, layout, group))
+    def finish_room() -> list[torch.Tensor]:
+        total = finish_message()
+        _check(total, layout, group)
+        return layout.unpack(_averaged(layout.from_words(total[HEADER_WORDS:end]), layout, group))
 
-    return finish
+    if room is not None:
+        return finish_room
+    signed = finish_message()
+    _check(signed, layout, group)
+    if signed[HEADER_WORDS] == 0:
+        total = sum_in_rank_order(buffer, group)
+        return lambda: layout.unpack(_averaged(total, layout, group))
+    buffer = _own(buffer, layout)
+    finish_buffer = begin_all_reduce(buffer, layout.reduce_op, group)
+    return lambda: layout.unpack(_averaged(finish_buffer(), layout, group))
 
 
 def _own(buffer: torch.Tensor, layout: Layout) -> torch.Tensor:
@@ -238,8 +243,7 @@ def _own(buffer: torch.Tensor, layout: Layout) -> torch.Tensor:
 
 def _goes_through_memory(layout: Layout, group: Group) -> bool:
     """Return whether this rank can sum the data by exchanges within its host, and gains by it."""
-    is_wanted = layout.is_sum and layout.is_large
-    return is_wanted and can_share_memory(process_group_of(group), layout.device) and reaches_all(group)
+    return layout.is_sum and can_share_memory(process_group_of(group), layout.device) and reaches_all(group)
 
 
 def _check(message: torch.Tensor, layout: Layout, group: Group) -> None:

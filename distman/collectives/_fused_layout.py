@@ -31,7 +31,7 @@ _BUFFER_DTYPES = (
 """What all backends reduce."""
 _MOST_TOGETHER = 512
 """Elements of results that may share memory, which stays as long as one of them does; copies take longer than that."""
-_LARGE_BYTES = 2**23  # from here on exchanges through memory take less time than gloo's all_reduce
+_LARGE_BYTES = 2**23  # of which copies are worth avoiding
 _SHIFTS = (0, 22, 44)  # bits; float64 adds up 22 of them exactly over 2**31 ranks
 _LOW_BITS = 2**22 - 1
 
@@ -48,8 +48,7 @@ class Layout:
         lengths: Number of elements of the buffer that each takes.
         is_uniform: Whether all are of one shape and one real dtype, and on one device.
         has_tangents: Whether some carry tangents of forward-mode differentiation.
-        is_large: Whether the data are worth another way than the few that travel most; not in a graph of
-            torch.compile.
+        is_large: Whether copies of the data are worth avoiding; not in a graph of torch.compile.
     """
 
     operation: str

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from distman._groups.registry import Group
-from distman.collectives._exchange import announce, process_group_of
+from distman.collectives._exchange import begin_all_reduce, begin_sum
 
 MESSAGE_WORDS = 512
 """Words of 8 bytes in the first message. Its length is fixed, so that ranks which disagree still send equal messages;
@@ -70,13 +70,11 @@ def sum_numbers(numbers: Sequence[float], text: str, group: Group, device: torch
     end = HEADER_WORDS + len(numbers) if fits else HEADER_WORDS
     if fits:
         message[HEADER_WORDS:end] = data
-    announce(group, "sums of numbers")
-    dist.all_reduce(message, group=process_group_of(group))
+    message = begin_sum(message, group, "sums of numbers")()
     header_and_sums: list[float] = message[:end].tolist()
     if not is_signed_by_all(header_and_sums[:HEADER_WORDS], group.size):
         return None
     if fits:
         return header_and_sums[HEADER_WORDS:]
-    dist.all_reduce(data, group=process_group_of(group))
-    sums: list[float] = data.tolist()
+    sums: list[float] = begin_all_reduce(data, dist.ReduceOp.SUM, group)().tolist()
     return sums

@@ -23,6 +23,7 @@ import torch.distributed as dist
 
 from distman._groups.hosts import Neighbours
 from distman._groups.registry import Group
+from distman._host_channels import Work, map_memory
 from distman._host_memory import CAN_BE_MADE, make_memory, opened_memory
 from distman._log import logger
 
@@ -99,7 +100,7 @@ class _Segment:
     def create(cls, index: int, size: int) -> _Segment:
         descriptor = make_memory(_NAME, _PAGE + size)
         try:
-            memory = _map(descriptor, _PAGE + size)
+            memory = map_memory(descriptor, _PAGE + size)
         except BaseException:
             os.close(descriptor)
             raise
@@ -178,6 +179,11 @@ class Pool:
                 logger.info("rank %d cannot map this rank's memory: its pieces travel over a socket", rank)
             self.refused.add(rank)
 
+    def give_up(self, error: Exception) -> None:
+        """Ask the system for no more memory, after it had none."""
+        self.can_grow = False
+        logger.warning("ranks of this host exchange over sockets: no shared memory: %s", error)
+
     @property
     def _num_bytes(self) -> int:
         return sum(one.size for one in self._segments.values())
@@ -196,8 +202,7 @@ class Pool:
         try:
             self._segments[index] = _Segment.create(index, size)
         except (OSError, RuntimeError) as error:  # RuntimeError: torch's for a mapping that fails
-            self.can_grow = False
-            logger.warning("ranks of this host exchange over sockets: no shared memory of %d bytes: %s", size, error)
+            self.give_up(error)
         return self._segments.get(index)
 
 
@@ -273,7 +278,7 @@ class SharedPieces:
         receives: Mapping[int, torch.Tensor],
         group: Group,
         apart: Apart,
-        post: Callable[[Callable[..., object], torch.Tensor, int, str], dist.Work],
+        post: Callable[[Callable[..., object], torch.Tensor, int, str], Work],
         room_for: Callable[[torch.Tensor], torch.Tensor],
         take: Callable[[int, torch.Tensor], None],
         outbox: Outbox | None,
@@ -282,10 +287,10 @@ class SharedPieces:
         self._room_for, self._take, self._outbox = room_for, take, outbox
         self._pool = pool_of(group)
         self._headers = {rank: _header() for rank in receives}
-        self._arriving: dict[int, dist.Work] = {}
-        self._works: list[dist.Work] = []
-        self._answers: dict[int, tuple[torch.Tensor, dist.Work]] = {}
-        self._messages: dict[int, tuple[torch.Tensor, dist.Work]] = {}
+        self._arriving: dict[int, Work] = {}
+        self._works: list[Work] = []
+        self._answers: dict[int, tuple[torch.Tensor, Work]] = {}
+        self._messages: dict[int, tuple[torch.Tensor, Work]] = {}
         self._segment: _Segment | None = None
 
     def start(self) -> None:
@@ -381,7 +386,7 @@ class SharedPieces:
         rank: int,
         pieces: Mapping[int, torch.Tensor],
         what: str = "header",
-    ) -> dist.Work:
+    ) -> Work:
         return self._post(operation, tensor, rank, f"{what} of {_num_bytes(pieces[rank])} bytes")
 
 
@@ -410,6 +415,8 @@ def shared_with(group: Group, sizes: Sequence[int], apart: set[int]) -> list[int
         sizes: The size in bytes of the piece to or from each rank of the group.
         apart: Those who do without.
     """
+    if max(sizes) < THRESHOLD:
+        return []
     here = group.neighbours.ranks
     others = [(group.rank + step) % group.size for step in range(1, group.size)]
     return [rank for rank in others if sizes[rank] >= THRESHOLD and group.ranks[rank] in here and rank not in apart]
@@ -443,18 +450,11 @@ def _piece(memory: torch.Tensor, offset: int, like: torch.Tensor) -> torch.Tenso
     return memory[start : start + _num_bytes(like)].view(like.dtype).view(like.shape)
 
 
-def _map(descriptor: int, size: int) -> torch.Tensor:
-    """Return the memory behind a descriptor, which the mapping does not need any more."""
-    storage = torch.UntypedStorage.from_file(f"/proc/self/fd/{descriptor}", True, size)
-    with torch.inference_mode(False):  # else nobody could write to it outside
-        return torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage)  # type: ignore[arg-type]  # torch's stub
-
-
 def _open(where: _Place) -> torch.Tensor | None:
     """Map the segment of another process; None where this one may not, or where its number means another process."""
     try:
         with opened_memory(_NAME, where.size, where.pid, where.descriptor) as descriptor:
-            memory = _map(descriptor, where.size)
+            memory = map_memory(descriptor, where.size)
     except (OSError, RuntimeError):  # RuntimeError: torch's for a mapping that fails
         return None
     return memory if int(_numbers(memory)[0]) == where.nonce else None

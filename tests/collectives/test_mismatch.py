@@ -79,6 +79,7 @@ CALLS = {
         "fused_all_reduce",
     ),
     "dst": (lambda rank, group: gather_v(torch.ones(2), [2, 2], dst=rank, group=group), "dst 1"),
+    "dst that only receives": (lambda rank, group: gather_v(torch.ones(2), [2, 2], 0, 1 - rank, group), "dst 0"),
     "src": (lambda rank, group: scatter_v(torch.ones(2), [1, 1], src=rank, group=group), "from group rank 1"),
     "gradient": (
         lambda rank, group: all_gather_v(torch.ones(2, requires_grad=rank == 0), [2, 2], group=group),

@@ -18,6 +18,7 @@ from distman._coordination import protocol, tracking
 from distman._coordination.failure.record import Place
 from distman._coordination.messages import claim, count, decode, unless_malformed
 from distman._coordination.timeouts import run_with_timeout
+from distman._host_channels import close_those_of
 from distman._text import Line
 from distman._torch_internals import abort_backends, close_connections
 
@@ -77,9 +78,14 @@ class Call:
         What a call that is cut short has sent would otherwise meet a later one. On a GPU the group is aborted: a part
         of its batch may be under way, and would meet a later one.
         """
-        process_group = self.group.process_group
-        if process_group is None:
-            return
+        end_waits(self.group)
+
+
+def end_waits(group: Members) -> None:
+    """End what ranks wait for in a group, which is good for nothing afterwards, see :meth:`Call.interrupt`."""
+    process_group = group.process_group
+    if process_group is not None:
+        close_those_of(process_group)  # at once: the next line may take seconds
         run_with_timeout(lambda: abort_backends(process_group), _ABORT_LIMIT)
         close_connections(process_group)
 
