@@ -87,9 +87,8 @@ class LocalStorage:
         """Remove the file or link; a folder is no checkpoint any more before the first of its files goes."""
         path = Path(place)
         if path.is_dir() and not path.is_symlink():
-            leftover = _beside(path)
-            path.rename(leftover)
-            shutil.rmtree(leftover, ignore_errors=True)  # what stays is a leftover, which the next save removes
+            _remove_old(path)
+            _rename_and_remove(path, _beside(path))
         else:
             path.unlink(missing_ok=True)
 
@@ -153,11 +152,12 @@ class _FolderBeside:
         if not self._place.exists():
             self._folder.rename(self._place)
         elif not _exchange(self._folder, self._place):
+            _remove_old(self._place)
             self._place.rename(_old(self._place))
             self._folder.rename(self._place)
         _sync_folder(self._place.parent)
         self._remove()
-        shutil.rmtree(_old(self._place), ignore_errors=True)
+        _remove_old(self._place)
 
     def discard(self) -> None:
         self._remove()
@@ -264,6 +264,18 @@ def _put_back(place: Path) -> None:
     """
     if _old(place).exists() and not place.exists():
         _old(place).rename(place)
+
+
+def _remove_old(place: Path) -> None:
+    """Remove an old folder that has a successor, or whose successor is to be removed."""
+    if _old(place).exists():
+        _rename_and_remove(_old(place), _beside(place))
+
+
+def _rename_and_remove(folder: Path, leftover: Path) -> None:
+    """Remove a folder, which is no checkpoint any more before the first of its files goes."""
+    folder.rename(leftover)
+    shutil.rmtree(leftover, ignore_errors=True)  # what stays is a leftover, which the next save removes
 
 
 def _old(place: Path) -> Path:

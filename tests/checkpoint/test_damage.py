@@ -274,6 +274,26 @@ def test_nothing_is_taken_for_a_leftover_at_any_moment_of_its_being_written(writ
     assert number > 20
 
 
+@pytest.mark.parametrize("exchanges", [True, False])
+def test_an_old_folder_that_was_removed_in_part_is_in_nobodys_way_and_never_comes_back(
+    exchanges, tmp_path, monkeypatch
+):
+    if not exchanges:
+        monkeypatch.setattr(_local_storage, "_exchange", lambda *_: False)
+    storage, place, old = LocalStorage(), tmp_path / "place", tmp_path / ".place.old"
+    write_folder(storage, place, "first")
+    for content in ("second", "third"):
+        old.mkdir()  # as a writer leaves it that is killed while it removes it
+        (old / "rest").touch()
+        write_folder(storage, place, content)
+        assert content_of(place) == content
+        assert [one.name for one in tmp_path.iterdir()] == ["place"]
+    old.mkdir()
+    storage.remove(str(place))
+    assert storage.folder(str(place)) == str(place)
+    assert [*tmp_path.iterdir()] == []
+
+
 class FailedElsewhereError(Exception):
     """What the watcher raises in this program, between any two of its instructions."""
 
