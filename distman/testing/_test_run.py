@@ -137,7 +137,10 @@ class TestRun:
         chosen, start = self._debugger.choose(failing), time.monotonic()
         self._debugger.converse(chosen, failing[chosen], self._workers[chosen].connection)
         self._tell(failing.keys() - {chosen}, Debug(is_chosen=False))
-        self._deadline += time.monotonic() - start
+        now = time.monotonic()
+        self._deadline += now - start
+        for rank in failing:  # each has to say only now what was shown
+            self._described_by[rank] = now + _DESCRIPTION_SECONDS
 
     def _note_joined(self, rank: int) -> None:
         """Begin the test when the last rank has joined the group, or failed to."""

@@ -122,3 +122,37 @@ def test_the_debugger_stops_where_the_test_failed(project):
     assert "Exit: Quitting debugger" in output
     assert "4 failed, 1 passed, 1 xfailed" in output
     assert "Captured stdout" not in output  # the user saw it
+
+
+LATE = """
+import time
+from distman.testing import ranks
+
+class Slow(Exception):
+    def __str__(self):
+        time.sleep(1)
+        return "told late"
+
+@ranks(2, timeout=1)
+def test_late(rank):
+    if rank == 1:
+        raise Slow
+"""
+
+
+def test_an_error_that_is_described_after_the_limit_is_debugged_and_told(project):
+    project.write(LATE, "test_late.py")
+    done = subprocess.run(
+        project.command("test_late.py", "--pdb"),
+        cwd=project.folder,
+        env=project.environ(),
+        input="c\n",
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    output = done.stdout + done.stderr
+    assert output.count("entering PDB on rank 1") == 1
+    assert "had not ended" not in output
+    assert "1 failed" in output
