@@ -111,12 +111,15 @@ class Channels:
         most_bytes: Of one message.
 
     Raises:
-        OSError: There is no such memory.
+        OSError: There is no such memory, or the system does not say when this process started.
     """
 
     def __init__(self, ranks: Sequence[int], rank: int, timeout: float) -> None:
         self._places = {other: place for place, other in enumerate(ranks)}
         self._rank, self._timeout, self._pid = rank, timeout, os.getpid()
+        self._started = _start_of(self._pid)
+        if self._started <= 0:
+            raise OSError(f"/proc/{self._pid}/stat must be readable, and is not now")
         self._room = min(max(1 << (_ROOM // len(ranks)).bit_length() - 1, _LEAST_ROOM), _MOST_ROOM)
         self.most_bytes = self._room // 2
         self._length = length = _PAGE + len(ranks) * (_HEAD + self._room)
@@ -135,8 +138,7 @@ class Channels:
 
     def introduction(self) -> Introduction:
         """Return what the others need to open this process's memory."""
-        started = _start_of(self._pid)
-        return Introduction(self._pid, started, self._descriptor, self._length, self._own[_NONCE])
+        return Introduction(self._pid, self._started, self._descriptor, self._length, self._own[_NONCE])
 
     def open(self, rank: int, found: Introduction) -> bool:
         """Open the memory of another process, and return whether that could be done."""
@@ -242,6 +244,9 @@ class Channels:
         So processes that wait for room go on, whatever order they wait in.
         """
         for rank in [*self._blocked]:
+            other = self._others[rank]
+            if other.is_dead or other.memory[_CLOSED]:  # nobody reads there any more; waits end by an error
+                other.pending.clear()
             self._flush(rank)
         for rank, other in self._others.items():
             if other.memory[other.receives + _BLOCKED]:
@@ -258,15 +263,19 @@ class Channels:
 
     def _keep_flushing(self) -> None:
         """Write what waits for room, though the program waits for something else, until nothing does."""
-        while True:
-            bell = self._own[_BELL]
-            self._fence()
-            with self._lock:
-                self._go_on()
-                if not self._blocked or self._is_closed:
-                    self._is_flushing = False
-                    return
-            _sleep(self._own.address + _BELL, bell, _LONGEST_PAUSE)
+        try:
+            while True:
+                bell = self._own[_BELL]
+                self._fence()
+                with self._lock:
+                    self._go_on()
+                    if not self._blocked or self._is_closed:
+                        self._is_flushing = False
+                        return
+                _sleep(self._own.address + _BELL, bell, _LONGEST_PAUSE)
+        except BaseException:  # what another process has written there makes no sense
+            self.close()
+            raise
 
     def _check_open(self, rank: int) -> None:
         other = self._others[rank]
@@ -283,19 +292,22 @@ class Channels:
         for is_blocked in (False, True):
             if is_blocked:  # said before another look, as the reader says what it has read before it looks for this
                 self._publish(own, other.sends + _BLOCKED, 1)
-            while other.pending and self._write(other, other.pending[0]):
-                other.pending.popleft().is_sent = is_news = True
+            while other.pending and self._write(other):
+                is_news = True
             if not other.pending:
                 own[other.sends + _BLOCKED] = 0
                 self._blocked.discard(rank)
                 break
         else:
+            is_news = is_news or rank not in self._blocked  # its reader may make room
             self._blocked.add(rank)
             self._start_flushing()
         if is_news:
             self._ring(other.memory)
 
-    def _write(self, other: _Other, message: _Outgoing) -> bool:
+    def _write(self, other: _Other) -> bool:
+        """Write the next message to a process, and return whether there was room."""
+        message = other.pending[0]
         own, channel, size = self._own, other.sends, message.num_bytes
         written, read = own[channel + _WRITTEN], own[channel + _READ]
         offset = other.find_room(size, written, read) if written - read < _SLOTS else None
@@ -304,7 +316,9 @@ class Channels:
         ctypes.memmove(own.address + channel + _HEAD + offset, message.address, size)
         slot = channel + _FIRST_SLOT + written % _SLOTS * _SLOT
         own[slot], own[slot + 8], own[slot + 16] = size, message.tag, offset
+        other.pending.popleft()  # first: a signal handler may raise, and nothing must be sent twice
         self._publish(own, channel + _WRITTEN, written + 1)
+        message.is_sent = True
         return True
 
     def take(self, rank: int, message: _Incoming) -> bool:

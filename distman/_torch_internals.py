@@ -186,7 +186,7 @@ def close_connections(process_group: dist.ProcessGroup) -> None:
         # Too late, as it must be; or that connection is closed already, which leaves those to other ranks open.
         with contextlib.suppress(RuntimeError, ValueError):
             other = (process_group.rank() + step) % process_group.size()
-            process_group.recv([torch.empty(1)], other, _TAG).wait(_AT_ONCE)
+            process_group.recv([torch.empty(1, device="cpu")], other, _TAG).wait(_AT_ONCE)
 
 
 def close_all_connections() -> None:

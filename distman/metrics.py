@@ -14,7 +14,7 @@ import torch.distributed as dist
 from distman._coordination.wait_scope import collective
 from distman._groups.registry import Group
 from distman.collectives import _debug
-from distman.collectives._exchange import control_device
+from distman.collectives._exchange import ClosedByErrors, control_device
 from distman.collectives._headers import sum_numbers
 from distman.collectives._objects import all_gather_objects
 from distman.collectives._validation import GroupLike, check_member, resolve_group
@@ -203,7 +203,8 @@ def reduce_loss(
     device = control_device(members, DistributedManager().device)
     total = torch.tensor(_as_float("loss", loss), dtype=torch.float64, device=device)
     if members.size > 1:
-        dist.reduce(total, group=members.process_group, group_dst=dst_rank)
+        with ClosedByErrors(members):
+            dist.reduce(total, group=members.process_group, group_dst=dst_rank)
     if members.rank != dst_rank:
         return None
     return total.item() / members.size if mean else total.item()

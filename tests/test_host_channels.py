@@ -6,6 +6,7 @@ import os
 import random
 import resource
 import signal
+import sys
 import threading
 import time
 from pathlib import Path
@@ -31,9 +32,24 @@ CPU = torch.device("cpu")
 gloo_only = pytest.mark.gloo_only("there are no channels")
 
 
+made_here = []
+
+
+@pytest.fixture(autouse=True)
+def _close_all():
+    """Close the channels of each test, whose threads end by it."""
+    yield
+    while made_here:
+        made_here.pop().close()
+    for thread in threading.enumerate():
+        if thread.name == "distman-channels":
+            thread.join()
+
+
 def connected(*numbers, timeout=LIMIT):
     """Return the channels of some processes, all of them in this one."""
     made = {number: Channels(numbers, number, timeout) for number in numbers}
+    made_here.extend(made.values())
     for number, channels in made.items():
         for other in numbers:
             if other != number:
@@ -224,6 +240,68 @@ def test_a_process_that_cannot_be_looked_at_is_not_taken_for_dead():
         timer.join()
 
 
+def test_where_the_start_of_a_process_is_not_known_there_are_no_channels(monkeypatch):
+    monkeypatch.setattr(_host_channels, "_start_of", lambda _: 0)
+    with pytest.raises(OSError, match="must be readable"):
+        Channels((0, 1), 0, LIMIT)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_what_makes_no_sense_closes_the_channels_while_nobody_waits():
+    one, other = connected(0, 1).values()
+    full = torch.ones(one.most_bytes, dtype=torch.uint8)
+    works = [other.send(0, 1, full) for _ in range(3)]  # one waits for room
+    other._own[other._others[0].sends + _host_channels._FIRST_SLOT] = -1
+    [one.send(1, 2, full) for _ in range(3)]  # so a thread looks what it can make room for
+    with pytest.raises(RuntimeError, match="Connection closed by peer"):
+        works[2].wait()
+
+
+def test_what_a_process_that_left_has_not_read_is_let_go():
+    one, other = connected(0, 1).values()
+    works = [one.send(1, 1, torch.ones(one.most_bytes, dtype=torch.uint8)) for _ in range(3)]
+    other.close()
+    with pytest.raises(RuntimeError, match="Connection closed by peer"):
+        works[2].wait()
+    assert not one._others[1].pending
+    assert not one._blocked
+
+
+@pytest.mark.parametrize("number", range(40))
+def test_a_signal_at_any_line_of_a_message_makes_none_of_two(number):
+    """It may be lost: what ends a call so closes the group."""
+    one, other = connected(0, 1).values()
+    left = [number]
+
+    def trace(frame, event, _):
+        if frame.f_code.co_filename != _host_channels.__file__ or frame.f_code.co_name in ("__enter__", "__exit__"):
+            return None
+        if event == "line":
+            left[0] -= 1
+            if left[0] < 0:
+                sys.settrace(None)
+                raise InterruptedError
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        with contextlib.suppress(InterruptedError):
+            one.send(1, 1, numbers(7))
+            received(other, 0, 1, numbers(0))
+    finally:
+        sys.settrace(before)
+    for end, rank in ((one, 1), (other, 0)):
+        end._others[rank].asked.clear()
+        with end._lock:  # nobody holds it
+            end._go_on()
+    one.send(1, 1, numbers(8)).wait()
+    got = []
+    while 8 not in got:
+        got.append(received(other, 0, 1, numbers(0)).item())
+    assert got in ([8], [7, 8])
+
+
 def test_a_limit_that_has_passed_is_a_lost_connection():
     one, _ = connected(0, 1, timeout=0.0).values()
     with pytest.raises(RuntimeError) as caught:
@@ -303,6 +381,7 @@ def test_nothing_is_left_open():
     ends[0].send(1, 1, numbers(1)).wait()
     assert (num_open(), num_mapped()) == (before[0], before[1] + 9)
     Channels((0, 1), 0, LIMIT).introduction()  # and nobody opens it
+    made_here.clear()
     del ends
     assert (num_open(), num_mapped()) == before
 

@@ -219,12 +219,12 @@ def begin_sum(message: torch.Tensor, group: Group, what: str) -> Callable[[], to
         return begin_all_reduce(message, dist.ReduceOp.SUM, group)
     others = [(group.rank + step) % group.size for step in range(1, group.size)]
     parts = {rank: torch.empty_like(message) for rank in others}
-    with _ClosedByErrors(group):
+    with ClosedByErrors(group):
         works = [channels.receive(rank, _SUM, part) for rank, part in parts.items()]
         works += [channels.send(rank, _SUM, message) for rank in others]
 
     def finish() -> torch.Tensor:
-        with _ClosedByErrors(group):
+        with ClosedByErrors(group):
             for work in works:
                 work.wait()
         terms = [parts.get(rank, message) for rank in range(group.size)]
@@ -244,7 +244,7 @@ def begin_all_reduce(tensor: torch.Tensor, op: dist.ReduceOp.RedOpType, group: G
     work = dist.all_reduce(tensor, op, group=process_group_of(group), async_op=True)
 
     def finish() -> torch.Tensor:
-        with _ClosedByErrors(group):
+        with ClosedByErrors(group):
             work.wait()
         return tensor
 
@@ -257,13 +257,16 @@ def _channels(group: Group, process_group: dist.ProcessGroup | None) -> Channels
         return None
     agreement = agreement_in(process_group)
     if agreement is None:
-        with _ClosedByErrors(group):
+        with ClosedByErrors(group):
             agreement = agree(group, process_group)
     return agreement.channels
 
 
-class _ClosedByErrors:
-    """Lets what ends a ``with`` block by an error close a group: what was sent would meet a later call."""
+class ClosedByErrors:
+    """Lets what ends a ``with`` block by an error close a group: what was sent would meet a later call.
+
+    A backend may close its own connections then, but not the channels, in which others may wait for this rank.
+    """
 
     __slots__ = ("_group",)
 
@@ -489,8 +492,7 @@ def broadcast_numbers(numbers: Sequence[int], src: int, group: Group, device: to
     call, sign = announce(group, f"from group rank {src}")
     numbers = list(numbers) if group.rank == src else [0] * len(numbers)
     message = torch.tensor([sign, *numbers, *[0] * (_MAX_NUMBERS - len(numbers))], dtype=torch.int64, device=device)
-    with _ClosedByErrors(group):
-        dist.broadcast(message, group=process_group_of(group), group_src=src)
+    broadcast(message, src, group)
     found, *received = message.tolist()
     if found != sign:
         raise PlanMismatchError(
@@ -498,6 +500,15 @@ def broadcast_numbers(numbers: Sequence[int], src: int, group: Group, device: to
             f"{call.text}. DISTMAN_DEBUG=1 shows both."
         )
     return received[: len(numbers)]
+
+
+def broadcast(tensor: torch.Tensor, src: int, group: Group) -> None:
+    """Fill a tensor with what it holds on one rank of the group, by the backend.
+
+    Collective. Blocking.
+    """
+    with ClosedByErrors(group):
+        dist.broadcast(tensor, group=process_group_of(group), group_src=src)
 
 
 @collective

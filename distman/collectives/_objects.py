@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from typing import Any, TypeVar
 
 import torch
-import torch.distributed as dist
 
 from distman._coordination.failure.record import FailureRecord
 from distman._coordination.messages import MalformedMessageError, decode
@@ -21,6 +20,7 @@ from distman._torch_internals import is_distributed_tensor
 from distman.collectives import _debug
 from distman.collectives._exchange import (
     all_gather_numbers,
+    broadcast,
     broadcast_numbers,
     broadcast_parts,
     can_share_memory,
@@ -78,7 +78,7 @@ def broadcast_data(data: T, src: int = 0, group: GroupLike = None) -> T:
     goes_in_parts = is_source and can_share_memory(members.process_group, torch.device("cpu")) and reaches_all(members)
     length, in_parts = broadcast_numbers([len(text), goes_in_parts], src, members, device)
     message = _to_bytes(text, device) if is_source else _room(length, device)
-    dist.broadcast(message, group=members.process_group, group_src=src)
+    broadcast(message, src, members)
     if not is_source and length:
         payload, error = _open(message, seal, src)
     _raise_everywhere(error, members, device)
@@ -315,7 +315,7 @@ def _broadcast_memory(memory: torch.Tensor, src: int, group: Group, device: torc
     """Fill a tensor of bytes with what it holds on ``src``; by way of a device that the group can reach."""
     is_reached = memory.device.type in group.device_types
     staged = memory if is_reached else memory.to(device)
-    dist.broadcast(staged, group=group.process_group, group_src=src)
+    broadcast(staged, src, group)
     if not is_reached:
         memory.copy_(staged)
 
@@ -329,7 +329,7 @@ def _raise_everywhere(error: Exception | None, group: Group, device: torch.devic
     text = record.to_json().encode() if record is not None else b""
     (length,) = broadcast_numbers([len(text)], failed[0], group, device)
     message = _to_bytes(text, device) if group.rank == failed[0] else _room(length, device)
-    dist.broadcast(message, group=group.process_group, group_src=failed[0])
+    broadcast(message, failed[0], group)
     if error is not None:
         raise error
     raise FailureRecord.decoded(_to_text(message), f"why rank {group.ranks[failed[0]]} failed").to_error()
