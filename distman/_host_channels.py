@@ -206,8 +206,14 @@ class Channels:
             self._ring(other.memory)
         self._ring(self._own)
 
-    def wait(self, rank: int, message: _Incoming | _Outgoing) -> None:
-        """Wait until a message has come from a process, or has found room on its way there."""
+    def wait(self, rank: int, message: _Message) -> None:
+        """Wait until a message has come from a process, or has found room on its way there.
+
+        Blocking.
+
+        Raises:
+            RuntimeError: One of both has closed its channels, the other process has ended, or it took too long.
+        """
         other, own = self._others[rank], self._own
         began = looked = 0.0
         spins, pause = _SPINS, _FIRST_PAUSE
@@ -218,7 +224,9 @@ class Channels:
             with self._lock:
                 if self._blocked or not spins:
                     self._go_on()
-                if message.is_done():
+                if isinstance(message, _Incoming) and not message.is_done:
+                    self._read(rank, message)
+                if message.is_done:
                     return
             if is_over:
                 self._check_open(rank)
@@ -318,24 +326,18 @@ class Channels:
         own[slot], own[slot + 8], own[slot + 16] = size, message.tag, offset
         other.pending.popleft()  # first: a signal handler may raise, and nothing must be sent twice
         self._publish(own, channel + _WRITTEN, written + 1)
-        message.is_sent = True
+        message.is_done = True
         return True
 
-    def take(self, rank: int, message: _Incoming) -> bool:
-        """Read what a process has sent until a message has come, and return whether it has; the lock is held."""
-        if not message.is_here:
-            self._read(rank, message)
-        return message.is_here
-
     def _read(self, rank: int, until: _Incoming | None) -> None:
-        """Read what a process has sent, until a message has come, or all."""
+        """Read what a process has sent, until a message has come, or all; the lock is held."""
         other = self._others[rank]
         memory, channel = other.memory, other.receives
         written = memory[channel + _WRITTEN]
         if other.num_read == written:
             return
         self._fence()
-        while other.num_read != written and not (until is not None and until.is_here):
+        while other.num_read != written and not (until is not None and until.is_done):
             slot = channel + _FIRST_SLOT + other.num_read % _SLOTS * _SLOT
             size, tag, offset = memory[slot], memory[slot + 8], memory[slot + 16]
             if not (0 < size <= self.most_bytes and 0 <= offset <= self._room - size):
@@ -429,7 +431,7 @@ class _Other:
             self.asked.setdefault(key, collections.deque()).append(message)
             return
         ctypes.memmove(message.address, _next(self.arrived, key), message.num_bytes)
-        message.is_here = True
+        message.is_done = True
 
     def hand_out(self, tag: int, size: int, address: int) -> None:
         """Put a message into its place, or keep it until it is asked for."""
@@ -437,7 +439,7 @@ class _Other:
         if key in self.asked:
             message = _next(self.asked, key)
             ctypes.memmove(message.address, address, size)
-            message.is_here = True
+            message.is_done = True
             return
         data = ctypes.create_string_buffer(size)
         ctypes.memmove(data, address, size)
@@ -456,44 +458,27 @@ def _next(queues: dict[_Key, collections.deque[T]], key: _Key) -> T:
 class _Message:
     """A message from or to another process, and the tensor that holds it here."""
 
-    __slots__ = ("_channels", "_rank", "_tensor", "address", "num_bytes", "tag")
+    __slots__ = ("_channels", "_rank", "_tensor", "address", "is_done", "num_bytes", "tag")
 
     def __init__(self, channels: Channels, rank: int, tag: int, tensor: torch.Tensor) -> None:
         self._channels, self._rank, self._tensor, self.tag = channels, rank, tensor, tag
         self.address, self.num_bytes = tensor.data_ptr(), tensor.nbytes
+        self.is_done = False  # it has come, or is where the reader finds it
+
+    def wait(self) -> None:
+        if not self.is_done:
+            self._channels.wait(self._rank, self)
 
 
 class _Incoming(_Message):
-    __slots__ = ("is_here",)
-
-    def __init__(self, channels: Channels, rank: int, tag: int, tensor: torch.Tensor) -> None:
-        super().__init__(channels, rank, tag, tensor)
-        self.is_here = False
-
-    def is_done(self) -> bool:
-        return self.is_here or self._channels.take(self._rank, self)
-
-    def wait(self) -> None:
-        if not self.is_here:
-            self._channels.wait(self._rank, self)
+    __slots__ = ()
 
     def __str__(self) -> str:
         return "sent what this rank waits for"
 
 
 class _Outgoing(_Message):
-    __slots__ = ("is_sent",)
-
-    def __init__(self, channels: Channels, rank: int, tag: int, tensor: torch.Tensor) -> None:
-        super().__init__(channels, rank, tag, tensor)
-        self.is_sent = False
-
-    def is_done(self) -> bool:
-        return self.is_sent
-
-    def wait(self) -> None:
-        if not self.is_sent:
-            self._channels.wait(self._rank, self)
+    __slots__ = ()
 
     def __str__(self) -> str:
         return "read what this rank sends"

@@ -8,7 +8,6 @@ import resource
 import signal
 import sys
 import threading
-import time
 from pathlib import Path
 
 import pytest
@@ -18,13 +17,14 @@ import torch.distributed as dist
 from distman import DistributedManager, _host_channels
 from distman._host_channels import Channels, Introduction, close_those_of, keep_for
 from distman._torch_internals import gloo_timeout, is_lost_connection
-from distman.collectives import _local_messages, all_gather_v, fused_all_reduce, scatter_v
+from distman.collectives import _local_messages, all_gather_v, broadcast_data, fused_all_reduce, scatter_v
 from distman.collectives._exchange import all_gather_numbers, exchange
 from distman.collectives._local_messages import agreement_in
 from distman.collectives._shared_memory import VARIABLE
 from distman.collectives._validation import resolve_group
 from distman.decorators import on_rank
 from distman.errors import DistmanError, PlanMismatchError, RankFailedError
+from distman.metrics import reduce_loss
 from distman.testing import kill_rank, ranks
 
 LIMIT = 60.0
@@ -96,7 +96,7 @@ def test_a_message_holds_as_much_as_is_promised_and_more_wait_for_room():
     one, other = connected(0, 1).values()
     sent = [torch.full((one.most_bytes,), value, dtype=torch.uint8) for value in range(9)]
     works = [one.send(1, 1, tensor) for tensor in sent]
-    assert [work.is_sent for work in works] == [True] * 2 + [False] * 7
+    assert [work.is_done for work in works] == [True] * 2 + [False] * 7
     got = []
     reader = threading.Thread(target=lambda: got.extend(received(other, 0, 1, sent[0]) for _ in sent))
     reader.start()
@@ -526,6 +526,24 @@ def test_a_backward_pass_where_not_all_ranks_run_is_refused_at_once():
         on_rank(0)(total.backward)()
 
 
+REFUSED = {
+    "broadcast_data": lambda: broadcast_data([1]),
+    "reduce_loss": lambda: reduce_loss(1.0),
+    "fused_all_reduce": lambda: fused_all_reduce(torch.ones(1)),
+    "scatter_v": lambda: scatter_v(torch.ones(2), [1, 1]),
+}
+
+
+@gloo_only
+@pytest.mark.parametrize("name", REFUSED)
+@ranks(2)
+def test_a_call_that_is_refused_leaves_the_group_as_it_was(name):
+    for _ in range(2):
+        with pytest.raises(DistmanError, match="must be called where all its ranks run"):
+            on_rank(0)(REFUSED[name])()
+        assert all_gather_v(torch.ones(1)).tolist() == [1, 1]
+
+
 @gloo_only
 @ranks(2)
 def test_unlike_sums_tell_the_ranks_apart_at_once(rank):
@@ -567,20 +585,17 @@ def test_a_death_is_seen_where_nobody_watches():
 
 @gloo_only
 @ranks(2, manager=False)
-def test_a_rank_that_left_its_group_ends_the_wait_of_the_others(rank, tmp_path):
+def test_a_rank_that_left_its_group_ends_the_wait_of_the_others(rank):
     manager = DistributedManager.initialize()
     manager.create_process_subgroup("pair", 2)
     all_gather_v(torch.ones(1), group="pair")
     if rank == 1:
         dist.destroy_process_group(manager.group("pair"))
-        (tmp_path / "left").touch()
-        manager.barrier()
-    else:
-        while not (tmp_path / "left").exists():
-            time.sleep(0.01)
+    manager.barrier("left")
+    if rank == 0:
         with pytest.raises(RuntimeError, match="rank 1 of the group has left it"):
             all_gather_v(torch.ones(1), group="pair")
-        manager.barrier()
+    manager.barrier("seen")
 
 
 @gloo_only

@@ -183,7 +183,7 @@ class _LockBeside:
         tried: list[Path] = []
         try:
             self._file = _create_locked(place, tried, suffix=_LOCK)
-        except BaseException:
+        except BaseException:  # another rank's failure too
             for path in tried:
                 with contextlib.suppress(OSError):
                     path.unlink()
