@@ -526,6 +526,16 @@ def test_a_backward_pass_where_not_all_ranks_run_is_refused_at_once():
         on_rank(0)(total.backward)()
 
 
+@ranks(2)
+def test_a_first_exchange_in_inference_mode_with_another_default_device(rank):
+    shard, term = torch.ones(2 + rank), torch.tensor(float(rank))
+    with torch.inference_mode(), torch.device("meta"):
+        full, total = all_gather_v(shard), fused_all_reduce({"of this test alone": term})
+    assert full.tolist() == [1.0] * 5
+    assert total["of this test alone"] == 1
+    assert all_gather_v(shard).tolist() == [1.0] * 5
+
+
 REFUSED = {
     "broadcast_data": lambda: broadcast_data([1]),
     "reduce_loss": lambda: reduce_loss(1.0),

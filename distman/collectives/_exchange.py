@@ -207,8 +207,8 @@ def begin_sum(message: torch.Tensor, group: Group, what: str) -> Callable[[], to
     Collective. What it returns is blocking.
 
     Args:
-        message: Contiguous, of one length and dtype on all ranks, at most 16 KiB, which all channels take; it may become
-            the sum.
+        message: Contiguous, of one length and dtype on all ranks, at most 16 KiB, which all channels take. It may
+            become the sum.
         group: A group of several ranks.
         what: As of :func:`exchange`.
     """

@@ -32,8 +32,8 @@ def signed_message(text: str, device: torch.device) -> torch.Tensor:
     """
     digest = hashlib.sha256(text.encode()).digest()
     words = [int.from_bytes(digest[2 * word : 2 * word + 2], "big") for word in range(_SIGNATURE_WORDS)]
-    message = torch.zeros(MESSAGE_WORDS, dtype=torch.float64)
-    message[:HEADER_WORDS] = torch.tensor([1, *words, *(word * word for word in words)])
+    message = torch.zeros(MESSAGE_WORDS, dtype=torch.float64, device="cpu")  # whatever the default device is
+    message[:HEADER_WORDS] = torch.tensor([1, *words, *(word * word for word in words)], device="cpu")
     return message.to(device)
 
 

@@ -29,8 +29,8 @@ from distman._log import logger
 
 VARIABLE = "DISTMAN_SHARED_MEMORY"
 THRESHOLD = 2**20
-"""Size in bytes of the smallest piece that goes this way: at 1 MB it takes 1.4 of the time of a message through a channel on
-2 ranks, and 0.5 on 4, where one copy serves three readers; at 512 kB it is behind on both."""
+"""Size in bytes of the smallest piece that goes this way: at 1 MB it takes 1.4 of the time of a message in a channel
+on 2 ranks, and 0.5 on 4, where one copy serves three readers; at 512 kB it is behind."""
 _MOST_BYTES = 2**28  # that a rank keeps for as long as the job: two exchanges under way, of 128 MB each
 _LEAST_BYTES = 2**20  # of a segment, so that exchanges of sizes that vary a little share it
 _MOST_SEGMENTS = 8  # each is one open file
