@@ -33,6 +33,7 @@ from torch.utils._pytree import (  # noqa: F401 - for other modules
 )
 from torch.utils.data._utils import worker
 
+from distman._gloo_listeners import awake
 from distman._host_channels import close_those_of
 
 # Process groups
@@ -204,10 +205,11 @@ def end_group(process_group: dist.ProcessGroup | None = None, *, aborts: bool) -
         aborts: Do not wait for what is outstanding there, as NCCL does: after a failure nobody completes it. gloo never
             waits.
     """
-    if aborts:
-        distributed_c10d._abort_process_group(process_group)
-    else:
-        dist.destroy_process_group(process_group)
+    with awake() if process_group is None else contextlib.nullcontext():  # who names one still holds it
+        if aborts:
+            distributed_c10d._abort_process_group(process_group)
+        else:
+            dist.destroy_process_group(process_group)
 
 
 @contextlib.contextmanager

@@ -19,6 +19,7 @@ from distman._coordination.joint_blocks import JointBlocks
 from distman._coordination.sections import ExclusiveSections
 from distman._coordination.tracking import call_site, check_all_run_here, check_speaks_for_rank
 from distman._coordination.wait_scope import WaitScope
+from distman._gloo_listeners import awake
 from distman._groups.connecting import connect, members_store
 from distman._groups.hosts import Neighbours, partitions_by_host, warn_of_crossing
 from distman._job.group_end import end_groups
@@ -334,7 +335,8 @@ class Groups:
         if name in self._world_names:
             raise ValueError(f"the group to destroy must not be the world, got {name!r}. Call cleanup() for that.")
         if name in self._made:
-            self._end([self._made.pop(name)], aborts=False)
+            with awake():
+                self._end([self._made.pop(name)], aborts=False)
         self._partitions.pop(name, None)
         for companion in self._companions.pop(name, []):
             if companion in self._partitions:
@@ -346,8 +348,9 @@ class Groups:
         Args:
             aborts: Wait for nothing that is outstanding there: the job has failed.
         """
-        self._end(self._made.values(), aborts=aborts)
-        self._made.clear()
+        with awake():
+            self._end(self._made.values(), aborts=aborts)
+            self._made.clear()
 
     def _end(self, groups: Iterable[Group], *, aborts: bool) -> None:
         made = [group.process_group for group in groups]
