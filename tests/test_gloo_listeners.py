@@ -147,6 +147,16 @@ def test_groups_end_where_no_thread_can_be_had(monkeypatch):
     assert all_groups() == []
 
 
+@pytest.mark.parametrize(("most", "is_looked"), [(0, False), (10**6, True)])
+def test_nobody_looks_where_too_many_threads_wait_for_the_cores(most, is_looked, monkeypatch):
+    looks = []
+    monkeypatch.setattr(listeners, "_MOST_PER_CORE", most)  # one runs at least: this one
+    monkeypatch.setattr(listeners, "_find", lambda: looks.append(True))
+    with listeners.awake():
+        assert bool(looks) == is_looked
+    assert wakers() == []
+
+
 def test_what_was_opened_is_closed_where_the_main_thread_is_interrupted(monkeypatch):
     """The thread does it, which may still write; whatever the other one was about to do."""
 
@@ -158,6 +168,7 @@ def test_what_was_opened_is_closed_where_the_main_thread_is_interrupted(monkeypa
     reading, writing = os.pipe2(os.O_NONBLOCK)
     with select.epoll() as poll:
         listener = listeners.Listener(info_of(poll), writing)
+        monkeypatch.setattr(listeners, "_MOST_PER_CORE", 10**6)
         monkeypatch.setattr(listeners, "_find", lambda: [listener])
         monkeypatch.setattr(threading.Thread, "start", start)
         with pytest.raises(KeyboardInterrupt), listeners.awake():
