@@ -27,6 +27,7 @@ from distman.collectives._exchange import (
     control_device,
     exchange,
 )
+from distman.collectives._result_memory import in_huge_pages
 from distman.collectives._sealing import ForeignPickleError, Seal
 from distman.collectives._shared_memory import THRESHOLD, reaches_all
 from distman.collectives._validation import GroupLike, check_member, resolve_group
@@ -336,7 +337,7 @@ def _raise_everywhere(error: Exception | None, group: Group, device: torch.devic
 
 
 def _room(length: int, device: torch.device) -> torch.Tensor:
-    return torch.empty(length, dtype=torch.uint8, device=device)
+    return in_huge_pages(torch.empty(length, dtype=torch.uint8, device=device))
 
 
 def _to_bytes(text: bytes, device: torch.device) -> torch.Tensor:

@@ -2,16 +2,19 @@
 
 import ctypes
 import gc
+import mmap
 import os
 import random
+import re
 import subprocess
 import sys
 import threading
+from pathlib import Path
 
 import pytest
 import torch
 
-from distman.collectives import _result_memory, all_gather_v, reduce_scatter_v
+from distman.collectives import _result_memory, all_gather_v, broadcast_data, reduce_scatter_v
 from distman.collectives._result_memory import new_empty
 from distman.testing import ranks
 
@@ -122,8 +125,34 @@ def test_a_forked_child_has_a_copy():
     assert result.min().item() == 1
 
 
+def test_the_memory_is_of_huge_pages_where_the_system_has_them():
+    result = new_empty(LIKE, [LARGE + 1]).fill_(1)
+    assert ("hg" in flags_of_mapping(result.data_ptr())) == Path("/sys/kernel/mm/transparent_hugepage").exists()
+    assert result.sum().item() == LARGE + 1
+
+
+def test_a_system_without_huge_pages_has_small_ones(monkeypatch):
+    monkeypatch.setattr(mmap, "MADV_HUGEPAGE", -1)  # which no kernel knows
+    result = new_empty(LIKE, [LARGE]).fill_(1)
+    assert "hg" not in flags_of_mapping(result.data_ptr())
+    monkeypatch.delattr(mmap, "MADV_HUGEPAGE")
+    assert new_empty(LIKE, [LARGE]).fill_(1).min().item() == 1
+
+
+def flags_of_mapping(address):
+    """What the kernel says of the memory at an address, as of proc_pid_smaps(5)."""
+    is_there = False
+    for line in Path("/proc/self/smaps").read_text(encoding="utf-8").splitlines():
+        if found := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):
+            is_there = int(found[1], 16) <= address < int(found[2], 16)
+        elif is_there and line.startswith("VmFlags:"):
+            return line.split()[1:]
+    return []  # as where a sandbox stands in for Linux
+
+
 def test_threads_that_make_and_drop_results_share_none(monkeypatch):
     monkeypatch.setattr(_result_memory, "_LEAST_BYTES", 2**12)
+    monkeypatch.setattr(_result_memory, "_HUGE_PAGE", 2**12)
     monkeypatch.setattr(_result_memory, "_MOST_BYTES", 2**16)
     wrong = []
 
@@ -164,3 +193,22 @@ def test_results_of_collectives_are_new_tensors_that_may_be_changed(rank):
         places.append(full.data_ptr())
         del full, kept, grad
     assert len(set(places)) < 3
+
+
+@ranks(2)
+@pytest.mark.parametrize("num_bytes", [LARGE, LARGE + 4097, LARGE - 1, 2**16])
+def test_what_broadcast_data_returns_can_be_made_larger(rank, num_bytes):
+    data = {"weights": torch.ones(num_bytes, dtype=torch.uint8)} if rank == 0 else None
+    weights = broadcast_data(data)["weights"]
+    is_huge = num_bytes >= LARGE and Path("/sys/kernel/mm/transparent_hugepage").exists()
+    if rank == 1:
+        inside = weights.data_ptr() + num_bytes // 2
+        assert ("hg" in flags_of_mapping(inside)) == is_huge
+        assert weights.resize_(2 * num_bytes)[:num_bytes].sum().item() == num_bytes
+
+
+@ranks(2)
+def test_so_it_can_on_a_system_without_huge_pages(rank, monkeypatch):
+    monkeypatch.setattr(mmap, "MADV_HUGEPAGE", -1)  # which no kernel knows
+    data = torch.ones(LARGE, dtype=torch.uint8) if rank == 0 else None
+    assert broadcast_data(data).resize_(2 * LARGE)[:LARGE].sum().item() == LARGE

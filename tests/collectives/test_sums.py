@@ -14,6 +14,7 @@ from tests.collectives.reference import random_tensor
 def test_pieces_in_any_order(monkeypatch, seed):
     draw = random.Random(seed)  # noqa: S311 - not for secrets
     monkeypatch.setattr(_result_memory, "_LEAST_BYTES", draw.choice([16, 2**25]))
+    monkeypatch.setattr(_result_memory, "_HUGE_PAGE", 1)
     num_ranks = draw.randrange(1, 7)
     rank = draw.randrange(num_ranks)
     dtype = draw.choice([torch.float32, torch.float16, torch.bfloat16, torch.complex64, torch.int32, torch.uint8])
