@@ -57,10 +57,11 @@ def in_huge_pages(tensor: torch.Tensor) -> torch.Tensor:
 
     Unlike results of :func:`new_empty` it can be resized.
     """
-    if tensor.device.type == "cpu" and tensor.nbytes >= _LEAST_BYTES and hasattr(mmap, "MADV_HUGEPAGE"):
-        start = -(-tensor.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
-        length = tensor.data_ptr() + tensor.nbytes - start
-        # A kernel without them refuses, and nothing else is different.
+    if tensor.device.type != "cpu" or tensor.nbytes < _LEAST_BYTES:
+        return tensor
+    start = -(-tensor.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
+    length = tensor.data_ptr() + tensor.nbytes - start
+    with contextlib.suppress(AttributeError):  # a system without them; a kernel without them refuses
         _LIBC.madvise(ctypes.c_void_p(start), ctypes.c_size_t(length), mmap.MADV_HUGEPAGE)
     return tensor
 
