@@ -167,8 +167,14 @@ def test_a_cancelled_job_is_not_queued_again(cluster, tmp_path):
     assert "saved" in finished.stdout
 
 
+# In one write: all processes of a torchrun share what it writes to.
+SAY_GPUS = """import os
+os.write(1, f"{os.environ['SLURM_GPUS_PER_NODE']} {os.environ['WORLD_SIZE']}\\n".encode())
+"""
+
+
 def test_gpus_of_a_type_do_not_change_the_number_of_processes(cluster, tmp_path):
-    (tmp_path / "say.py").write_text("import os\nprint(os.environ['SLURM_GPUS_PER_NODE'], os.environ['WORLD_SIZE'])\n")
+    (tmp_path / "say.py").write_text(SAY_GPUS)
     request = JobRequest(backend="slurm", gpus_per_node=3, gpu_type="a100", with_torchrun=True, program=("say.py",))
     finished = cluster.sbatch(render(request), env=preloaded.variables(), timeout=LIMIT, cwd=tmp_path)
     assert finished.lines == ["a100:3 3"] * 3
