@@ -55,7 +55,8 @@ def new_empty(like: torch.Tensor, shape: Sequence[int], dtype: torch.dtype | Non
 def in_huge_pages(tensor: torch.Tensor) -> torch.Tensor:
     """Let the system provide a new tensor of torch's, which nobody has written to, in huge pages if it is large.
 
-    Unlike results of :func:`new_empty` it can be resized.
+    Unlike results of :func:`new_empty` it can be resized. What the C library has cut from its heap stays in huge pages
+    when the tensor is gone.
     """
     if tensor.device.type != "cpu" or tensor.nbytes < _LEAST_BYTES:
         return tensor

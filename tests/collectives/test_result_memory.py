@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from distman.collectives import _result_memory, all_gather_v, broadcast_data, reduce_scatter_v
-from distman.collectives._result_memory import new_empty
+from distman.collectives._result_memory import in_huge_pages, new_empty
 from distman.testing import ranks
 
 LARGE = 2**25  # bytes: glibc gives what is larger back to the system at once
@@ -100,7 +100,7 @@ def test_locked_memory_goes_back_to_the_system():
 
 WITHOUT_MEMORY = """
 import resource, torch
-from distman.collectives._result_memory import new_empty
+from distman.collectives._result_memory import in_huge_pages, new_empty
 in_use = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
 resource.setrlimit(resource.RLIMIT_AS, (in_use + 2**24, in_use + 2**24))
 try:
@@ -200,11 +200,17 @@ def test_results_of_collectives_are_new_tensors_that_may_be_changed(rank):
 def test_what_broadcast_data_returns_can_be_made_larger(rank, num_bytes):
     data = {"weights": torch.ones(num_bytes, dtype=torch.uint8)} if rank == 0 else None
     weights = broadcast_data(data)["weights"]
-    is_huge = num_bytes >= LARGE and Path("/sys/kernel/mm/transparent_hugepage").exists()
     if rank == 1:
-        inside = weights.data_ptr() + num_bytes // 2
-        assert ("hg" in flags_of_mapping(inside)) == is_huge
+        if num_bytes >= LARGE and Path("/sys/kernel/mm/transparent_hugepage").exists():
+            assert "hg" in flags_of_mapping(weights.data_ptr() + num_bytes // 2)
         assert weights.resize_(2 * num_bytes)[:num_bytes].sum().item() == num_bytes
+
+
+def test_only_large_memory_is_asked_for_in_huge_pages():
+    for num_bytes in LARGE - 1, LARGE:  # in a mapping of its own: what torch makes may lie in one asked for before
+        tensor = torch.frombuffer(mmap.mmap(-1, 2 * LARGE), dtype=torch.uint8)[:num_bytes]
+        flags = flags_of_mapping(in_huge_pages(tensor).data_ptr() + num_bytes // 2)
+        assert ("hg" in flags) == (num_bytes == LARGE and Path("/sys/kernel/mm/transparent_hugepage").exists())
 
 
 @ranks(2)
