@@ -10,70 +10,82 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from distman._groups.registry import Group
-from distman.collectives._exchange import exchange
+from distman.collectives._exchange import SendBuffers, exchange
 from distman.collectives._result_memory import new_empty
 from distman.fft._blocks import Run
 from distman.topology import split_sizes
 
 IntArray = npt.NDArray[np.int64]
+Index = tuple[slice, ...]
+Half = tuple[Index, torch.Tensor, torch.Tensor]  # place, rows, and their mirror images in reversed order
+
+
+class Piece(NamedTuple):
+    """Neighbours among the rows that a rank computes, which, or whose mirror images, are neighbours at their owner too.
+
+    Attributes:
+        start: The first one, counted among the rows that the rank computes.
+        length: How many they are.
+        owner: Who owns them; the size of the group where nobody does.
+        place: Where they start among what the rank brings their owner.
+        is_image: Whether it is their mirror images, whose order is reversed.
+    """
+
+    start: int
+    length: int
+    owner: int
+    place: int
+    is_image: bool
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class HermitianRows:
     """How the rows of a dim are shared out: which rank owns them, and which computes them.
 
-    A rank holds the rows that it computes, then their mirror images, sorted by the ranks that own them; those that
-    nobody owns come last. A pair that nobody owns is not computed.
+    What a rank brings an owner, rows and mirror images, is sorted as the owner's rows are. A pair that nobody owns is
+    not computed.
 
     Attributes:
         runs: For each rank, the rows of the first half that it computes, as runs of neighbours.
         runs_in_order: Where all rows of the first half lie, in their order, when the runs of all ranks follow each
             other; what nobody computes comes last.
         num_computed: For each rank, how many it computes.
-        num_held: How many this rank holds.
-        places: Where this rank holds each row that it computes.
-        mirror_places: Where it holds their mirror images; a row that is its own has the same place.
-        outgoing: How many of them each rank owns.
-        incoming: How many of this rank's rows each rank computes.
-        owned: This rank's rows in the order in which they come.
+        pieces: Where those that this rank computes go, their mirror images first; a row that is its own is in two.
+        outgoing: How many rows this rank brings each one, and last, how many of what it computes nobody owns.
+        incoming: For each rank, where this rank's rows are that it computes.
     """
 
     runs: tuple[tuple[Run, ...], ...]
     runs_in_order: tuple[Run, ...]
     num_computed: tuple[int, ...]
-    num_held: int
-    places: torch.Tensor
-    mirror_places: torch.Tensor
+    pieces: tuple[Piece, ...]
     outgoing: tuple[int, ...]
-    incoming: tuple[int, ...]
-    owned: torch.Tensor
+    incoming: tuple[tuple[Run, ...], ...]
 
     @classmethod
     @functools.lru_cache(maxsize=64)
-    def of(cls, length: int, sizes: tuple[int, ...], rank: int, device: torch.device) -> HermitianRows:
+    def of(cls, length: int, sizes: tuple[int, ...], rank: int) -> HermitianRows:
         """Return the rows of a dim of this length, of which each rank owns so many, as this rank needs them."""
         size = len(sizes)
         owner = np.repeat(np.arange(size + 1), [*sizes, length - sum(sizes)])
         computer = _computers(length, owner, size)
         mine = np.flatnonzero(computer == rank)
         mirrored = (length - mine) % length
-        held = np.concatenate([mine, mirrored[mirrored != mine]])
-        held = held[np.argsort(owner[held], kind="stable")]
+        held = np.union1d(mine, mirrored)  # sorted, and so are the owners of rows
+        outgoing = np.bincount(owner[held], minlength=size + 1)
         place = np.full(length, -1)
-        place[held] = np.arange(len(held))
+        place[held] = np.arange(len(held)) - np.repeat(np.cumsum(outgoing) - outgoing, outgoing)
 
         owned = np.flatnonzero(owner == rank)
-        is_image = owned > length // 2
-        source = computer[np.where(is_image, length - owned, owned)]
-        order = np.lexsort([np.where(is_image, -owned, owned), is_image, source])  # each sender's rows, then its images
-
+        source = computer[np.minimum(owned, length - owned)]
         runs = [_runs(np.flatnonzero(computer == other)) for other in range(size)]
         num_computed = [sum(number for _, number in one) for one in runs]
         starts = itertools.accumulate((number for one in runs for _, number in one), initial=0)
@@ -83,33 +95,50 @@ class HermitianRows:
             runs=tuple(runs),
             runs_in_order=(*((start, number) for (_, number), start in by_row), rest),
             num_computed=tuple(num_computed),
-            num_held=len(held),
-            places=torch.from_numpy(place[mine]).to(device),
-            mirror_places=torch.from_numpy(place[mirrored]).to(device),
-            outgoing=tuple(np.bincount(owner[held], minlength=size + 1)[:size].tolist()),
-            incoming=tuple(np.bincount(source, minlength=size).tolist()),
-            owned=torch.from_numpy((owned - sum(sizes[:rank]))[order]).to(device),
+            pieces=(
+                *_pieces(owner[mirrored], place[mirrored], is_image=True),
+                *_pieces(owner[mine], place[mine], is_image=False),
+            ),
+            outgoing=tuple(outgoing.tolist()),
+            incoming=tuple(_runs(np.flatnonzero(source == other)) for other in range(size)),
         )
 
-    def to_owners(self, held: torch.Tensor, group: Group) -> torch.Tensor:
+    def to_owners(self, halves: Iterable[Half], like: torch.Tensor, shape: Sequence[int], group: Group) -> torch.Tensor:
         """Bring rows and mirror images to the ranks that own them.
 
         Collective. Blocking.
 
         Args:
-            held: What this rank holds; rows along dim 0.
+            halves: What this rank computes, block by block, the rows along dim 0; images are not yet conjugated.
+            like: A tensor of their dtype and device.
+            shape: Shape of a row.
             group: The group.
 
         Returns:
-            What it owns; rows along dim 0.
+            What this rank owns; rows along dim 0.
         """
-        arrived, owned = (new_empty(held, [len(self.owned), *held.shape[1:]]) for _ in range(2))
-        sends = held[: sum(self.outgoing)].split_with_sizes(self.outgoing)
-        exchange(sends, arrived.split_with_sizes(self.incoming), group)
-        owned[self.owned] = arrived
+        num_owned = sum(length for runs in self.incoming for _, length in runs)
+        owned = new_empty(like, [num_owned, *shape])
+        receives = [self._room(owned, runs) for runs in self.incoming]
+        shapes = {other: [self.outgoing[other], *shape] for other in range(group.size) if other != group.rank}
+        with SendBuffers(like, shapes, group) as buffers:
+            sends = [receives[rank] if rank == group.rank else buffers.tensors[rank] for rank in range(group.size)]
+            for (rows, *others), direct, images in halves:
+                for piece, part, place in self._parts(rows):
+                    if piece.owner < group.size:
+                        target = sends[piece.owner][(place, *others)]
+                        if piece.is_image:
+                            torch.conj_physical(images[_reversed(part, len(images))], out=target)
+                        else:
+                            target.copy_(direct[part])
+            exchange(sends, receives, group, buffers=buffers)
+        for runs, received in zip(self.incoming, receives, strict=True):
+            if len(runs) > 1:
+                for (start, number), part in zip(runs, received.split([number for _, number in runs]), strict=True):
+                    owned.narrow(0, start, number).copy_(part)
         return owned
 
-    def to_computers(self, owned: torch.Tensor, group: Group) -> torch.Tensor:
+    def to_computers(self, owned: torch.Tensor, group: Group) -> list[torch.Tensor]:
         """Bring owned rows to the ranks that compute with them and their mirror images; those nobody owns are zero.
 
         Collective. Blocking.
@@ -119,22 +148,52 @@ class HermitianRows:
             group: The group.
 
         Returns:
-            What it holds; rows along dim 0.
+            What comes from each rank, as :meth:`halves` takes it.
         """
-        num_owned = sum(self.outgoing)
-        held = new_empty(owned, [self.num_held, *owned.shape[1:]])
-        held[num_owned:] = 0
-        sends = owned.index_select(0, self.owned).split_with_sizes(self.incoming)
-        exchange(sends, held[:num_owned].split_with_sizes(self.outgoing), group)
-        return held
+        sends = [_joined([owned.narrow(0, *run) for run in runs]) if runs else owned[:0] for runs in self.incoming]
+        shape = owned.shape[1:]
+        receives = [new_empty(owned, [number, *shape]) for number in self.outgoing[:-1]]
+        receives[group.rank] = sends[group.rank]
+        exchange(sends, receives, group)
+        return [*receives, owned.new_zeros([self.outgoing[-1], *shape])]
+
+    def halves(self, held: Sequence[torch.Tensor], index: Index) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return some of the rows that this rank computes, and their mirror images in reversed order.
+
+        Local. Either may be a view.
+
+        Args:
+            held: What :meth:`to_computers` returned.
+            index: Which of them, and of the other dims.
+        """
+        rows, *others = index
+        direct: list[torch.Tensor] = []
+        images: list[torch.Tensor] = []
+        for piece, _, place in self._parts(rows):
+            (images if piece.is_image else direct).append(held[piece.owner][(place, *others)])
+        return _joined(direct), _joined(images[::-1])
+
+    @staticmethod
+    def _room(owned: torch.Tensor, runs: Sequence[Run]) -> torch.Tensor:
+        """Return the place of a rank's rows among the owned ones, or as much memory where they are apart."""
+        if len(runs) == 1:
+            return owned.narrow(0, *runs[0])
+        return new_empty(owned, [sum(number for _, number in runs), *owned.shape[1:]])
+
+    def _parts(self, rows: slice) -> Iterator[tuple[Piece, slice, slice]]:
+        """Yield the pieces that some rows are in; with each, which of them, and where its owner has these."""
+        for piece in self.pieces:
+            end = piece.start + piece.length
+            low, high = max(piece.start, rows.start), min(end, rows.stop)
+            if low < high:
+                place = piece.place + (end - high if piece.is_image else low - piece.start)
+                yield piece, slice(low - rows.start, high - rows.start), slice(place, place + high - low)
 
 
-def negated(spectrum: torch.Tensor, dims: Sequence[int], length: int | None = None) -> torch.Tensor:
-    """Return a spectrum with the frequencies of some dims negated; of the last of them only the first ``length``."""
+def negated(spectrum: torch.Tensor, dims: Sequence[int]) -> torch.Tensor:
+    """Return a spectrum with the frequencies of some dims negated."""
     for dim in dims:
-        whole = spectrum.shape[dim]
-        num_kept = whole if length is None or dim != dims[-1] else length
-        rest = spectrum.narrow(dim, whole - num_kept + 1, num_kept - 1).flip(dim)
+        rest = spectrum.narrow(dim, 1, spectrum.shape[dim] - 1).flip(dim)
         spectrum = torch.cat([spectrum.narrow(dim, 0, 1), rest], dim)
     return spectrum
 
@@ -159,3 +218,21 @@ def _runs(rows: IntArray) -> tuple[Run, ...]:
     """Return ascending rows as runs of neighbours."""
     starts = np.flatnonzero(np.diff(rows, prepend=-2) > 1)
     return tuple((int(run[0]), len(run)) for run in np.split(rows, starts)[1:])
+
+
+def _pieces(owner: IntArray, place: IntArray, *, is_image: bool) -> Iterator[Piece]:
+    """Yield the pieces of rows, or of their mirror images, of these owners and places."""
+    step = -1 if is_image else 1
+    starts = np.flatnonzero((np.diff(owner, prepend=-1) != 0) | (np.diff(place, prepend=-1) != step))
+    for part in np.split(np.arange(len(owner)), starts)[1:]:
+        first, last = int(part[0]), int(part[-1])
+        yield Piece(first, len(part), int(owner[first]), int(place[last if is_image else first]), is_image)
+
+
+def _joined(parts: list[torch.Tensor]) -> torch.Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _reversed(part: slice, length: int) -> slice:
+    """Return where a part of rows lies in their reversed order."""
+    return slice(length - part.stop, length - part.start)

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 
 from distman._groups.registry import Group
-from distman.collectives._result_memory import new_empty
 from distman.fft._blocks import (
     ADJOINT,
     DUAL,
@@ -20,7 +19,7 @@ from distman.fft._blocks import (
     scale_pairs,
     transform,
 )
-from distman.fft._hermitian import HermitianRows, negated
+from distman.fft._hermitian import Half, HermitianRows, negated
 from distman.fft._resharding import exchange_blocks, move, runs_of
 from distman.topology import split_sizes
 
@@ -176,7 +175,7 @@ class Plan:
         """Transform real data that is sharded along the last dim to half of its spectrum, sharded along another."""
         last, way, rank = self.dims[-1], self.out, self.group.rank
         others = self._others(last, way)
-        rows = HermitianRows.of(self.lengths[way], self.out_sizes, rank, tensor.device)
+        rows = HermitianRows.of(self.lengths[way], self.out_sizes, rank)
         first = self._local("rfft", *others, way)
         like = tensor.new_empty(0, dtype=first.dtype(tensor.dtype))
         tensor = exchange_blocks(
@@ -192,28 +191,33 @@ class Plan:
         )
         shape = [*tensor.shape[:way], *tensor.shape[way + 1 :]]
         shape[last - (way < last)] = self._half
-        held = new_empty(like, [rows.num_held, *shape])
+        return rows.to_owners(self._halves(tensor), like, shape, self.group).movedim(0, way)
+
+    def _halves(self, tensor: torch.Tensor) -> Iterator[Half]:
+        """Yield the rows that this rank computes, transformed along the last dim, and their images, block by block."""
+        last, way = self.dims[-1], self.out
+        others = self._others(last, way)
         for index, block in blocks_of(tensor, self._along_last("fft"), whole=others):
-            images = negated(block, [*others, last], self._half).conj_physical_()
             direct = block.narrow(last, 0, self._half)
+            mirrored = negated(block, others)
+            first = mirrored.narrow(last, 0, 1).flip(way)
+            rest = mirrored.narrow(last, self.lengths[last] - self._half + 1, self._half - 1).flip(way, last)
+            images = torch.cat([first, rest], last)
             if self.is_weighted:
                 scale_pairs(direct, last, self.lengths[last], 2.0)
                 scale_pairs(images, last, self.lengths[last], 2.0)
-            target = held[(slice(None), *index[:way], *index[way + 1 :])]
-            target[rows.mirror_places[index[way]]] = images.movedim(way, 0)
-            target[rows.places[index[way]]] = direct.movedim(way, 0)
-        return rows.to_owners(held, self.group).movedim(0, way)
+            yield (index[way], *index[:way], *index[way + 1 :]), direct.movedim(way, 0), images.movedim(way, 0)
 
     def _to_real_mirrored(self, tensor: torch.Tensor) -> torch.Tensor:
         """Transform half of a spectrum that is sharded along another dim to real data sharded along the last."""
         last, way, rank = self.dims[-1], self.shard, self.group.rank
-        rows = HermitianRows.of(self.lengths[way], self.sizes, rank, tensor.device)
+        rows = HermitianRows.of(self.lengths[way], self.sizes, rank)
         held = rows.to_computers(tensor.movedim(way, 0), self.group)
         shape = list(tensor.shape)
         shape[way], shape[last] = rows.num_computed[rank], self.lengths[last]
         tensor = exchange_blocks(
             self.group,
-            self._full_rows(held, rows),
+            self._full_rows(held, rows, tensor.new_empty(1).expand(shape)),
             tensor,
             shape,
             last,
@@ -225,25 +229,33 @@ class Plan:
         local = self._local("irfft", *self._others(last, way), way)
         return transform(tensor, local, runs=rows.runs_in_order)
 
-    def _full_rows(self, held: torch.Tensor, rows: HermitianRows) -> Iterator[tuple[Index, torch.Tensor]]:
-        """Yield the rows that this rank computes, made whole and transformed along the last dim, block by block."""
+    def _full_rows(
+        self, held: Sequence[torch.Tensor], rows: HermitianRows, like: torch.Tensor
+    ) -> Iterator[tuple[Index, torch.Tensor]]:
+        """Yield the rows that this rank computes, made whole and transformed along the last dim, block by block.
+
+        Args:
+            held: What the ranks have sent of them.
+            rows: The rows.
+            like: A tensor of their shape.
+        """
         last, way = self.dims[-1], self.shard
         others = self._others(last, way)
         length, middle = self.lengths[last], (self.lengths[last] - 1) // 2
         local = self._along_last("ifft")
-        for index in indices_of_blocks(held[: len(rows.places)].movedim(0, way), [last, *others]):
-            source = held[(slice(None), *index[:way], *index[way + 1 :])]
-            direct = source[rows.places[index[way]]].movedim(0, way)
-            images = source[rows.mirror_places[index[way]]].movedim(0, way)
-            images = negated(images, others).conj_physical_()
-            if self.is_weighted:
-                scale_pairs(direct, last, length, 0.5)
-                scale_pairs(images, last, length, 0.5)
+        for index in indices_of_blocks(like, [last, *others]):
+            halves = rows.halves(held, (index[way], *index[:way], *index[way + 1 :]))
+            direct, images = (half.movedim(0, way) for half in halves)
+            images = negated(images, others)
             alone = [0, length // 2] if length % 2 == 0 else [0]  # frequencies that are their own negatives
-            means = [(direct.narrow(last, one, 1) + images.narrow(last, one, 1)) / 2 for one in alone]
-            rising, falling = direct.narrow(last, 1, middle), images.narrow(last, 1, middle).flip(last)
+            means = [(direct.narrow(last, one, 1) + images.narrow(last, one, 1).flip(way).conj()) / 2 for one in alone]
+            rising = direct.narrow(last, 1, middle)
+            falling = images.narrow(last, 1, middle).flip(way, last).conj_physical_()
             parts = [means[0], rising, *means[1:], falling]
             full = torch.cat([part.movedim(last, -1) for part in parts], -1)
+            if self.is_weighted:
+                scale_pairs(full, -1, length, 0.5)
+                full.narrow(-1, length - middle, middle).mul_(0.5)
             yield index, local(full).movedim(-1, last)
 
     def _along_last(self, kind: Kind) -> LocalTransform:

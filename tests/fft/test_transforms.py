@@ -1,4 +1,5 @@
 import itertools
+import random
 import subprocess
 import sys
 import warnings
@@ -79,6 +80,35 @@ def test_a_tensor_of_many_blocks_equals_one_process(monkeypatch, rank):
                 check_against_one_process(
                     kind, full, None, dims, "ortho", shard_dim=shard_dim, out_dim=out_dim, rank=rank
                 )
+
+
+def draw_sizes(draw, length, world_size):
+    """Lengths of shards that may be empty."""
+    cuts = sorted(draw.randint(0, length) for _ in range(world_size - 1))
+    return [end - begin for begin, end in itertools.pairwise([0, *cuts, length])]
+
+
+@ranks(2, 3, 4)
+def test_real_data_of_drawn_lengths_and_shards_in_small_blocks(monkeypatch, rank, world_size):
+    for seed in range(60):
+        draw = random.Random(seed)  # noqa: S311 - a test draws
+        monkeypatch.setattr(_blocks, "_BLOCK_BYTES", draw.choice([50, 200, 2**19]))
+        kind = draw.choice(["rfftn", "irfftn"])
+        shape = [draw.randint(1 + (kind == "irfftn"), 9) for _ in range(draw.choice([2, 2, 3]))]
+        last = shape[-1] // 2 + 1 if kind == "rfftn" else 2 * (shape[-1] - 1)
+        shard_dim, out_dim = draw.choice([(-1, 0), (0, -1), (-1, -2), (-2, -1)])
+        check_against_one_process(
+            kind,
+            make_input(kind, *shape),
+            None,
+            list(range(len(shape))),
+            draw.choice(NORMS),
+            shard_dim=shard_dim,
+            out_dim=out_dim,
+            rank=rank,
+            sizes=draw_sizes(draw, shape[shard_dim], world_size),
+            out_sizes=draw_sizes(draw, [*shape[:-1], last][out_dim], world_size),
+        )
 
 
 @ranks(2, 4)
