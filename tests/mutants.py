@@ -38,14 +38,13 @@ class Mutant:
     def __str__(self) -> str:
         return f"{self.file}: {self.old}  ->  {self.new}"
 
-    def apply(self, repository: Path) -> None:
-        """Make the mistake in a copy."""
-        path = repository / "distman" / self.file
-        text = path.read_text(encoding="utf-8")
+    def text(self, repository: Path) -> str:
+        """Return the text of the file with the mistake."""
+        text = (repository / "distman" / self.file).read_text(encoding="utf-8")
         if text.count(self.old) != 1:
             msg = f"{self.file} must have the mutant's text once, got it {text.count(self.old)} times: {self.old}"
             raise LookupError(msg)
-        path.write_text(text.replace(self.old, self.new), encoding="utf-8")
+        return text.replace(self.old, self.new)
 
 
 def _mutants(file: str, tests: str, *changes: tuple[str, str]) -> tuple[Mutant, ...]:
@@ -107,9 +106,13 @@ MUTANTS = (
     *_mutants(
         "collectives/_exchange.py",
         "collectives/test_reduce_scatter.py collectives/test_all_gather.py collectives/test_all_to_all.py",
-        ("out=second if own == 0 else first", "out=second if own == 1 else first"),
-        ("return total.to(first.dtype)", "return total"),
-        (".resolve_conj().resolve_neg()", ".resolve_neg()"),
+        ("packed[key] = sends[rank].resolve_conj().resolve_neg()", "packed[key] = sends[rank].resolve_neg()"),
+    ),
+    *_mutants(
+        "collectives/_sums.py",
+        "collectives/test_reduce_scatter.py collectives/test_all_gather.py",
+        ("torch.add(piece, second, out=", "torch.sub(piece, second, out="),
+        ("return total.to(self._own.dtype)", "return total"),
     ),
     *_mutants("collectives/_scatter.py", "collectives/test_scatter.py", ("if needs_grad:", "if not needs_grad:")),
     *_mutants(
@@ -123,7 +126,12 @@ MUTANTS = (
         ("half.narrow(dim, 1, (length - 1) // 2)", "half.narrow(dim, 1, length // 2)"),
         ("if num_blocks > 1:", "if num_blocks < 1:"),
     ),
-    *_mutants("fft/_hermitian.py", "fft/test_transforms.py", ("owned > length // 2", "owned >= length // 2")),
+    *_mutants(
+        "fft/_hermitian.py",
+        "fft/test_transforms.py",
+        ("(end - high if piece.is_image", "(low - piece.start if piece.is_image"),
+        ("images[::-1]", "images"),
+    ),
     *_mutants(
         "fft/_rearrangement.py",
         "fft/test_one_dim.py",
@@ -145,7 +153,7 @@ MUTANTS = (
     *_mutants(
         "checkpoint/_folder.py",
         "checkpoint/test_folder.py",
-        ("sorted(_complete(folder))[:-keep]", "sorted(_complete(folder))[: -keep - 1]"),
+        ("sorted(self._complete())[: -self._keep]", "sorted(self._complete())[: -self._keep - 1]"),
         ("max(found.values(), key=lambda one: one.step)", "min(found.values(), key=lambda one: one.step)"),
     ),
     *_mutants(
@@ -189,7 +197,7 @@ def is_killed(mutant: Mutant) -> bool:
             shutil.copytree(REPOSITORY / name, copy / name, ignore=shutil.ignore_patterns("__pycache__", "_build"))
         for name in ("pyproject.toml", "setup.cfg", "README.md", "CHANGELOG.md"):
             shutil.copy(REPOSITORY / name, copy / name)
-        mutant.apply(copy)
+        (copy / "distman" / mutant.file).write_text(mutant.text(copy), encoding="utf-8")
         pytest = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider"]
         environment = {**os.environ, "PYTHONPATH": str(copy)}
         try:

@@ -18,6 +18,7 @@ from distman._public_names import PACKAGES
 
 from .launch.preloaded import PYTHON
 from .launch.processes import launch
+from .mutants import MUTANTS
 
 PACKAGE = Path(distman.__file__).parent
 REPOSITORY = Path(__file__).parents[1]  # the package is elsewhere where a wheel is tested
@@ -181,3 +182,8 @@ def test_a_name_that_is_elsewhere_is_found(name):
     with pytest.raises(ImportError, match=rf"{name} is in distman\.(\w+)\. Write: from distman\.\1 import {name}"):
         exec(f"from distman import {name}")  # noqa: S102 - the statement is what is tested
     assert not hasattr(distman, name)
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=str)
+def test_a_mutant_finds_its_line(mutant):
+    assert mutant.text(REPOSITORY)
