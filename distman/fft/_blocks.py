@@ -20,8 +20,9 @@ Index = tuple[slice, ...]
 Run = tuple[int, int]  # start and length
 Kind = Literal["fft", "ifft", "rfft", "irfft"]
 
-_BLOCK_BYTES = 2**19  # bytes per thread: a block and its transform fit into a second-level cache of 1 MiB
-_FEWEST = 16  # numbers that lie side by side: fewer would leave most of a cache line unread
+_BLOCK_BYTES = 2**20  # bytes per thread: most of a block and its transform stay in a second-level cache of 2 MiB
+_FEWEST = 16  # numbers that lie side by side: fewer would leave cache lines half read, or write them more than once
+_MOST_BYTES = 2**24  # of a block that would have fewer: it takes memory beside the tensor and its transform
 
 ADJOINT: dict[Kind, Kind] = {"fft": "ifft", "ifft": "fft", "rfft": "irfft", "irfft": "rfft"}
 DUAL = {"backward": "forward", "forward": "backward", "ortho": "ortho"}  # the norm of the adjoint
@@ -85,16 +86,25 @@ def empty_with_last(
     return new_empty(tensor, [shape[dim] for dim in order], dtype).permute(_inverse(order))
 
 
-def indices_of_blocks(tensor: torch.Tensor, whole: Iterable[int]) -> Iterator[Index]:
-    """Cut a tensor into blocks that are whole along some dims; on an accelerator it is one block."""
+def indices_of_blocks(tensor: torch.Tensor, whole: Iterable[int], across: int | None = None) -> Iterator[Index]:
+    """Cut a tensor into blocks; on an accelerator it is one block.
+
+    Args:
+        tensor: The tensor.
+        whole: Dims along which a block is whole.
+        across: Dim that comes last in memory where the blocks go; it is the last one to be cut.
+    """
     if tensor.numel() == 0:
         return
     num_blocks = tensor.numel() * tensor.element_size() / (_BLOCK_BYTES * torch.get_num_threads())
-    lengths = list(tensor.shape)
-    free = sorted(set(range(tensor.ndim)) - set(whole), key=tensor.stride, reverse=True)
+    lengths, strides = list(tensor.shape), tensor.stride()
+    free = sorted(set(range(tensor.ndim)) - set(whole), key=lambda dim: (dim == across, -strides[dim]))
     for dim in free if tensor.device.type == "cpu" else ():
         if num_blocks > 1:
-            fewest = _FEWEST if tensor.stride(dim) == 1 else 1
+            fewest = 1
+            if dim == across or strides[dim] == 1:
+                num_bytes = math.prod(lengths) // lengths[dim] * tensor.element_size()
+                fewest = max(min(_FEWEST, _MOST_BYTES // num_bytes), 1)
             lengths[dim] = min(max(math.floor(tensor.shape[dim] / num_blocks), fewest), tensor.shape[dim])
             num_blocks /= tensor.shape[dim] / lengths[dim]
     cuts = [
@@ -107,7 +117,11 @@ def indices_of_blocks(tensor: torch.Tensor, whole: Iterable[int]) -> Iterator[In
 
 
 def blocks_of(
-    tensor: torch.Tensor, local: LocalTransform | None, whole: Iterable[int] = (), runs: Sequence[Run] = ()
+    tensor: torch.Tensor,
+    local: LocalTransform | None,
+    whole: Iterable[int] = (),
+    across: int | None = None,
+    runs: Sequence[Run] = (),
 ) -> Iterator[tuple[Index, torch.Tensor]]:
     """Yield the transform of a tensor block by block, each with its place.
 
@@ -115,18 +129,21 @@ def blocks_of(
         tensor: The tensor.
         local: The transform; None leaves the tensor as it is.
         whole: Further dims along which a block is whole.
+        across: As of :func:`indices_of_blocks`.
         runs: The order in which to take what lies along the last of its dims, where it is not in order.
     """
     dims = local.dims if local is not None else ()
     turned = _order(tensor.ndim, dims)
     back = _inverse(turned)
-    for index in indices_of_blocks(tensor, {*dims, *whole}):
+    for index in indices_of_blocks(tensor, {*dims, *whole}, across):
         block = tensor[index]
         if local is not None:
             lying = block.permute(turned)
             if not lying.is_contiguous() and block.device.type == "cpu":
                 lying = block.clone().permute(turned)
-            lying = lying.contiguous()
+            # Of two dims, torch turns a matrix tile by tile.
+            matrix = lying.reshape(-1, math.prod(lying.shape[-len(dims) :]))
+            lying = matrix.contiguous().view(lying.shape)
             if runs:
                 lying = torch.cat([lying.narrow(-1, *run) for run in runs], -1)
             block = local(lying).permute(back)

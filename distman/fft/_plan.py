@@ -180,7 +180,7 @@ class Plan:
         like = tensor.new_empty(0, dtype=first.dtype(tensor.dtype))
         tensor = exchange_blocks(
             self.group,
-            blocks_of(tensor, first),
+            blocks_of(tensor, first, across=last),
             like,
             first.shape(tensor.shape),
             way,
@@ -243,7 +243,7 @@ class Plan:
         others = self._others(last, way)
         length, middle = self.lengths[last], (self.lengths[last] - 1) // 2
         local = self._along_last("ifft")
-        for index in indices_of_blocks(like, [last, *others]):
+        for index in indices_of_blocks(like, [last, *others], way):
             halves = rows.halves(held, (index[way], *index[:way], *index[way + 1 :]))
             direct, images = (half.movedim(0, way) for half in halves)
             images = negated(images, others)

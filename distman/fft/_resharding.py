@@ -70,7 +70,7 @@ def move(
         sizes: Their lengths along it.
         length: Length of the result along it; what the shards lack is zero.
     """
-    blocks = blocks_of(tensor, local, whole=[split])
+    blocks = blocks_of(tensor, local, whole=[split], across=join)
     shape, dtype = list(tensor.shape), tensor.dtype
     if local is not None:
         shape, dtype = local.shape(shape), local.dtype(dtype)
