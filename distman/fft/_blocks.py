@@ -136,18 +136,20 @@ def blocks_of(
     turned = _order(tensor.ndim, dims)
     back = _inverse(turned)
     for index in indices_of_blocks(tensor, {*dims, *whole}, across):
-        block = tensor[index]
-        if local is not None:
-            lying = block.permute(turned)
-            if not lying.is_contiguous() and block.device.type == "cpu":
-                lying = block.clone().permute(turned)
-            # Of two dims, torch turns a matrix tile by tile.
-            matrix = lying.reshape(-1, math.prod(lying.shape[-len(dims) :]))
-            lying = matrix.contiguous().view(lying.shape)
-            if runs:
-                lying = torch.cat([lying.narrow(-1, *run) for run in runs], -1)
-            block = local(lying).permute(back)
-        yield index, block
+        if local is None:
+            yield index, tensor[index]
+        else:  # no name here holds what the next one is made in
+            yield index, local(_lying(tensor[index], turned, len(dims), runs)).permute(back)
+
+
+def _lying(block: torch.Tensor, turned: list[int], num_dims: int, runs: Sequence[Run]) -> torch.Tensor:
+    """Return a block with its dims in another order, contiguous along the last ones; see :func:`blocks_of`."""
+    lying = block.permute(turned)
+    if not lying.is_contiguous() and block.device.type == "cpu":
+        lying = block.clone().permute(turned)
+    matrix = lying.reshape(-1, math.prod(lying.shape[-num_dims:]))  # which torch turns tile by tile
+    lying = matrix.contiguous().view(lying.shape)
+    return torch.cat([lying.narrow(-1, *run) for run in runs], -1) if runs else lying
 
 
 def transform(
@@ -162,6 +164,7 @@ def transform(
         if result is None:
             result = empty_with_last(tensor, shape, local.dims, local.dtype(tensor.dtype))
         result[index] = block
+        del block  # so that the next one is made in its memory, which is in the cache
     return result if result is not None else tensor.new_empty(shape, dtype=local.dtype(tensor.dtype))
 
 

@@ -125,6 +125,7 @@ def exchange_blocks(
         for index, block in blocks:
             for target, run in targets:
                 target[index] = block.narrow(split, *run)
+            del block  # so that the next one is made in its memory, which is in the cache
         exchange(flat_sends, flat_receives, group, buffers=buffers)
     return joined
 
