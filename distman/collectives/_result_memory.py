@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import math
 import mmap
 import weakref
@@ -21,6 +22,7 @@ import torch
 from distman._process_state import puts_back
 
 _LEAST_BYTES = 2**25  # glibc gives what is larger back to the system at once, whatever it has learned of the program
+_LEAST_WORTH_KEEPING = 2**20  # bytes: new pages for less take no longer than to ask
 _MOST_BYTES = 2**30  # that are kept: the system takes them back when memory is short
 _MOST_LARGER = 2  # times what is asked for, that memory used again may be
 _HUGE_PAGE = 2**21  # bytes, of most systems: of other lengths, the last one would be small pages
@@ -41,6 +43,8 @@ def new_empty(like: torch.Tensor, shape: Sequence[int], dtype: torch.dtype | Non
     dtype = dtype or like.dtype
     num_bytes = math.prod(shape) * dtype.itemsize
     is_plain = type(like) in (torch.Tensor, torch.nn.Parameter) and like.device.type == "cpu"
+    if is_plain and num_bytes >= _LEAST_WORTH_KEEPING:
+        _let_libc_keep()
     memory = _take(num_bytes) if is_plain and num_bytes >= _LEAST_BYTES else None
     if memory is None:
         return like.new_empty(shape, dtype=dtype)
@@ -50,6 +54,16 @@ def new_empty(like: torch.Tensor, shape: Sequence[int], dtype: torch.dtype | Non
     result = torch.empty(0, dtype=dtype, device="cpu")
     result.set_(storage, 0, torch.Size(shape))  # type: ignore[call-overload]  # torch's stub knows no storage here
     return result
+
+
+@functools.cache
+def _let_libc_keep() -> None:
+    """Let glibc keep what this process frees: up to twice the largest that it has freed, from now on 64 MiB.
+
+    A loop over tensors of 2 MB would else lose their memory in each turn, or not, as they happen to lie.
+    """
+    with contextlib.suppress(RuntimeError):  # there is not as much
+        torch.empty(_LEAST_BYTES - 2**16, dtype=torch.uint8, device="cpu")  # nobody writes to it: it has no pages
 
 
 def in_huge_pages(tensor: torch.Tensor) -> torch.Tensor:

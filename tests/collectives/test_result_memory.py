@@ -115,6 +115,25 @@ def test_torch_says_that_memory_is_out():
     assert "allocate memory" in finished.stdout
 
 
+LOOP = """
+import resource, torch
+from distman.collectives._result_memory import new_empty
+def turn():
+    tensors = [new_empty(torch.empty(0), [2**19]).fill_(1) for _ in range(6)]
+for _ in range(5):
+    turn()
+before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+for _ in range(10):
+    turn()
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+
+
+def test_a_loop_over_results_of_a_few_mebibytes_has_their_pages_from_its_second_turn_on():
+    finished = subprocess.run([sys.executable, "-c", LOOP], capture_output=True, text=True, check=True)
+    assert int(finished.stdout) < 6 * 2**21 // mmap.PAGESIZE, "as many as one turn writes to, of ten"
+
+
 def test_a_forked_child_has_a_copy():
     result = new_empty(LIKE, [LARGE]).fill_(1)
     pid = os.fork()
