@@ -194,6 +194,8 @@ class Channels:
             if self._is_closed:
                 self._check_open(rank)
             self._others[rank].ask(message)
+            if self._others[rank].owes_much:
+                self._start_flushing()
         return message
 
     def close(self) -> None:
@@ -270,14 +272,18 @@ class Channels:
             self._is_flushing = False
 
     def _keep_flushing(self) -> None:
-        """Write what waits for room, though the program waits for something else, until nothing does."""
+        """Write what waits for room, and make room for others, though the program waits for something else.
+
+        It ends when nothing of this process waits, nor can much of what this process has asked for.
+        """
         try:
             while True:
                 bell = self._own[_BELL]
                 self._fence()
                 with self._lock:
                     self._go_on()
-                    if not self._blocked or self._is_closed:
+                    is_over = not self._blocked and not any(one.owes_much for one in self._others.values())
+                    if is_over or self._is_closed:
                         self._is_flushing = False
                         return
                 _sleep(self._own.address + _BELL, bell, _LONGEST_PAUSE)
@@ -401,6 +407,16 @@ class _Other:
     arrived: dict[_Key, collections.deque[ctypes.Array[ctypes.c_char]]] = dataclasses.field(default_factory=dict)
     num_read: int = 0
     is_dead: bool = False
+
+    @property
+    def owes_much(self) -> bool:
+        """Whether so much is asked for that it may have no room for all of it, and wait for this process to read.
+
+        A message takes half of the room at most, but may need that much besides: it lies in one piece.
+        """
+        numbers = [(len(queue), -(-size // _ALIGNMENT) * _ALIGNMENT) for (_, size), queue in self.asked.items()]
+        num_bytes = sum(number * size for number, size in numbers)
+        return sum(number for number, _ in numbers) >= _SLOTS or num_bytes > self.room // 2
 
     def find_room(self, size: int, number: int, num_read: int) -> int | None:
         """Return where a message has room, and take it; None where there is none yet.

@@ -519,6 +519,29 @@ def test_what_waits_for_room_goes_on_while_its_sender_waits_elsewhere(rank):
 
 @gloo_only
 @ranks(2)
+def test_a_sum_waits_for_no_reader_that_waits_elsewhere(rank):
+    assert fused_all_reduce(torch.tensor(1.0)) == 2.0  # makes the channels
+    found = channels_of()
+    other = found._others[1 - rank]
+    num = 2 * _host_channels._SLOTS
+    begun = []
+    while rank == 0 and not other.memory[other.receives + _host_channels._BLOCKED]:
+        os.sched_yield()
+    for number in range(num):
+        begun.append(fused_all_reduce(torch.tensor(float(number)), async_op=True))
+        while rank == 0 and found._own[other.sends + _host_channels._READ] < found._own[other.sends]:
+            os.sched_yield()  # so that this rank never waits for room, and has no reason to read
+    for _ in range(2):
+        if rank == 1:
+            for _, work in begun:
+                work.wait()
+        DistributedManager().barrier()
+        rank = 1
+    assert [total.item() for total, _ in begun] == [2.0 * number for number in range(num)]
+
+
+@gloo_only
+@ranks(2)
 def test_a_backward_pass_where_not_all_ranks_run_is_refused_at_once():
     value = torch.ones(2, requires_grad=True)
     total = fused_all_reduce(value).sum()
