@@ -274,7 +274,7 @@ class Channels:
     def _keep_flushing(self) -> None:
         """Write what waits for room, and make room for others, though the program waits for something else.
 
-        It ends when nothing of this process waits, nor can much of what this process has asked for.
+        It ends when no message of this process waits for room, and no other process may wait for this one to read.
         """
         try:
             while True:

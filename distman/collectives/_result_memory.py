@@ -22,7 +22,7 @@ import torch
 from distman._process_state import puts_back
 
 _LEAST_BYTES = 2**25  # glibc gives what is larger back to the system at once, whatever it has learned of the program
-_LEAST_WORTH_KEEPING = 2**20  # bytes: new pages for less take no longer than to ask
+_LEAST_WORTH_KEEPING = 2**20  # bytes: new pages for less cost little
 _MOST_BYTES = 2**30  # that are kept: the system takes them back when memory is short
 _MOST_LARGER = 2  # times what is asked for, that memory used again may be
 _HUGE_PAGE = 2**21  # bytes, of most systems: of other lengths, the last one would be small pages

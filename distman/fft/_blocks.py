@@ -138,7 +138,7 @@ def blocks_of(
     for index in indices_of_blocks(tensor, {*dims, *whole}, across):
         if local is None:
             yield index, tensor[index]
-        else:  # no name here holds what the next one is made in
+        else:  # under no name here: the next one is made in its memory
             yield index, local(_lying(tensor[index], turned, len(dims), runs)).permute(back)
 
 

@@ -20,11 +20,10 @@ import torch
 from distman._groups.registry import Group
 from distman.collectives._exchange import SendBuffers, exchange
 from distman.collectives._result_memory import new_empty
-from distman.fft._blocks import Run
+from distman.fft._blocks import Index, Run
 from distman.topology import split_sizes
 
 IntArray = npt.NDArray[np.int64]
-Index = tuple[slice, ...]
 Half = tuple[Index, torch.Tensor, torch.Tensor]  # place, rows, and their mirror images in reversed order
 
 

@@ -91,7 +91,7 @@ def draw_sizes(draw, length, world_size):
 @ranks(2, 3, 4)
 def test_real_data_of_drawn_lengths_and_shards_in_small_blocks(monkeypatch, rank, world_size):
     for seed in range(60):
-        draw = random.Random(seed)  # noqa: S311 - a test draws
+        draw = random.Random(seed)  # noqa: S311 - not for secrets
         monkeypatch.setattr(_blocks, "_BLOCK_BYTES", draw.choice([50, 200, 2**19]))
         kind = draw.choice(["rfftn", "irfftn"])
         shape = [draw.randint(1 + (kind == "irfftn"), 9) for _ in range(draw.choice([2, 2, 3]))]
