@@ -113,6 +113,26 @@ def join(location: Location) -> None:
         _writes[location].join()
 
 
+def finish_before_reading(location: Location) -> None:
+    """Wait for the writes to a location, and to the folders that it is in.
+
+    Blocking.
+
+    Raises:
+        CheckpointError: The last write to it failed, and its error has not been raised yet.
+    """
+    for written, under_way in list(_writes.items()):
+        if written.storage is location.storage and f"{location.place}/".startswith(f"{written.place}/"):
+            under_way.join()
+    write = _writes.get(location)
+    if write is not None and write.error is not None:
+        write.forget()
+        raise CheckpointError(
+            f"the background save to {location} failed: {type(write.error).__name__}: {write.error}. What is there was "
+            "saved before: load again to get it, or save again."
+        ) from write.error
+
+
 def wait(location: Location) -> None:
     """Wait for the last write to a location.
 

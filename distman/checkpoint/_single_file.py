@@ -118,7 +118,8 @@ def _save_later(state: object, location: Location, started: list[BackgroundWrite
 def load(path: str | os.PathLike[str], *, device: str | torch.device | None = None) -> Any:
     """Return the state in a file, on every rank.
 
-    Collective. Blocking. Every rank reads the file. Nothing in it is run, whoever wrote it.
+    Collective. Blocking. Every rank reads the file, after a save in the background to the same path. Nothing in it is
+    run.
 
     Args:
         path: The file, or a URL.
@@ -127,7 +128,8 @@ def load(path: str | os.PathLike[str], *, device: str | torch.device | None = No
     Raises:
         ValueError, ImportError: See :func:`save`.
         FileNotFoundError: On a rank that does not find the file.
-        CheckpointError: On a rank where the file is damaged, no checkpoint, or holds code to be run.
+        CheckpointError: On a rank where the file is damaged, not a checkpoint, or holds code to be run; on rank 0, if
+            the save in the background failed.
         RankFailedError: On the ranks that could read it, if another could not.
 
     Example:
@@ -135,7 +137,8 @@ def load(path: str | os.PathLike[str], *, device: str | torch.device | None = No
         >>> load("state.pt", device="cpu")
         {'weight': tensor([1., 1.], dtype=torch.bfloat16)}
     """
-    return on_all_ranks(functools.partial(read_state, locate(path), target_device(device)))
+    on_rank(0)(in_background.finish_before_reading)(locate(path))
+    return on_all_ranks(functools.partial(read_state, locate(path), target_device(device)))  # it may be a link
 
 
 def target_device(device: str | torch.device | None) -> torch.device:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from distman import CheckpointError, DistributedManager, RankFailedError
-from distman.checkpoint import load, save
+from distman.checkpoint import CheckpointFolder, load, load_sharded, save, save_sharded
 from distman.checkpoint._local_storage import _remove_leftovers
 from distman.testing import ranks
 
@@ -114,6 +114,33 @@ def test_an_error_in_the_background_is_raised_by_the_next_save_to_the_same_path(
 
 
 @ranks(1, 2)
+def test_what_is_loaded_is_what_was_saved_last(tmp_path, rank):
+    """Large enough that a load which did not wait would find the file before."""
+    path, folder = tmp_path / "state.pt", CheckpointFolder(tmp_path / "run")
+    for number in range(3):
+        save({"tensor": torch.full((4_000_000,), float(number))}, path, background=True)
+        assert load(path, device="cpu")["tensor"][-1] == number
+        folder.save({"tensor": torch.full((4_000_000,), float(number))}, number)
+        assert load(folder.path / "latest.pt", device="cpu")["tensor"][-1] == number
+        state = {f"tensor {rank}": torch.full((4_000_000,), float(number))}
+        save_sharded(state, tmp_path / "sharded", background=True)
+        state[f"tensor {rank}"] = torch.zeros(4_000_000)
+        load_sharded(state, tmp_path / "sharded")
+        assert state[f"tensor {rank}"][-1] == number
+    all_are_well()
+
+
+@ranks(2)
+def test_a_load_after_a_save_that_failed_says_so_once(blocked, rank):
+    save({"number": 1}, blocked, background=True)
+    with pytest.raises(RankFailedError, match=r"CheckpointError: the background save to .* failed: .*load again"):
+        load(blocked)
+    with pytest.raises(FileNotFoundError if rank == 0 else (FileNotFoundError, RankFailedError)):
+        load(blocked)
+    all_are_well()
+
+
+@ranks(1, 2)
 @pytest.mark.parametrize("background", [False, True])
 def test_a_full_disk_is_one_error_on_all_and_the_old_file_stays(small_disk, rank, background):
     path = small_disk / "state.pt"
@@ -145,7 +172,7 @@ def test_half_a_file_is_no_checkpoint(tmp_path, rank, part):
         content = path.read_bytes()
         path.write_bytes(content[: int(part * len(content))])
     all_are_well()
-    with pytest.raises(CheckpointError, match=r"state\.pt is damaged or no checkpoint: \d+ bytes"):
+    with pytest.raises(CheckpointError, match=r"state\.pt is damaged or not a checkpoint: \d+ bytes"):
         load(path)
 
 
