@@ -17,7 +17,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import IO, Any
 
 import torch
 import torch.distributed as dist
@@ -514,16 +514,10 @@ def storage_info() -> Any:
     return filesystem._StorageInfo
 
 
-def memory_format_encoding() -> type:
-    """Return the class that names memory formats in a sharded checkpoint."""
-    from torch.distributed.checkpoint import metadata
-
-    return metadata._MEM_FORMAT_ENCODING
-
-
-def layout_maker() -> dict[tuple[str, str], Callable[..., Any]]:
-    """Return what makes a ``torch.layout`` out of a pickle, by the module and name that stand there."""
-    return {("torch.serialization", "_get_layout"): torch.serialization._get_layout}
+def pickle_in(file: IO[bytes]) -> bytes:
+    """Return the pickle in an archive of torch's, as torch finds it."""
+    record: bytes = torch._C.PyTorchFileReader(file).get_record("data.pkl")
+    return record
 
 
 def set_nested(state: dict[str, Any], path: tuple[str | int, ...], value: object) -> None:

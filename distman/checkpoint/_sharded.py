@@ -32,10 +32,10 @@ from distman.checkpoint import _background as in_background
 from distman.checkpoint._all_or_none import on_all_ranks
 from distman.checkpoint._background import BackgroundWrite
 from distman.checkpoint._location import Location, locate
-from distman.checkpoint._metadata import read_metadata
+from distman.checkpoint._metadata import read_metadata, sealed
 from distman.checkpoint._parts import Parts
 from distman.checkpoint._single_file import PendingSave
-from distman.checkpoint._state import check_state, check_sums, writing_to
+from distman.checkpoint._state import check_file, check_state, writing_to
 from distman.checkpoint._storage import NewFolder, Storage
 from distman.decorators import on_rank
 from distman.errors import CheckpointError
@@ -142,7 +142,7 @@ def save_in(
 def load_sharded(state: dict[str, Any], path: str | os.PathLike[str]) -> None:
     """Fill a state in place with what was saved, by any number of ranks.
 
-    Collective. Blocking. Nothing in the folder is run, whoever wrote it.
+    Collective. Blocking. A save in the background to the same path is waited for. Nothing in the folder is run.
 
     Args:
         state: With the names and shapes that were saved. Every rank gets the shards of DTensors that it has here; what
@@ -162,7 +162,8 @@ def load_sharded(state: dict[str, Any], path: str | os.PathLike[str]) -> None:
         >>> state
         {'weight': tensor([1., 1., 1.]), 'step': 7}
     """
-    load_from(state, locate(path))
+    on_rank(0)(in_background.finish_before_reading)(locate(path))
+    load_from(state, locate(path))  # it may be a link
 
 
 def load_from(state: dict[str, Any], location: Location) -> None:
@@ -210,9 +211,9 @@ class _Files(FileSystemBase):
         return os.fspath(path)
 
     def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
-        """Copy the table of contents, the only file that torch renames, since an object store cannot."""
+        """Copy the table of contents, the only file that torch renames, since an object store cannot, and seal it."""
         with self.create_stream(path, "rb") as old, self.create_stream(new_path, "wb") as new:
-            new.write(old.read())
+            new.write(sealed(old.read()))
         self.rm_file(path)
 
     def mkdir(self, path: str | os.PathLike[str]) -> None:
@@ -287,7 +288,7 @@ class _Reader(FileSystemReader):
     def _slice_file(self, file: Any, sinfo: Any) -> IO[bytes]:
         file.seek(sinfo.offset)
         part = io.BytesIO(file.read(sinfo.length))  # torch's own view of it seeks wrongly from the end
-        check_sums(part)
+        check_file(part)
         return part
 
 
@@ -309,7 +310,7 @@ class _Planner(DefaultLoadPlanner):
     """Loads what is no tensor without running it."""
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        loaded = torch.load(value, map_location="cpu", weights_only=True)
+        loaded = torch.load(value, map_location="cpu", weights_only=True)  # checked as it was read
         set_nested(self.original_state_dict, self.mappings[read_item.dest_index.fqn], loaded)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import errno
 import functools
 import io
 import pickle
@@ -14,12 +15,17 @@ from typing import IO, Any, cast
 
 import torch
 
-from distman._torch_internals import is_distributed_tensor
+from distman._torch_internals import is_distributed_tensor, pickle_in
+from distman.checkpoint._inert_pickle import names_in
 from distman.checkpoint._location import Location
 from distman.errors import CheckpointError
 
 _MAX_BITS = 2_000  # of an integer: torch's safe reader takes no pickled integer of more than 256 bytes
 _CHUNK_BYTES = 1 << 20  # read at once for a checksum: enough to hide the cost of a call, little beside any tensor
+_ARCHIVE = b"PK\x03\x04"  # by which torch tells its archives from what it wrote before version 1.6
+_NUM_OLD_PICKLES = 5  # at the beginning of the latter
+_ACTING = "torch.distributed."
+"""Where the classes are that torch lets files make once it has sharded tensors, a mesh of new process groups too."""
 _LEAVES = (str, float, bool, type(None))
 
 
@@ -218,7 +224,7 @@ def read_state(location: Location, device: torch.device) -> Any:
     """
     try:
         file = location.storage.open(location.place)
-    except FileNotFoundError as error:
+    except (FileNotFoundError, NotADirectoryError) as error:
         raise FileNotFoundError(
             f"no checkpoint at {location}. Correct the path; on several hosts, save where all of them can read."
         ) from error
@@ -227,39 +233,82 @@ def read_state(location: Location, device: torch.device) -> Any:
             f"{location} is a directory and no checkpoint. Name a file in it, or call load_sharded()."
         ) from error
     with file:
-        try:
-            check_sums(file)
-            return torch.load(file, map_location=device, weights_only=True)
-        except (OSError, MemoryError, torch.OutOfMemoryError):
+        return read_plain(file, location, device)
+
+
+def read_plain(file: IO[bytes], location: Location, device: torch.device | str = "cpu") -> Any:
+    """Return the state in an open file; nothing in it is run.
+
+    Blocking.
+
+    Args:
+        file: The file.
+        location: Where it is, for messages.
+        device: Where its tensors go.
+
+    Raises:
+        CheckpointError: It is damaged, not a checkpoint, or wants to run code.
+    """
+    try:
+        check_file(file)
+        return torch.load(file, map_location=device, weights_only=True)
+    except (MemoryError, torch.OutOfMemoryError):
+        raise
+    except pickle.UnpicklingError as error:
+        raise CheckpointError(
+            f"{location} holds something other than tensors, numbers and strings, of which nothing was run: "
+            f"{_first_line(error)} Do not trust this source."
+        ) from error
+    except Exception as error:  # zipfile and torch raise whatever they stumble over in a damaged file
+        if isinstance(error, OSError) and error.errno != errno.EINVAL:  # a place before the beginning
             raise
-        except pickle.UnpicklingError as error:
-            raise CheckpointError(
-                f"{location} holds something other than tensors, numbers and strings, of which nothing was run: "
-                f"{_first_line(error)} Do not trust this source."
-            ) from error
-        except Exception as error:  # torch raises whatever it stumbles over in a damaged file
-            size = file.seek(0, io.SEEK_END)
-            raise CheckpointError(
-                f"{location} is damaged or no checkpoint: {size} bytes, {type(error).__name__}: {_first_line(error)}. "
-                "Load another one."
-            ) from error
+        size = file.seek(0, io.SEEK_END)
+        raise CheckpointError(
+            f"{location} is damaged or not a checkpoint: {size} bytes, {type(error).__name__}: {_first_line(error)}. "
+            "Load another one."
+        ) from error
+
+
+def check_file(file: IO[bytes]) -> None:
+    """Check what torch does not look at before it reads a file, and go back to the beginning.
+
+    Blocking. Nothing in it is run.
+
+    Raises:
+        zipfile.BadZipFile: It is cut off, or a checksum differs.
+        ValueError: It is damaged.
+        pickle.UnpicklingError: It names something that acts when it is made.
+    """
+    is_archive = file.read(len(_ARCHIVE)) == _ARCHIVE
+    file.seek(0)
+    if is_archive:
+        check_sums(file)
+        names = names_in(io.BytesIO(pickle_in(file)))
+    else:  # as torch wrote before version 1.6, without checksums
+        names = names_in(file, _NUM_OLD_PICKLES)
+    try:
+        acting = next((name for name in names if name.startswith(_ACTING)), None)
+    except MemoryError:
+        raise ValueError("it says that more follows than could be") from None
+    if acting is not None:
+        raise pickle.UnpicklingError(f"{acting} may send messages to other processes as soon as it is made.")
+    file.seek(0)
 
 
 def check_sums(file: IO[bytes]) -> None:
-    """Compare what torch wrote with its checksums, which torch does not look at, and go back to the beginning.
+    """Compare what torch wrote with its checksums, and go back to the beginning.
 
     Blocking.
 
     Raises:
-        zipfile.BadZipFile: They differ.
+        zipfile.BadZipFile: They differ, or the file is cut off.
     """
-    if zipfile.is_zipfile(file):  # what torch wrote before version 1.6 has no checksums
-        with zipfile.ZipFile(file) as archive:
-            for entry in archive.infolist():
-                if entry.CRC:  # 0 where torch was told to leave them out
-                    with archive.open(entry) as content:
-                        while content.read(_CHUNK_BYTES):
-                            pass
+    with zipfile.ZipFile(file) as archive:
+        for entry in archive.infolist():
+            if entry.CRC:  # 0 where torch was told to leave them out
+                with archive.open(entry) as content:
+                    while content.read(_CHUNK_BYTES):
+                        pass
     file.seek(0)
 
 

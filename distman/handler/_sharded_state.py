@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import io
 import os
 from collections import OrderedDict
@@ -16,9 +17,10 @@ from distman._coordination.wait_scope import WaitScope
 from distman._torch_internals import is_distributed_tensor
 from distman.checkpoint import CheckpointFolder
 from distman.checkpoint._all_or_none import on_all_ranks
+from distman.checkpoint._background import finish_before_reading
 from distman.checkpoint._folder import read_latest
 from distman.checkpoint._location import Location, locate
-from distman.checkpoint._state import check_state, without_unused_memory
+from distman.checkpoint._state import check_state, read_plain, without_unused_memory
 from distman.checkpoint._storage import METADATA
 from distman.decorators import on_rank
 from distman.errors import CheckpointError
@@ -111,9 +113,9 @@ def read_rest(path: str | os.PathLike[str]) -> Any:
 
     Collective. Blocking.
     """
-    location = locate(path)
-    if not on_rank(0, broadcast=True)(_is_folder)(location):
+    if not on_rank(0, broadcast=True)(_is_folder)(path):
         return None
+    location = locate(path)
     from distman.checkpoint._sharded import saved_tensors  # torch's part of it takes a second
 
     found = saved_tensors(location)
@@ -123,7 +125,7 @@ def read_rest(path: str | os.PathLike[str]) -> Any:
         )
     file = torch.empty(found[_REST][0], dtype=torch.uint8)
     checkpoint.load_sharded({_REST: file}, path)
-    rest = torch.load(io.BytesIO(file.numpy().tobytes()), map_location="cpu", weights_only=True)
+    rest = on_all_ranks(functools.partial(read_plain, io.BytesIO(file.numpy().tobytes()), location))
 
     def mark(value: Any, _: str) -> Any:
         if type(value) is list and len(value) == 2 and value[0] == _MARK:
@@ -155,8 +157,10 @@ def read_parts(state: Mapping[str, Any], module: torch.nn.Module) -> dict[str, A
     return cast("dict[str, Any]", _map(state, lambda one, _: tensors[one.name] if isinstance(one, Unread) else one))
 
 
-def _is_folder(location: Location) -> bool:
-    """Return whether a sharded state is there."""
+def _is_folder(path: str | os.PathLike[str]) -> bool:
+    """Return whether a sharded state is there, when no write to that place is under way any more."""
+    finish_before_reading(locate(path))
+    location = locate(path)  # it may be a link
     try:
         folder = Location(location.storage, location.storage.folder(location.place))
         location.storage.open((folder / METADATA).place).close()

@@ -37,7 +37,7 @@ def test_a_flipped_bit_is_found(tmp_path):
     content = bytearray((tmp_path / "state.pt").read_bytes())
     content[len(content) // 2] ^= 1
     (tmp_path / "state.pt").write_bytes(content)
-    with pytest.raises(CheckpointError, match=r"is damaged or no checkpoint: .*Bad CRC-32"):
+    with pytest.raises(CheckpointError, match=r"is damaged or not a checkpoint: .*Bad CRC-32"):
         load(tmp_path / "state.pt")
 
 

@@ -1,0 +1,247 @@
+"""Pickles of data, read without making anything but plain values: no class is looked up, and nothing is called."""
+
+from __future__ import annotations
+
+import pickletools
+from collections.abc import Callable, Iterator
+from typing import IO, Any, NamedTuple
+
+
+class Name:
+    """What a pickle calls by module and name; only the two texts.
+
+    Args:
+        module: The module.
+        name: The name in it.
+    """
+
+    __slots__ = ("module", "name")
+
+    def __init__(self, module: str, name: str) -> None:
+        self.module, self.name = module, name
+
+    def __str__(self) -> str:
+        return f"{self.module}.{self.name}"
+
+
+class Made:
+    """What a pickle says to make by a name.
+
+    Args:
+        of: The name.
+        args: The arguments.
+
+    Attributes:
+        state: What is to be set in it; None without.
+    """
+
+    __slots__ = ("args", "of", "state")
+
+    def __init__(self, of: Name, args: tuple[Any, ...]) -> None:
+        self.of, self.args, self.state = of, args, None
+
+
+class Read(NamedTuple):
+    """What a pickle held, and where it ended.
+
+    Attributes:
+        value: None, bools, numbers, strings, tuples, lists and dicts of these, :class:`Name` and :class:`Made`.
+        end: Number of its bytes.
+    """
+
+    value: Any
+    end: int
+
+
+def read_inert(data: bytes) -> Read:
+    """Return what a pickle of data classes says.
+
+    Local. An opcode that such a pickle does not need is refused.
+
+    Args:
+        data: The pickle; more may follow it.
+
+    Raises:
+        ValueError: It is cut off, damaged, or holds something else.
+    """
+    walk, end, steps = _Walk(), 0, _STEPS
+    try:
+        for opcode, argument, place in pickletools.genops(data):
+            steps[opcode.name](walk, argument)
+            end = place or 0
+        return Read(walk.stack.pop(), end + 1)
+    except KeyError as error:
+        raise ValueError(f"a pickle of data does not need {error}") from None
+    except IndexError:
+        raise ValueError("the pickle takes more from its stack than is there") from None
+
+
+def names_in(file: IO[bytes], num_pickles: int = 1) -> Iterator[str]:
+    """Return the names in pickles that follow each other, whatever else they hold; nothing in them is run.
+
+    Local. The file is read to their end.
+
+    Args:
+        file: Where the first begins. They are of protocol 2, which spells out each name.
+        num_pickles: How many there are at most.
+
+    Raises:
+        ValueError: One is cut off or damaged.
+    """
+    for _ in range(num_pickles):
+        start = file.tell()
+        if not file.read(1):
+            return
+        file.seek(start)
+        for opcode, argument, _place in pickletools.genops(file):
+            if opcode.name == "GLOBAL":
+                yield str(argument).replace(" ", ".")
+
+
+class _Walk:
+    """The stack of a pickle since its last mark, the stacks before, and the memo."""
+
+    __slots__ = ("before", "memo", "stack")
+
+    def __init__(self) -> None:
+        self.stack: list[Any] = []
+        self.before: list[list[Any]] = []
+        self.memo: dict[int, Any] = {}
+
+    def pop(self, kind: type) -> Any:
+        return _checked(self.stack.pop(), kind)
+
+    def top(self, kind: type) -> Any:
+        return _checked(self.stack[-1], kind)
+
+    def pop_to_mark(self) -> list[Any]:
+        values, self.stack = self.stack, self.before.pop()
+        return values
+
+
+def _checked(value: Any, kind: type) -> Any:
+    if type(value) is not kind:
+        raise ValueError(f"the pickle uses a {type(value).__name__} as a {kind.__name__}")
+    return value
+
+
+def _push_argument(walk: _Walk, argument: Any) -> None:
+    walk.stack.append(argument)
+
+
+def _constant(value: Any) -> Callable[[_Walk, Any], None]:
+    return lambda walk, _: walk.stack.append(value)
+
+
+def _mark(walk: _Walk, _: Any) -> None:
+    walk.before.append(walk.stack)
+    walk.stack = []
+
+
+def _tuple_of(length: int) -> Callable[[_Walk, Any], None]:
+    def step(walk: _Walk, _: Any) -> None:
+        values = [walk.stack.pop() for _ in range(length)]
+        walk.stack.append(tuple(reversed(values)))
+
+    return step
+
+
+def _tuple(walk: _Walk, _: Any) -> None:
+    values = walk.pop_to_mark()
+    walk.stack.append(tuple(values))
+
+
+def _append(walk: _Walk, _: Any) -> None:
+    value = walk.stack.pop()
+    walk.top(list).append(value)
+
+
+def _appends(walk: _Walk, _: Any) -> None:
+    values = walk.pop_to_mark()
+    walk.top(list).extend(values)
+
+
+def _set_item(walk: _Walk, _: Any) -> None:
+    value, key = walk.stack.pop(), walk.stack.pop()
+    walk.top(dict)[_key(key)] = value
+
+
+def _set_items(walk: _Walk, _: Any) -> None:
+    items = walk.pop_to_mark()
+    walk.top(dict).update(zip(map(_key, items[::2]), items[1::2], strict=True))
+
+
+def _key(key: Any) -> Any:
+    """Return a key; to hash a tuple of tuples of tuples may end the process."""
+    if type(key) not in (str, int, Made):
+        raise ValueError(f"the pickle has a {type(key).__name__} for a key")
+    return key
+
+
+def _name(walk: _Walk, argument: str) -> None:
+    module, _, name = argument.partition(" ")
+    walk.stack.append(Name(module, name))
+
+
+def _name_from_stack(walk: _Walk, _: Any) -> None:
+    name = walk.pop(str)
+    walk.stack.append(Name(walk.pop(str), name))
+
+
+def _make(walk: _Walk, _: Any) -> None:
+    args = walk.pop(tuple)
+    walk.stack.append(Made(walk.pop(Name), args))
+
+
+def _build(walk: _Walk, _: Any) -> None:
+    state = walk.stack.pop()
+    walk.top(Made).state = state
+
+
+def _get(walk: _Walk, number: int) -> None:
+    if number not in walk.memo:
+        raise ValueError(f"the pickle uses number {number} of its memo before it is there")
+    walk.stack.append(walk.memo[number])
+
+
+def _put(walk: _Walk, number: int) -> None:
+    walk.memo[number] = walk.stack[-1]
+
+
+def _memoize(walk: _Walk, _: Any) -> None:
+    walk.memo[len(walk.memo)] = walk.stack[-1]
+
+
+def _nothing(_walk: _Walk, _: Any) -> None:
+    """Leave all as it is."""
+
+
+_STEPS: dict[str, Callable[[_Walk, Any], None]] = {
+    **dict.fromkeys(("PROTO", "FRAME", "STOP"), _nothing),
+    **dict.fromkeys(("BININT", "BININT1", "BININT2", "LONG1", "BINFLOAT"), _push_argument),
+    **dict.fromkeys(("SHORT_BINUNICODE", "BINUNICODE", "BINUNICODE8"), _push_argument),
+    "NONE": _constant(None),
+    "NEWTRUE": _constant(value=True),
+    "NEWFALSE": _constant(value=False),
+    "MARK": _mark,
+    "EMPTY_TUPLE": _constant(()),
+    "TUPLE1": _tuple_of(1),
+    "TUPLE2": _tuple_of(2),
+    "TUPLE3": _tuple_of(3),
+    "TUPLE": _tuple,
+    "EMPTY_LIST": lambda walk, _: walk.stack.append([]),
+    "APPEND": _append,
+    "APPENDS": _appends,
+    "EMPTY_DICT": lambda walk, _: walk.stack.append({}),
+    "SETITEM": _set_item,
+    "SETITEMS": _set_items,
+    "GLOBAL": _name,
+    "STACK_GLOBAL": _name_from_stack,
+    "REDUCE": _make,
+    "NEWOBJ": _make,
+    "BUILD": _build,
+    **dict.fromkeys(("BINGET", "LONG_BINGET"), _get),
+    **dict.fromkeys(("BINPUT", "LONG_BINPUT"), _put),
+    "MEMOIZE": _memoize,
+}
+"""What each opcode does that a pickle of data needs."""

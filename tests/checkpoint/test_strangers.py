@@ -1,0 +1,239 @@
+"""Checkpoints that a stranger wrote: whatever stands in them, they are read and nothing else."""
+
+import argparse
+import io
+import pickle
+import random
+import secrets
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.tensor  # it lets torch make meshes out of files
+from torch.distributed.checkpoint import metadata as torchs
+from torch.distributed.device_mesh import DeviceMesh
+
+from distman import CheckpointError
+from distman.checkpoint import load, load_sharded, save, save_sharded
+from distman.checkpoint._inert_pickle import read_inert
+from distman.checkpoint._location import locate
+from distman.checkpoint._metadata import read_metadata
+
+from .strangers import mutated
+
+_MODULE = torchs.__name__
+
+
+def table_of(folder):
+    return folder / "sharded" / ".metadata"
+
+
+def write_table(folder, content):
+    table_of(folder).parent.mkdir(exist_ok=True)
+    table_of(folder).write_bytes(content)
+    return locate(folder / "sharded")
+
+
+def test_reading_does_nothing_else():
+    """Thousands of tries, most of which are no checkpoints; the output quotes the seed."""
+    command = [sys.executable, "-m", "tests.checkpoint.strangers", "--tries", "4000"]
+    root = Path(__file__).parents[2]
+    finished = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False, timeout=300)
+    assert "nothing was done but reading" in finished.stdout, finished.stdout + finished.stderr
+    assert finished.returncode == 0
+
+
+@pytest.mark.parametrize("name", [*torchs.__all__, "_MEM_FORMAT_ENCODING"])
+@pytest.mark.parametrize("is_whole", [True, False])
+def test_no_class_gets_an_attribute(tmp_path, name, is_whole):
+    kind = getattr(torchs, name)
+    before = dict(vars(kind))
+    target = pickle.GLOBAL + f"{_MODULE}\n{name}\n".encode()
+    state = pickle.dumps({"offset": 7, "evil": 7}, protocol=2)[2:-1]
+    build = target + (state if is_whole else pickle.NONE + state + pickle.TUPLE2) + pickle.BUILD
+    folder = write_table(tmp_path, pickle.PROTO + b"\4" + build + pickle.STOP)
+    with pytest.raises(CheckpointError, match="uses a Name as a Made"):
+        read_metadata(folder)
+    assert dict(vars(kind)) == before
+
+
+@pytest.mark.parametrize(
+    "opcodes",
+    [
+        pickle.MARK + pickle.GLOBAL + b"os\nsystem\n" + pickle.OBJ,
+        pickle.MARK + pickle.INST + b"os\nsystem\n",
+        pickle.EXT1 + b"\1",
+        pickle.EMPTY_SET + pickle.MARK + pickle.ADDITEMS,
+        pickle.NONE + pickle.BINPERSID,
+        pickle.PERSID + b"1\n",
+        pickle.BYTEARRAY8 + bytes(8),
+        pickle.NEXT_BUFFER,
+        pickle.NONE + pickle.DUP,
+        pickle.LONG4 + b"\1\0\0\0\1",
+    ],
+)
+def test_an_opcode_that_data_does_not_need_is_refused(opcodes):
+    with pytest.raises(ValueError, match="a pickle of data does not need '"):
+        read_inert(pickle.PROTO + b"\4" + opcodes + pickle.STOP)
+
+
+def test_keys_of_keys_without_end_are_refused(tmp_path):
+    """The hash of such a key would end the process."""
+    key = pickle.EMPTY_TUPLE + pickle.TUPLE1 * 1_000_000
+    folder = write_table(tmp_path, pickle.PROTO + b"\4" + pickle.EMPTY_DICT + key + pickle.NONE + b"s.")
+    with pytest.raises(CheckpointError, match="has a tuple for a key"):
+        read_metadata(folder)
+
+
+def test_a_table_that_names_the_same_again_and_again_takes_no_memory(tmp_path):
+    chunks = [torchs.ChunkStorageMetadata(torch.Size([0]), torch.Size([1]))] * 10_000
+    tensor = [torchs.TensorStorageMetadata(torchs.TensorProperties(), torch.Size([1]), chunks) for _ in range(10_000)]
+    table = torchs.Metadata({str(number): one for number, one in enumerate(tensor)}, storage_data={})
+    with pytest.raises(CheckpointError, match="it describes more than it holds"):
+        read_metadata(write_table(tmp_path, pickle.dumps(table)))
+
+
+class MakesMesh:
+    """What torch's reader for weights alone makes without a question: groups of processes."""
+
+    def __reduce__(self):
+        return DeviceMesh, ("cpu", [0])
+
+
+@pytest.mark.parametrize("is_old", [False, True])
+def test_no_file_makes_process_groups(tmp_path, is_old):
+    with (tmp_path / "state.pt").open("wb") as file:
+        torch.save({"weight": torch.ones(2), "mesh": MakesMesh()}, file, _use_new_zipfile_serialization=not is_old)
+    with pytest.raises(CheckpointError, match=r"torch\.distributed\.device_mesh\.DeviceMesh may send messages"):
+        load(tmp_path / "state.pt")
+    assert not dist.is_initialized()
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_no_entry_of_a_folder_makes_process_groups(tmp_path):
+    dist.checkpoint.save({"mesh": MakesMesh()}, checkpoint_id=tmp_path / "sharded")
+    with pytest.raises(CheckpointError, match=r"torch\.distributed\.device_mesh\.DeviceMesh may send messages"):
+        load_sharded({"mesh": 0}, tmp_path / "sharded")
+    assert not dist.is_initialized()
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_torch_reads_what_is_saved_and_what_torch_saves_is_read(tmp_path):
+    state = {"weight": torch.arange(6.0), "nested": {"list": [torch.ones(2), 7]}, "step": 3}
+    save_sharded(state, tmp_path / "ours")
+    dist.checkpoint.save(state, checkpoint_id=tmp_path / "theirs")
+    empty = {"weight": torch.zeros(6), "nested": {"list": [torch.zeros(2), 0]}, "step": 0}
+    dist.checkpoint.load(empty, checkpoint_id=tmp_path / "ours")
+    again = {"weight": torch.zeros(6), "nested": {"list": [torch.zeros(2), 0]}, "step": 0}
+    load_sharded(again, tmp_path / "theirs")
+    for found in (empty, again):
+        assert torch.equal(found["weight"], state["weight"])
+        assert torch.equal(found["nested"]["list"][0], torch.ones(2))
+        assert (found["nested"]["list"][1], found["step"]) == (7, 3)
+
+
+@pytest.mark.parametrize("protocol", [2, 3, 4, 5])
+def test_a_table_is_read_as_torch_reads_it(tmp_path, protocol):
+    table = torchs.Metadata(
+        {"": torchs.BytesStorageMetadata(), "ö" * 300: torchs.TensorStorageMetadata(
+            torchs.TensorProperties(torch.float8_e5m2), torch.Size([2**40, 0]),
+            [torchs.ChunkStorageMetadata(torch.Size([0, 0]), torch.Size([2**40, 0]))])},
+        planner_data={"a.0": ("a", 0)},
+        storage_data={torchs.MetadataIndex("", index=3): _info("__0_0.distcp", 2**33, 5)},
+        storage_meta=torchs.StorageMeta(Path("/somewhere"), "save", "load", ["module"]),
+        version="1.0.0",
+    )  # fmt: skip
+    found = read_metadata(write_table(tmp_path, pickle.dumps(table, protocol=protocol)))
+    table.storage_meta = torchs.StorageMeta()
+    assert found == table
+    assert [one.index for one in found.storage_data] == [3]
+
+
+def _info(*args):
+    from torch.distributed.checkpoint.filesystem import _StorageInfo
+
+    return _StorageInfo(*args)
+
+
+@pytest.mark.parametrize("path", ["", ".", "..", "../other", "/etc/passwd", "a/b", "part\0"])
+def test_a_part_is_a_file_in_the_folder(tmp_path, path):
+    table = torchs.Metadata({}, storage_data={torchs.MetadataIndex("a"): _info(path, 0, 1)})
+    with pytest.raises(CheckpointError, match="must name files in its own folder"):
+        read_metadata(write_table(tmp_path, pickle.dumps(table)))
+
+
+def test_what_an_extension_has_transformed_is_refused(tmp_path):
+    table = torchs.Metadata({}, storage_data={torchs.MetadataIndex("a"): _info("part", 0, 1, ["stream.zstd"])})
+    with pytest.raises(CheckpointError, match="an extension of torch has transformed"):
+        read_metadata(write_table(tmp_path, pickle.dumps(table)))
+
+
+_STATE = {"weight": torch.arange(2000.0), "names": ["a", "b"], "step": 7}
+
+
+def _is_state(found):
+    return torch.equal(found["weight"], _STATE["weight"]) and found["names"] == ["a", "b"] and found["step"] == 7
+
+
+def test_no_part_of_a_file_is_taken_for_it(tmp_path):
+    save(_STATE, tmp_path / "state.pt")
+    content = (tmp_path / "state.pt").read_bytes()
+    for end in range(0, len(content), 1 if len(content) < 5000 else 3):
+        (tmp_path / "part.pt").write_bytes(content[:end])
+        with pytest.raises(CheckpointError, match="is damaged or not a checkpoint"):
+            load(tmp_path / "part.pt", device="cpu")
+
+
+@pytest.mark.parametrize("name", [".metadata", "__0_0.distcp"])
+def test_no_part_of_a_folder_is_taken_for_it(tmp_path, name):
+    save_sharded(_STATE, tmp_path / "sharded")
+    path = tmp_path / "sharded" / name
+    content = path.read_bytes()
+    end_of_table = len(content.partition(b"\ndistman crc32")[0])  # what is cut off there is its checksum alone
+    for end in {*range(0, len(content), 97), *range(len(content) - 40, len(content))} - {end_of_table}:
+        path.write_bytes(content[:end])
+        with pytest.raises(CheckpointError):
+            load_sharded({"weight": torch.zeros(2000), "names": ["", ""], "step": 0}, tmp_path / "sharded")
+
+
+@pytest.mark.parametrize("name", [".metadata", "__0_0.distcp", "state.pt"])
+def test_what_is_damaged_is_refused_or_of_no_account(tmp_path, name):
+    seed = secrets.randbelow(10**6)
+    draw = random.Random(seed)  # noqa: S311 - tries are to be drawn again
+    save(_STATE, tmp_path / "state.pt")
+    save_sharded(_STATE, tmp_path / "sharded")
+    path = tmp_path / name if name == "state.pt" else tmp_path / "sharded" / name
+    content = path.read_bytes()
+    for number in range(400):
+        changed = bytearray(content)
+        changed[draw.randrange(len(changed))] ^= 1 << draw.randrange(8)
+        path.write_bytes(changed if number % 2 else mutated(draw, content))
+        found = {"weight": torch.zeros(2000), "names": ["", ""], "step": 0}
+        try:
+            if name == "state.pt":
+                found = load(path, device="cpu")
+            else:
+                load_sharded(found, tmp_path / "sharded")
+        except CheckpointError:
+            continue
+        assert _is_state(found), f"seed {seed}, try {number}"
+
+
+def test_archives_that_hold_other_pickles_are_searched(tmp_path):
+    file = io.BytesIO()
+    torch.save({"a": MakesMesh()}, file)
+    with zipfile.ZipFile(file) as old, zipfile.ZipFile(tmp_path / "state.pt", "w") as new:
+        for entry in old.infolist():
+            new.writestr(entry.filename.replace("archive", "other"), old.read(entry))
+    with pytest.raises(CheckpointError, match="may send messages"):
+        load(tmp_path / "state.pt")
+
+
+def test_a_program_may_allow_its_own_classes(tmp_path):
+    with torch.serialization.safe_globals([argparse.Namespace]):
+        save({"arguments": argparse.Namespace(layers=3)}, tmp_path / "state.pt")
+        assert load(tmp_path / "state.pt") == {"arguments": argparse.Namespace(layers=3)}
