@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import pickletools
 from collections.abc import Callable, Iterator
 from typing import IO, Any, NamedTuple
@@ -64,14 +65,15 @@ def read_inert(data: bytes) -> Read:
     Raises:
         ValueError: It is cut off, damaged, or holds something else.
     """
-    walk, end, steps = _Walk(), 0, _STEPS
+    walk, end = _Walk(), 0
     try:
         for opcode, argument, place in pickletools.genops(data):
-            steps[opcode.name](walk, argument)
+            step = _STEP_OF.get(opcode.code)
+            if step is None:
+                raise ValueError(f"a pickle of data does not need {opcode.name}")
+            step(walk, argument)
             end = place or 0
         return Read(walk.stack.pop(), end + 1)
-    except KeyError as error:
-        raise ValueError(f"a pickle of data does not need {error}") from None
     except IndexError:
         raise ValueError("the pickle takes more from its stack than is there") from None
 
@@ -94,7 +96,7 @@ def names_in(file: IO[bytes], num_pickles: int = 1) -> Iterator[str]:
             return
         file.seek(start)
         for opcode, argument, _place in pickletools.genops(file):
-            if opcode.name == "GLOBAL":
+            if opcode.code == pickle.GLOBAL.decode():
                 yield str(argument).replace(" ", ".")
 
 
@@ -216,32 +218,33 @@ def _nothing(_walk: _Walk, _: Any) -> None:
     """Leave all as it is."""
 
 
-_STEPS: dict[str, Callable[[_Walk, Any], None]] = {
-    **dict.fromkeys(("PROTO", "FRAME", "STOP"), _nothing),
-    **dict.fromkeys(("BININT", "BININT1", "BININT2", "LONG1", "BINFLOAT"), _push_argument),
-    **dict.fromkeys(("SHORT_BINUNICODE", "BINUNICODE", "BINUNICODE8"), _push_argument),
-    "NONE": _constant(None),
-    "NEWTRUE": _constant(value=True),
-    "NEWFALSE": _constant(value=False),
-    "MARK": _mark,
-    "EMPTY_TUPLE": _constant(()),
-    "TUPLE1": _tuple_of(1),
-    "TUPLE2": _tuple_of(2),
-    "TUPLE3": _tuple_of(3),
-    "TUPLE": _tuple,
-    "EMPTY_LIST": lambda walk, _: walk.stack.append([]),
-    "APPEND": _append,
-    "APPENDS": _appends,
-    "EMPTY_DICT": lambda walk, _: walk.stack.append({}),
-    "SETITEM": _set_item,
-    "SETITEMS": _set_items,
-    "GLOBAL": _name,
-    "STACK_GLOBAL": _name_from_stack,
-    "REDUCE": _make,
-    "NEWOBJ": _make,
-    "BUILD": _build,
-    **dict.fromkeys(("BINGET", "LONG_BINGET"), _get),
-    **dict.fromkeys(("BINPUT", "LONG_BINPUT"), _put),
-    "MEMOIZE": _memoize,
+_STEPS: dict[bytes, Callable[[_Walk, Any], None]] = {
+    **dict.fromkeys((pickle.PROTO, pickle.FRAME, pickle.STOP), _nothing),
+    **dict.fromkeys((pickle.BININT, pickle.BININT1, pickle.BININT2, pickle.LONG1, pickle.BINFLOAT), _push_argument),
+    **dict.fromkeys((pickle.SHORT_BINUNICODE, pickle.BINUNICODE, pickle.BINUNICODE8), _push_argument),
+    pickle.NONE: _constant(None),
+    pickle.NEWTRUE: _constant(value=True),
+    pickle.NEWFALSE: _constant(value=False),
+    pickle.MARK: _mark,
+    pickle.EMPTY_TUPLE: _constant(()),
+    pickle.TUPLE1: _tuple_of(1),
+    pickle.TUPLE2: _tuple_of(2),
+    pickle.TUPLE3: _tuple_of(3),
+    pickle.TUPLE: _tuple,
+    pickle.EMPTY_LIST: lambda walk, _: walk.stack.append([]),
+    pickle.APPEND: _append,
+    pickle.APPENDS: _appends,
+    pickle.EMPTY_DICT: lambda walk, _: walk.stack.append({}),
+    pickle.SETITEM: _set_item,
+    pickle.SETITEMS: _set_items,
+    pickle.GLOBAL: _name,
+    pickle.STACK_GLOBAL: _name_from_stack,
+    pickle.REDUCE: _make,
+    pickle.NEWOBJ: _make,
+    pickle.BUILD: _build,
+    **dict.fromkeys((pickle.BINGET, pickle.LONG_BINGET), _get),
+    **dict.fromkeys((pickle.BINPUT, pickle.LONG_BINPUT), _put),
+    pickle.MEMOIZE: _memoize,
 }
 """What each opcode does that a pickle of data needs."""
+_STEP_OF = {code.decode("latin-1"): step for code, step in _STEPS.items()}

@@ -77,7 +77,7 @@ def test_no_class_gets_an_attribute(tmp_path, name, is_whole):
     ],
 )
 def test_an_opcode_that_data_does_not_need_is_refused(opcodes):
-    with pytest.raises(ValueError, match="a pickle of data does not need '"):
+    with pytest.raises(ValueError, match=r"a pickle of data does not need [A-Z]"):
         read_inert(pickle.PROTO + b"\4" + opcodes + pickle.STOP)
 
 
