@@ -101,6 +101,25 @@ def resolve_device(device: str | torch.device) -> torch.device:
         >>> resolve_device("gpu")  # without a GPU, of which a warning tells; with one cuda
         device(type='cpu')
     """
+    device, visible = _named_device(device)
+    if not visible:
+        logger.warning("device %s is not available (no GPU is visible): using the CPU instead", device)
+        return torch.device("cpu")
+    if device.type in _ACCELERATORS and (device.index or 0) >= visible:
+        here = ", ".join(f"{device.type}:{index}" for index in range(visible))
+        raise ValueError(
+            f"device must be one of {here}, got {device}. Pass one of these, or leave it out: the rank's place on its "
+            "host decides."
+        )
+    return device
+
+
+def _named_device(device: str | torch.device) -> tuple[torch.device, int]:
+    """Return the device that a specification names, and how many of its type this process sees: one for others.
+
+    Raises:
+        TypeError, ValueError: See :func:`resolve_device`.
+    """
     if isinstance(device, str):
         text = device.strip().lower()
         if text == "gpu" or text.startswith("gpu:"):
@@ -114,19 +133,7 @@ def resolve_device(device: str | torch.device) -> torch.device:
             ) from error
     if not isinstance(device, torch.device):
         raise TypeError(f"device must be a str or a torch.device, got {type(device).__name__}. Pass 'cuda' or 'cpu'.")
-    if device.type not in _ACCELERATORS:
-        return device
-    visible = _ACCELERATORS[device.type].device_count()
-    if not visible:
-        logger.warning("device %s is not available (no GPU is visible): using the CPU instead", device)
-        return torch.device("cpu")
-    if (device.index or 0) >= visible:
-        here = ", ".join(f"{device.type}:{index}" for index in range(visible))
-        raise ValueError(
-            f"device must be one of {here}, got {device}. Pass one of these, or leave it out: the rank's place on its "
-            "host decides."
-        )
-    return device
+    return device, _ACCELERATORS[device.type].device_count() if device.type in _ACCELERATORS else 1
 
 
 def requested_device(device: str | torch.device | None) -> torch.device | None:
@@ -136,10 +143,18 @@ def requested_device(device: str | torch.device | None) -> torch.device | None:
 
     Raises:
         TypeError: See :func:`resolve_device`.
-        ValueError: The same.
+        ValueError: The same, and a GPU is asked for where none is visible.
     """
-    resolved = resolve_device(device) if device is not None else None
-    return None if resolved is None or (resolved.type != "cpu" and resolved.index is None) else resolved
+    if device is None:
+        return None
+    asked, visible = _named_device(device)
+    if not visible:
+        raise ValueError(
+            f"device must be one that this process sees, got {device!r} where no GPU is visible. Ask the scheduler for "
+            "a GPU and install a torch that is built for it; or leave it out to compute on what is there."
+        )
+    resolved = resolve_device(asked)
+    return None if resolved.type != "cpu" and resolved.index is None else resolved
 
 
 def backend_for(device: torch.device) -> str:

@@ -94,7 +94,7 @@ class DistributedManager(Place, GroupQueries, GroupCreation):
             method: Name of the launcher to believe, any case; None asks
                 ``DISTMAN_INITIALIZATION_METHOD``, then all launchers in turn (see :func:`distman.explain`).
             backend: Backend of the process group; None takes gloo for CPU tensors and the accelerator's own.
-            device: Device of this rank; None picks one by the rank's place on its host.
+            device: Device of this rank, which must be there; None picks one by the rank's place on its host.
             timeout: Seconds that a collective may take; None asks ``DISTMAN_TIMEOUT``, then takes 3,600.
             rendezvous_timeout: Seconds to wait for the other ranks; None asks
                 ``DISTMAN_RENDEZVOUS_TIMEOUT``, then takes 300.

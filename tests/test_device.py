@@ -6,7 +6,15 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from distman._device import backend_for, pick_device, pick_index, resolve_device, visible_devices
+from distman import DistributedManager
+from distman._device import (
+    backend_for,
+    pick_device,
+    pick_index,
+    requested_device,
+    resolve_device,
+    visible_devices,
+)
 from distman.environments import detect
 from distman.testing import fake_environment
 
@@ -157,6 +165,21 @@ def test_without_cuda_it_falls_back_to_the_cpu_and_says_so(caplog, wanted):
     (record,) = caplog.records
     assert record.levelno == logging.WARNING
     assert "(no GPU is visible): using the CPU instead" in record.getMessage()
+
+
+@pytest.mark.parametrize("wanted", ["cuda", "gpu", "gpu:1", "cuda:0", "xpu", torch.device("cuda", 1)], ids=str)
+def test_a_job_that_asks_for_a_gpu_where_none_is_does_not_start_on_the_cpu(wanted):
+    with pytest.raises(ValueError, match=r"device must be one that this process sees, got .* where no GPU is visible"):
+        DistributedManager.initialize(device=wanted)
+    assert not DistributedManager.is_initialized()
+    with pytest.raises(ValueError, match="got 'cpus'"):
+        DistributedManager.initialize(device="cpus")
+
+
+@pytest.mark.parametrize(("wanted", "device"), [(None, None), ("cpu", "cpu"), ("gpu", None), ("gpu:1", "cuda:1")])
+def test_what_a_program_asks_for(see, wanted, device):
+    see(2)
+    assert requested_device(wanted) == (None if device is None else torch.device(device))
 
 
 def test_a_gpu_is_whatever_accelerator_is_there(see, caplog):

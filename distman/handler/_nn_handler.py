@@ -266,7 +266,8 @@ class NNHandler(Saving):
 def _manager(device: str | torch.device | None, *, use_distributed: bool | None) -> DistributedManager:
     """Return the manager, initialized, after a check that it is as the program asks for."""
     if not DistributedManager.is_initialized():
-        return DistributedManager.initialize(device=device, use_distributed=use_distributed)
+        wanted = None if device is None else resolve_device(device)  # a laptop has no GPU
+        return DistributedManager.initialize(device=wanted, use_distributed=use_distributed)
     manager = DistributedManager()
     if use_distributed is not None and use_distributed != manager.distributed:
         raise ValueError(
