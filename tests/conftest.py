@@ -33,6 +33,7 @@ WITH_PROCESSES = {  # that are no ranks of `@ranks`; these folders and files hav
     TESTS / "rendezvous" / "test_costs.py",
     TESTS / "rendezvous" / "test_door.py",
     TESTS / "rendezvous" / "test_membership.py",
+    TESTS / "test_interpreter.py",
     TESTS / "test_no_skips.py",
     TESTS / "test_packaging.py",
 }

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 from distman._cli.arguments import at_least
+from distman._run.call import call_in
 from distman._run.job import Plan, run_job
 from distman._run.placement import number_of_ranks
 
@@ -33,6 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--json", action="store_true", help="print how the ranks ended as one JSON object; all else on standard error"
     )
     parser.add_argument("--nnodes", help=argparse.SUPPRESS)
+    parser.add_argument("--call", type=Path, help=argparse.SUPPRESS)  # of distman.run: the folder with the function
     parser.add_argument("-m", action="store_true", dest="is_module", help="what follows is a module, not a script")
     parser.add_argument("command", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     parser.set_defaults(run=run, parser=parser)
@@ -74,11 +76,7 @@ def _plan(arguments: argparse.Namespace) -> Plan:
     error = arguments.parser.error
     if arguments.nnodes is not None:
         error(f"it starts ranks on this machine only. {_EPILOG}")
-    command = arguments.command[1:] if arguments.command[:1] == ["--"] else arguments.command
-    if not command:
-        error("name the script to start, or -m and a module")
-    if not arguments.is_module and not Path(command[0]).exists():
-        error(f"there is no script {command[0]!r} here")
+    command = _command(arguments)
     if arguments.report is not None and not arguments.report.absolute().parent.is_dir():
         error(f"--report must be in a folder that exists, got {arguments.report}")
     if arguments.report is not None and arguments.report.is_dir():
@@ -88,10 +86,24 @@ def _plan(arguments: argparse.Namespace) -> Plan:
     except ValueError as problem:
         error(str(problem))
     return Plan(
-        command=("-m", *command) if arguments.is_module else tuple(command),
+        command=command,
         num_ranks=number,
         cpus_per_rank=arguments.cpus_per_rank,
         log_dir=arguments.log_dir,
         shows_all=arguments.log_dir is None or arguments.tee,
         is_quiet=arguments.json,
     )
+
+
+def _command(arguments: argparse.Namespace) -> tuple[str, ...]:
+    """Return what the interpreter of each rank is told."""
+    if arguments.call is not None:
+        return call_in(arguments.call)
+    command = arguments.command[1:] if arguments.command[:1] == ["--"] else arguments.command
+    if not command:
+        arguments.parser.error("name the script to start, or -m and a module")
+    if arguments.is_module:
+        return ("-m", *command)
+    if not Path(command[0]).exists():
+        arguments.parser.error(f"there is no script {command[0]!r} here")
+    return tuple(command)

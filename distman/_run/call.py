@@ -1,17 +1,26 @@
-"""The program of each rank of ``distman.run``: it calls a function from a pickle, and leaves what that returns.
-
-``python -m distman._run.call FOLDER``
-"""
+"""The program of each rank of ``distman.run``: it calls a function from a pickle, and leaves what that returns."""
 
 from __future__ import annotations
 
 import os
 import pickle
-import sys
 from pathlib import Path
 
+from distman._interpreter import program
+
 CALL = "call"
-"""The file with a pickle of search path, function, arguments and keyword arguments."""
+"""The file with a pickle of function, arguments and keyword arguments."""
+
+_PROGRAM = """
+from pathlib import Path
+from distman._run.call import main
+main(Path(sys.argv[1]))
+"""
+
+
+def call_in(folder: Path) -> tuple[str, ...]:
+    """Return what the interpreter of a rank is told to call what is in a folder."""
+    return (*program(_PROGRAM), str(folder))
 
 
 def result_file(folder: Path, rank: int) -> Path:
@@ -21,15 +30,9 @@ def result_file(folder: Path, rank: int) -> Path:
 
 def main(folder: Path) -> None:
     """Call the function."""
-    search_path, call = pickle.loads((folder / CALL).read_bytes())  # noqa: S301 - the starter's, in a folder of its own
-    sys.path[:] = search_path
-    function, args, kwargs = pickle.loads(call)  # noqa: S301 - the same
+    function, args, kwargs = pickle.loads((folder / CALL).read_bytes())  # noqa: S301 - the starter's, in its own folder
     result = function(*args, **kwargs)
     from distman._workers.pickling import ModulePickler
 
     with result_file(folder, int(os.environ["RANK"])).open("wb") as file:
         ModulePickler(file).dump(result)
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import io
 import json
 import pickle
 import signal
@@ -14,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
+from distman._interpreter import environment, options, program
 from distman._run.call import CALL, result_file
 from distman._run.outcome import OF_A_SHELL
 from distman._run.placement import shown_ranks
@@ -23,6 +23,10 @@ from distman.errors import DistmanError, RankFailedError
 T = TypeVar("T")
 
 _NUMBERS = ("gpu", "cpu", "auto")
+_PROGRAM = """
+from distman._cli import main
+sys.exit(main())
+"""
 
 
 def run(function: Callable[..., T], *args: Any, n: int | str = "auto", **kwargs: Any) -> list[T]:
@@ -66,12 +70,10 @@ def run(function: Callable[..., T], *args: Any, n: int | str = "auto", **kwargs:
         raise ValueError(f"n must be a number of at least 1, 'gpu', 'cpu' or 'auto', got {n!r}. Choose one of these.")
     with tempfile.TemporaryDirectory(prefix="distman-run-") as name:
         folder = Path(name)
-        call = io.BytesIO()
-        ModulePickler(call).dump((function, args, kwargs))
-        (folder / CALL).write_bytes(pickle.dumps(([one for one in sys.path if isinstance(one, str)], call.getvalue())))
+        with (folder / CALL).open("wb") as file:
+            ModulePickler(file).dump((function, args, kwargs))
         report = folder / "report.json"
-        command = ["-n", str(n), "--report", str(report), "-m", "distman._run.call", name]
-        code = _start([sys.executable, "-m", "distman", "run", *command])
+        code = _start(["run", "-n", str(n), "--report", str(report), "--call", name])
         if code == 2 and not report.exists():
             raise ValueError(
                 f"n must be a number of ranks that can be started here, 'gpu', 'cpu' or 'auto', got {n!r}."
@@ -99,11 +101,12 @@ def _end(code: int) -> str:
     return f"ended with exit code {code}"
 
 
-def _start(command: list[str]) -> int:
+def _start(arguments: list[str]) -> int:
     """Start the job, and show what it writes where this program writes, be that a notebook's cell."""
     is_own = _is_the_process_s(sys.stdout)
     with subprocess.Popen(
-        command,
+        [sys.executable, *options(), *program(_PROGRAM), *arguments],
+        env=environment(),
         stdout=None if is_own else subprocess.PIPE,
         stderr=None if is_own else subprocess.STDOUT,
         encoding="utf-8",

@@ -15,6 +15,8 @@ from collections.abc import Callable, Mapping, Sequence
 from fcntl import ioctl
 from pathlib import Path
 
+from distman._interpreter import environment, options
+
 _LIBC = ctypes.CDLL(None)  # before the fork, after which nothing may be loaded
 _PR_SET_PDEATHSIG = 1  # of linux/prctl.h
 _READ_BYTES = 1 << 16
@@ -64,8 +66,8 @@ class Rank:
         ends = [_open_terminal(width) if width is not None else os.pipe() for width in columns]
         try:
             self._process = subprocess.Popen(
-                [sys.executable, "-u", *command],
-                env={**environ, "TORCHELASTIC_ERROR_FILE": str(error_file)},
+                [sys.executable, *options(), "-u", *command],
+                env={**environment(environ), "TORCHELASTIC_ERROR_FILE": str(error_file)},
                 stdin=None if rank == 0 else subprocess.DEVNULL,
                 stdout=ends[0][1],
                 stderr=ends[1][1],

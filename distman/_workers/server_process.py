@@ -13,6 +13,8 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import IO, TypeVar
 
+from distman._interpreter import environment, program
+from distman._interpreter import options as own_options
 from distman._text import printable_lines
 from distman._workers.output import read_output
 from distman._workers.sockets import is_readable, socket_pair
@@ -24,11 +26,9 @@ W = TypeVar("W")
 _CLOSE_SECONDS = 5.0
 # The interpreter ends at once: to take torch apart, half a second, is of no use to anyone.
 _PROGRAM = """
-import json, os, sys
-search_path, *arguments = json.loads(sys.argv[1])
-sys.path[:] = search_path
+import json, os
 from distman._workers.supervisor import main
-main(*arguments)
+main(*json.loads(sys.argv[1]))
 os._exit(0)
 """
 
@@ -93,12 +93,11 @@ def spawn_server(
         output: A file for what supervisor, server and workers write; closed with the server. None for the program's.
     """
     control, theirs = socket_pair()
-    search_path = [path for path in sys.path if isinstance(path, str)]
-    arguments = [search_path, theirs.fileno(), os.getpid(), entry, options]
+    arguments = json.dumps([theirs.fileno(), os.getpid(), entry, options])
     with theirs:
         process = subprocess.Popen(
-            [sys.executable, "-c", _PROGRAM, json.dumps(arguments)],
-            env=environ,
+            [sys.executable, *own_options(), *program(_PROGRAM), arguments],
+            env=environment(environ),
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=output,

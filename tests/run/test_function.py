@@ -68,8 +68,11 @@ def test_an_error_of_a_function_that_starts_no_job_is_told_too():
     def fail():
         assert os.environ["RANK"] != "0", "not here"
 
-    with pytest.raises(distman.RankFailedError, match=r"rank 0 .* raised AssertionError: not here"):
+    with pytest.raises(distman.RankFailedError, match=r"rank 0 .* raised AssertionError: not here") as caught:
         distman.run(fail, n=2)
+    shown = [line for line in str(caught.value).splitlines() if " File " in line]
+    assert len(shown) == 1, "the way to the function is left out"
+    assert __file__ in shown[0]
 
 
 def test_a_death_names_rank_and_host():

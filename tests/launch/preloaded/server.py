@@ -10,6 +10,7 @@ import fcntl
 import gc
 import importlib
 import io
+import itertools
 import json
 import os
 import runpy
@@ -163,10 +164,10 @@ def write(start: int, end: int, words: "list[str]") -> None:
 
 def run(arguments: "list[str]") -> None:
     """Run what ``python ARGUMENTS`` runs, in `__main__`."""
-    if arguments[0] == "-u":
+    options = list(itertools.takewhile(lambda one: one[:1] == "-" and one not in ("-c", "-m"), arguments))
+    if "-u" in options:
         sys.stdout = io.TextIOWrapper(io.FileIO(1, "w", closefd=False), write_through=True)
-        arguments = arguments[1:]
-    first, *rest = arguments
+    first, *rest = arguments[len(options) :]
     sys.path[:1] = ["" if first in ("-c", "-m") else str(Path(first).resolve().parent)]
     sys.path[1:1] = filter(None, os.environ.get("PYTHONPATH", "").split(":"))
     main = sys.modules["__main__"]
@@ -179,6 +180,8 @@ def run(arguments: "list[str]") -> None:
         runpy._run_module_as_main(rest[0])
     elif first == "-c":
         sys.argv = ["-c", *rest[1:]]
+        if rest[1:2] == ["run"]:  # of distman.run
+            sys.executable = os.environ.get("PYTHON_EXEC", sys.executable)
         exec(compile(rest[0], "<string>", "exec"), vars(main))  # noqa: S102 - as an interpreter does
     else:
         sys.argv = [first, *rest]

@@ -25,7 +25,7 @@ export OMP_NUM_THREADS="${OMP_NUM_THREADS:-@{cpus}}"
 
 # With mpi4py the ranks ask each other where to meet. Without it, name rank 0's host: the first; in a job, this one.
 @{several}# On several nodes they need a secret too then, which keeps others out: it is handed on in the environment only.
-if ! python -c 'import mpi4py' 2>/dev/null; then
+if ! PYTHONSAFEPATH=1 python -c 'import mpi4py' 2>/dev/null; then # not from the current folder
     first="${hosts%%,*}"
     export MASTER_ADDR="${first:-$(hostname)}"
 @{several}    DISTMAN_SECRET="$(od -An -N32 -tx1 /dev/urandom | tr -d ' \n')"
