@@ -42,6 +42,31 @@ def open_itself(path: Path, flags: int, mode: int = 0o600) -> int:
     return os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, mode)
 
 
+def create_anew(path: Path, mode: int = 0o600) -> int:
+    """Return the descriptor of a new file in the place of one that may be there.
+
+    Local. Nothing is written through a link, nor into a file that somebody else has put there and may read. A device,
+    such as ``/dev/null``, is written to.
+
+    Args:
+        path: The file.
+        mode: Its permissions.
+
+    Raises:
+        FileExistsError: There is something else, such as a folder or a pipe.
+        OSError: It is a link, or cannot be written.
+    """
+    with contextlib.suppress(FileNotFoundError):
+        found = path.lstat().st_mode
+        if stat.S_ISLNK(found):
+            raise OSError(f"{path} must not be a link, but it is. Name the file itself, or remove the link.")
+        if stat.S_ISCHR(found):
+            return open_itself(path, os.O_WRONLY)
+        if stat.S_ISREG(found):
+            path.unlink()
+    return open_itself(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
+
+
 def private_folder() -> Path:
     """Return a folder in the temporary one that only this user can enter.
 

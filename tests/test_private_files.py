@@ -3,6 +3,8 @@
 import contextlib
 import os
 import stat
+import subprocess
+import sys
 import tempfile
 from pathlib import Path
 
@@ -11,7 +13,7 @@ import pytest
 from distman._cli import main
 from distman._cli.check import shared_folder
 from distman._coordination.monitor.hang import Answer, write_report
-from distman._private_files import open_itself, private_folder, write_new
+from distman._private_files import create_anew, open_itself, private_folder, write_new
 
 
 def mode(path):
@@ -54,6 +56,28 @@ def test_what_is_planted_is_not_written_to(plant, tmp_path):
         write_new(path, "text")
     assert other.read_text() == "kept"
     assert not (tmp_path / "nowhere").exists()
+
+
+def write_anew(path, text):
+    with os.fdopen(create_anew(path), "w") as file:
+        file.write(text)
+
+
+@pytest.mark.parametrize("plant", PLANTED.values(), ids=PLANTED)
+def test_what_is_planted_in_the_place_of_a_file_gets_none_of_it(plant, tmp_path, umask):
+    other, path = tmp_path / "other", tmp_path / "path"
+    other.write_text("kept")
+    plant(path, other)
+    with contextlib.suppress(OSError):
+        write_anew(path, "text")
+        assert mode(path) == 0o600 & ~umask
+    assert other.read_text() == "kept"
+    assert not (tmp_path / "nowhere").exists()
+
+
+def test_a_device_is_written_to():
+    write_anew(Path(os.devnull), "text")
+    assert Path(os.devnull).is_char_device()
 
 
 def test_a_file_is_its_owners(tmp_path, umask):
@@ -117,6 +141,50 @@ def test_a_hang_report_goes_through_no_link(temporary, tmp_path, monkeypatch):
     assert len([*temporary.rglob("*.txt")]) == 1
 
 
+COMMANDS = {
+    "a report": ("path", ["run", "-n", "1", "--report={path}", os.devnull]),
+    "a log": ("rank-0.log", ["run", "-n", "1", "--log-dir={path.parent}", os.devnull]),
+    "a job script": ("path", ["launch", "--backend=slurm", "--output={path}", "--force"]),
+}
+
+
+def distman(arguments):
+    """Run the command in a process of its own, whose other children ``distman run`` would end."""
+    command = [sys.executable, "-m", "distman", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+
+
+@pytest.mark.parametrize("plant", PLANTED.values(), ids=PLANTED)
+@pytest.mark.parametrize(("name", "arguments"), COMMANDS.values(), ids=COMMANDS)
+def test_what_a_command_writes_goes_to_nobody_else(name, arguments, plant, tmp_path):
+    """Whoever has made a file there, or opened it before, does not read what the command writes."""
+    other, path = tmp_path / "kept" / "other", tmp_path / name
+    other.parent.mkdir()
+    other.write_text("kept")
+    plant(path, other)
+    is_file = path.is_file() and not path.is_symlink()
+    before = path.open() if is_file else contextlib.nullcontext()
+    with before as opened:
+        said = distman([word.format(path=path) for word in arguments]).stderr
+        assert opened is None or opened.read() in ("", "kept")
+    assert other.read_text() == "kept"
+    assert [one.name for one in other.parent.iterdir()] == ["other"]
+    if not is_file:
+        assert str(path) in said, "it says what is in the way"
+
+
+@pytest.mark.parametrize("restarts", [0, 2])
+def test_logs_are_their_owners(restarts, tmp_path, umask):
+    script = tmp_path / "fails.py"
+    script.write_text("print('begins', flush=True)\nraise SystemExit(3)")
+    arguments = ["-n", "1", f"--restarts={restarts}", f"--log-dir={tmp_path}", f"--report={tmp_path / 'report'}"]
+    assert distman(["run", *arguments, str(script)]).returncode == 3
+    logs, report = tmp_path / "rank-0.log", tmp_path / "report"
+    assert mode(logs) == mode(report) == 0o600 & ~umask
+    logs.chmod(0o600)
+    assert logs.read_text().count("begins") == restarts + 1
+
+
 @pytest.mark.parametrize("forced", [[], ["--force"]])
 def test_a_job_script_goes_through_no_link(forced, tmp_path, capsys):
     other, script = tmp_path / "other", tmp_path / "job.sh"
@@ -125,6 +193,15 @@ def test_a_job_script_goes_through_no_link(forced, tmp_path, capsys):
     assert main(["launch", "--backend=slurm", f"--output={script}", *forced]) == 1
     assert other.read_text() == "kept"
     assert f"{script} must not " in capsys.readouterr().err
+
+
+def test_the_permissions_of_a_script_that_somebody_else_has_made_are_not_taken_over(tmp_path, monkeypatch):
+    script, uid = tmp_path / "job.sh", os.geteuid()
+    script.touch()
+    script.chmod(0o777)
+    monkeypatch.setattr(os, "geteuid", lambda: uid + 1)
+    assert main(["launch", "--backend=slurm", f"--output={script}", "--force"]) == 0
+    assert mode(script) == 0o700
 
 
 def test_a_job_script_is_its_owners_and_keeps_the_permissions_it_was_given(tmp_path):

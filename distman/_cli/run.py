@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
+from typing import IO
 
 from distman._cli.arguments import at_least
+from distman._private_files import create_anew
 from distman._run.call import call_in
-from distman._run.job import Plan, run_job
+from distman._run.job import Plan, open_logs, run_job
+from distman._run.outcome import Outcome
 from distman._run.placement import number_of_ranks
+from distman._text import printable
 
 _EPILOG = (
     "For several hosts, start the ranks with their launcher (srun, mpirun, torchrun); `distman launch` writes the job "
@@ -48,28 +54,42 @@ def run(arguments: argparse.Namespace) -> int:
     """
     plan = _plan(arguments)
     try:
-        return _run(plan, arguments)
+        with open_logs(plan) as logs:
+            outcome = _run(plan, logs, arguments)
     except BrokenPipeError:
         raise  # whoever reads has what it wants
     except OSError as error:
-        print(f"distman run: starting the ranks failed: {error}. None is left.", file=sys.stderr)
-        return 1
+        return _complain(f"starting the ranks failed: {str(error).rstrip('.')}. None is left.")
+    if arguments.json:
+        print(outcome.to_json())
+    try:
+        if arguments.report is not None:
+            _write(arguments.report, outcome.to_json())
+    except OSError as error:
+        return max(outcome.exit_code, _complain(f"writing the report failed: {str(error).rstrip('.')}."))
+    return outcome.exit_code
 
 
-def _run(plan: Plan, arguments: argparse.Namespace) -> int:
+def _run(plan: Plan, logs: Sequence[IO[bytes]], arguments: argparse.Namespace) -> Outcome:
     for restart in range(arguments.restarts + 1):
-        outcome = run_job(plan, is_restart=restart > 0)
+        outcome = run_job(plan, logs)
         if outcome.exit_code and arguments.report is None and not arguments.json:
             print(outcome.report(), file=sys.stderr, flush=True)
         if not outcome.exit_code or outcome.interruption is not None:
             break
         if restart < arguments.restarts:
             print(f"distman run: restart {restart + 1} of {arguments.restarts}", file=sys.stderr, flush=True)
-    if arguments.report is not None:
-        arguments.report.write_text(outcome.to_json())
-    if arguments.json:
-        print(outcome.to_json())
-    return outcome.exit_code
+    return outcome
+
+
+def _write(report: Path, text: str) -> None:
+    with os.fdopen(create_anew(report), "w", encoding="utf-8") as file:
+        file.write(text)
+
+
+def _complain(sentence: str) -> int:
+    print(f"distman run: {printable(sentence)}", file=sys.stderr)
+    return 1
 
 
 def _plan(arguments: argparse.Namespace) -> Plan:
@@ -81,6 +101,8 @@ def _plan(arguments: argparse.Namespace) -> Plan:
         error(f"--report must be in a folder that exists, got {arguments.report}")
     if arguments.report is not None and arguments.report.is_dir():
         error(f"--report must be a file, got the folder {arguments.report}")
+    if arguments.report is not None and arguments.report.is_symlink():
+        error(f"--report must be a file, got the link {arguments.report}")
     try:
         number = number_of_ranks(arguments.ranks, arguments.cpus_per_rank)
     except ValueError as problem:

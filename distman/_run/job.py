@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import IO
 
 from distman._coordination.failure.record import SILENT
+from distman._private_files import create_anew
 from distman._run.console import Console
 from distman._run.error_files import read_error_file
 from distman._run.outcome import Outcome, RankOutcome
@@ -54,20 +55,19 @@ class Plan:
     is_quiet: bool = False
 
 
-def run_job(plan: Plan, *, is_restart: bool = False) -> Outcome:
+def run_job(plan: Plan, logs: Sequence[IO[bytes]] = ()) -> Outcome:
     """Start the ranks, show what they write, and return when all have ended, with what they started.
 
     Args:
         plan: What is started.
-        is_restart: Whether files of what ranks wrote go on.
+        logs: The files of what the ranks write, see :func:`open_logs`.
 
     Raises:
         OSError: A rank cannot be started, or a file cannot be written. None is left then.
     """
     adopt_orphans()
     consoles = _consoles(plan)
-    with _private_folder() as folder, HeardSignals() as signals, ExitStack() as stack:
-        logs = [stack.enter_context(log) for log in _open_logs(plan, "ab" if is_restart else "wb")]
+    with _private_folder() as folder, HeardSignals() as signals:
         job = _Job(consoles, logs, signals, num_shown=plan.num_ranks if plan.shows_all else 1)
         try:
             job.start(plan, folder)
@@ -85,12 +85,23 @@ def _private_folder() -> Iterator[Path]:
         yield Path(folder)
 
 
-def _open_logs(plan: Plan, mode: str) -> Iterator[IO[bytes]]:
+@contextmanager
+def open_logs(plan: Plan) -> Iterator[list[IO[bytes]]]:
+    """Make a new file for what each rank writes, which only this user can read; none without a folder for them.
+
+    Raises:
+        OSError: One cannot be made.
+    """
+    with ExitStack() as stack:
+        yield [stack.enter_context(os.fdopen(create_anew(path), "wb", buffering=0)) for path in _log_files(plan)]
+
+
+def _log_files(plan: Plan) -> Iterator[Path]:
     if plan.log_dir is not None:
         plan.log_dir.mkdir(parents=True, exist_ok=True)
         width = len(str(plan.num_ranks - 1))
         for rank in range(plan.num_ranks):
-            yield (plan.log_dir / f"rank-{rank:0{width}}.log").open(mode, buffering=0)
+            yield plan.log_dir / f"rank-{rank:0{width}}.log"
 
 
 def _consoles(plan: Plan) -> dict[int, Console]:

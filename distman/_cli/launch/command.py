@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import errno
 import json
 import os
 import stat
@@ -13,7 +12,8 @@ from pathlib import Path
 
 from distman._cli.launch.job_script import BACKENDS, JobRequest, read_time, render
 from distman._cli.launch.submission import is_scheduled, job_id_in, submission_line, submit
-from distman._private_files import open_itself
+from distman._private_files import create_anew, open_itself
+from distman._text import printable
 
 _DESCRIPTION = "Write the script that starts a job of one process for each GPU, and submit it to the scheduler."
 _DEFAULTS = JobRequest(backend="slurm")
@@ -122,21 +122,29 @@ def _check_submission(arguments: argparse.Namespace, request: JobRequest) -> Non
 def _write(path: Path, script: str, *, force: bool) -> None:
     """Write the file, which its owner can run and nobody else can read: a command line may hold a token.
 
-    One that is there stays as it is unless it may be replaced; then it keeps its permissions.
+    One that is there stays as it is unless it may be replaced; then the new one has the permissions that this user had
+    given it.
     """
+    permissions = _given_permissions(path)
     try:
-        flags = os.O_WRONLY | os.O_CREAT | (os.O_TRUNC if force else os.O_EXCL)
-        with os.fdopen(open_itself(path, flags, 0o700), "w", encoding="utf-8") as file:
-            file.write(script)
-            os.fchmod(file.fileno(), os.fstat(file.fileno()).st_mode | stat.S_IXUSR)
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
+        descriptor = create_anew(path, 0o700) if force else open_itself(path, flags, 0o700)
     except FileExistsError as error:
         raise FileExistsError(
             f"{path} must not exist yet, but it does. Choose another name, or pass --force."
         ) from error
-    except OSError as error:
-        if error.errno != errno.ELOOP:
-            raise
-        raise OSError(f"{path} must not be a link, but it is. Name the file itself, or remove the link.") from error
+    with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+        file.write(script)
+        os.fchmod(file.fileno(), os.fstat(file.fileno()).st_mode | permissions | stat.S_IXUSR)
+
+
+def _given_permissions(path: Path) -> int:
+    """Return the permissions of a file of this user's; none where it is somebody else's, or not there."""
+    try:
+        found = path.lstat()
+    except OSError:
+        return 0
+    return stat.S_IMODE(found.st_mode) if stat.S_ISREG(found.st_mode) and found.st_uid == os.geteuid() else 0
 
 
 def _submit(arguments: argparse.Namespace, request: JobRequest, path: Path, script: str) -> int:
@@ -163,11 +171,12 @@ def _report(
     elif path is None:
         print(script, end="")
     else:
+        shown = printable(str(path))
         print(
-            f"{path} is written. Submit it: {line}" if is_scheduled(request.backend) else f"{path} is written: {line}"
+            f"{shown} is written. Submit it: {line}" if is_scheduled(request.backend) else f"{shown} is written: {line}"
         )
 
 
 def _complain(error: Exception, *, code: int) -> int:
-    print(f"distman launch: {error}", file=sys.stderr)
+    print(f"distman launch: {printable(str(error))}", file=sys.stderr)
     return code
