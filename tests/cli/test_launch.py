@@ -109,6 +109,68 @@ def test_bash_reads_the_arguments_as_they_were_given(arguments):
     assert said.split("\0")[4:-1] == ["python", "train.py", *arguments]
 
 
+BACKENDS_OF_SCRIPTS = [*BACKENDS, "slurm with torchrun"]
+HOSTILE = st.text(
+    st.one_of(
+        st.sampled_from("\n\r\t\v\f\x1b\u2028\u202e\u2066\u200b\ufeff'\"`$;&|<>(){}*?!#=%@/.- \\\udc80\udcff"),
+        st.characters(exclude_characters="\0", exclude_categories=("Cs",)),
+    ),
+    min_size=1,
+)
+
+
+def job_script(backend, *, file=None, **options):
+    return render(JobRequest(backend=backend.split()[0], with_torchrun="with" in backend, **options), file)
+
+
+@given(backend=st.sampled_from(BACKENDS_OF_SCRIPTS), file=HOSTILE, arguments=st.lists(HOSTILE, max_size=3))
+@settings(max_examples=1_000)
+def test_no_name_and_no_argument_becomes_a_line_of_the_script(backend, file, arguments):
+    script = job_script(backend, file=file, program=("train.py", *arguments))
+    plain = job_script(backend, file="x", program=("train.py", *["x"] * len(arguments)))
+    lines, expected = script.split("\n"), plain.split("\n")
+    assert len(lines) == len(expected)
+    assert all(line.isprintable() for line in lines)
+    changed = [line for line, other in zip(lines, expected, strict=True) if line != other]
+    assert all(line.startswith(("# ", "    ")) for line in changed), "in comments, and at the end of the last command"
+
+
+@given(
+    backend=st.sampled_from(BACKENDS_OF_SCRIPTS),
+    name=st.sampled_from(["job_name", "account", "partition", "gpu_type", "time"]),
+    value=st.one_of(HOSTILE, st.from_regex(r"[\w.-]{1,8}(\n#(SBATCH|PBS|BSUB) -x)?", fullmatch=True)),
+)
+@settings(max_examples=1_000)
+def test_what_stands_in_a_line_for_the_scheduler_is_one_word(backend, name, value):
+    try:
+        script = job_script(backend, **{name: value})
+    except ValueError:
+        return
+    assert re.fullmatch(r"[A-Za-z0-9_.+@:-]+", value)
+    assert len(script.split("\n")) == len(job_script(backend, **({} if name == "time" else {name: "x"})).split("\n"))
+
+
+@pytest.mark.parametrize("name", ["a\nrm -rf x\n.sh", "-v", "--wrap=x", "\u202ehs.x", "it's $(x).sh"])
+def test_the_line_that_submits_a_script_is_one_line_with_the_name_of_the_file(capsys, tmp_path, monkeypatch, name):
+    monkeypatch.chdir(tmp_path)
+    code, out, err = launch(capsys, "--backend=torchrun", f"--output={name}")
+    assert (code, err) == (0, "")
+    assert out.removesuffix("\n").isprintable()
+    command = out.removesuffix("\n").partition(" is written: ")[2]
+    said = subprocess.run(
+        ["bash", "-c", f'bash() {{ cat "$@"; }}; {command}'], capture_output=True, text=True, timeout=60
+    )
+    assert said.stdout == (tmp_path / name).read_text()
+    assert len(said.stdout.splitlines()) == len(job_script("torchrun").splitlines())
+
+
+@pytest.mark.parametrize("name", ["-x.sh", "it's.sh"])
+def test_a_script_is_submitted_by_its_name_whatever_that_is(capfd, tmp_path, monkeypatch, name):
+    monkeypatch.chdir(tmp_path)
+    assert main(["launch", "--backend=torchrun", f"--output={name}", "--submit", "missing.py"]) != 0
+    assert "invalid option" not in capfd.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("backend", "launcher", "options"),
     [

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import re
 import shlex
+import string
 from importlib.resources import files
 
 BACKENDS = {
@@ -23,6 +25,9 @@ _PYTHON = re.compile(r"(.*/)?python[\d.]*")
 _TIME = re.compile(r"(\d{2,3}):([0-5]\d):([0-5]\d)", re.ASCII)
 _SLURM_TIME = re.compile(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", re.ASCII)
 _TIME_WITH_UNITS = re.compile(r"(?:(\d+)d)?(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s)?", re.ASCII)
+_PLAIN = frozenset(string.printable.encode()) - frozenset(string.whitespace.encode()) - set(b"\\'") | set(b" ")
+"""Characters that stand for themselves in ``$'...'``."""
+
 _PLACEHOLDER = re.compile(r"@\{(\w+)\}")
 
 
@@ -157,6 +162,22 @@ def read_time(text: str) -> str:
     return f"{seconds // 3600:02}:{seconds // 60 % 60:02}:{seconds % 60:02}"
 
 
+def quoted(word: str) -> str:
+    """Return a word as bash reads it, on one line and visible: control characters and the like are escaped.
+
+    A line that begins within a word would be taken for one of the script's by whoever does not read as bash does: a
+    person, and schedulers, which look for their options at the beginnings of lines.
+    """
+    if word.isprintable():
+        return shlex.quote(word)
+    return "$'" + "".join(f"\\x{byte:02x}" if byte not in _PLAIN else chr(byte) for byte in os.fsencode(word)) + "'"
+
+
+def as_argument(path: str) -> str:
+    """Return the path of a file so that no program takes it for an option."""
+    return f"./{path}" if path.startswith("-") else path
+
+
 def _option(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
@@ -170,7 +191,7 @@ def render(request: JobRequest, file_name: str | None = None) -> str:
     """
     name = "slurm_torchrun" if request.with_torchrun else request.backend
     template = files("distman._cli.launch").joinpath("templates", f"{name}.sh").read_text(encoding="utf-8")
-    values = _values(request) | {"file": shlex.quote(file_name or request.file_name)}
+    values = _values(request) | {"file": quoted(as_argument(file_name or request.file_name))}
     return "".join(_filled(line, values) for line in template.splitlines(keepends=True))
 
 
@@ -186,7 +207,7 @@ def _values(request: JobRequest) -> dict[str, str | None]:
     tasks, gpus, cpus = request.tasks, request.gpus_per_node, request.cpus_per_task
     hours, minutes, seconds = (int(part) for part in request.time.split(":"))
     all_minutes = max(1, hours * 60 + minutes + (seconds > 0))
-    script = shlex.join(request.program)
+    script = " ".join(map(quoted, request.program))
     return {
         "job": "A job of one process" if request.nodes * tasks == 1 else f"A job of {request.nodes * tasks} processes",
         "place": _place(request),

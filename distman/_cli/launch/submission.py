@@ -8,6 +8,8 @@ import shutil
 import subprocess
 from pathlib import Path
 
+from distman._cli.launch.job_script import as_argument, quoted
+
 _SCHEDULERS = {"slurm": ("sbatch",), "pbs": ("qsub",), "lsf": ("bsub",), "flux": ("flux", "batch")}
 _READS_STANDARD_INPUT = {"lsf"}
 _JOB_IDS = {
@@ -26,7 +28,7 @@ def is_scheduled(backend: str) -> bool:
 def submission_line(backend: str, script: Path) -> str:
     """Return the command line that submits the script, or runs it."""
     words = shlex.join([*_SCHEDULERS.get(backend, ("bash",))])
-    return f"{words} {'< ' * (backend in _READS_STANDARD_INPUT)}{shlex.quote(str(script))}"
+    return f"{words} {'< ' * (backend in _READS_STANDARD_INPUT)}{quoted(as_argument(str(script)))}"
 
 
 def submit(backend: str, script: Path) -> subprocess.CompletedProcess[str]:
@@ -45,7 +47,7 @@ def submit(backend: str, script: Path) -> subprocess.CompletedProcess[str]:
     if backend in _READS_STANDARD_INPUT:
         with script.open(encoding="utf-8") as file:
             return subprocess.run(command, stdin=file, stdout=output, text=True, check=False)
-    return subprocess.run([*command, str(script)], stdout=output, text=True, check=False)
+    return subprocess.run([*command, as_argument(str(script))], stdout=output, text=True, check=False)
 
 
 def job_id_in(backend: str, answer: str) -> str | None:
