@@ -28,6 +28,8 @@ Status = Literal["finished", "preempted", "failed"]
 _MOST_WAITING = 1000
 """Calls that a tracker may have before it, of up to 32 steps each: minutes of training, and some megabytes."""
 
+_NOT_IN_NAMES = frozenset("/\\'\"`")
+
 _SECONDS_FOR_THE_REST = 30.0
 """So long the end of a training waits until all has been written; as long as a server takes to restart."""
 
@@ -43,7 +45,11 @@ class Tracker(Callback, abc.ABC):
     warning and the training goes on without the tracker. Add it on all ranks.
 
     Args:
-        run: Name of the run; None makes one. A resumed training goes on with the run of its checkpoint.
+        run: Name of the run, one that a folder can have, without quotes; None makes one. A resumed training goes on
+            with the run of its checkpoint.
+
+    Raises:
+        ValueError: The name is none of these.
 
     Example:
         >>> class Print(Tracker):
@@ -66,6 +72,10 @@ class Tracker(Callback, abc.ABC):
     """
 
     def __init__(self, run: str | None = None) -> None:
+        if run is not None and not _is_name(run):
+            raise ValueError(
+                f"run must be one name without slashes, quotes and control characters, got {run!r}. Choose another."
+            )
         self._run = run
         self._is_off = False
         self._writing: _Writing | None = None
@@ -190,11 +200,18 @@ class Tracker(Callback, abc.ABC):
         return {"run": self._run}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on with the run of such a state.
+        """Go on with the run of such a state, unless its name could lead elsewhere: then a warning says so.
 
         Local.
         """
-        self._run = state["run"] or self._run  # of a training that had not begun, there is none
+        run = state["run"]
+        if _is_name(run):
+            self._run = run
+        elif run is not None and DistributedManager().is_main:  # of a training that had not begun there is none
+            shown = printable(repr(run))
+            logger.warning(
+                "%s does not go on with the run of the checkpoint, %s: that is no name", type(self).__name__, shown
+            )
 
     def _put(self, kind: Kind, records: Sequence[Record]) -> None:
         if self._writing is None:
@@ -257,6 +274,11 @@ class _Writing:
         if not self._is_off:
             self._is_off = True
             logger.warning("%s %s. It is switched off; the training goes on without it", self._name, reason)
+
+
+def _is_name(run: object) -> bool:
+    """Return whether something can be the name of a run: of one folder, and in a question to a server."""
+    return isinstance(run, str) and run.isprintable() and not _NOT_IN_NAMES & {*run} and bool(run.strip(". "))
 
 
 def curves(kind: Kind, record: Record) -> dict[str, float]:

@@ -1,11 +1,17 @@
 import json
+import os
 import re
 import threading
 from contextlib import nullcontext
+from pathlib import Path
 
 import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+import distman
 from distman import DistributedManager
 from distman.handler import Callback, JsonLinesTracker, Preempted, TensorBoardTracker, Tracker
 from distman.testing import ranks
@@ -107,6 +113,52 @@ def test_a_name_stays_where_a_checkpoint_has_none(tmp_path):
     untrained.save(tmp_path / "saved.pt")
     handler.load(tmp_path / "saved.pt")
     assert tracker.run == "mine"
+
+
+NAMES = st.text(
+    st.one_of(
+        st.sampled_from("/\\\\.'\"`\n\r\0\x1b\u202e\u2066\u2028\u200b ~%ab"),
+        st.characters(),
+    )
+)
+
+
+@given(name=st.one_of(NAMES, st.sampled_from(["/x", "..", ".", "", " ", "../x", "a/../../x", "x' AND '"])))
+@settings(max_examples=1_000)
+def test_the_name_of_a_run_is_one_folder_and_one_word(name):
+    tracker = Memory("mine")
+    try:
+        Memory(name)
+    except ValueError:
+        tracker.load_state_dict({"run": name})
+        assert tracker.run == "mine"
+        return
+    folder = Path("/runs").joinpath(name)
+    assert folder.parent == Path("/runs")
+    assert os.path.normpath(folder) == f"/runs/{name}"
+    assert name.isprintable()
+    assert not {*"'\"`\\"} & {*name}
+    tracker.load_state_dict({"run": name})
+    assert tracker.run == name
+
+
+@pytest.mark.parametrize("name", ["absolute", "../outside", "inside/../../outside", "..", 7, ["x"], torch.ones(1)])
+def test_a_checkpoint_does_not_say_where_a_tracker_writes(name, tmp_path, caplog):
+    runs, outside = tmp_path / "runs", tmp_path / "outside"
+    handler = make_handler(65)
+    handler.add_callback(TensorBoardTracker(runs))
+    handler.save(tmp_path / "saved.pt")
+    state = distman.checkpoint.load(tmp_path / "saved.pt")
+    (saved,) = (one for _, one in state["callbacks"] if "run" in one)
+    saved["run"] = str(outside) if name == "absolute" else name
+    distman.checkpoint.save(state, tmp_path / "saved.pt")
+    handler = make_handler(65)
+    handler.add_callback(tracker := TensorBoardTracker(runs))
+    handler.load(tmp_path / "saved.pt")
+    handler.train(1)
+    assert "does not go on with the run of the checkpoint" in caplog.text
+    assert {path.name for path in tmp_path.iterdir()} == {"runs", "saved.pt"}
+    assert [path.name for path in runs.iterdir()] == [tracker.run]
 
 
 def test_another_run_leaves_the_lines_of_others(tmp_path):

@@ -1,5 +1,6 @@
 """Trackers of other projects, with what these read and write themselves."""
 
+import random
 import struct
 import sys
 
@@ -47,6 +48,24 @@ def test_mlflow_has_one_run_with_each_step_once(tmp_path, monkeypatch):
     assert sorted(point.step for point in steps) == list(range(1, 11))
     epochs = {point.step: point.value for point in client.get_metric_history(run.info.run_id, "epoch/loss")}
     assert epochs == dict(zip([5, 10], history["loss"], strict=True))
+
+
+def test_mlflow_takes_a_name_as_a_name(tmp_path, monkeypatch):
+    """Each name finds its own run, and no other one, whatever the language of its questions makes of it."""
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    uri, generator = (tmp_path / "mlruns").as_uri(), random.Random(5)  # noqa: S311 - no secret
+    names = {"mine", *("".join(generator.choices("a%_;-=()[]{},.:#$&*? é", k=6)) for _ in range(20))}
+    for step in (0, 1):
+        for name in names:
+            tracker = MLflowTracker(uri, run=name)
+            tracker.open(name, step)
+            tracker.close("finished")
+    client = MlflowClient(uri)
+    found = client.search_runs([client.get_experiment_by_name("Default").experiment_id])
+    assert sorted(run.data.tags["distman.run"] for run in found) == sorted(names)
+    for name in ("mine' OR tags.a != 'b", "x' AND attributes.status = 'RUNNING", "it's", "\\", "`"):
+        with pytest.raises(ValueError, match="run must be one name without slashes, quotes"):
+            MLflowTracker(uri, run=name)
 
 
 def records_of(path):
