@@ -1,6 +1,9 @@
 """Every name of NNHandler: each is there or says what to write instead, and does what it did."""
 
+import inspect
 import math
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -9,6 +12,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from torch.utils.data import TensorDataset
 
 import distman
+from distman import _process_state
 from distman.compat import nnhandler
 from distman.compat.nnhandler import (
     Callback,
@@ -363,14 +367,89 @@ def test_plain_files(rank, tmp_path):
         make().load(paths["other"], strict_load=True)
 
 
-@ranks(1)
-def test_a_class_that_a_file_names_is_not_imported(tmp_path):
-    class Local(torch.nn.Linear):
-        pass
+class Destructive(Net):
+    """The program has it, and makes no handler of it."""
 
-    NNHandler(Local, in_features=1, out_features=1).save(tmp_path / "local.pth")
-    with pytest.raises(CheckpointError, match=r"Local must be a class of Module that the program has imported"):
-        NNHandler.load(str(tmp_path / "local.pth"))
+    def __init__(self, path="", **arguments):
+        super().__init__(**arguments)
+        Path(path).unlink()
+
+
+class OwnOptimizer(torch.optim.SGD):
+    pass
+
+
+def saved(path, made):
+    """A file of a handler of the program's, in which somebody has changed how it was made."""
+    handler = make()
+    handler.set_scheduler(torch.optim.lr_scheduler.StepLR, step_size=2)
+    handler.save(path)
+    state = distman.checkpoint.load(path)
+    for name, value in made.items():
+        state["nnhandler"][name].update(value)
+    distman.checkpoint.save(state, path)
+    return str(path)
+
+
+OF = {"module": __name__, "kwargs": {}}
+NAMED_BY_A_FILE = {
+    "a model": ("model", {**OF, "name": "Destructive", "kwargs": {"path": "kept"}}),
+    "a model of a library": ("model", {"module": "torch.fx.graph_module", "name": "GraphModule", "kwargs": {}}),
+    "a class within another": ("model", {"module": "torch", "name": "nn.Module", "kwargs": {}}),
+    "no model": ("model", {"module": "builtins", "name": "open", "kwargs": {}}),
+    "a module that is not imported": ("model", {"module": "antigravity", "name": "X", "kwargs": {}}),
+    "an optimizer": ("optimizer", {**OF, "name": "OwnOptimizer", "kwargs": {"lr": 0.1}}),
+    "no optimizer": ("optimizer", {"module": "torch.nn.modules.linear", "name": "Linear", "kwargs": {}}),
+    "a scheduler": ("scheduler", {"module": "torch.optim.sgd", "name": "SGD", "kwargs": {}}),
+}
+
+
+@ranks(1)
+@pytest.mark.parametrize(("part", "made"), NAMED_BY_A_FILE.values(), ids=NAMED_BY_A_FILE)
+def test_a_class_that_only_a_file_names_is_not_called(part, made, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    kept = tmp_path / "kept"
+    kept.touch()
+    path = saved(tmp_path / "named.pth", {part: made})
+    with pytest.raises(CheckpointError, match=rf"{made['name']} must be a class of \w+ that this program has used"):
+        NNHandler.load(path)
+    assert kept.exists()
+    assert "antigravity" not in sys.modules
+
+
+@ranks(1)
+def test_a_file_names_what_the_program_lists_or_has_used(tmp_path):
+    path = saved(tmp_path / "named.pth", {"optimizer": {**OF, "name": "OwnOptimizer", "kwargs": {"lr": 0.1}}})
+    loaded = NNHandler.load(path, classes=[OwnOptimizer])
+    assert type(loaded.optimizer) is OwnOptimizer
+    assert type(NNHandler.load(path).optimizer) is OwnOptimizer
+    NNHandler(torch.nn.Linear, in_features=1, out_features=1).save(path)
+    _process_state.reset()
+    assert type(NNHandler.load(path).module) is torch.nn.Linear
+    saved(tmp_path / "named.pth", {})
+    _process_state.reset()
+    with pytest.raises(CheckpointError, match=r"pass classes=\[...\] with this class to load\(\)"):
+        NNHandler.load(path)
+    assert type(NNHandler.load(path, classes=[Net]).module) is Net
+
+
+@ranks(1)
+@pytest.mark.parametrize("name", [one for one in inspect.signature(NNHandler).parameters if one != "model_kwargs"])
+def test_a_file_has_no_arguments_for_the_handler(name, tmp_path, monkeypatch):
+    """Among them is the name of a file to which it logs."""
+    monkeypatch.chdir(tmp_path)
+    path = saved(tmp_path / "named.pth", {"model": {"kwargs": {name: "x"}}})
+    with pytest.raises(CheckpointError, match=rf"the file must have arguments of Net alone, got {name}"):
+        NNHandler.load(path)
+    assert [one.name for one in tmp_path.iterdir()] == ["named.pth"]
+
+
+@ranks(1)
+@pytest.mark.parametrize("part", ["optimizer", "scheduler"])
+def test_a_file_has_no_arguments_for_the_calls_that_set_something(part, tmp_path):
+    path = saved(tmp_path / "named.pth", {part: {"kwargs": {f"{part}_class": "x"}}})
+    with pytest.raises(CheckpointError, match=rf"alone, got {part}_class"):
+        NNHandler.load(path)
 
 
 @ranks(1)

@@ -14,6 +14,7 @@ from distman._version import VERSION
 from distman.compat.nnhandler._callbacks import Callback
 from distman.compat.nnhandler._events import Bridge, Validating
 from distman.compat.nnhandler._kinds import LoggingMode, ModelType, Sampler, initialize_logger
+from distman.compat.nnhandler._known_classes import remember
 from distman.compat.nnhandler._names import REFUSED_ARGUMENTS, REFUSED_METHODS
 from distman.compat.nnhandler._start import start
 
@@ -43,6 +44,7 @@ class Base:
             raise TypeError(
                 f"model_class must be a class of torch.nn.Module, got {model_class!r}. Pass its arguments too."
             )
+        remember(model_class)
         self._manager = start(device, use_distributed=use_distributed)
         _set_ddp_options(self._manager, ddp_kwargs or {})
         self.logger: logging.Logger | None = None

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import functools
-import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,6 +11,7 @@ import torch
 from distman import checkpoint
 from distman.checkpoint._state import check_state
 from distman.compat.nnhandler._kinds import ModelType
+from distman.compat.nnhandler._known_classes import arguments_of, class_of
 from distman.compat.nnhandler._start import start
 from distman.errors import CheckpointError
 
@@ -61,11 +61,13 @@ def _load(
     skip_callbacks: bool = False,
     skip_sampler_sde: bool = False,
     skip_ema: bool = False,
+    *,
+    classes: Sequence[type] = (),
 ) -> NNHandler:
     """Return a handler with the state in a file; the next training goes on from it.
 
-    Collective. Blocking. Nothing in the file is run: its classes are looked for among those that the program has
-    imported.
+    Collective. Blocking. Nothing in the file is run. To make a handler, the classes that the file names are called with
+    its arguments: public ones of torch, those that this program has used with a handler, and those that you list.
 
     Args:
         owner: The class of the handler.
@@ -80,9 +82,10 @@ def _load(
         skip_callbacks: Leave out the states of callbacks, which those of the same classes get when they are added.
         skip_sampler_sde: Leave out the state of the sampler.
         skip_ema: Leave out the moving average of the weights.
+        classes: Classes of models, optimizers and schedulers that the file may name, too.
 
     Raises:
-        CheckpointError: The file holds something else; or the class of its model is not known here.
+        CheckpointError: The file holds something else; or it names another class.
         RuntimeError: The weights do not fit.
     """
     start(device)
@@ -97,13 +100,15 @@ def _load(
         return handler
     made = state.pop(KEY)
     if handler is None:
-        model_class = _class_of(made["model"], torch.nn.Module)
-        handler = owner(model_class, device or "cpu", model_type=made["model_type"], **made["model"]["kwargs"])
+        model_class = class_of(made["model"], torch.nn.Module, classes)
+        arguments = arguments_of(made["model"], owner)
+        handler = owner(model_class, device or "cpu", model_type=made["model_type"], **arguments)
         if made["optimizer"] and not skip_optimizer:
-            handler.set_optimizer(_class_of(made["optimizer"], torch.optim.Optimizer), **made["optimizer"]["kwargs"])
+            optimizer_class = class_of(made["optimizer"], torch.optim.Optimizer, classes)
+            handler.set_optimizer(optimizer_class, **arguments_of(made["optimizer"], handler.set_optimizer))
             if made["scheduler"] and not skip_scheduler:
-                scheduler_class = _class_of(made["scheduler"], torch.optim.lr_scheduler.LRScheduler)
-                handler.set_scheduler(scheduler_class, **made["scheduler"]["kwargs"])
+                scheduler_class = class_of(made["scheduler"], torch.optim.lr_scheduler.LRScheduler, classes)
+                handler.set_scheduler(scheduler_class, **arguments_of(made["scheduler"], handler.set_scheduler))
     handler._seed = made["seed"]
     handler.complimentary_kwargs = made["complimentary_kwargs"]
     if made["sampler"] and handler.sampler is not None and not skip_sampler_sde:
@@ -205,20 +210,3 @@ def _plain(values: Mapping[str, Any]) -> dict[str, Any]:
             continue
         kept[name] = value
     return kept
-
-
-def _class_of(made: Mapping[str, Any], base: type) -> Any:
-    """Return the class of that name, if the program has imported it and it is one of ``base``.
-
-    Raises:
-        CheckpointError: It is not there; nothing is imported that only a file has named.
-    """
-    found: Any = sys.modules.get(made["module"])
-    for part in made["name"].split("."):
-        found = getattr(found, part, None)
-    if not (isinstance(found, type) and issubclass(found, base)):
-        raise CheckpointError(
-            f"{made['module']}.{made['name']} must be a class of {base.__name__} that the program has imported, got "
-            f"{found!r}. Import it before load(), or make the handler and call load() on it."
-        )
-    return found

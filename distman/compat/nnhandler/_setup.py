@@ -11,6 +11,7 @@ from torch.utils.data import Dataset
 from distman.compat.nnhandler._base import Base
 from distman.compat.nnhandler._callbacks import Callback
 from distman.compat.nnhandler._kinds import DataLoaderType, ModelType
+from distman.compat.nnhandler._known_classes import remember
 from distman.compat.nnhandler._numbers import of_cache
 
 if TYPE_CHECKING:
@@ -43,6 +44,7 @@ class Setup(Base):
 
         Local.
         """
+        remember(optimizer_class)
         self.distman.set_optimizer(optimizer_class, **optimizer_kwargs)
         self._optimizer, self._optimizer_kwargs = self.distman.optimizer, optimizer_kwargs
         if self._scheduler is not None:
@@ -62,6 +64,7 @@ class Setup(Base):
         self._scheduler, self._scheduler_kwargs = None, scheduler_kwargs
         self.distman.set_optimizer(lambda _: optimizer)  # without a scheduler
         if scheduler_class is not None:
+            remember(scheduler_class)
             self._scheduler = scheduler_class(optimizer, **scheduler_kwargs)
             self.distman.set_scheduler(lambda _: self._scheduler)
 
