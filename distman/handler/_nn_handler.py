@@ -20,6 +20,7 @@ from distman.handler._model import TrainedModel
 from distman.handler._optimization import Optimization, StepOptions
 from distman.handler._reporting import LoggerMode, Reporter
 from distman.handler._resumption import end_program
+from distman.handler._saved_arguments import saved_arguments
 from distman.handler._saving import Saving, read_checkpoint
 from distman.handler._setup import check_factory, required
 from distman.handler._stepper import own_steps
@@ -109,6 +110,7 @@ class NNHandler(Saving):
                 be saved: only numbers, strings, lists and tensors can.
 
         Raises:
+            CheckpointError: It has arguments for the handler.
             Exception: On the rank where reading failed: the reason.
             RankFailedError: On the other ranks.
 
@@ -120,7 +122,7 @@ class NNHandler(Saving):
         """
         _manager(kwargs.get("device"), use_distributed=kwargs.get("use_distributed"))
         saved = read_checkpoint(path)
-        handler = cls(model_class, **{**saved["model_kwargs"], **kwargs})
+        handler = cls(model_class, **{**saved_arguments(saved["model_kwargs"], cls), **kwargs})
         handler._load(saved)
         return handler
 

@@ -439,7 +439,7 @@ def test_a_file_has_no_arguments_for_the_handler(name, tmp_path, monkeypatch):
     """Among them is the name of a file to which it logs."""
     monkeypatch.chdir(tmp_path)
     path = saved(tmp_path / "named.pth", {"model": {"kwargs": {name: "x"}}})
-    with pytest.raises(CheckpointError, match=rf"the file must have arguments of Net alone, got {name}"):
+    with pytest.raises(CheckpointError, match=rf"must be for the class that it names, got {name} for NNHandler"):
         NNHandler.load(path)
     assert [one.name for one in tmp_path.iterdir()] == ["named.pth"]
 
@@ -448,7 +448,7 @@ def test_a_file_has_no_arguments_for_the_handler(name, tmp_path, monkeypatch):
 @pytest.mark.parametrize("part", ["optimizer", "scheduler"])
 def test_a_file_has_no_arguments_for_the_calls_that_set_something(part, tmp_path):
     path = saved(tmp_path / "named.pth", {part: {"kwargs": {f"{part}_class": "x"}}})
-    with pytest.raises(CheckpointError, match=rf"alone, got {part}_class"):
+    with pytest.raises(CheckpointError, match=rf"must be for the class that it names, got {part}_class for set_{part}"):
         NNHandler.load(path)
 
 

@@ -1,5 +1,6 @@
 """A training that is cut off anywhere and gone on with is the training that was never cut off, bit for bit."""
 
+import inspect
 import logging
 import math
 import random
@@ -597,3 +598,16 @@ def test_validating_saving_and_resuming_leave_a_training_as_it_is(tmp_path):
     assert handler.history["loss"] == undisturbed.history["loss"]
     assert torch.equal(handler.module.queue, undisturbed.module.queue)
     assert num_calls == undisturbed.num_steps + 1  # of the step that was cut off
+
+
+@pytest.mark.parametrize("name", [one for one in inspect.signature(NNHandler).parameters if one != "model_kwargs"])
+def test_a_checkpoint_has_no_arguments_for_the_handler(name, tmp_path, monkeypatch):
+    """Among them is the file to which it logs."""
+    monkeypatch.chdir(tmp_path)
+    make_handler(65).save("model.pt")
+    state = checkpoint.load("model.pt")
+    state["model_kwargs"] |= {"logger_mode": "both", name: "planted"}
+    checkpoint.save(state, "model.pt")
+    with pytest.raises(CheckpointError, match=rf"must be for the class that it names, got .*{name}"):
+        NNHandler.initialize_from_checkpoint("model.pt", Network, dtype=torch.float64)
+    assert [path.name for path in tmp_path.iterdir()] == ["model.pt"]

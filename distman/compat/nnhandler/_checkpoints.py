@@ -11,9 +11,10 @@ import torch
 from distman import checkpoint
 from distman.checkpoint._state import check_state
 from distman.compat.nnhandler._kinds import ModelType
-from distman.compat.nnhandler._known_classes import arguments_of, class_of
+from distman.compat.nnhandler._known_classes import class_of
 from distman.compat.nnhandler._start import start
 from distman.errors import CheckpointError
+from distman.handler._saved_arguments import saved_arguments
 
 if TYPE_CHECKING:
     from distman.compat.nnhandler._handler import NNHandler
@@ -101,14 +102,18 @@ def _load(
     made = state.pop(KEY)
     if handler is None:
         model_class = class_of(made["model"], torch.nn.Module, classes)
-        arguments = arguments_of(made["model"], owner)
+        arguments = saved_arguments(made["model"]["kwargs"], owner)
         handler = owner(model_class, device or "cpu", model_type=made["model_type"], **arguments)
         if made["optimizer"] and not skip_optimizer:
             optimizer_class = class_of(made["optimizer"], torch.optim.Optimizer, classes)
-            handler.set_optimizer(optimizer_class, **arguments_of(made["optimizer"], handler.set_optimizer))
+            handler.set_optimizer(
+                optimizer_class, **saved_arguments(made["optimizer"]["kwargs"], handler.set_optimizer)
+            )
             if made["scheduler"] and not skip_scheduler:
                 scheduler_class = class_of(made["scheduler"], torch.optim.lr_scheduler.LRScheduler, classes)
-                handler.set_scheduler(scheduler_class, **arguments_of(made["scheduler"], handler.set_scheduler))
+                handler.set_scheduler(
+                    scheduler_class, **saved_arguments(made["scheduler"]["kwargs"], handler.set_scheduler)
+                )
     handler._seed = made["seed"]
     handler.complimentary_kwargs = made["complimentary_kwargs"]
     if made["sampler"] and handler.sampler is not None and not skip_sampler_sde:

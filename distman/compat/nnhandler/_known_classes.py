@@ -1,10 +1,9 @@
-"""Which classes a file may name, and with which arguments: what only a file names is neither imported nor called."""
+"""Which classes a file may name: what only a file names is neither imported nor called."""
 
 from __future__ import annotations
 
-import inspect
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -54,19 +53,3 @@ def class_of(made: Mapping[str, Any], base: type, classes: Iterable[type] = ()) 
         "file names. If you trust the file with its arguments, pass classes=[...] with this class to load(), or make "
         "the handler and call load() on it."
     )
-
-
-def arguments_of(made: Mapping[str, Any], function: Callable[..., Any]) -> dict[str, Any]:
-    """Return the arguments that a file has for a class, which go through a function that hands them on.
-
-    Raises:
-        CheckpointError: One of them is for the function itself, such as the name of a file.
-    """
-    arguments = dict(made["kwargs"])
-    kinds = {name: one.kind for name, one in inspect.signature(function).parameters.items()}
-    own = {name for name, kind in kinds.items() if kind is not inspect.Parameter.VAR_KEYWORD}
-    if meant := sorted(own & arguments.keys()):
-        raise CheckpointError(
-            f"the file must have arguments of {made['name']} alone, got {', '.join(meant)}. Do not trust this file."
-        )
-    return arguments
