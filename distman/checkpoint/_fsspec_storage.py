@@ -17,6 +17,9 @@ from distman.checkpoint._storage import NewFolder
 _LINK = b"distman link to "
 """Content of an object that stands for another one of its folder, before the name."""
 
+_TARGET = re.compile(r"\w[\w.+-]*", re.ASCII)
+"""Names that a link may have: those of checkpoints and of their generations."""
+
 _NAME_BYTES = 255  # the longest name of a file on the usual file systems
 _TOKEN_BYTES = 8  # random bytes in a temporary name: nothing else tells the hosts that write to one store apart
 _CURRENT = "current"
@@ -106,11 +109,13 @@ class FsspecStorage:
         fs.invalidate_cache()
         try:
             head = fs.cat_file(path, start=0, end=len(_LINK) + _NAME_BYTES)
-        except (FileNotFoundError, IsADirectoryError):
+        except (FileNotFoundError, IsADirectoryError, NotADirectoryError):
             return None
         if not head.startswith(_LINK):
             return _name(place)
-        target: str = head.removeprefix(_LINK).decode()
+        target = head.removeprefix(_LINK).decode(errors="replace")
+        if not _TARGET.fullmatch(target):  # it would lead out of the folder, or to another store
+            return None
         return target if fs.exists(f"{_parent(path)}/{target}") else None
 
     def new_folder(self, place: str) -> NewFolder:

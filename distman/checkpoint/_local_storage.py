@@ -116,7 +116,8 @@ class LocalStorage:
         link = Path(place)
         if not link.exists():
             return None
-        return link.readlink().name if link.is_symlink() else link.name
+        target = link.readlink() if link.is_symlink() else link
+        return None if target.name in ("", "..") else target.name
 
     def new_folder(self, place: str) -> NewFolder:
         """Return a folder beside the place."""

@@ -15,6 +15,7 @@ from typing import IO, Any, cast
 
 import torch
 
+from distman._text import printable
 from distman._torch_internals import is_distributed_tensor, pickle_in
 from distman.checkpoint._inert_pickle import names_in
 from distman.checkpoint._location import Location
@@ -298,18 +299,27 @@ def check_file(file: IO[bytes]) -> None:
 def check_sums(file: IO[bytes]) -> None:
     """Compare what torch wrote with its checksums, and go back to the beginning.
 
-    Blocking.
+    Blocking. Nothing is inflated: torch compresses nothing, and what it reads is no more than there is in the file.
 
     Raises:
-        zipfile.BadZipFile: They differ, or the file is cut off.
+        zipfile.BadZipFile: They differ; or the file is cut off, or claims to hold more than it has.
     """
     with zipfile.ZipFile(file) as archive:
+        _check_sizes(archive.infolist(), file.seek(0, io.SEEK_END))
         for entry in archive.infolist():
             if entry.CRC:  # 0 where torch was told to leave them out
                 with archive.open(entry) as content:
                     while content.read(_CHUNK_BYTES):
                         pass
     file.seek(0)
+
+
+def _check_sizes(entries: list[zipfile.ZipInfo], num_bytes: int) -> None:
+    for entry in entries:
+        if entry.compress_type != zipfile.ZIP_STORED or entry.file_size != entry.compress_size:
+            raise zipfile.BadZipFile(f"{printable(entry.filename)} is compressed, which torch never does")
+    if sum(entry.file_size for entry in entries) > num_bytes:
+        raise zipfile.BadZipFile(f"its {len(entries)} parts are larger than the file")
 
 
 def _first_line(error: Exception) -> str:

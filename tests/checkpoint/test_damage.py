@@ -1,12 +1,16 @@
 """Damaged checkpoints, and what else may happen to a file: permissions, and several writers."""
 
 import contextlib
+import copy
 import errno
+import io
 import logging
 import os
+import random
 import sys
 import threading
 import uuid
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -16,7 +20,7 @@ from distman import CheckpointError, DistributedManager
 from distman.checkpoint import CheckpointFolder, _local_storage, load, load_sharded, save, save_sharded
 from distman.checkpoint._local_storage import LocalStorage
 from distman.checkpoint._location import locate
-from distman.checkpoint._state import write_state
+from distman.checkpoint._state import check_sums, write_state
 from distman.testing import ranks
 
 from .stores import disk
@@ -59,6 +63,54 @@ def test_a_checkpoint_without_checksums_is_loaded(tmp_path):
     finally:
         torch.serialization.set_crc32_options(True)
     assert torch.equal(load(tmp_path / "state.pt")["tensor"], LARGE["tensor"])
+
+
+def inflating(content, generator):
+    """What torch wrote, in an archive that holds more than the file has, as its table or its compression says."""
+    made = io.BytesIO()
+    with zipfile.ZipFile(io.BytesIO(content)) as old, zipfile.ZipFile(made, "w") as new:
+        entries, way = old.infolist(), generator.choice(["compressed", "many times", "longer", "shorter"])
+        largest = max(entries, key=lambda entry: entry.file_size)
+        chosen = largest if way == "many times" else generator.choice([one for one in entries if one.file_size])
+        for entry in entries:
+            method = generator.choice(COMPRESSIONS) if way == "compressed" and entry is chosen else zipfile.ZIP_STORED
+            new.writestr(entry.filename, old.read(entry), method)
+        again = new.getinfo(chosen.filename)
+        if way == "many times":  # in the table, and once in the file
+            new.filelist += [copy.copy(again) for _ in range(2 * len(content) // largest.file_size)]
+        elif way in ("longer", "shorter"):
+            again.file_size += generator.randint(1, 2**40) if way == "longer" else -again.file_size
+    return made.getvalue()
+
+
+COMPRESSIONS = [*[zipfile.ZIP_DEFLATED] * 20, zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA]  # the last one takes long
+CLAIMS_MORE = r"is compressed, which torch never does|its \d+ parts are larger than the file"
+
+
+def test_no_file_is_larger_inside_than_outside(tmp_path, monkeypatch):
+    """Nothing of it is read before that is known."""
+    save({"tensor": torch.arange(1000.0), "text": "abc"}, tmp_path / "state.pt")
+    content, generator = (tmp_path / "state.pt").read_bytes(), random.Random(6)  # noqa: S311 - no secret
+    crafted = [inflating(content, generator) for _ in range(1_000)]
+    monkeypatch.setattr(zipfile.ZipFile, "open", None)
+    for one in crafted:
+        with pytest.raises(zipfile.BadZipFile, match=CLAIMS_MORE):
+            check_sums(io.BytesIO(one))
+    for one in crafted[:20]:
+        (tmp_path / "state.pt").write_bytes(one)
+        with pytest.raises(CheckpointError, match=CLAIMS_MORE):
+            load(tmp_path / "state.pt")
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_no_part_of_a_sharded_state_is_larger_inside_than_outside(seed, tmp_path):
+    generator = random.Random(seed)  # noqa: S311 - no secret
+    save_sharded({"tensor": torch.arange(10_000.0)}, tmp_path / "sharded")
+    shard = tmp_path / "sharded" / "__0_0.distcp"
+    content = shard.read_bytes()
+    shard.write_bytes(inflating(content, generator).ljust(len(content), b"\0"))
+    with pytest.raises(CheckpointError, match=f"{CLAIMS_MORE}|damaged"):
+        load_sharded({"tensor": torch.zeros(10_000)}, tmp_path / "sharded")
 
 
 @contextlib.contextmanager

@@ -3,6 +3,7 @@
 import ast
 import contextlib
 import os
+import random
 import tempfile
 import uuid
 from pathlib import Path
@@ -14,7 +15,7 @@ from fsspec.implementations.memory import MemoryFile
 from fsspec.registry import known_implementations
 
 import distman.checkpoint
-from distman import DistributedManager, RankFailedError
+from distman import CheckpointError, DistributedManager, RankFailedError
 from distman.checkpoint import CheckpointFolder, load, load_sharded, register_storage, save, save_sharded
 from distman.checkpoint import _location as location
 from distman.checkpoint._local_storage import LocalStorage
@@ -123,6 +124,70 @@ def test_a_link_to_a_file_that_is_gone_leads_nowhere_in_every_kind_of_storage(pl
     assert (folder.latest(), folder.best(), folder.load_latest(), folder.load_best()) == (None, None, None, None)
     with pytest.raises(FileNotFoundError, match=r"no checkpoint at"):
         load(f"{place}/run/best.pt")
+
+
+TARGETS = ["../outside.pt", "../outside", "..", ".", "", "/outside.pt", "a/../../outside.pt", "current/../../outside"]
+
+
+def draw_target(generator):
+    """What somebody may write into the object that stands for a link."""
+    pieces = [
+        "..",
+        ".",
+        "/",
+        "//",
+        "outside",
+        ".pt",
+        "::",
+        "memory://",
+        "disk://",
+        "*",
+        "?",
+        "\0",
+        "\n",
+        "\u202e",
+        " ",
+        "a",
+    ]
+    return generator.choice(TARGETS) if generator.random() < 0.3 else "".join(generator.choices(pieces, k=3))
+
+
+@pytest.mark.parametrize("kind", ["memory", "disk"])
+def test_no_link_leads_out_of_its_folder(kind, tmp_path, memory):
+    url, generator = {"memory": memory, "disk": disk(tmp_path)}[kind], random.Random(7)  # noqa: S311 - no secret
+    save({"step": 1}, f"{url}/outside.pt")
+    save_sharded({"step": 1}, f"{url}/outside")
+    fs, path = fsspec.core.url_to_fs(url)
+    fs.makedirs(f"{path}/run")
+    found = location.locate(url).storage
+    for name in ("latest.pt", "best.pt", "latest", "best", "current"):
+        for target in (*TARGETS, *(draw_target(generator) for _ in range(200))):
+            fs.pipe_file(f"{path}/run/{name}", b"distman link to " + target.encode())
+            assert found.linked(f"{url}/run/{name}") is None
+            assert found.folder(f"{url}/run") == f"{url}/run"
+        with pytest.raises(FileNotFoundError, match="no checkpoint at"):
+            load(f"{url}/run/{name}")
+    for sharded in (False, True):
+        folder = CheckpointFolder(f"{url}/run", sharded=sharded)
+        assert (folder.latest(), folder.best()) == (None, None)
+    with pytest.raises(FileNotFoundError, match="no sharded checkpoint at"):
+        load_sharded({"step": 0}, f"{url}/run/latest")
+
+
+@pytest.mark.parametrize("target", ["..", "../..", "/", "../outside.pt", "../outside"])
+def test_a_link_on_the_disk_does_not_let_a_folder_take_what_is_elsewhere_for_its_own(target, tmp_path):
+    save({"step": 1}, tmp_path / "outside.pt")
+    save_sharded({"step": 1}, tmp_path / "outside")
+    for sharded, suffix in ((False, ".pt"), (True, "")):
+        folder = CheckpointFolder(tmp_path / "run", sharded=sharded)
+        (tmp_path / "run").mkdir(exist_ok=True)
+        for name in ("latest", "best"):
+            (tmp_path / "run" / f"{name}{suffix}").unlink(missing_ok=True)
+            (tmp_path / "run" / f"{name}{suffix}").symlink_to(target)
+        assert folder.latest() is None
+        assert folder.best() in (None, tmp_path / "run" / Path(target).name)
+        with contextlib.suppress(OSError, RankFailedError, CheckpointError):
+            assert folder.load_best(*([{"step": 0}] if sharded else [])) is None
 
 
 def test_a_sharded_state_comes_back_from_every_kind_of_storage_and_leaves_nothing_old(place):
