@@ -2,6 +2,7 @@
 
 import itertools
 import logging
+import os
 import subprocess
 import sys
 import tempfile
@@ -10,10 +11,11 @@ from pathlib import Path
 
 import pytest
 
+from distman._cli import run
 from distman._cli.check import shared_folder
 from distman._cli.launch import command
 from distman._coordination.monitor.hang import Answer, write_report
-from distman._private_files import open_itself, write_new
+from distman._private_files import create_anew, open_itself, write_new
 from distman._rendezvous.secret import find_protection
 from distman.environments import LaunchEnvironment
 from distman.errors import LaunchEnvironmentError
@@ -26,6 +28,17 @@ import os, sys
 target, folder, *names = sys.stdin.read().split("\\n")
 for number, name in enumerate(names):
     os.symlink(target if number % 2 else "nowhere", os.path.join(folder, name))
+"""
+
+
+MAKE = """
+import os, sys
+folder, *names = sys.stdin.read().split("\\n")
+os.umask(0)
+made = [open(os.path.join(folder, name), "w+") for name in names]
+print("made", flush=True)
+os.read(int(sys.argv[1]), 1)
+assert not any(file.read() for file in made)
 """
 
 
@@ -73,6 +86,11 @@ def test_hang_reports_go_elsewhere(shared, kept, monkeypatch, caplog):
     assert not any(path.parent.stat().st_mode & 0o077 for path in reports)
 
 
+def write(descriptor):
+    with os.fdopen(descriptor, "w") as file:
+        file.write("text")
+
+
 def write_script(path, number):
     command._write(path, "script", force=bool(number % 2))
 
@@ -90,6 +108,8 @@ def read_secret(path, _):
 WRITERS = {
     "any file": lambda path, _: write_new(path, "text"),
     "opened itself": lambda path, _: open_itself(path, 0),
+    "a file in the place of another": lambda path, _: write(create_anew(path)),
+    "reports": lambda path, _: run._write(path, "text"),
     "job scripts": write_script,
     "the check of a shared folder": check_folder,
     "secrets": read_secret,
@@ -103,3 +123,22 @@ def test_nobody_goes_through_a_link(what, shared, kept, monkeypatch):
         with pytest.raises((OSError, LaunchEnvironmentError)):
             WRITERS[what](path, number)
         assert Path(path).is_symlink()
+
+
+@pytest.mark.parametrize("what", ["a file in the place of another", "reports"])
+def test_who_has_made_a_file_there_and_holds_it_reads_nothing(what, shared):
+    require_namespaces()
+    names = [f"name {number}" for number in range(200)]
+    end, other_end = os.pipe()
+    program = [*AS_ANOTHER_USER, sys.executable, "-I", "-S", "-c", MAKE, str(end)]
+    with subprocess.Popen(program, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, pass_fds=[end]) as other:
+        other.stdin.write("\n".join([str(shared), *names]))
+        other.stdin.close()
+        assert other.stdout.readline() == "made\n"
+        for name in names:
+            WRITERS[what](shared / name, 0)
+        os.write(other_end, b".")
+        assert other.wait(LIMIT) == 0
+    for descriptor in (end, other_end):
+        os.close(descriptor)
+    assert {(path.stat().st_uid, path.stat().st_mode & 0o077) for path in shared.iterdir()} == {(os.geteuid(), 0)}
