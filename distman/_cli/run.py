@@ -29,6 +29,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = "Start the ranks of a job on this machine, and end them together."
     parser.epilog = _EPILOG
     parser.add_argument("-n", "--ranks", default="auto", metavar="N", help="a number, gpu, cpu or auto (the default)")
+    parser.add_argument(  # as mpirun and torchrun have it
+        "-np", "--nproc-per-node", "--nproc_per_node", dest="ranks", default=argparse.SUPPRESS, help=argparse.SUPPRESS
+    )
     parser.add_argument("--cpus-per-rank", type=at_least(1), metavar="C", help="bind each rank to as many CPUs")
     parser.add_argument("--log-dir", type=Path, metavar="DIR", help="a file for each rank; only rank 0 is shown")
     parser.add_argument("--tee", action="store_true", help="with --log-dir: show all ranks all the same")

@@ -14,7 +14,8 @@ _COLORS = (36, 33, 35, 32, 34, 31)
 _MOST_WITHOUT_END = 1 << 16
 """Bytes of a line after which it is shown though it has no end: memory is bounded, and no honest line is longer."""
 
-_COMMAND = re.compile(rb"\x1b\[[0-?]*[ -/]*[@-~]")
+COMMAND = re.compile(rb"\x1b\[[0-?]*[ -/]*[@-~]")
+"""A command to a terminal. Source: ECMA-48, control sequences."""
 _CLEAR_LINE = b"\r\x1b[K"
 
 
@@ -95,7 +96,7 @@ class Console:
 
     def _fitted(self, line: bytes) -> bytes:
         """Return a line that does not go on in the next row, where it could not be cleared."""
-        visible = _COMMAND.sub(b"", line).decode(errors="replace")
+        visible = COMMAND.sub(b"", line).decode(errors="replace")
         return line if len(visible) < self.columns else visible[: self.columns - 1].encode()
 
     def _prefix(self, rank: int) -> bytes:

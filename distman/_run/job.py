@@ -18,7 +18,7 @@ from distman._coordination.failure.record import SILENT
 from distman._private_files import create_anew
 from distman._run.console import Console
 from distman._run.error_files import read_error_file
-from distman._run.outcome import Outcome, RankOutcome
+from distman._run.outcome import Outcome, RankOutcome, last_lines
 from distman._run.placement import cpus_of_ranks, variables_of_ranks
 from distman._run.rank import Rank
 from distman._run.signals import HeardSignals, is_from_terminal
@@ -29,6 +29,9 @@ _AFTER_FAILURE = 5.0
 
 _AFTER_INTERRUPT = 5.0
 """Seconds from Ctrl-C to SIGKILL: somebody waits at the terminal."""
+
+_ERRORS = 2  # number of the stream
+_KEPT_BYTES = 1 << 14  # of what a rank wrote last to standard error: a traceback has as much
 
 _AFTER_SIGTERM = 30.0
 """Seconds from SIGTERM to SIGKILL. Source: torchrun and Slurm's ``KillWait`` give as many."""
@@ -122,6 +125,7 @@ class _Job:
         self._selector = selectors.DefaultSelector()
         self._running: list[Rank] = []
         self._ended: list[RankOutcome] = []
+        self._errors: dict[int, bytes] = {}
         self._steps: list[tuple[float, int]] = []
         self._interruption: int | None = None
 
@@ -152,7 +156,8 @@ class _Job:
                     key.data.close(key.fd)
         for console in self._consoles.values():
             console.close()
-        return Outcome(tuple(self._ended), self._interruption)
+        ends = [dataclasses.replace(one, last_lines=last_lines(self._errors.get(one.rank, b""))) for one in self._ended]
+        return Outcome(tuple(ends), self._interruption)
 
     def _attend(self, seconds: float | None) -> bool:
         """Do what the files say that are readable within a time; False if none was."""
@@ -170,7 +175,9 @@ class _Job:
         if not data:
             self._selector.unregister(output)
             rank.close(output)
-        elif rank.rank < self._num_shown:
+        if stream == _ERRORS:
+            self._errors[rank.rank] = (self._errors.get(rank.rank, b"") + data)[-_KEPT_BYTES:]
+        if data and rank.rank < self._num_shown:
             self._consoles[stream].write(rank.rank, data, stream)
         for log in self._logs[rank.rank : rank.rank + 1]:
             log.write(data)

@@ -10,11 +10,15 @@ from collections import Counter
 from collections.abc import Iterable
 
 from distman._coordination.failure.record import DIED, FailureRecord
+from distman._run.console import COMMAND
 from distman._run.placement import shown_ranks
 from distman._text import printable, printable_lines
 
 OF_A_SHELL = 128
 """What a shell adds to the number of a signal that ended a program, for its exit code."""
+
+_NUM_LINES = 10  # that are repeated where none begins a traceback
+_TRACEBACK = "Traceback (most recent call last):"
 
 _WANTS_RESTART = 75
 """Exit code of a rank that was told to stop and has saved.
@@ -35,6 +39,7 @@ class RankOutcome:
         was_ended: Whether its starter ended it.
         own: What failed on it, as it said; None where it said nothing, or failed only because of another rank.
         first: What failed first in the job, as the job's store told it; None where it could not ask.
+        last_lines: What it wrote to standard error last.
     """
 
     rank: int
@@ -43,6 +48,7 @@ class RankOutcome:
     was_ended: bool
     own: FailureRecord | None = None
     first: FailureRecord | None = None
+    last_lines: str = ""
 
     def last_words(self) -> str:
         """Return what it said of its end, for its log."""
@@ -158,7 +164,19 @@ class Outcome:
 
 
 def _unexplained(one: RankOutcome) -> FailureRecord:
-    text = "said nothing of why; what it wrote is above."
-    if one.exit_code == -signal.SIGKILL and not one.was_ended:
-        text = "was killed; the kernel's log (dmesg) says whether memory ran out."
-    return FailureRecord(one.rank, socket.gethostname(), one.pid, DIED, text)
+    """Return what is known of a rank that said nothing, as where Python could not even read its script."""
+    is_killed = one.exit_code == -signal.SIGKILL and not one.was_ended
+    text = (
+        "was killed; the kernel's log (dmesg) says whether memory ran out."
+        if is_killed
+        else "wrote nothing to standard error."
+    )
+    return FailureRecord(one.rank, socket.gethostname(), one.pid, DIED, text, "" if is_killed else one.last_lines)
+
+
+def last_lines(data: bytes) -> str:
+    """Return the last traceback in what a rank wrote, or the last lines; without colours, and as plain text."""
+    text = COMMAND.sub(b"", data).decode(errors="backslashreplace")
+    lines = [line.rstrip() for line in text.splitlines() if line.strip()]
+    starts = [number for number, line in enumerate(lines) if line.startswith(_TRACEBACK)]
+    return "".join(f"{line}\n" for line in lines[starts[-1] if starts else -_NUM_LINES :])

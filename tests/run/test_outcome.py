@@ -71,7 +71,7 @@ def test_the_first_to_end_is_named_where_nobody_said_anything():
     ended = outcome((2, 5, None, False), (0, 1, None, False), (1, -signal.SIGTERM, None, True))
     assert ended.exit_code == 5
     assert ended.report().splitlines() == [
-        "distman run: rank 2 failed (pid 102, exit code 5): it said nothing of why; what it wrote is above.",
+        "distman run: rank 2 failed (pid 102, exit code 5): it wrote nothing to standard error.",
         "The others: rank 0: exit code 1; rank 1: ended by SIGTERM.",
     ]
 

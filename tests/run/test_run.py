@@ -65,8 +65,7 @@ def test_the_end_of_a_script_without_this_package_is_told(script):
     done = finish("-n", 3, script("sys.exit(7) if rank == 2 else time.sleep(100)"))
     assert done.returncode == 7
     assert done.stderr.splitlines()[-2:] == [
-        f"distman run: rank 2 failed (pid {pid_in(done.stderr)}, exit code 7): it said nothing of why; what it wrote "
-        "is above.",
+        f"distman run: rank 2 failed (pid {pid_in(done.stderr)}, exit code 7): it wrote nothing to standard error.",
         "The others: ranks 0-1: ended by SIGTERM.",
     ]
 
@@ -124,6 +123,32 @@ def test_an_error_before_the_start_is_told(script):
     done = finish("-n", 2, script("import distman\nif rank == 0: raise KeyError('x')\ntime.sleep(100)"))
     assert done.returncode == 1
     assert "\n  KeyError: 'x'\nThe others: rank 1: ended by SIGTERM.\n" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("body", "last"),
+    [
+        ("def (:", "SyntaxError: invalid syntax"),
+        ("import not_there", "ModuleNotFoundError: No module named 'not_there'"),
+        ("sys.exit('no data in /scratch')", "no data in /scratch"),
+        ("print('out of space', file=sys.stderr); os._exit(3)", "out of space"),
+        ("os._exit(3)", None),
+    ],
+)
+def test_what_a_rank_wrote_last_is_repeated_where_it_could_not_say_why(script, body, last):
+    done = finish("-n", 2, script(body))
+    report = done.stderr.rpartition("distman run: rank ")[2]
+    if last is None:
+        assert "exit code 3): it wrote nothing to standard error.\nThe others: " in report
+    else:
+        assert f"\n  {last}\nThe others: " in report
+    assert done.returncode in (1, 3)
+
+
+@pytest.mark.parametrize("option", ["-np", "--nproc-per-node", "--nproc_per_node", "--ranks"])
+def test_the_number_of_ranks_has_the_names_that_other_launchers_have(script, option):
+    done = finish(option, 2, script("print('rank', rank)"))
+    assert sorted(done.stdout.splitlines()) == ["0: rank 0", "1: rank 1"]
 
 
 @pytest.fixture
