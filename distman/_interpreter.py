@@ -72,6 +72,6 @@ def environment(environ: Mapping[str, str] | None = None) -> dict[str, str]:
     return variables
 
 
-def is_program_of_ours() -> bool:
-    """Return whether this interpreter runs one of those programs."""
-    return hasattr(sys.modules["__main__"], _NAME)
+def is_of_program(file: str, name: str) -> bool:
+    """Return whether a frame is that of such a program, in which a user does not look for a mistake."""
+    return (file, name) == ("<string>", "<module>") and hasattr(sys.modules["__main__"], _NAME)

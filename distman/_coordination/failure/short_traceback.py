@@ -12,7 +12,7 @@ from pathlib import Path
 from types import TracebackType
 
 from distman._coordination.internal_files import is_internal, is_of_package, is_of_user
-from distman._interpreter import is_program_of_ours
+from distman._interpreter import is_of_program
 from distman.environments._base import read_flag
 from distman.errors import DistmanError, RankFailedError
 
@@ -66,8 +66,8 @@ def _fold(shown: traceback.TracebackException, error: BaseException) -> list[str
     one: traceback.TracebackException | None = shown
     while one is not None:
         stays = [not is_dropped(frame.filename) and frame.filename not in _STARTERS for frame in one.stack]
-        if one is shown and stays and is_program_of_ours():
-            stays[0] = False
+        if one is shown and stays:
+            stays[0] &= not is_of_program(one.stack[0].filename, one.stack[0].name)
         if one is not shown or any(is_of_user(frame.filename) for frame in itertools.compress(one.stack, stays)):
             if one is shown and not isinstance(error, DistmanError):
                 stays[-1] = True

@@ -212,7 +212,14 @@ class OfDistmanError(BarrierTimeoutError):
 
 
 @pytest.mark.parametrize(("kind", "of_package"), [(ValueError, ["internal_b.py"]), (OfDistmanError, [])])
-def test_of_an_error_that_came_through_this_package_the_users_lines_are_shown(monkeypatch, kind, of_package):
+@pytest.mark.parametrize("is_started_by_us", [False, True])
+def test_of_an_error_that_came_through_this_package_the_users_lines_are_shown(
+    monkeypatch, kind, of_package, is_started_by_us
+):
+    """Also where the process runs a program of the package's own, whose frame is not the first one here."""
+    if is_started_by_us:
+        monkeypatch.setattr(sys.modules["__main__"], "distman_search_path", [], raising=False)
+
     def user():
         package_a(lambda: package_b(kind))
 
