@@ -63,9 +63,7 @@ def run(function: Callable[..., T], *args: Any, n: int | str = "auto", **kwargs:
         [10, 11]
     """
     if not callable(function):
-        raise TypeError(
-            f"function must be one, got {function!r}. To start the ranks of a script, call distman run in a shell."
-        )
+        raise TypeError(f"function must be callable, got {function!r}. To run a script, type `distman run` in a shell.")
     if n not in _NUMBERS and not (str(n).isdecimal() and int(n) > 0):
         raise ValueError(f"n must be a number of at least 1, 'gpu', 'cpu' or 'auto', got {n!r}. Choose one of these.")
     with tempfile.TemporaryDirectory(prefix="distman-run-") as name:

@@ -35,7 +35,7 @@ from distman.checkpoint._location import Location, locate
 from distman.checkpoint._metadata import read_metadata, sealed
 from distman.checkpoint._parts import Parts
 from distman.checkpoint._single_file import PendingSave
-from distman.checkpoint._state import check_file, check_state, writing_to
+from distman.checkpoint._state import check_file, check_state, reason_of, writing_to
 from distman.checkpoint._storage import NewFolder, Storage
 from distman.decorators import on_rank
 from distman.errors import CheckpointError
@@ -372,8 +372,8 @@ def _read(state: dict[str, Any], folder: Location, metadata: Metadata) -> None:
         if error is None or isinstance(error, OSError | MemoryError | torch.OutOfMemoryError):
             raise
         raise CheckpointError(
-            f"{folder} is damaged or does not fit the state: {type(error).__name__}: {error}. Load it into a state of "
-            "the same names and shapes, or load another one."
+            f"{folder} is damaged or does not fit the state: {reason_of(error)}. Load it into a state of the same "
+            "names and shapes, or load another one."
         ) from error
 
 

@@ -8,6 +8,7 @@ import errno
 import functools
 import io
 import pickle
+import re
 import zipfile
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
@@ -27,6 +28,8 @@ _ARCHIVE = b"PK\x03\x04"  # by which torch tells its archives from what it wrote
 _NUM_OLD_PICKLES = 5  # at the beginning of the latter
 _ACTING = "torch.distributed."
 """Where the classes are that torch lets files make once it has sharded tensors, a mesh of new process groups too."""
+_NAME = re.compile(r"GLOBAL (\S+)")  # that torch refused, in its message
+_LINE_END = "\n"
 _LEAVES = (str, float, bool, type(None))
 
 
@@ -257,16 +260,15 @@ def read_plain(file: IO[bytes], location: Location, device: torch.device | str =
         raise
     except pickle.UnpicklingError as error:
         raise CheckpointError(
-            f"{location} holds something other than tensors, numbers and strings, of which nothing was run: "
-            f"{_first_line(error)} Do not trust this source."
+            f"{location} must hold tensors, numbers and strings, {reason_of(error)}. Nothing in it was run. If that is "
+            "a class of your own, save what its state_dict() returns; if not, do not trust this source."
         ) from error
     except Exception as error:  # zipfile and torch raise whatever they stumble over in a damaged file
         if isinstance(error, OSError) and error.errno != errno.EINVAL:  # a place before the beginning
             raise
         size = file.seek(0, io.SEEK_END)
         raise CheckpointError(
-            f"{location} is damaged or not a checkpoint: {size} bytes, {type(error).__name__}: {_first_line(error)}. "
-            "Load another one."
+            f"{location} is damaged or not a checkpoint: {size} bytes, {reason_of(error)}. Load another one."
         ) from error
 
 
@@ -292,7 +294,7 @@ def check_file(file: IO[bytes]) -> None:
     except MemoryError:
         raise ValueError("it says that more follows than could be") from None
     if acting is not None:
-        raise pickle.UnpicklingError(f"{acting} may send messages to other processes as soon as it is made.")
+        raise pickle.UnpicklingError(f"unsupported GLOBAL {acting}")  # in torch's words
     file.seek(0)
 
 
@@ -322,5 +324,9 @@ def _check_sizes(entries: list[zipfile.ZipInfo], num_bytes: int) -> None:
         raise zipfile.BadZipFile(f"its {len(entries)} parts are larger than the file")
 
 
-def _first_line(error: Exception) -> str:
-    return str(error).strip().partition("\n")[0]
+def reason_of(error: BaseException) -> str:
+    """Return why torch could not read a file, or refused to; of its advice to read it in spite of that, nothing."""
+    if isinstance(error, pickle.UnpicklingError):
+        name = _NAME.search(str(error))
+        return f"got {printable(name[1])}" if name else "got a pickle that torch.save did not write"
+    return f"{type(error).__name__}: {str(error).strip().partition(_LINE_END)[0].rstrip('.')}"

@@ -21,6 +21,9 @@ from distman.topology import split_sizes
 Weights = Sequence[float] | torch.Tensor
 
 
+_NO_SAMPLES = "See whether its files were found."
+
+
 class EpochBatches(Sampler[list[int]], abc.ABC):
     """Batches of one epoch after another, from any position within one: the number of samples drawn of it before."""
 
@@ -187,7 +190,7 @@ class TrainingBatches(_PlannedBatches):
         group: GroupLike = None,
     ) -> None:
         super().__init__(batch_size, seed, group)
-        self._num_samples = at_least_one("the number of samples", num_samples)
+        self._num_samples = at_least_one("the length of the dataset", num_samples, _NO_SAMPLES)
         self._shuffle, self._drop_last = shuffle, drop_last
         if sampler is not None:
             self.given = EpochSampler("sampler", sampler, self.seed)
@@ -297,7 +300,7 @@ class ShardBatches(_PlannedBatches):
                 f"sizes must have one number for each of {self.num_ranks} ranks, got {list(sizes)}. Pass the sizes "
                 "of all shards."
             )
-        at_least_one("the number of samples", sum(sizes))
+        at_least_one("the length of the dataset", sum(sizes), _NO_SAMPLES)
         self._sizes: list[int] = list(sizes)
         self._counts = Counter(
             self._sizes

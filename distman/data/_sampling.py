@@ -88,9 +88,9 @@ class EpochSampler(Generic[T]):
         return drawn
 
 
-def at_least_one(name: str, value: int) -> int:
+def at_least_one(name: str, value: int, remedy: str = "Pass a positive number.") -> int:
     if not hasattr(value, "__index__"):
         raise TypeError(f"{name} must be a whole number, got {value!r}. Pass an integer.")
     if operator.index(value) < 1:
-        raise ValueError(f"{name} must be at least 1, got {value}. Pass a positive number.")
+        raise ValueError(f"{name} must be at least 1, got {value}. {remedy}")
     return value

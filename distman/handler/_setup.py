@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal, TypeVar
 
@@ -132,6 +133,7 @@ class Setup:
             "the optimizer",
             "Pass the class and its arguments, such as set_optimizer(torch.optim.SGD, lr=0.1).",
         )
+        _check_numbers(kwargs)
         chosen = self.module.parameters() if parameters is None else parameters(self.module)
         optimizer = optimizer_class(chosen, **kwargs)
         kept = {} if name is None else {one: own for one, own in self._optimizers.items() if one != UNNAMED}
@@ -172,6 +174,7 @@ class Setup:
             0.001
         """
         check_factory("scheduler_class", scheduler_class, "the scheduler", "Pass the class and its arguments.")
+        _check_numbers(kwargs)
         optimizer = self.optimizers.get(name or UNNAMED)
         if optimizer is None:
             raise ValueError(
@@ -212,6 +215,8 @@ class Setup:
         for name, function in given.items():
             if not callable(function):
                 raise TypeError(f"{name} must be a function, got {function!r}. Pass torch.nn.MSELoss(), for example.")
+        if isinstance(loss_fn, type):
+            raise TypeError(f"loss_fn must be a function, got the class {loss_fn.__name__}. Pass {loss_fn.__name__}().")
         self._forward, self._num_samples = forward or default_forward, num_samples
         self._objective = Supervised(self._forward, loss_fn)
 
@@ -434,6 +439,17 @@ def check_factory(name: str, factory: object, product: str, remedy: str) -> None
     if not callable(factory) or isinstance(factory, torch.nn.Module):
         got = repr(factory) if isinstance(factory, (str, int)) else f"a {type(factory).__name__}"
         raise TypeError(f"{name} must be a class or function that makes {product}, got {got}. {remedy}")
+
+
+def _check_numbers(options: Mapping[str, object]) -> None:
+    """Refuse numbers that stand in strings, as some configuration files give them: torch compares them with numbers.
+
+    Raises:
+        TypeError: One does; it says which.
+    """
+    for name, value in options.items():
+        if isinstance(value, str) and re.fullmatch(r"\s*[-+]?(\d+\.?\d*|\.\d+)(e[-+]?\d+)?\s*", value, re.IGNORECASE):
+            raise TypeError(f"{name} must be a number, got the string {value!r}. Pass float({value!r}).")
 
 
 def check_name(name: object) -> None:

@@ -206,7 +206,7 @@ def test_a_bomb_among_the_contents_is_refused_and_does_nothing(tmp_path, rank, p
 def test_a_bomb_in_place_of_a_number_is_refused_and_does_nothing(tmp_path):
     folder, crater = tmp_path / "sharded", tmp_path / "crater"
     dist.checkpoint.save({"step": Bomb(crater)}, checkpoint_id=folder)
-    with pytest.raises(CheckpointError, match=r"is damaged or does not fit the state(?s:.*)Weights only load failed"):
+    with pytest.raises(CheckpointError, match=r"is damaged or does not fit the state: got \S+"):
         load_sharded({"step": 0}, folder)
     assert not crater.exists()
 

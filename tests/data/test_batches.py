@@ -118,13 +118,13 @@ def test_weights_that_do_not_fit():
     for weights in ([0.0, 0.0], [-1.0, 2.0], [float("nan"), 1.0], [float("inf"), 1.0]):
         with pytest.raises(ValueError, match="weights must be finite, 0 or more and not all 0"):
             TrainingBatches(2, 1, weights=weights)
-    with pytest.raises(ValueError, match="the number of samples must be at least 1, got 0"):
+    with pytest.raises(ValueError, match="the length of the dataset must be at least 1, got 0"):
         TrainingBatches(0, 1)
     with pytest.raises(ValueError, match="batch_size must be at least 1, got 0"):
         EvaluationBatches(3, 0)
     with pytest.raises(ValueError, match=r"sizes must have one number for each of 1 ranks, got \[1, 2\]"):
         ShardBatches([1, 2], 1)
-    with pytest.raises(ValueError, match="the number of samples must be at least 1, got 0"):
+    with pytest.raises(ValueError, match="the length of the dataset must be at least 1, got 0"):
         ShardBatches([0], 1)
 
 

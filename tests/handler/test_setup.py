@@ -18,6 +18,19 @@ class Empty:
 
 
 @ranks(2)
+def test_a_class_where_a_function_is_meant_and_numbers_in_strings_are_told():
+    handler = NNHandler(Network)
+    with pytest.raises(TypeError, match=r"loss_fn must be a function, got the class MSELoss\. Pass MSELoss\(\)"):
+        handler.set_loss_fn(nn.MSELoss)
+    for text in ("0.1", "1e-3", " 3 ", "-.5"):
+        with pytest.raises(TypeError, match=r"lr must be a number, got the string .*\. Pass float\("):
+            handler.set_optimizer(torch.optim.SGD, lr=text)
+    handler.set_optimizer(torch.optim.SGD, lr=0.1)
+    with pytest.raises(TypeError, match="gamma must be a number"):
+        handler.set_scheduler(torch.optim.lr_scheduler.ExponentialLR, gamma="0.9")
+    handler.set_scheduler(torch.optim.lr_scheduler.ReduceLROnPlateau, mode="max")
+
+
 def test_what_is_missing_or_wrong_is_one_sentence():
     handler = NNHandler(Network)
     with pytest.raises(
