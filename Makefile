@@ -17,9 +17,9 @@ help:  ## Say what there is.
 	@sed -nE 's/^([a-z-]+):.*## (.*)/make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 18
 
 demo: $(installed)  ## Train a small model on two processes.
-	OMP_NUM_THREADS=1 $(venv)/bin/torchrun --standalone --nproc_per_node=2 docs/examples/digits.py
-	@echo "That was docs/examples/digits.py on two processes, started by torchrun."
-	@echo "The same file, unchanged, runs with python, mpirun or mpiexec, and srun."
+	$(venv)/bin/distman run -n 2 docs/examples/digits.py
+	@echo "That was docs/examples/digits.py on two processes, started by distman run."
+	@echo "The same file, unchanged, runs with python, torchrun, mpirun or mpiexec, and srun."
 
 check: lint  ## Check the style, and run the unit tests.
 	$(python) -m pytest -m unit --numprocesses=2 --dist=worksteal

@@ -258,6 +258,27 @@ def mesh_without_groups(device_type: str, ranks: torch.Tensor, names: tuple[str,
     return DeviceMesh(device_type, ranks, mesh_dim_names=names, _init_backend=False, _rank=0)
 
 
+# What torchrun's agents leave in the store that they share with their ranks
+
+
+def is_static_rendezvous(place: tuple[str, int], run_id: str, node_rank: int, timeout: float) -> bool:
+    """Return whether torchrun's agents are seen to have met in this store, as they do by a static rendezvous only.
+
+    By any other one they meet in a store of its own, and leave nothing in the one that they show their ranks.
+
+    Args:
+        place: Host and port of the store.
+        run_id: How torchrun calls the job.
+        node_rank: Index of the host of an agent that must have met the others there.
+        timeout: Seconds to wait for the store.
+    """
+    try:
+        store = dist.TCPStore(*place, is_master=False, timeout=timedelta(seconds=timeout), wait_for_workers=False)
+        return dist.PrefixStore(run_id, store).check([f"torchelastic/role_info/{node_rank}"])
+    except dist.DistError:
+        return False
+
+
 # Words of gloo, NCCL and torch, which raise bare RuntimeErrors and warn without a category of their own
 
 GLOO_THREADS = "pt_gloo"

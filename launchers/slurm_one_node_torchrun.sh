@@ -43,7 +43,9 @@ mapfile -t hosts < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
 port=$((10000 + SLURM_JOB_ID % 13000))
 
 # torchrun hands the signal on, and waits for two minutes. When one of them dies, srun ends the others.
+# The rendezvous is static. Nodes that come and go (--nnodes=1:4) need --rdzv-backend=c10d, which has a price: every
+# user and host that reaches an agent's port can run code as you.
 srun --kill-on-bad-exit=1 \
     torchrun --nnodes=1 --nproc-per-node=4 --shutdown-timeout=120 \
-    --rdzv-backend=c10d --rdzv-endpoint="${hosts[0]}:$port" --rdzv-id="$SLURM_JOB_ID" \
+    --rdzv-backend=static --master-addr="${hosts[0]}" --master-port="$port" --rdzv-id="$SLURM_JOB_ID" \
     train.py

@@ -1,12 +1,14 @@
 #!/bin/bash
 # A job of 4 processes, on 2 nodes with 2 GPUs each. torchrun starts one process for each GPU.
-# Run it on each node at about the same time, with the name of one of them:  bash torchrun.sh node1
-# A second argument is the port at which they meet there, for two jobs at once:  bash torchrun.sh node1 29401
+# Run it on each node at about the same time, with the name of one of them and a number:  bash torchrun.sh node1 0
+# The number is 0 on the node of that name, and 1, 2, ... on the others.
+# One more argument is the port at which they meet, for two jobs at once:  bash torchrun.sh node1 0 29401
 
 set -euo pipefail
 
 first="${1:?the name of the node at which all meet}"
-port="${2:-29400}"
+node="${2:?the number of this node, 0 at which all meet}"
+port="${3:-29400}"
 
 # Edit: what your program needs.
 # module load python cuda
@@ -32,6 +34,8 @@ fi
 
 # A training that is asked to stop (SIGTERM to one of these) saves itself and ends with exit code 75, of which torchrun
 # makes 1: run the same command again.
-torchrun --nnodes=2 --nproc-per-node=2 --shutdown-timeout=120 \
-    --rdzv-backend=c10d --rdzv-endpoint="$first:$port" --rdzv-id=train \
+# The rendezvous is static. Nodes that come and go (--nnodes=1:4) need --rdzv-backend=c10d, which has a price: every
+# user and host that reaches an agent's port can run code as you.
+torchrun --nnodes=2 --node-rank="$node" --nproc-per-node=2 --shutdown-timeout=120 \
+    --rdzv-backend=static --master-addr="$first" --master-port="$port" --rdzv-id=train \
     train.py

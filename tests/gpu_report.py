@@ -21,6 +21,7 @@ from pathlib import Path
 import torch
 
 from distman._version import VERSION
+from tests.ports import find_free_port
 
 REPOSITORY = Path(__file__).parents[1]
 MAX_RANKS = 8
@@ -51,7 +52,7 @@ class Result:
 
 def parts(num_ranks: int, rounds: int) -> list[Part]:
     """Return what is run; the limits add up to less than 15 minutes. The fault cases are among the tests."""
-    ranks = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}"]
+    ranks = ["-m", "torch.distributed.run", f"--master-port={find_free_port()}", f"--nproc-per-node={num_ranks}"]
     tests = ["-m", "pytest", "-m", "gpu", "-v", "-rs", "-p", "no:cacheprovider", "--color=no"]
     benchmarks = [*ranks, "docs/benchmarks/gpus.py", "--rounds", str(rounds)]
     return [

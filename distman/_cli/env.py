@@ -48,14 +48,13 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _warnings(detection: Detection, protection: Protection) -> tuple[str, ...]:
     told = diagnose(os.environ, detection.environment, this_host())
-    return (*detection.warnings, *told, *filter(None, [protection.warning]))
+    return (*detection.warnings, *told, *protection.warnings)
 
 
 def _as_json(detection: Detection, protection: Protection, warnings: Sequence[str]) -> str:
     fields = dataclasses.asdict(detection.environment)
-    protected_by = None if protection.warning else protection.source.value
-    answer = {**fields, "protected_by": protected_by, "explanation": detection.explanation, "warnings": warnings}
-    return json.dumps(answer, indent=2)
+    told = {"protected_by": protection.protected_by, "explanation": detection.explanation, "warnings": warnings}
+    return json.dumps({**fields, **told}, indent=2)
 
 
 def _as_text(detection: Detection, protection: Protection, warnings: Sequence[str]) -> str:
@@ -64,4 +63,4 @@ def _as_text(detection: Detection, protection: Protection, warnings: Sequence[st
     table = [f"{name:<{width}}  {'-' if value is None else value}" for name, value in fields.items()]
     reasons = [sentence for sentence in detection.explanation if sentence not in warnings]
     last = ["", *(f"warning: {warning}" for warning in warnings)] if warnings else []
-    return "\n".join([*table, "", *reasons, f"The job is protected by {protection.source.value}.", *last])
+    return "\n".join([*table, "", *reasons, f"The job is protected by {protection.protected_by or 'nothing'}.", *last])

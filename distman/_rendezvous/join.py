@@ -18,11 +18,12 @@ from distman._coordination.timeouts import keep_threads
 from distman._device import is_sharing_allowed, visible_devices
 from distman._log import logger
 from distman._rendezvous.address import Endpoint, find_endpoint
+from distman._rendezvous.agent import find_meeting
 from distman._rendezvous.ancestry import boot_id
 from distman._rendezvous.join_record import JoinRecord, Origin
 from distman._rendezvous.membership import establish_membership
 from distman._rendezvous.peers import Peers
-from distman._rendezvous.secret import find_protection
+from distman._rendezvous.secret import Protection, Source, find_protection, learn_protection
 from distman._rendezvous.store import JobStore, keep_store, open_or_join, tell_over_mpi
 from distman._store.server import SPARE_DESCRIPTORS
 from distman._store.torch_store import part_of
@@ -80,8 +81,8 @@ def join(
     allow_open_files(_FILES_PER_RANK * environment.world_size + _FILES_BESIDE)
     is_alone = environment.world_size == 1
     protection = None if is_alone else find_protection(environment, environ)
-    if protection is not None and protection.warning is not None and environment.rank == 0:
-        logger.warning(protection.warning)
+    if environment.rank == 0:
+        _warn_of_strangers(protection, environment, environ)
     secret = protection.key if protection is not None else None
     point = None if is_alone else find_endpoint(environment, environ, secret)
     me = join_record_of(environment, environ, device=device, backend=backend)  # first: if it fails, nobody waits here
@@ -106,6 +107,14 @@ def join(
         job_store.close()
         raise
     return Rendezvous(job_store, store, peers)
+
+
+def _warn_of_strangers(found: Protection | None, environment: LaunchEnvironment, environ: Mapping[str, str]) -> None:
+    """Say on rank 0 where strangers can run code as the user; a job of one rank has no door, but may have an agent."""
+    if found is None:
+        found = Protection(Source.KERNEL, meeting=find_meeting(environment, environ))
+    for sentence in learn_protection(found, environment, environ).warnings:
+        logger.warning(sentence)
 
 
 def _get_ready() -> None:

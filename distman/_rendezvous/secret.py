@@ -13,8 +13,9 @@ import os
 import stat
 from collections.abc import Mapping
 
-from distman._rendezvous import munge
+from distman._rendezvous import agent, munge
 from distman._rendezvous.address import is_on_one_host, is_told_over_mpi
+from distman._rendezvous.agent import Meeting
 from distman._rendezvous.munge import CredentialError
 from distman._store.transport import is_nobody
 from distman.environments import LAUNCHERS, LaunchEnvironment
@@ -66,12 +67,14 @@ class Protection:
         key: The secret, where every rank has it beforehand.
         socket: That of the munge daemon, if it is asked.
         lack: Why there is no source, in words.
+        meeting: How the launcher's agents meet, who start programs as the user; None where it has none.
     """
 
     source: Source
     key: bytes | None = dataclasses.field(default=None, repr=False)
     socket: str = ""
     lack: str = ""
+    meeting: Meeting | None = None
 
     @property
     def has_secret(self) -> bool:
@@ -84,14 +87,21 @@ class Protection:
         return not (self.has_secret and is_nobody())
 
     @property
-    def warning(self) -> str | None:
-        """What rank 0 has to say where nothing protects the job."""
-        if self.source is not Source.NONE:
-            return None
-        return (
-            f"Nothing keeps other users out of this job: {self.lack}. Whoever reaches its hosts can join it, and run "
-            f"code as you. In the job script, write {_DRAW}, or see the page on how the ranks meet."
+    def warnings(self) -> tuple[str, ...]:
+        """What rank 0 has to say where strangers can run code as the user: in the job, or in the launcher's agents."""
+        open_job = (
+            f"Nothing keeps other users out of this job: {self.lack}. Every user and host that reaches its hosts can "
+            f"join it, and run code as you. In the job script, write {_DRAW}, or see the page on how the ranks meet."
         )
+        said = {open_job: self.source is Source.NONE, agent.WARNING: self.meeting is Meeting.NOT_STATIC}
+        return tuple(sentence for sentence, is_true in said.items() if is_true)
+
+    @property
+    def protected_by(self) -> str | None:
+        """What keeps strangers from running code as the user, in words; None where nothing does."""
+        if self.warnings:
+            return None
+        return f"{self.source.value}, {agent.UNTOLD}" if self.meeting is Meeting.UNTOLD else self.source.value
 
     def draw(self, job_id: str) -> DoorSecret:
         """Return what the process that opens the store needs; it is drawn anew where nobody has it beforehand.
@@ -137,7 +147,7 @@ class Protection:
 
 
 def find_protection(environment: LaunchEnvironment, environ: Mapping[str, str]) -> Protection:
-    """Return what keeps others out of the job.
+    """Return what keeps others out of the job, as far as the variables tell.
 
     Args:
         environment: What the launcher says.
@@ -147,19 +157,51 @@ def find_protection(environment: LaunchEnvironment, environ: Mapping[str, str]) 
         LaunchEnvironmentError: A secret is too short, or its file is not as it must be.
         RendezvousError: A source is required, and there is none, or the ranks would not find each other without one.
     """
+    found = _find_source(environment, environ)
+    found = dataclasses.replace(found, meeting=agent.find_meeting(environment, environ))
+    return _checked_if_required(found, environ)
+
+
+def learn_protection(found: Protection, environment: LaunchEnvironment, environ: Mapping[str, str]) -> Protection:
+    """Return what keeps others out of the job, after a look at what the variables do not tell. It takes torch.
+
+    Args:
+        found: What the variables tell.
+        environment: What the launcher says, of rank 0.
+        environ: Environment variables, usually ``os.environ``; never modified.
+
+    Raises:
+        RendezvousError: Protection is required, and strangers can run code as the user.
+    """
+    if found.meeting is Meeting.UNTOLD:
+        found = dataclasses.replace(found, meeting=agent.ask_agent(environment, environ))
+    return _checked_if_required(found, environ)
+
+
+def _find_source(environment: LaunchEnvironment, environ: Mapping[str, str]) -> Protection:
     text = environ.get(_VARIABLE)
-    is_required = text is not None and text.strip().lower() == _REQUIRED
-    if text is not None and not is_required:
+    if text is not None and not _is_required(environ):
         return Protection(Source.VARIABLE, _checked(text.strip().encode(errors="surrogateescape"), _VARIABLE))
     if environ.get(_FILE_VARIABLE) is not None:
         return Protection(Source.FILE, _read_file(environ[_FILE_VARIABLE]))
-    found = _without_variables(environment, environ)
-    if is_required and found.source is Source.NONE:
+    return _without_variables(environment, environ)
+
+
+def _checked_if_required(found: Protection, environ: Mapping[str, str]) -> Protection:
+    if not _is_required(environ):
+        return found
+    if found.source is Source.NONE:
         raise RendezvousError(
             f"{_VARIABLE} must be a secret in this job, got {_REQUIRED!r} from the environment, and nothing protects "
             f"the job without one: {found.lack}. In the job script, write {_DRAW}."
         )
+    if found.meeting is Meeting.NOT_STATIC:
+        raise RendezvousError(f"{_VARIABLE} must not be {_REQUIRED!r} in a job with open agents. {agent.WARNING}")
     return found
+
+
+def _is_required(environ: Mapping[str, str]) -> bool:
+    return environ.get(_VARIABLE, "").strip().lower() == _REQUIRED
 
 
 def check_adoption(environ: Mapping[str, str]) -> None:
@@ -168,7 +210,7 @@ def check_adoption(environ: Mapping[str, str]) -> None:
     Raises:
         RendezvousError: He does, and nothing protects the store of that group.
     """
-    if environ.get(_VARIABLE, "").strip().lower() == _REQUIRED:
+    if _is_required(environ):
         raise RendezvousError(
             f"the process group must be made by DistributedManager.initialize() where {_VARIABLE} is {_REQUIRED!r}, "
             "got one that other code made, whose store lets everybody in. Leave init_process_group() out."

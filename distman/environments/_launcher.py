@@ -63,6 +63,8 @@ class Agent:
     Attributes:
         serves: A variable and the value by which it says that it serves a store.
         restart_count: The variable that counts how often the ranks were started again.
+        drawn_job_id: What job ids look like that it draws itself, which it does only where its agents find each other
+            in a way that trusts all comers; None where there are no such ids.
 
     Example:
         >>> LAUNCHERS["torchrun"].agent.restart_count
@@ -71,6 +73,7 @@ class Agent:
 
     serves: tuple[str, str]
     restart_count: str
+    drawn_job_id: re.Pattern[str] | None = None
 
     def is_serving(self, environ: Environ) -> bool:
         """Return whether there is a store in which rank 0 can tell the others where it has opened the job's own.
@@ -86,6 +89,23 @@ class Agent:
         """
         name, value = self.serves
         return environ.get(name) == value
+
+    def may_be_safe(self, environ: Environ, job_id: str) -> bool:
+        """Return whether strangers may be unable to run code as the user; False where the variables tell otherwise.
+
+        Local.
+
+        Args:
+            environ: Environment variables, usually ``os.environ``; never modified.
+            job_id: Name of the job, as the launcher says it.
+
+        Example:
+            >>> agent, serving = LAUNCHERS["torchrun"].agent, {"TORCHELASTIC_USE_AGENT_STORE": "True"}
+            >>> agent.may_be_safe(serving, "none"), agent.may_be_safe({}, "none")
+            (True, False)
+        """
+        is_drawn = self.drawn_job_id is not None and self.drawn_job_id.fullmatch(job_id) is not None
+        return self.is_serving(environ) and not is_drawn
 
 
 @dataclasses.dataclass(frozen=True)

@@ -6,13 +6,22 @@ Source:
 
 from __future__ import annotations
 
+import re
+
 from distman.environments._bare import fake_bare
 from distman.environments._launcher import Agent, Family, Launcher, OnFailure, Place
 
 _RUN_ID = "TORCHELASTIC_RUN_ID"
 """The variable that only the elastic agent sets."""
 
-_AGENT = Agent(serves=("TORCHELASTIC_USE_AGENT_STORE", "True"), restart_count="TORCHELASTIC_RESTART_COUNT")
+_UUID = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
+"""What torchrun draws with ``--standalone`` and, on one node, without a port or a rendezvous: both mean c10d."""
+
+_AGENT = Agent(
+    serves=("TORCHELASTIC_USE_AGENT_STORE", "True"),
+    restart_count="TORCHELASTIC_RESTART_COUNT",
+    drawn_job_id=_UUID,
+)
 
 
 def _fake(place: Place) -> dict[str, str]:

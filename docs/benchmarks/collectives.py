@@ -506,7 +506,13 @@ def main() -> None:
             measure_groups()
             continue
         for num_ranks in ON_RANKS[name][1]:
-            start = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={num_ranks}"]
+            start = [
+                sys.executable,
+                "-m",
+                "torch.distributed.run",
+                "--master-port=29500",
+                f"--nproc_per_node={num_ranks}",
+            ]
             if (mpirun := find_mpirun()) is not None:
                 start = [mpirun, "--oversubscribe", "--bind-to", "none", "-n", str(num_ranks), sys.executable]
             environ = {**os.environ, "OMP_NUM_THREADS": "1"}

@@ -200,7 +200,7 @@ def _show(name: str, value: float, unit: str) -> None:
 
 
 def _torchrun(num_ranks: int, *arguments: str, **variables: str) -> None:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={num_ranks}"]
+    command = [sys.executable, "-m", "torch.distributed.run", "--master-port=29500", f"--nproc_per_node={num_ranks}"]
     environ = {**os.environ, "OMP_NUM_THREADS": "1", **variables}
     subprocess.run([*command, __file__, *arguments], check=True, env=environ)
 

@@ -507,7 +507,7 @@ def environment() -> dict[str, str]:
 
 
 def run_job(name: str, num_ranks: int, sizes: list[int]) -> None:
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={num_ranks}"]
+    launch = [sys.executable, "-m", "torch.distributed.run", "--master-port=29500", f"--nproc_per_node={num_ranks}"]
     arguments = ["--on-this-rank", name, "--sizes", *(str(n) for n in sizes)]
     subprocess.run([*launch, __file__, *arguments], check=True, env=environment())
 

@@ -1,7 +1,7 @@
 """What distman costs on GPUs, against bare NCCL, and against physicsnemo where it is installed.
 
-    torchrun --standalone --nproc-per-node=gpu docs/benchmarks/gpus.py   # a minute
-    torchrun --standalone --nproc-per-node=2 docs/benchmarks/gpus.py --rounds 1   # on the CPU over gloo, to try it
+    distman run -n gpu docs/benchmarks/gpus.py   # a minute
+    distman run -n 2 docs/benchmarks/gpus.py --rounds 1   # on the CPU over gloo, to try it
 
 It prints tables in Markdown. The competitors take turns within one run; a figure is the median over the rounds of the
 slowest rank's time, and a ratio the median of the rounds' ratios to the first.

@@ -61,7 +61,13 @@ def measure_start() -> None:
         seconds.append(time.perf_counter() - started)
     print(f"{'an interpreter that does nothing':<40} {statistics.median(seconds) * 1e3:8.1f} ms", flush=True)
     for num_ranks in (2, 8):
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={num_ranks}"]
+        command = [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--master-port=29500",
+            f"--nproc_per_node={num_ranks}",
+        ]
         environ = {**os.environ, "OMP_NUM_THREADS": "1"}
         subprocess.run([*command, __file__, "start_on_this_rank"], check=True, env=environ)
 

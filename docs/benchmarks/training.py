@@ -231,7 +231,7 @@ def measure_sharded_saving_on_this_rank() -> None:
 
 
 def launch(name: str, num_ranks: int) -> None:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={num_ranks}"]
+    command = [sys.executable, "-m", "torch.distributed.run", "--master-port=29500", f"--nproc_per_node={num_ranks}"]
     subprocess.run([*command, __file__, "--rank", name], env={**os.environ, "OMP_NUM_THREADS": "1"}, check=True)
 
 

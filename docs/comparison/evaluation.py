@@ -1,6 +1,6 @@
 """Read five samples on two ranks for evaluation, with the peer's own loader: say which samples count.
 
-Start with ``torchrun --standalone --nproc-per-node=2 evaluation.py PEER``.
+Start with ``torchrun --master-port=29500 --nproc-per-node=2 evaluation.py PEER``.
 """
 
 import argparse

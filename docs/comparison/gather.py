@@ -1,7 +1,8 @@
 """Gather shards of one and two rows on two ranks, and ask for gradients: say what comes back.
 
-Start with ``torchrun --standalone --nproc-per-node=2 gather.py PEER``. Each row is its rank + 1: the full tensor is
-[1, 2, 2]. The loss weighs its rows by 1, 2, 3, on both ranks, so the gradient is [2] on rank 0 and [4, 6] on rank 1.
+Start with ``torchrun --master-port=29500 --nproc-per-node=2 gather.py PEER``. Each row is its rank + 1: the full
+tensor is [1, 2, 2]. The loss weighs its rows by 1, 2, 3, on both ranks, so the gradient is [2] on rank 0 and [4, 6] on
+rank 1.
 """
 
 import argparse

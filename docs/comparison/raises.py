@@ -1,7 +1,7 @@
 """Rank 1 raises while rank 0 waits for it: say what rank 0 hears, and when.
 
-Start with ``torchrun --standalone --nproc-per-node=2 raises.py PEER``, or with ``--bare`` as two processes that have
-only the variables of ``env://`` and no launcher that watches them.
+Start with ``torchrun --master-port=29500 --nproc-per-node=2 raises.py PEER``, or with ``--bare`` as two processes that
+have only the variables of ``env://`` and no launcher that watches them.
 """
 
 import argparse

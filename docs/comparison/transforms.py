@@ -1,6 +1,6 @@
 """Transform a field whose rows are divided among two ranks: say which part of the spectrum each rank then holds.
 
-Start with ``torchrun --standalone --nproc-per-node=2 transforms.py PEER [--rows 8]``.
+Start with ``torchrun --master-port=29500 --nproc-per-node=2 transforms.py PEER [--rows 8]``.
 """
 
 import argparse

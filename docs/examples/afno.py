@@ -1,8 +1,8 @@
 """Learn to step a turbulent flow with a Fourier neural operator that is split over ranks.
 
     python docs/examples/afno.py --plot afno.png
-    torchrun --standalone --nproc-per-node=4 docs/examples/afno.py
-    torchrun --standalone --nproc-per-node=4 docs/examples/afno.py --channel 1 --spatial 4
+    distman run -n 4 docs/examples/afno.py
+    distman run -n 4 docs/examples/afno.py --channel 1 --spatial 4
     srun -N2 --ntasks-per-node=2 python docs/examples/afno.py
 
 The data is computed first: two-dimensional Navier-Stokes, pseudo-spectral, on a Fourier transform over all ranks. An

@@ -2,7 +2,7 @@
 
     python docs/examples/conditional_score.py --folder run
     distman run -n 3 docs/examples/conditional_score.py --folder run
-    torchrun --standalone --nproc-per-node=2 docs/examples/conditional_score.py --guidance 1.5
+    distman run -n 2 docs/examples/conditional_score.py --guidance 1.5
 
 The profiles are smooth Gaussian curves, and the coarse ones the means of their parts, so the fine profiles that belong
 to a coarse one have a known mean and width. The ranks draw random numbers of their own in the training. The samples of

@@ -1,7 +1,7 @@
 """Learn to read handwritten digits, on any number of processes, under any launcher.
 
     python docs/examples/digits.py
-    torchrun --standalone --nproc-per-node=2 docs/examples/digits.py
+    distman run -n 2 docs/examples/digits.py
     mpirun -np 2 python docs/examples/digits.py
     srun -N2 -n4 python docs/examples/digits.py
 

@@ -2,7 +2,7 @@
 
     python docs/examples/evaluation.py
     distman run -n 3 docs/examples/evaluation.py --predictions predictions.csv
-    torchrun --standalone --nproc-per-node=2 docs/examples/evaluation.py
+    distman run -n 2 docs/examples/evaluation.py
 
 A classifier of handwritten digits is loaded (and fitted before, if the file is not there) and asked about 500 scans
 that it has not seen. Numbers of samples that the number of ranks does not divide are no special case: the table of

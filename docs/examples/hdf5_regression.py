@@ -2,7 +2,7 @@
 
     python docs/examples/hdf5_regression.py --folder /tmp/bars
     distman run -n 2 docs/examples/hdf5_regression.py --folder /tmp/bars
-    torchrun --standalone --nproc-per-node=2 docs/examples/hdf5_regression.py --folder /tmp/bars
+    distman run -n 2 docs/examples/hdf5_regression.py --folder /tmp/bars
 
 A hot bar cools: from its temperatures now and a moment later a network tells how well it conducts heat. The files are
 made if they are not there. The samples of all files are one dataset, which the ranks share out; each rank opens the

@@ -2,7 +2,7 @@
 
     python docs/examples/kmeans.py
     distman run -n 3 docs/examples/kmeans.py
-    torchrun --standalone --nproc-per-node=2 docs/examples/kmeans.py
+    distman run -n 2 docs/examples/kmeans.py
 
 Each rank keeps its part of the 1,797 digits that scikit-learn ships, 64 numbers each. What the ranks exchange is the
 sum and the number of points of each cluster, however many points there are. Any number of ranks finds the same

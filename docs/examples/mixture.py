@@ -1,7 +1,7 @@
 """Learn the density of a mixture of Gaussians, draw from it, and compare with the truth.
 
     python docs/examples/mixture.py --plot mixture.png
-    torchrun --standalone --nproc-per-node=2 docs/examples/mixture.py
+    distman run -n 2 docs/examples/mixture.py
     srun -N2 --ntasks-per-node=2 python docs/examples/mixture.py
 
 A network learns the score of two-dimensional data by denoising; the ranks share each batch. The equation backwards in

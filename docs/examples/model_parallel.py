@@ -1,7 +1,7 @@
 """Split a layer over two ranks and the data over the rest: the losses are those of one process.
 
     python docs/examples/model_parallel.py
-    torchrun --standalone --nproc-per-node=4 docs/examples/model_parallel.py
+    distman run -n 4 docs/examples/model_parallel.py
     srun -N2 --ntasks-per-node=2 python docs/examples/model_parallel.py
 
 The ranks are a grid. A row of it, the group "model_parallel", holds one copy of the network, each rank a slice of its

@@ -2,7 +2,7 @@
 
     python docs/examples/own_loop.py
     distman run -n 3 docs/examples/own_loop.py
-    torchrun --standalone --nproc-per-node=2 docs/examples/own_loop.py
+    distman run -n 2 docs/examples/own_loop.py
 
 The progress of diabetes in 442 patients, which scikit-learn ships, is predicted from ten measurements. The last batch
 of an epoch cannot be divided evenly; it counts all the same, each patient once. Numbers are in double precision, and

@@ -2,7 +2,7 @@
 
     python docs/examples/preemption.py --folder run
     distman run -n 2 docs/examples/preemption.py --folder run
-    torchrun --standalone --nproc-per-node=2 docs/examples/preemption.py --folder run
+    distman run -n 2 docs/examples/preemption.py --folder run
     srun -N2 --ntasks-per-node=4 python docs/examples/preemption.py --folder run --requeue
 
 Kill it, or send it SIGTERM or SIGUSR1, as Slurm does some time before it ends a job (`sbatch --signal=TERM@120`): the

@@ -2,7 +2,7 @@
 
     python docs/examples/schroedinger.py
     distman run -n 2 docs/examples/schroedinger.py --rows 96 --columns 1024
-    torchrun --standalone --nproc-per-node=4 docs/examples/schroedinger.py
+    distman run -n 4 docs/examples/schroedinger.py
 
 The equation i u_t + (u_xx + u_yy) / 2 + |u|^2 u = 0 is solved by splitting: the kinetic part is exact in the spectrum,
 the other one on the grid. Each rank has some rows of the grid, and some columns of the spectrum, so that a transform

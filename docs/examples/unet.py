@@ -2,7 +2,7 @@
 
     python docs/examples/unet.py --folder /tmp/sea
     distman run -n 3 docs/examples/unet.py --folder /tmp/sea
-    torchrun --standalone --nproc-per-node=2 docs/examples/unet.py --folder /tmp/sea
+    distman run -n 2 docs/examples/unet.py --folder /tmp/sea
 
 The files are made if they are not there. A batch is a dict of maps. The loss is a mean over the pixels that the
 satellite has seen, of which some maps have many, some few, and some none; how many they are is told to the handler, so

@@ -2,7 +2,7 @@
 
     python docs/examples/with_fabric.py --devices 2
     distman run -n 2 docs/examples/with_fabric.py
-    torchrun --standalone --nproc-per-node=2 docs/examples/with_fabric.py
+    distman run -n 2 docs/examples/with_fabric.py
 
 Fabric wraps model, optimizer and loader. With distman beside it a rank that fails is named on all others, an evaluation
 sees each sample once, and shards of different sizes can be gathered. Either of the two makes the process group, and the

@@ -7,6 +7,7 @@ import sys
 
 import pytest
 
+from distman._rendezvous import agent
 from distman.testing import fake_environment
 
 from ..environments.recordings import recorded
@@ -160,6 +161,18 @@ def test_it_says_what_protects_the_job_and_not_the_secret(environ, source):
     warnings = [warning for warning in shown["warnings"] if warning.startswith("Nothing keeps other users out of this")]
     assert len(warnings) == (source is None)
     assert SECRET not in text + json.dumps(shown)
+
+
+def test_under_torchrun_it_says_what_the_agents_are_open_to():
+    """The run id is a UUID with --standalone; of any other one the variables do not tell."""
+    standalone = recorded("torchrun-standalone")[0]
+    shown, text = json_of(standalone), run(standalone).stdout
+    assert (agent.WARNING in shown["warnings"], shown["protected_by"]) == (True, None)
+    assert "\nThe job is protected by nothing.\n" in text
+    shown = json_of(standalone | {"TORCHELASTIC_RUN_ID": "none"})
+    assert agent.WARNING not in shown["warnings"]
+    assert shown["protected_by"].startswith("the kernel, ")
+    assert shown["protected_by"].endswith(f", {agent.UNTOLD}")
 
 
 def test_a_misspelt_name_does_not_show_the_secret():

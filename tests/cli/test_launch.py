@@ -250,7 +250,8 @@ def started(backend, folder, nodes, name):
         "SLURM_JOB_NODELIST": "n1",
     }
     script = f"{STARTER.format(name=name)}{render(request)}"
-    command = ["bash", "-c", script, "train.sh", "n1"]
+    arguments = [] if backend == "torchrun" and nodes == 1 else ["n1", "0"]
+    command = ["bash", "-c", script, "train.sh", *arguments]
     told = subprocess.run(command, env=environ, capture_output=True, text=True, check=True, timeout=60)
     assert told.stderr == ""
     return told.stdout.split("\n")[:3]
@@ -275,7 +276,8 @@ def test_a_script_for_one_host_needs_no_secret(tmp_path, backend):
 def test_torchruns_of_several_nodes_share_a_file_whoever_comes_first(tmp_path):
     command = ["bash", "-c", f"{STARTER.format(name='torchrun')}{render(JobRequest(backend='torchrun', nodes=2))}"]
     environ = {"HOME": str(tmp_path), "PATH": os.environ["PATH"]}
-    running = [subprocess.Popen([*command, "train.sh", "n1"], env=environ, stdout=subprocess.PIPE) for _ in range(8)]
+    command += ["train.sh", "n1", "0"]
+    running = [subprocess.Popen(command, env=environ, stdout=subprocess.PIPE) for _ in range(8)]
     paths = {one.communicate(timeout=60)[0].decode().split("\n")[2] for one in running}
     assert [one.returncode for one in running] == [0] * 8
     assert paths == {str(tmp_path / ".distman_secret")}
@@ -283,7 +285,7 @@ def test_torchruns_of_several_nodes_share_a_file_whoever_comes_first(tmp_path):
     (environ["DISTMAN_SECRET_FILE"],) = paths
     first = find_protection(LaunchEnvironment.lone(), environ)
     assert first.source is Source.FILE
-    subprocess.run([*command, "train.sh", "n1"], env=environ, capture_output=True, check=True, timeout=60)
+    subprocess.run(command, env=environ, capture_output=True, check=True, timeout=60)
     assert find_protection(LaunchEnvironment.lone(), environ) == first
 
 

@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 
 from distman._cli.check.proofs import PROOFS, PROOFS_OF_TORCH
+from distman._rendezvous import agent
+from distman._rendezvous.secret import Source
 
 from .mpi import without_words_of_prrte
 from .preloaded import PYTHON
@@ -38,11 +40,28 @@ def test_under_torchrun(preloaded_torchrun, tmp_path):
     ]
     lines = conclusion.splitlines()
     assert lines[-1] == IS_EXACT.format(4, "1 node", "cpu:gloo")
-    assert lines[-2].startswith("protected by the kernel, ")
+    assert lines[-2] == f"protected by {Source.KERNEL.value}"
     assert lines[-3] == f"folder {tmp_path}/results: all 4 ranks see it"
     assert lines[-4] == f"folder {tmp_path}: all 4 ranks see it"
     assert lines[-5].startswith("clocks: ")
     assert list(tmp_path.rglob("*")) == [tmp_path / "results"]
+
+
+@pytest.mark.parametrize("options", [("--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0"), ("--standalone",)])
+def test_under_torchrun_without_a_static_rendezvous(preloaded_torchrun, options):
+    """It and the start say so, whatever the kernel says of the ranks; nothing but the first two lines says the rest."""
+    finished = preloaded_torchrun.run(*CHECK, ranks=2, options=options, timeout=LIMIT)
+    assert finished.returncode == 0
+    assert finished.stderr == f"{agent.WARNING}\n"
+    assert f"warning: {agent.WARNING}" in " ".join(finished.stdout.split())
+    assert "protected by" not in finished.stdout
+
+
+def test_a_job_that_must_be_protected_does_not_start_under_open_agents(preloaded_torchrun):
+    options, variables = ("--standalone",), {"DISTMAN_SECRET": "required"}
+    finished = preloaded_torchrun.run(*CHECK, ranks=2, options=options, env=variables, timeout=LIMIT)
+    assert finished.returncode == 1
+    assert "DISTMAN_SECRET must not be 'required' in a job with open agents. " in finished.stderr
 
 
 def made(folder):

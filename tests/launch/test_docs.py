@@ -12,6 +12,7 @@ import pytest
 import yaml
 from markdown_it import MarkdownIt
 
+from ..ports import find_free_port
 from ..test_docs import PAGES, REPOSITORY, assert_shown
 from . import preloaded
 from .preloaded import PYTHON
@@ -217,6 +218,8 @@ def run_line(request, line, folder, variables=()):
 
 
 def run_here(_request, words, variables, cwd):
+    # Several pages name one port, and are run at one time.
+    words = [f"--master-port={find_free_port()}" if word.startswith("--master-port=") else word for word in words]
     return launch(words, env={**preloaded.variables(), **variables}, timeout=LIMIT, cwd=cwd)
 
 

@@ -104,16 +104,17 @@ def test_mpi_over_two_hosts_without_mpi4py(request, namespace_hosts, tmp_path, n
 def test_torchrun_on_two_hosts(namespace_hosts, tmp_path):
     folder = folder_with(RANKS, tmp_path)
 
-    def command(host):
-        return [*namespace_hosts.enter(host, cwd=folder), "bash", LAUNCHERS / "torchrun.sh", "n1"]
+    def command(node):
+        return [*namespace_hosts.enter(f"n{node + 1}", cwd=folder), "bash", LAUNCHERS / "torchrun.sh", "n1", str(node)]
 
     with ExitStack() as stack:
         variables = {**preloaded.variables(), "HOME": str(tmp_path)}
-        nodes = [stack.enter_context(start(command(host), env=variables, cwd=folder)) for host in ("n1", "n2")]
+        nodes = [stack.enter_context(start(command(node), env=variables, cwd=folder)) for node in (0, 1)]
         finished = [node.wait(timeout=LIMIT) for node in nodes]
     assert [node.returncode for node in finished] == [0, 0]
     told = replace(finished[0], stdout="".join(node.stdout for node in finished))
     assert_started(told, ranks=4, nodes=2, method="torchrun", has_secret=False)
+    assert [node.stderr for node in finished] == ["", ""], "nobody is warned of a rendezvous that is not static"
     assert (tmp_path / ".distman_secret").stat().st_mode & 0o777 == 0o600
 
 

@@ -6,12 +6,13 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 
+from ..ports import find_free_port
 from .processes import Finished, Running, launch, start
 
 
 @dataclass(frozen=True)
 class Torchrun:
-    """Every ``run`` runs ``torchrun --standalone OPTIONS SCRIPT ARGUMENTS`` on some ranks.
+    """Every ``run`` runs ``torchrun --master-port=PORT OPTIONS SCRIPT ARGUMENTS`` on some ranks: a static rendezvous.
 
     Attributes:
         python: The interpreter of torchrun; `preloaded.PYTHON` is that of its ranks, too.
@@ -45,5 +46,5 @@ class Torchrun:
 
     def command(self, *script: str | Path, ranks: int, options: tuple[str, ...] = ()) -> list[str | Path]:
         """Return the command line."""
-        torchrun = [self.python, "-m", "torch.distributed.run", "--standalone"]
+        torchrun = [self.python, "-m", "torch.distributed.run", f"--master-port={find_free_port()}"]
         return [*torchrun, f"--nproc_per_node={ranks}", *options, *script]

@@ -3,10 +3,12 @@
 import dataclasses
 import os
 import secrets
+import uuid
 
 import pytest
 
-from distman._rendezvous import mpi, munge
+from distman._rendezvous import agent, mpi, munge
+from distman._rendezvous.agent import Meeting
 from distman._rendezvous.munge import CredentialError
 from distman._rendezvous.secret import Protection, Source, check_adoption, find_protection
 from distman._store import transport
@@ -39,6 +41,10 @@ def protections(launcher, nodes=1, tasks=4, **variables):
     return [find_protection(detect(environ).environment, environ) for environ in environs]
 
 
+def meeting_under(launcher):
+    return Meeting.UNTOLD if launcher == "torchrun" else None
+
+
 def agreed(found):
     """Return what all ranks have found alike."""
     (same,) = set(found)
@@ -48,7 +54,7 @@ def agreed(found):
 @pytest.mark.parametrize("launcher", ["torchrun", *MPI, "jsrun", "flux", "slurm", "env"])
 def test_on_one_host_the_kernel_tells(launcher):
     variables = {"MASTER_ADDR": "localhost"} if launcher == "env" else {}
-    assert agreed(protections(launcher, **variables)) == Protection(Source.KERNEL)
+    assert agreed(protections(launcher, **variables)) == Protection(Source.KERNEL, meeting=meeting_under(launcher))
 
 
 def test_an_address_that_means_every_host_itself_does_not_make_it_one_host():
@@ -57,6 +63,20 @@ def test_an_address_that_means_every_host_itself_does_not_make_it_one_host():
 
 def test_one_process_needs_no_secret():
     assert find_protection(LaunchEnvironment.lone(), {}).source is Source.KERNEL
+
+
+NOT_STATIC = [{"TORCHELASTIC_USE_AGENT_STORE": "False"}, {"TORCHELASTIC_RUN_ID": str(uuid.uuid4())}]
+
+
+@pytest.mark.parametrize("variables", NOT_STATIC, ids=["no shared store", "standalone"])
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_agents_that_do_not_meet_statically_are_told_by_variables(variables, nodes):
+    """A job that must be protected does not start under them, whatever its name and its own secret are."""
+    variables |= {"DISTMAN_JOB_ID": "mine", "DISTMAN_SECRET": SECRET}
+    found = agreed(protections("torchrun", nodes=nodes, **variables))
+    assert (found.warnings, found.protected_by) == ((agent.WARNING,), None)
+    with pytest.raises(RendezvousError, match="must not be 'required' in a job with open agents"):
+        protections("torchrun", **variables | {"DISTMAN_SECRET": "required"})
 
 
 @pytest.mark.parametrize("launcher", MPI)
@@ -73,18 +93,20 @@ def test_mpi_on_several_hosts_tells_it_with_the_address(launcher, is_installed, 
 def test_without_a_source_there_is_one_warning(launcher):
     found = agreed(protections(launcher, nodes=2, MASTER_ADDR="n1"))
     assert (found.source, found.key) == (Source.NONE, None)
-    assert found.warning.startswith(
+    (warning,) = found.warnings
+    assert warning.startswith(
         "Nothing keeps other users out of this job: it may run on several hosts, which share no secret. "
     )
-    assert 'write export DISTMAN_SECRET="$(' in found.warning
+    assert 'write export DISTMAN_SECRET="$(' in warning
+    assert found.protected_by is None
 
 
 @pytest.mark.parametrize("launcher", LAUNCHED)
 @pytest.mark.parametrize("nodes", [1, 2])
 def test_a_secret_of_the_users_stands_above_all(launcher, nodes):
     found = agreed(protections(launcher, nodes=nodes, DISTMAN_SECRET=SECRET, MASTER_ADDR="n1"))
-    assert found == Protection(Source.VARIABLE, SECRET.encode())
-    assert found.warning is None
+    assert found == Protection(Source.VARIABLE, SECRET.encode(), meeting=meeting_under(launcher))
+    assert found.warnings == ()
     assert (found.draw("job").key, found.draw("job").credential) == (SECRET.encode(), b"")
     assert found.read("job", b"") == SECRET.encode()
 
@@ -215,7 +237,7 @@ def slurm_conf(munged, tmp_path):
 
 def test_under_slurm_munge_shows_it_to_ranks_on_all_hosts(slurm_conf):
     found = agreed(protections("slurm", nodes=2, SLURM_CONF=slurm_conf))
-    assert (found.source, found.key, found.warning) == (Source.MUNGE, None, None)
+    assert (found.source, found.key, found.warnings) == (Source.MUNGE, None, ())
     door = found.draw("slurm-7.0")
     assert len(door.key) == 32
     assert door.key not in door.credential

@@ -13,7 +13,7 @@ from distman._cli.arguments import not_empty
 from distman._cli.check.findings import Findings, as_json, facts, problems, warnings
 from distman._cli.output import print_table, print_text, progress_bar
 from distman._cli.speed_table import is_plain_under, print_speeds
-from distman._rendezvous.secret import find_protection
+from distman._rendezvous.secret import find_protection, learn_protection
 from distman.environments import detect
 from distman.errors import DistmanError, RankFailedError
 
@@ -59,7 +59,8 @@ def run(arguments: argparse.Namespace) -> int:
 
     limit = arguments.timeout or _COLLECTIVE_TIMEOUT
     try:
-        protection = find_protection(detect(os.environ, arguments.method).environment, os.environ)
+        environment = detect(os.environ, arguments.method).environment
+        protection = find_protection(environment, os.environ)
         manager = DistributedManager.initialize(
             method=arguments.method, rendezvous_timeout=arguments.timeout, timeout=limit
         )
@@ -68,6 +69,8 @@ def run(arguments: argparse.Namespace) -> int:
         if arguments.json:
             _tell_without_job(str(error), arguments.method)
         return 1
+    if manager.is_main:
+        protection = learn_protection(protection, environment, os.environ)
     findings = Findings(manager.roll_call, manager.backend, manager.initialization_method, protection)
     if manager.is_main and not arguments.json:
         print_table(_COLUMNS, [_row(peer) for peer in findings.peers], is_plain=is_plain_under(findings.launcher))

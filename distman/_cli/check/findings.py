@@ -98,7 +98,7 @@ def warnings(findings: Findings) -> list[str]:
         for folder in findings.folders[:1]
         if not folder.is_shared
     ]
-    return [*sentences, *filter(None, [findings.protection.warning])]
+    return [*sentences, *findings.protection.warnings]
 
 
 def facts(findings: Findings) -> list[str]:
@@ -126,8 +126,8 @@ def facts(findings: Findings) -> list[str]:
     num_ranks = len(findings.peers)
     whom = f"all {num_ranks} ranks see" if num_ranks > 1 else "rank 0 can write to"
     lines += [f"folder {folder.path}: {whom} it" for folder in findings.folders if folder.is_shared]
-    if findings.protection.warning is None:
-        lines.append(f"protected by {findings.protection.source.value}")
+    if findings.protection.protected_by is not None:
+        lines.append(f"protected by {findings.protection.protected_by}")
     if findings.wrong and not any(findings.wrong.values()) and findings.error is None:
         lines.append(_exact(findings))
     return lines
@@ -142,7 +142,7 @@ def as_json(findings: Findings) -> dict[str, Any]:
         "num_nodes": findings.num_nodes,
         "backend": findings.backend,
         "initialization_method": findings.launcher,
-        "protected_by": None if findings.protection.warning else findings.protection.source.value,
+        "protected_by": findings.protection.protected_by,
         "ranks": [dataclasses.asdict(peer) for peer in findings.peers],
         "wrong_ranks": wrong_ranks,
         "collectives": findings.wrong,

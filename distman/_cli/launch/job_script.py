@@ -215,6 +215,7 @@ def _values(request: JobRequest) -> dict[str, str | None]:
         "name": request.job_name,
         "nodes": str(request.nodes),
         "several": "" if request.nodes > 1 else None,
+        "alone": "" if request.nodes == 1 else None,
         "tasks": str(tasks),
         "num_tasks": str(request.nodes * tasks),
         "gpus": str(gpus),
@@ -237,14 +238,12 @@ def _values(request: JobRequest) -> dict[str, str | None]:
 
 
 def _meeting(request: JobRequest) -> dict[str, str | None]:
-    """Return where torchrun's agents meet when nobody says, and how to say it."""
+    """Return how to tell torchrun's agents where they meet."""
     if request.nodes == 1:
-        return {"first_host": "-localhost", "meeting_host": "localhost", "torchrun_where": "", "torchrun_first": ""}
+        return {"torchrun_where": "", "torchrun_first": ""}
     return {
-        "first_host": "?the name of the node at which all meet",
-        "meeting_host": "node1",
-        "torchrun_where": " on each node at about the same time, with the name of one of them",
-        "torchrun_first": " node1",
+        "torchrun_where": " on each node at about the same time, with the name of one of them and a number",
+        "torchrun_first": " node1 0",
     }
 
 

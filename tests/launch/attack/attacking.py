@@ -74,6 +74,7 @@ class Scene:
             "kinds": None,
             "waits": False,
             "agent": None,
+            "plants": "",
             "crowd": False,
             "others": [],
         }

@@ -47,7 +47,12 @@ mapfile -t hosts < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
 port=$((10000 + SLURM_JOB_ID % 13000))
 
 # torchrun hands the signal on, and waits for two minutes. When one of them dies, srun ends the others.
+# The rendezvous is static. Nodes that come and go (--nnodes=1:4) need --rdzv-backend=c10d, which has a price: every
+# user and host that reaches an agent's port can run code as you.
+@{several}# shellcheck disable=SC2016 # the variable is that of each task
 srun --kill-on-bad-exit=1 \
-    torchrun --nnodes=@{nodes} --nproc-per-node=@{tasks} --shutdown-timeout=120 \
-    --rdzv-backend=c10d --rdzv-endpoint="${hosts[0]}:$port" --rdzv-id="$SLURM_JOB_ID" \
+@{alone}    torchrun --nnodes=1 --nproc-per-node=@{tasks} --shutdown-timeout=120 \
+@{several}    bash -c 'exec torchrun --node-rank="$SLURM_NODEID" "$@"' torchrun \
+@{several}    --nnodes=@{nodes} --nproc-per-node=@{tasks} --shutdown-timeout=120 \
+    --rdzv-backend=static --master-addr="${hosts[0]}" --master-port="$port" --rdzv-id="$SLURM_JOB_ID" \
     @{script}

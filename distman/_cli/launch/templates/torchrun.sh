@@ -1,12 +1,17 @@
 #!/bin/bash
 # @{job}, on @{place}. torchrun starts one process @{unit}.
 # Run it@{torchrun_where}:  bash @{file}@{torchrun_first}
-# A second argument is the port at which they meet there, for two jobs at once:  bash @{file} @{meeting_host} 29401
+@{several}# The number is 0 on the node of that name, and 1, 2, ... on the others.
+# One more argument is the port at which they meet, for two jobs at once:  bash @{file}@{torchrun_first} 29401
 
 set -euo pipefail
 
-first="${1:@{first_host}}"
-port="${2:-29400}"
+@{several}first="${1:?the name of the node at which all meet}"
+@{several}node="${2:?the number of this node, 0 at which all meet}"
+@{several}port="${3:-29400}"
+@{alone}first=localhost
+@{alone}node=0
+@{alone}port="${1:-29400}"
 
 # Edit: what your program needs.
 # module load python cuda
@@ -32,6 +37,8 @@ export OMP_NUM_THREADS="${OMP_NUM_THREADS:-@{cpus}}"
 @{several}
 # A training that is asked to stop (SIGTERM to one of these) saves itself and ends with exit code 75, of which torchrun
 # makes 1: run the same command again.
-torchrun --nnodes=@{nodes} --nproc-per-node=@{tasks} --shutdown-timeout=120 \
-    --rdzv-backend=c10d --rdzv-endpoint="$first:$port" --rdzv-id=@{name} \
+# The rendezvous is static. Nodes that come and go (--nnodes=1:4) need --rdzv-backend=c10d, which has a price: every
+# user and host that reaches an agent's port can run code as you.
+torchrun --nnodes=@{nodes} --node-rank="$node" --nproc-per-node=@{tasks} --shutdown-timeout=120 \
+    --rdzv-backend=static --master-addr="$first" --master-port="$port" --rdzv-id=@{name} \
     @{script}
