@@ -146,6 +146,17 @@ def test_the_output_on_the_page_of_launchers_is_real():
     assert_shown(shown, output)
 
 
+def test_the_table_of_what_strangers_can_do_names_tests_that_exist():
+    found = [row for row in rows("docs/security.md") if len(row) == 5 and row[4] != "shown by"]
+    assert found
+    for *_, tests in found:
+        named = re.findall(r"`([\w/]+\.py)::(\w+)`", tests)
+        assert named, "each row names a test"
+        for file, test in named:
+            source = (REPOSITORY / "tests" / "launch" / file).read_text()
+            assert re.search(rf"^def {test}\(", source, re.MULTILINE), f"{file}::{test}"
+
+
 def assert_shown(shown, output):
     """Compare what a page shows with the output, but for white space, process ids, folders and what "..." is for."""
     shown, output = (re.sub(r'(pid) \d+|(File ")[^"]*/', r"\1\2", text) for text in (shown, output))

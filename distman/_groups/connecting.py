@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -9,6 +10,7 @@ import torch.distributed as dist
 from distman._coordination.abortable_store import AbortableStore
 from distman._device import is_pure_gloo
 from distman._job.job import Job
+from distman._job.strangers import meets_on_this_host, noticed
 from distman._torch_internals import default_store, make_gloo_default, make_group
 
 
@@ -42,14 +44,15 @@ def connect(
     """
     if job.backend is None:
         return None
-    process_group = make_group(
-        ranks,
-        ranks.index(job.peer.rank),
-        name=f"distman/{key}",
-        description=name,
-        store=store,
-        timeout=timedelta(seconds=job.limits.collective),
-    )
+    with noticed(f"group {name!r}", len(ranks) - 1) if meets_on_this_host(job) else contextlib.nullcontext():
+        process_group = make_group(
+            ranks,
+            ranks.index(job.peer.rank),
+            name=f"distman/{key}",
+            description=name,
+            store=store,
+            timeout=timedelta(seconds=job.limits.collective),
+        )
     if is_pure_gloo(dist.get_backend()):
         make_gloo_default(process_group)
     return process_group

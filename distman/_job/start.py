@@ -8,6 +8,7 @@ import itertools
 import os
 import weakref
 from collections.abc import Iterator
+from contextlib import nullcontext
 from datetime import timedelta
 from urllib.parse import urlsplit
 
@@ -26,6 +27,7 @@ from distman._device import backend_for, is_pure_gloo, pick_device, wait_for
 from distman._job.group_end import end_groups
 from distman._job.interface import choose_interface, forget_interface, stay_on_this_host
 from distman._job.job import Job, Limits, abort_job
+from distman._job.strangers import meets_on_this_host, noticed
 from distman._process_state import keep_garbage_from_children
 from distman._rendezvous import mpi
 from distman._rendezvous.address import UNREACHABLE_AFTER
@@ -243,7 +245,8 @@ def _make_process_group(job: Job, store: dist.Store, url: str) -> None:
         stay_on_this_host()
     elif job.peer.num_nodes > 1:
         choose_interface(_other_hosts(job, url))
-    with counting_no_failed_group(), meeting_in_few_calls():
+    watched = noticed("the group of all ranks", job.world_size - 1) if meets_on_this_host(job) else nullcontext()
+    with counting_no_failed_group(), watched, meeting_in_few_calls():
         dist.init_process_group(
             backend=job.backend,
             store=dist.PrefixStore(protocol.PROCESS_GROUP, store),

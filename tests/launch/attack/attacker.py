@@ -6,6 +6,7 @@ and this source. What it is to do comes from standard input as JSON; what came o
 
 import base64
 import collections
+import contextlib
 import itertools
 import json
 import os
@@ -398,6 +399,43 @@ def kinds_anywhere():
     }
 
 
+def chase():
+    """Connect to whatever begins to listen to the loopback, as gloo does where a group is made, until told to end.
+
+    gloo reads a number from each connection, which says for which of its pairs it is.
+    """
+    settings = SETTINGS["chase"]
+    count, kind = Path(settings["count"]), settings["kind"]
+    seen, guests, tries = set(loopback_ports()), [], 0
+    count.touch()
+    while not Path(settings["end"]).exists():
+        for port in loopback_ports() - seen:
+            seen.add(port)
+            with contextlib.suppress(OSError):
+                for number in range(settings["at_each"]):
+                    guests.append(connect((LOOPBACK, port)))
+                    tries += 1
+                    guests[-1].sendall(b"" if kind == "silent" else WORDS[kind](number))
+                    if kind == "number, closed":
+                        guests.pop().close()
+                with count.open("a") as file:
+                    file.write(".")
+    return {f"{kind} at gloo's new listeners": [tries, 0]}
+
+
+WORDS = {
+    "number": lambda number: struct.pack("<Q", number),
+    "number, closed": lambda number: struct.pack("<Q", number),
+    "malformed": lambda _: os.urandom(512),
+    "small": lambda number: struct.pack("<Q", number)[: number % 8],
+}
+
+
+def loopback_ports():
+    rows = [row.split() for row in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+    return {int(row[1][9:], 16) for row in rows if row[3] == LISTENS and row[1].startswith("0100007F")}
+
+
 def names_of_stores():
     """Return all names of this host's own at which a store may listen."""
     rows = [row.split(maxsplit=7) for row in Path("/proc/net/unix").read_text(errors="replace").splitlines()]
@@ -451,6 +489,8 @@ def main():
     names = SETTINGS["kinds"]
     if doors:
         results |= attack(doors, {name: one for name, one in kinds().items() if names is None or name in names})
+    if SETTINGS["chase"]:
+        results |= chase()
     if SETTINGS["plants"] and (agents := wait_for_agents()):
         results |= attack(agents, {"pickles in the agents' stores": plant})
     if doors and SETTINGS["agent"]:

@@ -75,6 +75,7 @@ class Scene:
             "waits": False,
             "agent": None,
             "plants": "",
+            "chase": None,
             "crowd": False,
             "others": [],
         }

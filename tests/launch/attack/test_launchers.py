@@ -20,6 +20,7 @@ LOST_BY_AGENT = re.compile(
     r"^\[W.*\bTCPStore\.cpp.* recvValueWithTimeout failed (.*\n)+?\n|^E.*\belastic/agent/server/api\.py.*\n",
     re.MULTILINE,
 )
+NUMBER_OF_RANK = re.compile(r"^\d: ", re.MULTILINE)  # before each line that distman run shows
 HALF = TRIES // 2  # from each of two places
 
 
@@ -30,6 +31,9 @@ def start_job(launcher, request, scene):
         cluster = request.getfixturevalue("slurm_cluster")
         return cluster.start_srun("-N2", "-n3", PYTHON, *job), cluster.hosts, 3
     hosts = request.getfixturevalue("namespace_hosts")
+    if launcher == "distman-run":
+        command = [PYTHON, "-m", "distman", "run", "-n", "3", *job]
+        return hosts.start(command, host="n1", env=server_variables()), hosts, 3
     if launcher == "torchrun":
         return hosts.start(Torchrun(PYTHON).command(*job, ranks=3), host="n1", env=server_variables()), hosts, 3
     mpi = request.getfixturevalue(launcher).preloaded
@@ -63,14 +67,15 @@ def attack(scene, hosts, *, is_local):
         assert_all_in_vain(elsewhere, tries=tries)
 
 
-@pytest.mark.parametrize("launcher", ["torchrun", "mpich", "openmpi", "srun"])
+@pytest.mark.parametrize("launcher", ["distman-run", "torchrun", "mpich", "openmpi", "srun"])
 def test_strangers_get_nothing(launcher, request, scene):
-    """The first two are on one host, and use the kernel's word; Open MPI tells a secret, and munge does under srun."""
+    """The first three are on one host and use the kernel's word; Open MPI tells a secret, and munge does under srun."""
     job, hosts, num_ranks = start_job(launcher, request, scene)
     with job as running:
-        attack(scene, hosts, is_local=launcher in ("torchrun", "mpich"))
+        attack(scene, hosts, is_local=launcher in ("distman-run", "torchrun", "mpich"))
         finished = running.wait(timeout=LIMIT)
-    finished = dataclasses.replace(finished, stderr=WORDS_OF_PRRTE.sub("", finished.stderr))
+    said = NUMBER_OF_RANK.sub("", finished.stdout)
+    finished = dataclasses.replace(finished, stdout=said, stderr=WORDS_OF_PRRTE.sub("", finished.stderr))
     assert_unharmed(scene, finished, num_ranks=num_ranks)
 
 

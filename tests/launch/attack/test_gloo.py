@@ -1,0 +1,64 @@
+"""Another user of the host connects to gloo's listeners while a group is made: what it ends, and what is said of it."""
+
+import secrets
+from contextlib import ExitStack
+
+import pytest
+
+from ..preloaded import PYTHON
+from ..processes import poll, start
+from .attacking import HERE, LIMIT, NOBODY, TRIES
+
+NUM_RANKS = 4
+TAKEN = f"A stranger took a connection of {{}}: a process of uid {NOBODY} on this host "
+CLOSED = "A connection of {} was closed while the group was made, though no rank has ended."
+REMEDY = "Run the job on nodes that no other user shares"
+PLACES = {"start": "the group of all ranks", "group": "group 'g'"}
+
+
+def run_chased(scene, hosts, place, kind, at_each):
+    """Run a job while another user chases its listeners; return what the ranks said and how often he has tried."""
+    count, told = scene.theirs / "count", scene.theirs / "end"
+    chase = {"kind": kind, "at_each": at_each, "count": str(count), "end": str(told)}
+    arguments = [str(scene.job), str(count), place, str(secrets.randbelow(NUM_RANKS))]
+    variables = {"WORLD_SIZE": str(NUM_RANKS), "MASTER_ADDR": "localhost", "DISTMAN_JOB_ID": "grouping"}
+    with ExitStack() as stack:
+        ranks = []
+        if place == "group":
+            ranks = start_ranks(stack, hosts, arguments, variables)
+            assert poll(lambda: all((scene.job / f"up {rank}").exists() for rank in range(NUM_RANKS)), LIMIT)
+        chased = stack.enter_context(scene.attackers((hosts.enter("n1"), scene.settings(chase=chase, kinds=[]))))
+        assert poll(count.exists, LIMIT)
+        ranks = ranks or start_ranks(stack, hosts, arguments, variables)
+        try:
+            finished = [rank.wait(timeout=LIMIT) for rank in ranks]
+        finally:
+            told.touch()
+    return finished, chased
+
+
+def start_ranks(stack, hosts, arguments, variables):
+    command = [*hosts.enter("n1"), PYTHON, HERE / "grouping.py", *arguments]
+    return [
+        stack.enter_context(start(command, env={**hosts.environment, **variables, "RANK": str(rank)}))
+        for rank in range(NUM_RANKS)
+    ]
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize(("kind", "sentence"), [("number", TAKEN), ("number, closed", CLOSED)])
+def test_a_stranger_who_takes_a_connection_is_noticed(namespace_hosts, scene, place, kind, sentence):
+    """The job ends on all ranks, at once, and says why and what to do."""
+    finished, _ = run_chased(scene, namespace_hosts, place, kind, NUM_RANKS)
+    assert [one.returncode for one in finished] == [1] * NUM_RANKS
+    assert any(sentence.format(PLACES[place]) in one.stderr for one in finished)
+    assert any(REMEDY in one.stderr for one in finished)
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("kind", ["silent", "malformed", "small"])
+def test_strangers_who_say_what_nobody_waits_for_end_nothing(namespace_hosts, scene, place, kind):
+    finished, chased = run_chased(scene, namespace_hosts, place, kind, TRIES // (NUM_RANKS - 1) + 1)
+    assert [(one.returncode, one.stderr) for one in finished] == [(0, "")] * NUM_RANKS
+    ((tries, _),) = chased[0]["results"].values()
+    assert tries >= TRIES
