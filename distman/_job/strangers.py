@@ -6,7 +6,9 @@ import contextlib
 import os
 import re
 import socket
-from collections.abc import Iterator, Mapping
+import stat
+import struct
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch.distributed as dist
@@ -22,10 +24,18 @@ from distman.errors import DistmanError
 _IS_LAZY = "TORCH_GLOO_LAZY_INIT"
 """With it gloo connects at the first message, and a connection that is missing before says nothing."""
 
-_SOCKET = re.compile(r"socket:\[(\d+)\]")
 _POLLED = re.compile(r"^tfd:.* ino:([0-9a-f]+)", re.MULTILINE)
-_OTHER_ENDS = r"^ *\d+: (\w{{8}}:\w{{4}}) \w{{8}}:{port:04X} 01 \S+ \S+ \S+ +(\d+) +\d+ +([1-9]\d*) "
-"""Address, user and inode of those who have connected to a port, in ``/proc/net/tcp``; a closed end has no inode."""
+
+# Linux, ``linux/netlink.h``, ``linux/sock_diag.h`` and ``linux/inet_diag.h``
+_SOCK_DIAG, _BY_FAMILY, _REQUEST = 4, 20, 1
+_HEAD = struct.Struct("=IHHII")  # length, type, flags, number, process
+_QUESTION = struct.Struct("=BBBBI")  # family, protocol, what more to tell, padding, states
+_ENDS = struct.Struct("!HH16s16sI8s")  # ports, addresses, interface, cookie
+_OWNER = struct.Struct("=64xII")  # behind the ends and three numbers: user, inode
+_ANY_STATE, _NO_COOKIE = 0xFFFFFFFF, b"\xff" * 8
+_MOST_BYTES = 4096
+
+Address = tuple[str, int]
 
 _REMEDY = "gloo does not ask who connects. Run the job on nodes that no other user shares (sbatch --exclusive)."
 
@@ -49,9 +59,11 @@ def noticed(group: str, num_others: int) -> Iterator[None]:
     Raises:
         DistmanError: A stranger holds a connection, or one was closed although no rank has ended.
     """
-    before = _sockets()
+    before = _descriptors()
     try:
         yield
+        if not is_nobody() and not os.environ.get(_IS_LAZY):
+            _check(_descriptors() - before, group, num_others)
     except RuntimeError as error:
         if isinstance(error, dist.DistError) or not is_lost_connection(error) or failure_behind(error, group):
             raise
@@ -59,63 +71,83 @@ def noticed(group: str, num_others: int) -> Iterator[None]:
             f"A connection of {group} was closed while the group was made, though no rank has ended. If no other rank "
             f"says why, a stranger took it: {_REMEDY} ({str(error).partition('. ')[0]})"
         ) from error
-    if not is_nobody() and not os.environ.get(_IS_LAZY):
-        with contextlib.suppress(OSError):  # this host shows nothing
-            _check({inode: place for inode, place in _sockets().items() if inode not in before}, group, num_others)
 
 
-def _check(new: Mapping[int, int], group: str, num_others: int) -> None:
-    """Raise if fewer of the new sockets than there are other members lead to them, and one leads to a stranger.
+def _check(new: set[int], group: str, num_others: int) -> None:
+    """Raise if gloo listens to fewer of the other members than there are, and say whether to a stranger instead.
 
     A stranger who came too late, or says what nobody waits for, is kept waiting by gloo and does no harm.
+
+    Args:
+        new: Descriptors that were opened while the group was made.
+        group: What the group is called.
+        num_others: Number of its other members.
     """
-    connected: dict[int, str] = {}
-    strangers: dict[str, int] = {}
-    for inode, descriptor in new.items():
-        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as one:
-            if one.family == socket.AF_INET and one.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
-                strangers |= _strangers_at(one.getsockname()[1])
-            elif one.family == socket.AF_INET:
-                connected[inode] = _as_in_table(*one.getpeername())
-    if not strangers:
+    ports, ends = _sockets(new)
+    users = {inode: _user_of(other, own) for inode, (own, other) in ends.items() if own[1] in ports}
+    strangers = {inode: user for inode, user in users.items() if user not in (None, os.geteuid())}
+    polled = _polled(new)
+    heard = ends.keys() & polled
+    if not polled or len(heard - strangers.keys()) >= num_others:
         return
-    polled = _polled()
-    members = [other for inode, other in connected.items() if inode in polled and other not in strangers]
-    if polled and len(members) < num_others:
-        users = ", ".join(map(str, sorted({*strangers.values()})))
+    if takers := {strangers[inode] for inode in heard & strangers.keys()}:
         raise DistmanError(
-            f"A stranger took a connection of {group}: a process of uid {users} on this host connected to gloo while "
-            f"the group was made. {_REMEDY}"
+            f"A stranger took a connection of {group}: a process of uid {', '.join(map(str, takers))} on this host "
+            f"connected to gloo while the group was made. {_REMEDY}"
         )
+    raise RuntimeError("Connection closed by peer")
 
 
-def _sockets() -> dict[int, int]:
-    """Return a descriptor of each socket of this process, by inode."""
-    found = {}
-    for descriptor in os.listdir("/proc/self/fd"):  # noqa: PTH208 - paths of each of thousands of descriptors take long
-        with contextlib.suppress(OSError):  # closed meanwhile
-            if match := _SOCKET.fullmatch(os.readlink(f"/proc/self/fd/{descriptor}")):  # noqa: PTH115 - as above
-                found[int(match[1])] = int(descriptor)
-    return found
+def _sockets(descriptors: set[int]) -> tuple[set[int], dict[int, tuple[Address, Address]]]:
+    """Return the ports at which sockets listen, and of the others, by inode, the addresses of both ends."""
+    ports, ends = set(), {}
+    for descriptor in descriptors:
+        with contextlib.suppress(OSError):  # closed meanwhile, or not connected
+            status = os.fstat(descriptor)
+            if not stat.S_ISSOCK(status.st_mode):
+                continue
+            with socket.socket(fileno=os.dup(descriptor)) as one:
+                if one.family == socket.AF_INET and one.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                    ports.add(one.getsockname()[1])
+                elif one.family == socket.AF_INET:
+                    ends[status.st_ino] = one.getsockname(), one.getpeername()
+    return ports, ends
 
 
-def _strangers_at(port: int) -> dict[str, int]:
-    """Return the users other than this one who have connected to a port of this host, by their own address."""
-    table = Path("/proc/self/net/tcp").read_text(encoding="ascii")
-    found = re.findall(_OTHER_ENDS.format(port=port), table, re.MULTILINE)
-    return {address: int(user) for address, user, _ in found if int(user) != os.geteuid()}
+def _user_of(own: Address, other: Address) -> int | None:
+    """Return the user who has this end of a connection on this host; None where no process has it, or Linux is silent.
+
+    Source:
+        sock_diag(7). ``/proc/net/tcp`` says the same, but takes milliseconds.
+    """
+    ends = _ENDS.pack(own[1], other[1], socket.inet_aton(own[0]), socket.inet_aton(other[0]), 0, _NO_COOKIE)
+    question = _QUESTION.pack(socket.AF_INET, socket.IPPROTO_TCP, 0, 0, _ANY_STATE) + ends
+    try:
+        with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, _SOCK_DIAG) as linux:
+            linux.send(_HEAD.pack(_HEAD.size + len(question), _BY_FAMILY, _REQUEST, 0, 0) + question)
+            answer = linux.recv(_MOST_BYTES)
+    except OSError:
+        return None
+    if _HEAD.unpack_from(answer)[1] != _BY_FAMILY:  # an error: there is no such end here
+        return None
+    user, inode = _OWNER.unpack_from(answer, _HEAD.size)
+    return user if inode else None
 
 
-def _as_in_table(host: str, port: int) -> str:
-    return f"{int.from_bytes(socket.inet_aton(host), 'little'):08X}:{port:04X}"
+def _descriptors() -> set[int]:
+    """Return the open files of this process; none where the host does not show them."""
+    try:
+        return {int(name) for name in os.listdir("/proc/self/fd")}  # noqa: PTH208 - there may be thousands
+    except OSError:
+        return set()
 
 
-def _polled() -> set[int]:
+def _polled(descriptors: set[int]) -> set[int]:
     """Return the inodes of what this process's threads listen to, as gloo's do to the connections of its pairs."""
     found = set()
-    for descriptor in os.listdir("/proc/self/fd"):  # noqa: PTH208 - as above
-        with contextlib.suppress(OSError):
-            if os.readlink(f"/proc/self/fd/{descriptor}") == "anon_inode:[eventpoll]":  # noqa: PTH115 - as above
+    for descriptor in descriptors:
+        with contextlib.suppress(OSError):  # closed meanwhile, or not shown
+            if os.readlink(f"/proc/self/fd/{descriptor}") == "anon_inode:[eventpoll]":  # noqa: PTH115 - many, as above
                 info = Path(f"/proc/self/fdinfo/{descriptor}").read_text(encoding="ascii")
                 found |= {int(inode, 16) for inode in _POLLED.findall(info)}
     return found
