@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import re
 import socket
@@ -32,6 +33,7 @@ _HEAD = struct.Struct("=IHHII")  # length, type, flags, number, process
 _QUESTION = struct.Struct("=BBBBI")  # family, protocol, what more to tell, padding, states
 _ENDS = struct.Struct("!HH16s16sI8s")  # ports, addresses, interface, cookie
 _OWNER = struct.Struct("=64xII")  # behind the ends and three numbers: user, inode
+_ERROR = struct.Struct("=i")
 _ANY_STATE, _NO_COOKIE = 0xFFFFFFFF, b"\xff" * 8
 _MOST_BYTES = 4096
 
@@ -63,7 +65,8 @@ def noticed(group: str, num_others: int) -> Iterator[None]:
     try:
         yield
         if not is_nobody() and not os.environ.get(_IS_LAZY):
-            _check(_descriptors() - before, group, num_others)
+            with contextlib.suppress(OSError):  # this host does not show its connections
+                _check(_descriptors() - before, group, num_others)
     except RuntimeError as error:
         if isinstance(error, dist.DistError) or not is_lost_connection(error) or failure_behind(error, group):
             raise
@@ -88,7 +91,8 @@ def _check(new: set[int], group: str, num_others: int) -> None:
     strangers = {inode: user for inode, user in users.items() if user not in (None, os.geteuid())}
     polled = _polled(new)
     heard = ends.keys() & polled
-    if not polled or len(heard - strangers.keys()) >= num_others:
+    gone = {inode for inode, user in users.items() if user is None}
+    if not polled or len(heard - strangers.keys() - gone) >= num_others:
         return
     if takers := {strangers[inode] for inode in heard & strangers.keys()}:
         raise DistmanError(
@@ -115,20 +119,23 @@ def _sockets(descriptors: set[int]) -> tuple[set[int], dict[int, tuple[Address, 
 
 
 def _user_of(own: Address, other: Address) -> int | None:
-    """Return the user who has this end of a connection on this host; None where no process has it, or Linux is silent.
+    """Return the user who has this end of a connection on this host; None where no process has it any more.
+
+    Raises:
+        OSError: Linux does not tell.
 
     Source:
         sock_diag(7). ``/proc/net/tcp`` says the same, but takes milliseconds.
     """
     ends = _ENDS.pack(own[1], other[1], socket.inet_aton(own[0]), socket.inet_aton(other[0]), 0, _NO_COOKIE)
     question = _QUESTION.pack(socket.AF_INET, socket.IPPROTO_TCP, 0, 0, _ANY_STATE) + ends
-    try:
-        with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, _SOCK_DIAG) as linux:
-            linux.send(_HEAD.pack(_HEAD.size + len(question), _BY_FAMILY, _REQUEST, 0, 0) + question)
-            answer = linux.recv(_MOST_BYTES)
-    except OSError:
-        return None
-    if _HEAD.unpack_from(answer)[1] != _BY_FAMILY:  # an error: there is no such end here
+    with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, _SOCK_DIAG) as linux:
+        linux.send(_HEAD.pack(_HEAD.size + len(question), _BY_FAMILY, _REQUEST, 0, 0) + question)
+        answer = linux.recv(_MOST_BYTES)
+    if _HEAD.unpack_from(answer)[1] != _BY_FAMILY:
+        (error,) = _ERROR.unpack_from(answer, _HEAD.size)
+        if error != -errno.ENOENT:
+            raise OSError(-error, os.strerror(-error))
         return None
     user, inode = _OWNER.unpack_from(answer, _HEAD.size)
     return user if inode else None

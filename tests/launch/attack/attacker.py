@@ -417,6 +417,7 @@ def chase():
                     tries += 1
                     guests[-1].sendall(b"" if kind == "silent" else WORDS[kind](number))
                     if kind == "number, closed":
+                        guests[-1].setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, bytes(8))  # what was said arrives
                         guests.pop().close()
                 with count.open("a") as file:
                     file.write(".")
