@@ -77,9 +77,10 @@ def noticed(group: str, num_others: int) -> Iterator[None]:
 
 
 def _check(new: set[int], group: str, num_others: int) -> None:
-    """Raise if gloo listens to fewer of the other members than there are, and say whether to a stranger instead.
+    """Raise if gloo listens to a process of another user instead of a member.
 
-    A stranger who came too late, or says what nobody waits for, is kept waiting by gloo and does no harm.
+    A stranger who came too late, or says what nobody waits for, is listened to besides, and does no harm. Nothing is
+    concluded from a missing connection alone: other threads may have opened and closed files meanwhile.
 
     Args:
         new: Descriptors that were opened while the group was made.
@@ -87,19 +88,17 @@ def _check(new: set[int], group: str, num_others: int) -> None:
         num_others: Number of its other members.
     """
     ports, ends = _sockets(new)
-    users = {inode: _user_of(other, own) for inode, (own, other) in ends.items() if own[1] in ports}
-    strangers = {inode: user for inode, user in users.items() if user not in (None, os.geteuid())}
-    polled = _polled(new)
-    heard = ends.keys() & polled
-    gone = {inode for inode, user in users.items() if user is None}
-    if not polled or len(heard - strangers.keys() - gone) >= num_others:
-        return
-    if takers := {strangers[inode] for inode in heard & strangers.keys()}:
+    heard = {inode: ends[inode] for inode in ends.keys() & _polled(new)}
+    users = {
+        inode: _user_of(other, own) for inode, (own, other) in heard.items() if own[1] in ports
+    }  # as gloo asks none
+    strangers = {user for user in users.values() if user not in (None, os.geteuid())}
+    num_members = len(heard) - sum(user != os.geteuid() for user in users.values())
+    if strangers and num_members < num_others:
         raise DistmanError(
-            f"A stranger took a connection of {group}: a process of uid {', '.join(map(str, takers))} on this host "
+            f"A stranger took a connection of {group}: a process of uid {', '.join(map(str, strangers))} on this host "
             f"connected to gloo while the group was made. {_REMEDY}"
         )
-    raise RuntimeError("Connection closed by peer")
 
 
 def _sockets(descriptors: set[int]) -> tuple[set[int], dict[int, tuple[Address, Address]]]:
