@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import itertools
 import os
 import pickle
@@ -17,7 +18,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
-from typing import IO, Any
+from typing import IO, Any, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -35,6 +36,9 @@ from torch.utils.data._utils import worker
 
 from distman._gloo_listeners import awake
 from distman._host_channels import close_those_of
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 # Process groups
 
@@ -414,6 +418,30 @@ def is_compiled(module: torch.nn.Module | None) -> bool:
     return compiler is not None and isinstance(module, compiler.OptimizedModule)
 
 
+def outside_graphs(func: Callable[P, R]) -> Callable[P, R]:
+    """Keep a function, and all that it calls, out of the graphs of ``torch.compile``, at no cost to its calls.
+
+    It does what :func:`torch.compiler.disable` does, which would import the compiler, for a second: the first mark ends
+    a graph in front of a call, the second lets neither the function nor what it calls be compiled by itself.
+    """
+    frames: Any = torch._C._dynamo.eval_frame
+    skip = frames._FrameAction.SKIP
+    marked: Any = func
+    marked._torchdynamo_disable = True
+    marked._torchdynamo_disable_msg = "it exchanges messages with other ranks"
+    frames.set_code_exec_strategy(marked.__code__, frames._FrameExecStrategy(skip, skip))
+    return func
+
+
+class EagerFunction(torch.autograd.Function):
+    """A differentiable function that is in no graph of ``torch.compile``, nor are its derivatives."""
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        for name in {"forward", "backward", "jvp"} & vars(cls).keys():
+            outside_graphs(vars(cls)[name].__func__)
+
+
 def all_reduce_traced(tensor: torch.Tensor, operation: str, process_group: dist.ProcessGroup) -> torch.Tensor:
     """Return the reduction of a tensor in a way that ``torch.compile`` can follow, gradients included."""
     from torch.distributed import _functional_collectives
@@ -423,6 +451,146 @@ def all_reduce_traced(tensor: torch.Tensor, operation: str, process_group: dist.
 
 
 # Tensors, their memory, and the states of modules
+
+
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor is nothing but shape, strides and memory: what dispatches its operations says so.
+
+    Its memory may have been freed all the same.
+    """
+    keys: int = torch._C._dispatch_keys(tensor).raw_repr()
+    return type(tensor) in _PLAIN_TYPES and not keys & _NOT_PLAIN
+
+
+def are_simple(tensors: Sequence[torch.Tensor]) -> bool:
+    """Return whether tensors are of torch's own types and have memory; what is stacked of them says the rest.
+
+    It takes less time than to look at what dispatches the operations of each.
+    """
+    try:
+        return _PLAIN_TYPES.issuperset(map(type, tensors)) and 0 not in map(torch.Tensor.data_ptr, tensors)
+    except RuntimeError:  # such as a sparse tensor's, which has no memory that is its own
+        return False
+
+
+def has_own_operations(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor is of a class that computes its operations itself."""
+    keys: Any = torch._C._dispatch_keys(tensor)
+    found: bool = keys.has(torch._C.DispatchKey.Python)
+    return found
+
+
+def without_subclass(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor of a subclass without operations of its own as one of torch, differentiably, without a copy."""
+    with torch._C.DisableTorchFunctionSubclass():
+        plain: torch.Tensor = tensor.as_subclass(torch.Tensor)
+    return plain
+
+
+def is_zero(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor stands for zeros without memory, as derivatives do."""
+    return tensor._is_zerotensor()
+
+
+def is_to_be_awaited(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor is one that torch's functional collectives, or its tensor parallelism, still compute."""
+    functional = sys.modules.get("torch.distributed._functional_collectives")
+    return functional is not None and isinstance(tensor, functional.AsyncCollectiveTensor)
+
+
+def awaited(tensor: torch.Tensor) -> torch.Tensor:
+    """Return what a tensor is that torch's functional collectives still compute.
+
+    Blocking. Differentiable, without a copy.
+    """
+    result: torch.Tensor = _Awaited.apply(tensor)  # type: ignore[no-untyped-call]
+    return result
+
+
+class _Awaited(torch.autograd.Function):
+    @staticmethod
+    def forward(_: Any, tensor: Any) -> torch.Tensor:
+        result: torch.Tensor = tensor.trigger_wait().detach()
+        return result
+
+    @staticmethod
+    def backward(_: Any, grad: torch.Tensor) -> torch.Tensor:
+        return grad
+
+    @staticmethod
+    def jvp(_: Any, tangent: torch.Tensor) -> torch.Tensor:
+        return tangent.view_as(tangent)
+
+
+def kind_of_tensor(tensor: torch.Tensor) -> str:
+    """Return what a tensor is that is not plain, as torch calls it; the name of its class if nothing else is known."""
+    keys = str(torch._C._dispatch_keys(tensor))  # such as DispatchKeySet(CPU, Functionalize, AutogradCPU)
+    return next((kind for key, kind in _KINDS.items() if key in keys), type(tensor).__name__)
+
+
+def traced_by() -> str:
+    """Return what records or transforms the operations of this thread, instead of computing them; or nothing."""
+    if torch._C._are_functorch_transforms_active():
+        return "a transform of torch.func"
+    if torch._C._len_torch_dispatch_stack() == 0:
+        return ""
+    kinds: Any = torch._C._TorchDispatchModeKey
+    names = {
+        kinds.PROXY: "make_fx or torch.export",
+        kinds.FAKE: "FakeTensorMode",
+        kinds.FUNCTIONAL: "functionalization",
+    }
+    return next((name for kind, name in names.items() if torch._C._get_dispatch_mode(kind) is not None), "")
+
+
+@contextlib.contextmanager
+def untraced() -> Iterator[None]:
+    """Let the operations of a ``with`` block be computed, though others of this thread are recorded or transformed."""
+    from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    with temporarily_clear_interpreter_stack(), _disable_current_modes():
+        yield
+
+
+def despite_traces(func: Callable[P, R]) -> Callable[P, R]:
+    """Let a function compute, though operations of this thread are recorded or transformed."""
+
+    @functools.wraps(func)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        if not traced_by():
+            return func(*args, **kwargs)
+        with untraced():
+            return func(*args, **kwargs)
+
+    return call
+
+
+def _union_of_keys(*names: str) -> int:
+    known = [name for name in names if hasattr(torch._C.DispatchKey, name)]
+    union = 0
+    for name in known:
+        union |= torch._C.DispatchKeySet(torch._C._dispatch_key_parse(name)).raw_repr()
+    return union
+
+
+_PLAIN_TYPES = frozenset({torch.Tensor, torch.nn.Parameter})
+_NOT_PLAIN = ~_union_of_keys(
+    *("CPU", "CUDA", "HIP", "XPU", "MPS", "HPU", "MTIA", "PrivateUse1", "PrivateUse2", "PrivateUse3"),
+    *("AutogradCPU", "AutogradOther", "ADInplaceOrView", "Conjugate", "Negative"),
+    *(name for name in dir(torch._C.DispatchKey) if name.startswith("Autocast")),
+)
+"""All keys of the dispatcher but those of ordinary memory, gradients, autocast, and signs that are put in later."""
+_KINDS = {
+    "NestedTensor": "nested tensor",
+    "FuncTorch": "tensor within a transform of torch.func",
+    "Batched": "batch of gradients",
+    "Functionalize": "functional tensor",
+    "Quantized": "quantized tensor",
+    "Sparse": "sparse tensor",
+    "Mkldnn": "tensor in MKL-DNN's layout",
+    "Meta": "tensor on the meta device",
+}
 
 
 def unbind_apart(tensor: torch.Tensor) -> list[torch.Tensor]:

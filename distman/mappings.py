@@ -18,6 +18,7 @@ import torch
 from distman._coordination.wait_scope import collective
 from distman._groups.registry import Group
 from distman._shared_parameters import add_mark, parameters_of, remove_mark
+from distman._torch_internals import EagerFunction
 from distman.collectives._all_gather import AllGather
 from distman.collectives._all_reduce import all_reduce_sum
 from distman.collectives._validation import GroupLike, check_call, normalize_dim, resolve_group, shard_sizes
@@ -47,6 +48,7 @@ def copy_to_parallel_region(input: torch.Tensor, group: GroupLike = None) -> tor
         The same values, a view.
 
     Raises:
+        TypeError: The tensor is a DTensor, or of another class that messages do not carry.
         ValueError: The group or the device does not fit.
         PlanMismatchError: In debug mode, on every rank: the ranks call differently.
 
@@ -57,7 +59,7 @@ def copy_to_parallel_region(input: torch.Tensor, group: GroupLike = None) -> tor
         tensor([3., 3.])
     """
     members = resolve_group(group)
-    check_call("copy_to_parallel_region", input, members)
+    input = check_call("copy_to_parallel_region", input, members, name="input", is_local=True)
     output: torch.Tensor = _Copy.apply(input, members)
     return output
 
@@ -76,8 +78,10 @@ def reduce_from_parallel_region(input: torch.Tensor, group: GroupLike = None) ->
         The sum, a new tensor, equal on all ranks.
 
     Raises:
+        TypeError: The tensor is a DTensor, or of another class that messages do not carry.
         ValueError: The group or the device does not fit.
-        PlanMismatchError: On every rank that waits, in debug mode on all: the ranks call differently.
+        PlanMismatchError: On every rank that waits, in debug mode on all: the ranks call differently, or another one
+            was given what messages cannot carry.
 
     Example on two ranks:
         >>> partial = torch.tensor([1.0, rank], requires_grad=True)
@@ -87,7 +91,7 @@ def reduce_from_parallel_region(input: torch.Tensor, group: GroupLike = None) ->
         ([2.0, 1.0], [1.0, 1.0])
     """
     members = resolve_group(group)
-    check_call("reduce_from_parallel_region", input, members)
+    input = check_call("reduce_from_parallel_region", input, members, name="input")
     output: torch.Tensor = _Reduce.apply(input, members)
     return output
 
@@ -107,6 +111,7 @@ def scatter_to_parallel_region(input: torch.Tensor, dim: int = -1, group: GroupL
         The slice, a new tensor.
 
     Raises:
+        TypeError: The tensor is a DTensor, or of another class that messages do not carry.
         ValueError: The tensor has no such dim; or the group or the device does not fit.
         PlanMismatchError: In debug mode, on every rank: the ranks call differently.
 
@@ -116,7 +121,7 @@ def scatter_to_parallel_region(input: torch.Tensor, dim: int = -1, group: GroupL
         [[0.0, 1.0, 2.0], [3.0, 4.0]]
     """
     members = resolve_group(group)
-    check_call("scatter_to_parallel_region", input, members, dim=dim)
+    input = check_call("scatter_to_parallel_region", input, members, name="input", is_local=True, dim=dim)
     dim = normalize_dim(dim, input.ndim)
     output: torch.Tensor = _Scatter.apply(input, split_sizes(input.shape[dim], members.size), dim, members)
     return output
@@ -143,9 +148,11 @@ def gather_from_parallel_region(
         The full tensor, new and equal on all ranks.
 
     Raises:
+        TypeError: The tensor is a DTensor, or of another class that messages do not carry.
         ValueError: Dim, shapes, group or device do not fit; without ``shapes`` on every rank: the slices differ in
             dtype or in another dim.
-        PlanMismatchError: On every rank that waits, in debug mode on all: the ranks call differently.
+        PlanMismatchError: On every rank that waits, in debug mode on all: the ranks call differently, or another one
+            was given what messages cannot carry.
 
     Example on two ranks:
         >>> features = torch.full((2, rank + 1), rank)
@@ -154,10 +161,11 @@ def gather_from_parallel_region(
                 [0, 1, 1]])
     """
     members = resolve_group(group)
-    check_call(
+    input = check_call(
         "gather_from_parallel_region",
         input,
         members,
+        name="input",
         free_dim=dim,
         unites_grad=shapes is None,
         dim=dim,
@@ -247,7 +255,7 @@ def unmark_module_as_shared(module: torch.nn.Module, recurse: bool = True) -> to
     return module
 
 
-class _Copy(torch.autograd.Function):
+class _Copy(EagerFunction):
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, group: Group) -> torch.Tensor:
         ctx.group = group
@@ -262,7 +270,7 @@ class _Copy(torch.autograd.Function):
         return _Copy.apply(tangent, ctx.group)
 
 
-class _Reduce(torch.autograd.Function):
+class _Reduce(EagerFunction):
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, group: Group) -> torch.Tensor:
         ctx.group = group
@@ -278,7 +286,7 @@ class _Reduce(torch.autograd.Function):
         return _Reduce.apply(tangent, ctx.group)
 
 
-class _Scatter(torch.autograd.Function):
+class _Scatter(EagerFunction):
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, sizes: list[int], dim: int, group: Group) -> torch.Tensor:
         ctx.arguments = sizes, dim, group
@@ -294,7 +302,7 @@ class _Scatter(torch.autograd.Function):
         return _Scatter.apply(tangent, *ctx.arguments)
 
 
-class _Gather(torch.autograd.Function):
+class _Gather(EagerFunction):
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, sizes: list[int], dim: int, group: Group) -> torch.Tensor:
         ctx.arguments = sizes, dim, group

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import warnings
@@ -9,14 +10,13 @@ from collections.abc import Mapping, Sequence
 from typing import Protocol, runtime_checkable
 
 import torch
-import torch.distributed as dist
 
 from distman._coordination.wait_scope import collective
 from distman._groups.registry import Group
 from distman.collectives import _debug
-from distman.collectives._exchange import ClosedByErrors, control_device
-from distman.collectives._headers import sum_numbers
-from distman.collectives._objects import all_gather_objects
+from distman.collectives._border import refuse, with_memory
+from distman.collectives._exchange import control_device
+from distman.collectives._headers import SUMS_OF_NUMBERS, refuse_in_sum, sum_numbers, texts_of_all
 from distman.collectives._validation import GroupLike, check_member, resolve_group
 from distman.errors import PlanMismatchError
 from distman.manager import DistributedManager
@@ -62,7 +62,7 @@ def aggregate_metrics(
 
     Raises:
         ValueError: A metric has more than one element, or the weight is negative or not finite.
-        PlanMismatchError: On every rank: the ranks have different names.
+        PlanMismatchError: On every rank: the ranks have different names, or one of them was given what is no number.
 
     Example on two ranks:
         >>> metrics = {"loss": 1.0 + rank, "accuracy": torch.tensor(0.5)}
@@ -111,8 +111,8 @@ def aggregate_loss(loss: _Number, *ignored: object, weight: float | None = None,
 def _means(numbers: Mapping[str, _Number], weight: float, others: Sequence[str], group: GroupLike) -> list[float]:
     """Return the weighted means over the ranks that have a number; all ranks must have the same names."""
     members = resolve_group(group)
+    values = _taken(numbers, "aggregate_metrics", members)
     _debug.compare("aggregate_metrics", members)
-    values = _as_floats(numbers)
     weights = [0.0 if math.isnan(value) else weight for value in values]
     weighted = [value * its if its else 0.0 for value, its in zip(values, weights, strict=True)]
     names = [*numbers, *others]
@@ -126,19 +126,29 @@ def _means(numbers: Mapping[str, _Number], weight: float, others: Sequence[str],
 
 def _describe_names(names: list[str], group: Group) -> str:
     rows = [[name, [], str(torch.float64)] for name in names]  # as fused_all_reduce would, if others are in that
-    texts = all_gather_objects(json.dumps(["avg", str(torch.float64), rows]), group.process_group)
+    texts = texts_of_all(json.dumps(["avg", str(torch.float64), rows]), group)
     everyone = [{name for name, *_ in json.loads(text)[2]} for text in texts]
     common = set.intersection(*everyone)
     lines = [f"  rank {rank}: {sorted(own - common)} besides" for rank, own in zip(group.ranks, everyone, strict=True)]
     return f"all ranks must bring the same metrics, got {len(common)} in common. They bring:\n" + "\n".join(lines)
 
 
+def _taken(numbers: Mapping[str, _Number], operation: str, group: Group) -> list[float]:
+    """Return numbers on the host; where one is refused, the other ranks hear of it."""
+    try:
+        return _as_floats(numbers)
+    except (TypeError, ValueError) as error:
+        refuse(error, operation, group, functools.partial(refuse_in_sum, SUMS_OF_NUMBERS))
+
+
 def _as_floats(numbers: Mapping[str, _Number]) -> list[float]:
     """Return numbers on the host; those on an accelerator are fetched at once."""
-    tensors = {name: value for name, value in numbers.items() if isinstance(value, torch.Tensor)}
+    tensors = {name: with_memory(value, name) for name, value in numbers.items() if isinstance(value, torch.Tensor)}
     for name, tensor in tensors.items():
         if tensor.numel() != 1:
             raise ValueError(f"{name} must be one number, got a tensor of shape {tuple(tensor.shape)}. Take its mean.")
+        if tensor.is_complex():
+            raise ValueError(f"{name} must be a real number, got {tensor.dtype}. Take its real part.")
     if not tensors:
         return [_as_float(name, value) for name, value in numbers.items()]
     there = [tensor.detach().double().reshape(()) for tensor in tensors.values()]
@@ -188,7 +198,7 @@ def reduce_loss(
 
     Raises:
         ValueError: The group has no rank ``dst_rank``.
-        PlanMismatchError: In debug mode, on every rank: the ranks call differently.
+        PlanMismatchError: On every rank: the ranks call differently, or one of them was given what is no number.
 
     Example on two ranks:
         >>> mean = reduce_loss(torch.tensor(1.0 + rank))
@@ -196,15 +206,17 @@ def reduce_loss(
         [1.5, None]
     """
     members = resolve_group(group)
+    values = _taken({"loss": loss}, "reduce_loss", members)
     _debug.compare("reduce_loss", members, dst_rank=dst_rank, mean=mean)
     check_member("dst_rank", dst_rank, members)
-    if isinstance(loss, torch.Tensor) and loss.numel() != 1:
-        raise ValueError(f"loss must be one number, got a tensor of shape {tuple(loss.shape)}. Take its mean.")
-    device = control_device(members, DistributedManager().device)
-    total = torch.tensor(_as_float("loss", loss), dtype=torch.float64, device=device)
-    if members.size > 1:
-        with ClosedByErrors(members):
-            dist.reduce(total, group=members.process_group, group_dst=dst_rank)
+    text = json.dumps(["reduce_loss", f"dst_rank {dst_rank} mean {mean}", []])
+    sums = sum_numbers(values, text, members, control_device(members, DistributedManager().device))
+    if sums is None:
+        raise PlanMismatchError(
+            "all ranks must call reduce_loss alike, got different arguments. DISTMAN_DEBUG=1 shows them.\n"
+            + "\n".join(texts_of_all(text, members))
+        )
+    (total,) = sums
     if members.rank != dst_rank:
         return None
-    return total.item() / members.size if mean else total.item()
+    return total / members.size if mean else total

@@ -221,6 +221,26 @@ def answer(number: int, rank: int) -> str:
     return f"answer {number}/{rank}"
 
 
+# Calls that a rank refuses.
+
+REFUSAL_NUMBERS = "refusal numbers"
+"""Counter that numbers the refusals. Who refuses raises it; it lives on."""
+
+REFUSALS = "refusals"
+"""Numbers of the refusals, each with a comma after it. Who refuses appends one once that refusal is written; the
+watchers look at those that they have not seen. It lives on."""
+
+
+def refusal(number: int) -> str:
+    """Fields of a ``Refusal``. The rank that refuses a call writes it, and deletes it when the others have answered."""
+    return f"refusal {number}"
+
+
+def refusal_answer(number: int, rank: int) -> str:
+    """Fields of a ``Posted``. The watcher of that rank writes it; the rank that refuses reads and deletes it."""
+    return f"refusal {number}/{rank}"
+
+
 def asker(operation: str) -> str:
     """The one rank that asks where those are that did not come. The first one to ask writes it; it lives on."""
     return f"{operation}/asker"

@@ -44,7 +44,7 @@ class TrackedWait:
         operation: What it waits in, such as ``all_gather_v``.
     """
 
-    __slots__ = ("call", "is_outermost", "line", "mismatch", "note", "operation", "since", "thread")
+    __slots__ = ("call", "is_outermost", "line", "mismatch", "note", "operation", "refusal", "since", "thread")
 
     def __init__(self, operation: str) -> None:
         self.operation = operation
@@ -58,6 +58,7 @@ class TrackedWait:
             self.call: Call | None = None  # what it waits in now, of all that its operation does
             self.note = ""  # the collective and what must be equal on all ranks
             self.mismatch = ""  # why its call does not match those of the others
+            self.refusal = ""  # that another rank has refused its call, and why
             _waiting[self.thread] = self
         return self
 

@@ -10,7 +10,8 @@ from typing import ParamSpec, TypeVar
 import torch
 
 from distman._coordination.monitor.current_watcher import failure_behind, mismatch_behind, note_raised, raise_if_failed
-from distman._coordination.tracking import TrackedWait
+from distman._coordination.tracking import TrackedWait, current_wait
+from distman._torch_internals import outside_graphs
 from distman.errors import PlanMismatchError, RankFailedError
 
 P = ParamSpec("P")
@@ -21,7 +22,7 @@ class WaitScope(TrackedWait):
     """For the length of a ``with`` block this thread waits for other ranks, and says why if they do not come.
 
     Where the failure of another rank broke a connection, ``RankFailedError`` takes the place of that error; where the
-    ranks wait in calls that do not match, ``PlanMismatchError`` does.
+    ranks wait in calls that do not match, or one of them refuses its part, ``PlanMismatchError`` does.
     """
 
     __slots__ = ()
@@ -30,6 +31,10 @@ class WaitScope(TrackedWait):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         super().__exit__(kind, error, trace)
+        wait = self if self.is_outermost else current_wait()
+        if wait is not None and wait.refusal and (error is None or isinstance(error, RuntimeError)):
+            refusal, wait.refusal = wait.refusal, ""
+            raise PlanMismatchError(refusal) from error
         is_mine = self.is_outermost and isinstance(error, RuntimeError)
         mismatch = mismatch_behind(error, self) if error is not None and is_mine else ""
         if mismatch:
@@ -42,6 +47,18 @@ class WaitScope(TrackedWait):
 
 
 def collective(func: Callable[P, R]) -> Callable[P, R]:
+    """Let a function that waits for other ranks be found waiting, and be in no graph that ``torch.compile`` makes."""
+
+    @functools.wraps(func)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        with WaitScope(func.__name__):
+            raise_if_failed()
+            return func(*args, **kwargs)
+
+    return outside_graphs(call)
+
+
+def traceable_collective(func: Callable[P, R]) -> Callable[P, R]:
     """Let a function that waits for other ranks be found waiting.
 
     A graph that ``torch.compile`` makes holds the function alone.

@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from distman._coordination import protocol
 from distman._coordination.consensus import Consensus
 from distman._coordination.joint_blocks import JointBlocks
+from distman._coordination.monitor.mismatch import CallNumbers
 from distman._coordination.sections import ExclusiveSections
 from distman._coordination.tracking import call_site, check_all_run_here, check_speaks_for_rank
 from distman._coordination.wait_scope import WaitScope
@@ -48,7 +49,7 @@ class Group:
         sections: What some of its members do while the others wait; None where there are no others to reach.
         joint_blocks: What its members do together, and fail in together; None where there are no others to reach.
         calls: Numbers of the next collectives, where ranks compare their calls.
-        exchanges: Numbers of the next exchanges of messages.
+        exchanges: Numbers of the exchanges of messages.
         seals: Numbers of the next calls that exchange pickles.
         store: The store under the process group: if it is written in Python, it must live as long.
     """
@@ -63,7 +64,7 @@ class Group:
     sections: ExclusiveSections | None = None
     joint_blocks: JointBlocks | None = None
     calls: Iterator[int] = field(default_factory=itertools.count)
-    exchanges: Iterator[int] = field(default_factory=itertools.count)
+    exchanges: CallNumbers = field(default_factory=CallNumbers)
     seals: Iterator[int] = field(default_factory=itertools.count)
     store: dist.Store | None = None
 

@@ -9,7 +9,9 @@ import torch
 
 from distman._coordination.wait_scope import collective
 from distman._groups.registry import Group
+from distman._torch_internals import EagerFunction
 from distman.collectives import _reduce_scatter  # the module, since each of the two needs the other
+from distman.collectives._border import still_carried
 from distman.collectives._exchange import exchange, gather_evenly, layout_of
 from distman.collectives._result_memory import new_empty
 from distman.collectives._validation import (
@@ -45,9 +47,11 @@ def all_gather_v(
         received straight into it; along others they are rearranged once.
 
     Raises:
+        TypeError: The tensor is a DTensor, or of another class that messages do not carry.
         ValueError: Sizes, dim, group or device do not fit; without ``sizes`` on every rank: the shards differ in
             dtype or in another dim.
-        PlanMismatchError: On every rank that waits, in debug mode on all: the ranks call differently.
+        PlanMismatchError: On every rank that waits, in debug mode on all: the ranks call differently, or another one
+            was given what messages cannot carry.
 
     Example on two ranks:
         >>> shard = torch.full((rank + 1, 2), rank)  # one row on rank 0, two on rank 1
@@ -57,7 +61,7 @@ def all_gather_v(
                 [1, 1]])
     """
     members = resolve_group(group)
-    check_call(
+    tensor = check_call(
         "all_gather_v",
         tensor,
         members,
@@ -72,7 +76,7 @@ def all_gather_v(
     return full
 
 
-class AllGather(torch.autograd.Function):
+class AllGather(EagerFunction):
     """The primitive under :func:`all_gather_v`."""
 
     @staticmethod
@@ -85,6 +89,7 @@ class AllGather(torch.autograd.Function):
         group: Group,
     ) -> torch.Tensor:
         ctx.arguments = sizes, dim, use_fp32, group
+        tensor = still_carried(tensor, group)
         shape = list(tensor.shape)
         shape[dim] = sum(sizes)
         what = f"all_gather {layout_of(tensor, dim)} dim {dim} sizes {sizes}"

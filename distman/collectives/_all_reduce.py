@@ -9,6 +9,8 @@ import torch.distributed as dist
 
 from distman._coordination.wait_scope import collective
 from distman._groups.registry import Group
+from distman._torch_internals import EagerFunction
+from distman.collectives._border import still_carried
 from distman.collectives._exchange import announce, exchange, exchange_and_add, layout_of, process_group_of
 from distman.collectives._result_memory import new_empty
 from distman.topology import split_sizes
@@ -29,6 +31,7 @@ def all_reduce_sum(tensor: torch.Tensor, group: Group, *, use_fp32: bool) -> tor
         group: The group.
         use_fp32: Add 16-bit floats up in float32.
     """
+    tensor = still_carried(tensor, group)
     dtype = tensor.dtype
     if use_fp32 and dtype in _IN_FLOAT32:
         dtype = torch.float32
@@ -65,7 +68,7 @@ def sum_in_rank_order(term: torch.Tensor, group: Group) -> torch.Tensor:
     return full
 
 
-class AllReduceSum(torch.autograd.Function):
+class AllReduceSum(EagerFunction):
     """The sum as a function of all ranks' tensors: the gradient of a term is the sum of the ranks' gradients."""
 
     @staticmethod

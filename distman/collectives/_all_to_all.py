@@ -10,7 +10,9 @@ import torch
 from distman._coordination.tracking import current_wait
 from distman._coordination.wait_scope import collective
 from distman._groups.registry import Group
+from distman._torch_internals import EagerFunction
 from distman.collectives import _debug
+from distman.collectives._border import refuse, refuse_beside, still_carried, with_memory
 from distman.collectives._exchange import exchange, layout_of
 from distman.collectives._result_memory import new_empty
 from distman.collectives._validation import (
@@ -45,8 +47,10 @@ def all_to_all_v(
         The slices received, of length ``sum(sizes[i][r] for i)`` along ``dim``, a new tensor.
 
     Raises:
+        TypeError: The tensor is a DTensor, or of another class that messages do not carry.
         ValueError: Sizes, dim, group or device do not fit.
-        PlanMismatchError: On every rank that waits, in debug mode on all: the ranks call differently.
+        PlanMismatchError: On every rank that waits, in debug mode on all: the ranks call differently, or another one
+            was given what messages cannot carry.
 
     Example on two ranks:
         >>> mine = torch.arange(3) + 10 * rank
@@ -55,7 +59,7 @@ def all_to_all_v(
         [[0, 10, 11], [1, 2, 12]]
     """
     members = resolve_group(group)
-    check_call("all_to_all_v", tensor, members, free_dim=dim, dim=dim, sizes=sizes)
+    tensor = check_call("all_to_all_v", tensor, members, free_dim=dim, dim=dim, sizes=sizes)
     dim = normalize_dim(dim, tensor.ndim)
     return _send_slices(tensor, check_matrix(sizes, members), dim, members)
 
@@ -87,9 +91,11 @@ def indexed_all_to_all_v(
         The slices received, of length ``sum(sizes[i][r] for i)`` along ``dim`` on rank r, a new tensor.
 
     Raises:
+        TypeError: The tensor is a DTensor, or of another class that messages do not carry.
         ValueError: Indices, sizes, dim, group or device do not fit. Indices into a tensor on a GPU are looked at in
             debug mode only, since the host would wait for them; else CUDA itself ends the rank.
-        PlanMismatchError: On every rank that waits, in debug mode on all: the ranks call differently.
+        PlanMismatchError: On every rank that waits, in debug mode on all: the ranks call differently, or another one
+            was given what messages cannot carry.
 
     Example on two ranks:
         >>> rows = torch.tensor([10, 20, 30]) + rank
@@ -98,7 +104,8 @@ def indexed_all_to_all_v(
         [[10, 11], [30, 10, 31, 11]]
     """
     members = resolve_group(group)
-    check_call("indexed_all_to_all_v", tensor, members, free_dim=dim, dim=dim, sizes=sizes, use_fp32=use_fp32)
+    indices = _checked_indices(indices, members)
+    tensor = check_call("indexed_all_to_all_v", tensor, members, free_dim=dim, dim=dim, sizes=sizes, use_fp32=use_fp32)
     dim = normalize_dim(dim, tensor.ndim)
     matrix = check_matrix(sizes, members)
     if any(index.ndim != 1 or index.dtype not in _INDEX_DTYPES for index in indices):
@@ -126,6 +133,13 @@ def indexed_all_to_all_v(
     return _send_slices(chosen, matrix, dim, members)
 
 
+def _checked_indices(indices: Sequence[torch.Tensor], group: Group) -> list[torch.Tensor]:
+    try:
+        return [with_memory(index, f"indices[{rank}]") for rank, index in enumerate(indices)]
+    except (TypeError, ValueError) as error:
+        refuse(error, "indexed_all_to_all_v", group, refuse_beside)
+
+
 @collective
 def distributed_transpose(
     tensor: torch.Tensor, dim0: int, dim1: int, group: GroupLike = None, *, sizes: Sequence[int] | None = None
@@ -145,9 +159,11 @@ def distributed_transpose(
         The shard along ``dim0``, whole along ``dim1``, a new tensor.
 
     Raises:
+        TypeError: The tensor is a DTensor, or of another class that messages do not carry.
         ValueError: Dims, sizes, group or device do not fit; without ``sizes`` on every rank: the shards differ in
             dtype or in another dim.
-        PlanMismatchError: On every rank that waits, in debug mode on all: the ranks call differently.
+        PlanMismatchError: On every rank that waits, in debug mode on all: the ranks call differently, or another one
+            was given what messages cannot carry.
 
     Example on two ranks:
         >>> columns = torch.zeros(5, 2)  # of a matrix of five rows and four columns
@@ -156,7 +172,7 @@ def distributed_transpose(
         [(3, 4), (2, 4)]
     """
     members = resolve_group(group)
-    check_call(
+    tensor = check_call(
         "distributed_transpose",
         tensor,
         members,
@@ -196,7 +212,7 @@ def _note(text: str) -> None:
         wait.note += f" {text}"
 
 
-class AllToAll(torch.autograd.Function):
+class AllToAll(EagerFunction):
     """Splits a tensor along one dim over the ranks and joins what comes along another; its adjoint does the reverse."""
 
     @staticmethod
@@ -210,6 +226,7 @@ class AllToAll(torch.autograd.Function):
         group: Group,
     ) -> torch.Tensor:
         ctx.arguments = split_dim, outgoing, join_dim, incoming, group
+        tensor = still_carried(tensor, group)
         shape = list(tensor.shape)
         shape[split_dim] = outgoing[group.rank]
         shape[join_dim] = sum(incoming)

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from distman._coordination.monitor.mismatch import Call, end_waits
+from distman._coordination.monitor.refusals import know
 from distman._coordination.tracking import check_all_run_here, current_wait
 from distman._coordination.wait_scope import collective
 from distman._groups.registry import Group
@@ -146,9 +147,9 @@ def _exchange(
     carrier = carrier_of(receives[group.rank].device, pg)
     apart, shared_sends, shared_receives = Apart(), {}, {}
     may_share = can_share_memory(pg, carrier)
+    to, origin = ([piece.nbytes for piece in pieces] for pieces in (sends, receives))
     if pg is not None and may_share:
         apart = apart_in(pg)
-        to, origin = ([piece.nbytes for piece in pieces] for pieces in (sends, receives))
         shared_sends = {rank: sends[rank] for rank in shared_with(group, to, apart.to)}
         shared_receives = {rank: receives[rank] for rank in shared_with(group, origin, apart.origin)}
 
@@ -162,7 +163,7 @@ def _exchange(
         for rank, piece in enumerate(receives)
         if rank != group.rank and piece.numel() and rank not in shared_receives
     }
-    call, tag = announce(group, what)
+    call, tag = announce(group, what, (to, origin))
     channels = _channels(group, pg) if may_share else None
     messages = _Messages(group, pg, channels)
     _connect(receives[group.rank].device, pg)
@@ -332,19 +333,23 @@ def reduce_evenly(tensor: torch.Tensor, dim: int, group: Group, what: str) -> to
     return mine
 
 
-def announce(group: Group, what: str) -> tuple[Call, int]:
+def announce(group: Group, what: str, pieces: tuple[Sequence[int], Sequence[int]] | None = None) -> tuple[Call, int]:
     """Let this thread be found waiting in a call of the group, and return the call and a number for its messages.
 
     Args:
         group: The group; every member announces the same calls in the same order.
         what: What must be equal on all of them, beside the operation and what it has noted of its arguments.
+        pieces: As of ``Call``.
     """
     wait = current_wait()
     note = wait.note if wait is not None else ""
     text = f"{note or 'a backward pass'} {what}"
-    call = Call(group, next(group.exchanges), text)
+    call = Call(group, group.exchanges.last + 1, text, pieces)
+    if call.number == 0:
+        know(group)
     if wait is not None:
         wait.call = call
+    next(group.exchanges)  # last: who is asked about a call by then finds the wait in it
     return call, zlib.crc32(text.encode())
 
 

@@ -2,19 +2,31 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import json
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, TypeVar, overload
+from typing import Any, Literal, NamedTuple, TypeVar, overload
 
 import torch
 import torch.distributed as dist
 
-from distman._coordination.wait_scope import collective
+from distman._coordination.wait_scope import traceable_collective
 from distman._groups.registry import Group
 from distman._text import printable
-from distman._torch_internals import all_reduce_traced, is_forward_mode
+from distman._torch_internals import (
+    EagerFunction,
+    all_reduce_traced,
+    are_simple,
+    is_forward_mode,
+    is_plain,
+    outside_graphs,
+    traced_by,
+    untraced,
+)
 from distman.collectives import _debug
 from distman.collectives._all_reduce import sum_in_rank_order
+from distman.collectives._border import carried, refuse
 from distman.collectives._exchange import (
     begin_all_reduce,
     begin_sum,
@@ -24,16 +36,23 @@ from distman.collectives._exchange import (
     process_group_of,
 )
 from distman.collectives._fused_layout import OPERATIONS, Layout, find_layout, kind_of, stack_alike
-from distman.collectives._headers import HEADER_WORDS, MESSAGE_WORDS, is_signed_by_all, signed_message
-from distman.collectives._objects import all_gather_objects
+from distman.collectives._headers import (
+    HEADER_WORDS,
+    MESSAGE_WORDS,
+    is_signed_by_all,
+    refuse_in_sum,
+    signed_message,
+    texts_of_all,
+)
 from distman.collectives._result_memory import new_empty
 from distman.collectives._shared_memory import reaches_all
-from distman.collectives._structure import flatten
-from distman.collectives._validation import GroupLike, check_tensor, has_tangent, resolve_group
+from distman.collectives._structure import Rebuild, flatten
+from distman.collectives._validation import GroupLike, has_tangent, resolve_group
 from distman.errors import PlanMismatchError
 from distman.manager import DistributedManager
 
 T = TypeVar("T")
+_FIRST_MESSAGE = "the first message"
 
 
 @overload
@@ -60,7 +79,7 @@ def fused_all_reduce(
 ) -> tuple[T, FusedWork]: ...
 
 
-@collective
+@traceable_collective
 def fused_all_reduce(
     tensors: Any,
     *,
@@ -97,16 +116,69 @@ def fused_all_reduce(
         results are there.
 
     Raises:
-        TypeError: Something in the structure is no tensor, or another argument is of a wrong type.
+        TypeError: Something in the structure is no tensor, or one that messages do not carry; or another argument is of
+            a wrong type.
         ValueError: The operation is unknown, integers are beside floats without ``buffer_dtype``, or the average of
             integers is asked for.
-        PlanMismatchError: On every rank: the ranks differ in keys, shapes, dtypes or operation.
+        PlanMismatchError: On every rank: the ranks differ in keys, shapes, dtypes or operation, or one of them was
+            given what messages cannot carry.
 
     Example on two ranks:
         >>> sums = {"loss": torch.tensor(0.5 + rank), "samples": torch.tensor([8.0, 4.0])}
         >>> fused_all_reduce(sums)
         {'loss': tensor(2.), 'samples': tensor([16.,  8.])}
     """
+    if torch.compiler.is_compiling():
+        call = _prepare(tensors, op, group, buffer_dtype, device, is_async=async_op)
+        traced = call.rebuild(iter(_reduce_traced(call.values, call.layout, call.group)))
+        return (traced, FusedWork(None)) if async_op else traced
+    try:
+        call = _prepare(tensors, op, group, buffer_dtype, device, is_async=async_op)
+    except (TypeError, ValueError) as error:
+        if not DistributedManager.is_initialized():
+            raise
+        tell_others = functools.partial(refuse_in_sum, _FIRST_MESSAGE)
+        refuse(error, "fused_all_reduce", resolve_group(group), tell_others)
+    values, layout, rebuild, members = call.values, call.layout, call.rebuild, call.group
+    _debug.compare("fused_all_reduce", members, op=layout.operation, tensors=layout.text, grad=call.needs_grad)
+    if async_op:
+        results, work = _reduce_later([value.detach() for value in values], layout, members)
+        return rebuild(iter(results)), work
+    if call.needs_grad or layout.has_tangents:
+        return rebuild(iter(_FusedAllReduce.apply(layout, members, *values)))
+    buffer = layout.pack(values) if call.stacked is None else layout.flat(call.stacked)
+    return rebuild(iter(_launch(buffer, layout, members)()))
+
+
+class _Prepared(NamedTuple):
+    """What a call is about.
+
+    Attributes:
+        values: The tensors.
+        stacked: The same along a new first dim, where that takes less time; else None.
+        layout: How they become one buffer.
+        rebuild: Makes a structure like theirs.
+        needs_grad: Whether one of them requires a gradient.
+        group: The group.
+    """
+
+    values: list[torch.Tensor]
+    stacked: torch.Tensor | None
+    layout: Layout
+    rebuild: Rebuild
+    needs_grad: bool
+    group: Group
+
+
+def _prepare(
+    tensors: Any,
+    op: Any,
+    group: GroupLike,
+    buffer_dtype: torch.dtype | None,
+    device: torch.device | str | None,
+    *,
+    is_async: bool,
+) -> _Prepared:
     paths, values, rebuild = flatten(tensors)
     operation = name_of(op)
     if buffer_dtype is not None and not isinstance(buffer_dtype, torch.dtype):
@@ -115,33 +187,35 @@ def fused_all_reduce(
     members = resolve_group(group)
     is_traced = torch.compiler.is_compiling()
     needs_grad = torch.is_grad_enabled() and True in [value.requires_grad for value in values]
-    has_tangents = not async_op and is_forward_mode() and any(has_tangent(value) for value in values)
-    stacked = None if is_traced or async_op or needs_grad or has_tangents else stack_alike(values)
+    has_tangents = not is_async and is_forward_mode() and any(has_tangent(value) for value in values)
+    stacked = None
+    if not is_traced:
+        may_stack = not (is_async or needs_grad or has_tangents)
+        values, stacked = _carried(values, paths, members if device is None else None, may_stack=may_stack)
+        if place is not None and place.type in members.device_types:
+            place = carrier_of(place, process_group_of(members))
     kinds = tuple([kind_of(value) for value in (values if stacked is None else values[:1])])
-    if device is None:
-        for value in dict(zip(kinds, values, strict=False)).values():
-            check_tensor(value, members)
-    if place is not None and place.type in members.device_types and not is_traced:
-        place = carrier_of(place, process_group_of(members))
-    layout = find_layout(
-        operation,
-        buffer_dtype,
-        place if place is not None else DistributedManager().device,
-        paths,
-        kinds,
-        has_tangents=has_tangents,
-    )
-    if is_traced:
-        traced = rebuild(iter(_reduce_traced(values, layout, members)))
-        return (traced, FusedWork(None)) if async_op else traced
-    _debug.compare("fused_all_reduce", members, op=operation, tensors=layout.text, grad=needs_grad)
-    if async_op:
-        results, work = _reduce_later([value.detach() for value in values], layout, members)
-        return rebuild(iter(results)), work
-    if needs_grad or has_tangents:
-        return rebuild(iter(_FusedAllReduce.apply(layout, members, *values)))
-    buffer = layout.pack(values) if stacked is None else layout.flat(stacked)
-    return rebuild(iter(_launch(buffer, layout, members)()))
+    place = place if place is not None else DistributedManager().device
+    layout = find_layout(operation, buffer_dtype, place, paths, kinds, has_tangents=has_tangents)
+    return _Prepared(values, stacked, layout, rebuild, needs_grad, members)
+
+
+def _carried(
+    values: list[torch.Tensor], paths: Sequence[str], group: Group | None, *, may_stack: bool
+) -> tuple[list[torch.Tensor], torch.Tensor | None]:
+    """Return tensors as such that messages can carry, and stacked where that takes less time."""
+    if not traced_by() and are_simple(values):
+        stacked = stack_alike(values) if may_stack else None
+        if stacked is not None and is_plain(stacked):
+            carried(values[0], group, f"tensors{paths[0]}")
+            return values, stacked
+        with contextlib.suppress(RuntimeError):  # a nested tensor has no shape
+            places = {kind_of(value): place for place, value in enumerate(values)}
+            for place in places.values():
+                carried(values[place], group, f"tensors{paths[place]}")
+            return values, None
+    values = [carried(value, group, f"tensors{path}") for value, path in zip(values, paths, strict=True)]
+    return values, stack_alike(values) if may_stack else None
 
 
 class FusedWork:
@@ -194,6 +268,7 @@ class FusedWork:
         return self._finish is None
 
 
+@outside_graphs
 def _reduce_later(values: Sequence[torch.Tensor], layout: Layout, group: Group) -> tuple[list[torch.Tensor], FusedWork]:
     """Return tensors that hold the values until the work is done, and the work."""
     finish = _launch(layout.pack(values), layout, group, is_async=True)
@@ -203,6 +278,7 @@ def _reduce_later(values: Sequence[torch.Tensor], layout: Layout, group: Group) 
     return results, FusedWork(lambda: _fill(results, finish()))
 
 
+@outside_graphs
 def _launch(
     buffer: torch.Tensor, layout: Layout, group: Group, *, is_async: bool = False
 ) -> Callable[[], list[torch.Tensor]]:
@@ -217,7 +293,7 @@ def _launch(
         room.copy_(layout.to_words(buffer))
     elif is_async or not _goes_through_memory(layout, group):
         message[HEADER_WORDS] = 1  # then it does on no rank
-    finish_message = begin_sum(message, group, "the first message")
+    finish_message = begin_sum(message, group, _FIRST_MESSAGE)
 
     def finish_room() -> list[torch.Tensor]:
         total = finish_message()
@@ -250,7 +326,7 @@ def _check(message: torch.Tensor, layout: Layout, group: Group) -> None:
     """Raise on all ranks if their signatures differ."""
     if is_signed_by_all(message[:HEADER_WORDS].tolist(), group.size):
         return
-    texts = all_gather_objects(layout.text, process_group_of(group))
+    texts = texts_of_all(layout.text, group)
     rows = [f"  rank {rank}: {_describe(text, texts)}" for rank, text in zip(group.ranks, texts, strict=True)]
     raise PlanMismatchError(
         "all ranks must bring the same keys, shapes, dtypes and operation to fused_all_reduce. They bring:\n"
@@ -280,10 +356,11 @@ def _fill(results: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> No
         result.copy_(value)
 
 
-class _FusedAllReduce(torch.autograd.Function):
+class _FusedAllReduce(EagerFunction):
     @staticmethod
     def forward(ctx: Any, layout: Layout, group: Group, *values: torch.Tensor) -> tuple[torch.Tensor, ...]:
         ctx.layout, ctx.group = layout, group
+        values = _still_carried(values, layout, group)
         results = _launch(layout.pack(values), layout, group)()
         ctx.mark_non_differentiable(*(result for result in results if not _carries_gradient(result)))
         return tuple(results)
@@ -304,6 +381,15 @@ class _FusedAllReduce(torch.autograd.Function):
         ]
         reduced = _FusedAllReduce.apply(layout, ctx.group, *given)
         return tuple(one if _carries_gradient(one) else None for one in reduced)
+
+
+def _still_carried(values: tuple[torch.Tensor, ...], layout: Layout, group: Group) -> tuple[torch.Tensor, ...]:
+    try:
+        return tuple(carried(value, None, f"gradient{row[0]}") for value, row in zip(values, layout.rows, strict=True))
+    except (TypeError, ValueError) as error:
+        with untraced():
+            refuse_in_sum(_FIRST_MESSAGE, error, "a backward pass of fused_all_reduce", group)
+        raise
 
 
 def _check_linear(layout: Layout) -> None:

@@ -153,11 +153,11 @@ def stack_alike(values: Sequence[torch.Tensor]) -> torch.Tensor | None:
         return None
     if len(values) * values[0].numel() * values[0].itemsize >= _LARGE_BYTES:
         return None
-    if values[0].shape != values[-1].shape:  # to be told by an error takes long
-        return None
     try:
+        if values[0].shape != values[-1].shape:  # to be told by an error takes long
+            return None
         stacked = torch.stack(list(values))
-    except RuntimeError:  # of other shapes, on other devices, or of a dtype that autocast refuses
+    except RuntimeError:  # of other shapes or none, on other devices, or of a dtype that autocast refuses
         return None
     return stacked if stacked.dtype == dtypes[0] else None
 

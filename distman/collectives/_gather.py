@@ -9,7 +9,9 @@ import torch
 
 from distman._coordination.wait_scope import collective
 from distman._groups.registry import Group
+from distman._torch_internals import EagerFunction
 from distman.collectives import _scatter  # the module, since each of the two needs the other
+from distman.collectives._border import still_carried
 from distman.collectives._exchange import exchange, layout_of
 from distman.collectives._result_memory import new_empty
 from distman.collectives._validation import (
@@ -45,9 +47,11 @@ def gather_v(
         On ``dst`` the full tensor, shape ``(*, sum(sizes), *)``; elsewhere an empty tensor, shape ``(*, 0, *)``.
 
     Raises:
+        TypeError: The tensor is a DTensor, or of another class that messages do not carry.
         ValueError: Sizes, dim, dst, group or device do not fit; without ``sizes`` on every rank: the shards differ
             in dtype or in another dim.
-        PlanMismatchError: On every rank that waits, in debug mode on all: the ranks call differently.
+        PlanMismatchError: On every rank that waits, in debug mode on all: the ranks call differently, or another one
+            was given what messages cannot carry.
 
     Example on two ranks:
         >>> full = gather_v(torch.full((rank + 1, 2), rank), dst=1)
@@ -55,19 +59,22 @@ def gather_v(
         [(0, 2), (3, 2)]
     """
     members = resolve_group(group)
-    check_call("gather_v", tensor, members, free_dim=dim, unites_grad=sizes is None, dim=dim, sizes=sizes, dst=dst)
+    tensor = check_call(
+        "gather_v", tensor, members, free_dim=dim, unites_grad=sizes is None, dim=dim, sizes=sizes, dst=dst
+    )
     check_member("dst", dst, members)
     tensor, lengths, dim = shard_sizes("gather_v", tensor, sizes, dim, members)
     full: torch.Tensor = Gather.apply(tensor, lengths, dim, dst, members)
     return full
 
 
-class Gather(torch.autograd.Function):
+class Gather(EagerFunction):
     """The primitive under :func:`gather_v`."""
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, sizes: list[int], dim: int, dst: int, group: Group) -> torch.Tensor:
         ctx.arguments = sizes, dim, dst, group
+        tensor = still_carried(tensor, group)
         shape = list(tensor.shape)
         shape[dim] = sum(sizes) if group.rank == dst else 0
         full = new_empty(tensor, shape)

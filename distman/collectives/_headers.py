@@ -4,18 +4,27 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import json
 from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
 
 from distman._groups.registry import Group
-from distman.collectives._exchange import begin_all_reduce, begin_sum
+from distman._text import printable
+from distman._torch_internals import despite_traces
+from distman.collectives._border import refusal_text
+from distman.collectives._exchange import begin_all_reduce, begin_sum, control_device
+from distman.collectives._objects import all_gather_objects
+from distman.errors import PlanMismatchError
+from distman.manager import DistributedManager
 
 MESSAGE_WORDS = 512
 """Words of 8 bytes in the first message. Its length is fixed, so that ranks which disagree still send equal messages;
 with 4 KiB it is still bound by latency."""
 _SIGNATURE_WORDS = 4  # of 16 bits: 64 bits of a digest, of which even the sum over 65,536 ranks is exact in a float64
+SUMS_OF_NUMBERS = "sums of numbers"
+_REFUSAL = "refusal"
 HEADER_WORDS = 1 + 2 * _SIGNATURE_WORDS
 """One word of ones, the words of a signature, their squares; the rest is room for data to be summed."""
 
@@ -51,6 +60,44 @@ def is_signed_by_all(header: Sequence[float], num_ranks: int) -> bool:
     )
 
 
+def texts_of_all(text: str, group: Group) -> list[str]:
+    """Return what the ranks want whose signatures differ, in rank order.
+
+    Collective. Blocking.
+
+    Args:
+        text: What this rank has signed, as JSON: a list, of which the first entry names the operation.
+        group: The group.
+
+    Raises:
+        PlanMismatchError: A rank has refused the call.
+    """
+    texts = all_gather_objects(text, group.process_group)
+    refusals = [why for operation, why, *_ in map(json.loads, texts) if operation == _REFUSAL]
+    if refusals:
+        raise PlanMismatchError("\n".join(map(printable, refusals)))
+    return texts
+
+
+def refuse_in_sum(what: str, error: Exception, operation: str, group: Group) -> None:
+    """Take part in the sum with which a call begins, and let the signature say that this rank refuses.
+
+    Collective. Blocking.
+
+    Args:
+        what: As of ``begin_sum``.
+        error: Why it refuses.
+        operation: Name of the collective.
+        group: The group.
+    """
+    text = json.dumps([_REFUSAL, refusal_text(error, operation, group), []])
+    message = signed_message(text, control_device(group, DistributedManager().device)).clone()
+    total = begin_sum(message, group, what)()
+    if not is_signed_by_all(total[:HEADER_WORDS].tolist(), group.size):
+        all_gather_objects(text, group.process_group)
+
+
+@despite_traces
 def sum_numbers(numbers: Sequence[float], text: str, group: Group, device: torch.device) -> list[float] | None:
     """Return the sums of numbers over a group, in double precision; None on all ranks if their texts differ.
 
@@ -70,7 +117,7 @@ def sum_numbers(numbers: Sequence[float], text: str, group: Group, device: torch
     end = HEADER_WORDS + len(numbers) if fits else HEADER_WORDS
     if fits:
         message[HEADER_WORDS:end] = data
-    message = begin_sum(message, group, "sums of numbers")()
+    message = begin_sum(message, group, SUMS_OF_NUMBERS)()
     header_and_sums: list[float] = message[:end].tolist()
     if not is_signed_by_all(header_and_sums[:HEADER_WORDS], group.size):
         return None

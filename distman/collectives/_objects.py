@@ -16,8 +16,9 @@ from distman._coordination.messages import MalformedMessageError, decode
 from distman._coordination.wait_scope import collective
 from distman._groups.registry import Group
 from distman._tensor_pickling import StoragePickler, memory_of
-from distman._torch_internals import is_distributed_tensor
+from distman._torch_internals import despite_traces
 from distman.collectives import _debug
+from distman.collectives._border import pickled
 from distman.collectives._exchange import (
     all_gather_numbers,
     broadcast,
@@ -39,6 +40,7 @@ _LARGE_BYTES = 65_536  # from here on memory travels by itself: copying it into 
 
 
 @collective
+@despite_traces
 def broadcast_data(data: T, src: int = 0, group: GroupLike = None) -> T:
     """Return one rank's data on all ranks of the group.
 
@@ -116,6 +118,7 @@ def broadcast_if_ddp(data: T, src: int = 0) -> T:
 
 
 @collective
+@despite_traces
 def gather_objects(data: T, dst: int = 0, group: GroupLike = None) -> list[T] | None:
     """Return the data of all ranks on one of them, in rank order.
 
@@ -147,6 +150,7 @@ def gather_objects(data: T, dst: int = 0, group: GroupLike = None) -> list[T] | 
 
 
 @collective
+@despite_traces
 def all_gather_objects(data: T, group: GroupLike = None) -> list[T]:
     """Return the data of all ranks on all of them, in rank order.
 
@@ -244,11 +248,8 @@ class _Pickler(StoragePickler):
         return self._ids[id(obj)]
 
     def reducer_override(self, obj: Any) -> Any:
-        if is_distributed_tensor(obj):
-            raise TypeError(
-                f"data must not hold a tensor of which each rank has a part, got a {type(obj).__name__}. Pass what "
-                "its to_local() or full_tensor() returns."
-            )
+        if isinstance(obj, torch.Tensor):
+            obj = pickled(obj)
         return super().reducer_override(obj)
 
 

@@ -9,7 +9,9 @@ import torch
 
 from distman._coordination.wait_scope import collective
 from distman._groups.registry import Group
+from distman._torch_internals import EagerFunction
 from distman.collectives import _all_gather  # the module, since each of the two needs the other
+from distman.collectives._border import still_carried
 from distman.collectives._exchange import exchange_and_add, layout_of, reduce_evenly
 from distman.collectives._validation import GroupLike, check_call, check_sizes, normalize_dim, resolve_group
 
@@ -39,8 +41,10 @@ def reduce_scatter_v(
         its own, where slices are of one size and no 16-bit floats are added up in float32.
 
     Raises:
+        TypeError: The tensor is a DTensor, or of another class that messages do not carry.
         ValueError: Sizes, dim, group or device do not fit.
-        PlanMismatchError: On every rank that waits, in debug mode on all: the ranks call differently.
+        PlanMismatchError: On every rank that waits, in debug mode on all: the ranks call differently, or another one
+            was given what messages cannot carry.
 
     Example on two ranks:
         >>> part = reduce_scatter_v(torch.arange(5) + rank, sizes=[3, 2])
@@ -48,7 +52,7 @@ def reduce_scatter_v(
         [[1, 3, 5], [7, 9]]
     """
     members = resolve_group(group)
-    check_call("reduce_scatter_v", tensor, members, dim=dim, sizes=sizes, use_fp32=use_fp32)
+    tensor = check_call("reduce_scatter_v", tensor, members, dim=dim, sizes=sizes, use_fp32=use_fp32)
     dim = normalize_dim(dim, tensor.ndim)
     sizes = check_sizes(sizes, members)
     if tensor.shape[dim] != sum(sizes):
@@ -60,7 +64,7 @@ def reduce_scatter_v(
     return part
 
 
-class ReduceScatter(torch.autograd.Function):
+class ReduceScatter(EagerFunction):
     """The primitive under :func:`reduce_scatter_v`, and the adjoint of ``AllGather``."""
 
     @staticmethod
@@ -73,6 +77,7 @@ class ReduceScatter(torch.autograd.Function):
         group: Group,
     ) -> torch.Tensor:
         ctx.arguments = sizes, dim, use_fp32, group
+        tensor = still_carried(tensor, group)
         what = f"reduce_scatter {layout_of(tensor)} dim {dim} sizes {sizes} use_fp32 {use_fp32}"
         is_widened = use_fp32 and tensor.dtype in (torch.float16, torch.bfloat16)  # after it was sent as it is
         if min(sizes) == max(sizes) and not is_widened:

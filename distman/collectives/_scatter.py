@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,16 +12,25 @@ from torch.autograd import forward_ad
 
 from distman._coordination.wait_scope import collective
 from distman._groups.registry import Group
+from distman._torch_internals import EagerFunction, traced_by, untraced
 from distman.collectives import _debug, _gather  # the module, since each of the two needs the other
+from distman.collectives._border import (
+    DTYPES,
+    MAX_NDIM,
+    REFUSED,
+    carried,
+    raise_refusals,
+    refusal_text,
+    refuse,
+    still_carried,
+    tell,
+)
 from distman.collectives._exchange import broadcast_numbers, control_device, exchange, layout_of
 from distman.collectives._result_memory import new_empty
 from distman.collectives._validation import (
-    DTYPES,
-    MAX_NDIM,
     GroupLike,
     check_member,
     check_sizes,
-    check_tensor,
     has_tangent,
     normalize_dim,
     resolve_group,
@@ -54,8 +65,10 @@ def scatter_v(
         tensor was given, on that one's. It requires a gradient if the tensor on ``src`` does.
 
     Raises:
+        TypeError: The tensor is a DTensor, or of another class that messages do not carry.
         ValueError: On every rank: sizes, dim or the tensor on ``src`` do not fit. On this rank: the group does not.
-        PlanMismatchError: On every rank that waits, in debug mode on all: the ranks call differently.
+        PlanMismatchError: On every rank that waits, in debug mode on all: the ranks call differently, or another one
+            was given what messages cannot carry.
 
     Example on two ranks:
         >>> full = torch.arange(5) if rank == 0 else None
@@ -64,6 +77,7 @@ def scatter_v(
         [[0, 1, 2], [3, 4]]
     """
     members = resolve_group(group)
+    tensor = _given(tensor, src, members)
     _debug.compare("scatter_v", members, dim=dim, sizes=sizes, src=src)
     check_member("src", src, members)
     sizes = check_sizes(sizes, members)
@@ -71,12 +85,15 @@ def scatter_v(
     header, problem = _NO_HEADER, None
     if members.rank == src:
         try:
-            header = _describe(tensor, sizes, dim, members)
+            header = _describe(tensor, sizes, dim)
         except (TypeError, ValueError, NotImplementedError) as error:
             problem = error  # raised below, when the others know that there is one
-    dtype, needs_grad, axis, ndim, *shape = broadcast_numbers(header, src, members, control_device(members, device))
+    with untraced() if traced_by() else contextlib.nullcontext():
+        dtype, needs_grad, axis, ndim, *shape = broadcast_numbers(header, src, members, control_device(members, device))
     if problem is not None:
         raise problem
+    if dtype == REFUSED:
+        raise_refusals(members)
     if dtype < 0:
         raise ValueError(
             f"the tensor on rank {members.ranks[src]} must fit sizes {sizes} and dim {dim}, got one that cannot be "
@@ -86,19 +103,20 @@ def scatter_v(
         full = tensor
     else:
         shape[axis] = 0
-        full = torch.empty(shape[:ndim], dtype=DTYPES[dtype], device=device)
+        full = still_carried(torch.empty(shape[:ndim], dtype=DTYPES[dtype], device=device), members, "tensor")
         if needs_grad:
             full = _onto_graph(full, tensor)
     part: torch.Tensor = Scatter.apply(full, sizes, axis, src, members)
     return part
 
 
-class Scatter(torch.autograd.Function):
+class Scatter(EagerFunction):
     """The primitive under :func:`scatter_v`: the full tensor on ``src``; empty ones elsewhere say shape and dtype."""
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, sizes: list[int], dim: int, src: int, group: Group) -> torch.Tensor:
         ctx.arguments = sizes, dim, src, group
+        tensor = still_carried(tensor, group)
         shape = list(tensor.shape)
         shape[dim] = sizes[group.rank]
         part = new_empty(tensor, shape)
@@ -118,7 +136,7 @@ class Scatter(torch.autograd.Function):
         return Scatter.apply(tangent, *ctx.arguments)
 
 
-class _Receiver(torch.autograd.Function):
+class _Receiver(EagerFunction):
     """An empty tensor in the place of what a rank that only receives has passed, whose gradient is then zero.
 
     It keeps nothing for the backward pass: the source keeps nothing either, and under activation checkpointing a rank
@@ -136,6 +154,23 @@ class _Receiver(torch.autograd.Function):
         return torch.zeros(shape, dtype=dtype, device=device), None
 
 
+def _given(tensor: torch.Tensor | None, src: int, group: Group) -> torch.Tensor | None:
+    """Return what was passed: on ``src`` what messages can carry, elsewhere None if it is no such tensor."""
+    is_source = group.rank == src
+    try:
+        return carried(tensor, group) if isinstance(tensor, torch.Tensor) else tensor
+    except (TypeError, ValueError) as error:
+        if is_source:
+            refuse(error, "scatter_v", group, functools.partial(_refuse_in_header, src))
+        return None
+
+
+def _refuse_in_header(src: int, error: Exception, operation: str, group: Group) -> None:
+    header = [REFUSED, *_NO_HEADER[1:]]
+    broadcast_numbers(header, src, group, control_device(group, DistributedManager().device))
+    tell(refusal_text(error, operation, group), group)
+
+
 def _onto_graph(empty: torch.Tensor, given: torch.Tensor | None) -> torch.Tensor:
     """Return the empty tensor as one that requires a gradient, and gives what was passed here one of zeros."""
     if given is None or not given.requires_grad:
@@ -144,11 +179,12 @@ def _onto_graph(empty: torch.Tensor, given: torch.Tensor | None) -> torch.Tensor
     return full
 
 
-def _describe(tensor: torch.Tensor | None, sizes: list[int], dim: int, group: Group) -> list[int]:
+def _describe(tensor: torch.Tensor | None, sizes: list[int], dim: int) -> list[int]:
     """Return what the receivers must know of the full tensor."""
     if tensor is None:
         raise ValueError("tensor must be a tensor on rank src, got None. Pass the full tensor there.")
-    check_tensor(tensor, group)
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(f"tensor must be a torch.Tensor, got {type(tensor).__name__}. Pass a tensor.")
     if has_tangent(tensor):
         raise NotImplementedError(
             "scatter_v has no forward-mode derivative, since the other ranks have no tangents. Use all_to_all_v, or "

@@ -13,17 +13,21 @@ from distman._coordination.tracking import check_all_run_here, current_wait
 from distman._groups.registry import Group
 from distman._torch_internals import is_forward_mode
 from distman.collectives import _debug
+from distman.collectives._border import (
+    DTYPES,
+    MAX_NDIM,
+    REFUSED,
+    carried,
+    raise_refusals,
+    refuse,
+    refuse_beside,
+    refuse_in_header,
+)
 from distman.collectives._exchange import all_gather_numbers, control_device
 from distman.manager import DistributedManager
 from distman.topology._partition import is_whole_number
 
 GroupLike = dist.ProcessGroup | str | None
-
-DTYPES = (
-    *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex128, torch.complex64),
-    *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
-)
-MAX_NDIM = 16  # dims that the header of a message has room for; more than any model uses
 
 
 def resolve_group(group: GroupLike) -> Group:
@@ -41,33 +45,69 @@ def resolve_group(group: GroupLike) -> Group:
     return members
 
 
-def check_call(
+def admitted(
     operation: str,
     tensor: torch.Tensor,
     group: Group,
     *,
-    free_dim: int | None = None,
-    unites_grad: bool = False,
-    **details: object,
-) -> None:
-    """Check that a tensor can travel in the group; in debug mode, that all ranks call alike.
+    name: str = "tensor",
+    has_header: bool = False,
+    is_local: bool = False,
+) -> torch.Tensor:
+    """Return a tensor as one that can travel in the group.
 
-    Local; in debug mode collective.
+    Local. Where a tensor is refused, the ranks that wait for this one hear of it.
 
     Args:
         operation: Name of the collective.
         tensor: The tensor.
         group: The group.
+        name: What the tensor is called in messages.
+        has_header: The call begins with an exchange of sizes.
+        is_local: Nobody waits in the call.
+
+    Raises:
+        TypeError: It is no tensor that can travel.
+        ValueError: Its dtype, dims or memory do not fit, or the group has no backend for its device.
+    """
+    try:
+        return carried(tensor, group, name)
+    except (TypeError, ValueError) as error:
+        refuse(error, operation, group, None if is_local else refuse_in_header if has_header else refuse_beside)
+
+
+def check_call(
+    operation: str,
+    tensor: torch.Tensor,
+    group: Group,
+    *,
+    name: str = "tensor",
+    free_dim: int | None = None,
+    unites_grad: bool = False,
+    is_local: bool = False,
+    **details: object,
+) -> torch.Tensor:
+    """Return a tensor as one that can travel in the group; in debug mode, check that all ranks call alike.
+
+    Local; in debug mode collective. Where a tensor is refused, the ranks that wait for this one hear of it.
+
+    Args:
+        operation: Name of the collective.
+        tensor: The tensor.
+        group: The group.
+        name: What the tensor is called in messages.
         free_dim: The dim in which the ranks' tensors may differ in length.
-        unites_grad: The ranks' tensors need not agree on whether they require a gradient.
+        unites_grad: The ranks tell each other their sizes, and need not agree on whether a gradient is required.
+        is_local: Nobody waits in the call.
         details: What else must be equal on all ranks; dims among them count from either end.
 
     Raises:
-        TypeError: It is no tensor.
-        ValueError: The group has no backend for the tensor's device.
+        TypeError: It is no tensor that can travel.
+        ValueError: Its dtype, dims or memory do not fit, or the group has no backend for its device.
         PlanMismatchError: In debug mode, on every rank: the ranks call differently.
     """
-    if _debug.is_on() and isinstance(tensor, torch.Tensor):
+    tensor = admitted(operation, tensor, group, name=name, has_header=unites_grad, is_local=is_local)
+    if _debug.is_on():
         free = _from_front(free_dim, tensor.ndim)
         shape = ["*" if dim == free else str(length) for dim, length in enumerate(tensor.shape)]
         details = {
@@ -78,37 +118,14 @@ def check_call(
         if not unites_grad:
             details["grad"] = _needs_grad(tensor)
     _debug.compare(operation, group, **details)
-    check_tensor(tensor, group)
     wait = current_wait()
     if wait is not None and not unites_grad:
         wait.note += f" gradient {_needs_grad(tensor)} tangent {has_tangent(tensor)}"
+    return tensor
 
 
 def _from_front(dim: object, ndim: int) -> object:
     return dim % ndim if isinstance(dim, int) and -ndim <= dim < ndim else dim
-
-
-def check_tensor(tensor: torch.Tensor, group: Group) -> None:
-    """Check that a tensor can travel in the group.
-
-    Raises:
-        TypeError: It is no tensor.
-        ValueError: The group has no backend for the tensor's device.
-    """
-    if not isinstance(tensor, torch.Tensor):
-        raise TypeError(f"tensor must be a torch.Tensor, got {type(tensor).__name__}. Pass a tensor.")
-    if tensor.dtype not in DTYPES:
-        raise ValueError(f"tensor must have a dtype that the backends carry, got {tensor.dtype}. Convert it.")
-    if tensor.layout != torch.strided or tensor.ndim > MAX_NDIM:
-        raise ValueError(
-            f"tensor must be dense and of at most {MAX_NDIM} dims, got {tensor.layout} of {tensor.ndim} dims. "
-            "Convert or reshape it."
-        )
-    if group.device_types and tensor.device.type not in group.device_types:
-        raise ValueError(
-            f"tensor must be on a device that group {group.name!r} can reach ({', '.join(group.device_types)}), got "
-            f"{tensor.device}. Move it with .to(manager.device)."
-        )
 
 
 def normalize_dim(dim: int, ndim: int, name: str = "dim") -> int:
@@ -222,6 +239,8 @@ def _exchange_shapes(operation: str, tensor: torch.Tensor, dim: int, group: Grou
     shape = [*tensor.shape, *[-1] * (MAX_NDIM - tensor.ndim)]
     mine = [dim, DTYPES.index(tensor.dtype), tensor.ndim, int(has_tangent(tensor)), int(_needs_grad(tensor)), *shape]
     rows = all_gather_numbers(mine, group, control_device(group, tensor.device))
+    if REFUSED in [row[1] for row in rows]:
+        raise_refusals(group)
     if problem is not None:
         raise problem
     fixed = [[*row[:4], *(length for axis, length in enumerate(row[5:]) if axis != dim)] for row in rows]

@@ -5,8 +5,7 @@ from __future__ import annotations
 import itertools
 import operator
 import re
-from collections.abc import Callable, Sequence
-from typing import ParamSpec, TypeVar
+from collections.abc import Sequence
 
 import torch
 
@@ -15,22 +14,7 @@ from distman.collectives._validation import check_sizes, normalize_dim
 from distman.fft._blocks import Kind
 from distman.topology import split_sizes
 
-P = ParamSpec("P")
-R = TypeVar("R")
-
 _NORMS = ("backward", "ortho", "forward")
-
-
-def outside_graphs(func: Callable[P, R]) -> Callable[P, R]:
-    """Keep a function of arithmetic in NumPy and of messages out of the graphs of ``torch.compile``."""
-
-    def call(*args: P.args, **kwargs: P.kwargs) -> R:
-        if torch.compiler.is_compiling():  # not before, as it loads the compiler
-            result: R = torch.compiler.disable(func)(*args, **kwargs)
-            return result
-        return func(*args, **kwargs)
-
-    return call
 
 
 def computable(name: str, kind: Kind, tensor: torch.Tensor) -> torch.Tensor:
@@ -86,6 +70,13 @@ def check_dims(dim: Sequence[int] | None, s: tuple[int, ...] | None, ndim: int) 
     if s is not None and len(s) != len(dims):
         raise ValueError(f"s must hold one length for each of {len(dims)} dims, got {s}. Pass as many lengths as dims.")
     return dims
+
+
+def is_same_dim(tensor: torch.Tensor, one: int | None, other: int | None) -> bool:
+    """Return whether two numbers name one dim of a tensor, which need not be one that can be transformed."""
+    if one is None or other is None or not isinstance(tensor, torch.Tensor) or not tensor.dim():
+        return one == other
+    return one % tensor.dim() == other % tensor.dim()
 
 
 def check_among(name: str, dim: int, dims: tuple[int, ...], ndim: int) -> int:

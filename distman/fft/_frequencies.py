@@ -9,14 +9,14 @@ import torch
 from distman._coordination.wait_scope import collective
 from distman.collectives._validation import (
     GroupLike,
+    admitted,
     check_call,
     check_sizes,
-    check_tensor,
     normalize_dim,
     resolve_group,
     shard_sizes,
 )
-from distman.fft._arguments import as_dims, as_length, outside_graphs
+from distman.fft._arguments import as_dims, as_length, is_same_dim
 from distman.fft._rearrangement import rolled
 from distman.fft._resharding import execute
 from distman.topology import split_sizes
@@ -154,9 +154,11 @@ def fftshift(
         A new tensor of the same shape.
 
     Raises:
+        TypeError: The tensor is a DTensor, or of another class that messages do not carry.
         ValueError: Dims, sizes, dtype or group do not fit, or several dims are shifted without ``shard_dim``; without
             ``sizes`` on every rank: the shards differ in dtype or in another dim.
-        PlanMismatchError: In debug mode, on every rank: the ranks call differently.
+        PlanMismatchError: On every rank that waits: another one was given what messages cannot carry. In debug mode on
+            all: the ranks call differently.
 
     Example on two ranks:
         >>> all_gather_objects(fftshift(fftfreq(6, 1 / 6)).tolist())
@@ -200,7 +202,6 @@ def ifftshift(
     return _shift("ifftshift", tensor, dim, shard_dim, sizes, group)
 
 
-@outside_graphs
 def _shift(
     name: str,
     tensor: torch.Tensor,
@@ -210,7 +211,7 @@ def _shift(
     group: GroupLike,
 ) -> torch.Tensor:
     members = resolve_group(group)
-    check_tensor(tensor, members)
+    tensor = admitted(name, tensor, members, has_header=sizes is None, is_local=not _is_moved(tensor, dim, shard_dim))
     dim = tuple(range(tensor.ndim)) if dim is None else dim
     dims = as_dims(dim if isinstance(dim, Sequence) else (dim,), tensor.ndim)
     if not dims or len(set(dims)) != len(dims):
@@ -221,7 +222,7 @@ def _shift(
     if shard_dim is None and len(dims) > 1:
         raise ValueError(f"shard_dim must be given where several dims are shifted, got {dims}. Pass the sharded one.")
     shard = dims[0] if shard_dim is None else normalize_dim(shard_dim, tensor.ndim, "shard_dim")
-    check_call(
+    tensor = check_call(
         name,
         tensor,
         members,
@@ -239,3 +240,10 @@ def _shift(
         tensor = execute(tensor, rolled(shard, tuple(shards), shift, members))
     shifted: torch.Tensor = getattr(torch.fft, name)(tensor, local) if local else tensor
     return shifted
+
+
+def _is_moved(tensor: torch.Tensor, dim: int | Sequence[int] | None, shard_dim: int | None) -> bool:
+    """Return whether the sharded dim is shifted."""
+    if dim is None or shard_dim is None:
+        return True
+    return any(is_same_dim(tensor, shard_dim, one) for one in (dim if isinstance(dim, Sequence) else (dim,)))

@@ -47,11 +47,13 @@ class _Turn:
         first: Number of the first column that this rank has.
         length: Of the whole line.
         sign: Of the exponent.
+        group: The group.
     """
 
     first: int
     length: int
     sign: _Sign
+    group: Group
 
     def adjoint(self) -> _Turn:
         return dataclasses.replace(self, sign=1 if self.sign < 0 else -1)
@@ -114,7 +116,7 @@ def _transform_matrix(
     row_dim, column_dim = matrix.ndim - 2, matrix.ndim - 1
     along_rows = LocalTransform(kind, (row_dim,), rows, norm)
     matrix = execute(matrix, LinePlan(along_rows, row_dim, row_parts, column_dim, column_parts, column_dim, group))
-    matrix = execute(matrix, _Turn(first, rows * columns, -1 if kind == "fft" else 1))
+    matrix = execute(matrix, _Turn(first, rows * columns, -1 if kind == "fft" else 1, group))
     along_columns = LocalTransform(kind, (column_dim,), columns, norm)
     plan = LinePlan(along_columns, column_dim, column_parts, column_dim, column_parts, row_dim, group)
     return execute(matrix, plan)

@@ -10,8 +10,8 @@ from distman._coordination.wait_scope import collective
 from distman._groups.registry import Group
 from distman.collectives._validation import (
     GroupLike,
+    admitted,
     check_call,
-    check_tensor,
     normalize_dim,
     resolve_group,
     shard_sizes,
@@ -23,7 +23,7 @@ from distman.fft._arguments import (
     computable,
     cut_shards,
     fit,
-    outside_graphs,
+    is_same_dim,
     signal_lengths,
 )
 from distman.fft._blocks import DUAL, Kind, LocalTransform
@@ -89,9 +89,11 @@ def fft(
         is computed in float32 under autocast. It need not be contiguous.
 
     Raises:
+        TypeError: The tensor is a DTensor, or of another class that messages do not carry.
         ValueError: Dims, lengths, norm, sizes, dtype or group do not fit; without ``sizes`` on every rank: the shards
             differ in dtype or in another dim.
-        PlanMismatchError: In debug mode, on every rank: the ranks call differently.
+        PlanMismatchError: On every rank that waits: another one was given what messages cannot carry. In debug mode on
+            all: the ranks call differently.
 
     Example on two ranks:
         >>> signal = torch.cos(2 * torch.pi * torch.arange(6) / 6)
@@ -318,7 +320,6 @@ def ihfft(
     return _transform("rfft", "ihfft", tensor, n, dim, norm, shard_dim, out_dim, sizes, out_sizes, group)
 
 
-@outside_graphs
 def _transform(
     kind: Kind,
     name: str,
@@ -333,7 +334,9 @@ def _transform(
     group: GroupLike,
 ) -> torch.Tensor:
     members = resolve_group(group)
-    check_tensor(tensor, members)
+    stays = shard_dim is not None and (out_dim is None or is_same_dim(tensor, shard_dim, out_dim))
+    is_local = stays and out_sizes is None and not is_same_dim(tensor, shard_dim, dim)
+    tensor = admitted(name, tensor, members, has_header=sizes is None, is_local=is_local)
     tensor = computable(name, kind, tensor)
     dim = normalize_dim(dim, tensor.ndim)
     shard = dim if shard_dim is None else normalize_dim(shard_dim, tensor.ndim, "shard_dim")
@@ -341,7 +344,7 @@ def _transform(
     norm, wanted = check_norm(norm), as_length(n)
     if n is not None and wanted < 1:
         raise ValueError(f"n must be at least 1, got {n}. Pass the length of the signal.")
-    check_call(
+    tensor = check_call(
         name,
         tensor,
         members,

@@ -9,12 +9,18 @@ from typing import Any, Protocol
 import torch
 
 from distman._groups.registry import Group
+from distman._torch_internals import EagerFunction
+from distman.collectives._border import still_carried
 from distman.collectives._exchange import SendBuffers, exchange
 from distman.fft._blocks import Index, LocalTransform, Run, blocks_of, empty_with_last
 
 
 class LinearMap(Protocol):
     """A linear map from the shards of one tensor to the shards of another."""
+
+    @property
+    def group(self) -> Group:
+        """The group that the shards are spread over."""
 
     def run(self, tensor: torch.Tensor) -> torch.Tensor:
         """Map a shard, which is left as it is.
@@ -26,13 +32,13 @@ class LinearMap(Protocol):
         """Return the adjoint map."""
 
 
-class _Apply(torch.autograd.Function):
+class _Apply(EagerFunction):
     """Applies a map; its backward applies the adjoint, and so on."""
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, linear: LinearMap) -> torch.Tensor:
         ctx.linear = linear
-        return linear.run(tensor).detach()  # no view, so that it may be changed in place
+        return linear.run(still_carried(tensor, linear.group)).detach()  # no view, so that it may be changed in place
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:

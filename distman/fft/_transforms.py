@@ -9,8 +9,8 @@ import torch
 from distman._coordination.wait_scope import collective
 from distman.collectives._validation import (
     GroupLike,
+    admitted,
     check_call,
-    check_tensor,
     resolve_group,
     shard_sizes,
 )
@@ -23,7 +23,6 @@ from distman.fft._arguments import (
     computable,
     cut_shards,
     fit,
-    outside_graphs,
     signal_lengths,
 )
 from distman.fft._blocks import Kind
@@ -80,9 +79,11 @@ def fftn(
         input is computed in float32 under autocast.
 
     Raises:
+        TypeError: The tensor is a DTensor, or of another class that messages do not carry.
         ValueError: Dims, lengths, norm, sizes, dtype or group do not fit; without ``sizes`` on every rank: the shards
             differ in dtype or in another dim.
-        PlanMismatchError: In debug mode, on every rank: the ranks call differently.
+        PlanMismatchError: On every rank that waits: another one was given what messages cannot carry. In debug mode on
+            all: the ranks call differently.
 
     Example on two ranks:
         >>> rows = torch.ones(2, 6)  # of a field of four rows
@@ -412,7 +413,6 @@ def irfft2(
     return _transform("irfft", "irfft2", tensor, s, dim, norm, shard_dim, out_dim, sizes, out_sizes, group)
 
 
-@outside_graphs
 def _transform(
     kind: Kind,
     name: str,
@@ -427,7 +427,7 @@ def _transform(
     group: GroupLike,
 ) -> torch.Tensor:
     members = resolve_group(group)
-    check_tensor(tensor, members)
+    tensor = admitted(name, tensor, members, has_header=sizes is None)
     tensor = computable(name, kind, tensor)
     wanted = None if s is None else as_lengths(s)
     dims = check_dims(dim, wanted, tensor.ndim)
@@ -436,7 +436,7 @@ def _transform(
     away = next(one for one in there[::-1] if one != shard)
     out = away if out_dim is None else check_among("out_dim", out_dim, dims, tensor.ndim)
     norm = check_norm(norm)
-    check_call(
+    tensor = check_call(
         name,
         tensor,
         members,

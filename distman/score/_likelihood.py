@@ -11,7 +11,7 @@ import torch
 
 from distman._groups.registry import Group
 from distman.collectives._all_gather import all_gather_v
-from distman.collectives._validation import GroupLike, check_tensor, resolve_group
+from distman.collectives._validation import GroupLike, admitted, resolve_group
 from distman.score._network import Network, evaluate
 from distman.score._sde import SDE, per_sample
 from distman.score._sharing import agree, check_condition, check_count, check_finite, described, run_jointly
@@ -82,8 +82,8 @@ def log_likelihood(
     """
     odeint = _import_odeint()
     members = resolve_group(group)
+    x = admitted("log_likelihood", x, members, name="x")
     _check_samples(x)
-    check_tensor(x, members)
     check_condition(condition, len(x))
     _check_options(num_probes, probes, batch_size, rtol, atol)
     call: dict[str, object] = {

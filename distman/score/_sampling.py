@@ -13,7 +13,7 @@ import torch
 from distman._groups.registry import Group
 from distman.collectives._all_gather import all_gather_v
 from distman.collectives._gather import gather_v
-from distman.collectives._validation import GroupLike, check_member, check_tensor, resolve_group
+from distman.collectives._validation import GroupLike, admitted, check_member, resolve_group
 from distman.decorators import on_rank
 from distman.manager import DistributedManager
 from distman.score._network import Network, evaluate
@@ -104,7 +104,7 @@ def sample(
     if dst is not None:
         check_member("dst", dst, members)
     empty = torch.empty(0, *shape[1:], device=device or DistributedManager().device, dtype=dtype)
-    check_tensor(empty, members)
+    empty = admitted("sample", empty, members)
     call = {"shape": shape, "num_steps": num_steps, "method": method, "snr": snr, "batch_size": batch_size, "dst": dst}
     call |= {"rank_zero": rank_zero, "condition": described(condition), "sde": sde, "dtype": empty.dtype}
     seed = agree("sample", call, seed, group)

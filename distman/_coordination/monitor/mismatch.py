@@ -49,6 +49,27 @@ class Members(Protocol):
     def process_group(self) -> dist.ProcessGroup | None:
         """What carries its messages."""
 
+    @property
+    def exchanges(self) -> CallNumbers:
+        """The numbers of its calls."""
+
+
+class CallNumbers:
+    """The numbers of a group's calls.
+
+    Attributes:
+        last: That of the last one.
+    """
+
+    __slots__ = ("last",)
+
+    def __init__(self) -> None:
+        self.last = -1
+
+    def __next__(self) -> int:
+        self.last += 1
+        return self.last
+
 
 @dataclasses.dataclass(eq=False, slots=True)
 class Call:
@@ -58,12 +79,15 @@ class Call:
         group: The group.
         number: The call's number in the group, the same on all members.
         text: What must be equal on all of them.
+        pieces: Bytes that it sends to each rank of the group, and receives from it; None if it is an operation of the
+            backend.
         since: When it began.
     """
 
     group: Members
     number: int
     text: str
+    pieces: tuple[Sequence[int], Sequence[int]] | None = None
     since: float = dataclasses.field(default_factory=time.monotonic)
 
     @property

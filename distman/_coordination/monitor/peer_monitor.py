@@ -18,6 +18,7 @@ from distman._coordination.monitor.host_relay import HostRelay
 from distman._coordination.monitor.mismatch import MismatchWatch
 from distman._coordination.monitor.peer_connection import PeerConnection
 from distman._coordination.monitor.reading import read_at_once
+from distman._coordination.monitor.refusals import RefusalWatch
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -64,6 +65,7 @@ class PeerMonitor:
             store, context.rank, context.peers, is_one_host=context.is_one_host, patience=limits.unreachable
         )
         self._mismatches = MismatchWatch(context.rank, context.peers)
+        self._refusals = RefusalWatch(context.rank)
         self._relay = HostRelay(context.rank, context.neighbours or (context.rank,), clock)
         self._relay.join(store)
         self._is_read_here = False
@@ -96,6 +98,7 @@ class PeerMonitor:
             self._last_beat = now
             if record is not None:
                 return self._publish(record)
+        self._refusals.look(self._store, is_news=is_news)
         self._mismatches.look(self._store, is_news=is_news)
         if self._hangs is not None:
             self._hangs.look(self._stack_queries)

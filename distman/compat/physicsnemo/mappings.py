@@ -25,7 +25,7 @@ def scatter_to_parallel_region(input: torch.Tensor, dim: int, group: GroupLike) 
     Local; its backward pass is collective. Differentiable.
     """
     members = resolve_group(group)
-    check_call("scatter_to_parallel_region", input, members, dim=dim)
+    input = check_call("scatter_to_parallel_region", input, members, name="input", is_local=True, dim=dim)
     dim = normalize_dim(dim, input.ndim)
     sizes = compute_split_shapes(input.shape[dim], members.size)
     part: torch.Tensor = mappings._Scatter.apply(input, sizes, dim, members)

@@ -1,0 +1,140 @@
+"""Calls that a rank refuses to make its part of: the others hear of it, and the group stays usable.
+
+Others may wait for that part by now, and what they have begun cannot be taken back. So the rank that refuses asks them
+over the store what they exchange with it in that call, and their watchers answer while they wait. Then it exchanges as
+many bytes with them, which mean nothing: the call ends there, and raises what the watcher was told.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import weakref
+from typing import TYPE_CHECKING
+
+from distman._coordination import protocol, tracking
+from distman._coordination.messages import add_to, count, decode, unless_malformed
+from distman._coordination.monitor.mismatch import Members
+from distman._coordination.monitor.reading import read_at_once
+from distman._text import Line
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
+
+_groups: weakref.WeakValueDictionary[str, Members] = weakref.WeakValueDictionary()
+"""The groups in which this rank has made calls, by the name of their process group."""
+
+
+def know(group: Members) -> None:
+    """Let this rank be asked about its calls in a group from now on."""
+    process_group = group.process_group
+    if process_group is not None:
+        _groups[process_group.group_name] = group
+
+
+@dataclasses.dataclass(frozen=True)
+class Refusal:
+    """A call that one rank does not make.
+
+    Attributes:
+        rank: Who refuses.
+        ranks: The members of the group.
+        group: The name of its process group.
+        call: The call's number in the group.
+        text: What the others raise.
+    """
+
+    rank: int
+    ranks: tuple[int, ...]
+    group: str
+    call: int
+    text: Line
+
+    def publish(self, store: Store) -> int:
+        """Ask the others what they exchange with this rank in the call, and return the number of the question."""
+        number = add_to(store, protocol.REFUSAL_NUMBERS, 1)
+        store.set(protocol.refusal(number), json.dumps(dataclasses.asdict(self)))
+        store.append(protocol.REFUSALS, f"{number},")  # type: ignore[attr-defined]
+        count(store, protocol.NEWS, 1)
+        return number
+
+
+@dataclasses.dataclass(frozen=True)
+class Posted:
+    """What a rank exchanges in a call with the one that refuses it.
+
+    Attributes:
+        call: What must be equal on all ranks of the call; empty if it exchanges nothing with that rank.
+        sent: Bytes that go to that rank.
+        received: Bytes that are to come from it.
+        is_closed: Whether the rank has given up the group's connections: it waits for something else than messages.
+    """
+
+    call: str = ""
+    sent: int = 0
+    received: int = 0
+    is_closed: bool = False
+
+
+class RefusalWatch:
+    """Answers ranks that refuse a call, once this rank has come to it.
+
+    Args:
+        rank: This process's rank.
+    """
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+        self._num_seen = 0
+        self._open: dict[int, Refusal] = {}
+
+    def look(self, store: Store, *, is_news: bool) -> None:
+        """Answer what can be answered by now.
+
+        Args:
+            store: The job's store.
+            is_news: Whether another rank may have refused a call.
+        """
+        if is_news:
+            self._read(store)
+        for number, refusal in list(self._open.items()):
+            posted = _posted_with(refusal)
+            if posted is not None:
+                del self._open[number]
+                store.set(protocol.refusal_answer(number, self._rank), json.dumps(dataclasses.asdict(posted)))
+
+    def _read(self, store: Store) -> None:
+        numbers = (read_at_once(store, protocol.REFUSALS) or "").split(",")[:-1]
+        for number in numbers[self._num_seen :]:
+            refusal = _refusal_in(store, int(number))
+            if refusal is not None and self._rank in refusal.ranks and self._rank != refusal.rank:
+                self._open[int(number)] = refusal
+        self._num_seen = len(numbers)
+
+
+def _refusal_in(store: Store, number: int) -> Refusal | None:
+    found = read_at_once(store, protocol.refusal(number))  # who asked may have given up
+    return unless_malformed(lambda: decode(found, Refusal, "a refusal")) if found is not None else None
+
+
+def _posted_with(refusal: Refusal) -> Posted | None:
+    """Return what this rank exchanges in a call with the one that refuses it; None if it has not come to it yet."""
+    group = _groups.get(refusal.group)
+    if group is None or group.process_group is None or group.exchanges.last < refusal.call:
+        return None
+    wait = next((one for one in tracking.waits() if _is_in(one, group, refusal.call)), None)
+    call = wait.call if wait is not None else None
+    if wait is None or call is None:
+        return Posted()
+    wait.refusal = refusal.text
+    if call.pieces is None:
+        call.interrupt()
+        return Posted(is_closed=True)
+    sent, received = call.pieces
+    index = group.ranks.index(refusal.rank)
+    return Posted(call.text, sent[index], received[index])
+
+
+def _is_in(wait: tracking.TrackedWait, group: Members, number: int) -> bool:
+    call = wait.call
+    return call is not None and call.group is group and call.number == number

@@ -1,0 +1,179 @@
+"""Within torch.compile each call ends a graph and is right, forward and backward; fused_all_reduce is in the graph."""
+
+import pytest
+import torch
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from distman import collectives, fft, mappings, metrics
+from distman.testing import ranks
+
+pytestmark = [
+    pytest.mark.gloo_only("what a graph leaves out does not depend on the backend"),
+    pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated"),
+    pytest.mark.filterwarnings("ignore:The .grad attribute"),  # torch looks at it, and would hide that
+]
+BACKENDS = ["eager", "aot_eager"]
+
+
+@pytest.fixture(autouse=True)
+def _cold():
+    torch._dynamo.reset()
+
+
+def halves(size):
+    return [4 - size + 1] + [1] * (size - 1)
+
+
+def spectral(name):
+    """Call a function of distman.fft in the middle of a computation of real numbers."""
+
+    def call(x, _):
+        given = torch.complex(x, x) if name in ("fft", "ifft", "fft2", "ifft2", "fftn", "ifftn", "hfft") else x
+        result = getattr(fft, name)(given)
+        return torch.view_as_real(result) if result.is_complex() else result
+
+    return call
+
+
+def back_again(there, back):
+    return lambda x, _: getattr(fft, back)(getattr(fft, there)(x))
+
+
+def marked(x, _):
+    layer = torch.nn.Linear(4, 4, bias=False)
+    with torch.no_grad():
+        layer.weight.copy_(torch.eye(4))
+    mappings.mark_module_as_shared(layer)
+    result = layer(x)
+    mappings.unmark_module_as_shared(layer)
+    return result
+
+
+# Each takes a tensor of 4 x 4 that requires a gradient and the number of ranks, and returns a tensor.
+CALLS = {
+    "all_gather_v": lambda x, _: collectives.all_gather_v(x),
+    "gather_v": lambda x, _: collectives.gather_v(x),
+    "scatter_v": lambda x, size: collectives.scatter_v(x, halves(size)),
+    "reduce_scatter_v": lambda x, size: collectives.reduce_scatter_v(x, halves(size)),
+    "all_to_all_v": lambda x, size: collectives.all_to_all_v(x, [halves(size)] * size),
+    "indexed_all_to_all_v": lambda x, size: collectives.indexed_all_to_all_v(
+        x, [torch.tensor([0, 3])] * size, [[2] * size] * size
+    ),
+    "distributed_transpose": lambda x, _: collectives.distributed_transpose(x, 0, 1),
+    "fused_all_reduce": lambda x, _: collectives.fused_all_reduce({"a": x})["a"],
+    "broadcast_data": lambda x, _: x * collectives.broadcast_data(x.detach().sum()),
+    "broadcast_if_ddp": lambda x, _: x * collectives.broadcast_if_ddp(x.detach().sum()),
+    "gather_objects": lambda x, _: x * (collectives.gather_objects(2.0, dst=0) or [3.0])[0],
+    "all_gather_objects": lambda x, _: x * sum(collectives.all_gather_objects(x.detach().sum())),
+    "copy_to_parallel_region": lambda x, _: mappings.copy_to_parallel_region(x),
+    "reduce_from_parallel_region": lambda x, _: mappings.reduce_from_parallel_region(x),
+    "scatter_to_parallel_region": lambda x, _: mappings.scatter_to_parallel_region(x),
+    "gather_from_parallel_region": lambda x, _: mappings.gather_from_parallel_region(x),
+    "mark_module_as_shared": marked,
+    "unmark_module_as_shared": marked,
+    "aggregate_metrics": lambda x, _: x * metrics.aggregate_metrics({"a": x.sum(), "b": 1.0})["a"],
+    "aggregate_loss": lambda x, _: x * metrics.aggregate_loss(x.sum()),
+    "reduce_loss": lambda x, _: x * (metrics.reduce_loss(x.sum()) or 1.0),
+    "irfft": back_again("rfft", "irfft"),
+    "irfft2": back_again("rfft2", "irfft2"),
+    "irfftn": back_again("rfftn", "irfftn"),
+    "ihfft": spectral("ihfft"),
+    **{name: spectral(name) for name in ("fft", "ifft", "rfft", "hfft", "fft2", "ifft2", "rfft2")},
+    **{name: spectral(name) for name in ("fftn", "ifftn", "rfftn")},
+    "fftshift": lambda x, _: fft.fftshift(x, 0),
+    "ifftshift": lambda x, _: fft.ifftshift(x, 0),
+    "fftfreq": lambda x, _: x * fft.fftfreq(8)[0],
+    "rfftfreq": lambda x, _: x * fft.rfftfreq(8)[-1],
+}
+
+
+def test_every_public_function_is_here():
+    modules = (collectives, mappings, metrics, fft)
+    public = {name for module in modules for name in module.__all__ if not isinstance(getattr(module, name), type)}
+    assert public == set(CALLS)
+
+
+def around(call, size):
+    """A function with the call in its middle, and what is different on each rank after it."""
+    return lambda x, scale: (call(x.sin(), size).cos() * scale).sum()
+
+
+def gradient(function, rank, step):
+    x = torch.linspace(0, 1 + step, 16).reshape(4, 4).add(rank).requires_grad_()
+    loss = function(x, rank + 1.0)
+    loss.backward()
+    return loss.detach(), x.grad
+
+
+@pytest.mark.parametrize("compiler", BACKENDS)
+@pytest.mark.parametrize("name", CALLS)
+@ranks(2)
+def test_a_call_within_a_compiled_function(rank, world_size, name, compiler):
+    torch.manual_seed(0)
+    plain = around(CALLS[name], world_size)
+    compiled = torch.compile(plain, backend=compiler)
+    for step in range(3):
+        torch.testing.assert_close(gradient(compiled, rank, step), gradient(plain, rank, step))
+
+
+@pytest.mark.parametrize("compiler", BACKENDS)
+@ranks(2)
+def test_a_backward_pass_within_a_compiled_function(rank, compiler):
+    def step(x):
+        mine = x.sin().detach().requires_grad_()
+        (collectives.all_gather_v(mine, [4, 4]) * (rank + 1)).cos().sum().backward()
+        return mine.grad * 2
+
+    x = torch.linspace(0, 1, 4) + rank
+    torch.testing.assert_close(torch.compile(step, backend=compiler)(x), step(x))
+
+
+class Model(torch.nn.Module):
+    """Layers with exchanges between them."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(1)
+        self.first, self.last = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)
+
+    def forward(self, x):
+        x = collectives.all_gather_v(self.first(x).sin(), dim=0)
+        x = mappings.reduce_from_parallel_region(x.cos())
+        return self.last(collectives.fused_all_reduce([x])[0]).tanh().sum()
+
+
+WRAPPED = {
+    "DDP around": lambda compiler: DistributedDataParallel(torch.compile(Model(), backend=compiler)),
+    "DDP inside": lambda compiler: torch.compile(DistributedDataParallel(Model()), backend=compiler),
+    "FSDP2 around": lambda compiler: fully_shard(torch.compile(Model(), backend=compiler)),
+    "FSDP2 inside": lambda compiler: torch.compile(fully_shard(Model()), backend=compiler),
+}
+
+
+@pytest.mark.parametrize("compiler", BACKENDS)
+@pytest.mark.parametrize("name", WRAPPED)
+@ranks(2)
+def test_a_model_that_is_compiled_and_parallel(rank, name, compiler):
+    model = WRAPPED[name](compiler)
+    plain = Model()
+    for step in range(2):
+        x = torch.linspace(0, 1, 8).reshape(2, 4) + rank + step
+        model.zero_grad()
+        plain.zero_grad()
+        model(x).backward()
+        plain(x).backward()
+        grads = [one.grad for one in model.parameters()]
+        full = [one.full_tensor() if hasattr(one, "full_tensor") else one for one in grads]
+        means = [one / 2 for one in collectives.fused_all_reduce([one.grad for one in plain.parameters()])]
+        torch.testing.assert_close(full, means)
+
+
+@pytest.mark.parametrize("compiler", BACKENDS)
+@ranks(2)
+def test_fused_all_reduce_is_part_of_a_graph_and_others_say_why_they_are_not(compiler):
+    fused = torch.compile(collectives.fused_all_reduce, backend=compiler, fullgraph=True)
+    assert fused(torch.ones(2)).tolist() == [2, 2]
+    with pytest.raises(RuntimeError, match="it exchanges messages with other ranks"):
+        torch.compile(lambda x: collectives.all_gather_v(x), backend=compiler, fullgraph=True)(torch.ones(2))
+    assert collectives.all_gather_v(torch.ones(1)).tolist() == [1, 1]
