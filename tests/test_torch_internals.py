@@ -27,6 +27,7 @@ NOT_OF_TORCH = {
     "_register_atexit",
     "_replace",
     "_use_item_location",
+    "_xoptions",
 }
 
 
