@@ -144,7 +144,7 @@ class DistributedManager(Place, GroupQueries, GroupCreation):
     ) -> None:
         if use_distributed is not False:
             tracking.check_speaks_for_rank("initialize() of a rank")
-        watch_limits = settings.watch_limits()
+        watch_limits, signals = settings.watch_limits(), settings.stop_signals()
         if backend is not None:
             check_backend(backend)
         find_unused = settings.finds_unused_parameters()
@@ -164,7 +164,7 @@ class DistributedManager(Place, GroupQueries, GroupCreation):
                 job=job,
                 groups=Groups(job),
                 watcher=watcher,
-                stop=StopAgreement(job.store_group()),
+                stop=StopAgreement(job.store_group(), signals),
                 find_unused_parameters=find_unused,
             )
             if seed is not None:
@@ -237,6 +237,8 @@ class DistributedManager(Place, GroupQueries, GroupCreation):
         hook.set_thread_reporter(None)
         has_failed = error is not None or (state.watcher is not None and state.watcher.record is not None)
         state.groups.close(aborts=has_failed)
+        if not has_failed:
+            state.stop.leave()
         try:
             leave(state.job, state.watcher, is_at_exit=stays_known)
         finally:
@@ -319,8 +321,9 @@ class DistributedManager(Place, GroupQueries, GroupCreation):
     def should_stop(self, step: int | None = None) -> bool:
         """Return whether to stop at this step: True on all ranks at the same step, once one was asked to.
 
-        Local: it waits for no other rank, and talks to the store about once a second. SIGTERM and SIGUSR1 ask for a
-        stop, as :meth:`request_stop` does, from the first call on; a handler that was there before is called too.
+        Local: it waits for no other rank until one was asked to stop; then once, for about a second, until all know of
+        it. SIGTERM, SIGUSR1 and SIGUSR2 (``DISTMAN_STOP_SIGNALS``) ask for a stop, as :meth:`request_stop` does, from
+        the first call in the main thread on; a handler that was there before is called too.
 
         Args:
             step: Number of the step, growing, and the same on all ranks; None counts the calls.
@@ -328,6 +331,7 @@ class DistributedManager(Place, GroupQueries, GroupCreation):
         Raises:
             ValueError: The step is smaller than the one before.
             PlanMismatchError: The ranks ask at different steps.
+            RankFailedError: A rank was asked to stop, and one failed or left before it knew.
             DistmanError: Called in a process forked from the rank.
 
         Example:

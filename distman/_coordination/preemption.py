@@ -2,67 +2,61 @@
 
 from __future__ import annotations
 
-import dataclasses
+import contextlib
 import json
-import os
+import queue
 import re
 import signal
 import subprocess
 import threading
-import time
-from collections.abc import Callable, Mapping, Sequence
-from types import FrameType
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
 
 from distman._coordination import protocol
-from distman._coordination.messages import claim, decode, decode_text
-from distman._coordination.sync import KeySequence, StoreGroup
+from distman._coordination.messages import claim, count, decode, decode_text
+from distman._coordination.stop_signals import DEFAULT_SIGNALS, StopSignals
+from distman._coordination.sync import StoreGroup
+from distman._coordination.wait_scope import WaitScope
 from distman._log import logger
 from distman._text import printable
 from distman.errors import DistmanError, PlanMismatchError
 
-_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
-_SHORTEST_INTERVAL = 1.0  # seconds between decisions: a preempted job has half a minute or more to save
-_INTERVAL_PER_RANK = 1e-3  # seconds; at most 1,000 decisions a second in all reach the store
-_MOST_STEPS = 100  # steps between decisions, should they become slower all of a sudden
+if TYPE_CHECKING:
+    from torch.distributed import Store
+
+_LOOK_EVERY = 0.5  # seconds between two looks for a stop: a preempted job has half a minute or more to save
+_LOOK_EVERY_PER_RANK = 1e-3  # seconds; at most 1,000 looks a second in all reach the store
+_FAREWELL_LIMIT = 2.5  # seconds that the last word of this rank may take: the store may be suspended, or gone
+_ASKED, _LEAVES = "asked", "leaves"  # what wakes the thread that looks for a stop
 _SLURM_PATIENCE = 30.0  # seconds; a busy controller takes some, and retries by itself
-
-Handler = Callable[[int, FrameType | None], Any] | int | None
-
-
-@dataclasses.dataclass(frozen=True)
-class _Decision:
-    """What all ranks do at a step."""
-
-    step: int
-    stops: bool
-    next_step: int
 
 
 class StopAgreement:
-    """Decides, at steps that all ranks know beforehand, whether to go on.
+    """Lets all ranks stop at the same step, though nothing is exchanged in a step.
 
-    Every rank that comes to such a step looks at what the first one there wrote: stop or go on, and which step is the
-    next to decide at. So nobody waits for anybody, and between these steps nothing is asked. They are about a second
-    apart at the pace of the steps before, further for many ranks, and at most a hundred steps.
+    A thread of each rank looks into the store twice a second, whether any rank was asked to stop. Then it writes down
+    the step that its rank has passed last, and the rank goes no further before all have done so. All stop at the first
+    step after the furthest of these, which no rank can have passed. The threads write while their ranks compute, or
+    wait in a collective, so no rank is waited for that waits for this one.
 
     Args:
         store_group: All ranks of the job; None on one process.
+        signals: Which signals ask for a stop.
     """
 
-    def __init__(self, store_group: StoreGroup | None) -> None:
+    def __init__(self, store_group: StoreGroup | None, signals: Sequence[int] = DEFAULT_SIGNALS) -> None:
         self._store_group = store_group
-        self._keys: KeySequence | None = None
-        if store_group is not None:
-            self._keys = KeySequence(store_group.job_store, protocol.STOP_DECISIONS, store_group.size)
+        self._signals = StopSignals(signals, self.request)
         self._wish = ""
-        self._previous: dict[int, Handler] = {}
-        self._is_over = False
-        self._pid = os.getpid()
+        self._events: queue.SimpleQueue[str] = queue.SimpleQueue()  # a signal handler may put one in
+        self._thread: threading.Thread | None = None
+        self._answering = threading.Lock()
+        self._has_answered = False
         self._last_step: int | None = None
-        self._next_step: int | None = None
-        self._decided_at = (0, time.monotonic())
-        self._stops = False
+        self._passed: int | None = None
+        self._stops: bool | None = None
 
     def request(self, reason: str = "request_stop()") -> None:
         """Ask for a stop.
@@ -71,36 +65,30 @@ class StopAgreement:
             reason: Who asks, for messages.
         """
         self._wish = self._wish or reason
+        self._events.put(_ASKED)
 
     def listen(self) -> None:
-        """Let SIGTERM and SIGUSR1 ask for a stop; a handler that was there before is called too.
+        """Let signals ask for a stop; a handler that was there before is called too."""
+        self._signals.listen()
 
-        Only the main thread can; in others nothing happens.
+    def leave(self) -> None:
+        """Let the others go on without this rank's answer: it comes to no further step.
+
+        Blocking, for milliseconds, unless the store is silent.
         """
-        if self._previous or threading.current_thread() is not threading.main_thread():
-            return
-        self._previous = {number: _handler_in_use(number) for number in _SIGNALS}
-        for number in _SIGNALS:
-            signal.signal(number, self._on_signal)
+        if self._thread is not None:
+            self._events.put(_LEAVES)
+            self._thread.join(_FAREWELL_LIMIT)
 
     def restore(self) -> None:
-        """Put the signal handlers back that were there before.
-
-        Only the main thread can; in others, or where a later handler calls the one that is here, this one stays and
-        hands each signal over.
-        """
-        self._is_over = True
-        self._store_group = self._keys = None  # a handler that stays would keep the store open
-        if threading.current_thread() is not threading.main_thread():
-            return
-        for number, handler in self._previous.items():
-            if signal.getsignal(number) == self._on_signal and handler is not None:
-                signal.signal(number, handler)
+        """Put the signal handlers back that were there before; only the main thread can."""
+        self._store_group = None  # a handler that stays would keep the store open
+        self._signals.restore()
 
     def decide(self, step: int | None = None) -> bool:
         """Return whether to stop at this step, the same on all ranks.
 
-        Local: it waits for nobody.
+        Local. Once a rank was asked to stop it waits until all have heard of it.
 
         Args:
             step: Number of the step, growing, and the same on all ranks; None is the one after the last.
@@ -108,73 +96,92 @@ class StopAgreement:
         Raises:
             ValueError: The step is smaller than the one before.
             PlanMismatchError: The ranks ask at different steps.
+            RankFailedError: The job failed while this rank waited.
         """
+        step = self._check_order(step)
+        if self._store_group is None:
+            return bool(self._wish)
+        if self._thread is None:
+            self._begin(self._store_group, step)
+        with self._answering:
+            if not self._has_answered:
+                self._passed = step
+                return False
+        return self._stops or self._stops_at(self._store_group, step)
+
+    def _check_order(self, step: int | None) -> int:
+        last = self._last_step
         if step is None:
-            step = 0 if self._last_step is None else self._last_step + 1
-        if self._last_step is not None and step < self._last_step:
+            step = 0 if last is None else last + 1
+        if last is not None and step < last:
             raise ValueError(
-                f"step must not be smaller than the one before, {self._last_step}, got {step}. Count the steps of all "
-                "epochs together."
+                f"step must not be smaller than the one before, {last}, got {step}. Count the steps of all epochs "
+                "together."
             )
         self._last_step = step
-        if self._store_group is None or self._keys is None:
-            return bool(self._wish)
-        if self._stops or (self._next_step is not None and step < self._next_step):
-            return self._stops
-        store = self._store_group.job_store
-        if self._wish:
-            store.set(protocol.STOP, self._wish)
-        next_step = step + self._num_steps(step, self._store_group.size)
-        proposal = _Decision(step, bool(store.check([protocol.STOP])), next_step)
-        key = self._keys.next()
-        decision = claim(
-            store,
-            key,
-            json.dumps(dataclasses.asdict(proposal)),
-            lambda found: decode(found, _Decision, f"the decision whether to stop, {key}"),
-        )
-        if decision.step != step:
-            raise PlanMismatchError(
-                f"step must be the same on all ranks, got {step} on "
-                f"{self._store_group.describe(self._store_group.rank)} and {decision.step} on another. "
-                "Call should_stop(step) once per step on every rank."
+        return step
+
+    def _begin(self, group: StoreGroup, step: int) -> None:
+        """Begin to look for a stop, at this rank's first step."""
+        _check_same(group, protocol.STOP_FIRST_STEP, step)
+        store: Store = group.job_store.clone()  # type: ignore[attr-defined]  # torch's stub lacks it
+        arguments = (store, group.rank, group.size)
+        self._thread = threading.Thread(target=self._look, args=arguments, name="distman-stop", daemon=True)
+        self._thread.start()
+
+    def _look(self, store: Store, rank: int, size: int) -> None:
+        """Look for a stop until there is one, or this rank leaves."""
+        event, wait = "", max(_LOOK_EVERY, _LOOK_EVERY_PER_RANK * size)
+        with contextlib.suppress(dist.DistError):  # the store is gone: the job has failed, or this rank has left it
+            while event != _LEAVES and not store.check([protocol.STOP]):
+                with contextlib.suppress(queue.Empty):
+                    event = self._events.get(timeout=wait)
+                if self._wish:
+                    store.set(protocol.STOP, self._wish)
+            self._answer(store, rank, size)
+
+    def _answer(self, store: Store, rank: int, size: int) -> None:
+        """Say which step this rank has passed; the last one to do so says which all have."""
+        with self._answering:
+            self._has_answered = True
+        store.set(protocol.stop_passed(rank), json.dumps(self._passed))
+        if count(store, protocol.STOP_ANSWERS, 1) == size:
+            passed = [_decode_step(store.get(protocol.stop_passed(one)), f"rank {one}") for one in range(size)]
+            furthest = max((step for step in passed if step is not None), default=None)
+            store.set(protocol.STOP_AFTER, json.dumps(furthest))
+
+    def _stops_at(self, group: StoreGroup, step: int) -> bool:
+        """Return whether to stop, now that a rank was asked to; wait until all have answered."""
+        store = group.job_store
+        with WaitScope("should_stop()"):
+            group.wait_until(
+                lambda: store.check([protocol.STOP_AFTER]),
+                place="should_stop()",
+                awaited=lambda: (one for one in range(group.size) if not store.check([protocol.stop_passed(one)])),
+                key=protocol.STOP_AFTER,
             )
-        self._stops, self._next_step = decision.stops, decision.next_step
-        if self._stops:
-            reason = printable(decode_text(store.get(protocol.STOP)))
-            logger.info("all ranks stop at step %d: %s", step, reason)
-        return self._stops
-
-    def _num_steps(self, step: int, world_size: int) -> int:
-        """Return how many steps shall lie before the next decision, at the pace since the last one."""
-        last_step, last_time = self._decided_at
-        now = time.monotonic()
-        self._decided_at = (step, now)
-        if self._next_step is None:
-            return 1
-        num_steps = step - last_step
-        wanted = max(_SHORTEST_INTERVAL, _INTERVAL_PER_RANK * world_size)
-        at_this_pace = num_steps * wanted / max(now - last_time, 1e-9)
-        return max(1, int(min(at_this_pace, 2 * num_steps, _MOST_STEPS)))
-
-    def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        previous = self._previous[number]
-        is_child = os.getpid() != self._pid  # to which the signal means what it always meant
-        if not (self._is_over or is_child):
-            self.request(f"{signal.Signals(number).name} of process {os.getpid()}")
-        elif not (callable(previous) or previous == signal.SIG_IGN):
-            signal.signal(number, signal.SIG_DFL)
-            os.kill(os.getpid(), number)
-        if callable(previous):
-            previous(number, frame)
+        furthest = _decode_step(store.get(protocol.STOP_AFTER), "all ranks")
+        if furthest is not None and step <= furthest:
+            return False
+        _check_same(group, protocol.STOP_STEP, step)
+        self._stops = True
+        logger.info("all ranks stop at step %d: %s", step, printable(decode_text(store.get(protocol.STOP))))
+        return True
 
 
-def _handler_in_use(number: int) -> Handler:
-    """Return what handles a signal, or did before agreements that are over."""
-    handler = signal.getsignal(number)
-    while isinstance(agreement := getattr(handler, "__self__", None), StopAgreement) and agreement._is_over:
-        handler = agreement._previous[number]
-    return handler
+def _decode_step(data: bytes, whose: str) -> int | None:
+    wanted: Any = int | None  # mypy holds no type for it
+    step: int | None = decode(data, wanted, f"the step that {whose} passed")
+    return step
+
+
+def _check_same(group: StoreGroup, key: str, step: int) -> None:
+    other = claim(group.job_store, key, str(step), lambda found: decode(found, int, f"the step of others, {key}"))
+    if other != step:
+        raise PlanMismatchError(
+            f"step must be the same on all ranks, got {step} on {group.describe(group.rank)} and {other} on another. "
+            "Call should_stop(step) once per step on every rank."
+        )
 
 
 def requeue(environ: Mapping[str, str]) -> None:

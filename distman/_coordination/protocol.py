@@ -296,12 +296,28 @@ JOINT_ERRORS = "joint error"
 """Who raised an error that left a joint block, a sequence of operations. Each member that raised appends itself to what
 arrived there, and reads who else did."""
 
-STOP_DECISIONS = "stop decision"
-"""The decisions whether to stop, a sequence of operations. Each is what the first rank there writes: its step, whether
-to stop, and the next step to decide at. All read it."""
-
 STOP = "stop"
-"""Why to stop. Any rank that was asked to writes it, all read it; it lives on."""
+"""Why to stop. Any rank that was asked to writes it, all look for it; it lives on."""
+
+STOP_FIRST_STEP = "stop/first step"
+"""The first step at which a rank asked whether to stop. The first rank writes it, all compare theirs; it lives on."""
+
+STOP_ANSWERS = "stop/answers"
+"""Counter of ranks that wrote which step they passed. Each adds itself; the last one writes STOP_AFTER."""
+
+STOP_AFTER = "stop/after"
+"""The furthest step that any rank passed, or null. All wait for it, and stop at their next step; it lives on."""
+
+STOP_STEP = "stop/step"
+"""The step at which the first rank stopped. All compare theirs; it lives on."""
+
+
+def stop_passed(rank: int) -> str:
+    """The last step that a rank passed before it heard of a stop, or left the job; null for none. It lives on.
+
+    Each writes its own; the last one to do so reads them all.
+    """
+    return f"stop/passed {rank}"
 
 
 def nth(sequence: str, number: int) -> str:

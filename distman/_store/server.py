@@ -6,12 +6,12 @@ costs no thread, and members are served between any few of them.
 
 from __future__ import annotations
 
+import _signal  # type: ignore[import-not-found]  # no stubs: signal's own module
 import _socket  # socket itself loads enum and selectors, which takes longer than all the rest
 import errno
 import marshal
 import posix
 import resource
-from _signal import SIG_IGN, SIGHUP, SIGINT, SIGTERM, signal  # type: ignore[import-not-found]  # no stubs: signal's own module
 from select import EPOLLIN, EPOLLOUT, epoll
 from time import monotonic
 
@@ -35,6 +35,11 @@ TYPE_CHECKING = False  # typing takes longer to load than the process takes to s
 if TYPE_CHECKING:
     from typing import Any
 
+_NOT_IGNORED = {
+    *(_signal.SIGKILL, _signal.SIGSTOP),  # which cannot be
+    *(_signal.SIGABRT, _signal.SIGBUS, _signal.SIGFPE, _signal.SIGILL, _signal.SIGQUIT),  # of crashes
+    *(_signal.SIGSEGV, _signal.SIGSYS, _signal.SIGTRAP),
+}
 _GUEST_SECONDS = 3.0  # for the whole handshake, which takes milliseconds
 _MOST_GUESTS = 256  # the oldest goes first: a rank that was sent away by a flood dials again
 _GUESTS_PER_ROUND = 16  # then members have their turn
@@ -273,8 +278,8 @@ class Server:
 
 def main() -> None:
     """Serve the store that standard input describes, in a process that holds nothing of whoever started it."""
-    for number in (SIGINT, SIGTERM, SIGHUP):  # those who leave their job have to find the store
-        signal(number, SIG_IGN)
+    for number in _signal.valid_signals() - _NOT_IGNORED:  # ranks that a scheduler asks to stop still need the store
+        _signal.signal(number, _signal.SIG_IGN)
     settings: dict[str, Any] = marshal.loads(_read_all(0))  # noqa: S302 - from the program that started this one
     up = settings.pop("up")
     posix.write(up, UP)

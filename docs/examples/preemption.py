@@ -5,7 +5,7 @@
     distman run -n 2 docs/examples/preemption.py --folder run
     srun -N2 --ntasks-per-node=4 python docs/examples/preemption.py --folder run --requeue
 
-Kill it, or send it SIGTERM or SIGUSR1, as Slurm does some time before it ends a job (`sbatch --signal=TERM@120`): the
+Kill it, or send it SIGTERM, as Slurm does some time before it ends a job (`sbatch --signal=TERM@120`): the
 same command goes on. On the same number of ranks it ends with the same weights to the last bit, on another number with
 the same up to rounding. The loop is one of your own; `NNHandler.auto_save` does all of this in one line.
 """

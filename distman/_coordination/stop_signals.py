@@ -1,0 +1,117 @@
+"""The signals that ask a rank to stop: which they are, and who hears them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Callable, Sequence
+from types import FrameType
+from typing import Any
+
+from distman._coordination.loader_workers import protect_workers, unprotect_workers
+from distman._log import logger
+
+DEFAULT_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+"""What Slurm, LSF, PBS and Kubernetes send, what ``mpirun`` hands on, and what submitit asks Slurm for."""
+
+_NEVER = {"KILL", "STOP", "ABRT", "BUS", "FPE", "ILL", "QUIT", "SEGV", "SYS", "TRAP", "CHLD", "PIPE", "URG"}
+"""Those that no program can handle, that mean a crash, or that Python, torch or the watcher needs."""
+
+Handler = Callable[[int, FrameType | None], Any] | int | None
+
+
+def named_signals(text: str, source: str) -> tuple[signal.Signals, ...]:
+    """Return the signals that a text names, such as ``TERM,USR1`` or ``SIGHUP``.
+
+    Args:
+        text: The names.
+        source: Where they come from, for messages.
+
+    Raises:
+        ValueError: A name in it is not that of a signal that can ask for a stop.
+    """
+    names = [name.strip().upper().removeprefix("SIG") for name in text.split(",")]
+    known = {one.name.removeprefix("SIG"): one for one in signal.Signals}
+    for name in names:
+        if name not in known or name in _NEVER:
+            raise ValueError(
+                f"a stop signal must be one that a program can handle, got {name!r} from {source}. Name some "
+                "of TERM, USR1, USR2, HUP, INT, separated by commas."
+            )
+    return tuple(dict.fromkeys(known[name] for name in names))
+
+
+class StopSignals:
+    """Lets signals ask for a stop, from :meth:`listen` to :meth:`restore`; loader workers ignore them all along.
+
+    Args:
+        signals: Which ones.
+        request: Asks for a stop; it is told why.
+    """
+
+    def __init__(self, signals: Sequence[int], request: Callable[[str], None]) -> None:
+        self._signals = signals
+        self._request = request
+        self._previous: dict[int, Handler] = {}
+        self._is_over = False
+        self._has_warned = False
+        self._pid = os.getpid()
+        protect_workers(signals)
+
+    def listen(self) -> None:
+        """Handle the signals; a handler that was there before is called too.
+
+        Only the main thread can, so in another one a warning says what is missing.
+        """
+        if self._previous:
+            return
+        if threading.current_thread() is not threading.main_thread():
+            self._warn()
+            return
+        self._previous = {number: _handler_in_use(number) for number in self._signals}
+        for number in self._signals:
+            signal.signal(number, self._on_signal)
+
+    def _warn(self) -> None:
+        if not self._has_warned:
+            self._has_warned = True
+            logger.warning(
+                "should_stop() cannot listen to signals in the thread %r: Python lets only the main thread do so, and "
+                "%s would end this process. Call should_stop() in the main thread once, or request_stop() instead",
+                threading.current_thread().name,
+                ", ".join(signal.Signals(number).name for number in self._signals),
+            )
+
+    def restore(self) -> None:
+        """Put the signal handlers back that were there before.
+
+        Only the main thread can; in others, or where a later handler calls the one that is here, this one stays and
+        hands each signal over.
+        """
+        self._is_over = True
+        unprotect_workers()
+        if threading.current_thread() is not threading.main_thread():
+            return
+        for number, handler in self._previous.items():
+            if signal.getsignal(number) == self._on_signal and handler is not None:
+                signal.signal(number, handler)
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        previous = self._previous[number]
+        is_child = os.getpid() != self._pid  # to which the signal means what it always meant
+        if not (self._is_over or is_child):
+            self._request(f"{signal.Signals(number).name} of process {os.getpid()}")
+        elif not (callable(previous) or previous == signal.SIG_IGN):
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+        if callable(previous):
+            previous(number, frame)
+
+
+def _handler_in_use(number: int) -> Handler:
+    """Return what handles a signal, or did before agreements that are over."""
+    handler = signal.getsignal(number)
+    while isinstance(stop_signals := getattr(handler, "__self__", None), StopSignals) and stop_signals._is_over:
+        handler = stop_signals._previous[number]
+    return handler

@@ -1,0 +1,78 @@
+"""Which signals ask for a stop, and who may listen to them."""
+
+import logging
+import os
+import signal
+import threading
+
+import pytest
+
+from distman import DistributedManager
+from distman._coordination.stop_signals import DEFAULT_SIGNALS, StopSignals, named_signals
+from distman._process_state import reset
+
+
+@pytest.fixture(autouse=True)
+def _leave():
+    yield
+    reset()
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("TERM", [signal.SIGTERM]),
+        ("SIGHUP, usr1", [signal.SIGHUP, signal.SIGUSR1]),
+        ("USR2,SIGUSR2,int", [signal.SIGUSR2, signal.SIGINT]),
+    ],
+)
+def test_signals_have_names(text, expected):
+    assert list(named_signals(text, "here")) == expected
+
+
+@pytest.mark.parametrize("name", ["KILL", "SIGSEGV", "TREM", "", "15", "TERM;HUP"])
+def test_what_cannot_ask_for_a_stop_is_refused(name):
+    with pytest.raises(ValueError, match="a stop signal must be one that a program can handle, got"):
+        named_signals(f"TERM,{name}", "here")
+
+
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGALRM, signal.SIGUSR2])
+def test_the_variable_says_which_signals_ask(monkeypatch, number):
+    monkeypatch.setenv("DISTMAN_STOP_SIGNALS", f"{number.name}")
+    before = signal.getsignal(signal.SIGTERM)
+    manager = DistributedManager.initialize()
+    assert not manager.should_stop()
+    assert signal.getsignal(signal.SIGTERM) == before
+    os.kill(os.getpid(), number)
+    assert manager.should_stop()
+
+
+def test_a_name_that_is_none_stops_the_start(monkeypatch):
+    monkeypatch.setenv("DISTMAN_STOP_SIGNALS", "TERM,SIGKILL")
+    with pytest.raises(ValueError, match="got 'KILL' from DISTMAN_STOP_SIGNALS"):
+        DistributedManager.initialize()
+
+
+def test_another_thread_than_the_main_one_is_told_once_what_it_cannot_have(caplog):
+    signals = StopSignals(DEFAULT_SIGNALS, lambda _: None)
+    before = [signal.getsignal(number) for number in DEFAULT_SIGNALS]
+    with caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            thread = threading.Thread(target=signals.listen, name="training")
+            thread.start()
+            thread.join()
+    (record,) = caplog.records
+    assert "should_stop() cannot listen to signals in the thread 'training'" in record.getMessage()
+    assert "SIGTERM, SIGUSR1, SIGUSR2 would end this process" in record.getMessage()
+    assert [signal.getsignal(number) for number in DEFAULT_SIGNALS] == before
+    signals.restore()
+
+
+def test_nothing_is_said_where_the_main_thread_listens_already(caplog):
+    signals = StopSignals(DEFAULT_SIGNALS, lambda _: None)
+    signals.listen()
+    thread = threading.Thread(target=signals.listen)
+    thread.start()
+    thread.join()
+    signals.restore()
+    assert caplog.records == []
