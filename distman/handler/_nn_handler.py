@@ -145,7 +145,7 @@ class NNHandler(Saving):
     ) -> History:
         """Train until so many epochs or steps are done, including those of the runs that it resumes.
 
-        Collective. Blocking. When any rank receives SIGTERM or SIGUSR1, or calls
+        Collective. Blocking. When any rank receives SIGTERM, SIGUSR1 or SIGUSR2, or calls
         :meth:`DistributedManager.request_stop`, all ranks save after the same step, if :meth:`auto_save` was called,
         and end with exit code 75.
 

@@ -108,6 +108,9 @@ class Training:
                 if not is_done:
                     return False
                 self._finish_epoch()
+                if not self._is_over() and DistributedManager().should_stop():  # it may have come in the validation
+                    self._save()
+                    return False
         except NonFiniteLossError:  # on all ranks: let those who look for the reason see the steps before
             self._tell_step_records()
             raise
@@ -215,6 +218,7 @@ class Training:
                 self._validate_within()
                 started = time.perf_counter()
                 self._step_records.resume()
+                must_stop = DistributedManager().should_stop()  # before another step
             if must_stop or (is_taken and self._is_save_due(step=self.optimization.num_steps)):
                 started = self._add_time(started)
                 self._save()

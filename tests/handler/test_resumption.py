@@ -217,6 +217,35 @@ def test_a_stop_that_was_asked_for_is_gone_on_with_bit_for_bit(world_size, tmp_p
     assert_equal(resumed, whole)
 
 
+@ranks(1, 2)
+@pytest.mark.parametrize(("options", "steps"), [({}, 5), ({"validate_every_steps": 3}, 3)])
+def test_a_stop_that_comes_in_a_validation_is_heard_before_another_step(world_size, options, steps, tmp_path):
+    stopped = prepare(tmp_path, "plain", every_steps=1000)
+    stopped.add_callback(AsksForAStopInAValidation(world_size - 1))
+    with pytest.raises(Preempted):
+        stopped.train(3, **options)
+    assert stopped.num_steps == steps
+    DistributedManager.cleanup()
+    DistributedManager.initialize()
+    whole = prepare(None, "plain")
+    whole.train(3, **options)
+    resumed = prepare(tmp_path, "plain", every_steps=1000)
+    resumed.train(3, **options)
+    assert_equal(resumed, whole)
+
+
+class AsksForAStopInAValidation(Callback):
+    def __init__(self, rank):
+        self.rank = rank
+
+    def on_validation_start(self, handler):
+        if DistributedManager().rank == self.rank:
+            DistributedManager().request_stop()
+        thread = DistributedManager()._state.stop._thread
+        if thread is not None:
+            thread.join()  # a validation is long enough for all ranks to hear of it
+
+
 class AsksForAStop(Callback):
     def __init__(self, step, rank):
         self.step, self.rank = step, rank
