@@ -24,6 +24,7 @@ from distman._coordination.failure.pending_work import complete_all
 from distman._coordination.failure.process_end import call_before_it_is_printed, error_that_ends_process
 from distman._coordination.monitor.current_watcher import failure_behind, raise_if_failed
 from distman._coordination.preemption import StopAgreement, requeue
+from distman._coordination.signal_names import stop_signals
 from distman._coordination.wait_scope import WaitScope
 from distman._device import check_backend, requested_device
 from distman._groups.registry import Groups
@@ -144,7 +145,7 @@ class DistributedManager(Place, GroupQueries, GroupCreation):
     ) -> None:
         if use_distributed is not False:
             tracking.check_speaks_for_rank("initialize() of a rank")
-        watch_limits, signals = settings.watch_limits(), settings.stop_signals()
+        watch_limits, signals = settings.watch_limits(), stop_signals(os.environ)
         if backend is not None:
             check_backend(backend)
         find_unused = settings.finds_unused_parameters()

@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import IO
 
 from distman._cli.arguments import at_least
+from distman._coordination.signal_names import stop_signals
 from distman._private_files import create_anew
 from distman._run.call import call_in
-from distman._run.job import Plan, open_logs, run_job
+from distman._run.job import GRACE, Plan, open_logs, run_job
 from distman._run.outcome import Outcome
 from distman._run.placement import number_of_ranks
 from distman._text import printable
@@ -35,6 +36,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--cpus-per-rank", type=at_least(1), metavar="C", help="bind each rank to as many CPUs")
     parser.add_argument("--log-dir", type=Path, metavar="DIR", help="a file for each rank; only rank 0 is shown")
     parser.add_argument("--tee", action="store_true", help="with --log-dir: show all ranks all the same")
+    parser.add_argument(
+        "--grace",
+        type=at_least(0),
+        default=GRACE,
+        metavar="SECONDS",
+        help=f"from SIGTERM to SIGKILL, for ranks that save (default: {GRACE:g})",
+    )
     parser.add_argument("--restarts", type=at_least(0), default=0, metavar="K", help="start all again after a failure")
     parser.add_argument(
         "--report", type=Path, metavar="FILE", help="write how the ranks ended, as JSON, and do not print it"
@@ -108,6 +116,7 @@ def _plan(arguments: argparse.Namespace) -> Plan:
         error(f"--report must be a file, got the link {arguments.report}")
     try:
         number = number_of_ranks(arguments.ranks, arguments.cpus_per_rank)
+        signals = stop_signals(os.environ)
     except ValueError as problem:
         error(str(problem))
     return Plan(
@@ -117,6 +126,8 @@ def _plan(arguments: argparse.Namespace) -> Plan:
         log_dir=arguments.log_dir,
         shows_all=arguments.log_dir is None or arguments.tee,
         is_quiet=arguments.json,
+        grace=arguments.grace,
+        stop_signals=signals,
     )
 
 

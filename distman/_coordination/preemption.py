@@ -16,7 +16,8 @@ import torch.distributed as dist
 
 from distman._coordination import protocol
 from distman._coordination.messages import claim, count, decode, decode_text
-from distman._coordination.stop_signals import DEFAULT_SIGNALS, StopSignals
+from distman._coordination.signal_names import DEFAULT_SIGNALS
+from distman._coordination.stop_signals import StopSignals
 from distman._coordination.sync import StoreGroup
 from distman._coordination.wait_scope import WaitScope
 from distman._log import logger

@@ -1,4 +1,4 @@
-"""The signals that ask a rank to stop: which they are, and who hears them."""
+"""Who hears the signals that ask a rank to stop."""
 
 from __future__ import annotations
 
@@ -12,34 +12,7 @@ from typing import Any
 from distman._coordination.loader_workers import protect_workers, unprotect_workers
 from distman._log import logger
 
-DEFAULT_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
-"""What Slurm, LSF, PBS and Kubernetes send, what ``mpirun`` hands on, and what submitit asks Slurm for."""
-
-_NEVER = {"KILL", "STOP", "ABRT", "BUS", "FPE", "ILL", "QUIT", "SEGV", "SYS", "TRAP", "CHLD", "PIPE", "URG"}
-"""Those that no program can handle, that mean a crash, or that Python, torch or the watcher needs."""
-
 Handler = Callable[[int, FrameType | None], Any] | int | None
-
-
-def named_signals(text: str, source: str) -> tuple[signal.Signals, ...]:
-    """Return the signals that a text names, such as ``TERM,USR1`` or ``SIGHUP``.
-
-    Args:
-        text: The names.
-        source: Where they come from, for messages.
-
-    Raises:
-        ValueError: A name in it is not that of a signal that can ask for a stop.
-    """
-    names = [name.strip().upper().removeprefix("SIG") for name in text.split(",")]
-    known = {one.name.removeprefix("SIG"): one for one in signal.Signals}
-    for name in names:
-        if name not in known or name in _NEVER:
-            raise ValueError(
-                f"a stop signal must be one that a program can handle, got {name!r} from {source}. Name some "
-                "of TERM, USR1, USR2, HUP, INT, separated by commas."
-            )
-    return tuple(dict.fromkeys(known[name] for name in names))
 
 
 class StopSignals:

@@ -9,7 +9,6 @@ import threading
 import torch.distributed as dist
 
 from distman._coordination.monitor.context import WatchLimits
-from distman._coordination.stop_signals import DEFAULT_SIGNALS, named_signals
 from distman._job.job import Limits
 from distman._log import logger
 from distman.environments import LaunchEnvironment, detect, misspelt_variables
@@ -23,7 +22,6 @@ _RENDEZVOUS_TIMEOUT = ("DISTMAN_RENDEZVOUS_TIMEOUT", 300.0)  # imports from a sh
 _SILENCE_TIMEOUT = ("DISTMAN_SILENCE_TIMEOUT", 300.0)  # native code may hold the GIL for minutes
 _HANG_TIMEOUT = "DISTMAN_HANG_TIMEOUT"
 _WATCH = "DISTMAN_WATCH"
-_STOP_SIGNALS = "DISTMAN_STOP_SIGNALS"
 _FIND_UNUSED = "DDP_FIND_UNUSED_PARAMETERS"
 
 
@@ -103,12 +101,6 @@ def watch_limits() -> WatchLimits | None:
         return None
     hang = _seconds_of(_HANG_TIMEOUT, 0.0) or None
     return WatchLimits(silence=_seconds_of(*_SILENCE_TIMEOUT), hang=hang)
-
-
-def stop_signals() -> tuple[int, ...]:
-    """Return the signals that ask for a stop."""
-    text = os.environ.get(_STOP_SIGNALS)
-    return named_signals(text, _STOP_SIGNALS) if text else DEFAULT_SIGNALS
 
 
 def _number(text: str) -> float | None:

@@ -15,10 +15,11 @@ from pathlib import Path
 from typing import IO
 
 from distman._coordination.failure.record import SILENT
+from distman._coordination.signal_names import DEFAULT_SIGNALS
 from distman._private_files import create_anew
 from distman._run.console import Console
 from distman._run.error_files import read_error_file
-from distman._run.outcome import Outcome, RankOutcome, last_lines
+from distman._run.outcome import WANTS_RESTART, Outcome, RankOutcome, last_lines
 from distman._run.placement import cpus_of_ranks, variables_of_ranks
 from distman._run.rank import Rank
 from distman._run.signals import HeardSignals, is_from_terminal
@@ -33,7 +34,7 @@ _AFTER_INTERRUPT = 5.0
 _ERRORS = 2  # number of the stream
 _KEPT_BYTES = 1 << 14  # of what a rank wrote last to standard error: a traceback has as much
 
-_AFTER_SIGTERM = 30.0
+GRACE = 30.0
 """Seconds from SIGTERM to SIGKILL. Source: torchrun and Slurm's ``KillWait`` give as many."""
 
 
@@ -48,6 +49,8 @@ class Plan:
         log_dir: The folder in which each rank has a file of what it writes; None for none.
         shows_all: Whether the terminal shows what all ranks write; else it shows rank 0.
         is_quiet: Whether all that the ranks write is shown on standard error.
+        grace: Seconds that ranks have to save once they are asked to stop.
+        stop_signals: What asks them.
     """
 
     command: tuple[str, ...]
@@ -56,6 +59,8 @@ class Plan:
     log_dir: Path | None = None
     shows_all: bool = True
     is_quiet: bool = False
+    grace: float = GRACE
+    stop_signals: tuple[int, ...] = DEFAULT_SIGNALS
 
 
 def run_job(plan: Plan, logs: Sequence[IO[bytes]] = ()) -> Outcome:
@@ -70,10 +75,10 @@ def run_job(plan: Plan, logs: Sequence[IO[bytes]] = ()) -> Outcome:
     """
     adopt_orphans()
     consoles = _consoles(plan)
-    with _private_folder() as folder, HeardSignals() as signals:
-        job = _Job(consoles, logs, signals, num_shown=plan.num_ranks if plan.shows_all else 1)
+    with _private_folder() as folder, HeardSignals(plan.stop_signals) as signals:
+        job = _Job(plan, consoles, logs, signals)
         try:
-            job.start(plan, folder)
+            job.start(folder)
             outcome = job.wait()
         finally:
             end_descendants()
@@ -116,20 +121,23 @@ def _consoles(plan: Plan) -> dict[int, Console]:
 
 class _Job:
     def __init__(
-        self, consoles: Mapping[int, Console], logs: Sequence[IO[bytes]], signals: HeardSignals, num_shown: int
+        self, plan: Plan, consoles: Mapping[int, Console], logs: Sequence[IO[bytes]], signals: HeardSignals
     ) -> None:
+        self._plan = plan
         self._consoles = consoles
         self._logs = logs
         self._signals = signals
-        self._num_shown = num_shown
+        self._num_shown = plan.num_ranks if plan.shows_all else 1
         self._selector = selectors.DefaultSelector()
         self._running: list[Rank] = []
         self._ended: list[RankOutcome] = []
         self._errors: dict[int, bytes] = {}
         self._steps: list[tuple[float, int]] = []
         self._interruption: int | None = None
+        self._overdue: list[int] = []
 
-    def start(self, plan: Plan, folder: Path) -> None:
+    def start(self, folder: Path) -> None:
+        plan = self._plan
         environments = variables_of_ranks(os.environ, plan.num_ranks, plan.cpus_per_rank)
         cpus = cpus_of_ranks(plan.num_ranks, plan.cpus_per_rank) if plan.cpus_per_rank else [[]] * plan.num_ranks
         self._selector.register(self._signals.wake, selectors.EVENT_READ)
@@ -157,7 +165,7 @@ class _Job:
         for console in self._consoles.values():
             console.close()
         ends = [dataclasses.replace(one, last_lines=last_lines(self._errors.get(one.rank, b""))) for one in self._ended]
-        return Outcome(tuple(ends), self._interruption)
+        return Outcome(tuple(ends), self._interruption, tuple(self._overdue), self._plan.grace)
 
     def _attend(self, seconds: float | None) -> bool:
         """Do what the files say that are readable within a time; False if none was."""
@@ -190,11 +198,8 @@ class _Job:
         was_ended = any(rank.exit_code == -number for number in rank.signals)
         self._ended.append(RankOutcome(rank.rank, rank.pid, rank.exit_code or 0, was_ended, own, first))
         if rank.exit_code and not self._steps:
-            now = time.monotonic()
-            self._steps = [
-                (now + _AFTER_FAILURE, signal.SIGTERM),
-                (now + _AFTER_FAILURE + _AFTER_SIGTERM, signal.SIGKILL),
-            ]
+            end = time.monotonic() + (self._plan.grace if rank.exit_code == WANTS_RESTART else _AFTER_FAILURE)
+            self._steps = [(end, signal.SIGTERM), (end + self._plan.grace, signal.SIGKILL)]
         if first is not None and first.error_type == SILENT:
             self._send(signal.SIGKILL, [one for one in self._running if one.rank == first.rank])
 
@@ -203,21 +208,20 @@ class _Job:
             if number == signal.SIGWINCH:
                 for rank in self._running:
                     rank.resize(self._columns())
-            elif number in (signal.SIGUSR1, signal.SIGUSR2):  # what they mean is the ranks' business
-                self._send(number, self._running)
-            else:
+            elif number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
                 self._end_all(number)
+            else:  # what it means is the ranks' business
+                self._send(number, self._running)
 
     def _end_all(self, number: int) -> None:
         """Tell the ranks what this process is told; when it is told again, end them at once."""
         now = time.monotonic()
         if self._interruption is not None:
             self._steps = [(now, signal.SIGKILL)]
-        elif number == signal.SIGINT:
-            first = [] if is_from_terminal() else [(now, number)]
-            self._steps = [*first, (now + _AFTER_INTERRUPT, signal.SIGKILL)]
         else:
-            self._steps = [(now, number), (now + _AFTER_SIGTERM, signal.SIGKILL)]
+            first = [] if number == signal.SIGINT and is_from_terminal() else [(now, number)]
+            is_hurried = number == signal.SIGINT and number not in self._plan.stop_signals
+            self._steps = [*first, (now + (_AFTER_INTERRUPT if is_hurried else self._plan.grace), signal.SIGKILL)]
         self._interruption = number
 
     def _seconds_to_next_step(self) -> float | None:
@@ -226,6 +230,8 @@ class _Job:
     def _take_steps(self) -> None:
         while self._steps and self._steps[0][0] <= time.monotonic():
             _, number = self._steps.pop(0)
+            if number == signal.SIGKILL:
+                self._overdue += [one.rank for one in self._running if signal.SIGTERM in one.signals]
             self._send(number, self._running)
 
     def _send(self, number: int, ranks: Sequence[Rank]) -> None:

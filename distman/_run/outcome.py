@@ -20,7 +20,7 @@ OF_A_SHELL = 128
 _NUM_LINES = 10  # that are repeated where none begins a traceback
 _TRACEBACK = "Traceback (most recent call last):"
 
-_WANTS_RESTART = 75
+WANTS_RESTART = 75
 """Exit code of a rank that was told to stop and has saved.
 
 Source:
@@ -75,15 +75,19 @@ class Outcome:
     Attributes:
         ranks: How each rank ended, in the order in which they did.
         interruption: The signal that this process was sent to end the job; None if it was not.
+        overdue: The ranks that had not ended when their time to save was over.
+        grace: How many seconds that was.
     """
 
     ranks: tuple[RankOutcome, ...]
     interruption: int | None = None
+    overdue: tuple[int, ...] = ()
+    grace: float = 0.0
 
     @property
     def wants_restart(self) -> bool:
         """Whether all ranks were told to stop, have saved, and ask to be started again."""
-        return bool(self.ranks) and all(one.exit_code == _WANTS_RESTART for one in self.ranks)
+        return bool(self.ranks) and all(one.exit_code == WANTS_RESTART for one in self.ranks)
 
     @property
     def failure(self) -> FailureRecord | None:
@@ -114,7 +118,7 @@ class Outcome:
     def exit_code(self) -> int:
         """The exit code of the rank that failed first, as a shell has it; 0 where none failed."""
         if self.wants_restart:
-            return _WANTS_RESTART
+            return WANTS_RESTART
         if self.interruption is not None:
             return OF_A_SHELL + self.interruption
         failure = self.failure
@@ -137,9 +141,9 @@ class Outcome:
         """Return what a user is to read at the end: who failed and why, and what became of the others."""
         failure = self.failure
         if self.wants_restart:
-            return f"distman run: the ranks have saved, and ask to be started again (exit code {_WANTS_RESTART})."
+            return f"distman run: the ranks have saved, and ask to be started again (exit code {WANTS_RESTART})."
         if self.interruption is not None:
-            return f"distman run: ended by {signal.Signals(self.interruption).name}."
+            return "\n".join([f"distman run: ended by {signal.Signals(self.interruption).name}.", *self._killed()])
         if failure is None:
             return ""
         guilty = next(one for one in self.ranks if one.rank == failure.rank)
@@ -148,7 +152,12 @@ class Outcome:
             first = f"{headline}:\n{printable_lines(failure.traceback_text)}"
         else:
             first = f"{headline}: it {printable(failure.error_text)}"
-        return "\n".join([first, *self._others(failure)])
+        return "\n".join([first, *self._others(failure), *self._killed()])
+
+    def _killed(self) -> Iterable[str]:
+        if self.overdue:
+            ranks, grace = shown_ranks(sorted(self.overdue)), f"{self.grace:g} s"
+            yield f"Still running {grace} after SIGTERM, and killed: {ranks}. --grace SECONDS gives them longer."
 
     def _others(self, failure: FailureRecord) -> Iterable[str]:
         ends: dict[str, list[int]] = {}

@@ -5,20 +5,26 @@ from __future__ import annotations
 import os
 import signal
 import socket
+from collections.abc import Iterable
 from types import FrameType, TracebackType
 from typing import Any
 
 _HEARD = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGWINCH)
+"""Those that are heard whatever a program asks for."""
 
 
 class HeardSignals:
     """Keeps signals for who asks, in the length of a ``with`` block, in the main thread of a program.
 
+    Args:
+        more: Signals to hear besides those that end a program, or ask it for something.
+
     Attributes:
         wake: Readable when there may be some.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, more: Iterable[int] = ()) -> None:
+        self._heard = {*_HEARD, *more}
         self.wake, self._waker = socket.socketpair()
         self._received: list[int] = []
         self._previous: dict[int, Any] = {}
@@ -28,7 +34,7 @@ class HeardSignals:
         for end in (self.wake, self._waker):
             end.settimeout(0)
         self._previous_fd = signal.set_wakeup_fd(self._waker.fileno(), warn_on_full_buffer=False)
-        self._previous = {number: signal.signal(number, self._hear) for number in _HEARD}
+        self._previous = {number: signal.signal(number, self._hear) for number in self._heard}
         return self
 
     def __exit__(

@@ -12,7 +12,7 @@ from torch.distributed import HashStore
 
 from distman._coordination import preemption
 from distman._coordination.preemption import StopAgreement
-from distman._coordination.stop_signals import DEFAULT_SIGNALS
+from distman._coordination.signal_names import DEFAULT_SIGNALS
 from distman._coordination.sync import StoreGroup
 from distman.errors import PlanMismatchError
 

@@ -8,7 +8,8 @@ import threading
 import pytest
 
 from distman import DistributedManager
-from distman._coordination.stop_signals import DEFAULT_SIGNALS, StopSignals, named_signals
+from distman._coordination.signal_names import DEFAULT_SIGNALS, stop_signals
+from distman._coordination.stop_signals import StopSignals
 from distman._process_state import reset
 
 
@@ -27,13 +28,13 @@ def _leave():
     ],
 )
 def test_signals_have_names(text, expected):
-    assert list(named_signals(text, "here")) == expected
+    assert list(stop_signals({"DISTMAN_STOP_SIGNALS": text})) == expected
 
 
 @pytest.mark.parametrize("name", ["KILL", "SIGSEGV", "TREM", "", "15", "TERM;HUP"])
 def test_what_cannot_ask_for_a_stop_is_refused(name):
     with pytest.raises(ValueError, match="a stop signal must be one that a program can handle, got"):
-        named_signals(f"TERM,{name}", "here")
+        stop_signals({"DISTMAN_STOP_SIGNALS": f"TERM,{name}"})
 
 
 @pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGALRM, signal.SIGUSR2])

@@ -211,6 +211,28 @@ def test_a_rank_may_save_when_it_is_asked_to_end(script, started, tmp_path):
     assert sorted(path.name for path in tmp_path.glob("saved-*")) == ["saved-0", "saved-1"]
 
 
+def test_a_rank_that_saves_for_longer_than_its_grace_is_killed_with_a_sentence(script, started):
+    text = f"""
+    if rank == 1: signal.signal(signal.SIGTERM, lambda *_: None)
+    while True: {WAITS}
+    """
+    process = started("-n", 2, "--grace", 1, script(text), stderr=subprocess.PIPE)
+    wait_for_lines(process, 2)
+    process.send_signal(signal.SIGTERM)
+    _, errors = process.communicate(timeout=LIMIT)
+    assert process.returncode == 128 + signal.SIGTERM
+    assert errors.splitlines()[-2:] == [
+        "distman run: ended by SIGTERM.",
+        "Still running 1 s after SIGTERM, and killed: rank 1. --grace SECONDS gives them longer.",
+    ]
+
+
+def test_a_rank_that_has_saved_leaves_the_others_their_grace(script):
+    """Longer than after a failure."""
+    done = finish("-n", 2, script("time.sleep(8 * rank); sys.exit(75)"))
+    assert done.returncode == 75
+
+
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV])
 def test_nothing_survives_the_starter(number, script, started):
     process = started("-n", 2, script(WAITS))
@@ -266,8 +288,9 @@ def test_ranks_are_started_again_after_a_failure(script, tmp_path):
     assert (logs / "rank-0.log").read_text() == "start\n" * 3
 
 
-@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM])
-def test_ranks_may_save_and_ask_to_be_started_again(number, script, started):
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM, signal.SIGHUP, signal.SIGALRM])
+def test_ranks_may_save_and_ask_to_be_started_again(number, script, started, monkeypatch):
+    monkeypatch.setenv("DISTMAN_STOP_SIGNALS", "TERM,USR1,USR2,HUP,ALRM")
     text = f"""
     signal.signal({int(number)}, lambda *_: sys.exit(75))
     print("up")

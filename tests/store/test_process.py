@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from distman._coordination.stop_signals import named_signals
+from distman._coordination.signal_names import stop_signals
 from distman._process_state import reset
 from distman._store import process
 from distman._store.client import Client
@@ -129,16 +129,16 @@ def test_of_a_process_that_dies_the_connection_to_the_store_ends_first():
 def test_it_goes_on_whatever_the_terminal_or_the_scheduler_sends_to_all_processes_of_the_job():
     with open_store("unix") as store:
         client = store.client()
-        for number in stop_signals():
+        for number in all_stop_signals():
             os.kill(store.process.pid, number)
         assert client.add(b"counter", 1) == 1
 
 
-def stop_signals():
+def all_stop_signals():
     """All signals that can ask a rank to stop."""
     for number in signal.valid_signals():
-        with contextlib.suppress(ValueError):
-            yield from named_signals(getattr(number, "name", ""), "here")
+        with contextlib.suppress(ValueError, AttributeError):  # one without a name
+            yield from stop_signals({"DISTMAN_STOP_SIGNALS": number.name})
 
 
 def test_it_holds_nothing_of_whoever_started_it(monkeypatch):
