@@ -33,7 +33,7 @@ class StopSignals:
         protect_workers(signals)
 
     def listen(self) -> None:
-        """Handle the signals; a handler that was there before is called too.
+        """Handle the signals; a handler that was there before is called too, unless it would end this rank alone.
 
         Only the main thread can, so in another one a warning says what is missing.
         """
@@ -78,8 +78,13 @@ class StopSignals:
         elif not (callable(previous) or previous == signal.SIG_IGN):
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
-        if callable(previous):
+        if callable(previous) and (self._is_over or is_child or not _ends_at_once(previous)):
             previous(number, frame)
+
+
+def _ends_at_once(handler: Callable[..., Any]) -> bool:
+    """Return whether a handler saves and ends rank 0 by itself, before the ranks could do so together: submitit's."""
+    return str(getattr(handler, "__module__", "")).partition(".")[0] == "submitit"
 
 
 def _handler_in_use(number: int) -> Handler:

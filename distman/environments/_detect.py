@@ -22,6 +22,7 @@ from distman.environments._pals import PALS
 from distman.environments._registry import LAUNCHERS
 from distman.environments._single import SINGLE
 from distman.environments._slurm import SLURM
+from distman.environments._submitit import SUBMITIT
 from distman.environments._torchrun import TORCHRUN
 from distman.errors import LaunchEnvironmentError
 
@@ -32,7 +33,7 @@ _FAMILIES = (Family.ENV, Family.MPI)
 """Families whose name is a method too."""
 
 # Innermost first: mpirun inside a Slurm job hands its ranks Slurm's variables too.
-LAUNCHERS.define(TORCHRUN, DISTMAN_RUN, OPENMPI, HYDRA, MVAPICH, PALS, JSRUN, FLUX, SLURM, BARE, SINGLE)
+LAUNCHERS.define(TORCHRUN, DISTMAN_RUN, OPENMPI, HYDRA, MVAPICH, PALS, SUBMITIT, JSRUN, FLUX, SLURM, BARE, SINGLE)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -69,6 +69,25 @@ def test_another_thread_than_the_main_one_is_told_once_what_it_cannot_have(caplo
     signals.restore()
 
 
+def test_the_handler_of_submitit_which_ends_rank_0_is_put_off_until_the_end_of_the_job():
+    """Its methods checkpoint_and_try_requeue() and bypass() are told by their module."""
+    called, asked = [], []
+
+    def checkpoint_and_try_requeue(number, _frame):
+        called.append(number)
+
+    checkpoint_and_try_requeue.__module__ = "submitit.core.job_environment"
+    before = signal.signal(signal.SIGUSR2, checkpoint_and_try_requeue)
+    signals = StopSignals(DEFAULT_SIGNALS, asked.append)
+    signals.listen()
+    os.kill(os.getpid(), signal.SIGUSR2)
+    assert (called, asked) == ([], [f"SIGUSR2 of process {os.getpid()}"])
+    signals.restore()
+    os.kill(os.getpid(), signal.SIGUSR2)
+    assert (called, len(asked)) == ([signal.SIGUSR2], 1)
+    signal.signal(signal.SIGUSR2, before)
+
+
 def test_nothing_is_said_where_the_main_thread_listens_already(caplog):
     signals = StopSignals(DEFAULT_SIGNALS, lambda _: None)
     signals.listen()

@@ -9,7 +9,7 @@ from distman.testing import fake_environment
 from .recordings import recorded
 
 MPI = ("openmpi", "hydra", "mvapich", "pals")
-STEPS = ("jsrun", "flux", "slurm")
+STEPS = ("submitit", "jsrun", "flux", "slurm")
 INNERMOST_FIRST = ("torchrun", *MPI, *STEPS, "env")
 BATCH_SCRIPT_STEP = "4294967291"
 INTERACTIVE_STEP = "4294967290"
@@ -40,6 +40,7 @@ def test_one_launcher_alone_is_found(launcher):
     [
         *(("torchrun", outer) for outer in (*MPI, *STEPS)),
         *((inner, outer) for inner in MPI for outer in STEPS),
+        *(("submitit", outer) for outer in ("jsrun", "flux", "slurm")),
         ("jsrun", "flux"),
         ("jsrun", "slurm"),
         ("flux", "slurm"),
@@ -47,6 +48,12 @@ def test_one_launcher_alone_is_found(launcher):
 )
 def test_the_innermost_launcher_wins(inner, outer):
     environ = rank_of(outer, rank=0, tasks=2) | rank_of(inner, rank=3)
+    assert place(detect(environ)) == (inner, 3, 4)
+
+
+@pytest.mark.parametrize("inner", ["jsrun", "flux", "slurm"])
+def test_ranks_that_a_single_task_of_submitit_has_started_are_their_launchers(inner):
+    environ = rank_of("submitit", rank=0, nodes=1, tasks=1) | rank_of(inner, rank=3)
     assert place(detect(environ)) == (inner, 3, 4)
 
 

@@ -50,6 +50,8 @@ EXPECTED = {
     "slurm-netns-sbatch-mpirun-openmpi5": job("openmpi", *TWO_HOSTS_OF_2, job_id="prterun-n1-2798@1"),
     "slurm-sbatch-mpiexec-mpich4": job("hydra", *TWO_HOSTS_OF_2),
     "slurm-sbatch-mpiexec-impi": job("hydra", *TWO_HOSTS_OF_2, job_id="0d500000-46a9-e38c-bf60-06008a308a05"),
+    # submitit's local executor: two tasks on this machine.
+    "submitit-local": job("submitit", (0, None, 0), (1, None, 0), num_nodes=1, job_id="4487"),
     # srun alone, from a login shell.
     "slurm-srun-bare": slurm("6.0", *ONE_NODE_OF_1, num_nodes=1),
     "slurm-srun-n1": slurm("5.0", *ONE_NODE_OF_1, num_nodes=1, first="n3"),
