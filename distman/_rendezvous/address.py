@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING
 
 from distman._rendezvous import mpi
 from distman._rendezvous.ancestry import ancestors
-from distman._rendezvous.sockets import means_loopback
+from distman._rendezvous.sockets import bracketed, means_loopback
 from distman.environments import LAUNCHERS, Family, LaunchEnvironment
+from distman.environments._base import read_host
 from distman.errors import RendezvousError
 
 if TYPE_CHECKING:
@@ -67,7 +68,7 @@ class Endpoint:
         if self.is_on_one_host:
             return f"unix:@{self.local_name[1:]}*"
         ports = f":{self.ports[0]}" if self.ports else ""
-        return f"tcp://{self.addresses[0]}{ports}"
+        return f"tcp://{bracketed(self.addresses[0])}{ports}"
 
 
 def find_endpoint(
@@ -92,7 +93,7 @@ def find_endpoint(
         if launcher.family is Family.MPI:
             return None
         raise RendezvousError(_no_address(environment))
-    is_given = bool(environ.get("MASTER_ADDR"))
+    is_given = _given(environ) is not None
     ports, port_source = _ports(environ, job_id, secret)
     by_place = launcher.meets_on_first_node and not is_given
     is_host = (environment.node_rank, environment.local_rank) == (0, 0) if by_place else environment.rank == 0
@@ -111,14 +112,14 @@ def is_on_one_host(environment: LaunchEnvironment, environ: Mapping[str, str]) -
     """Return whether all ranks run on this host: the launcher says so, or the address leads nowhere else."""
     if environment.is_on_one_node:
         return True
-    address = environ.get("MASTER_ADDR") or environment.main_address
+    address = _given(environ) or environment.main_address
     return address is not None and means_loopback(address) and not _spans_nodes(environment)
 
 
 def is_told_over_mpi(environment: LaunchEnvironment, environ: Mapping[str, str]) -> bool:
     """Return whether rank 0 tells the others by a broadcast over MPI where they meet."""
     launcher = LAUNCHERS[environment.launcher]
-    if launcher.family is not Family.MPI or environ.get("MASTER_ADDR") or environment.is_on_one_node:
+    if launcher.family is not Family.MPI or _given(environ) or environment.is_on_one_node:
         return False
     if launcher.meets_on_first_node and environment.main_address is not None:
         return False
@@ -167,7 +168,7 @@ def _variable(environment: LaunchEnvironment, field: str) -> str:
 
 
 def _address(environment: LaunchEnvironment, environ: Mapping[str, str]) -> tuple[str | None, str]:
-    given = environ.get("MASTER_ADDR")
+    given = _given(environ)
     if given:
         if means_loopback(given) and _spans_nodes(environment):
             raise RendezvousError(
@@ -186,6 +187,10 @@ def _address(environment: LaunchEnvironment, environ: Mapping[str, str]) -> tupl
     return environment.main_address, f"the variables of {environment.launcher}{without}"
 
 
+def _given(environ: Mapping[str, str]) -> str | None:
+    return read_host(environ, "MASTER_ADDR")
+
+
 def _spans_nodes(environment: LaunchEnvironment) -> bool:
     if environment.num_nodes is not None:
         return environment.num_nodes > 1
@@ -201,7 +206,7 @@ def _ports(environ: Mapping[str, str], job_id: str, secret: bytes | None) -> tup
         raise RendezvousError(
             f"MASTER_PORT must be a number between 1 and 65535, got {text!r} from the environment. Correct or unset it."
         )
-    return (int(text),), "from MASTER_PORT"
+    return (int(text),), f"{text} from MASTER_PORT"
 
 
 def _anonymous_job(environment: LaunchEnvironment) -> str:

@@ -18,6 +18,7 @@ from distman._coordination import protocol
 from distman._log import logger
 from distman._rendezvous.address import Endpoint
 from distman._rendezvous.munge import CredentialError
+from distman._rendezvous.sockets import bracketed
 from distman._store.client import Client
 from distman._store.dialing import PATIENCE, CrowdedError, Door, ForeignServiceError
 from distman._store.handshake import MEMBER
@@ -203,7 +204,7 @@ def show(address: Address) -> str:
     """Return an address for messages, such as ``n1:23145``; a name of this host's own begins with ``@``."""
     if isinstance(address, str):
         return printable(address.replace("\0", _SHOWN_AS))  # anybody may have given it
-    return printable(f"{address[0]}:{address[1]}")
+    return printable(f"{bracketed(address[0])}:{address[1]}")
 
 
 def url_of(address: Address) -> str:

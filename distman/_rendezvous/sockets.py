@@ -43,6 +43,11 @@ def means_loopback(name: str) -> bool:
     return name in _LOOPBACK_NAMES or _is_loopback(name)
 
 
+def bracketed(host: str) -> str:
+    """Return the name or address of a host as it stands in a URL, before the port."""
+    return f"[{host}]" if ":" in host else host
+
+
 def addresses_of(name: str) -> list[str]:
     """Return the addresses of a name as this host sees them.
 
@@ -61,6 +66,14 @@ def is_own(address: str) -> bool:
     except OSError:
         return False
     return True
+
+
+def leads_here(name: str) -> bool:
+    """Return whether a name, as this host sees it, is one of its own."""
+    try:
+        return any(map(is_own, addresses_of(name)))
+    except OSError:
+        return False
 
 
 def is_listened_to_here(port: int) -> bool:

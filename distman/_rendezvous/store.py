@@ -26,7 +26,7 @@ from distman._rendezvous import mpi
 from distman._rendezvous.address import Endpoint
 from distman._rendezvous.door import alike, find_store, url_of
 from distman._rendezvous.opening import nothing, start_or_enter
-from distman._rendezvous.sockets import is_listened_to_here
+from distman._rendezvous.sockets import is_listened_to_here, leads_here
 from distman._rendezvous.told import Told, UnprovedError, unseal, useful_elsewhere
 from distman._store.client import Client
 from distman._store.connection import StoreLostError
@@ -118,7 +118,7 @@ def adopt_store(store: dist.Store) -> JobStore:
     if not isinstance(origin, dist.TCPStore):
         return JobStore(store, "the store of the process group")
     is_here = is_listened_to_here(origin.port)
-    return JobStore(store, f"tcp://{origin.host}:{origin.port}", is_opened_here=is_here, is_host=is_here)
+    return JobStore(store, url_of((origin.host, origin.port)), is_opened_here=is_here, is_host=is_here)
 
 
 def keep_store() -> JobStore:
@@ -280,7 +280,8 @@ def _open_anywhere(point: Endpoint, timeout: float) -> tuple[JobStore, Told]:
     name = f"{point.job_id}/{secrets.token_hex(8)}"
     here = dataclasses.replace(point, job_id=name, addresses=("0.0.0.0",), ports=())  # noqa: S104 - for all nodes
     opened = open_store(here, 0, timeout)
-    told = Told(useful_elsewhere(own_addresses()), urlsplit(opened.url).port or 0, name)
+    addresses = useful_elsewhere([*dict.fromkeys([*filter(leads_here, point.addresses), *own_addresses()])])
+    told = Told(addresses, urlsplit(opened.url).port or 0, name)
     opened.url = url_of((told.addresses[0], told.port))
     return opened, told
 

@@ -124,6 +124,12 @@ def read_text(environ: Mapping[str, str], *names: str) -> str | None:
     return next((value for value in values if value), None)
 
 
+def read_host(environ: Mapping[str, str], *names: str) -> str | None:
+    """Return such a text where it is the name or address of a host; one of IPv6 may be in brackets, as in a URL."""
+    text = read_text(environ, *names)
+    return text[1:-1] if text is not None and text.startswith("[") and text.endswith("]") else text
+
+
 def read_flag(environ: Mapping[str, str], name: str, *, default: bool = False) -> bool:
     """Return whether the variable ``name`` says yes: ``1``, ``true`` or ``yes``, in any case.
 

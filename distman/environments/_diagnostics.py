@@ -8,7 +8,7 @@ import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from distman.environments._bare import BARE
-from distman.environments._base import LaunchEnvironment, read_flag, read_text
+from distman.environments._base import LaunchEnvironment, read_flag, read_host, read_text
 from distman.environments._detect import METHOD, spoken
 from distman.environments._launcher import Allocation, Launcher
 from distman.environments._registry import LAUNCHERS
@@ -99,7 +99,7 @@ class _Job:
     @property
     def main_address(self) -> tuple[str, str] | None:
         """Name of the host on which the ranks meet, and who says it; None where MPI will tell."""
-        given = read_text(self.environ, "MASTER_ADDR")
+        given = read_host(self.environ, "MASTER_ADDR")
         if given is not None:
             return given, "MASTER_ADDR"
         address = self.environment.main_address

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from distman.environments._base import LaunchEnvironment, read_count, read_index, read_text
+from distman.environments._base import LaunchEnvironment, read_count, read_host, read_index, read_text
 from distman.errors import LaunchEnvironmentError
 
 Fields = Mapping[str, tuple[str, ...]]
@@ -24,7 +24,7 @@ _READERS: Mapping[str, Callable[..., int | str | None]] = {
     "local_world_size": read_count,
     "node_rank": read_index,
     "num_nodes": read_count,
-    "main_address": read_text,
+    "main_address": read_host,
     "main_port": read_count,
     "job_id": read_text,
 }

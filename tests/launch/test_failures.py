@@ -81,7 +81,7 @@ def test_a_missing_rank_is_named_by_those_that_came(free_port):
     for rank in finished:
         assert rank.returncode == 1
         assert re.search(r"2 of 3 ranks joined unix:@distman/\S+ within 3 s; missing: rank 2", rank.stderr)
-        assert "[address from MASTER_ADDR, port from MASTER_PORT]" in rank.stderr
+        assert f"[address from MASTER_ADDR, port {free_port} from MASTER_PORT]" in rank.stderr
 
 
 def test_a_task_that_exits_early_is_named_with_its_host(slurm_cluster):

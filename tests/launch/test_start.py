@@ -68,6 +68,28 @@ OPENMPI_4 = {
 }
 
 
+AS_NODE = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1", "--master-port=29511"]
+NAMELESS = 'hostname nameless-$1; shift; exec "$@"'
+
+
+@pytest.mark.parametrize("is_agents", [True, False], ids=["torchrun", "bare"])
+def test_hosts_whose_names_nobody_knows_meet_at_the_address_that_the_launcher_has(namespace_hosts, tmp_path, is_agents):
+    """They have no route to anywhere else, so no other address is found by the way out."""
+    (tmp_path / "train.py").write_text(SUM)
+    address = namespace_hosts.addresses["n1"]
+    with ExitStack() as stack:
+        nodes = []
+        for node, host in enumerate(("n1", "n2")):
+            agent = [*AS_NODE, f"--node-rank={node}", f"--master-addr={address}", "train.py"]
+            program = agent if is_agents else [sys.executable, "train.py"]
+            command = [*namespace_hosts.enter(host, cwd=tmp_path), "unshare", "--uts", "sh", "-c", NAMELESS, "sh"]
+            variables = {} if is_agents else bare(node, 2, 29512, MASTER_ADDR=address)
+            variables |= {"DISTMAN_SECRET": "s" * 32}
+            nodes.append(stack.enter_context(start([*command, str(node), *program], env=variables, cwd=tmp_path)))
+        finished = [node.wait(timeout=LIMIT) for node in nodes]
+    assert [(node.returncode, node.stdout) for node in finished] == [(0, "sum 2.0\n")] * 2
+
+
 @pytest.mark.parametrize(
     ("env", "source"),
     [

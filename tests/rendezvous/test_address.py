@@ -1,11 +1,13 @@
 """Where the ranks meet, for environments that exist on paper only."""
 
 import dataclasses
+from urllib.parse import urlsplit
 
 import pytest
 
 from distman._rendezvous import mpi
 from distman._rendezvous.address import derive_ports, find_endpoint
+from distman._rendezvous.door import url_of
 from distman.environments import detect
 from distman.errors import RendezvousError
 from distman.testing import fake_environment
@@ -65,8 +67,23 @@ def test_two_steps_of_a_job_have_ports_of_their_own():
 def test_what_the_user_sets_goes_first(launcher):
     found = points(launcher, nodes=2, tasks=2, MASTER_ADDR="main", MASTER_PORT="4000")
     assert agreed(found)[1:] == (("main",), (4000,))
-    assert found[0].source == "address from MASTER_ADDR, port from MASTER_PORT"
+    assert found[0].source == "address from MASTER_ADDR, port 4000 from MASTER_PORT"
     assert [point.is_host for point in found] == [True, False]
+
+
+@pytest.mark.parametrize("address", ["fd00::1", "2001:db8::a:1"])
+@pytest.mark.parametrize("spelling", ["{}", "[{}]"])
+@pytest.mark.parametrize("launcher", ["env", "flux", "openmpi", "slurm"])
+def test_an_address_of_ipv6_may_have_brackets_and_has_them_in_urls_alone(launcher, address, spelling):
+    (point, _) = points(launcher, nodes=2, tasks=2, MASTER_ADDR=spelling.format(address))
+    assert point.addresses == (address,)
+    assert urlsplit(point.url).hostname == address
+    assert urlsplit(url_of((address, 4000))).hostname == address
+
+
+@pytest.mark.parametrize("address", ["::1", "[::1]"])
+def test_the_loopback_of_ipv6_means_one_host(address):
+    assert all(point.is_on_one_host for point in points("flux", nodes=1, tasks=2, MASTER_ADDR=address))
 
 
 def test_an_address_alone_gets_a_derived_port():

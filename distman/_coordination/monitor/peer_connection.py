@@ -39,6 +39,7 @@ _MAX_NOTICE = 5_000  # characters of each text: a notice must fit into an idle c
 _MAX_BYTES = 1_000_000  # more than any notice
 _PAUSE = 0.01  # seconds between two looks for a notice, and for guests where there are many
 _GUESTS_AT_ONCE = 16
+_OUTSIDE = "192.0.2.1"  # an address of no host, to which the way leads out
 _LOOPBACK = ("127.", "::1")  # how such addresses begin
 
 _connections: weakref.WeakSet[PeerConnection] = weakref.WeakSet()
@@ -56,13 +57,23 @@ class PeerConnection:
         peers: All ranks, in rank order.
         is_one_host: Whether all of them run on one host; then no other host can connect.
         patience: Seconds for which a host may leave probes unanswered.
+        towards: Where all hosts of the job have met; None where that is not known.
 
     Attributes:
         is_unanswered: Whether the host of the next rank did not answer the probes, nor anything since.
         notice: Why the job fails, as a neighbour told; None as long as none did.
     """
 
-    def __init__(self, store: Store, rank: int, peers: Sequence[Place], *, is_one_host: bool, patience: float) -> None:
+    def __init__(
+        self,
+        store: Store,
+        rank: int,
+        peers: Sequence[Place],
+        *,
+        is_one_host: bool,
+        patience: float,
+        towards: str | None = None,
+    ) -> None:
         self.is_unanswered = False
         self.notice: FailureRecord | None = None
         self._probe_every = max(1, round(min(patience / (1 + _NUM_PROBES), LONGEST_PAUSE)))
@@ -84,7 +95,7 @@ class PeerConnection:
         self._listener = socket.create_server(("127.0.0.1" if is_one_host else "", 0), backlog=_MAX_GUESTS)
         self._listener.settimeout(0)
         self._selector.register(self._listener, selectors.EVENT_READ)
-        addresses = ["127.0.0.1"] if is_one_host else own_addresses()
+        addresses = ["127.0.0.1"] if is_one_host else own_addresses(towards)
         store.set(protocol.peer_address(rank), json.dumps([addresses, self._listener.getsockname()[1], self._word]))
         _connections.add(self)
 
@@ -327,21 +338,30 @@ def connect(addresses: Sequence[str], port: int, *, is_one_host: bool) -> socket
     raise refused
 
 
-def own_addresses() -> list[str]:
-    """Return names and addresses by which other hosts may reach this one, the likeliest first."""
+def own_addresses(towards: str | None = None) -> list[str]:
+    """Return names and addresses by which other hosts may reach this one, the likeliest first.
+
+    Args:
+        towards: Where all hosts of the job have met: the way there may be the only one that this host has.
+    """
     host = socket.gethostname()
     found = [host]
     try:
         found += [str(entry[4][0]) for entry in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)]
     except socket.gaierror:
         found.remove(host)
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect(("192.0.2.1", 9))  # sends nothing: it asks which address the way out has
-            found.append(probe.getsockname()[0])
-        except OSError:
-            found.append("127.0.0.1")
-    return list(dict.fromkeys(found))
+    found += [address for name in (towards, _OUTSIDE) if name and (address := _address_on_the_way_to(name))]
+    return list(dict.fromkeys(found)) or ["127.0.0.1"]
+
+
+def _address_on_the_way_to(name: str) -> str | None:
+    try:
+        family, _, _, _, place = socket.getaddrinfo(name, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect(place)  # sends nothing
+            return str(probe.getsockname()[0])
+    except OSError:
+        return None
 
 
 @puts_back

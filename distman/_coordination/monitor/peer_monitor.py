@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
 
 from distman._coordination import protocol, tracking
 from distman._coordination.failure.record import FailureRecord, Place
@@ -62,7 +63,12 @@ class PeerMonitor:
         self._clock = clock
         self._stack_queries = StackQueries(store, context.rank)
         self._connection = PeerConnection(
-            store, context.rank, context.peers, is_one_host=context.is_one_host, patience=limits.unreachable
+            store,
+            context.rank,
+            context.peers,
+            is_one_host=context.is_one_host,
+            patience=limits.unreachable,
+            towards=urlsplit(context.url).hostname,
         )
         self._mismatches = MismatchWatch(context.rank, context.peers)
         self._refusals = RefusalWatch(context.rank)

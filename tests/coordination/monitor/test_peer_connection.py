@@ -13,7 +13,7 @@ from torch.distributed import HashStore
 
 from distman._coordination import protocol
 from distman._coordination.monitor import peer_connection
-from distman._coordination.monitor.peer_connection import PeerConnection, connect
+from distman._coordination.monitor.peer_connection import PeerConnection, connect, own_addresses
 
 from ..ranks import failure_on
 
@@ -274,3 +274,8 @@ def test_an_address_that_is_none_is_passed_over(address):
     with connections(2) as (store, made):
         store.set(protocol.peer_address(1), address)
         assert turn(made) == set()
+
+
+def test_the_way_to_where_the_hosts_have_met_gives_an_address_where_no_other_way_leads_out():
+    assert "127.0.0.1" in own_addresses("127.0.0.2")
+    assert own_addresses("no-such-host.invalid") == own_addresses()
