@@ -333,7 +333,7 @@ USED = [
     protocol.looker("barrier 0", "late"),
     protocol.nth(protocol.section(0), 0),
     protocol.done(protocol.nth(protocol.section(0), 0)),
-    protocol.nth(protocol.STOP_DECISIONS, 0),
+    protocol.STOP_FIRST_STEP,
     protocol.STOP,
 ]
 

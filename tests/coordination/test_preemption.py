@@ -79,10 +79,12 @@ def test_a_rank_that_has_left_is_not_waited_for():
 
 def test_after_the_stop_the_answer_stays(caplog):
     _, (rank,) = agreements(1)
+    assert not rank.decide(0)
     rank.request()
+    rank._thread.join()  # the answer of this rank is with the others
     with caplog.at_level(logging.INFO):
-        assert [rank.decide(step) for step in range(3)] == [True, True, True]
-    assert [record.getMessage() for record in caplog.records] == ["all ranks stop at step 0: request_stop()"]
+        assert [rank.decide(step) for step in (1, 2, 3)] == [True, True, True]
+    assert [record.getMessage() for record in caplog.records] == ["all ranks stop at step 1: request_stop()"]
 
 
 def test_a_program_alone_stops_at_once():
