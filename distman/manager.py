@@ -165,7 +165,7 @@ class DistributedManager(Place, GroupQueries, GroupCreation):
                 job=job,
                 groups=Groups(job),
                 watcher=watcher,
-                stop=StopAgreement(job.store_group(), signals),
+                stop=StopAgreement(job.store_group() if job.world_size > 1 else None, signals),
                 find_unused_parameters=find_unused,
             )
             if seed is not None:

@@ -85,8 +85,8 @@ MUTANTS = (
     *_mutants(
         "_coordination/preemption.py",
         "coordination/test_preemption.py",
-        ("min(at_this_pace, 2 * num_steps, _MOST_STEPS)", "max(at_this_pace, 2 * num_steps, _MOST_STEPS)"),
-        ("if decision.step != step:", "if decision.step > step:"),
+        ("if furthest is not None and step <= furthest:", "if furthest is not None and step < furthest:"),
+        ("if other != step:", "if other > step:"),
     ),
     *_mutants(
         "_coordination/barrier.py",

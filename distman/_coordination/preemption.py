@@ -82,8 +82,9 @@ class StopAgreement:
             self._thread.join(_FAREWELL_LIMIT)
 
     def restore(self) -> None:
-        """Put the signal handlers back that were there before; only the main thread can."""
+        """Put the signal handlers back that were there before, which only the main thread can, and look no more."""
         self._store_group = None  # a handler that stays would keep the store open
+        self._events.put(_LEAVES)
         self._signals.restore()
 
     def decide(self, step: int | None = None) -> bool:

@@ -16,17 +16,24 @@ from distman._coordination.signal_names import DEFAULT_SIGNALS
 from distman._coordination.sync import StoreGroup
 from distman.errors import PlanMismatchError
 
+_to_leave = []
+
 
 def agreements(num_ranks):
     store = HashStore()
     names = [f"rank {rank} (n1, pid {rank})" for rank in range(num_ranks)]
-    return store, [StopAgreement(StoreGroup(store, store, rank, range(num_ranks), names)) for rank in range(num_ranks)]
+    ranks = [StopAgreement(StoreGroup(store, store, rank, range(num_ranks), names)) for rank in range(num_ranks)]
+    _to_leave.extend(ranks)
+    return store, ranks
 
 
 @pytest.fixture(autouse=True)
 def many_looks(monkeypatch):
     """Look for a stop all the time: the ranks of a test make their steps within milliseconds."""
     monkeypatch.setattr(preemption, "_LOOK_EVERY", 0.001)
+    yield
+    while _to_leave:
+        _to_leave.pop().leave()
 
 
 @pytest.mark.parametrize("seed", range(50))
