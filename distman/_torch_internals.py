@@ -316,7 +316,6 @@ def is_unreachable(error: BaseException) -> bool:
 _GUARDED = "TESTING_ONLY_GenericMode"
 """A key of the dispatcher that torch uses in its own tests only."""
 _GUARDED_KEY = torch._C._dispatch_key_parse(_GUARDED)  # reading its name takes longer than setting it
-_REGIONS = "distman.regions"
 _PUBLIC_NAMES = {
     "allreduce_": "all_reduce",
     "allreduce_coalesced_": "all_reduce_coalesced",
@@ -392,18 +391,53 @@ def _guarded(name: str, check: Callable[[str, Sequence[int]], None]) -> Callable
     return kernel
 
 
+_regions: dict[int, tuple[Any, ...]] = {}
+"""The regions of each thread that is in some, by the thread's identifier."""
+
+
 def regions() -> tuple[Any, ...]:
-    """Return the regions that this thread is in, or for one of autograd's threads, those of the backward pass."""
-    return torch._C._get_obj_in_tls(_REGIONS) if torch._C._is_key_in_tls(_REGIONS) else ()
+    """Return the regions that this thread is in, or for one of autograd's threads, those of the backward pass.
+
+    Autograd hands the guard's key on to its threads, but does not say from which thread. Where several are in regions,
+    these are the ones that all of them are in.
+    """
+    own = _regions.get(threading.get_ident())
+    if own is not None:
+        return own
+    if not torch._C._dispatch_tls_is_dispatch_key_included(_GUARDED_KEY):
+        return ()
+    of_callers = list(_regions.values())
+    return tuple(one for one in of_callers[0] if all(one in those for those in of_callers)) if of_callers else ()
 
 
-def set_regions(those: tuple[Any, ...]) -> None:
-    """Put this thread, and the backward passes that it starts, into regions where a guard is asked; or into none."""
-    if those:
-        torch._C._stash_obj_in_tls(_REGIONS, those)
-    elif torch._C._is_key_in_tls(_REGIONS):
-        torch._C._remove_obj_from_tls(_REGIONS)
-    torch._C._dispatch_tls_set_dispatch_key_included(_GUARDED_KEY, bool(those))
+def enter_regions(those: tuple[Any, ...]) -> Callable[[], None]:
+    """Put this thread, and the backward passes that it starts, into regions where a guard is asked.
+
+    Args:
+        those: All regions that it is in from now on.
+
+    Returns:
+        What puts the same thread back into those that it was in before.
+    """
+    thread = threading.get_ident()
+    before, was_guarded = _regions.get(thread), torch._C._dispatch_tls_is_dispatch_key_included(_GUARDED_KEY)
+    _regions[thread] = those
+    torch._C._dispatch_tls_set_dispatch_key_included(_GUARDED_KEY, True)
+
+    def leave() -> None:
+        if _regions.pop(thread, None) is None:  # it has left all of them since
+            return
+        if before is not None:
+            _regions[thread] = before
+        torch._C._dispatch_tls_set_dispatch_key_included(_GUARDED_KEY, was_guarded)
+
+    return leave
+
+
+def leave_all_regions() -> None:
+    """Take this thread out of all regions."""
+    _regions.pop(threading.get_ident(), None)
+    torch._C._dispatch_tls_set_dispatch_key_included(_GUARDED_KEY, False)
 
 
 # Compiled programs

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 
-from distman._torch_internals import CollectiveGuard, regions, set_regions
+from distman._torch_internals import CollectiveGuard, enter_regions, regions
 
 
 class RegionGuard:
@@ -25,14 +25,11 @@ class RegionGuard:
             inherited, run = regions(), thread.run
 
             def run_in_regions() -> None:
-                before = regions()
-                set_regions(inherited)
+                leave = enter_regions(inherited)
                 try:
                     run()
                 finally:
-                    # Else the system's end of the thread would, which Python does not wait for: at the end of the
-                    # interpreter it would abort the process.
-                    set_regions(before)
+                    leave()
 
             if inherited:
                 thread.run = run_in_regions  # type: ignore[method-assign]

@@ -16,7 +16,7 @@ from distman._coordination.internal_files import internal_folders, is_of_user
 from distman._coordination.region_guard import RegionGuard
 from distman._coordination.timeouts import is_idle
 from distman._process_state import puts_back
-from distman._torch_internals import regions, set_regions
+from distman._torch_internals import enter_regions, leave_all_regions, regions
 from distman.errors import DistmanError
 
 if TYPE_CHECKING:
@@ -93,14 +93,14 @@ class Restricted:
 
     def __enter__(self) -> Restricted:
         _guard_regions()
-        set_regions((*regions(), self))
+        self._leave = enter_regions((*regions(), self))
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.is_over = True
-        set_regions(regions()[:-1])
+        self._leave()
 
 
 def _guard_regions() -> None:
@@ -150,7 +150,7 @@ def _forget() -> None:
     global _home, _last, _guard
     _home, _last = None, ""
     _waiting.clear()
-    set_regions(())
+    leave_all_regions()
     if _guard is not None:
         _guard.remove()
         _guard = None
