@@ -4,20 +4,27 @@ from __future__ import annotations
 
 import importlib
 import sys
-from types import ModuleType
+from types import CodeType, ModuleType
 from typing import Any
 
 import cloudpickle
 
 
 class ModulePickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no types
-    """Takes lambdas, closures and what ``__main__`` defines by value, and every module by name.
+    """Takes lambdas, closures and what ``__main__`` defines by value, with their files, and every module by name.
 
     cloudpickle itself takes a module of a class of its own, such as ``torch.backends.cudnn``, for a mere object, and
-    fails.
+    fails; and from 3.1.3 on it replaces the name of the file, which messages and tracebacks show.
     """
 
     def reducer_override(self, obj: Any) -> Any:
         if isinstance(obj, ModuleType) and type(obj) is not ModuleType and obj is sys.modules.get(obj.__name__):
             return importlib.import_module, (obj.__name__,)
+        if isinstance(obj, CodeType):
+            _, arguments = self.dispatch_table[CodeType](obj)
+            return _code, (obj.co_filename, *arguments)
         return super().reducer_override(obj)
+
+
+def _code(filename: str, *arguments: Any) -> CodeType:
+    return CodeType(*arguments).replace(co_filename=filename)
