@@ -7,8 +7,9 @@ nested data (``tree_map`` and its like) are torch's own, handed on.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
+import copy
 import functools
+import inspect
 import itertools
 import os
 import pickle
@@ -63,14 +64,15 @@ def make_group(
         timeout: Limit of a collective.
     """
     process_group: dist.ProcessGroup
+    make: Any = distributed_c10d._new_process_group_helper  # some versions have a type of their own for the name
     with _world_without_device(), meeting_in_few_calls():
-        process_group, _ = distributed_c10d._new_process_group_helper(
+        process_group, _ = make(
             len(ranks),
             rank,
             list(ranks),
             dist.get_backend(),
             store,
-            dist.GroupName(name),
+            name,
             timeout=timeout,
             group_desc=description,
         )
@@ -140,6 +142,12 @@ def batch_isend_irecv(operations: list[dist.P2POp]) -> list[dist.Work]:
                 group._end_coalescing(operations[0].tensor.device)
         raise
     return works
+
+
+if hasattr(dist, "all_gather_single"):
+    all_gather_single, reduce_scatter_single = dist.all_gather_single, dist.reduce_scatter_single
+else:  # up to 2.11
+    all_gather_single, reduce_scatter_single = dist.all_gather_into_tensor, dist.reduce_scatter_tensor
 
 
 def collects_batches(process_group: dist.ProcessGroup | None, device: torch.device) -> bool:
@@ -259,7 +267,12 @@ def device_types(process_group: dist.ProcessGroup) -> set[str]:
 
 def mesh_without_groups(device_type: str, ranks: torch.Tensor, names: tuple[str, ...]) -> DeviceMesh:
     """Return a mesh on one process without a process group, where the public constructor would make one."""
-    return DeviceMesh(device_type, ranks, mesh_dim_names=names, _init_backend=False, _rank=0)
+    if "_rank" in inspect.signature(DeviceMesh.__init__).parameters:
+        return DeviceMesh(device_type, ranks, mesh_dim_names=names, _init_backend=False, _rank=0)
+    # Up to 2.9 it asks the process group for this rank, unless the device is one of these.
+    mesh = DeviceMesh("xla", ranks, mesh_dim_names=names, _init_backend=False)
+    vars(mesh).update(device_type=device_type, _coordinate_on_dim=[0] * ranks.ndim)
+    return mesh
 
 
 # What torchrun's agents leave in the store that they share with their ranks
@@ -422,14 +435,14 @@ def enter_regions(those: tuple[Any, ...]) -> Callable[[], None]:
     thread = threading.get_ident()
     before, was_guarded = _regions.get(thread), torch._C._dispatch_tls_is_dispatch_key_included(_GUARDED_KEY)
     _regions[thread] = those
-    torch._C._dispatch_tls_set_dispatch_key_included(_GUARDED_KEY, True)
+    _set_guarded(guarded=True)
 
     def leave() -> None:
         if _regions.pop(thread, None) is None:  # it has left all of them since
             return
         if before is not None:
             _regions[thread] = before
-        torch._C._dispatch_tls_set_dispatch_key_included(_GUARDED_KEY, was_guarded)
+        _set_guarded(guarded=was_guarded)
 
     return leave
 
@@ -437,7 +450,12 @@ def enter_regions(those: tuple[Any, ...]) -> Callable[[], None]:
 def leave_all_regions() -> None:
     """Take this thread out of all regions."""
     _regions.pop(threading.get_ident(), None)
-    torch._C._dispatch_tls_set_dispatch_key_included(_GUARDED_KEY, False)
+    _set_guarded(guarded=False)
+
+
+def _set_guarded(*, guarded: bool) -> None:
+    """Let the guard be asked, or not, in this thread and in the backward passes that it starts."""
+    torch._C._dispatch_tls_set_dispatch_key_included(_GUARDED_KEY, guarded)
 
 
 # Compiled programs
@@ -477,11 +495,35 @@ class EagerFunction(torch.autograd.Function):
 
 
 def all_reduce_traced(tensor: torch.Tensor, operation: str, process_group: dist.ProcessGroup) -> torch.Tensor:
-    """Return the reduction of a tensor in a way that ``torch.compile`` can follow, gradients included."""
+    """Return the reduction of a tensor in a way that ``torch.compile`` can follow, with the gradient of a sum."""
     from torch.distributed import _functional_collectives
 
-    reduced: torch.Tensor = _functional_collectives.all_reduce(tensor, operation, process_group)
+    all_reduce: Callable[..., torch.Tensor] = _functional_collectives.all_reduce
+    if hasattr(_functional_collectives, "all_reduce_backward"):
+        return all_reduce(tensor, operation, process_group)
+    reduced: torch.Tensor = _TracedAllReduce.apply(tensor, operation, process_group, all_reduce)  # type: ignore[no-untyped-call]
     return reduced
+
+
+class _TracedAllReduce(torch.autograd.Function):
+    """For torch up to 2.10, whose own operation drops the gradient without a word."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        tensor: torch.Tensor,
+        operation: str,
+        process_group: dist.ProcessGroup,
+        all_reduce: Callable[..., torch.Tensor],
+    ) -> torch.Tensor:
+        ctx.operation, ctx.process_group, ctx.all_reduce = operation, process_group, all_reduce
+        return all_reduce(tensor, operation, process_group)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
+        if ctx.operation != "sum":
+            raise ValueError(f"an all_reduce must sum to have a gradient, got {ctx.operation}. Detach its input.")
+        return ctx.all_reduce(grads[0].contiguous(), "sum", ctx.process_group), None, None, None
 
 
 # Tensors, their memory, and the states of modules
@@ -719,15 +761,51 @@ def is_distributed_tensor(value: object) -> bool:
 def forget_layouts() -> None:
     """Let torch forget what it knows of DTensors: parts of a process that was another rank then."""
     if "torch.distributed.tensor" in sys.modules:
-        from torch.distributed.tensor import _redistribute, debug
+        from torch.distributed.tensor import DTensor, _redistribute, debug
 
-        debug._clear_sharding_prop_cache()  # type: ignore[no-untyped-call]  # torch leaves it untyped
+        if hasattr(debug, "_clear_sharding_prop_cache"):
+            debug._clear_sharding_prop_cache()  # type: ignore[no-untyped-call]  # torch leaves it untyped
+        else:  # up to 2.9
+            propagator: Any = DTensor._op_dispatcher.sharding_propagator
+            propagator.propagate_op_sharding.cache.cache_clear()
         _redistribute._gen_transform_infos.cache_clear()
 
 
 def has_been_called(module: Any) -> bool:
     """Return whether a module that ``fully_shard`` sharded has been called: before, it has no state of a step."""
     return module._get_fsdp_state()._is_root is not None
+
+
+def reset_step(root: Any) -> None:
+    """Let the outermost part of a sharded module forget a step that an error has ended.
+
+    Raises:
+        RuntimeError: There is such a step, and this version of torch cannot forget it.
+    """
+    if hasattr(root, "reset_iter_state"):
+        root.reset_iter_state()
+        return
+    shared = root._get_fsdp_state()._state_ctx
+    if shared.iter_forward_root is not None or shared.post_backward_final_callback_queued:
+        raise RuntimeError(
+            "a sharded module must be whole again after an error in a step, got one that cannot forget the step with "
+            f"torch {torch.__version__}. Install torch 2.10 or later, or make the module anew."
+        )
+
+
+def check_finds_unused(*, finds_unused: bool) -> None:
+    """Refuse to look for unused parameters of a sharded module where torch cannot.
+
+    Raises:
+        ValueError: It was asked for, and this version of torch cannot do it.
+    """
+    from torch.distributed.fsdp import FSDPModule
+
+    if finds_unused and not hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
+        raise ValueError(
+            f"find_unused_parameters must be False for wrap_fsdp with torch {torch.__version__}, got True. Install "
+            "torch 2.12 or later, or let every step use all parameters."
+        )
 
 
 def storage_info() -> Any:
@@ -758,7 +836,8 @@ def as_only_worker() -> Iterator[None]:
     """Let ``get_worker_info`` answer in a worker as if it were the only one; elsewhere it answers None as ever."""
     info = worker._worker_info
     if info is not None:
-        worker._worker_info = dataclasses.replace(info, id=0, num_workers=1)
+        worker._worker_info = copy.copy(info)
+        vars(worker._worker_info).update(id=0, num_workers=1)  # up to 2.11 it is no data class, and refuses to be set
     try:
         yield
     finally:

@@ -41,6 +41,7 @@ from distman._manager.place import Place
 from distman._manager.state import ManagerState
 from distman._process_state import puts_back
 from distman._seeds import seed_generators
+from distman._torch_internals import check_finds_unused
 from distman.environments import detect
 from distman.errors import check_seconds
 
@@ -399,10 +400,12 @@ class DistributedManager(Place, GroupQueries, GroupCreation):
         tracking.check_speaks_for_rank("wrap_ddp()")
         if self.world_size == 1:
             return module
-        options: dict[str, Any] = {"find_unused_parameters": self.find_unused_parameters}
-        if "broadcast_buffers" not in kwargs:
-            options["forward_sync_buffers"] = self.broadcast_buffers
-        return wrap(module, {**options, **kwargs}, self.device)
+        options = {"find_unused_parameters": self.find_unused_parameters, **kwargs}
+        wrapped = wrap(module, options, self.device)
+        if kwargs.keys().isdisjoint({"broadcast_buffers", "forward_sync_buffers"}):
+            # In every version of torch this is for later: as an argument it would leave out the first broadcast in some
+            wrapped.broadcast_buffers = self.broadcast_buffers
+        return wrapped
 
     def wrap_fsdp(
         self,
@@ -450,6 +453,7 @@ class DistributedManager(Place, GroupQueries, GroupCreation):
             tensor([[1.5000]])
         """
         check_shardable(module, shard, mixed_precision, kwargs, recomputes=checkpoint_activations)
+        check_finds_unused(finds_unused=self.find_unused_parameters)
         chosen = mesh if mesh is None or isinstance(mesh, DeviceMesh) else self.mesh(mesh)
         if chosen is not None:
             check_mesh(chosen, self.device)

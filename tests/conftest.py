@@ -4,6 +4,8 @@ With DISTMAN_FORBID_SKIP=1 a test that does not run fails; only those marked ``g
 """
 
 import gc
+import importlib.metadata
+import importlib.util
 import os
 import signal
 import subprocess
@@ -11,7 +13,6 @@ import sys
 from collections.abc import Generator
 from pathlib import Path
 
-import hypothesis
 import pytest
 
 SKIPPING_IS_FORBIDDEN = os.environ.get("DISTMAN_FORBID_SKIP") == "1"
@@ -66,9 +67,13 @@ def pytest_configure(config: pytest.Config) -> None:
     """
     os.environ.pop("COLUMNS", None)  # xdist tells its workers the width of its terminal, to which commands would fold
     config.addinivalue_line("markers", "gloo_only(reason): does not hold over a backend with NCCL's rules")
+    config.addinivalue_line("markers", "torch(version): of what an older torch cannot do; not there with one")
     config.addinivalue_line("markers", "unit: starts no processes with torch; given to tests when they are collected")
-    hypothesis.settings.register_profile("distman", deadline=None)
-    hypothesis.settings.load_profile("distman")
+    if importlib.util.find_spec("hypothesis") is not None:  # the report on GPUs does without it
+        import hypothesis
+
+        hypothesis.settings.register_profile("distman", deadline=None)
+        hypothesis.settings.load_profile("distman")
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.default_int_handler)
 
@@ -110,12 +115,23 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             del short[:num_short]
 
 
+def parsed(version: str) -> tuple[int, int]:
+    """Return the two first numbers of a version."""
+    major, minor, *_ = version.split(".")
+    return int(major), int(minor)
+
+
+TORCH = parsed(importlib.metadata.version("torch"))
+
+
 def _is_wanted(item: pytest.Item, *, everything: bool) -> bool:
     """Return whether a test is to run.
 
-    Over the backend with NCCL's rules, as few ranks as can differ will do. Where gloo has answered how parameters go
-    together, one varies at a time.
+    Not with a torch that cannot do what it is about. Over the backend with NCCL's rules, as few ranks as can differ
+    will do. Where gloo has answered how parameters go together, one varies at a time.
     """
+    if any(parsed(mark.args[0]) > TORCH for mark in item.iter_markers("torch")):
+        return False
     if item.get_closest_marker("ranks_backend") is None or not isinstance(item, pytest.Function):
         return True
     if item.get_closest_marker("gloo_only") is not None:

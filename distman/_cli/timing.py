@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from distman._cli.ring import pass_on
 from distman._coordination.wait_scope import collective
+from distman._torch_internals import all_gather_single, reduce_scatter_single
 from distman.collectives._exchange import control_device
 from distman.manager import DistributedManager
 
@@ -163,12 +164,12 @@ def _prepare_broadcast(num_bytes: int, manager: DistributedManager) -> Callable[
 
 def _prepare_all_gather(num_bytes: int, manager: DistributedManager) -> Callable[[], object]:
     whole, part = _buffer(num_bytes, manager), _buffer(num_bytes // manager.world_size, manager)
-    return lambda: dist.all_gather_single(whole, part)
+    return lambda: all_gather_single(whole, part)
 
 
 def _prepare_reduce_scatter(num_bytes: int, manager: DistributedManager) -> Callable[[], object]:
     whole, part = _buffer(num_bytes, manager), _buffer(num_bytes // manager.world_size, manager)
-    return lambda: dist.reduce_scatter_single(part, whole)
+    return lambda: reduce_scatter_single(part, whole)
 
 
 def _prepare_all_to_all(num_bytes: int, manager: DistributedManager) -> Callable[[], object]:

@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 from distman.errors import check_options
 
 
-def wrap(module: torch.nn.Module, options: dict[str, Any], device: torch.device) -> torch.nn.Module:
+def wrap(module: torch.nn.Module, options: dict[str, Any], device: torch.device) -> DistributedDataParallel:
     """Return the module as a DistributedDataParallel on a device.
 
     On a GPU it is made on a stream of its own, as torch wants it for CUDA graphs.

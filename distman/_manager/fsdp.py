@@ -110,7 +110,13 @@ def shard_in_place(
         if recomputes:
             unit.forward = functools.partial(checkpoint, unit.forward, use_reentrant=False)
         fully_shard(unit, mesh=mesh, mp_policy=inner, **options)
-    fully_shard(module, mesh=mesh, mp_policy=outer, **options).set_reduce_scatter_unused_params(finds_unused)
+    sharded = fully_shard(module, mesh=mesh, mp_policy=outer, **options)
+    if finds_unused:
+        sharded.set_reduce_scatter_unused_params(True)
+    if mesh.device_type == "cpu":  # gloo of torch 2.8 takes an average for a sum
+        parts_of_it: list[Any] = [*units, sharded]
+        for part in parts_of_it:
+            part.set_force_sum_reduction_for_comms(enable=True)
     return module
 
 

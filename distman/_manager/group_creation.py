@@ -187,4 +187,5 @@ class GroupCreation(SharedState):
             self._state.groups.create(lambda: mesh_plan(mesh_shape, mesh_dim_names, self._state.job.world_size))
         shape = resolve_mesh_shape(mesh_shape, names, self._state.job.world_size)
         self._state.mesh = self._state.groups.device_mesh(shape, names)
+        self._state.mesh_dims = dict(zip(names, shape, strict=True))
         return self._state.mesh

@@ -25,9 +25,7 @@ class GroupQueries(SharedState):
     @instance_property
     def mesh_dims(self) -> dict[str, int]:
         """Length of each axis of the mesh by its name; empty without a mesh."""
-        if self._state.mesh is None:
-            return {}
-        return dict(zip(self._state.mesh.mesh_dim_names or (), self._state.mesh.mesh.shape, strict=True))
+        return dict(self._state.mesh_dims)
 
     def mesh_names(self) -> tuple[str, ...]:
         """Return the names of the mesh's axes.

@@ -32,6 +32,7 @@ class ManagerState:
         find_unused_parameters: Whether DDP looks for unused parameters.
         broadcast_buffers: Whether DDP broadcasts rank 0's buffers before each forward.
         mesh: The mesh of all ranks; None before there is one.
+        mesh_dims: Length of each of its axes by its name.
     """
 
     job: Job
@@ -41,6 +42,7 @@ class ManagerState:
     find_unused_parameters: bool
     broadcast_buffers: bool = False
     mesh: DeviceMesh | None = None
+    mesh_dims: dict[str, int] = dataclasses.field(default_factory=dict)
 
 
 class SharedState:

@@ -85,12 +85,11 @@ class _Contents:
     def metadata(self, value: Any) -> Metadata:
         state = self._state_of(value, "Metadata")
         paths = state.get("planner_data")
-        return Metadata(
+        return Metadata(  # what is left out describes the save, and no load needs it
             state_dict_metadata=self._mapping(state.get("state_dict_metadata"), _text, self._entry),
             planner_data=None if paths is None else self._mapping(paths, _text, self._path),
             storage_data=self._mapping(state.get("storage_data"), self._index, self._place),
-            storage_meta=StorageMeta(),  # what stands there describes the save, and no load needs it
-            version=_optional(_text, state.get("version")),
+            storage_meta=StorageMeta(),
         )
 
     def _entry(self, value: Any) -> TensorStorageMetadata | BytesStorageMetadata:

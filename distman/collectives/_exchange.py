@@ -17,7 +17,7 @@ from distman._coordination.tracking import check_all_run_here, current_wait
 from distman._coordination.wait_scope import collective
 from distman._groups.registry import Group
 from distman._host_channels import Channels, Work
-from distman._torch_internals import batch_isend_irecv, collects_batches
+from distman._torch_internals import all_gather_single, batch_isend_irecv, collects_batches, reduce_scatter_single
 from distman.collectives._local_messages import agree, agreement_in
 from distman.collectives._result_memory import new_empty
 from distman.collectives._shared_memory import Apart, Outbox, SharedPieces, apart_in, pool_of, shared_with
@@ -303,7 +303,7 @@ def gather_evenly(tensor: torch.Tensor, full: torch.Tensor, dim: int, group: Gro
     announce(group, what)
     mine = tensor.resolve_conj().resolve_neg().contiguous()
     parts = full if dim == 0 else mine.new_empty(group.size, *mine.shape)
-    dist.all_gather_single(_carried(parts), _carried(mine), group=pg)
+    all_gather_single(_carried(parts), _carried(mine), group=pg)
     if dim != 0:
         full.unflatten(dim, (group.size, -1)).copy_(parts.movedim(0, dim))
     return True
@@ -329,7 +329,7 @@ def reduce_evenly(tensor: torch.Tensor, dim: int, group: Group, what: str) -> to
     announce(group, what)
     parts = torch.stack(tensor.resolve_conj().resolve_neg().chunk(group.size, dim)).contiguous()
     mine = torch.empty_like(parts[0])
-    dist.reduce_scatter_single(_carried(mine), _carried(parts), group=pg)
+    reduce_scatter_single(_carried(mine), _carried(parts), group=pg)
     return mine
 
 

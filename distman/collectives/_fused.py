@@ -415,7 +415,10 @@ def _reduce_traced(values: Sequence[torch.Tensor], layout: Layout, group: Group)
 def name_of(op: Any) -> str:
     if isinstance(op, str) and op.lower() in OPERATIONS:
         return op.lower()
-    is_torchs = isinstance(op, dist.ReduceOp | dist.ReduceOp.RedOpType)  # whose numbers are equal to integers
+    for name, known in OPERATIONS.items():
+        if op is known:  # torch.compile follows it in every version
+            return name
+    is_torchs = isinstance(op, (dist.ReduceOp, dist.ReduceOp.RedOpType))  # whose numbers are equal to integers
     for name, known in OPERATIONS.items():
         if is_torchs and op == known:
             return name

@@ -72,7 +72,8 @@ def _is_mapping(structure: Any) -> bool:
 
 
 def _is_sequence(structure: Any) -> bool:
-    return isinstance(structure, Sequence) and not isinstance(structure, str | bytes)
+    is_text = isinstance(structure, (str, bytes))  # a tuple, since torch.compile follows no union up to 2.9
+    return isinstance(structure, Sequence) and not is_text
 
 
 def _in_order(keys: tuple[Any, ...], path: str) -> tuple[tuple[Any, ...], tuple[str, ...]]:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from distman._coordination.wait_scope import WaitScope
-from distman._torch_internals import has_been_called, is_distributed_tensor
+from distman._torch_internals import has_been_called, is_distributed_tensor, reset_step
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
@@ -34,9 +34,13 @@ def units(module: torch.nn.Module) -> list[FSDPModule]:
 
 
 def forget_step(module: torch.nn.Module) -> None:
-    """Let a sharded module forget a step that an error has ended."""
+    """Let a sharded module forget a step that an error has ended.
+
+    Raises:
+        RuntimeError: There is such a step, and this version of torch cannot forget it.
+    """
     if has_been_called(module):
-        units(module)[0].reset_iter_state()
+        reset_step(units(module)[0])
 
 
 def put_together_once(module: torch.nn.Module) -> None:

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import CPUOffloadPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 from torch.distributed.tensor import DTensor
 
 from distman import DistributedManager
@@ -194,6 +194,7 @@ def small_handler(strategy, **kwargs):
     return handler
 
 
+@pytest.mark.torch("2.12")
 @ranks(3)
 def test_small_tied_and_unused_parameters_and_empty_parts():
     DistributedManager().find_unused_parameters = True
@@ -227,6 +228,24 @@ def test_what_may_change_between_two_runs():
 
 def fails(outputs, _):
     raise KeyError(outputs.dtype)
+
+
+def fails_backwards(outputs, targets):
+    outputs.register_hook(lambda grad: fails(grad, targets))
+    return outputs.square().mean()
+
+
+@ranks(2)
+def test_a_step_that_raised_is_not_forgotten_in_silence_where_torch_cannot(monkeypatch):
+    monkeypatch.delattr(FSDPModule, "reset_iter_state", raising=False)
+    handler = sharded_handler(8)
+    handler.train(1)
+    handler.train(2)
+    handler.set_loss_fn(fails_backwards)
+    with pytest.raises(KeyError):
+        handler.train(3)
+    with pytest.raises(RuntimeError, match=r"cannot forget the step with torch .*\. Install torch 2\.10 or later"):
+        handler.train(3)
 
 
 @ranks(2)
@@ -296,6 +315,7 @@ def test_resumed_after_any_save_it_is_the_training_that_was_never_cut_off(tmp_pa
     assert (made.num_steps, made.train_losses) == (24 // world_size, handler.train_losses[:2])
 
 
+@pytest.mark.torch("2.12")
 @ranks(3, manager=False)
 def test_a_program_that_is_started_again_on_fewer_ranks_resumes_from_parts_as_from_files(rank, tmp_path):
     dist.destroy_process_group()
@@ -328,6 +348,7 @@ def read_safetensors(path):
     return state
 
 
+@pytest.mark.torch("2.12")
 @ranks(1, 3)
 def test_the_whole_weights_are_exported_for_other_programs(tmp_path):
     for strategy in ("ddp", "fsdp"):
@@ -359,6 +380,7 @@ def test_the_whole_weights_are_exported_for_other_programs(tmp_path):
     assert set(read_safetensors(tmp_path / "weights.safetensors")) == set(Small().state_dict())
 
 
+@pytest.mark.torch("2.12")
 @ranks(3, manager=False)
 def test_what_three_ranks_saved_is_resumed_by_two_and_by_one_with_either_strategy(rank, tmp_path):
     dist.destroy_process_group()

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from distman import DistributedManager
@@ -112,6 +113,25 @@ class Either(nn.Module):
         return self.branches[branch](inputs)
 
 
+@ranks(1, 2)
+def test_unused_parameters_are_refused_where_torch_cannot_look_for_them(monkeypatch):
+    monkeypatch.delattr(FSDPModule, "set_reduce_scatter_unused_params", raising=False)
+    manager = DistributedManager()
+    manager.wrap_fsdp(Either())
+    manager.find_unused_parameters = True
+    with pytest.raises(ValueError, match=r"must be False for wrap_fsdp with torch .*, got True\. Install torch 2\.12"):
+        manager.wrap_fsdp(Either())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@ranks(2, 3)
+def test_gradients_are_means_whatever_their_dtype(rank, world_size, dtype):
+    module = DistributedManager().wrap_fsdp(nn.Linear(1, 4, bias=False, dtype=dtype))
+    module(torch.full((1, 1), float(rank), dtype=dtype)).sum().backward()
+    torch.testing.assert_close(whole(module.weight.grad), torch.full((4, 1), (world_size - 1) / 2, dtype=dtype))
+
+
+@pytest.mark.torch("2.12")
 @ranks(2)
 def test_ranks_may_use_different_parameters_where_the_variable_says_so(rank):
     manager = DistributedManager()

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from distman._torch_internals import all_gather_single, reduce_scatter_single
 from distman.testing import ranks
 
 pytestmark = pytest.mark.ranks_backend("cpu:nccl_rules", "tests.nccl_rules.backend")
@@ -29,8 +30,8 @@ def test_tensors_that_are_refused_leave_the_group_as_it_was():
         (ValueError, "contiguous", lambda: dist.all_reduce(torch.ones(2, 3).T)),
         (ValueError, "sum of bool", lambda: dist.all_reduce(torch.ones(2, dtype=torch.bool))),
         (ValueError, "no reduction", lambda: dist.all_reduce(torch.ones(2, dtype=torch.int), dist.ReduceOp.BXOR)),
-        (ValueError, "as large as those of all ranks", lambda: dist.all_gather_single(whole, torch.ones(1))),
-        (ValueError, "as large as those of all ranks", lambda: dist.reduce_scatter_single(torch.ones(1), whole)),
+        (ValueError, "as large as those of all ranks", lambda: all_gather_single(whole, torch.ones(1))),
+        (ValueError, "as large as those of all ranks", lambda: reduce_scatter_single(torch.ones(1), whole)),
         (ValueError, "as much between all ranks", lambda: dist.all_gather([torch.ones(1), whole], torch.ones(1))),
         (ValueError, "divisible", lambda: dist.all_to_all_single(torch.ones(3), torch.ones(3))),
         (RuntimeError, "does not support recvAnysource", lambda: dist.recv(torch.ones(1))),
@@ -58,10 +59,10 @@ def test_what_passes_gives_what_gloo_gives(rank):
     dist.all_reduce(average, dist.ReduceOp.AVG)
     assert average.tolist() == [1.5]
     whole = torch.empty(4)
-    dist.all_gather_single(whole, torch.full((2,), float(rank)))
+    all_gather_single(whole, torch.full((2,), float(rank)))
     assert whole.tolist() == [0, 0, 1, 1]
     part = torch.empty(2)
-    dist.reduce_scatter_single(part, torch.arange(4.0))
+    reduce_scatter_single(part, torch.arange(4.0))
     assert part.tolist() == [[0, 2], [4, 6]][rank]
     received = torch.empty(3)
     dist.all_to_all_single(received, torch.arange(3.0) + 10 * rank, [[1, 2], [2, 1]][rank], [[1, 2], [2, 1]][rank])

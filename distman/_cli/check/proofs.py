@@ -17,7 +17,7 @@ from distman import collectives
 from distman._cli.ring import pass_on
 from distman._coordination import protocol
 from distman._coordination.wait_scope import collective
-from distman._torch_internals import is_lost_connection
+from distman._torch_internals import all_gather_single, is_lost_connection
 from distman.errors import DistmanError, RankFailedError
 from distman.manager import DistributedManager
 from distman.topology import split_sizes
@@ -178,7 +178,7 @@ def _comes_together(length: int, manager: DistributedManager) -> bool:
     expected = torch.arange(length * manager.world_size, device=manager.device)
     own = torch.split(expected, length)[manager.rank].clone()
     whole = torch.zeros_like(expected)
-    dist.all_gather_single(whole, own)
+    all_gather_single(whole, own)
     return torch.equal(whole, expected)
 
 
