@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from distman import _startup
 from distman._public_names import PACKAGES, missing_name
+from distman._version import VERSION as __version__  # noqa: F401, N811 - for users, by its name everywhere
 from distman.environments import explain, is_env_distributed, should_use_distributed
 from distman.errors import (
     BarrierTimeoutError,

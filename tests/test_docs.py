@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -20,11 +21,6 @@ from distman.handler import NNHandler
 from distman.testing import fake_environment
 
 from .test_package import exports, modules, own_modules
-
-try:
-    import tomllib
-except ModuleNotFoundError:  # Python 3.10, where pytest brings it along
-    import tomli as tomllib
 
 REPOSITORY = Path(__file__).parents[1]
 PACKAGE = Path(distman.__file__).parent  # elsewhere, where a wheel is tested

@@ -15,6 +15,7 @@ import torch
 
 import distman
 from distman._public_names import PACKAGES
+from distman._version import VERSION
 
 from .launch.preloaded import PYTHON
 from .launch.processes import launch
@@ -159,10 +160,14 @@ def test_the_tree_on_the_page_for_contributors_names_what_there_is():
 def test_no_message_names_the_package_on_pypi_that_is_another_one():
     """``pip install distman`` would install what somebody else has published under that name."""
     sources = [*PACKAGE.rglob("*.py"), *(REPOSITORY / "docs").rglob("*.md"), README]
-    wrong = re.compile(r"pip3? install ([^\n`]* )?['\"]?distman\b")
+    wrong = re.compile(r"pip3? install ([^\n`]* )?['\"]?distman\b(?!-torch)")
     across_lines = re.compile(r'" *\n *f?"')
     texts = {source: across_lines.sub("", source.read_text(encoding="utf-8")) for source in sources}
     assert [source.name for source, text in texts.items() if wrong.search(text)] == []
+
+
+def test_the_package_says_its_version():
+    assert distman.__version__ == VERSION
 
 
 def test_the_package_shows_its_public_names_and_nothing_else():

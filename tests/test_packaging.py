@@ -25,7 +25,7 @@ IN_REPOSITORY = {
     *(".ci", "distman", "docs", "launchers", "tests"),
     *("CHANGELOG.md", "LICENSE", "MANIFEST.in", "Makefile", "README.md", "SECURITY.md", "pyproject.toml", "setup.cfg"),
 }
-GENERATED = re.compile(r"PKG-INFO|distman\.egg-info/.*")
+GENERATED = re.compile(r"PKG-INFO|distman_torch\.egg-info/.*")
 NOT_COPIED = shutil.ignore_patterns(
     ".git", ".venv*", "build", "dist", "_build", "*.egg-info", "__pycache__", ".*_cache"
 )

@@ -178,9 +178,9 @@ class DeviceWorker(WorkerProcess):
 
 
 def add_note(error: BaseException, text: str) -> None:
-    """Add a line to what is shown of an exception, where Python can do that and the exception lets it."""
-    with contextlib.suppress(AttributeError):  # Python 3.10 has no notes, and a frozen dataclass takes none
-        error.add_note(text)  # type: ignore[attr-defined,unused-ignore]
+    """Add a line to what is shown of an exception, where the exception lets it."""
+    with contextlib.suppress(AttributeError):  # a frozen dataclass takes none
+        error.add_note(text)
 
 
 def _load_error(failure: Failure) -> BaseException | None:

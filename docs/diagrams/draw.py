@@ -4,17 +4,13 @@ They are as wide as a telephone shows without making their text smaller.
 """
 
 import sys
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
 from svg import Drawing
 
 from distman.topology import mesh_plan
-
-try:
-    import tomllib
-except ModuleNotFoundError:  # Python 3.10
-    import tomli as tomllib
 
 HERE = Path(__file__).parent
 WIDTH = 400

@@ -35,7 +35,7 @@ from distman.handler import NNHandler
 from distman.metrics import reduce_loss
 
 if TYPE_CHECKING:
-    from typing_extensions import assert_type
+    from typing import assert_type
 
 manager = DistributedManager.initialize()
 assert_type(manager, DistributedManager)

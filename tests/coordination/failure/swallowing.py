@@ -216,7 +216,7 @@ def out_of_a_group():
     try:
         try:
             exec(IN_A_GROUP.partition("except*")[0] + "finally:\n pass", globals())  # noqa: S102 - the same
-        except ExceptionGroup as group:  # noqa: F821 - nor this
+        except ExceptionGroup as group:
             raise group.exceptions[0] from None
     except RankFailedError:
         work(0.5)

@@ -425,8 +425,7 @@ def everything_in_such_a_console():
     code.InteractiveInterpreter({"fail": fail}).runsource(source, symbol="exec")
 
 
-if sys.version_info >= (3, 11):
-    GROUPS = """
+GROUPS = """
 @by_name
 def a_group_by_name():
     try:
@@ -442,7 +441,7 @@ def a_group_of_everything():
     except* Exception:
         pass
 """
-    exec(GROUPS)  # noqa: S102 - Python 3.10 has no such syntax
+exec(GROUPS)  # noqa: S102 - Python 3.10 has no such syntax
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")

@@ -209,9 +209,8 @@ HANDLED = (
     "named_around_what_is_swallowed_in_a_finally",
     "shown_by_a_console",
 )
-if sys.version_info >= (3, 11):
-    LEFT_THE_PROGRAM += ("in_a_group",)
-    HANDLED += ("out_of_a_group",)
+LEFT_THE_PROGRAM += ("in_a_group",)
+HANDLED += ("out_of_a_group",)
 
 
 @pytest.fixture(scope="module")
