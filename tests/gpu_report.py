@@ -1,15 +1,19 @@
 """Everything that needs GPUs, in one report to attach to a bug or a pull request: ``make gpu``.
 
-    python -m tests.gpu_report               # writes gpu-report.md, in less than 15 minutes
+    python3 -m tests.gpu_report              # writes gpu-report.md, in less than 10 minutes
     python -m tests.gpu_report --on-cpu      # the same over gloo without a GPU, to try the report itself
 
-The exit code is 0 if all went well, 1 if a part did not, and 2 where there is no GPU.
+It needs torch, pytest and cloudpickle, in any Python; the package need not be installed. The most telling part comes
+first, and the report is written after each. The exit code is 0 if all went well, 1 if a part did not, and 2 where there
+is no GPU or one of the three is not there.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import importlib.metadata
+import importlib.util
 import os
 import platform
 import subprocess
@@ -18,13 +22,19 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-import torch
-
 from distman._version import VERSION
 from tests.ports import find_free_port
 
 REPOSITORY = Path(__file__).parents[1]
 MAX_RANKS = 8
+NEEDED = ("torch", "pytest", "cloudpickle")
+TESTS = (
+    "tests/launch/test_gpus.py",
+    "tests/launch/test_collectives.py",
+    "tests/test_decorators.py",
+    "tests/test_synchronizations.py",
+)
+"""Files with tests that need a GPU: to collect all others would need all that they need."""
 RANKS_ON_CPU = 2
 SHOWN = 20_000
 """Characters of a part's output that the report shows, its end: the traceback of a failed test is there."""
@@ -51,14 +61,16 @@ class Result:
 
 
 def parts(num_ranks: int, rounds: int) -> list[Part]:
-    """Return what is run; the limits add up to less than 15 minutes. The fault cases are among the tests."""
+    """Return what is run; the limits add up to less than 10 minutes. The fault cases are among the tests."""
     ranks = ["-m", "torch.distributed.run", f"--master-port={find_free_port()}", f"--nproc-per-node={num_ranks}"]
-    tests = ["-m", "pytest", "-m", "gpu", "-v", "-rs", "-p", "no:cacheprovider", "--color=no"]
+    is_installed = importlib.metadata.entry_points(group="pytest11", name="distman")
+    kit = [] if is_installed else ["-p", "distman.testing._plugin"]
+    tests = ["-m", "pytest", *kit, "-m", "gpu", "-v", "-rs", "-p", "no:cacheprovider", "--color=no", *TESTS]
     benchmarks = [*ranks, "docs/benchmarks/gpus.py", "--rounds", str(rounds)]
     return [
-        Part("Tests that need a GPU", tests, 400),
-        Part("distman check", [*ranks, "-m", "distman", "check"], 120),
-        Part("Benchmarks", benchmarks, 300, is_markdown=True),
+        Part("distman check", [*ranks, "-m", "distman", "check"], 150),
+        Part("Tests that need a GPU", tests, 250),
+        Part("Benchmarks", benchmarks, 180, is_markdown=True),
     ]
 
 
@@ -112,6 +124,8 @@ def verdict(result: Result) -> str:
 
 def machine() -> list[tuple[str, str]]:
     """Return what the figures depend on."""
+    import torch
+
     gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
     nccl = ".".join(map(str, torch.cuda.nccl.version())) if gpus and torch.distributed.is_nccl_available() else "none"
     return [
@@ -136,6 +150,8 @@ def said_by(*command: str) -> str:
 
 def why_there_is_no_gpu() -> str:
     """Return why torch sees none, and what to do."""
+    import torch
+
     if not torch.cuda.is_available() and torch.version.cuda is None and torch.version.hip is None:
         return (
             f"torch {torch.__version__} was built for CPUs only. On a machine with a GPU install one for it, as "
@@ -152,11 +168,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--output", type=Path, default=Path("gpu-report.md"), help="%(default)s if left out")
     parser.add_argument("--on-cpu", action="store_true", help="try the report without a GPU")
     chosen = parser.parse_args(arguments)
+    missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
+    if missing:
+        sys.stderr.write(
+            f"{sys.executable} must have {', '.join(missing)}, got none. Install it, or use another Python.\n"
+        )
+        return 2
+    import torch
+
     num_gpus = torch.cuda.device_count()
     if not num_gpus and not chosen.on_cpu:
         sys.stderr.write(f"There is no GPU here: torch sees none. {why_there_is_no_gpu()}\n")
         return 2
-    environ = {**os.environ, "OMP_NUM_THREADS": "1"} | ({"CUDA_VISIBLE_DEVICES": ""} if chosen.on_cpu else {})
+    paths = os.pathsep.join([str(REPOSITORY), *filter(None, [os.environ.get("PYTHONPATH")])])  # not installed, maybe
+    environ = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": paths} | (
+        {"CUDA_VISIBLE_DEVICES": ""} if chosen.on_cpu else {}
+    )
     results = []
     for part in parts(RANKS_ON_CPU, 1) if chosen.on_cpu else parts(min(num_gpus, MAX_RANKS), 30):
         sys.stdout.write(f"{part.title} ... ")
