@@ -3,7 +3,7 @@
 venv := .venv
 python := $(venv)/bin/python
 installed := $(venv)/installed
-newest := .venv-newest
+versions := .venv-versions
 
 # Thousands of processes start; each would compile the package anew.
 unexport PYTHONDONTWRITEBYTECODE
@@ -11,7 +11,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # The table in launchers/README.md: a file, and the command that writes it.
 row := ^\| \[([a-z_]+\.sh)\].*`distman (launch .*)` \|$$
 
-.PHONY: help demo check test gpu test-newest wheels lint docs launchers man clean
+.PHONY: help demo check test gpu test-versions wheels lint docs launchers man clean
 
 help:  ## Say what there is.
 	@sed -nE 's/^([a-z-]+):.*## (.*)/make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 18
@@ -28,16 +28,11 @@ test: $(installed)  ## Check the style, build the documentation, run all tests.
 	$(MAKE) --jobs=2 --output-sync lint docs  # each keeps one core busy
 	$(python) -m pytest --numprocesses=4 --dist=worksteal
 
-# What is pinned for the ordinary tests is the oldest torch that setup.cfg allows.
-test-newest:  ## Run the tests that need no launcher with the newest torch.
-	test -x $(newest)/bin/python || python3 -m venv $(newest)
-	sed '/^torch==/d' .ci/constraints.txt > $(newest)/constraints.txt
-	$(newest)/bin/python -m pip install --quiet --constraint $(newest)/constraints.txt --upgrade torch --editable '.[test]'
-	$(newest)/bin/python -c 'import torch; print("torch", torch.__version__)'
-	$(newest)/bin/python -m pytest --numprocesses=2 --dist=worksteal --ignore=tests/launch
+test-versions:  ## Run the tests that need no launcher with every torch, or those in ARGUMENTS.
+	python3 -m tests.versions $(ARGUMENTS)
 
-gpu: $(installed)  ## Run what needs GPUs, and write a report on it, gpu-report.md.
-	$(python) -m tests.gpu_report
+gpu:  ## Run what needs GPUs, and write a report on it, gpu-report.md.
+	$(if $(wildcard $(python)),$(python),python3) -m tests.gpu_report
 
 wheels:  ## Build the distributions in dist/, and test the wheel with each Python and the newest torch.
 	.ci/wheels
@@ -59,7 +54,7 @@ man: $(installed)  ## Write the manual page docs/distman.1 again.
 	$(python) -m tests.cli.man_page > docs/distman.1
 
 clean:  ## Remove everything that was built or installed.
-	rm -rf $(venv) $(newest) .venv-wheels build dist docs/_build *.egg-info .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf $(venv) $(versions) .venv-wheels build dist docs/_build *.egg-info .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
 
 $(installed): setup.cfg pyproject.toml .ci/constraints.txt
 	test -x $(python) || python3 -m venv $(venv)
