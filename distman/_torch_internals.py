@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 import functools
 import inspect
 import itertools
@@ -831,13 +832,21 @@ def set_nested(state: dict[str, Any], path: tuple[str | int, ...], value: object
 # Workers of a DataLoader
 
 
+def _as_only(info: Any) -> Any:
+    if dataclasses.is_dataclass(info):
+        changed: Any = info
+        return dataclasses.replace(changed, id=0, num_workers=1)
+    alone = copy.copy(info)  # up to 2.11, where it refuses to be set
+    vars(alone).update(id=0, num_workers=1)
+    return alone
+
+
 @contextlib.contextmanager
 def as_only_worker() -> Iterator[None]:
     """Let ``get_worker_info`` answer in a worker as if it were the only one; elsewhere it answers None as ever."""
-    info = worker._worker_info
+    info: Any = worker._worker_info
     if info is not None:
-        worker._worker_info = copy.copy(info)
-        vars(worker._worker_info).update(id=0, num_workers=1)  # up to 2.11 it is no data class, and refuses to be set
+        worker._worker_info = _as_only(info)
     try:
         yield
     finally:

@@ -12,14 +12,10 @@ import struct
 from collections.abc import Iterator
 from pathlib import Path
 
-import torch.distributed as dist
-
-from distman._coordination.monitor.current_watcher import failure_behind
 from distman._device import is_pure_gloo
 from distman._job.job import Job
 from distman._rendezvous.door import UNIX
 from distman._store.transport import is_nobody
-from distman._torch_internals import is_lost_connection
 from distman.errors import DistmanError
 
 _IS_LAZY = "TORCH_GLOO_LAZY_INIT"
@@ -52,28 +48,20 @@ def meets_on_this_host(job: Job) -> bool:
 def noticed(group: str, num_others: int) -> Iterator[None]:
     """Notice strangers of this host who take a connection of a group that is made meanwhile.
 
-    Blocking, for a second, where a connection breaks. For groups of gloo alone, whose members are all on this host.
+    Blocking, for a moment. For groups of gloo alone, whose members are all on this host.
 
     Args:
         group: What the group is called, for messages.
         num_others: Number of its other members.
 
     Raises:
-        DistmanError: A stranger holds a connection, or one was closed although no rank has ended.
+        DistmanError: A stranger holds a connection.
     """
     before = _descriptors()
-    try:
-        yield
-        if not is_nobody() and not os.environ.get(_IS_LAZY):
-            with contextlib.suppress(OSError):  # this host does not show its connections
-                _check(_descriptors() - before, group, num_others)
-    except RuntimeError as error:
-        if isinstance(error, dist.DistError) or not is_lost_connection(error) or failure_behind(error, group):
-            raise
-        raise DistmanError(
-            f"A connection of {group} was closed while the group was made, though no rank has ended. If no other rank "
-            f"says why, a stranger took it: {_REMEDY} ({str(error).partition('. ')[0]})"
-        ) from error
+    yield
+    if not is_nobody() and not os.environ.get(_IS_LAZY):
+        with contextlib.suppress(OSError):  # this host does not show its connections
+            _check(_descriptors() - before, group, num_others)
 
 
 def _check(new: set[int], group: str, num_others: int) -> None:

@@ -17,7 +17,6 @@ class Empty:
         return iter(())
 
 
-@ranks(2)
 def test_a_class_where_a_function_is_meant_and_numbers_in_strings_are_told():
     handler = NNHandler(Network)
     with pytest.raises(TypeError, match=r"loss_fn must be a function, got the class MSELoss\. Pass MSELoss\(\)"):
@@ -31,6 +30,7 @@ def test_a_class_where_a_function_is_meant_and_numbers_in_strings_are_told():
     handler.set_scheduler(torch.optim.lr_scheduler.ReduceLROnPlateau, mode="max")
 
 
+@ranks(2)
 def test_what_is_missing_or_wrong_is_one_sentence():
     handler = NNHandler(Network)
     with pytest.raises(

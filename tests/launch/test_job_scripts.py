@@ -114,7 +114,8 @@ def test_torchrun_on_two_hosts(namespace_hosts, tmp_path):
     assert [node.returncode for node in finished] == [0, 0]
     told = replace(finished[0], stdout="".join(node.stdout for node in finished))
     assert_started(told, ranks=4, nodes=2, method="torchrun", has_secret=False)
-    assert [node.stderr for node in finished] == ["", ""], "nobody is warned of a rendezvous that is not static"
+    said = "".join(node.stderr for node in finished)  # torch complains of agents that end one after the other
+    assert "static rendezvous" not in said, "nobody is warned of a rendezvous that is not static"
     assert (tmp_path / ".distman_secret").stat().st_mode & 0o777 == 0o600
 
 
