@@ -34,7 +34,7 @@ from torch.utils._pytree import (  # noqa: F401 - for other modules
     tree_structure,
     tree_unflatten,
 )
-from torch.utils.data._utils import signal_handling, worker
+from torch.utils.data._utils import worker
 
 from distman._gloo_listeners import awake
 from distman._host_channels import close_those_of
@@ -851,55 +851,3 @@ def as_only_worker() -> Iterator[None]:
         yield
     finally:
         worker._worker_info = info
-
-
-WORKER_NAME = "pt_data_worker"
-"""What torch calls the main thread of a worker, and so the process."""
-
-
-def prepare_workers(prepare: Callable[[], None]) -> Callable[[], None]:
-    """Let each worker that a loader starts call something, once torch has set the worker's signal handlers.
-
-    Args:
-        prepare: Called in the worker's main thread; it can be pickled, for workers that are new interpreters.
-
-    Returns:
-        What undoes that, for workers to come.
-    """
-    set_handlers, loop = signal_handling._set_worker_signal_handlers, worker._worker_loop
-
-    def set_handlers_and_prepare() -> None:
-        set_handlers()
-        prepare()
-
-    prepared_loop = _PreparedLoop(loop, prepare)
-    signal_handling._set_worker_signal_handlers = set_handlers_and_prepare  # forks have it, of any kind of loader
-    worker._worker_loop = prepared_loop  # type: ignore[assignment]  # any callable will do
-
-    def undo() -> None:
-        if signal_handling._set_worker_signal_handlers is set_handlers_and_prepare:
-            signal_handling._set_worker_signal_handlers = set_handlers
-        if worker._worker_loop is prepared_loop:
-            worker._worker_loop = loop
-
-    return undo
-
-
-class _PreparedLoop:
-    """What a worker runs: torch's own loop, which a new interpreter prepares first."""
-
-    def __init__(self, loop: Callable[..., None], prepare: Callable[[], None]) -> None:
-        self._loop = loop
-        self._prepare = prepare
-
-    def __call__(self, *arguments: Any) -> None:
-        self._loop(*arguments)
-
-    def __reduce__(self) -> tuple[object, ...]:
-        return _prepared_loop, (self._prepare,)
-
-
-def _prepared_loop(prepare: Callable[[], None]) -> Callable[..., None]:
-    prepare_workers(prepare)
-    loop: Callable[..., None] = worker._worker_loop
-    return loop

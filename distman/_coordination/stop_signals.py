@@ -9,14 +9,13 @@ from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import Any
 
-from distman._coordination.loader_workers import protect_workers, unprotect_workers
 from distman._log import logger
 
 Handler = Callable[[int, FrameType | None], Any] | int | None
 
 
 class StopSignals:
-    """Lets signals ask for a stop, from :meth:`listen` to :meth:`restore`; loader workers ignore them all along.
+    """Lets signals ask for a stop, from :meth:`listen` to :meth:`restore`.
 
     Args:
         signals: Which ones.
@@ -30,7 +29,6 @@ class StopSignals:
         self._is_over = False
         self._has_warned = False
         self._pid = os.getpid()
-        protect_workers(signals)
 
     def listen(self) -> None:
         """Handle the signals; a handler that was there before is called too, unless it would end this rank alone.
@@ -63,7 +61,6 @@ class StopSignals:
         hands each signal over.
         """
         self._is_over = True
-        unprotect_workers()
         if threading.current_thread() is not threading.main_thread():
             return
         for number, handler in self._previous.items():

@@ -310,7 +310,7 @@ def _end_daemons() -> None:
     """End the daemonic processes of ``multiprocessing``, as the exit handlers would: one may hold a launcher's pipe."""
     for child in multiprocessing.process.active_children():
         if child.daemon:
-            child.kill()  # a worker of a loader ignores SIGTERM
+            child.terminate()
 
 
 def report_at_end() -> None:
