@@ -165,8 +165,8 @@ def read_time(text: str) -> str:
 def quoted(word: str) -> str:
     """Return a word as bash reads it, on one line and visible: control characters and the like are escaped.
 
-    A line that begins within a word would be taken for one of the script's by whoever does not read as bash does: a
-    person, and schedulers, which look for their options at the beginnings of lines.
+    People, and schedulers that look for their options at the beginnings of lines, would take a line that begins within
+    a word for one of the script's.
     """
     if word.isprintable():
         return shlex.quote(word)
