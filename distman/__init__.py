@@ -23,6 +23,7 @@ from distman.errors import (
     BarrierTimeoutError,
     CheckpointError,
     DistmanError,
+    JobFailed,
     LaunchEnvironmentError,
     NonFiniteLossError,
     NotInitializedError,
@@ -36,6 +37,7 @@ from distman.errors import (
 from distman.topology import ProcessGroupConfig, ProcessGroupNode, split_sizes
 
 if TYPE_CHECKING:
+    from distman._coordination.surviving import surviving_failure
     from distman._device import pick_device, resolve_device
     from distman._rendezvous.peers import Peer
     from distman._run.function import run
@@ -55,6 +57,7 @@ __all__ = [
     "CheckpointError",
     "DistmanError",
     "DistributedManager",
+    "JobFailed",
     "LaunchEnvironmentError",
     "NonFiniteLossError",
     "NotInitializedError",
@@ -83,6 +86,7 @@ __all__ = [
     "run",
     "should_use_distributed",
     "split_sizes",
+    "surviving_failure",
 ]
 
 _NEEDS_TORCH = {
@@ -100,6 +104,7 @@ _NEEDS_TORCH = {
     "pick_device": "distman._device",
     "run": "distman._run.function",
     "resolve_device": "distman._device",
+    "surviving_failure": "distman._coordination.surviving",
 }
 
 

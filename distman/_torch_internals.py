@@ -12,6 +12,7 @@ import dataclasses
 import functools
 import inspect
 import itertools
+import logging
 import os
 import pickle
 import re
@@ -309,6 +310,13 @@ _LOST_CONNECTION = re.compile(r"gloo/transport|nccl(Remote|System)Error|Connecti
 
 
 _UNREACHABLE = re.compile(r"Connection timed out|No route to host|(Network|Host) is unreachable")
+
+
+def collective_errors() -> logging.Logger:
+    """Return the logger to which torch's collectives report each error before they raise it."""
+    from torch.distributed import c10d_logger
+
+    return c10d_logger._c10d_logger
 
 
 def is_lost_connection(error: BaseException) -> bool:

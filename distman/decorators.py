@@ -16,7 +16,6 @@ from typing import Any, Literal, ParamSpec, TypeVar, cast, overload
 
 import torch
 
-from distman._coordination.failure.record import FailureRecord
 from distman._coordination.sections import ExclusiveSection, ExclusiveSections
 from distman._coordination.tracking import Restricted, call_site, check_all_run_here, depth, is_outside, restriction
 from distman._coordination.wait_scope import WaitScope
@@ -24,7 +23,7 @@ from distman._groups.registry import Group
 from distman._log import logger
 from distman.collectives._objects import broadcast_data
 from distman.collectives._validation import GroupLike
-from distman.errors import RankFailedError
+from distman.errors import JobFailed
 from distman.manager import DistributedManager
 
 __all__ = [
@@ -77,7 +76,8 @@ def on_rank(
         A decorator for functions, methods, class methods and static methods. The decorated function returns the
         result where it ran, and None elsewhere, unless it is broadcast. It raises
 
-        * :class:`~distman.RankFailedError` on every rank of the group, if it raised on one: with the type, text and
+        * What the function raised, on the rank where it did.
+        * :class:`~distman.RankFailedError` on the other ranks of the group, then: with the type, text and
           traceback of that error, which is the cause on the rank where it was raised. There SystemExit and
           KeyboardInterrupt go on as they are, and so does the error of a result that cannot be pickled.
         * :class:`~distman.DistmanError`, if it comes to a collective or barrier for which ranks are needed that wait:
@@ -292,23 +292,17 @@ def _run_and_tell(section: ExclusiveSection, run: Callable[[], R], region: Restr
     try:
         with region:
             return run()
-    except RankFailedError as error:  # it says all there is to say, and is the one that the watcher raised, perhaps
-        section.fail(error)
+    except JobFailed:  # the others hear of it too
         raise
-    except Exception as error:
-        raise section.fail(error).to_error() from error
-    except BaseException as error:  # SystemExit and KeyboardInterrupt end this process, and concern the others
+    except BaseException as error:
         section.fail(error)
         raise
 
 
 def _run_alone(run: Callable[[], R], what: str, rank: int) -> R:
-    """Run a function on the only rank there is; an error looks as it would among others."""
-    try:
-        with Restricted(what, frozenset([rank])):
-            return run()
-    except Exception as error:
-        raise FailureRecord.of(error, rank).to_error() from error
+    """Run a function on the only rank there is."""
+    with Restricted(what, frozenset([rank])):
+        return run()
 
 
 class _First(AbstractContextManager[None]):

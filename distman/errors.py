@@ -2,13 +2,14 @@
 
 ::
 
+    JobFailed (SystemExit)        another rank has failed, and with it the job: who, where and why
     DistmanError (RuntimeError)
      ├── NotInitializedError      the manager is asked before initialize()
      ├── LaunchEnvironmentError   variables missing, not numbers, or contradicting each other
      ├── RendezvousError          ranks missing, double, unlike, or the address not reachable
      ├── UndefinedGroupError      no group or mesh axis of that name
      ├── PlanMismatchError        ranks ask for different groups, collectives, keys or shapes
-     ├── RankFailedError          another rank raised, died or left; carries rank, host, type, text, traceback
+     ├── RankFailedError          what one rank did for all, such as a save, raised there; the job goes on
      ├── BarrierTimeoutError      names the ranks that did not come to a barrier
      ├── CheckpointError          a checkpoint is damaged, is none at all, or holds code; or a save failed
      ├── NonFiniteLossError       the loss of a training is NaN or infinite on some rank
@@ -27,7 +28,7 @@ import difflib
 import functools
 import reprlib
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import BrokenExecutor
 from numbers import Real
 
@@ -37,6 +38,7 @@ __all__ = [
     "BarrierTimeoutError",
     "CheckpointError",
     "DistmanError",
+    "JobFailed",
     "LaunchEnvironmentError",
     "NonFiniteLossError",
     "NotInitializedError",
@@ -145,32 +147,8 @@ class PlanMismatchError(DistmanError):
     """
 
 
-class RankFailedError(DistmanError):
-    """Another rank raised, or ended without a word.
-
-    Raised in the main thread of every other rank of the job, wherever it is; and on all ranks where a call does its
-    work on some of them, with the error of this one as its cause. The message has the error and the traceback of the
-    rank that failed: mend that one. A rank that catches it may finish what needs no other rank, and has to end then.
-
-    Attributes:
-        rank: The rank that failed, in the world.
-        host: Its host name.
-        pid: Its process id on that host.
-        error_type: Name of the type that was raised there, such as ``"ValueError"``; of a rank that did not raise,
-            ``"died"``, ``"left"`` or ``"silent"``.
-        error_text: Text of that error, or what is known; as that rank gave it, while the message of this error escapes
-            control characters and ends of lines.
-        traceback_text: The traceback as that rank printed it; empty if it did not raise.
-
-    Example on two ranks:
-        >>> def load_shard():
-        ...     raise OSError("the disk is full")
-        >>> try:
-        ...     on_rank(1)(load_shard)()
-        ... except RankFailedError as error:
-        ...     print(f"rank {error.rank} raised {error.error_type}: {error.error_text}")
-        rank 1 raised OSError: the disk is full
-    """
+class _OfAnotherRank(BaseException):
+    """What is known of a rank that failed; base of the errors that tell of one."""
 
     def __init__(
         self, *, rank: int, host: str, pid: int, error_type: str, error_text: str, traceback_text: str
@@ -191,6 +169,105 @@ class RankFailedError(DistmanError):
     def __reduce__(self) -> tuple[object, ...]:
         names = ("rank", "host", "pid", "error_type", "error_text", "traceback_text")
         return functools.partial(type(self), **{name: getattr(self, name) for name in names}), ()
+
+
+class RankFailedError(_OfAnotherRank, DistmanError):
+    """What one rank did for all, such as a save or a function under ``on_rank``, raised there; the job goes on.
+
+    Raised on the other ranks, in the call that waits for that work. The rank itself raises the original error, and so
+    does a job of one process. Where all ranks must take the same way, catch both. The message has the error and the
+    traceback of the rank that failed.
+
+    Attributes:
+        rank: The rank that failed, in the world.
+        host: Its host name.
+        pid: Its process id on that host.
+        error_type: Name of the type that was raised there, such as ``"ValueError"``.
+        error_text: Text of that error as that rank gave it, while the message of this error escapes control characters
+            and ends of lines.
+        traceback_text: The traceback as that rank printed it.
+
+    Example on two ranks:
+        >>> def load_shard():
+        ...     raise OSError("the disk is full")
+        >>> try:
+        ...     on_rank(1)(load_shard)()
+        ... except (OSError, RankFailedError) as error:
+        ...     print(f"on rank {rank}: {type(error).__name__}")
+        on rank ...
+    """
+
+
+class JobFailed(_OfAnotherRank, SystemExit):
+    """Another rank has failed, and with it the job: a request to end this process, with exit code 76.
+
+    Raised in the main thread of every rank but the one that failed, wherever it is, and by calls that wait for other
+    ranks. ``except Exception`` lets it pass, as it does any ``SystemExit``. To save something first, write ``except
+    JobFailed: save(state, path, local=True); raise``, or a ``finally``. To go on without the other ranks, do the work
+    in a :func:`distman.surviving_failure` block.
+
+    Attributes:
+        rank: The rank that failed, in the world.
+        host: Its host name.
+        pid: Its process id on that host.
+        error_type: Name of the type that was raised there, such as ``"ValueError"``; of a rank that did not raise,
+            ``"died"``, ``"exited"``, ``"left"`` or ``"silent"``.
+        error_text: Text of that error, or what is known.
+        traceback_text: The traceback as that rank printed it; empty if it did not raise.
+        code: The exit code, 76.
+
+    Example on two ranks:
+        >>> with surviving_failure() as failure:
+        ...     if rank == 1:
+        ...         sys.exit(3)
+        ...     manager.barrier()
+        >>> if failure:
+        ...     print(f"rank {failure.error.rank} {failure.error.error_text}")
+        rank 1 ended with exit code 3...
+    """
+
+    EXIT_CODE = 76
+    """Exit code of a process that ends by it: ``EX_PROTOCOL`` of sysexits.h, a remote error."""
+
+    def __init__(
+        self, *, rank: int, host: str, pid: int, error_type: str, error_text: str, traceback_text: str
+    ) -> None:
+        super().__init__(
+            rank=rank,
+            host=host,
+            pid=pid,
+            error_type=error_type,
+            error_text=error_text,
+            traceback_text=traceback_text,
+        )
+        self.code = self.EXIT_CODE
+
+    def acknowledge(self) -> None:
+        """Go on without the other ranks: the failure is not raised again, and the exit code is the program's.
+
+        Local. :func:`distman.surviving_failure` does it; this is for what runs programs and shows their errors, such as
+        plugins of pytest and notebooks. Calls that wait for ranks that are gone raise again.
+
+        Example:
+            >>> def run_cell(cell):
+            ...     try:
+            ...         cell()
+            ...     except JobFailed as failure:
+            ...         failure.acknowledge()
+            ...         print(failure)
+        """
+        for action in _acknowledging:
+            action(self)
+
+
+_acknowledging: list[Callable[[JobFailed], None]] = []
+"""What is called with a failure that the program survives."""
+
+
+def _on_acknowledgement(action: Callable[[JobFailed], None]) -> Callable[[JobFailed], None]:
+    """Let a function of the core hear of each failure that the program survives."""
+    _acknowledging.append(action)
+    return action
 
 
 class BarrierTimeoutError(DistmanError):

@@ -41,7 +41,7 @@ from distman._manager.place import Place
 from distman._manager.state import ManagerState
 from distman._process_state import puts_back
 from distman._seeds import seed_generators
-from distman._torch_internals import check_finds_unused
+from distman._torch_internals import check_finds_unused, close_all_connections
 from distman.environments import detect
 from distman.errors import check_seconds
 
@@ -110,7 +110,7 @@ class DistributedManager(Place, GroupQueries, GroupCreation):
             LaunchEnvironmentError: Variables of the launcher are missing or contradict each other.
             RendezvousError: On every rank that arrived: ranks are missing, double, unlike or share a GPU, or
                 the address is not reachable.
-            RankFailedError: On every rank that arrived: another rank raised before it got here.
+            JobFailed: On every rank that arrived: another rank raised before it got here.
             ValueError: An argument, or the variable that stands for it, has no meaning.
             TypeError: An argument is of the wrong type.
             DistmanError: Called in a process forked from a rank, which cannot be a rank of that job, too.
@@ -267,8 +267,8 @@ class DistributedManager(Place, GroupQueries, GroupCreation):
         if hook.has_failed():
             abandon(cls()._state.watcher)
             tracking.end_rank_process()
-            if cls()._state.job.world_size > 1:
-                hook.end_without_destructors()
+            if dist.is_initialized():  # their destructors would wait for collectives that nobody completes
+                close_all_connections()
         else:
             with _lifecycle.end():
                 if cls.is_initialized():

@@ -12,7 +12,7 @@ from distman._coordination.messages import decode_text
 from distman._coordination.monitor.watcher import NO_ANSWER
 from distman._text import printable
 from distman._torch_internals import is_lost_connection
-from distman.errors import BarrierTimeoutError, RankFailedError
+from distman.errors import BarrierTimeoutError, JobFailed, RankFailedError
 
 if TYPE_CHECKING:
     from distman.manager import DistributedManager
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 _MAX_NAMED = 8  # ranks named in a sentence
 
 
-def explain(error: Exception, step: str, manager: DistributedManager) -> str | None:
+def explain(error: BaseException, step: str, manager: DistributedManager) -> str | None:
     """Return why a step ended early, in one sentence; None where the fault is this rank's own.
 
     Blocking, for a few seconds: where a collective got no answer, the ranks are asked over the store where they
@@ -32,15 +32,17 @@ def explain(error: Exception, step: str, manager: DistributedManager) -> str | N
         step: What was done, for the sentence.
         manager: The manager.
     """
-    if isinstance(error, RankFailedError | BarrierTimeoutError):
-        has_left = isinstance(error, RankFailedError) and error.error_type == LEFT
+    if isinstance(error, JobFailed):
+        error.acknowledge()  # the command ends with a verdict
+    if isinstance(error, JobFailed | RankFailedError | BarrierTimeoutError):
+        has_left = isinstance(error, JobFailed) and error.error_type == LEFT
         return (_verdict(manager) if has_left else None) or _first_line(error)  # it may have left with a verdict
     if not is_lost_connection(error):
         return None
     return _verdict(manager, f"{step} failed: ", _first_line(error))
 
 
-def own_fault(error: Exception, manager: DistributedManager) -> str:
+def own_fault(error: BaseException, manager: DistributedManager) -> str:
     """Return in one sentence what this rank raised."""
     return f"{manager.roll_call[manager.rank]} raised {type(error).__name__}: {_first_line(error)}"
 
@@ -72,5 +74,5 @@ def _who_stands_still(manager: DistributedManager, reason: str) -> str:
     return f"{reason}. The others answer over the store: {named}. See the network between them." if named else reason
 
 
-def _first_line(error: Exception) -> str:
+def _first_line(error: BaseException) -> str:
     return (str(error).splitlines() or [""])[0]

@@ -44,8 +44,8 @@ def wait_for_all(store_group: StoreGroup, key: str, *, timeout: float, locate: L
 
     Raises:
         BarrierTimeoutError: On every rank that came: some did not come within ``timeout`` seconds of one of them.
-        RankFailedError: On a rank that came when the others had given up; and on every one, if the job failed or an
-            awaited rank left it.
+        RankFailedError: On a rank that came when the others had given up.
+        JobFailed: On every rank: the job failed, or an awaited rank left it.
     """
     _Barrier(store_group, key).wait(timeout, locate)
 

@@ -26,7 +26,7 @@ from distman._coordination.tracking import is_outside, restriction
 from distman._log import logger
 from distman._text import printable
 from distman._torch_internals import close_all_connections
-from distman.errors import DistmanError
+from distman.errors import DistmanError, JobFailed
 
 _PATIENCE = 0.5  # seconds for the others to raise, and between two questions where they are
 _WAIT = 1.0  # seconds in one call after which a rank waits for those that raised, and does not just take part in it
@@ -64,7 +64,7 @@ class JointBlocks:
         Blocking: milliseconds where all raise, else until another one is seen waiting.
         """
         # The job has failed before, or who is missing has left it, so nobody waits; or the store is gone.
-        with contextlib.suppress(DistmanError, dist.DistError):
+        with contextlib.suppress(DistmanError, JobFailed, dist.DistError):
             key = self._keys.next()
             # torch's stubs lack the method
             self._group.store.append(protocol.arrived(key), f"{self._group.rank},")  # type: ignore[attr-defined]

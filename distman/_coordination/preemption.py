@@ -98,7 +98,7 @@ class StopAgreement:
         Raises:
             ValueError: The step is smaller than the one before.
             PlanMismatchError: The ranks ask at different steps.
-            RankFailedError: The job failed while this rank waited.
+            JobFailed: The job failed while this rank waited.
         """
         step = self._check_order(step)
         if self._store_group is None:

@@ -81,7 +81,8 @@ class ExclusiveSection:
         Collective over the group. Blocking, for as long as it takes them.
 
         Raises:
-            RankFailedError: One of them failed, or is gone.
+            RankFailedError: It raised on one of them.
+            JobFailed: One of them is gone.
             PlanMismatchError: The ranks are at different calls.
         """
         store = self.store_group.store

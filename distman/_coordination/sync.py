@@ -96,7 +96,7 @@ class StoreGroup:
             tell: Tells all that wait in the operation of such a rank, in a way that ``is_there`` sees.
 
         Raises:
-            RankFailedError: The job failed, by this rank perhaps; or an awaited rank left it, and there is no ``tell``.
+            JobFailed: The job failed, by this rank perhaps; or an awaited rank left it, and there is no ``tell``.
         """
         raise_if_failed()  # the store may have gone since, and torch would print a stack each time that it is asked
         can_tell = key is not None and isinstance(self.store, TorchStore)
@@ -116,7 +116,7 @@ class StoreGroup:
                     left = leavers.find(now)
                     if left is not None and not is_there():
                         if tell is None:
-                            raise left.to_error()
+                            raise left.to_failure()
                         tell(left)
                     look_around = now + max(self.look_around_every, _LOOK_AROUND_PER_RANK * self.size)
                 if is_over:
@@ -134,7 +134,7 @@ class StoreGroup:
         record = FailureRecord.read(self.job_store)
         if record is not None and not is_there():
             let_others_hear_first()
-            raise record.to_error()
+            raise record.to_failure()
 
 
 class Looker:

@@ -12,7 +12,7 @@ import torch
 from distman._coordination.monitor.current_watcher import failure_behind, mismatch_behind, note_raised, raise_if_failed
 from distman._coordination.tracking import TrackedWait, current_wait
 from distman._torch_internals import outside_graphs
-from distman.errors import PlanMismatchError, RankFailedError
+from distman.errors import JobFailed, PlanMismatchError
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -21,7 +21,7 @@ R = TypeVar("R")
 class WaitScope(TrackedWait):
     """For the length of a ``with`` block this thread waits for other ranks, and says why if they do not come.
 
-    Where the failure of another rank broke a connection, ``RankFailedError`` takes the place of that error; where the
+    Where the failure of another rank broke a connection, ``JobFailed`` takes the place of that error; where the
     ranks wait in calls that do not match, or one of them refuses its part, ``PlanMismatchError`` does.
     """
 
@@ -41,8 +41,8 @@ class WaitScope(TrackedWait):
             raise PlanMismatchError(mismatch) from error
         record = failure_behind(error, self.operation) if error is not None and is_mine else None
         if record is not None:
-            raise note_raised(record.to_error()) from error
-        if self.is_outermost and isinstance(error, RankFailedError):
+            raise note_raised(record.to_failure()) from error
+        if self.is_outermost and isinstance(error, JobFailed):
             note_raised(error)
 
 

@@ -17,7 +17,7 @@ from distman._rendezvous import mpi
 from distman._rendezvous.join import Rendezvous
 from distman._rendezvous.peers import Peer, Peers
 from distman.environments import LAUNCHERS, LaunchEnvironment
-from distman.errors import RankFailedError
+from distman.errors import JobFailed
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,9 +95,9 @@ class Job:
 
     def end_after(self, error: BaseException) -> None:
         """Make the launcher end the job once this process ends, where it would not do so by itself."""
-        abort_job(self.environment, error, is_beside=isinstance(error, RankFailedError) and self._is_beside(error))
+        abort_job(self.environment, error, is_beside=isinstance(error, JobFailed) and self._is_beside(error))
 
-    def _is_beside(self, error: RankFailedError) -> bool:
+    def _is_beside(self, error: JobFailed) -> bool:
         """Return whether the rank that an error tells of runs on this host; it may be of another job."""
         if error.rank not in range(self.world_size):
             return False

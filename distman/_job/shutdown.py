@@ -213,7 +213,7 @@ def _wait_until_all_left(job: Job, store: dist.Store, watcher: Watcher) -> None:
         watcher.wait_until_known()
         watcher.look_after_others(watcher.record)
     if watcher.untold is not None:
-        error = watcher.untold.to_error()
+        error = watcher.untold.to_failure()
         hook.write(f"distman: {error}\n\nThis rank had left the job, and only served the store to the others.")
 
 

@@ -44,7 +44,7 @@ from distman._torch_internals import (
     meeting_in_few_calls,
 )
 from distman.environments import LaunchEnvironment
-from distman.errors import DistmanError, RankFailedError, RendezvousError
+from distman.errors import DistmanError, JobFailed, RendezvousError
 
 _adoptions: weakref.WeakKeyDictionary[dist.ProcessGroup, Iterator[int]] = weakref.WeakKeyDictionary()
 """Numbers of the adoptions of a group: part of the keys in its store, which remembers those before."""
@@ -70,7 +70,7 @@ def start(
 
     Raises:
         RendezvousError: See :func:`distman._rendezvous.join.join`.
-        RankFailedError: The same; or a rank failed while it made its process group.
+        JobFailed: The same; or a rank failed while it made its process group.
     """
     if not environment.is_launched:
         return _job_of_one(environment, requested, limits), None
@@ -89,7 +89,7 @@ def start(
             unreachable_after=watch_limits.unreachable if watch_limits else UNREACHABLE_AFTER,
             on_meeting=leave_it_to_the_meeting,
         )
-    except (RendezvousError, RankFailedError):
+    except (RendezvousError, JobFailed):
         leave_it_to_the_meeting()  # the others know already, or cannot be found
         raise
     peer = rendezvous.peers[environment.rank]
@@ -115,7 +115,7 @@ def start(
         record = failure_behind(error, "the start")
         undo(job, watcher, error, record)
         if record is not None:
-            raise record.to_error() from error
+            raise record.to_failure() from error
         raise
     return job, watcher
 

@@ -8,6 +8,7 @@ import threading
 
 import torch.distributed as dist
 
+from distman._coordination.failure.interruption import Patience
 from distman._coordination.monitor.context import WatchLimits
 from distman._job.job import Limits
 from distman._log import logger
@@ -20,7 +21,9 @@ from distman.topology._partition import is_whole_number
 _TIMEOUT = ("DISTMAN_TIMEOUT", 3600.0)  # ranks may do different work for long, such as saving on one of them
 _RENDEZVOUS_TIMEOUT = ("DISTMAN_RENDEZVOUS_TIMEOUT", 300.0)  # imports from a shared file system take minutes
 _SILENCE_TIMEOUT = ("DISTMAN_SILENCE_TIMEOUT", 300.0)  # native code may hold the GIL for minutes
-_HANG_TIMEOUT = "DISTMAN_HANG_TIMEOUT"
+_HANG_TIMEOUT = ("DISTMAN_HANG_TIMEOUT", 300.0)  # a report costs little, and ends nothing
+_FAILURE_GRACE = ("DISTMAN_FAILURE_GRACE", 60.0)  # a handler may save for as long
+_TO_COME = 1.5  # of the grace, until a process that does not return to Python is ended
 _WATCH = "DISTMAN_WATCH"
 _FIND_UNUSED = "DDP_FIND_UNUSED_PARAMETERS"
 
@@ -99,8 +102,9 @@ def watch_limits() -> WatchLimits | None:
     """Return the limits of the watcher; None where it is switched off."""
     if not read_flag(os.environ, _WATCH, default=True):
         return None
-    hang = _seconds_of(_HANG_TIMEOUT, 0.0) or None
-    return WatchLimits(silence=_seconds_of(*_SILENCE_TIMEOUT), hang=hang)
+    grace = _seconds_of(*_FAILURE_GRACE)
+    patience = Patience(to_handle=grace, to_come=_TO_COME * grace)
+    return WatchLimits(_seconds_of(*_SILENCE_TIMEOUT), _seconds_of(*_HANG_TIMEOUT), patience)
 
 
 def _number(text: str) -> float | None:

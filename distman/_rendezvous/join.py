@@ -76,7 +76,7 @@ def join(
 
     Raises:
         RendezvousError: Ranks are missing, double, unlike or share a GPU, or the address is not reachable.
-        RankFailedError: A rank raised on its way here.
+        JobFailed: A rank raised on its way here.
     """
     allow_open_files(_FILES_PER_RANK * environment.world_size + _FILES_BESIDE)
     is_alone = environment.world_size == 1

@@ -40,7 +40,7 @@ from distman._rendezvous.peers import Peers, complete, describe_missing, describ
 from distman._rendezvous.store import JobStore
 from distman._store.torch_store import TorchStore
 from distman._text import Line
-from distman.errors import RankFailedError, RendezvousError
+from distman.errors import JobFailed, RendezvousError
 
 _FIRST_PAUSE = 0.00005  # seconds: about one call into the store
 _GROWTH = 1.3  # per pause, so that a wait is overrun by a third of itself at most
@@ -85,7 +85,7 @@ def establish_membership(
 
     Raises:
         RendezvousError: On every rank that arrived: ranks are missing, double, unlike or share a GPU.
-        RankFailedError: On every rank that arrived: a rank raised before it got here.
+        JobFailed: On every rank that arrived: a rank raised before it got here.
     """
     membership = _Membership(job_store, store, me, timeout, source, expected)
     peers: list[Peers] = []
@@ -109,7 +109,7 @@ def establish_membership(
             f"joining failed: the store at {job_store.url} was lost: {str(error).splitlines()[0]} [{source}]. "
             "See what ended the process that serves it."
         ) from error
-    except (RendezvousError, RankFailedError):
+    except (RendezvousError, JobFailed):
         raise
     except BaseException as error:  # Ctrl-C, or what the handler of a signal raised
         membership.withdraw(error)
@@ -228,7 +228,7 @@ class _Membership:
             self._check_my_place(verdict.peers)
             self.job_store.opener = verdict.store_rank
             return verdict.peers
-        error = RendezvousError(verdict.error) if verdict.failure is None else verdict.failure.to_error()
+        error = RendezvousError(verdict.error) if verdict.failure is None else verdict.failure.to_failure()
         is_late = time.monotonic() - self.started > self.timeout
         self._part(error, _PARTING if is_late else _PARTING_WITH_ALL, with_all=not is_late)
         raise error
@@ -425,7 +425,7 @@ class _Membership:
             count(self.store, protocol.VERDICT_HEARD, 1)
         if not self.job_store.is_opened_here:
             return
-        is_one_gone = isinstance(error, RankFailedError) and error.error_type == DIED
+        is_one_gone = isinstance(error, JobFailed) and error.error_type == DIED
         now = time.monotonic()
         until, report_at = now + seconds, now + _QUIET
         while time.monotonic() < until and not (with_all and self.is_given_up.is_set()):

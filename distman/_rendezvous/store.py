@@ -139,7 +139,7 @@ def open_or_join(point: Endpoint, rank: int, timeout: float, meanwhile: Callable
 
     Raises:
         RendezvousError: It could not be opened, or did not appear within ``timeout`` seconds.
-        RankFailedError: A rank failed on its way here.
+        JobFailed: A rank failed on its way here.
     """
     if point.is_host and not point.has_agent:
         return open_store(point, rank, timeout, meanwhile)
@@ -155,7 +155,7 @@ def open_store(point: Endpoint, rank: int, timeout: float, meanwhile: Callable[[
     Raises:
         RendezvousError: The port that the user named is taken, or the others look for it on another host, or its
             process does not start.
-        RankFailedError: A rank failed on its way here.
+        JobFailed: A rank failed on its way here.
     """
     client, is_own = start_or_enter(point, rank, timeout, left=_left, meanwhile=meanwhile)
     if not is_own:
@@ -173,7 +173,7 @@ def join_store(point: Endpoint, rank: int, timeout: float) -> JobStore:
 
     Raises:
         RendezvousError: It did not appear within ``timeout`` seconds.
-        RankFailedError: A rank failed on its way here.
+        JobFailed: A rank failed on its way here.
     """
     return _entered(find_store(point, rank, timeout, left=_left), timeout)
 
@@ -255,7 +255,7 @@ def _told_over_agent(
                 drop(error)
         failure = find_failure()
         if failure is not None:
-            raise failure.to_error()
+            raise failure.to_failure()
         time.sleep(_PAUSE)
     raise RendezvousError(
         f"{point.host} must tell where it has opened the job's store within {timeout:g} s, got {found} in the agent's "
@@ -297,12 +297,12 @@ def _entered(client: Client, timeout: float) -> JobStore:
     """Return the connection to a store that another process has opened.
 
     Raises:
-        RankFailedError: A rank failed on its way here, and has left word.
+        JobFailed: A rank failed on its way here, and has left word.
     """
     if client.failure:
         with contextlib.closing(client), contextlib.suppress(StoreLostError):  # then nobody counts any more
             client.add(protocol.in_job(protocol.TURNED_AWAY).encode(), 1)
-        raise FailureRecord.told(client.failure).to_error()
+        raise FailureRecord.told(client.failure).to_failure()
     return _connected(client, timeout)
 
 

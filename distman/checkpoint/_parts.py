@@ -19,7 +19,7 @@ from distman._coordination.messages import decode
 from distman._coordination.sync import StoreGroup
 from distman._store.torch_store import delete_keys
 from distman._torch_internals import storage_info
-from distman.errors import RankFailedError
+from distman.errors import JobFailed
 from distman.manager import DistributedManager
 
 _PATIENCE = 30.0  # seconds after a failure: the others end once they have written, and within a minute, see hook.py
@@ -93,7 +93,8 @@ class Parts:
         Blocking.
 
         Raises:
-            RankFailedError: A rank could not write its part, or died.
+            RankFailedError: A rank could not write its part.
+            JobFailed: A rank died.
         """
         group = self._group
         if group is None:
@@ -118,7 +119,7 @@ class Parts:
         while not is_there():
             try:
                 group.wait_until(is_there, place=_PLACE, awaited=lambda: [rank], key=key)
-            except RankFailedError as error:  # wherever that was, a rank that lives writes its part before it ends
+            except JobFailed as error:  # wherever that was, a rank that lives writes its part before it ends
                 until = min(until, time.monotonic() + _PATIENCE)
                 is_gone = error.rank == rank and error.error_type in (DIED, LEFT, SILENT)
                 if is_gone or time.monotonic() > until:

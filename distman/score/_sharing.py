@@ -8,13 +8,12 @@ from typing import TypeVar
 
 import torch
 
-from distman._coordination.failure.record import FailureRecord
 from distman._coordination.tracking import depth
 from distman._coordination.wait_scope import WaitScope
 from distman._groups.registry import Group
 from distman.collectives._objects import all_gather_objects
 from distman.collectives._validation import GroupLike, resolve_group
-from distman.errors import PlanMismatchError
+from distman.errors import JobFailed, PlanMismatchError
 
 R = TypeVar("R")
 
@@ -93,16 +92,18 @@ def run_jointly(run: Callable[[], R], what: str, group: Group) -> R:
         group: The ranks.
 
     Raises:
-        RankFailedError: On every rank: the function raised on one. There, its error is the cause.
+        Exception: What the function raised, on the rank where it did.
+        RankFailedError: On the other ranks, then.
     """
     section = group.sections.begin(what, range(group.size), depth=depth()) if group.sections is not None else None
     try:
         result = run()
+    except JobFailed:  # the others hear of it too
+        raise
     except BaseException as error:
-        record = section.fail(error) if section is not None else FailureRecord.of(error, group.ranks[group.rank])
-        if not isinstance(error, Exception):  # SystemExit and KeyboardInterrupt end this process
-            raise
-        raise record.to_error() from error
+        if section is not None:
+            section.fail(error)
+        raise
     with WaitScope(what):
         if section is not None and not section.succeed():
             section.wait()

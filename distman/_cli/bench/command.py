@@ -14,7 +14,7 @@ from distman._cli.bench.sweep_files import SUFFIXES, as_json, check_outputs, wri
 from distman._cli.output import progress_bar
 from distman._cli.speed_table import is_plain_under, print_speeds
 from distman._cli.units import parse_size, show_size
-from distman.errors import DistmanError, RankFailedError
+from distman.errors import DistmanError, JobFailed, RankFailedError
 
 if TYPE_CHECKING:
     from distman._cli.timing import Measurement
@@ -99,7 +99,7 @@ def run(arguments: argparse.Namespace) -> int:
         measurements.extend(sweep(cases, manager, num_rounds=arguments.rounds))  # an error leaves those before it
     # Whatever it is, what was measured is told first, and it is raised again if it is our own. That of another rank is
     # named, or it would be raised again in any case.
-    except (RankFailedError, Exception) as error:
+    except (JobFailed, Exception) as error:
         operation, num_bytes = cases[len(measurements)]
         what = f"{operation} of {show_size(num_bytes)}"
         reason = explain(error, "it", manager)

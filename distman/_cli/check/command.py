@@ -15,7 +15,7 @@ from distman._cli.output import print_table, print_text, progress_bar
 from distman._cli.speed_table import is_plain_under, print_speeds
 from distman._rendezvous.secret import find_protection, learn_protection
 from distman.environments import detect
-from distman.errors import DistmanError, RankFailedError
+from distman.errors import DistmanError, JobFailed
 
 if TYPE_CHECKING:
     from distman._cli.timing import Measurement
@@ -78,7 +78,7 @@ def run(arguments: argparse.Namespace) -> int:
         _examine(manager, findings, arguments.folder, limit)
     # Whatever it is, what was found is told first, and it is raised again if it is our own. That of another rank is
     # named, or it would be raised again in any case.
-    except (RankFailedError, Exception) as error:
+    except (JobFailed, Exception) as error:
         reason = explain(error, f"the step {findings.step!r}", manager)
         findings.error = reason or own_fault(error, manager)
         if reason is None:

@@ -1,9 +1,12 @@
-"""The exception hook: an uncaught exception is printed, told to whom it concerns, and ends the job."""
+"""The end of a process by an error or a failure elsewhere: it is printed, told to whom it concerns, and bounded."""
 
 from __future__ import annotations
 
 import atexit
 import contextlib
+import faulthandler
+import gc
+import io
 import logging
 import mmap
 import multiprocessing.process
@@ -11,24 +14,22 @@ import multiprocessing.util
 import os
 import sys
 import threading
+import time
+import weakref
 from collections.abc import Callable
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any, NoReturn
 
-from distman._coordination.failure.catching import errors_in
-from distman._coordination.failure.error_file import is_shown_by_starter
+from distman._coordination.failure.delivery import Delivery
+from distman._coordination.failure.error_file import is_shown_by_starter, write_error_file
 from distman._coordination.failure.pending_work import complete_all, is_anything_left
 from distman._coordination.failure.record import FailureRecord
 from distman._coordination.failure.short_traceback import show
+from distman._coordination.failure.stack import errors_in
 from distman._coordination.timeouts import keep_threads, run_with_timeout
+from distman._coordination.tracking import stacks
 from distman._process_state import puts_back
-
-EXIT_CODE = 76
-"""Exit code of a process whose program cannot be ended by another rank's failure, or has swallowed it.
-
-Source:
-    ``EX_PROTOCOL`` of sysexits.h: a remote error.
-"""
+from distman.errors import JobFailed, _on_acknowledgement
 
 _PATIENCE = 1.0  # seconds; standard error may be a pipe that nobody reads
 _PRINT_PATIENCE = 10.0  # seconds; a terminal over a slow line shows a long traceback in less
@@ -36,15 +37,19 @@ _ONLY_A_THREAD = (
     "The other ranks are not told, and the program goes on, as Python programs do. To end the job instead, call "
     "initialize(fail_with_threads=True)."
 )
-_SWALLOWED = (
-    f"This rank's program ended without having handled that error, so its exit code is {EXIT_CODE}. To handle an error "
-    "of another rank, catch RankFailedError by name."
+_ADVICE = (
+    f"The job has failed, and this rank ends with exit code {JobFailed.EXIT_CODE}. To save something first: `except "
+    "distman.JobFailed: save(..., local=True); raise`, or `finally`. To go on: `with distman.surviving_failure():`. "
+    "`except RankFailedError` and `except Exception` let it pass."
 )
 _RESERVE = 64 << 20
 """Bytes of addresses that nothing is written to, given back when an error is told: memory may be out. A thread takes an
 eighth of them for its stack: those that tell, print, look whether it is printed, serve the others and answer them."""
 
 _WORK_PATIENCE = 60.0  # seconds; a large checkpoint may be half written, but a job must end
+_END_LIMIT = 30.0  # seconds from the end of a failed program to the end of its process: threads, exit handlers, files
+_END_MARGIN = 5.0  # seconds more for the same while something holds the interpreter
+_LOOK_EVERY = 0.1  # seconds between two looks whether the program is over
 
 _LAST = -101
 """Priority of a finalizer of ``multiprocessing`` that ends the process. What its queues still hold is sent before, by
@@ -61,19 +66,12 @@ Reporter = Callable[[BaseException], Callable[[], object] | None]
 """Tells the other ranks of an error, and returns what is left to do when it is printed, if anything is."""
 
 
-class Obligation(Protocol):
-    """A failure of another rank that this program has to handle."""
+class _Exit(SystemExit):
+    """What ``sys.exit`` raises. Its end can be seen: where it leaves the program, nothing else tells the code."""
 
-    @property
-    def record(self) -> FailureRecord:
-        """What failed."""
 
-    @property
-    def is_handled(self) -> bool:
-        """Whether the program has handled it."""
-
-    def conclude(self) -> None:
-        """Find out, at the end of the program, whether it has."""
+_Exit.__name__ = _Exit.__qualname__ = SystemExit.__name__
+_Exit.__module__ = SystemExit.__module__
 
 
 class _Hook:
@@ -82,12 +80,17 @@ class _Hook:
     def __init__(self) -> None:
         self.previous: Callable[..., Any] = sys.excepthook
         self.previous_in_threads: Callable[[threading.ExceptHookArgs], Any] = threading.excepthook
+        self.previous_exit: Callable[..., NoReturn] = sys.exit
         self.thread_reporter: Callable[[BaseException], None] | None = None
         self.reporter: Reporter | None = None
         self.pid = os.getpid()
         self.actions: list[Callable[[], None]] = []
-        self.obligations: list[Obligation] = []
+        self.deliveries: list[Delivery] = []
+        self.survived: list[JobFailed] = []
+        self.exits: list[weakref.ref[SystemExit]] = []
+        self.fine_codes: set[object] = {None, 0}
         self.has_failed = False
+        self.is_bounded = False
         self.exit_code: int | None = None
         self.is_at_exit = threading.Event()
         self.reserve = mmap.mmap(-1, _RESERVE)
@@ -106,6 +109,7 @@ class _Hook:
         """Tell the other ranks of an error, and show it here: in this order, since to show it may block, or raise."""
         self.has_failed = True
         self.reserve.close()
+        self.bound_end(1)
         reporter, self.reporter = self.reporter, None
         finish: Callable[[], object] | None = None
         try:
@@ -141,15 +145,69 @@ class _Hook:
         elif not run_with_timeout(lambda: show(error_type, error, trace, self.previous), _PRINT_PATIENCE):
             self.exit_code = 1  # the end of the interpreter would wait for the same lock
 
-    def report_swallowed(self) -> None:
-        """Let the process end with an error if its program has swallowed another rank's failure."""
-        for obligation in self.obligations:
-            obligation.conclude()
-        swallowed = [obligation.record for obligation in self.obligations if not obligation.is_handled]
-        if swallowed and not self.has_failed and os.getpid() == self.pid:
-            self.exit_code = EXIT_CODE
-            error = swallowed[0].to_error()
-            self.tell(error, lambda: write(f"distman: {error}\n\n{_SWALLOWED}"))
+    def exit(self, status: object = None, /) -> NoReturn:
+        """Stand in for ``sys.exit``: a code other than 0 is a failure; so is any while the job has failed."""
+        if threading.current_thread() is not threading.main_thread() or os.getpid() != self.pid:
+            self.previous_exit(status)
+        is_failing = self.unsurvived() is not None
+        error = _Exit(JobFailed.EXIT_CODE if is_failing else status)
+        if not is_failing and status not in self.fine_codes:
+            record = FailureRecord.of(sys.exc_info()[1] or error, -1)  # an error in hand is the reason
+            self.exits.append(weakref.ref(error, lambda _: self.tell_of_exit(record)))
+        elif is_failing:
+            self.exits.append(weakref.ref(error, lambda _: self.leave()))
+        try:
+            raise error
+        finally:
+            del error  # else its traceback would hold this frame, and the frame the error
+
+    def tell_of_exit(self, record: FailureRecord) -> None:
+        """Tell of an exit code, where the interpreter drops what ``sys.exit`` raised: the program has ended with it."""
+        if sys._getframe(1).f_back is None and not self.has_failed and os.getpid() == self.pid:
+            self.tell(record.to_failure())
+
+    def leave(self) -> None:
+        if sys._getframe(1).f_back is None:
+            for delivery in self.deliveries:
+                delivery.has_left = True
+
+    def unsurvived(self) -> Delivery | None:
+        """Return the failure of another rank that the program has not said to survive."""
+        return next((one for one in self.deliveries if not one.is_survived), None)
+
+    def report_unsurvived(self) -> None:
+        """Let the process end with an error unless its program survives another rank's failure."""
+        for delivery in self.deliveries:
+            delivery.look()
+        failed = self.unsurvived()
+        if failed is not None and not self.has_failed and os.getpid() == self.pid:
+            if not failed.has_left:
+                self.end_with(JobFailed.EXIT_CODE)
+            self.tell(failed.record.to_failure())
+
+    def end_with(self, code: int) -> None:
+        """End the process in the last exit handler: nothing in Python changes the code of a program that has ended."""
+        self.exit_code = code if self.exit_code is None else self.exit_code
+
+    def bound_end(self, code: int) -> None:
+        """Let the process end within a time once its main program is over."""
+        if not self.is_bounded:
+            self.is_bounded = True
+            with contextlib.suppress(RuntimeError, MemoryError):  # no thread can be had
+                threading.Thread(target=self.end_in_time, args=[code], name="distman-end", daemon=True).start()
+
+    def end_in_time(self, code: int) -> None:
+        while threading.main_thread().is_alive():
+            time.sleep(_LOOK_EVERY)
+        if not self.has_failed and self.unsurvived() is None:
+            return
+        with contextlib.suppress(Exception):  # standard error has no descriptor, say
+            faulthandler.dump_traceback_later(_END_LIMIT + _END_MARGIN, exit=True)
+        time.sleep(_END_LIMIT / 2)
+        _end_children()
+        time.sleep(_END_LIMIT / 2)
+        write(f"distman: this process is cut off: {_END_LIMIT:g} s after its program it still runs\n{stacks()}")
+        exit_now(code)
 
     def end_if_printing(self, is_told: threading.Event) -> None:
         """End the process if torch still prints an error a while after it was told: nobody reads its standard error.
@@ -167,7 +225,7 @@ class _Hook:
 
     def at_exit(self) -> None:
         self.is_at_exit.set()
-        self.report_swallowed()
+        self.report_unsurvived()
         if os.getpid() != self.pid or not (self.actions or self.exit_code is not None):
             return
         if _has_finalizers():  # which Python calls after the exit handlers of such a process, from 3.13 on
@@ -176,13 +234,13 @@ class _Hook:
         run_with_timeout(logging.shutdown, _PRINT_PATIENCE)
         if self.exit_code is not None:
             exit_now(self.exit_code)
-        _flush_in_time()
+        _flush_all_in_time()
         self.abort_job()
 
     def end_if_swallowed(self) -> None:
         """End a process of ``multiprocessing``; one that ends with an error may still have to print it."""
-        self.report_swallowed()
-        if self.exit_code == EXIT_CODE:
+        self.report_unsurvived()
+        if self.exit_code == JobFailed.EXIT_CODE:
             self.at_exit()
 
     def abort_job(self) -> None:
@@ -205,6 +263,7 @@ def install(reporter: Reporter) -> None:
         _hook = _Hook()
         sys.excepthook = _hook
         threading.excepthook = _hook.in_thread
+        sys.exit = _hook.exit
         atexit.register(_hook.at_exit)
     _hook.reporter = reporter
 
@@ -218,6 +277,8 @@ def uninstall() -> None:
             sys.excepthook = _hook.previous
         if threading.excepthook == _hook.in_thread:
             threading.excepthook = _hook.previous_in_threads
+        if sys.exit == _hook.exit:
+            sys.exit = _hook.previous_exit
         atexit.unregister(_hook.at_exit)
         _hook.reporter = None
         _hook = None
@@ -251,14 +312,16 @@ def set_thread_reporter(reporter: Callable[[BaseException], None] | None) -> Non
         _hook.thread_reporter = reporter
 
 
-def end_without_destructors() -> None:
-    """Let a program that an exception has ended end its process after the last exit handler, with exit code 1.
+def expect_exit(code: int) -> None:
+    """Take an exit code for none of a failure from now on: that of a stop which all ranks have agreed on."""
+    if _hook is not None:
+        _hook.fine_codes.add(code)
 
-    The destructor of a process group would wait for collectives that nobody waits for any more, of a rank that is
-    stopped, say, until the timeout of collectives. Ctrl-C ends a process in its own way.
-    """
-    if _hook is not None and _hook.exit_code is None and getattr(sys, "last_type", None) is not KeyboardInterrupt:
-        _hook.exit_code = 1
+
+def end_with(code: int) -> None:
+    """Let this process end with a code, whatever its program ends with."""
+    if _hook is not None:
+        _hook.end_with(code)
 
 
 def has_failed() -> bool:
@@ -266,12 +329,30 @@ def has_failed() -> bool:
     return _hook is not None and _hook.has_failed
 
 
-def require_handling(obligation: Obligation) -> None:
-    """Let the process end with an error unless its program handles a failure."""
+def require_end(delivery: Delivery) -> None:
+    """Let the process end with an error unless its program survives a failure."""
     if _hook is not None:
-        _hook.obligations.append(obligation)
+        delivery.is_survived = any(map(delivery.record.is_told_by, _hook.survived))
+        _hook.deliveries.append(delivery)
+        _hook.bound_end(JobFailed.EXIT_CODE)
         if multiprocessing.process.parent_process() is not None:  # before Python 3.13 no exit handler
             multiprocessing.util.Finalize(None, _hook.end_if_swallowed, exitpriority=_LAST)
+
+
+@_on_acknowledgement
+def survive(error: JobFailed) -> None:
+    """Let the program go on after a failure."""
+    if _hook is not None:
+        _hook.survived.append(FailureRecord.of(error, error.rank).to_failure())
+        for delivery in _hook.deliveries:
+            delivery.is_survived |= delivery.record.is_told_by(error)
+
+
+def announce(record: FailureRecord, rank: int) -> None:
+    """Show a failure of another rank, since Python prints nothing where its error leaves the program."""
+    write_error_file(rank, record, record)
+    if not is_shown_by_starter():
+        write(f"distman: {_ADVICE}\n\nJobFailed: {record.to_failure()}")
 
 
 def _has_finalizers() -> bool:
@@ -296,8 +377,8 @@ def exit_now(code: int) -> None:
     if _hook is not None:
         _hook.has_failed = True
     try:
-        _flush_in_time()
-        _end_daemons()
+        _flush_all_in_time()
+        _end_children()
         if is_anything_left() and not run_with_timeout(complete_all, _WORK_PATIENCE):
             write(f"distman: what is being saved was not done in {_WORK_PATIENCE:g} s")
         if _hook is not None:
@@ -306,11 +387,10 @@ def exit_now(code: int) -> None:
         os._exit(code)
 
 
-def _end_daemons() -> None:
-    """End the daemonic processes of ``multiprocessing``, as the exit handlers would: one may hold a launcher's pipe."""
+def _end_children() -> None:
+    """End the processes of ``multiprocessing``, whose parent ends: one may hold a launcher's pipe."""
     for child in multiprocessing.process.active_children():
-        if child.daemon:
-            child.terminate()
+        child.terminate()
 
 
 def report_at_end() -> None:
@@ -320,7 +400,7 @@ def report_at_end() -> None:
     error = getattr(sys, "last_value", None)
     if not _hook.has_failed and isinstance(error, BaseException) and not hasattr(sys, "ps1"):
         _hook.tell(error)
-    _hook.report_swallowed()
+    _hook.report_unsurvived()
 
 
 def write(text: str) -> None:
@@ -342,3 +422,16 @@ def _flush() -> None:
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(Exception):  # None, closed, a full disk, or a program's own
             stream.flush()
+
+
+def _flush_all_in_time() -> None:
+    """Write what the files of this process hold back, which the end of the interpreter would do."""
+    run_with_timeout(_flush_all, _PRINT_PATIENCE)
+
+
+def _flush_all() -> None:
+    _flush()
+    for one in gc.get_objects():
+        with contextlib.suppress(Exception):  # closed, a full disk, or a program's own class
+            if issubclass(type(one), io.IOBase) and not one.closed:
+                one.flush()

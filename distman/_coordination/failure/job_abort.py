@@ -16,7 +16,7 @@ from pathlib import Path
 from distman._coordination.failure import hook
 from distman._coordination.failure.record import SILENT
 from distman.environments import LAUNCHERS, LaunchEnvironment, OnFailure
-from distman.errors import RankFailedError, RendezvousError
+from distman.errors import JobFailed, RendezvousError
 
 _PMI_ABORT = b"cmd=abort exitcode=1\n"
 
@@ -49,7 +49,7 @@ def abort_job_after(error: BaseException, environment: LaunchEnvironment, *, is_
     if environment.world_size == 1:
         return
     actions: list[Callable[[], None]] = []
-    if isinstance(error, RankFailedError) and error.error_type == SILENT and is_beside:
+    if isinstance(error, JobFailed) and error.error_type == SILENT and is_beside:
         actions.append(functools.partial(_end_if_stopped, error.pid))
     launcher = LAUNCHERS[environment.launcher]
     if launcher.on_failure is OnFailure.NEEDS_ABORT:
@@ -85,7 +85,7 @@ def seconds_before_turn(rank: int, world_size: int) -> float:
 
 
 def _leaves_a_rank_behind(error: BaseException) -> bool:
-    return isinstance(error, RendezvousError) or (isinstance(error, RankFailedError) and error.error_type == SILENT)
+    return isinstance(error, RendezvousError) or (isinstance(error, JobFailed) and error.error_type == SILENT)
 
 
 def _end_if_stopped(pid: int) -> None:

@@ -13,16 +13,20 @@ from typing import TYPE_CHECKING, Protocol
 from distman._coordination import protocol
 from distman._coordination.failure.short_traceback import short_traceback
 from distman._coordination.messages import MalformedMessageError, claim, decode, decode_text, unless_malformed
+from distman._coordination.timeouts import run_with_timeout
 from distman._text import shortened
-from distman.errors import RankFailedError
+from distman.errors import JobFailed, RankFailedError
 
 if TYPE_CHECKING:
     from torch.distributed import Store
 
 
 DIED = "died"
+EXITED = "exited"
 LEFT = "left"
 SILENT = "silent"
+
+_TEXT_LIMIT = 5.0  # seconds; a text may be made by a collective, or by a program's code that never ends
 
 _MAX_TEXT = 10_000  # characters: a screen or two, which every rank prints
 _MAX_TRACEBACK = 100_000  # characters: more than any honest stack, less than one message to the store takes
@@ -46,7 +50,7 @@ class Place(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class FailureRecord:
-    """What is said of a rank that failed; the fields are those of ``RankFailedError``."""
+    """What is said of a rank that failed; the fields are those of ``JobFailed`` and ``RankFailedError``."""
 
     rank: int
     host: str
@@ -58,16 +62,25 @@ class FailureRecord:
     @classmethod
     def of(cls, error: BaseException, rank: int) -> FailureRecord:
         """Return the record of an exception that this process raised; of another rank's failure, that one's."""
-        if issubclass(type(error), RankFailedError):
+        if issubclass(type(error), (JobFailed, RankFailedError)):
             with contextlib.suppress(AttributeError):  # a program's subclass may lack what it is to hold
-                return cls(**{field.name: getattr(error, field.name) for field in dataclasses.fields(cls)})
+                known = cls(**{field.name: getattr(error, field.name) for field in dataclasses.fields(cls)})
+                return known if known.rank >= 0 else dataclasses.replace(known, rank=rank)
+        place = rank, socket.gethostname(), os.getpid()
+        if isinstance(error, SystemExit):
+            return cls(*place, EXITED, f"ended with exit code {_exit_code(error)}, by sys.exit() or SystemExit.")
+        texts = [f"(its __str__ took more than {_TEXT_LIMIT:g} s)", f"{type(error).__name__}\n"]
+
+        def read() -> None:
+            texts[0] = _text_of(error)
+            texts[1] = _traceback_of(error)
+
+        run_with_timeout(read, _TEXT_LIMIT)
         return cls(
-            rank=rank,
-            host=socket.gethostname(),
-            pid=os.getpid(),
+            *place,
             error_type=type(error).__name__,
-            error_text=shortened(_text_of(error), _MAX_TEXT),
-            traceback_text=shortened(_traceback_of(error), _MAX_TRACEBACK),
+            error_text=shortened(texts[0], _MAX_TEXT),
+            traceback_text=shortened(texts[1], _MAX_TRACEBACK),
         )
 
     @classmethod
@@ -158,20 +171,29 @@ class FailureRecord:
 
     def is_told_by(self, error: BaseException) -> bool:
         """Return whether an error, which may be any that a program raised, tells the other ranks' failure on record."""
-        return issubclass(type(error), RankFailedError) and vars(self).items() <= vars(error).items()
+        return issubclass(type(error), JobFailed) and vars(self).items() <= vars(error).items()
 
     @property
     def headline(self) -> str:
         """Who failed and how, in one line."""
-        return str(self.to_error()).partition("\n")[0]
+        return str(self.to_failure()).partition("\n")[0]
 
     def to_json(self) -> str:
         """Return the record as text."""
         return json.dumps(dataclasses.asdict(self))
 
-    def to_error(self) -> RankFailedError:
-        """Return the error that the other ranks raise."""
-        return RankFailedError(**dataclasses.asdict(self))
+    def to_failure(self) -> JobFailed:
+        """Return what the other ranks raise if the job has failed by it."""
+        return JobFailed(**dataclasses.asdict(self))
+
+    def to_error(self) -> JobFailed | RankFailedError:
+        """Return what the other ranks raise that wait for work of this one: it is gone, or that work failed."""
+        is_gone = self.error_type in (DIED, EXITED, LEFT, SILENT)
+        return self.to_failure() if is_gone else RankFailedError(**dataclasses.asdict(self))
+
+
+def _exit_code(error: SystemExit) -> int:
+    return error.code if isinstance(error.code, int) else int(error.code is not None)
 
 
 def _text_of(error: BaseException) -> str:

@@ -20,7 +20,7 @@ from distman._coordination.messages import count
 from distman._coordination.monitor.context import interval, late_after
 from distman._coordination.monitor.current_watcher import failure_behind, is_watching
 from distman._coordination.timeouts import run_with_timeout
-from distman.errors import RankFailedError
+from distman.errors import JobFailed
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -65,8 +65,10 @@ class JobReporter:
     def __call__(self, error: BaseException) -> Callable[[], None]:
         """Tell of an exception that nothing caught, and return what is left to do when it is printed."""
         cause = self.cause or self._failure_behind(error)
-        self.abort_job(cause.to_error() if cause is not None else error)
         mine = cause or FailureRecord.of(error, self.rank)
+        self.abort_job(mine.to_failure())
+        if cause is not None and cause.rank != self.rank and not isinstance(error, JobFailed):
+            hook.end_with(JobFailed.EXIT_CODE)
         first: list[FailureRecord] = []
         is_told = mine.error_type != SILENT and self._tell(mine, first)
         write_error_file(self.rank, mine, first[0] if first else None)
@@ -88,9 +90,9 @@ class JobReporter:
 
     def _finish(self, error: BaseException, cause: FailureRecord | None, *, is_told: bool) -> None:
         """Print what the error itself does not say, and stay until the others have read the record."""
-        if not isinstance(error, RankFailedError | KeyboardInterrupt):
+        if not isinstance(error, JobFailed | KeyboardInterrupt):
             if cause is not None and cause.rank != self.rank and not is_shown_by_starter():
-                hook.write(f"distman: the job failed first elsewhere: {cause.to_error()}")
+                hook.write(f"distman: the job failed first elsewhere: {cause.to_failure()}")
             if not is_told and cause is None:
                 hook.write(
                     f"distman: the others are not told: {self.store_host}, which serves the job's store, is gone, or "

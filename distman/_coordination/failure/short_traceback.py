@@ -14,7 +14,7 @@ from types import TracebackType
 from distman._coordination.internal_files import is_internal, is_of_package, is_of_user
 from distman._interpreter import is_of_program
 from distman.environments._base import read_flag
-from distman.errors import DistmanError, RankFailedError
+from distman.errors import DistmanError, JobFailed, RankFailedError
 
 _DEBUG = "DISTMAN_DEBUG"
 _HINT = f"  (lines of torch and distman are left out; {_DEBUG}=1 shows them)\n"
@@ -61,7 +61,7 @@ def _shortened(error: BaseException) -> tuple[str, list[str]]:
 
 def _fold(shown: traceback.TracebackException, error: BaseException) -> list[str]:
     """Drop frames of an error and of those that led to it, and return their files; one of its own stays."""
-    is_dropped = is_internal if isinstance(error, RankFailedError) else is_of_package
+    is_dropped = is_internal if isinstance(error, JobFailed | RankFailedError) else is_of_package
     left_out: list[str] = []
     one: traceback.TracebackException | None = shown
     while one is not None:

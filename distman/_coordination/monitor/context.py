@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from distman._coordination import protocol
+from distman._coordination.failure.interruption import Patience
 from distman._coordination.failure.record import DIED, LEFT, SILENT, FailureRecord, Place
 from distman._coordination.messages import claim, decode_index
 
@@ -55,10 +56,12 @@ class WatchLimits:
     Attributes:
         silence: For a sign of life of another rank.
         hang: For a collective of the package before all ranks are asked for their stacks; None never asks.
+        patience: For the program to end after a failure.
     """
 
     silence: float
     hang: float | None = None
+    patience: Patience = dataclasses.field(default_factory=Patience)
 
     @property
     def unreachable(self) -> float:

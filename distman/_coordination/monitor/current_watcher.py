@@ -12,7 +12,7 @@ from distman._coordination.monitor.mismatch import mismatch
 from distman._coordination.tracking import TrackedWait
 from distman._process_state import puts_back
 from distman._torch_internals import is_lost_connection
-from distman.errors import DistmanError, RankFailedError
+from distman.errors import DistmanError, JobFailed
 
 if TYPE_CHECKING:
     from distman._coordination.monitor.watcher import Watcher
@@ -38,7 +38,7 @@ def is_watching() -> bool:
     return _current is not None
 
 
-def note_raised(error: RankFailedError) -> RankFailedError:
+def note_raised(error: JobFailed) -> JobFailed:
     """Return an error that a wait raises; the watcher then need not raise one itself if it is of the same failure."""
     if _current is not None:
         _current.note(error)
@@ -60,10 +60,10 @@ def raise_if_failed() -> None:
     """Begin nothing that waits for other ranks once one has failed, this one perhaps.
 
     Raises:
-        RankFailedError: The failure.
+        JobFailed: The failure.
     """
     if _current is not None and _current.record is not None:
-        raise _current.record.to_error()
+        raise note_raised(_current.record.to_failure())
 
 
 def let_others_hear_first() -> None:
@@ -94,6 +94,6 @@ def failure_behind(error: BaseException, operation: str = "a collective") -> Fai
         error: The error of the connection.
         operation: What this rank was doing.
     """
-    if _current is None or isinstance(error, DistmanError) or not is_lost_connection(error):
+    if _current is None or isinstance(error, DistmanError | JobFailed) or not is_lost_connection(error):
         return None  # an error of the package knows its cause, whatever words of others it quotes
     return _current.explain(error, operation)

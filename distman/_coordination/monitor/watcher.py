@@ -33,13 +33,14 @@ from distman._coordination.monitor.current_watcher import current, set_current
 from distman._coordination.monitor.hang import HangWatch, StackQueries
 from distman._coordination.monitor.left_behind import LeftBehind
 from distman._coordination.monitor.peer_monitor import PeerMonitor, give_sign, read_sign
+from distman._coordination.monitor.torch_errors import leave_collectives_alone, watch_collectives
 from distman._coordination.monitor.watchdog import Watchdog
 from distman._coordination.timeouts import run_with_timeout
 from distman._log import logger
 from distman._process_state import puts_back
 from distman._text import Line, printable
 from distman._torch_internals import is_unreachable
-from distman.errors import RankFailedError
+from distman.errors import JobFailed
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -102,7 +103,7 @@ class Watcher:
         self._is_program_done = threading.Event()
         self._has_left = False
         self._abort_job = abort_job
-        self._interruption = Interruption(self._end_with, self._is_program_done)
+        self._interruption = Interruption(self._announce, self._end_with, self._is_program_done, limits.patience)
         self._monitor: PeerMonitor | None = None
         self._watchdog = None if context.is_store_rank else Watchdog(limits.silence, self._store_rank_is_silent)
         self._thread = threading.Thread(target=self._run, name="distman-watcher", daemon=True)
@@ -119,6 +120,7 @@ class Watcher:
         on this rank is missed if it falls silent or dies.
         """
         set_current(self)
+        watch_collectives()
         give_sign(self._context.store, self._context.rank)
         if self._watchdog is not None:
             self._watchdog.start()
@@ -147,7 +149,7 @@ class Watcher:
             return
         if record.rank != self.rank and (self._last_raised is None or record.rank != self._last_raised.rank):
             self.record = record
-            hook.require_handling(Delivery(record))
+            hook.require_end(Delivery(record))
 
     @property
     def knows_from_others(self) -> bool:
@@ -170,6 +172,7 @@ class Watcher:
         Blocks until the threads have ended, for milliseconds; one that waits for a silent store is left.
         """
         set_current()
+        leave_collectives_alone()
         self._is_program_done.set()
         self._is_stopping.set()
         try:
@@ -290,6 +293,9 @@ class Watcher:
             record.publish(self._context.store)
             count(self._context.store, protocol.NEWS, 1)
 
+    def _announce(self, record: FailureRecord) -> None:
+        hook.announce(record, self.rank)
+
     def _end_with(self, error: BaseException) -> None:
         """Leave word of why this process ends, and make the launcher end the job; the end itself would count else."""
         record = FailureRecord.of(error, self.rank)
@@ -297,23 +303,12 @@ class Watcher:
             run_with_timeout(lambda: self._publish(record), self._patience)
         self._abort_job(error)
 
-    def note(self, error: RankFailedError) -> None:
-        """Take note of an error that a wait raises because the job has failed, or a rank has left it too early.
-
-        What a rank raised in work for the others, such as ``on_rank``, concerns those alone that wait for it.
-        """
+    def note(self, error: JobFailed) -> None:
+        """Take note of an error that a wait raises because the job has failed, or a rank has left it too early."""
         record = self._last_raised = FailureRecord.of(error, error.rank)
-        is_known = record.error_type in (DIED, SILENT) or record == self.record or record == self._record_in_store()
-        if is_known or record.error_type == LEFT:
-            self._interruption.note(error)
-        if not is_known and record.error_type == LEFT:
+        self._interruption.note(error)
+        if record.error_type == LEFT:
             self._interruption.insist()  # the others may not miss that rank: nobody else raises it again
-
-    def _record_in_store(self) -> FailureRecord | None:
-        try:
-            return FailureRecord.read(self._context.store)
-        except dist.DistError:
-            return None
 
     @property
     def store(self) -> Store:

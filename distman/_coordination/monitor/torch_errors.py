@@ -1,0 +1,42 @@
+"""Errors of torch's own collectives, which break when another rank dies, often before its death is known."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import threading
+
+from distman._coordination.failure.record import LEFT
+from distman._coordination.monitor.current_watcher import failure_behind, note_raised
+from distman._coordination.tracking import current_wait
+from distman._process_state import puts_back
+from distman._torch_internals import collective_errors
+
+
+class _FailureFirst(logging.Filter):
+    """Raises the failure of the job in place of an error that torch is about to report, where it comes from that."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Return whether torch may report the error."""
+        error = sys.exc_info()[1]
+        is_ours = current_wait() is not None  # a call of this package finds the cause itself
+        if error is None or is_ours or threading.current_thread() is not threading.main_thread():
+            return True
+        cause = failure_behind(error, "a collective of torch")
+        if cause is not None and cause.error_type != LEFT:
+            raise note_raised(cause.to_failure()) from error
+        return True
+
+
+_filter = _FailureFirst()
+
+
+def watch_collectives() -> None:
+    """Let torch's collectives raise the failure of the job from now on, where one breaks them."""
+    collective_errors().addFilter(_filter)
+
+
+@puts_back
+def leave_collectives_alone() -> None:
+    """Let torch's collectives raise their own errors again."""
+    collective_errors().removeFilter(_filter)
