@@ -22,7 +22,7 @@ from distman._coordination.barrier import wait_for_all
 from distman._coordination.failure import hook
 from distman._coordination.failure.pending_work import complete_all
 from distman._coordination.failure.process_end import call_before_it_is_printed, error_that_ends_process
-from distman._coordination.monitor.current_watcher import failure_behind, raise_if_failed
+from distman._coordination.monitor.current_watcher import failure_behind, note_raised, raise_if_failed
 from distman._coordination.preemption import StopAgreement, requeue
 from distman._coordination.signal_names import stop_signals
 from distman._coordination.wait_scope import WaitScope
@@ -43,7 +43,7 @@ from distman._process_state import puts_back
 from distman._seeds import seed_generators
 from distman._torch_internals import check_finds_unused, close_all_connections
 from distman.environments import detect
-from distman.errors import check_seconds
+from distman.errors import JobFailed, check_seconds
 
 __all__ = ["DistributedManager", "initialize_ddp"]
 
@@ -126,7 +126,11 @@ class DistributedManager(Place, GroupQueries, GroupCreation):
             if is_first and not cls.is_initialized():
                 close_unclosed()
                 limits = settings.limits(timeout, rendezvous_timeout)
-                cls._start(method, backend, requested_device(device), limits, use_distributed, settings.seed(seed))
+                try:
+                    cls._start(method, backend, requested_device(device), limits, use_distributed, settings.seed(seed))
+                except JobFailed as error:
+                    note_raised(error)
+                    raise
                 watcher = cls()._state.watcher
                 if fail_with_threads and watcher is not None:
                     hook.set_thread_reporter(watcher.fail)
@@ -333,7 +337,7 @@ class DistributedManager(Place, GroupQueries, GroupCreation):
         Raises:
             ValueError: The step is smaller than the one before.
             PlanMismatchError: The ranks ask at different steps.
-            RankFailedError: A rank was asked to stop, and one failed or left before it knew.
+            JobFailed: A rank was asked to stop, and one failed or left before it knew.
             DistmanError: Called in a process forked from the rank.
 
         Example:

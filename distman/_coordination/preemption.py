@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import queue
 import re
 import signal
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 
 from distman._coordination import protocol
+from distman._coordination.failure import hook
 from distman._coordination.messages import claim, count, decode, decode_text
 from distman._coordination.signal_names import DEFAULT_SIGNALS
 from distman._coordination.stop_signals import StopSignals
@@ -167,6 +169,7 @@ class StopAgreement:
             return False
         _check_same(group, protocol.STOP_STEP, step)
         self._stops = True
+        hook.expect_exit(os.EX_TEMPFAIL)  # with which a program asks to be started again
         logger.info("all ranks stop at step %d: %s", step, printable(decode_text(store.get(protocol.STOP))))
         return True
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from distman import DistributedManager, RankFailedError
+from distman import DistributedManager, JobFailed
 from distman._coordination.failure.record import FailureRecord
 from distman._coordination.monitor.mismatch import Call
 from distman._job.group_end import end_groups
@@ -64,7 +64,7 @@ def test_what_a_failure_ends_is_not_in_the_way_of_what_its_handler_saves(monkeyp
         store.wait(["saved"])
     else:
         work = dist.all_reduce(torch.ones(2), async_op=True)
-        with pytest.raises(RankFailedError, match="shard 1 is empty"):
+        with pytest.raises(JobFailed, match="shard 1 is empty"):
             _begin(store, lambda: manager.barrier("of all"))
         with pytest.raises(dist.DistBackendError, match="aborted"):
             work.wait()
@@ -135,7 +135,7 @@ def test_a_rank_that_dies_in_a_collective_is_named(monkeypatch, rank):
     all_gather_v(torch.ones(2), [2, 2])
     if rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
-    with pytest.raises(RankFailedError, match=r"rank 1 .*died"):
+    with pytest.raises(JobFailed, match=r"rank 1 .*died"):
         all_gather_v(torch.ones(3), [3, 3])
 
 
@@ -151,7 +151,7 @@ def test_an_error_within_a_collective_reaches_the_others_that_wait_in_it(monkeyp
         store.wait(["begun"])
         manager._state.watcher._publish(FailureRecord.of(caught.value, 1))
     else:
-        with pytest.raises(RankFailedError, match="OutOfMemoryError"):
+        with pytest.raises(JobFailed, match="OutOfMemoryError"):
             _begin(store, lambda: all_gather_v(torch.ones(2)))
     manager.cleanup()
 

@@ -12,7 +12,7 @@ from torch.distributed import HashStore
 from distman._coordination import protocol, sync
 from distman._coordination.barrier import wait_for_all
 from distman._coordination.sync import StoreGroup
-from distman.errors import BarrierTimeoutError, RankFailedError
+from distman.errors import BarrierTimeoutError, JobFailed, RankFailedError
 from tests.store.stores import open_store
 
 from . import ranks
@@ -87,9 +87,9 @@ def test_a_rank_that_left_is_found_by_one_and_told_to_all(store_groups):
     leave(first.job_store, 2)
     results = at_once(*(functools.partial(wait_for_all, group, "barrier 0", timeout=60) for group in (first, second)))
     for error in results:
-        assert isinstance(error, RankFailedError)
+        assert isinstance(error, JobFailed)
         assert (error.rank, error.error_type) == (2, "left")
-    with pytest.raises(RankFailedError, match="left the job"):
+    with pytest.raises(JobFailed, match="left the job"):
         wait_for_all(third, "barrier 0", timeout=60)
 
 

@@ -10,7 +10,7 @@ from torch.distributed import HashStore
 from distman._coordination import protocol
 from distman._coordination.failure.record import LEFT
 from distman._coordination.sync import KeySequence, Looker
-from distman.errors import RankFailedError
+from distman.errors import JobFailed
 
 from .ranks import at_once, failure_on, leave, store_groups
 
@@ -65,7 +65,7 @@ def test_a_wait_has_an_end():
 def test_a_failure_ends_the_wait_on_all_ranks(failed):
     group, _ = store_groups(2)
     failure_on(failed).publish(group.job_store)
-    with pytest.raises(RankFailedError, match=rf"rank {failed} .* raised ValueError: boom"):
+    with pytest.raises(JobFailed, match=rf"rank {failed} .* raised ValueError: boom"):
         wait(group, timeout=60)
 
 
@@ -73,7 +73,7 @@ def test_an_awaited_rank_that_left_ends_the_wait():
     group, *_ = store_groups(3)
     leave(group.job_store, 2)
     assert not wait(group, awaited=[1])
-    with pytest.raises(RankFailedError, match=r"rank 2 .* left the job before it came to the gate"):
+    with pytest.raises(JobFailed, match=r"rank 2 .* left the job before it came to the gate"):
         wait(group, awaited=[1, 2], timeout=None)
 
 
@@ -98,7 +98,7 @@ def test_what_came_before_a_rank_left_counts():
 def test_a_wait_that_is_over_asks_for_a_failure_before_it_says_that_nobody_came():
     group, _ = store_groups(2)
     failure_on(1).publish(group.job_store)
-    with pytest.raises(RankFailedError, match="boom"):
+    with pytest.raises(JobFailed, match="boom"):
         dataclasses.replace(group, look_around_every=60.0).wait_until(
             lambda: False, place="the gate", awaited=lambda: [1], timeout=0.0
         )

@@ -11,9 +11,8 @@ import threading
 
 import pytest
 
-from distman import DistmanError, DistributedManager, NotInitializedError, RankFailedError
+from distman import DistmanError, DistributedManager, JobFailed, NotInitializedError
 from distman._coordination import protocol
-from distman._coordination.failure.hook import EXIT_CODE
 from distman.decorators import on_rank
 from distman.testing import ranks
 
@@ -115,7 +114,7 @@ def exit_with_what_was_caught(_):
 def hear_of_it(manager, other_has_ended, *, how):
     if manager.rank == 0:
         how(other_has_ended)
-    with pytest.raises(RankFailedError, match=r"rank 0 .* raised ValueError: boom"):
+    with pytest.raises(JobFailed, match=r"rank 0 .* raised ValueError: boom"):
         manager.barrier("never opens")
 
 
@@ -131,8 +130,8 @@ def raise_or_hear(manager, _):
 
 
 def test_a_process_of_multiprocessing_that_ends_with_the_error_of_another_one_prints_it(capfd):
-    assert forked_ranks(raise_or_hear, first=0) == [1, 1]
-    assert "RankFailedError: rank 0 " in capfd.readouterr().err
+    assert forked_ranks(raise_or_hear, first=0) == [1, JobFailed.EXIT_CODE]
+    assert "JobFailed: rank 0 " in capfd.readouterr().err
 
 
 def test_an_error_that_the_program_handles_does_not_end_a_process_of_multiprocessing_that_it_starts():
@@ -152,7 +151,7 @@ def answer_and_fail(manager, _, *, answers):
     if manager.rank == 0:
         answers.put(Answer())
         raise_error()
-    with contextlib.suppress(Exception):
+    with contextlib.suppress(JobFailed):
         manager.barrier("never opens")
     answers.put(Answer())
 
@@ -160,7 +159,7 @@ def answer_and_fail(manager, _, *, answers):
 def test_what_a_process_of_multiprocessing_has_put_into_a_queue_arrives_though_it_fails():
     answers = FORK.Queue()
     work = functools.partial(answer_and_fail, answers=answers)
-    assert forked_ranks(work, 0, lambda: [answers.get(timeout=60) for _ in range(2)]) == [1, EXIT_CODE]
+    assert forked_ranks(work, 0, lambda: [answers.get(timeout=60) for _ in range(2)]) == [1, JobFailed.EXIT_CODE]
 
 
 def ask_the_store_that_is_left(manager, other_has_ended):

@@ -5,7 +5,7 @@ import socket
 import pytest
 import torch.distributed as dist
 
-from distman import DistributedManager, RankFailedError
+from distman import DistributedManager, JobFailed
 from distman._coordination.monitor.current_watcher import is_watching
 from distman.testing import ranks
 
@@ -44,7 +44,7 @@ def test_a_start_that_fails_late_can_be_repeated(monkeypatch, port, rank, world_
         broken.setattr("distman._job.start._make_process_group", make_nothing)
         if is_broken:
             broken.setattr(place, break_down)
-        with pytest.raises(BrokenError if is_broken else RankFailedError, match="at the end of the start"):
+        with pytest.raises(BrokenError if is_broken else JobFailed, match="at the end of the start"):
             start_and_wait()
     DistributedManager.cleanup()
     assert not DistributedManager.is_initialized()
@@ -60,7 +60,7 @@ def test_a_failed_start_leaves_the_group_of_other_code(monkeypatch, rank, place)
     """The group of the tests is there before."""
     with monkeypatch.context() as broken:
         broken.setattr(place, break_down)
-        with pytest.raises((BrokenError, RankFailedError), match="at the end of the start"):
+        with pytest.raises((BrokenError, JobFailed), match="at the end of the start"):
             DistributedManager.initialize()
     assert dist.is_initialized()
     assert not is_watching()

@@ -72,6 +72,11 @@ class Delivery:
         in_hand = errors_in(error_in_hand(threading.main_thread().ident))
         return any(map(self.record.is_told_by, in_hand)) or (bool(self._errors) and not self._is_shown)
 
+    def settle(self) -> None:
+        """Find out what became of the error, at the end of the program, when nothing runs beside."""
+        for _ in range(_NUM_LOOKS):
+            self.look()
+
     def look(self) -> bool:
         """Return whether the error is in the program's hand, and else find out what became of it."""
         if not self._is_pending:

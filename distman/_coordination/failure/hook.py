@@ -178,7 +178,7 @@ class _Hook:
     def report_unsurvived(self) -> None:
         """Let the process end with an error unless its program survives another rank's failure."""
         for delivery in self.deliveries:
-            delivery.look()
+            delivery.settle()
         failed = self.unsurvived()
         if failed is not None and not self.has_failed and os.getpid() == self.pid:
             if not failed.has_left:
@@ -337,6 +337,15 @@ def require_end(delivery: Delivery) -> None:
         _hook.bound_end(JobFailed.EXIT_CODE)
         if multiprocessing.process.parent_process() is not None:  # before Python 3.13 no exit handler
             multiprocessing.util.Finalize(None, _hook.end_if_swallowed, exitpriority=_LAST)
+
+
+def require_end_by(error: JobFailed) -> None:
+    """Do the same with a failure that a call raises where nobody watches the ranks, and show it."""
+    if _hook is not None and not any(one.record.is_told_by(error) for one in _hook.deliveries):
+        delivery = Delivery(FailureRecord.of(error, error.rank))
+        delivery.note(error, sys._getframe())
+        require_end(delivery)
+        announce(delivery.record, -1)
 
 
 @_on_acknowledgement

@@ -109,7 +109,8 @@ class JobReporter:
         except Exception:  # noqa: BLE001 - the store is gone, or memory is out: the error has yet to be printed
             return False
         if not is_told:  # that thread may come back from the store into an interpreter that is gone
-            hook.end_job_at_exit(functools.partial(os._exit, 1))
+            code = 1 if mine.rank == self.rank else JobFailed.EXIT_CODE
+            hook.end_job_at_exit(functools.partial(os._exit, code))
         return is_told
 
     def _publish(self, mine: FailureRecord, first: list[FailureRecord]) -> None:

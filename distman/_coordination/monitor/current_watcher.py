@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
+from distman._coordination.failure import hook
 from distman._coordination.failure.record import FailureRecord
 from distman._coordination.monitor.mismatch import mismatch
 from distman._coordination.tracking import TrackedWait
@@ -42,6 +43,8 @@ def note_raised(error: JobFailed) -> JobFailed:
     """Return an error that a wait raises; the watcher then need not raise one itself if it is of the same failure."""
     if _current is not None:
         _current.note(error)
+    else:
+        hook.require_end_by(error)
     return error
 
 

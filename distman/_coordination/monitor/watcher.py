@@ -187,7 +187,8 @@ class Watcher:
             self._interruption.restore()
         if self._is_stuck and hook.has_failed():
             # The thread would come back from the store, when that process is ended, into an interpreter that is gone.
-            hook.end_job_at_exit(functools.partial(os._exit, 1))
+            code = JobFailed.EXIT_CODE if self.knows_from_others else 1
+            hook.end_job_at_exit(functools.partial(os._exit, code))
 
     def close(self) -> None:
         """Let go of the connections, once the other ranks have been told."""

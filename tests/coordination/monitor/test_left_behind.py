@@ -19,7 +19,7 @@ from distman._coordination.monitor.peer_connection import PeerConnection
 from distman._coordination.monitor.peer_monitor import give_sign
 from distman._coordination.monitor.watcher import Watcher
 from distman.environments import LaunchEnvironment
-from distman.errors import RankFailedError
+from distman.errors import JobFailed
 
 from ..ranks import failure_on, leave, places
 from .test_watcher import run_until_raised
@@ -222,7 +222,7 @@ def test_it_does_so_too_where_the_program_handles_the_failure(store, actions):
     SILENT.publish(store)
     store.add(protocol.NEWS, 1)
     store.add(protocol.FAILURE_SEEN, NUM_RANKS)
-    with pytest.raises(RankFailedError, match="silent"):
+    with pytest.raises(JobFailed, match="silent"):
         run_until_raised(watcher)
     assert len(actions) == 1
 

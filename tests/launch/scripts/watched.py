@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader
 
-from distman import DistributedManager, RankFailedError, on_rank
+from distman import DistributedManager, JobFailed, on_rank, surviving_failure
 from distman._coordination.failure import job_abort
 from distman._coordination.monitor.current_watcher import current
 from distman._coordination.protocol import left
@@ -120,7 +120,7 @@ def blamed(manager):
         if place == "barrier":
             manager.barrier("never opens")
         wait_in_python()
-    except RankFailedError as error:
+    except JobFailed as error:
         say(f"blames {error.rank}")
         os._exit(1)
 
@@ -130,7 +130,7 @@ def cut_off(_manager):
     say("ready")
     try:
         wait_in_python()
-    except RankFailedError as error:
+    except JobFailed as error:
         say(f"blames {error.rank}: {error.error_text}")
         os._exit(1)
 
@@ -219,7 +219,7 @@ def swallow_the_error_of_a_collective(manager):
         raise ValueError("boom")
     if manager.rank == 0:
         os.kill(os.getpid(), signal.SIGKILL)
-    with contextlib.suppress(RuntimeError):
+    with contextlib.suppress(RuntimeError, JobFailed):
         dist.all_reduce(torch.ones(4))
 
 
@@ -361,12 +361,12 @@ def suspended_at_once(manager):
 
 def caught(manager):
     """A rank that handles the failure of another one may go on by itself."""
-    try:
+    with surviving_failure() as failure:
         if manager.rank == 1:
             raise ValueError("boom")
         wait_in_python()
-    except RankFailedError as error:
-        say(f"saved because {str(error).splitlines()[0]}")
+    if failure:
+        say(f"saved because {str(failure.error).splitlines()[0]}")
 
 
 def out_of_memory(manager):
@@ -406,7 +406,7 @@ def swallowed(manager):
         raise ValueError("boom")
     try:
         wait_in_python()
-    except Exception as error:  # noqa: BLE001
+    except BaseException as error:  # noqa: BLE001
         say(f"caught {type(error).__name__}")
 
 
