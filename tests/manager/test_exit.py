@@ -120,7 +120,7 @@ def hear_of_it(manager, other_has_ended, *, how):
 
 @pytest.mark.parametrize("how", [raise_error, raise_while_a_thread_waits_for_the_other, exit_with_what_was_caught])
 def test_an_error_that_ends_a_process_of_multiprocessing_is_told(how):
-    assert forked_ranks(functools.partial(hear_of_it, how=how), first=1) == [1, 0]
+    assert forked_ranks(functools.partial(hear_of_it, how=how), first=1) == [1, JobFailed.EXIT_CODE]
 
 
 def raise_or_hear(manager, _):

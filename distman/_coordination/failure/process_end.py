@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from multiprocessing.process import BaseProcess
 
-_LAST_FRAME = BaseProcess._bootstrap.__code__  # type: ignore[attr-defined]
-"""Code of the function that catches what ends such a process, whichever way it was started."""
+from distman._coordination.failure.stack import LAST_FRAME
 
 _TOOLS = (3, 4, 5)
 """Numbers under which Python monitors, first those that belong to nobody; a debugger and others have lower ones."""
@@ -19,7 +17,7 @@ def error_that_ends_process() -> BaseException | None:
     """Return the exception that is ending this process, if one is; one that its parent was handling does not."""
     error = sys.exc_info()[1]
     trace = error.__traceback__ if error is not None else None
-    return error if trace is not None and trace.tb_frame.f_code is _LAST_FRAME else None
+    return error if trace is not None and trace.tb_frame.f_code is LAST_FRAME else None
 
 
 def call_before_it_is_printed(action: Callable[[], object]) -> None:
@@ -37,4 +35,4 @@ def call_before_it_is_printed(action: Callable[[], object]) -> None:
         if monitoring.get_tool(tool) is None:  # else forked from a process that did this
             monitoring.use_tool_id(tool, _NAME)
         monitoring.register_callback(tool, monitoring.events.LINE, lambda *_: action())
-        monitoring.set_local_events(tool, _LAST_FRAME, monitoring.events.LINE)
+        monitoring.set_local_events(tool, LAST_FRAME, monitoring.events.LINE)

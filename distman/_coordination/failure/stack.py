@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
+from multiprocessing.process import BaseProcess
 from types import CodeType, FrameType
 from typing import TypeVar
 
@@ -17,6 +18,9 @@ _WAITING = {"IPython": "IPython", "ipykernel": "IPython", "_pytest": "_pytest"}
 
 _BRIEF = {"_frozen_importlib", "contextlib", "importlib", "logging", "queue", "threading"}
 """Packages of Python's that take a lock, and give it back in another statement; they are left within microseconds."""
+
+LAST_FRAME = BaseProcess._bootstrap.__code__  # type: ignore[attr-defined]
+"""Code of the function that runs a process of ``multiprocessing``, whichever way it was started."""
 
 _MAX_CHAINED = 100  # errors that are looked through for one: a chain may be a ring
 
@@ -82,7 +86,8 @@ def may_hold_lock(frame: FrameType | None) -> bool:
 
 
 def _stack(frame: FrameType | None) -> Iterator[FrameType]:
-    while frame is not None:
+    """Yield the frames from a given one outwards; those of the process that this one was forked from are none."""
+    while frame is not None and frame.f_code is not LAST_FRAME:
         yield frame
         frame = frame.f_back
 

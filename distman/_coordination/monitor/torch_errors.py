@@ -16,7 +16,7 @@ from distman._torch_internals import collective_errors
 class _FailureFirst(logging.Filter):
     """Raises the failure of the job in place of an error that torch is about to report, where it comes from that."""
 
-    def filter(self, record: logging.LogRecord) -> bool:
+    def filter(self, record: logging.LogRecord) -> bool:  # noqa: ARG002 - its parameter
         """Return whether torch may report the error."""
         error = sys.exc_info()[1]
         is_ours = current_wait() is not None  # a call of this package finds the cause itself

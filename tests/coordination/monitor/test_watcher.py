@@ -118,8 +118,6 @@ def test_a_wait_that_raises_the_failure_itself_is_enough():
     raise_if_failed()
 
 
-
-
 def test_that_a_rank_left_too_early_is_raised_again_where_it_is_swallowed():
     watcher = make(HashStore())
     error = FailureRecord.left(places(2)[1], "barrier 0").to_failure()
@@ -133,8 +131,6 @@ def test_that_a_rank_left_too_early_is_raised_again_where_it_is_swallowed():
     watcher.stop()
 
 
-
-
 def test_a_rank_that_ends_since_another_one_left_says_so():
     store, ended = HashStore(), []
     context = WatchContext(store, "tcp://n1:5", None, 0, places(2), is_one_host=True)
@@ -144,7 +140,6 @@ def test_a_rank_that_ends_since_another_one_left_says_so():
     assert (FailureRecord.read(store), store.add(protocol.NEWS, 0)) == (record, 1)
     (error,) = ended
     assert record.is_told_by(error)
-
 
 
 def test_the_first_sign_of_life_is_there_at_once():
