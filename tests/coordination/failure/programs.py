@@ -1,0 +1,411 @@
+"""Programs to which a failure is delivered while they do what their names say; a thread plays the watcher.
+
+Arguments: a folder for what they say, and the names. Each is a fork, and writes its exit code at last.
+"""
+
+import asyncio
+import atexit
+import code
+import concurrent.futures
+import contextlib
+import ctypes
+import functools
+import gc
+import io
+import logging
+import os
+import pdb
+import queue
+import sys
+import threading
+import time
+import unittest
+import weakref
+from pathlib import Path
+
+from distman import JobFailed, surviving_failure
+from distman._coordination.failure import hook
+from distman._coordination.failure.interruption import Interruption, Patience
+from distman._coordination.failure.record import FailureRecord
+
+LONG = 60.0  # seconds, more than the program is given
+RECORD = FailureRecord(1, "n1", 101, "ValueError", "boom", "Traceback ...\nValueError: boom")
+
+is_at_work = threading.Event()
+is_over = threading.Event()
+
+
+def work(seconds=0.02):
+    """Do something in Python, for most of the time of this program."""
+    is_at_work.set()
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
+        time.sleep(0.001)
+
+
+def again_and_again(step):
+    """Make a program of what a function does once."""
+
+    @functools.wraps(step)
+    def program():
+        while True:
+            step()
+
+    program.is_program = True
+    return program
+
+
+def plain():
+    work(LONG)
+
+
+def through_finally():
+    try:
+        work(LONG)
+    finally:
+        sys.stdout.write("cleaned up\n")
+
+
+@again_and_again
+def through_except_exception():
+    try:
+        work()
+    except Exception:  # noqa: BLE001
+        sys.stdout.write("swallowed\n")
+
+
+@again_and_again
+def through_suppress():
+    with contextlib.suppress(Exception):
+        work()
+
+
+@again_and_again
+def through_generators():
+    def numbers():
+        try:
+            yield from range(5)
+        except Exception:  # noqa: BLE001
+            yield 5
+
+    for _ in numbers():
+        work(0.002)
+
+
+@again_and_again
+def through_the_ends_of_blocks():
+    @contextlib.contextmanager
+    def block():
+        try:
+            yield
+        finally:
+            work(0.002)
+
+    with contextlib.ExitStack() as stack:
+        for _ in range(3):
+            stack.enter_context(block())
+        stack.callback(work, 0.002)
+
+
+def through_threads():
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        for _ in pool.map(work, [0.01] * 100):
+            pass
+
+
+def through_tasks_of_asyncio():
+    async def step():
+        await asyncio.sleep(0.001)
+        work(0.002)
+
+    async def main():
+        while True:
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(step())
+            await asyncio.gather(step(), step(), return_exceptions=True)
+
+    asyncio.run(main())
+
+
+def through_callbacks_of_asyncio():
+    async def main():
+        for _ in range(20):
+            asyncio.get_running_loop().call_soon(work)
+        await asyncio.sleep(LONG)
+
+    asyncio.run(main())
+
+
+def through_a_handler_that_awaits():
+    async def main():
+        try:
+            while True:
+                work(0.002)
+        except JobFailed:
+            await asyncio.sleep(0.3)
+            sys.stdout.write("saved\n")
+            raise
+
+    asyncio.run(main())
+
+
+def through_a_slow_handler():
+    try:
+        work(LONG)
+    except JobFailed:
+        work(0.3)
+        sys.stdout.write("saved\n")
+        raise
+
+
+def through_exit_0_in_a_handler():
+    try:
+        work(LONG)
+    except JobFailed:
+        work()
+        sys.exit(0)
+
+
+def through_a_group():
+    try:
+        raise ExceptionGroup("several", [ValueError()])
+    except* ValueError:
+        work(LONG)
+
+
+def while_it_is_stored():
+    stored = []
+    try:
+        work(LONG)
+    except JobFailed as error:
+        stored.append(error)
+    work(0.3)
+    sys.stdout.write("saved\n")
+    raise stored.pop()
+
+
+def report(lock):
+    sys.stdout.write("the lock is free\n" if lock.acquire(timeout=1.0) else "the lock is held\n")
+
+
+def holding_a_condition():
+    condition = threading.Condition(threading.Lock())
+    is_at_work.set()
+    try:
+        while True:
+            with condition:
+                pass
+    finally:
+        report(condition)
+
+
+def holding_a_queue():
+    items = queue.Queue()
+    is_at_work.set()
+    try:
+        while True:
+            items.put(1)
+            items.get()
+    finally:
+        report(items.mutex)
+
+
+def holding_a_log():
+    handler = logging.StreamHandler(io.StringIO())
+    logger = logging.getLogger("tight")
+    logger.addHandler(handler)
+    is_at_work.set()
+    try:
+        while True:
+            logger.warning("step")
+            handler.stream.truncate(0)
+    finally:
+        report(handler.lock)
+
+
+def swallowed_once():
+    with contextlib.suppress(BaseException):
+        work(LONG)
+    work(LONG)
+
+
+def swallowed_by_finally_and_return():
+    def step():
+        try:
+            work(LONG)
+        finally:
+            return  # noqa: B012
+
+    step()
+    work(LONG)
+
+
+def swallowed_by_a_group():
+    try:
+        work(LONG)
+    except* JobFailed:
+        pass
+    work(LONG)
+
+
+def swallowed_by_unittest():
+    class Case(unittest.TestCase):
+        def test_it(self):
+            work(LONG)
+
+    unittest.TextTestRunner(stream=io.StringIO()).run(unittest.defaultTestLoader.loadTestsFromTestCase(Case))
+    work(LONG)
+
+
+def swallowed_by_a_console():
+    code.InteractiveInterpreter({"work": work}).runsource("try: work(60)\nexcept BaseException: pass\n", symbol="exec")
+    work(LONG)
+
+
+def swallowed_by_a_debugger():
+    with contextlib.suppress(BaseException):
+        pdb.Pdb(stdin=io.StringIO("c\n"), stdout=io.StringIO()).runcall(work, LONG)
+    work(LONG)
+
+
+def swallowed_at_the_end():
+    with contextlib.suppress(BaseException):
+        work(LONG)
+
+
+def swallowed_and_left():
+    with contextlib.suppress(BaseException):
+        work(LONG)
+    is_over.set()
+    interruption.restore()
+
+
+@again_and_again
+def for_ever_by_a_bare_except():
+    try:
+        work()
+    except:  # noqa: E722
+        sys.stderr.write("skipped\n")
+
+
+@again_and_again
+def for_ever_in_a_destructor():
+    class Slow:
+        def __del__(self):
+            work()
+
+    Slow()
+
+
+@again_and_again
+def for_ever_in_a_callback_of_c():
+    ctypes.CFUNCTYPE(None)(work)()
+
+
+@again_and_again
+def for_ever_in_a_weak_reference():
+    thing = threading.Event()
+    _reference = weakref.ref(thing, lambda _: work())
+    del thing
+
+
+def for_ever_in_the_garbage_collector():
+    gc.callbacks.append(lambda _phase, _info: work())
+    while True:
+        gc.collect(0)
+
+
+def for_ever_in_a_handler():
+    try:
+        work(LONG)
+    except JobFailed:
+        work(LONG)
+
+
+def for_ever_in_native_code():
+    try:
+        work(LONG)
+    except JobFailed:
+        work(0.0)
+        take = ctypes.CDLL(None).pthread_mutex_lock
+        lock = ctypes.create_string_buffer(64)
+        take(lock)
+        take(lock)  # never returns
+
+
+def survived():
+    with surviving_failure() as failure:
+        work(LONG)
+    work(0.3)
+    assert failure.error.rank == 1
+
+
+def survived_by_the_inner_of_two_blocks():
+    with surviving_failure() as outer:
+        with surviving_failure() as inner:
+            work(LONG)
+        work(0.3)
+    assert inner
+    assert not outer
+
+
+def survived_in_a_group():
+    async def main():
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(asyncio.sleep(0.001))
+            work(LONG)
+
+    with surviving_failure() as failure:
+        try:
+            asyncio.run(main())
+        except JobFailed as error:
+            raise BaseExceptionGroup("several", [error]) from None
+    work(0.3)
+    assert failure
+
+
+def survived_by_acknowledgement():
+    try:
+        work(LONG)
+    except JobFailed as error:
+        error.acknowledge()
+    work(0.3)
+
+
+def deliver():
+    is_at_work.wait()
+    interruption.deliver(RECORD)
+
+
+def run(name):
+    global interruption
+    hook.install(lambda _: None)
+    patience = Patience(to_handle=2.0, to_come=1.0, to_give_in=1.5, between_looks=0.02)
+
+    def tell(error):
+        sys.stdout.write(f"told the launcher of {error.error_type}\n")
+
+    interruption = Interruption(lambda record: hook.announce(record, 0), tell, is_over, patience)
+    atexit.register(lambda: sys.stdout.write(f"swallowed {interruption._delivery.num_swallowed} times\n"))
+    threading.Thread(target=deliver, daemon=True).start()
+    globals()[name]()
+    sys.stdout.write("the end\n")
+
+
+def main(folder, *names):
+    children = {}
+    for name in names:
+        child = os.fork()
+        if child == 0:
+            for number, stream in ((1, "stdout"), (2, "stderr")):
+                os.dup2(os.open(Path(folder, f"{name}.{stream}"), os.O_CREAT | os.O_WRONLY), number)
+            run(name)
+            return
+        children[child] = name
+    while children:
+        child, status = os.wait()
+        Path(folder, f"{children.pop(child)}.code").write_text(str(os.waitstatus_to_exitcode(status)))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
