@@ -28,6 +28,7 @@ from distman._coordination.failure import hook
 from distman._coordination.failure.interruption import Interruption, Patience
 from distman._coordination.failure.record import FailureRecord
 
+AT_ONCE = 6
 LONG = 60.0  # seconds, more than the program is given
 RECORD = FailureRecord(1, "n1", 101, "ValueError", "boom", "Traceback ...\nValueError: boom")
 
@@ -393,18 +394,21 @@ def run(name):
 
 
 def main(folder, *names):
-    children = {}
-    for name in names:
-        child = os.fork()
-        if child == 0:
-            for number, stream in ((1, "stdout"), (2, "stderr")):
-                os.dup2(os.open(Path(folder, f"{name}.{stream}"), os.O_CREAT | os.O_WRONLY), number)
-            run(name)
-            return
-        children[child] = name
-    while children:
-        child, status = os.wait()
-        Path(folder, f"{children.pop(child)}.code").write_text(str(os.waitstatus_to_exitcode(status)))
+    gc.freeze()  # else the end of each fork would copy what they share
+    waiting, children = list(names), {}
+    while waiting or children:
+        if waiting and len(children) < AT_ONCE:
+            name = waiting.pop()
+            child = os.fork()
+            if child == 0:
+                for number, stream in ((1, "stdout"), (2, "stderr")):
+                    os.dup2(os.open(Path(folder, f"{name}.{stream}"), os.O_CREAT | os.O_WRONLY), number)
+                run(name)
+                return
+            children[child] = name
+        else:
+            child, status = os.wait()
+            Path(folder, f"{children.pop(child)}.code").write_text(str(os.waitstatus_to_exitcode(status)))
 
 
 if __name__ == "__main__":
