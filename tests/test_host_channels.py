@@ -23,7 +23,7 @@ from distman.collectives._local_messages import agreement_in
 from distman.collectives._shared_memory import VARIABLE
 from distman.collectives._validation import resolve_group
 from distman.decorators import on_rank
-from distman.errors import DistmanError, PlanMismatchError, RankFailedError
+from distman.errors import DistmanError, JobFailed, PlanMismatchError
 from distman.metrics import reduce_loss
 from distman.testing import kill_rank, ranks
 
@@ -603,7 +603,7 @@ def test_the_death_of_a_rank_ends_the_wait_of_the_others(monkeypatch):
     DistributedManager.initialize()
     all_gather_v(torch.ones(1))
     kill_rank(1)
-    with pytest.raises(RankFailedError, match="rank 1"):
+    with pytest.raises(JobFailed, match="rank 1"):
         all_gather_v(torch.ones(1))
 
 

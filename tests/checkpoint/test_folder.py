@@ -6,7 +6,7 @@ import os
 import pytest
 import torch
 
-from distman import DistributedManager, RankFailedError
+from distman import CheckpointError, DistributedManager, RankFailedError
 from distman.checkpoint import CheckpointFolder, load, load_sharded
 from distman.testing import ranks
 
@@ -71,7 +71,9 @@ def test_checkpoints_of_the_other_kind_are_refused_and_not_overlooked(tmp_path):
         CheckpointFolder(path, sharded=sharded, background=False).save({"step": 1}, 1)
         other = CheckpointFolder(path, sharded=not sharded)
         for use in (other.latest, functools.partial(other.save, {"step": 2}, 2)):
-            with pytest.raises(RankFailedError, match=r"must hold checkpoints of one kind, got checkpoint-00000001"):
+            with pytest.raises(
+                (ValueError, RankFailedError), match=r"must hold checkpoints of one kind, got checkpoint-00000001"
+            ):
                 use()
     with pytest.raises(TypeError, match="state must be left out with sharded=False, got dict"):
         CheckpointFolder(tmp_path / "False").load_latest({})
@@ -94,13 +96,13 @@ def test_an_error_in_the_background_is_raised_by_wait_or_by_the_next_save(tmp_pa
     (tmp_path / "run").touch()
     folder = CheckpointFolder(tmp_path / "run")
     folder.save({}, 1)
-    with pytest.raises(RankFailedError, match="FileExistsError") as caught:
+    with pytest.raises((OSError, RankFailedError), match="exists") as caught:
         folder.wait()
-    assert isinstance(caught.value.__cause__, OSError if rank == 0 else type(None))
+    assert isinstance(caught.value, OSError if rank == 0 else RankFailedError)
     folder.wait()
     folder.save({}, 2)
     assert folder.latest() is None
-    with pytest.raises(RankFailedError, match=r"the previous background save to .*run failed"):
+    with pytest.raises((CheckpointError, RankFailedError), match=r"the previous background save to .*run failed"):
         folder.save({}, 3)
     DistributedManager().barrier("well")
 
@@ -108,11 +110,11 @@ def test_an_error_in_the_background_is_raised_by_wait_or_by_the_next_save(tmp_pa
 @ranks(2)
 def test_what_cannot_be_saved_is_refused_at_once(tmp_path):
     folder = CheckpointFolder(tmp_path / "run")
-    with pytest.raises(RankFailedError, match=r"ValueError: state\['a'\] must be a tensor"):
+    with pytest.raises((ValueError, RankFailedError), match=r"state\['a'\] must be a tensor"):
         folder.save({"a": print}, 1)
-    with pytest.raises(RankFailedError, match="ValueError: step must be 0 or more, got -1"):
+    with pytest.raises((ValueError, RankFailedError), match="step must be 0 or more, got -1"):
         folder.save({}, -1)
-    with pytest.raises(RankFailedError, match="TypeError"):
+    with pytest.raises((TypeError, RankFailedError)):
         folder.save({}, 1.5)
     assert folder.latest() is None
 

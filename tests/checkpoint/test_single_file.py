@@ -82,9 +82,9 @@ def test_a_process_that_is_alone_needs_no_manager(tmp_path, monkeypatch):
 def test_what_could_not_be_loaded_is_refused_by_all_when_it_is_saved(tmp_path, rank, background):
     path = tmp_path / "state.pt"
     save({"step": 1}, path)
-    with pytest.raises(RankFailedError, match=r"ValueError: state\['optimizer'\]\[1\] must be a tensor") as caught:
+    with pytest.raises((ValueError, RankFailedError), match=r"state\['optimizer'\]\[1\] must be a tensor") as caught:
         save({"optimizer": [0.1, lambda: 0]}, path, background=background)
-    assert isinstance(caught.value.__cause__, ValueError if rank == 0 else type(None))
+    assert isinstance(caught.value, ValueError if rank == 0 else RankFailedError)
     assert load(path) == {"step": 1}
     assert [one.name for one in tmp_path.iterdir()] == ["state.pt"]
     all_are_well()
@@ -92,12 +92,12 @@ def test_what_could_not_be_loaded_is_refused_by_all_when_it_is_saved(tmp_path, r
 
 @ranks(1, 3)
 def test_what_rank_0_cannot_write_is_an_error_on_all(blocked, rank):
-    with pytest.raises(RankFailedError, match=r"rank 0 .* raised (NotADirectory|FileExists)Error") as caught:
+    with pytest.raises(OSError if rank == 0 else RankFailedError, match=r"(exists|Not a directory)") as caught:
         save({}, blocked)
-    assert isinstance(caught.value.__cause__, OSError if rank == 0 else type(None))
+    assert isinstance(caught.value, OSError if rank == 0 else RankFailedError)
     pending = save({}, blocked, background=True)
     for _ in range(2):
-        with pytest.raises(RankFailedError, match=r"rank 0 .* raised (NotADirectory|FileExists)Error"):
+        with pytest.raises(OSError if rank == 0 else RankFailedError, match=r"(exists|Not a directory)"):
             pending.wait()
     all_are_well()
 
@@ -105,7 +105,7 @@ def test_what_rank_0_cannot_write_is_an_error_on_all(blocked, rank):
 @ranks(2)
 def test_an_error_in_the_background_is_raised_by_the_next_save_to_the_same_path(blocked):
     save({"number": 1}, blocked, background=True)
-    with pytest.raises(RankFailedError, match=r"the previous background save to .*state\.pt failed"):
+    with pytest.raises((CheckpointError, RankFailedError), match=r"the previous background save to .*state\.pt failed"):
         save({"number": 2}, blocked)
     blocked.parent.unlink(missing_ok=True)
     DistributedManager().barrier("no file in the way")
@@ -133,7 +133,7 @@ def test_what_is_loaded_is_what_was_saved_last(tmp_path, rank):
 @ranks(2)
 def test_a_load_after_a_save_that_failed_says_so_once(blocked, rank):
     save({"number": 1}, blocked, background=True)
-    with pytest.raises(RankFailedError, match=r"CheckpointError: the background save to .* failed: .*load again"):
+    with pytest.raises((CheckpointError, RankFailedError), match=r"the background save to .* failed: .*load again"):
         load(blocked)
     with pytest.raises(FileNotFoundError if rank == 0 else (FileNotFoundError, RankFailedError)):
         load(blocked)
@@ -146,9 +146,9 @@ def test_a_full_disk_is_one_error_on_all_and_the_old_file_stays(small_disk, rank
     path = small_disk / "state.pt"
     save({"number": 1}, path)
     too_large = {"tensor": torch.zeros(1_000_000)}
-    with pytest.raises(RankFailedError, match=r"No space left on device: '.*state\.pt'") as caught:
+    with pytest.raises((OSError, RankFailedError), match=r"No space left on device: '.*state\.pt'") as caught:
         save_and_wait(too_large, path, background=background)
-    assert isinstance(caught.value.__cause__, OSError if rank == 0 else type(None))
+    assert isinstance(caught.value, OSError if rank == 0 else RankFailedError)
     assert [one.name for one in small_disk.iterdir()] == ["state.pt"]
     assert load(path) == {"number": 1}
     all_are_well()

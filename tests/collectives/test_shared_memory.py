@@ -28,7 +28,7 @@ from distman.collectives import (
 )
 from distman.collectives._shared_memory import THRESHOLD, VARIABLE, pool_of
 from distman.collectives._validation import resolve_group
-from distman.errors import RankFailedError
+from distman.errors import JobFailed
 from distman.testing import kill_rank, ranks
 from tests.collectives.reference import random_tensor, strided
 from tests.launch.processes import launch
@@ -285,7 +285,7 @@ def test_a_death_in_the_middle_ends_the_wait_of_the_others(monkeypatch, place):
     DistributedManager.initialize()
     all_gather_v(torch.ones(LARGE))
     monkeypatch.setattr(_shared_memory.SharedPieces, place, dies_on_rank_1(getattr(_shared_memory.SharedPieces, place)))
-    with pytest.raises(RankFailedError, match="rank 1"):
+    with pytest.raises(JobFailed, match="rank 1"):
         all_gather_v(torch.ones(2 * LARGE))
 
 

@@ -115,7 +115,7 @@ def acknowledge(rank: Rank) -> None:
     """
     import torch.distributed as dist
 
-    from distman import DistributedManager, RankFailedError
+    from distman import DistributedManager, JobFailed
     from tests.explore.around import plain
 
     dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
@@ -124,10 +124,10 @@ def acknowledge(rank: Rank) -> None:
     failure = ""
     try:
         plain(steps(rank))
-    except RankFailedError as error:
+    except JobFailed as error:
         if rank.rank not in rank.case.survivors:
             raise
-        failure = f"RankFailedError: {error}\n"
+        failure = f"JobFailed: {error}\n"
     DistributedManager.cleanup()
     gc.collect()
     rank.records.write(rank.rank, "clean", descriptors=sorted(descriptors() - before))

@@ -9,12 +9,12 @@ from .judge import blamed, judge
 from .observe import End, Outcome
 from .page import Finding, as_markdown
 
-NAMED = "RankFailedError: rank 2 (n3, pid 77) raised ValueError: boom"
-DIED = "RankFailedError: rank 2 (n3, pid 77) died: its connection broke."
+NAMED = "JobFailed: rank 2 (n3, pid 77) raised ValueError: boom"
+DIED = "JobFailed: rank 2 (n3, pid 77) died: its connection broke."
 ABSENT = "2 of 3 ranks joined within 6 s; missing: rank 2 (expected on n3). Present: 0 (n1, pid 75)"
 STORE_MISSED = "rank 0 (n1, pid 75), which serves the job's store at tcp://n1:3, has been silent for 4 s"
 HELD_UP = f"distman: {STORE_MISSED}\n\nThis process could not be interrupted:\nthread MainThread"
-MISSED = "RankFailedError: rank 2 (n3, pid 77) has been silent for 4 s"
+MISSED = "JobFailed: rank 2 (n3, pid 77) has been silent for 4 s"
 NOT_OPENED = "RendezvousError: rank 0 must open the job's store at tcp://n1:3 within 8 s"
 MPI_CRASHED = """Fatal Python error: Segmentation fault
   File "<frozen importlib._bootstrap>", line 1232 in _handle_fromlist

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from distman import DistributedManager, NonFiniteLossError, RankFailedError
+from distman import DistributedManager, JobFailed, NonFiniteLossError
 from distman.handler import Callback
 from distman.testing import ranks
 
@@ -76,10 +76,10 @@ def test_an_error_that_one_rank_catches_is_heard_by_the_others(break_it, rank, m
     handler.set_val_loader(regression(), batch_size=8)
     break_it(handler)
     told = r"of one rank alone. It has left train\(\) on this rank but not on rank 0 \(.*Handle it where it is raised"
-    with pytest.raises(ValueError if rank else RankFailedError, match="of one rank alone" if rank else told):
+    with pytest.raises(ValueError if rank else JobFailed, match="of one rank alone" if rank else told):
         handler.train(2)
     if rank:
-        with pytest.raises(RankFailedError, match=told):  # its collectives would meet those of another call
+        with pytest.raises(JobFailed, match=told):  # its collectives would meet those of another call
             handler.predict(regression())
 
 

@@ -239,6 +239,6 @@ def test_ctrl_c_while_ranks_wait_for_each_other(free_port, present, interrupted,
         if rank in interrupted:
             assert process.returncode == (0 if last == "end" else -signal.SIGINT)
         else:
-            assert process.returncode == 1
-            assert f"RankFailedError: rank {interrupted[0]} " in process.stderr
+            assert process.returncode == 76
+            assert f"JobFailed: rank {interrupted[0]} " in process.stderr
             assert "raised KeyboardInterrupt" in process.stderr

@@ -28,7 +28,7 @@ from distman._store.client import Client
 from distman._store.handshake import VISITOR, WATCHER
 from distman._store.torch_store import part_of
 from distman.environments import LaunchEnvironment, detect
-from distman.errors import RankFailedError, RendezvousError
+from distman.errors import JobFailed, RendezvousError
 
 from .join_records import join_record
 
@@ -188,7 +188,7 @@ def test_a_rank_that_dies_while_others_are_awaited_is_named_at_once(point, dying
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
         futures = [pool.submit(take_part, *both, timeout=60.0) for both in zip(stores, records, strict=True)]
         for future in futures:
-            with pytest.raises(RankFailedError, match=rf"rank {dying} \(.*\) died: its connection broke"):
+            with pytest.raises(JobFailed, match=rf"rank {dying} \(.*\) died: its connection broke"):
                 future.result()
     for job_store in stores:
         job_store.close()
@@ -289,7 +289,7 @@ def test_a_rank_that_failed_before_is_told_to_all_at_once(point, failure, messag
         futures = [pool.submit(attend, point, join_record(rank, 3), timeout=60.0) for rank in (0, 1)]
         _tell(find_store(point, 2, 10, role=VISITOR), json.dumps(failure).encode())
         for future in futures:
-            with pytest.raises(RankFailedError, match=message):
+            with pytest.raises(JobFailed, match=message):
                 future.result(timeout=10)
 
 
@@ -312,7 +312,7 @@ def test_who_is_told_of_a_failure_by_a_store_that_ends_is_told_of_the_failure(po
         monkeypatch.setattr(module, "Client", LostAtOnce)
     with (
         contextlib.closing(first),
-        pytest.raises(RankFailedError, match=r"rank 2 \(n2, pid 5\) raised ValueError: boom"),
+        pytest.raises(JobFailed, match=r"rank 2 \(n2, pid 5\) raised ValueError: boom"),
     ):
         come(point)
     assert [connection._socket.fileno() for connection in clients[-1]._all] == [-1]
@@ -337,7 +337,7 @@ def test_whoever_fails_before_it_joins_is_told_to_all_whoever_opens_the_store(po
         others = [pool.submit(come, rank) for rank in range(3) if rank != failed]
         pool.submit(fail).result()
         for future in others:
-            with pytest.raises(RankFailedError, match=rf"rank {failed} \(n2, pid 5\) raised ValueError: boom"):
+            with pytest.raises(JobFailed, match=rf"rank {failed} \(n2, pid 5\) raised ValueError: boom"):
                 future.result(timeout=20)
 
 
@@ -364,7 +364,7 @@ def test_who_fails_before_it_joins_is_heard_over_the_agent_on_another_host(rank,
         coming = None if is_first else pool.submit(come)
         early_failure.tell_waiting_ranks(FAILURE, environ)
         coming = coming or pool.submit(come)
-        with pytest.raises(RankFailedError, match=r"rank 2 \(n2, pid 5\) raised ValueError: boom"):
+        with pytest.raises(JobFailed, match=r"rank 2 \(n2, pid 5\) raised ValueError: boom"):
             coming.result(timeout=30)
 
 

@@ -112,17 +112,16 @@ def test_over_a_group(rank):
 @ranks(1, 3)
 def test_an_error_on_one_rank_is_raised_on_all_and_the_group_stays_usable(rank_zero, rank, world_size):
     culprit = 0 if rank_zero else world_size - 1
-    with pytest.raises(RankFailedError, match=rf"rank {culprit} .* raised KeyError: 'no weights'") as caught:
+    with pytest.raises(KeyError if rank == culprit else RankFailedError, match="'no weights'"):
         sample(FailsOn(culprit), SDE, (5, 2), rank_zero=rank_zero, **SHORT)
-    assert isinstance(caught.value.__cause__, KeyError) == (rank == culprit)
     assert sample(FailsOn(-1), SDE, (5, 2), rank_zero=rank_zero, **SHORT).isfinite().all()
 
 
 @ranks(1, 3)
 def test_samples_that_are_no_numbers_are_told_on_all_ranks(world_size):
     culprit = world_size - 1
-    message = rf"FloatingPointError: samples must be finite, got (\d) of \1 on rank {culprit} that are not"
-    with pytest.raises(RankFailedError, match=message):
+    message = rf"samples must be finite, got (\d) of \1 on rank {culprit} that are not"
+    with pytest.raises((FloatingPointError, RankFailedError), match=message):
         sample(FailsOn(culprit, math.nan), SDE, (5, 2), **SHORT)
 
 
@@ -169,5 +168,5 @@ def test_wrong_arguments_are_one_sentence(arguments, message):
 
 @ranks(1)
 def test_a_score_of_another_shape():
-    with pytest.raises(RankFailedError, match=r"ValueError: score_fn\(t, x\) must have the shape of x, \(3, 2\), got"):
+    with pytest.raises(ValueError, match=r"score_fn\(t, x\) must have the shape of x, \(3, 2\), got"):
         sample(lambda _, x: x[:, :1], SDE, (3, 2))

@@ -13,8 +13,8 @@ from torch.utils.data import TensorDataset
 import distman
 from distman import (
     DistributedManager,
+    JobFailed,
     ParallelExecutor,
-    RankFailedError,
     on_local_rank,
     on_rank,
     parallelize_on_gpus,
@@ -111,7 +111,7 @@ assert_type(distman.run(first, 1, n=2), "list[str | None]")
 
 try:
     manager.barrier("all", timeout=3)
-except RankFailedError as error:
+except JobFailed as error:
     assert_type(error.rank, int)
 
 handler = NNHandler(nn.Linear(1, 1))

@@ -6,7 +6,7 @@ import torch
 
 from distman import DistributedManager
 from distman.collectives import _shared_memory, all_gather_v
-from distman.errors import RankFailedError
+from distman.errors import JobFailed
 
 manager = DistributedManager.initialize()
 full = torch.ones(_shared_memory.THRESHOLD)
@@ -22,6 +22,6 @@ if manager.rank == 1:
 try:
     all_gather_v(full)
     manager.barrier()  # where rank 1 fails last, the others have all pieces
-except RankFailedError as error:
+except JobFailed as error:
     sys.stdout.write(f"rank {manager.rank}: rank {error.rank} raised {error.error_type}: {error.error_text}\n")
     raise
