@@ -8,20 +8,27 @@ import atexit
 import code
 import concurrent.futures
 import contextlib
+import csv
 import ctypes
 import functools
 import gc
+import gzip
 import io
 import logging
+import multiprocessing
 import os
 import pdb
 import queue
 import sys
+import tempfile
 import threading
 import time
 import unittest
 import weakref
+import zipfile
 from pathlib import Path
+
+import h5py
 
 from distman import JobFailed, surviving_failure
 from distman._coordination.failure import hook
@@ -373,6 +380,95 @@ def survived_by_acknowledgement():
     work(0.3)
 
 
+def open_files():
+    """Write into files of all kinds, and close none."""
+    files = [Path("text.txt").open("w"), csv_file := Path("rows.csv").open("w", newline="")]  # noqa: SIM115
+    files[0].write("a line\n")
+    csv.writer(csv_file).writerow([1, 2])
+    files.append(gzip.open("text.gz", "wt"))  # noqa: SIM115
+    files[-1].write("a line\n")
+    files.append(zipfile.ZipFile("files.zip", "w"))
+    files[-1].writestr("a", "b")
+    files.append(h5py.File("numbers.h5", "w"))
+    files[-1]["x"] = 1
+    files += [tempfile.TemporaryDirectory(dir="."), tempfile.NamedTemporaryFile(dir=".")]  # noqa: SIM115
+    return files
+
+
+def plain_with_open_files():
+    files = open_files()
+    work(LONG)
+    return files
+
+
+def fails_with_open_files():
+    files = open_files()
+    raise KeyError(len(files))
+
+
+def fails_by_exit_3():
+    sys.exit(3)
+
+
+def fails_by_exit_1_in_a_handler():
+    try:
+        raise KeyError("why")
+    except KeyError:
+        sys.exit(1)
+
+
+def ends_by_exit_0():
+    sys.exit(0)
+
+
+def ends_by_an_exit_code_that_is_expected():
+    hook.expect_exit(75)
+    sys.exit(75)
+
+
+def ends_though_an_exit_was_caught():
+    with contextlib.suppress(SystemExit):
+        sys.exit(3)
+
+
+def stuck_in_a_thread():
+    threading.Thread(target=time.sleep, args=[LONG]).start()
+    raise KeyError("why")
+
+
+def stuck_in_a_pool():
+    concurrent.futures.ThreadPoolExecutor(1).submit(time.sleep, LONG)
+    raise KeyError("why")
+
+
+def stuck_in_an_exit_handler():
+    atexit.register(time.sleep, LONG)
+    raise KeyError("why")
+
+
+def stuck_as_a_survivor():
+    threading.Thread(target=time.sleep, args=[LONG]).start()
+    work(LONG)
+
+
+def fails_with_a_child():
+    child = multiprocessing.get_context("fork").Process(target=time.sleep, args=[LONG])
+    child.start()
+    sys.stdout.write(f"child {child.pid}\n")
+    raise KeyError("why")
+
+
+def say_how_often():
+    delivery = interruption._delivery
+    sys.stdout.write(f"swallowed {delivery.num_swallowed if delivery else 0} times\n")
+
+
+def report_error(error):
+    if not RECORD.is_told_by(error):
+        record = FailureRecord.of(error, 0)
+        sys.stdout.write(f"told {record.error_type}: {record.error_text}\n")
+
+
 def deliver():
     is_at_work.wait()
     interruption.deliver(RECORD)
@@ -380,14 +476,17 @@ def deliver():
 
 def run(name):
     global interruption
-    hook.install(lambda _: None)
+    hook.install(report_error)
+    hook._END_LIMIT = 1.0 if name.startswith(("stuck", "fails_with_a_child")) else 60.0
     patience = Patience(to_handle=2.0, to_come=1.0, to_give_in=1.5, between_looks=0.02)
 
     def tell(error):
         sys.stdout.write(f"told the launcher of {error.error_type}\n")
 
     interruption = Interruption(lambda record: hook.announce(record, 0), tell, is_over, patience)
-    atexit.register(lambda: sys.stdout.write(f"swallowed {interruption._delivery.num_swallowed} times\n"))
+    atexit.register(
+        lambda: sys.stdout.write(f"swallowed {getattr(interruption._delivery, 'num_swallowed', 0)} times\n")
+    )
     threading.Thread(target=deliver, daemon=True).start()
     globals()[name]()
     sys.stdout.write("the end\n")
@@ -403,6 +502,8 @@ def main(folder, *names):
             if child == 0:
                 for number, stream in ((1, "stdout"), (2, "stderr")):
                     os.dup2(os.open(Path(folder, f"{name}.{stream}"), os.O_CREAT | os.O_WRONLY), number)
+                Path(folder, name).mkdir()
+                os.chdir(Path(folder, name))
                 run(name)
                 return
             children[child] = name

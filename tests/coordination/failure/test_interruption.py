@@ -2,14 +2,18 @@
 
 import contextlib
 import functools
+import gzip
 import os
+import re
 import signal
 import subprocess
 import sys
 import threading
 import weakref
+import zipfile
 from pathlib import Path
 
+import h5py
 import pytest
 
 from distman._coordination.failure.interruption import Interruption, Patience
@@ -131,14 +135,14 @@ SURVIVED = named("survived")
 def ended(tmp_path_factory):
     """What a program said, and its exit code, for each way of its to deal with the failure; all of them run at once."""
     folder = tmp_path_factory.mktemp("programs")
-    names = (*HANDED_ON, *SWALLOWED, *FOR_EVER, *SURVIVED)
+    names = (*HANDED_ON, *SWALLOWED, *FOR_EVER, *SURVIVED, *named("fails_", "ends_", "stuck_"))
     subprocess.run([sys.executable, "-m", programs.__name__, folder, *names], check=True, timeout=120)
 
     def read(name):
         stdout, stderr, code = (Path(folder, f"{name}.{what}").read_text() for what in ("stdout", "stderr", "code"))
         return stdout, stderr, int(code)
 
-    return {name: read(name) for name in names}
+    return {name: read(name) for name in names} | {"folder": folder}
 
 
 @pytest.mark.parametrize("name", HANDED_ON)
@@ -177,3 +181,50 @@ def test_a_program_that_says_so_survives_it(ended, name):
     stdout, stderr, code = ended[name]
     assert code == 0, stderr
     assert stdout == "the end\nswallowed 0 times\n"
+
+
+@pytest.mark.parametrize(
+    ("name", "code", "told"),
+    [
+        ("fails_with_open_files", 1, "told KeyError: 7\n"),
+        ("fails_by_exit_3", 3, "told exited: ended with exit code 3, by sys.exit() or SystemExit.\n"),
+        ("fails_by_exit_1_in_a_handler", 1, "told KeyError: 'why'\n"),
+        ("fails_with_a_child", 1, "told KeyError: 'why'\n"),
+        ("ends_by_exit_0", 0, ""),
+        ("ends_by_an_exit_code_that_is_expected", 75, ""),
+        ("ends_though_an_exit_was_caught", 0, "the end\n"),
+    ],
+)
+def test_an_error_or_an_exit_code_of_its_own_is_told(ended, name, code, told):
+    stdout, stderr, found = ended[name]
+    assert found == code, stderr
+    assert re.sub(r"child \d+\n", "", stdout) == f"{told}swallowed 0 times\n"
+
+
+@pytest.mark.parametrize("name", named("stuck_"))
+def test_what_holds_the_end_up_is_cut_off(ended, name):
+    _, stderr, code = ended[name]
+    assert code == (JobFailed.EXIT_CODE if name == "stuck_as_a_survivor" else 1)
+    assert "this process is cut off: 1 s after its program it still runs\nthread " in stderr
+
+
+def test_processes_of_multiprocessing_end_with_a_failed_program(ended):
+    (child,) = re.findall(r"child (\d+)", ended["fails_with_a_child"][0])
+    assert not Path("/proc", child).exists()
+
+
+@pytest.mark.parametrize("name", ["plain_with_open_files", "fails_with_open_files"])
+def test_files_are_whole_at_the_end(ended, name):
+    folder = ended["folder"] / name
+    assert sorted(path.name for path in folder.iterdir()) == [
+        "files.zip",
+        "numbers.h5",
+        "rows.csv",
+        "text.gz",
+        "text.txt",
+    ]
+    assert (folder / "text.txt").read_bytes() == gzip.decompress((folder / "text.gz").read_bytes()) == b"a line\n"
+    assert (folder / "rows.csv").read_bytes() == b"1,2\r\n"
+    assert zipfile.ZipFile(folder / "files.zip").read("a") == b"b"
+    with h5py.File(folder / "numbers.h5") as file:
+        assert file["x"][()] == 1

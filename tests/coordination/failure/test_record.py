@@ -1,10 +1,13 @@
 """What ranks tell each other of a failure."""
 
+import threading
+
 import pytest
 from torch.distributed import HashStore
 
-from distman._coordination.failure.record import DIED, LEFT, SILENT, FailureRecord
-from distman.errors import RankFailedError
+from distman._coordination.failure import record as record_module
+from distman._coordination.failure.record import DIED, EXITED, LEFT, SILENT, FailureRecord
+from distman.errors import JobFailed, RankFailedError
 
 from ..ranks import Place, failure_on
 
@@ -35,22 +38,44 @@ def test_the_failure_of_another_rank_is_passed_on():
     assert FailureRecord.of(record.to_error(), 0) == record
 
 
-class IncompleteError(RankFailedError):
+class Incomplete(JobFailed):
     """What a program derived from the error, and does not fill in."""
 
     def __init__(self, text):
-        Exception.__init__(self, text)
+        BaseException.__init__(self, text)
 
     def __getattr__(self, name):
         raise AttributeError(name)
 
 
 def test_what_a_program_derived_from_the_error_is_told_as_its_own():
-    error = IncompleteError("gave up")
+    error = Incomplete("gave up")
     assert FailureRecord.of(error, 3).error_text == "gave up"
     assert not failure_on(2).is_told_by(error)
-    assert failure_on(2).is_told_by(failure_on(2).to_error())
-    assert not failure_on(2).is_told_by(failure_on(1).to_error())
+    assert failure_on(2).is_told_by(failure_on(2).to_failure())
+    assert not failure_on(2).is_told_by(failure_on(1).to_failure())
+
+
+def test_an_error_of_work_for_the_others_leaves_the_job_going():
+    assert type(failure_on(2).to_error()) is RankFailedError
+    assert type(failure_on(2).to_failure()) is JobFailed
+
+
+def test_an_error_whose_text_never_ends_is_told_all_the_same(monkeypatch):
+    class EndlessError(Exception):
+        def __str__(self):
+            threading.Event().wait(60)
+
+    monkeypatch.setattr(record_module, "_TEXT_LIMIT", 0.01)
+    assert FailureRecord.of(EndlessError(), 0).error_text == "(its __str__ took more than 0.01 s)"
+
+
+@pytest.mark.parametrize(("code", "number"), [(3, 3), ("gave up", 1)])
+def test_an_exit_code_is_told(code, number):
+    record = FailureRecord.of(SystemExit(code), 0)
+    assert record.error_type == EXITED
+    assert record.error_text.startswith(f"ended with exit code {number},")
+    assert type(record.to_error()) is JobFailed
 
 
 def test_an_error_that_cannot_say_what_it_is_is_told_all_the_same():
@@ -82,5 +107,5 @@ def test_what_another_rank_said_can_neither_clear_a_screen_nor_forge_a_line():
 )
 def test_what_is_said_of_a_rank_that_cannot_say_it_itself(record, kind, text):
     assert record.error_type == kind
-    assert isinstance(record.to_error(), RankFailedError)
+    assert isinstance(record.to_error(), JobFailed)
     assert text in str(record.to_error())
