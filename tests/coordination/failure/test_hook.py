@@ -16,7 +16,7 @@ import distman
 from distman._coordination.failure import hook
 from distman._coordination.failure.delivery import Delivery
 from distman._coordination.failure.short_traceback import short_traceback
-from distman.errors import BarrierTimeoutError, RankFailedError
+from distman.errors import BarrierTimeoutError, JobFailed
 
 from ..ranks import failure_on
 
@@ -156,23 +156,21 @@ def test_an_error_in_a_thread_is_told_where_the_program_wants_it(seen, capsys):
     assert capsys.readouterr().err == ""
 
 
-def test_a_failure_that_was_swallowed_is_told_at_the_end(seen, capsys):
-    delivery = Delivery(failure_on(1))
-    hook.require_handling(delivery)
-    try:
-        raise delivery.next_error()
-    except Exception:  # noqa: BLE001 - that is the point
-        hook.report_at_end()
-    assert "distman: rank 1 (n1, pid 101) raised ValueError: boom" in capsys.readouterr().err
+def test_a_failure_that_was_swallowed_is_told_at_the_end(seen):
+    hook.require_end(Delivery(failure_on(1)))
+    hook.report_at_end()
     assert seen[-1] == "finished"
-    assert hook._hook.exit_code == hook.EXIT_CODE
+    assert hook._hook.exit_code == JobFailed.EXIT_CODE
 
 
-def test_one_that_was_handled_is_not(seen):
-    delivery = Delivery(failure_on(1))
-    hook.require_handling(delivery)
-    with pytest.raises(RankFailedError):
-        raise delivery.next_error()
+def test_one_that_was_shown_by_a_test_or_acknowledged_is_not(seen):
+    for number, one in ((1, Delivery(failure_on(1))), (2, Delivery(failure_on(2)))):
+        hook.require_end(one)
+        with pytest.raises(JobFailed) as caught:
+            raise one.next_error(sys._getframe() if number == 1 else None)
+        if number == 2:
+            caught.value.acknowledge()
+        del caught
     hook.report_at_end()
     assert seen == []
     assert not hook.has_failed()
@@ -180,14 +178,23 @@ def test_one_that_was_handled_is_not(seen):
 
 def swallow():
     hook.install(lambda _: None)
-    hook.require_handling(Delivery(failure_on(1)))
+    hook.require_end(Delivery(failure_on(1)))
 
 
 def test_a_process_of_multiprocessing_ends_with_an_error_too():
     process = multiprocessing.get_context("fork").Process(target=swallow)
     process.start()
     process.join(60)
-    assert process.exitcode == hook.EXIT_CODE
+    assert process.exitcode == JobFailed.EXIT_CODE
+
+
+def test_a_failure_that_nobody_watches_for_is_shown_once(seen, capsys):
+    errors = [failure_on(1).to_failure() for _ in range(2)]
+    for error in errors:
+        hook.require_end_by(error)
+    assert capsys.readouterr().err.count("JobFailed: rank 1 (n1, pid 101) raised ValueError: boom") == 1
+    assert seen == []
+    assert len(hook._hook.deliveries) == 1
 
 
 def test_a_traceback_leaves_out_what_is_not_the_users(monkeypatch):
@@ -196,15 +203,15 @@ def test_a_traceback_leaves_out_what_is_not_the_users(monkeypatch):
         try:
             hook.run_with_timeout(lambda: [][0], 60.0)  # through a file of the package
         except IndexError as error:
-            raise delivery.next_error() from error
-    except RuntimeError as error:
+            raise delivery.next_error(None) from error
+    except JobFailed as error:
         shown = short_traceback(error)
         monkeypatch.setenv("DISTMAN_DEBUG", "1")
         in_full = short_traceback(error)
     assert in_full == ""
     assert "timeouts.py" not in shown
     assert shown.count("test_hook.py") == 3
-    assert "RankFailedError: rank 1" in shown
+    assert "JobFailed: rank 1" in shown
 
 
 class OfDistmanError(BarrierTimeoutError):

@@ -38,18 +38,18 @@ def test_the_failure_of_another_rank_is_passed_on():
     assert FailureRecord.of(record.to_error(), 0) == record
 
 
-class Incomplete(JobFailed):
+class IncompleteError(RankFailedError):
     """What a program derived from the error, and does not fill in."""
 
     def __init__(self, text):
-        BaseException.__init__(self, text)
+        Exception.__init__(self, text)
 
     def __getattr__(self, name):
         raise AttributeError(name)
 
 
 def test_what_a_program_derived_from_the_error_is_told_as_its_own():
-    error = Incomplete("gave up")
+    error = IncompleteError("gave up")
     assert FailureRecord.of(error, 3).error_text == "gave up"
     assert not failure_on(2).is_told_by(error)
     assert failure_on(2).is_told_by(failure_on(2).to_failure())
