@@ -25,7 +25,7 @@ from distman._coordination.failure.error_file import is_shown_by_starter, write_
 from distman._coordination.failure.pending_work import complete_all, is_anything_left
 from distman._coordination.failure.record import FailureRecord
 from distman._coordination.failure.short_traceback import show
-from distman._coordination.failure.stack import errors_in
+from distman._coordination.failure.stack import errors_in, is_program_over
 from distman._coordination.timeouts import keep_threads, run_with_timeout
 from distman._coordination.tracking import stacks
 from distman._process_state import puts_back
@@ -197,7 +197,7 @@ class _Hook:
                 threading.Thread(target=self.end_in_time, args=[code], name="distman-end", daemon=True).start()
 
     def end_in_time(self, code: int) -> None:
-        while threading.main_thread().is_alive():
+        while not is_program_over():
             time.sleep(_LOOK_EVERY)
         if not self.has_failed and self.unsurvived() is None:
             return

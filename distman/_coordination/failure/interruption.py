@@ -16,7 +16,7 @@ from distman._coordination.failure import hook
 from distman._coordination.failure.delivery import Delivery
 from distman._coordination.failure.pending_work import is_anything_left
 from distman._coordination.failure.record import FailureRecord
-from distman._coordination.failure.stack import is_at_end_of_block, is_between_programs, may_hold_lock
+from distman._coordination.failure.stack import is_at_end_of_block, is_between_programs, is_program_over, may_hold_lock
 from distman._coordination.timeouts import run_with_timeout
 from distman._coordination.tracking import stacks
 from distman._torch_internals import close_all_connections
@@ -157,7 +157,7 @@ class Interruption:
         return min(self._patience.between_looks * (1 + delivery.num_swallowed), _LONGEST_PAUSE)
 
     def _is_done(self, delivery: Delivery) -> bool:
-        is_ending = delivery.is_survived or delivery.has_left or not threading.main_thread().is_alive()
+        is_ending = delivery.is_survived or delivery.has_left or is_program_over()
         return is_ending or self._is_over.is_set() or hook.has_failed()
 
     def _interrupt(self) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from multiprocessing.process import BaseProcess
 from types import CodeType, FrameType
@@ -21,6 +22,9 @@ _BRIEF = {"_frozen_importlib", "contextlib", "importlib", "logging", "queue", "t
 
 LAST_FRAME = BaseProcess._bootstrap.__code__  # type: ignore[attr-defined]
 """Code of the function that runs a process of ``multiprocessing``, whichever way it was started."""
+
+_SHUTDOWN = threading._shutdown.__code__  # type: ignore[attr-defined]
+"""Code of the function that joins threads when a program has ended."""
 
 _MAX_CHAINED = 100  # errors that are looked through for one: a chain may be a ring
 
@@ -76,6 +80,13 @@ def is_between_programs(frame: FrameType | None) -> bool:
 def is_shown_by_runner(frame: FrameType | None) -> bool:
     """Return whether a stack is that of a cell or test, whose errors are shown there and end nothing else."""
     return any(map(_is_runner, _stack(frame)))
+
+
+def is_program_over() -> bool:
+    """Return whether the main program has ended; its threads, exit handlers and destructors may still run."""
+    main = threading.main_thread()
+    ends = (one.f_code is _SHUTDOWN for one in _stack(sys._current_frames().get(main.ident or 0)))
+    return not main.is_alive() or any(ends)  # while pools are joined, it still says that it lives
 
 
 def may_hold_lock(frame: FrameType | None) -> bool:
