@@ -78,8 +78,7 @@ def on_rank(
 
         * What the function raised, on the rank where it did.
         * :class:`~distman.RankFailedError` on the other ranks of the group, then: with the type, text and
-          traceback of that error, which is the cause on the rank where it was raised. There SystemExit and
-          KeyboardInterrupt go on as they are, and so does the error of a result that cannot be pickled.
+          traceback of that error.
         * :class:`~distman.DistmanError`, if it comes to a collective or barrier for which ranks are needed that wait:
           of this package or of torch, in a backward pass or a thread that it started too.
 

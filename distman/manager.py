@@ -292,8 +292,8 @@ class DistributedManager(Place, GroupQueries, GroupCreation):
         Raises:
             BarrierTimeoutError: On every rank that came: some did not come in time; it names them, and where they
                 are.
-            RankFailedError: On every rank that came: another one failed, or left the job; on one that came later: the
-                others had given up.
+            JobFailed: On every rank that came: another one failed, or left the job.
+            RankFailedError: On a rank that came when the others had given up.
             DistmanError: Called where only some ranks run.
             TypeError: The timeout is no number of seconds.
 

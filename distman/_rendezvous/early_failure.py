@@ -92,7 +92,7 @@ def tell_waiting_ranks(failure: dict[str, Any], environ: Mapping[str, str], *, p
     it also serves a rank that failed to import it.
 
     Args:
-        failure: The fields of a ``RankFailedError``.
+        failure: The fields of a ``JobFailed``.
         environ: Environment variables, usually ``os.environ``; never modified.
         patience: Seconds to wait for ranks that come later; 0 tells those that are there.
 

@@ -84,9 +84,10 @@ class CheckpointFolder:
             good: Steps whose checkpoints stay, too, as far as they are there.
 
         Raises:
-            RankFailedError: On every rank: rank 0 could not save it, see :func:`save`; or the previous save in the
-                background failed, and nothing was saved this time.
-            Exception: On a rank that could not save its part, see :func:`save_sharded`.
+            Exception: On a rank that could not save it, see :func:`save` and :func:`save_sharded`.
+            CheckpointError: On such a rank: the previous save in the background failed, and nothing was saved this
+                time.
+            RankFailedError: On the other ranks, then.
 
         Example:
             >>> folder = CheckpointFolder("run", keep=1)
@@ -106,8 +107,8 @@ class CheckpointFolder:
         Collective. Blocking.
 
         Raises:
-            RankFailedError: On every rank: the last checkpoint could not be written. The cause, on rank 0, says why.
-            Exception: On a rank that could not write its part of a sharded one.
+            Exception: On a rank that could not write the last checkpoint, or its part of it: the reason.
+            RankFailedError: On the other ranks, then.
         """
         wait = functools.partial(in_background.wait, self._location)
         if self.sharded:

@@ -42,9 +42,9 @@ class PendingSave:
         Collective. Blocking.
 
         Raises:
-            RankFailedError: On every rank: it could not be written. The cause, on rank 0, says why; the previous
-                checkpoint is still there.
-            Exception: Of :func:`save_sharded`, on a rank that could not write its part: the reason.
+            Exception: On a rank that could not write it, or its part of it: the reason. The previous checkpoint is
+                still there.
+            RankFailedError: On the other ranks, then.
         """
         self._wait()
 
@@ -80,9 +80,10 @@ def save(state: object, path: str | os.PathLike[str], *, background: bool = Fals
     Raises:
         ValueError: On every rank: the scheme of the URL is unknown.
         ImportError: On a rank where a package is missing that the scheme needs.
-        RankFailedError: On every rank: rank 0 could not save, and the old file is as it was. The cause, on rank 0, is
-            ValueError, if something in the state could not be loaded again, and says where; OSError, if the disk is
-            full, for example; CheckpointError, if the previous save in the background failed.
+        ValueError: On rank 0: something in the state could not be loaded again; the message says where.
+        OSError: On rank 0: the disk is full, for example. The old file is as it was.
+        CheckpointError: On rank 0: the previous save in the background failed.
+        RankFailedError: On the other ranks, then.
 
     Example:
         >>> model = torch.nn.Linear(2, 1)

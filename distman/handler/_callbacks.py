@@ -157,7 +157,8 @@ class ModelCheckpoint(Callback):
 
         Raises:
             ValueError: The history has no such value.
-            RankFailedError: On every rank: rank 0 could not save.
+            OSError: On rank 0: it could not save.
+            RankFailedError: On the other ranks, then.
         """
         self._save(handler, _find(self._monitor, handler, record))
 
@@ -168,7 +169,8 @@ class ModelCheckpoint(Callback):
 
         Raises:
             ValueError: The validation has no such value.
-            RankFailedError: On every rank: rank 0 could not save.
+            OSError: On rank 0: it could not save.
+            RankFailedError: On the other ranks, then.
         """
         if "step" in record and self._monitor.startswith("val_"):  # else the epoch ends, which counts
             self._save(handler, _find(self._monitor, handler, record))
@@ -186,7 +188,8 @@ class ModelCheckpoint(Callback):
         Collective.
 
         Raises:
-            RankFailedError: On every rank: the last checkpoint could not be written.
+            OSError: On a rank that could not write the last checkpoint.
+            RankFailedError: On the other ranks, then.
         """
         self.folder.wait()
 

@@ -94,7 +94,8 @@ def predict(
         The outputs of all samples, in host memory, on rank 0 and None elsewhere; None if there are no samples.
 
     Raises:
-        RankFailedError: On every rank: the outputs of two batches differ in structure.
+        ValueError: On a rank where the outputs of two batches differ in structure.
+        RankFailedError: On the other ranks, then.
     """
     with evaluating(model, dtype):
         own = [on_host(forward(model, to_device(batch, DistributedManager().device))) for batch in batches]

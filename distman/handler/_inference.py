@@ -99,7 +99,8 @@ class Inference(Setup):
 
         Raises:
             TypeError: The data or an option cannot be used.
-            RankFailedError: On every rank: the outputs of two batches differ in structure.
+            ValueError: On a rank where the outputs of two batches differ in structure.
+            RankFailedError: On the other ranks, then.
 
         Example:
             >>> handler = NNHandler(torch.nn.Flatten)

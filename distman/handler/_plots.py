@@ -27,8 +27,10 @@ def plot_history(
         log: Use a logarithmic axis.
 
     Raises:
-        RankFailedError: On every rank: plotting failed. The cause on rank 0 is ImportError without matplotlib,
-            ValueError if the history lacks a name, OSError if the file cannot be written.
+        ImportError: On rank 0: matplotlib is missing.
+        ValueError: On rank 0: the history lacks a name.
+        OSError: On rank 0: the file cannot be written.
+        RankFailedError: On the other ranks, then.
     """
     try:
         from matplotlib.figure import Figure

@@ -159,9 +159,8 @@ class Saving(Inference):
                 file, for which it gathers them.
 
         Raises:
-            RankFailedError: On every rank: rank 0 could not write the file; on rank 0 its error is the cause. On the
-                other ranks: one could not write its parts.
-            OSError: On a rank that could not write its parts.
+            OSError: On a rank that could not write the file, or its parts.
+            RankFailedError: On the other ranks, then.
             ValueError, ImportError: See :func:`distman.checkpoint.save`.
 
         Example:
@@ -186,8 +185,9 @@ class Saving(Inference):
 
         Raises:
             NonFiniteLossError: On every rank: a step has spoilt the model.
-            RankFailedError: On every rank: rank 0 could not write the file. The cause on rank 0 is ValueError if it
-                cannot hold the model's state.
+            OSError: On rank 0: it could not write the file.
+            ValueError: On rank 0: the file cannot hold the model's state.
+            RankFailedError: On the other ranks, then.
             ValueError, ImportError: See :func:`distman.checkpoint.save`.
 
         Example:
@@ -265,8 +265,10 @@ class Saving(Inference):
             log: Use a logarithmic axis.
 
         Raises:
-            RankFailedError: On every rank: plotting failed. The cause on rank 0 is ImportError without matplotlib,
-                ValueError if nothing has been trained, OSError if the file cannot be written.
+            ImportError: On rank 0: matplotlib is missing.
+            ValueError: On rank 0: nothing has been trained.
+            OSError: On rank 0: the file cannot be written.
+            RankFailedError: On the other ranks, then.
 
         Example:
             >>> handler = NNHandler(torch.nn.Linear, in_features=2, out_features=1)
@@ -287,8 +289,10 @@ class Saving(Inference):
             names: Names in the history; None is all metrics, of training and validation.
 
         Raises:
-            RankFailedError: On every rank: plotting failed. The cause on rank 0 is ImportError without matplotlib,
-                ValueError if the history lacks a name, OSError if the file cannot be written.
+            ImportError: On rank 0: matplotlib is missing.
+            ValueError: On rank 0: the history lacks a name.
+            OSError: On rank 0: the file cannot be written.
+            RankFailedError: On the other ranks, then.
 
         Example:
             >>> handler = NNHandler(torch.nn.Linear, in_features=2, out_features=1)

@@ -11,7 +11,7 @@ from distman.testing._messages import RankReport, RankStatus
 # What gloo, the stores and distman's own error say on a rank whose only trouble is that another one is gone.
 _ECHO = re.compile(
     r"Connection closed by peer|Connection reset by peer|Broken pipe|Connection refused"
-    r"|recvValue failed|sendBytes failed|RankFailedError"
+    r"|recvValue failed|sendBytes failed|RankFailedError|JobFailed"
 )
 _LAST_LINES = 20
 _KINDS = [*RankStatus]

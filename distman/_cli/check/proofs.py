@@ -45,7 +45,7 @@ def prove(name: str, proof: Proof, manager: DistributedManager) -> bool:
         manager: The manager.
 
     Raises:
-        DistmanError: On the rank where the collective raised. If nobody catches it, the others raise RankFailedError.
+        DistmanError: On the rank where the collective raised. If nobody catches it, the others raise JobFailed.
         RuntimeError: A connection broke, and no rank is known to have failed.
     """
     try:

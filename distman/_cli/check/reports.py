@@ -34,7 +34,7 @@ def gather_reports(manager: DistributedManager, name: str, report: Kind, kind: t
         The reports on rank 0; None elsewhere.
 
     Raises:
-        RankFailedError: On rank 0: another rank failed, or left the job.
+        JobFailed: On rank 0: another rank failed, or left the job.
         BarrierTimeoutError: On rank 0: ranks did not report within the timeout of collectives.
     """
     store_group = manager._state.job.store_group()
@@ -80,7 +80,7 @@ def hand_out(manager: DistributedManager, name: str, message: Kind, kind: type[K
         kind: Its type, which is what rank 0 must say.
 
     Raises:
-        RankFailedError: On the other ranks: a rank failed, or rank 0 left the job.
+        JobFailed: On the other ranks: a rank failed, or rank 0 left the job.
         BarrierTimeoutError: On the other ranks: rank 0 said nothing within the timeout of collectives.
     """
     store_group = manager._state.job.store_group()
