@@ -18,7 +18,7 @@ class SurvivedFailure:
 
     Example:
         >>> with surviving_failure() as failure:
-        ...     manager.barrier()
+        ...     DistributedManager.initialize().barrier()
         >>> failure.error is None, bool(failure)
         (True, False)
     """

@@ -83,7 +83,7 @@ def failure() -> Drawing:
         305,
         140,
         78,
-        "RankFailedError:",
+        "JobFailed:",
         "rank 1 (n2, pid 812)",
         "raised ValueError:",
         "sample 17 has ...",
@@ -94,7 +94,7 @@ def failure() -> Drawing:
     drawing.line(failing + 62, 400, store - 62, 400, "faint")
     drawing.box(store, 400, 116, 44, "connection lost:", "writes the record", kind="blue")
     drawing.arrow(store, others - 70, 448, "", kind="red")
-    drawing.box(others, 436, 140, 44, "RankFailedError:", "rank 1 (...) died", kind="red")
+    drawing.box(others, 436, 140, 44, "JobFailed:", "rank 1 (...) died", kind="red")
     return drawing
 
 

@@ -94,6 +94,18 @@ def test_after_the_stop_the_answer_stays(caplog):
     assert [record.getMessage() for record in caplog.records] == ["all ranks stop at step 1: request_stop()"]
 
 
+def test_the_exit_code_that_asks_for_another_start_is_no_failure_after_an_agreed_stop(monkeypatch):
+    expected = []
+    monkeypatch.setattr(preemption.hook, "expect_exit", expected.append)
+    _, (rank,) = agreements(1)
+    assert not rank.decide(0)
+    rank.request()
+    rank._thread.join()
+    assert expected == []
+    assert rank.decide(1)
+    assert expected == [75]
+
+
 def test_a_program_alone_stops_at_once():
     alone = StopAgreement(None)
     assert not alone.decide(0)
