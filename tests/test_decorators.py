@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.distributed import _functional_collectives as functional_collectives
 from torch.nn.parallel import DistributedDataParallel
 
-from distman import DistmanError, DistributedManager, NotInitializedError, PlanMismatchError, RankFailedError
+from distman import DistmanError, DistributedManager, JobFailed, NotInitializedError, PlanMismatchError, RankFailedError
 from distman._log import logger
 from distman.collectives import all_gather_objects, all_gather_v, fused_all_reduce
 from distman.decorators import (
@@ -162,16 +162,19 @@ def test_the_first_of_several_errors_reaches_all(rank):
 
 
 @ranks(2)
-@pytest.mark.parametrize("kind", [SystemExit, KeyboardInterrupt])
-def test_the_end_of_the_program_on_the_runner_stays_what_it_is(rank, kind):
+@pytest.mark.parametrize(
+    ("kind", "elsewhere", "name"),
+    [(SystemExit, JobFailed, "exited"), (KeyboardInterrupt, RankFailedError, "KeyboardInterrupt")],
+)
+def test_the_end_of_the_program_on_the_runner_stays_what_it_is(rank, kind, elsewhere, name):
     @on_rank(1)
     def leave():
         raise kind(3)
 
-    with pytest.raises(kind if rank == 1 else RankFailedError) as caught:
+    with pytest.raises(kind if rank == 1 else elsewhere) as caught:
         leave()
     if rank == 0:
-        assert caught.value.error_type == kind.__name__
+        assert caught.value.error_type == name
     all_are_well()
 
 
