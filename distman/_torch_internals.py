@@ -18,9 +18,11 @@ import pickle
 import re
 import sys
 import threading
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
+from types import FrameType
 from typing import IO, Any, ParamSpec, TypeVar
 
 import torch
@@ -127,6 +129,10 @@ def _world_without_device() -> Iterator[None]:
         world.bound_device_id = device
 
 
+_uncounted: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
+"""Operations between two ranks that this package has begun: a group counts them with its collectives."""
+
+
 def batch_isend_irecv(operations: list[dist.P2POp]) -> list[dist.Work]:
     """Do what torch's function of this name does, but let its group go on after an exception.
 
@@ -135,6 +141,7 @@ def batch_isend_irecv(operations: list[dist.P2POp]) -> list[dist.Work]:
     """
     works: list[dist.Work]
     group = operations[0].group
+    before = _num_begun(group)
     try:
         works = dist.batch_isend_irecv(operations)
     except BaseException:
@@ -143,7 +150,84 @@ def batch_isend_irecv(operations: list[dist.P2POp]) -> list[dist.Work]:
             with contextlib.suppress(RuntimeError):  # the first error counts
                 group._end_coalescing(operations[0].tensor.device)
         raise
+    finally:
+        if group is not None:
+            _uncounted[group] = _uncounted.get(group, 0) + _num_begun(group) - before
     return works
+
+
+def _num_begun(process_group: dist.ProcessGroup | None) -> int:
+    """Return how many operations a group has begun; 0 where its backend does not count them."""
+    try:
+        # torch's stub lacks the method
+        number: int = process_group._get_sequence_number_for_group()  # type: ignore[union-attr]
+        return number
+    except (AttributeError, RuntimeError):
+        return 0
+
+
+def operations_begun() -> dict[str, int]:
+    """Return how many of torch's collectives this rank has begun, by the name of their group."""
+    groups = {one: _num_begun(one) for one in all_groups()}
+    return {one.group_name: number - _uncounted.get(one, 0) for one, number in groups.items() if number}
+
+
+_FOR_ALL = frozenset(
+    {
+        "all_gather",
+        "all_gather_coalesced",
+        "all_gather_into_tensor",
+        "all_gather_single",
+        "all_reduce",
+        "all_reduce_coalesced",
+        "all_to_all",
+        "all_to_all_single",
+        "barrier",
+        "reduce_scatter",
+        "reduce_scatter_single",
+        "reduce_scatter_tensor",
+    }
+)
+"""Collectives that no rank leaves before all ranks of the group have begun them."""
+
+
+@dataclasses.dataclass(frozen=True)
+class TorchWait:
+    """A collective of torch's own that the main thread is in.
+
+    Attributes:
+        name: Its function.
+        line: Where the program called it.
+        group: Name of its process group.
+        number: Of the collective in that group.
+        ranks: Those of the group, in the world.
+        frame: The function's frame, which tells one call from the next.
+    """
+
+    name: str
+    line: str
+    group: str
+    number: int
+    ranks: tuple[int, ...]
+    frame: FrameType
+
+    @property
+    def label(self) -> str:
+        """The group, for messages."""
+        return str(self.ranks)
+
+
+def torch_wait_in(frame: FrameType | None, line_of: Callable[[FrameType], str]) -> TorchWait | None:
+    """Return the collective in which the innermost function of a stack waits for all ranks of its group."""
+    code = frame.f_code if frame is not None else None
+    if frame is None or code is None or code.co_filename != distributed_c10d.__file__ or code.co_name not in _FOR_ALL:
+        return None
+    group = frame.f_locals.get("group") or dist.group.WORLD
+    if not isinstance(group, dist.ProcessGroup):
+        return None
+    number = operations_begun().get(group.group_name, 0)
+    ranks = tuple(dist.get_process_group_ranks(group))
+    return TorchWait(code.co_name, line_of(frame), group.group_name, number, ranks, frame)
 
 
 if hasattr(dist, "all_gather_single"):

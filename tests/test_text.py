@@ -19,8 +19,9 @@ from distman._coordination.consensus import Consensus
 from distman._coordination.failure.record import FailureRecord
 from distman._coordination.messages import decode
 from distman._coordination.monitor.context import WatchContext, WatchLimits
+from distman._coordination.monitor.deadlocks import reason_of
 from distman._coordination.monitor.hang import Answer, write_report
-from distman._coordination.monitor.mismatch import Call, mismatch
+from distman._coordination.monitor.mismatch import Call
 from distman._coordination.monitor.watcher import Watcher
 from distman._coordination.sections import ExclusiveSections
 from distman._rendezvous.join_record import JoinRecord, Origin
@@ -134,8 +135,8 @@ def sections_that_differ(text):
 def exchanges_that_differ(text):
     store = HashStore()
     members = types.SimpleNamespace(name="world", process_group=types.SimpleNamespace(group_name="0"))
-    store.set(protocol.other_proposal(protocol.exchange(1, "0")), json.dumps([text, text]))
-    return mismatch(store, Call(members, 1, "all_gather_v"))
+    store.set(protocol.deadlock("0 1 all_gather_v"), json.dumps([text]))
+    return reason_of(store, Call(members, 1, "all_gather_v"))
 
 
 def places_of_others(text):

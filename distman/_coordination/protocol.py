@@ -221,6 +221,27 @@ def answer(number: int, rank: int) -> str:
     return f"answer {number}/{rank}"
 
 
+# Ranks that wait for each other.
+
+
+def waiting(rank: int) -> str:
+    """What a rank has been waiting in for a second. Its watcher writes it, and deletes it when the wait is over."""
+    return f"waiting {rank}"
+
+
+def suspected(rank: int) -> str:
+    """That another rank waits for this one, which seems to wait for it in another call.
+
+    The watcher of that one writes it, this rank's reads it. It lives on.
+    """
+    return f"suspected {rank}"
+
+
+def deadlock(key: str) -> str:
+    """Why those that wait in something wait for ever. A watcher writes it, all that wait there read it; it lives on."""
+    return f"deadlock {key}"
+
+
 # Calls that a rank refuses.
 
 REFUSAL_NUMBERS = "refusal numbers"
@@ -277,14 +298,6 @@ def first_use(group: str) -> str:
 def collective(number: int, group: object) -> str:
     """The comparison of a collective's calls in debug mode."""
     return f"collective {number} of group {group}"
-
-
-def exchange(number: int, group: str) -> str:
-    """An exchange of messages in a process group that lasts: what two ranks wait in is compared.
-
-    What the first one waits in is deleted when its wait ends; what two wait in that differ lives on.
-    """
-    return f"exchange {number} of {group}"
 
 
 def section(depth: int) -> str:
@@ -393,6 +406,11 @@ def failure_of(operation: str) -> str:
 def read_by(operation: str) -> str:
     """Counter of ranks that have read all of the above."""
     return f"{operation}/read"
+
+
+def done_by(operation: str) -> str:
+    """The ranks that have done their part of an exclusive section of several, each with a comma after it."""
+    return f"{operation}/done by"
 
 
 def done(operation: str) -> str:

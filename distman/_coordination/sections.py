@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from distman._coordination import protocol
 from distman._coordination.failure.record import FailureRecord
 from distman._coordination.messages import add_to, decode
+from distman._coordination.monitor.reading import read_at_once
 from distman._coordination.sync import KeySequence, StoreGroup
 from distman._text import Line, printable
 from distman.errors import PlanMismatchError
@@ -37,8 +38,8 @@ class ExclusiveSections:
             depth: How many sections this one is within.
         """
         if depth not in self._keys:
-            name, store_group = protocol.section(depth), self.store_group
-            self._keys[depth] = KeySequence(store_group.store, name, store_group.size, beside=[protocol.done])
+            name, store_group, beside = protocol.section(depth), self.store_group, [protocol.done, protocol.done_by]
+            self._keys[depth] = KeySequence(store_group.store, name, store_group.size, beside)
         return ExclusiveSection(self.store_group, self._keys[depth].next(), what, awaited)
 
 
@@ -64,6 +65,8 @@ class ExclusiveSection:
         A rank that fails is not counted, so the last one to be counted knows that all succeeded.
         """
         store = self.store_group.store
+        if len(self.awaited) > 1:  # torch's stubs lack the method
+            store.append(protocol.done_by(self.key), f"{self.store_group.rank},")  # type: ignore[attr-defined]
         is_last = len(self.awaited) == 1 or add_to(store, protocol.done(self.key), 1) == len(self.awaited)
         if is_last:
             store.set(self.key, json.dumps([self.what, None]))
@@ -74,6 +77,12 @@ class ExclusiveSection:
         record = FailureRecord.of(error, self.store_group.ranks[self.store_group.rank])
         self.store_group.store.compare_set(self.key, "", json.dumps([self.what, dataclasses.asdict(record)]))
         return record
+
+    def _unfinished(self) -> Sequence[int]:
+        if len(self.awaited) == 1:
+            return self.awaited
+        done = (read_at_once(self.store_group.store, protocol.done_by(self.key)) or "").split(",")
+        return [index for index in self.awaited if str(index) not in done]
 
     def wait(self) -> None:
         """Wait until all that are awaited have done their part.
@@ -94,7 +103,7 @@ class ExclusiveSection:
             store.compare_set(self.key, "", json.dumps([self.what, dataclasses.asdict(record)]))
 
         self.store_group.wait_until(
-            is_over, place=self.what, awaited=lambda: self.awaited, key=self.key, operation=self.key, tell=tell
+            is_over, place=self.what, awaited=self._unfinished, key=self.key, operation=self.key, tell=tell
         )
         what, record = decode(store.get(self.key), tuple[Line, FailureRecord | None], f"the outcome of {self.what}")
         if what != printable(self.what):

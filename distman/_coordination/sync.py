@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import itertools
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import torch.distributed as dist
@@ -15,7 +15,9 @@ from distman._coordination import protocol
 from distman._coordination.failure.record import FailureRecord, Place
 from distman._coordination.messages import add_to, count
 from distman._coordination.monitor.current_watcher import let_others_hear_first, raise_if_failed
+from distman._coordination.tracking import StoreWait, current_wait
 from distman._store.torch_store import TorchStore, delete_keys
+from distman.errors import PlanMismatchError
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -107,12 +109,14 @@ class StoreGroup:
         longest = min(max(_SHORTEST_LIMIT, _PAUSE_PER_RANK * self.size), _LONGEST_LIMIT)
         with contextlib.ExitStack() as stack:
             looker = stack.enter_context(self.looker(operation, "left")) if operation is not None else None
+            stack.enter_context(self._found_waiting(place, awaited))
             leavers = _Leavers(self, place, awaited, looker, is_there)
             while not is_there():
                 now = time.monotonic()
                 is_over = timeout is not None and now > began + timeout
                 if is_over or now > look_around:
                     self._check_job(is_there)
+                    _raise_if_mismatched()
                     left = leavers.find(now)
                     if left is not None and not is_there():
                         if tell is None:
@@ -129,12 +133,32 @@ class StoreGroup:
                     pause = min(_GROWTH * pause, longest)
         return True
 
+    @contextlib.contextmanager
+    def _found_waiting(self, place: str, awaited: Callable[[], Iterable[int]]) -> Iterator[None]:
+        """For the length of a ``with`` block, let this thread be found waiting for something in the store."""
+        wait = current_wait()
+        if wait is None:
+            yield
+            return
+        before = wait.store_wait
+        wait.store_wait = StoreWait(place, lambda: [self.ranks[index] for index in awaited()])
+        try:
+            yield
+        finally:
+            wait.store_wait = before
+
     def _check_job(self, is_there: Callable[[], bool]) -> None:
         """Raise the failure, if the job has failed, be it this rank's own: the others do not come any more."""
         record = FailureRecord.read(self.job_store)
         if record is not None and not is_there():
             let_others_hear_first()
             raise record.to_failure()
+
+
+def _raise_if_mismatched() -> None:
+    wait = current_wait()
+    if wait is not None and wait.mismatch:
+        raise PlanMismatchError(wait.mismatch)
 
 
 class Looker:

@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING
 
@@ -33,6 +33,22 @@ _NOBODY = -1
 """Stands for the process of a rank that has left its job, while the program ends."""
 
 _last = ""
+_is_threaded = False
+
+
+@dataclasses.dataclass(eq=False)
+class StoreWait:
+    """A wait for something in the store.
+
+    Attributes:
+        place: What is waited at: the same on all ranks that wait for the same.
+        awaited: Says which ranks of the world have yet to bring it.
+        since: When it began.
+    """
+
+    place: str
+    awaited: Callable[[], Collection[int]]
+    since: float = dataclasses.field(default_factory=time.monotonic)
 
 
 class TrackedWait:
@@ -44,7 +60,19 @@ class TrackedWait:
         operation: What it waits in, such as ``all_gather_v``.
     """
 
-    __slots__ = ("call", "is_outermost", "line", "mismatch", "note", "operation", "refusal", "since", "thread")
+    __slots__ = (
+        "call",
+        "is_of_program",
+        "is_outermost",
+        "line",
+        "mismatch",
+        "note",
+        "operation",
+        "refusal",
+        "since",
+        "store_wait",
+        "thread",
+    )
 
     def __init__(self, operation: str) -> None:
         self.operation = operation
@@ -56,9 +84,11 @@ class TrackedWait:
             self.line = _line_of_user(sys._getframe(1))
             self.since = time.monotonic()
             self.call: Call | None = None  # what it waits in now, of all that its operation does
+            self.store_wait: StoreWait | None = None  # the same, where it waits for something in the store
             self.note = ""  # the collective and what must be equal on all ranks
             self.mismatch = ""  # why its call does not match those of the others
             self.refusal = ""  # that another rank has refused its call, and why
+            self.is_of_program = _is_of_program(self.thread)
             _waiting[self.thread] = self
         return self
 
@@ -147,8 +177,8 @@ def end_rank_process() -> None:
 
 @puts_back
 def _forget() -> None:
-    global _home, _last, _guard
-    _home, _last = None, ""
+    global _home, _last, _guard, _is_threaded
+    _home, _last, _is_threaded = None, "", False
     _waiting.clear()
     leave_all_regions()
     if _guard is not None:
@@ -218,6 +248,30 @@ def current_wait() -> TrackedWait | None:
     return _waiting.get(threading.get_ident())
 
 
+def wait_of_program() -> TrackedWait | None:
+    """Return what the program waits for: the main thread, else one that runs its backward pass, else any of its own."""
+    main = threading.main_thread().ident
+    found = [wait for wait in waits() if wait.is_of_program]
+    return next((wait for wait in found if wait.thread == main), found[0] if found else None)
+
+
+def is_threaded() -> bool:
+    """Return whether threads of the program's own have waited for other ranks."""
+    return _is_threaded
+
+
+def _is_of_program(thread: int) -> bool:
+    """Return whether a thread that waits is not one of this package's own, and remember that a program has several."""
+    global _is_threaded
+    if thread == threading.main_thread().ident:
+        return True
+    here = threading.current_thread()
+    if here.name.startswith("distman"):
+        return False
+    _is_threaded |= not isinstance(here, threading._DummyThread)  # else one of torch's, in a backward pass
+    return True
+
+
 def waits() -> list[TrackedWait]:
     """Return what the threads of this process wait for."""
     return list(_waiting.values())
@@ -232,6 +286,12 @@ def describe_here() -> str:
 def call_site() -> str:
     """Return file and line of the innermost call that is neither this package's own nor torch's."""
     name, line = _line_of_user(sys._getframe(1))
+    return f"{name}:{line}"
+
+
+def line_of(frame: FrameType) -> str:
+    """Return file and line of the innermost call on a stack that is neither this package's own nor torch's."""
+    name, line = _line_of_user(frame)
     return f"{name}:{line}"
 
 

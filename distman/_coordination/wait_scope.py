@@ -9,7 +9,12 @@ from typing import ParamSpec, TypeVar
 
 import torch
 
-from distman._coordination.monitor.current_watcher import failure_behind, mismatch_behind, note_raised, raise_if_failed
+from distman._coordination.monitor.current_watcher import (
+    failure_behind,
+    mismatch_behind,
+    raise_failure,
+    raise_if_failed,
+)
 from distman._coordination.tracking import TrackedWait, current_wait
 from distman._torch_internals import outside_graphs
 from distman.errors import JobFailed, PlanMismatchError
@@ -36,14 +41,13 @@ class WaitScope(TrackedWait):
             refusal, wait.refusal = wait.refusal, ""
             raise PlanMismatchError(refusal) from error
         is_mine = self.is_outermost and isinstance(error, RuntimeError)
-        mismatch = mismatch_behind(error, self) if error is not None and is_mine else ""
+        is_told = isinstance(error, PlanMismatchError)
+        mismatch = mismatch_behind(error, self) if error is not None and is_mine and not is_told else ""
         if mismatch:
             raise PlanMismatchError(mismatch) from error
         record = failure_behind(error, self.operation) if error is not None and is_mine else None
-        if record is not None:
-            raise note_raised(record.to_failure()) from error
-        if self.is_outermost and isinstance(error, JobFailed):
-            note_raised(error)
+        if self.is_outermost and (record is not None or isinstance(error, JobFailed)):
+            raise_failure(record, error)
 
 
 def collective(func: Callable[P, R]) -> Callable[P, R]:

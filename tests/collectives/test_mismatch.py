@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from distman import DistributedManager, PlanMismatchError
+from distman._coordination import protocol
 from distman._coordination.monitor.mismatch import Call
 from distman._torch_internals import batch_isend_irecv, default_store
 from distman.collectives import (
@@ -106,7 +107,7 @@ CALLS = {
 @ranks(2, manager=False)
 def test_both_calls_are_named_on_both_ranks_and_other_groups_go_on(monkeypatch, rank):
     monkeypatch.setenv("DISTMAN_WATCH", "1")
-    monkeypatch.setattr("distman._coordination.monitor.mismatch._PATIENCE", 0.05)
+    monkeypatch.setattr("distman._coordination.monitor.deadlocks._PATIENCE", 0.05)
     DistributedManager.initialize(timeout=30)
     for name, (call, text) in CALLS.items():
         DistributedManager.create_process_subgroup(name, 2)
@@ -125,11 +126,11 @@ def test_both_calls_are_named_on_both_ranks_and_other_groups_go_on(monkeypatch, 
 @ranks(4, manager=False)
 def test_a_rank_that_differs_among_several_and_one_that_is_late(monkeypatch, rank):
     monkeypatch.setenv("DISTMAN_WATCH", "1")
-    monkeypatch.setattr("distman._coordination.monitor.mismatch._PATIENCE", 0.05)
+    monkeypatch.setattr("distman._coordination.monitor.deadlocks._PATIENCE", 0.05)
     manager = DistributedManager.initialize(timeout=30)
     store = manager._state.job.rendezvous.store
     if rank == 3:  # comes when the others have told that they wait
-        while not any(store.check([f"exchange 0 of {dist.group.WORLD.group_name}/first"]) for _ in range(100)):
+        while not store.check([protocol.waiting(one) for one in range(3)]):
             pass
     assert all_gather_v(torch.ones(2), [2] * 4).tolist() == [1] * 8
     with pytest.raises(PlanMismatchError, match=r"(?s)two differ.* sizes \[2, 2, 2, 1\]"):

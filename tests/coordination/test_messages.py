@@ -243,8 +243,9 @@ PLANTED = sorted(
         protocol.peer_address(1),
         protocol.asker("barrier 0"),
         protocol.places("barrier 0"),
-        protocol.first_proposal(protocol.exchange(1, "0")),
-        protocol.other_proposal(protocol.exchange(1, "0")),
+        protocol.waiting(1),
+        protocol.suspected(0),
+        protocol.deadlock("0 1 all_reduce"),
     }
 )
 

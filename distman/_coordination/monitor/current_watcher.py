@@ -9,7 +9,8 @@ import torch.distributed as dist
 
 from distman._coordination.failure import hook
 from distman._coordination.failure.record import FailureRecord
-from distman._coordination.monitor.mismatch import mismatch
+from distman._coordination.failure.stack import errors_in
+from distman._coordination.monitor.deadlocks import reason_of
 from distman._coordination.tracking import TrackedWait
 from distman._process_state import puts_back
 from distman._torch_internals import is_lost_connection
@@ -48,6 +49,35 @@ def note_raised(error: JobFailed) -> JobFailed:
     return error
 
 
+def raise_failure(record: FailureRecord | None, error: BaseException | None) -> None:
+    """Raise the failure by which a wait of this rank ended.
+
+    If it is this rank's own, whose handler waited for the others, its error goes on as if the handler had not.
+
+    Args:
+        record: The failure; None where the wait itself raised it.
+        error: What the wait raised.
+    """
+    failure = error if record is None and isinstance(error, JobFailed) else record.to_failure() if record else None
+    if failure is None:
+        return
+    is_mine = _current is not None and failure.rank == _current.rank
+    own = (one for one in errors_in(error) if is_mine and type(one).__name__ == failure.error_type)
+    if (original := next(own, None)) is not None:
+        _raise_again(original)
+    note_raised(failure)
+    if failure is not error:
+        raise failure from error
+
+
+def _raise_again(error: BaseException) -> None:
+    context = error.__context__
+    try:
+        raise error
+    finally:
+        error.__context__ = context
+
+
 def look_after_others(record: FailureRecord) -> None:
     """Let the watcher of this process, if it has one, do what :meth:`Watcher.look_after_others` says."""
     if _current is not None:
@@ -81,10 +111,10 @@ def let_others_hear_first() -> None:
 def mismatch_behind(error: BaseException, wait: TrackedWait) -> str:
     """Return why a call does not match those of other ranks, if its connection broke because of that, or nothing."""
     watcher, call = _current, wait.call
-    if call is None or watcher is None or not (wait.mismatch or is_lost_connection(error)):
-        return ""
+    if wait.mismatch or call is None or watcher is None or not is_lost_connection(error):
+        return wait.mismatch
     with contextlib.suppress(dist.DistError):  # then the store is gone
-        return wait.mismatch or mismatch(watcher.store, call)
+        return reason_of(watcher.store, call)
     return ""
 
 

@@ -14,9 +14,9 @@ from distman._coordination import protocol, tracking
 from distman._coordination.failure.record import FailureRecord, Place
 from distman._coordination.messages import count
 from distman._coordination.monitor.context import SHORTEST_INTERVAL, WatchContext, WatchLimits, interval, late_after
+from distman._coordination.monitor.deadlocks import DeadlockWatch
 from distman._coordination.monitor.hang import HangWatch, StackQueries
 from distman._coordination.monitor.host_relay import HostRelay
-from distman._coordination.monitor.mismatch import MismatchWatch
 from distman._coordination.monitor.peer_connection import PeerConnection
 from distman._coordination.monitor.reading import read_at_once
 from distman._coordination.monitor.refusals import RefusalWatch
@@ -70,7 +70,7 @@ class PeerMonitor:
             patience=limits.unreachable,
             towards=urlsplit(context.url).hostname,
         )
-        self._mismatches = MismatchWatch(context.rank, context.peers)
+        self._deadlocks = DeadlockWatch(context.rank, context.peers)
         self._refusals = RefusalWatch(context.rank)
         self._relay = HostRelay(context.rank, context.neighbours or (context.rank,), clock)
         self._relay.join(store)
@@ -105,7 +105,7 @@ class PeerMonitor:
             if record is not None:
                 return self._publish(record)
         self._refusals.look(self._store, is_news=is_news)
-        self._mismatches.look(self._store, is_news=is_news)
+        self._deadlocks.look(self._store, is_news=is_news)
         if self._hangs is not None:
             self._hangs.look(self._stack_queries)
         died = self._wait()

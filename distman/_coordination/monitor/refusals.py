@@ -32,6 +32,11 @@ def know(group: Members) -> None:
         _groups[process_group.group_name] = group
 
 
+def progress() -> dict[str, int]:
+    """Return the numbers of the last calls that this rank has begun, by the name of their process group."""
+    return {name: group.exchanges.last for name, group in list(_groups.items())}
+
+
 @dataclasses.dataclass(frozen=True)
 class Refusal:
     """A call that one rank does not make.

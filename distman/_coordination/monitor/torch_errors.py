@@ -7,7 +7,7 @@ import sys
 import threading
 
 from distman._coordination.failure.record import LEFT
-from distman._coordination.monitor.current_watcher import failure_behind, note_raised
+from distman._coordination.monitor.current_watcher import failure_behind, raise_failure
 from distman._coordination.tracking import current_wait
 from distman._process_state import puts_back
 from distman._torch_internals import collective_errors
@@ -16,7 +16,7 @@ from distman._torch_internals import collective_errors
 class _FailureFirst(logging.Filter):
     """Raises the failure of the job in place of an error that torch is about to report, where it comes from that."""
 
-    def filter(self, record: logging.LogRecord) -> bool:  # noqa: ARG002 - its parameter
+    def filter(self, record: logging.LogRecord) -> bool:  # noqa: ARG002 - the interface of logging
         """Return whether torch may report the error."""
         error = sys.exc_info()[1]
         is_ours = current_wait() is not None  # a call of this package finds the cause itself
@@ -24,7 +24,7 @@ class _FailureFirst(logging.Filter):
             return True
         cause = failure_behind(error, "a collective of torch")
         if cause is not None and cause.error_type != LEFT:
-            raise note_raised(cause.to_failure()) from error
+            raise_failure(cause, error)
         return True
 
 

@@ -307,6 +307,8 @@ class Watcher:
     def note(self, error: JobFailed) -> None:
         """Take note of an error that a wait raises because the job has failed, or a rank has left it too early."""
         record = self._last_raised = FailureRecord.of(error, error.rank)
+        if record.rank == self.rank:
+            return  # its own error ends the program
         self._interruption.note(error)
         if record.error_type == LEFT:
             self._interruption.insist()  # the others may not miss that rank: nobody else raises it again

@@ -1,0 +1,286 @@
+"""Two ranks that wait for each other in different calls, which neither can leave: found at no cost before they wait.
+
+A rank that has waited for a second writes down what it waits in, and looks whether a rank that it waits for has written
+down something else, for which it waits for this one. That rank then checks the same from its side. So both have waited
+for each other at one moment, and since neither does anything else, for ever. What lasts long proves nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json
+import random
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from distman._coordination import protocol, tracking
+from distman._coordination.failure.record import FailureRecord, Place
+from distman._coordination.failure.stack import error_in_hand
+from distman._coordination.messages import count, decode, unless_malformed
+from distman._coordination.monitor.mismatch import Call
+from distman._coordination.monitor.reading import read_at_once
+from distman._coordination.monitor.refusals import progress
+from distman._text import Line, printable
+from distman._torch_internals import TorchWait, operations_begun, torch_wait_in
+from distman.errors import JobFailed, PlanMismatchError
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
+
+
+_PATIENCE = 1.0  # seconds that ranks may be apart before the store is asked; a hang is not worse for them
+_MOST_ASKED = 8  # ranks at one look: each costs a call into the store
+_NO_CAUSE = (GeneratorExit, KeyboardInterrupt, StopAsyncIteration, StopIteration, asyncio.CancelledError)
+"""Errors that are in hand in programs in which nothing has failed."""
+
+
+@dataclasses.dataclass(frozen=True)
+class _Told:
+    """What a rank waits in, as the others read it.
+
+    Attributes:
+        key: What it is: the same on all ranks that wait in the same.
+        text: What it is, in words.
+        line: Who waits in that and where, in words.
+        place: The same, with what the program called.
+        label: Of the group of a collective, for messages.
+        group: Name of its process group, empty for what waits in the store.
+        number: Of the collective in that group.
+        is_of_torch: Whether it is a collective of torch's own.
+        is_threaded: Whether other threads of the program may do what this one does not.
+        begun: By process group, the number of the last collective of this package that the rank has begun.
+        begun_in_torch: The same of torch's.
+        error: Fields of the ``FailureRecord`` of the error that it has in hand.
+    """
+
+    key: Line
+    text: Line
+    line: Line
+    place: Line
+    label: Line
+    group: str
+    number: int
+    is_of_torch: bool
+    is_threaded: bool
+    begun: dict[str, int]
+    begun_in_torch: dict[str, int]
+    error: FailureRecord | None
+
+
+@dataclasses.dataclass(frozen=True)
+class _Suspicion:
+    """That a rank waits in one thing for another rank, which waits for it in another thing."""
+
+    rank: int
+    key: str
+    other_key: str
+
+
+class _Wait:
+    """What this rank's main thread waits in."""
+
+    def __init__(self, what: tracking.StoreWait | Call | TorchWait, tracked: tracking.TrackedWait | None) -> None:
+        self.what = what
+        self.tracked = tracked
+        self.since = what.since if not isinstance(what, TorchWait) else time.monotonic()
+        self.told: _Told | None = None
+
+    def is_same(self, other: _Wait | None) -> bool:
+        """Return whether this is what the rank has waited in before."""
+        return other is not None and self.what == other.what
+
+    def tell(self, me: Place) -> _Told:
+        """Return what the others are to know."""
+        group, number, text, line = self._place()
+        operation = self.tracked.operation if self.tracked is not None else text
+        self.told = _Told(
+            key=_key(group, number, text),
+            text=text,
+            line=f"{me}: {text}, at {line}",
+            place=f"{me}: in {operation}, at {line}",
+            label=self.what.label if not isinstance(self.what, tracking.StoreWait) else "",
+            group=group,
+            number=number,
+            is_of_torch=isinstance(self.what, TorchWait),
+            is_threaded=tracking.is_threaded(),
+            begun=progress(),
+            begun_in_torch=operations_begun(),
+            error=_error_in_hand(me.rank),
+        )
+        return self.told
+
+    def _place(self) -> tuple[str, int, str, str]:
+        if isinstance(self.what, TorchWait):
+            return self.what.group, self.what.number, f"torch's {self.what.name}", self.what.line
+        line = "{}:{}".format(*self.tracked.line) if self.tracked is not None else ""
+        if isinstance(self.what, tracking.StoreWait):
+            return "", 0, self.what.place, line
+        return *self.what.place, self.what.text, line
+
+    def candidates(self) -> list[int]:
+        """Return the ranks for which it may wait."""
+        if isinstance(self.what, tracking.StoreWait):
+            return list(self.what.awaited())
+        return list(self.what.ranks)
+
+    def is_for(self, rank: int, told: _Told) -> bool:
+        """Return whether it waits for a rank that waits in what it has told."""
+        mine = self.told
+        if mine is None or mine.key == told.key:
+            return False
+        is_alone = not (mine.is_threaded or told.is_threaded)
+        if isinstance(self.what, tracking.StoreWait):
+            return is_alone and rank in self.what.awaited()
+        begun = (told.begun_in_torch if mine.is_of_torch else told.begun).get(mine.group, -1)
+        is_in_it = (told.group, told.number, told.is_of_torch) == (mine.group, mine.number, mine.is_of_torch)
+        return rank in self.what.ranks and (is_in_it or (is_alone and begun < mine.number))
+
+
+class DeadlockWatch:
+    """Finds out whether this rank and another one wait for each other in different calls, and ends both waits.
+
+    Args:
+        rank: This process's rank.
+        peers: All ranks, in rank order.
+    """
+
+    def __init__(self, rank: int, peers: Sequence[Place]) -> None:
+        self._me = peers[rank]
+        self._num_ranks = len(peers)
+        self._wait: _Wait | None = None
+        self._unasked: list[int] = []
+
+    def look(self, store: Store, *, is_news: bool) -> None:
+        """Tell the others of a wait that lasts, and end it if it cannot end otherwise.
+
+        Args:
+            store: The job's store.
+            is_news: Whether another rank may have found something out.
+        """
+        now = _find()
+        if now is None or not now.is_same(self._wait):
+            self._forget(store)
+            self._wait = now
+            return
+        wait = self._wait
+        if wait is None or time.monotonic() - wait.since < _PATIENCE:
+            return
+        is_new = wait.told is None
+        if is_new:
+            store.set(protocol.waiting(self._me.rank), json.dumps(dataclasses.asdict(wait.tell(self._me))))
+            self._unasked = random.sample(ranks := self._others(wait), len(ranks))
+        if is_new or is_news:
+            self._end_if_told(store, wait)
+            self._confirm(store, wait)
+        self._ask(store, wait)
+
+    def _forget(self, store: Store) -> None:
+        if self._wait is not None and self._wait.told is not None:
+            store.delete_key(protocol.waiting(self._me.rank))
+
+    def _others(self, wait: _Wait) -> list[int]:
+        return [rank for rank in wait.candidates() if rank != self._me.rank]
+
+    def _ask(self, store: Store, wait: _Wait) -> None:
+        """Look whether ranks that this one may wait for wait in something else; that one is to check it, too."""
+        for rank in self._unasked[:_MOST_ASKED]:
+            told = _told(store, rank)
+            if told is not None and wait.told is not None and wait.is_for(rank, told):
+                suspicion = _Suspicion(self._me.rank, wait.told.key, told.key)
+                store.set(protocol.suspected(rank), json.dumps(dataclasses.asdict(suspicion)))
+                count(store, protocol.NEWS, 1)
+        del self._unasked[:_MOST_ASKED]
+
+    def _confirm(self, store: Store, wait: _Wait) -> None:
+        found = read_at_once(store, protocol.suspected(self._me.rank))
+        suspicion = unless_malformed(lambda: decode(found, _Suspicion, "a suspicion")) if found is not None else None
+        if suspicion is None or wait.told is None or suspicion.rank not in range(self._num_ranks):
+            return
+        other = _told(store, suspicion.rank)
+        is_current = other is not None and (other.key, wait.told.key) == (suspicion.key, suspicion.other_key)
+        if other is not None and is_current and wait.is_for(suspicion.rank, other):
+            self._conclude(store, suspicion.rank, other, wait.told)
+            self._end_if_told(store, wait)
+
+    def _conclude(self, store: Store, rank: int, other: _Told, mine: _Told) -> None:
+        text = _describe(mine, other)
+        failure = mine.error or other.error
+        if failure is None and (mine.is_of_torch or other.is_of_torch):
+            holder = self._me.rank if mine.is_of_torch else rank
+            place = FailureRecord.of(PlanMismatchError(text), holder)
+            failure = dataclasses.replace(
+                place, traceback_text="", error_text=f"waits for ever: {text}".replace("\n ", "")
+            )
+        if failure is not None:
+            failure.publish(store)
+        else:
+            for told in (mine, other):
+                store.set(protocol.deadlock(told.key), json.dumps(text.splitlines()))
+        count(store, protocol.NEWS, 1)
+
+    def _end_if_told(self, store: Store, wait: _Wait) -> None:
+        text = reason_told(store, wait.told.key) if wait.told is not None else ""
+        if text and wait.tracked is not None:
+            wait.tracked.mismatch = text
+            if isinstance(wait.what, Call):
+                wait.what.interrupt()
+
+
+def reason_told(store: Store, key: str) -> str:
+    """Return why those that wait in something wait for ever, or nothing."""
+    found = read_at_once(store, protocol.deadlock(key))
+    if found is None:
+        return ""
+    return "\n".join(unless_malformed(lambda: decode(found, list[Line], f"why {key} does not end")) or ())
+
+
+def reason_of(store: Store, call: Call) -> str:
+    """Return why a call that has ended early was one of two that differ, or nothing."""
+    group, number = call.place
+    return reason_told(store, _key(group, number, call.text)) if group else ""
+
+
+def _key(group: str, number: int, text: str) -> str:
+    return printable(f"{group} {number} {text}" if group else text)
+
+
+def _error_in_hand(rank: int) -> FailureRecord | None:
+    found = error_in_hand(threading.main_thread().ident)
+    if found is None or isinstance(found, (*_NO_CAUSE, JobFailed)):
+        return None
+    return FailureRecord.of(found, rank)
+
+
+def _told(store: Store, rank: int) -> _Told | None:
+    found = read_at_once(store, protocol.waiting(rank))
+    return unless_malformed(lambda: decode(found, _Told, f"what rank {rank} waits in")) if found is not None else None
+
+
+def _describe(mine: _Told, other: _Told) -> str:
+    places = "\n".join(f"  {place}" for place in sorted((mine.place, other.place)))
+    lines = "\n".join(f"  {line}" for line in sorted((mine.line, other.line)))
+    if mine.group and (mine.group, mine.number) == (other.group, other.number):
+        where = f"exchange {mine.number} of group {mine.label}"
+        return (
+            f"all ranks must make the same call at {where}, but two differ. Correct them; the group's connections are "
+            f"closed.\n{lines}"
+        )
+    return (
+        "all ranks must make the same calls in the same order, but two wait for each other in different ones. Correct "
+        f"them.\n{places}"
+    )
+
+
+def _find() -> _Wait | None:
+    """Return what the program waits in."""
+    tracked = tracking.wait_of_program()
+    if tracked is not None:
+        what = tracked.store_wait or tracked.call
+        return _Wait(what, tracked) if what is not None else None
+    main = sys._current_frames().get(threading.main_thread().ident or 0)
+    in_torch = torch_wait_in(main, tracking.line_of)
+    return _Wait(in_torch, None) if in_torch is not None else None
