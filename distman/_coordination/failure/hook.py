@@ -198,6 +198,8 @@ class _Hook:
 
     def end_in_time(self, code: int) -> None:
         while not is_program_over():
+            if _hook is not self:
+                return
             time.sleep(_LOOK_EVERY)
         if not self.has_failed and self.unsurvived() is None:
             return

@@ -17,6 +17,7 @@ from distman._coordination.messages import add_to, count, decode, unless_malform
 from distman._coordination.monitor.mismatch import Members
 from distman._coordination.monitor.reading import read_at_once
 from distman._text import Line
+from distman._torch_internals import is_registered
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -34,7 +35,8 @@ def know(group: Members) -> None:
 
 def progress() -> dict[str, int]:
     """Return the numbers of the last calls that this rank has begun, by the name of their process group."""
-    return {name: group.exchanges.last for name, group in list(_groups.items())}
+    groups = [(name, group, group.process_group) for name, group in list(_groups.items())]
+    return {name: group.exchanges.last for name, group, pg in groups if pg is not None and is_registered(pg)}
 
 
 @dataclasses.dataclass(frozen=True)

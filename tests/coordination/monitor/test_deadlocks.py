@@ -1,0 +1,136 @@
+"""Ranks that wait for each other in different calls, and errors whose handlers wait for ranks that wait elsewhere."""
+
+import itertools
+import random
+import threading
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from distman import DistributedManager, JobFailed, PlanMismatchError, on_rank
+from distman.checkpoint import load, save
+from distman.collectives import all_gather_objects, all_gather_v, fused_all_reduce, gather_v
+from distman.testing import ranks
+
+SHORT = 0.05  # seconds that a wait lasts before it is told
+DRAWN = random.Random(34)  # noqa: S311 - draws cases
+
+OURS = {
+    "all_gather_objects": lambda: all_gather_objects({"a": 1}),
+    "all_gather_v": lambda: all_gather_v(torch.ones(2)),
+    "barrier": lambda: DistributedManager().barrier("end"),
+    "fused_all_reduce": lambda: fused_all_reduce([torch.ones(3)]),
+    "load": lambda: load("there.pt"),
+    "on_rank(0)": lambda: on_rank(0)(lambda: None)(),
+    "other barrier": lambda: DistributedManager().barrier("begin"),
+    "save": lambda: save({"a": 1}, "state.pt"),
+}
+OF_TORCH = {
+    "all_gather": lambda: dist.all_gather([torch.ones(1)] * 3, torch.ones(1)),
+    "all_reduce": lambda: dist.all_reduce(torch.ones(1)),
+    "barrier of torch": dist.barrier,
+}
+ALL = OURS | OF_TORCH
+
+DONE_BY_RANK_0 = {"on_rank(0)", "save"}  # where it waits for nobody
+PAIRS = DRAWN.sample([pair for pair in itertools.permutations(sorted(OURS), 2) if pair[0] not in DONE_BY_RANK_0], 12)
+WITH_ERROR = DRAWN.sample(
+    [pair for pair in itertools.permutations(sorted(ALL), 2) if pair[1] not in DONE_BY_RANK_0], 16
+)
+
+
+def begin(monkeypatch, tmp_path):
+    monkeypatch.setenv("DISTMAN_WATCH", "1")
+    monkeypatch.chdir(tmp_path)
+    torch.save({}, "there.pt")
+    monkeypatch.setattr("distman._coordination.monitor.deadlocks._PATIENCE", SHORT)
+    return DistributedManager.initialize(timeout=60)
+
+
+@pytest.mark.parametrize(("one", "other"), PAIRS)
+@ranks(3, manager=False)
+def test_both_raise_with_both_lines(monkeypatch, tmp_path, rank, one, other):
+    begin(monkeypatch, tmp_path)
+    with pytest.raises(
+        PlanMismatchError, match=r"(?s)two (differ|wait for each other).*\n  rank [0-2] .*test_dead"
+    ) as e:
+        OURS[one if rank == 0 else other]()
+    assert str(e.value).count("test_deadlocks.py:") == 2
+
+
+@pytest.mark.parametrize(("one", "other"), WITH_ERROR)
+@ranks(3, manager=False)
+def test_the_error_of_a_rank_that_waits_in_its_handler_is_that_of_the_job(monkeypatch, tmp_path, rank, one, other):
+    begin(monkeypatch, tmp_path)
+    if rank == 1:
+        with pytest.raises(ValueError, match="boom"):
+            fail_and_then(ALL[one])
+    else:
+        with pytest.raises(JobFailed, match=r"rank 1 .*raised ValueError: boom"):
+            ALL[other]()
+
+
+def fail_and_then(wait):
+    try:
+        raise ValueError("boom")
+    finally:
+        wait()
+
+
+@pytest.mark.parametrize("name", sorted(ALL.keys()))
+@ranks(3, manager=False)
+def test_nothing_fails_where_all_raise_and_meet_or_one_is_late(monkeypatch, tmp_path, rank, name):
+    begin(monkeypatch, tmp_path)
+    with pytest.raises(ValueError, match="boom"):
+        fail_and_then(lambda: (time.sleep(10 * SHORT * rank), ALL[name]()))
+    try:
+        raise KeyError("in hand for all of the rest")
+    except KeyError:
+        time.sleep(10 * SHORT * (2 - rank))
+        ALL[name]()
+        dist.all_reduce(torch.ones(1))
+
+
+@ranks(3, manager=False)
+def test_a_rank_that_has_done_its_part_is_not_waited_for(monkeypatch, tmp_path, rank):
+    """Rank 2 sends, and waits in a barrier for rank 0, which waits for rank 1, which is late."""
+    manager = begin(monkeypatch, tmp_path)
+    for _ in range(3):
+        if rank == 1:
+            time.sleep(10 * SHORT)
+        gather_v(torch.ones(2))
+        manager.barrier()
+        work = dist.all_reduce(torch.ones(1), async_op=True) if rank == 2 else None
+        if rank == 1:
+            time.sleep(10 * SHORT)
+        if work is None:
+            dist.all_reduce(torch.ones(1))
+        manager.barrier()
+        if work is not None:
+            work.wait()
+
+
+@ranks(2, manager=False)
+def test_a_thread_of_the_program_may_do_what_the_main_thread_does_not(monkeypatch, tmp_path, rank):
+    manager = begin(monkeypatch, tmp_path)
+    group = manager.create_process_subgroup("pair", 2)
+    assert group is None
+    first, second = (lambda: all_gather_v(torch.ones(1), group="pair")), manager.barrier
+    other = threading.Thread(target=first)
+
+    def late():
+        time.sleep(10 * SHORT)
+        first()
+
+    if rank == 0:
+        other.start()
+        second()
+    else:
+        thread = threading.Thread(target=late)
+        thread.start()
+        second()
+        thread.join()
+    if rank == 0:
+        other.join()
