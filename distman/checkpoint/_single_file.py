@@ -10,6 +10,7 @@ from typing import Any, Literal, overload
 
 import torch
 
+from distman._coordination.failure.pending_work import under_way
 from distman.checkpoint import _background as in_background
 from distman.checkpoint._all_or_none import on_all_ranks
 from distman.checkpoint._background import BackgroundWrite
@@ -50,7 +51,9 @@ class PendingSave:
 
 
 @overload
-def save(state: object, path: str | os.PathLike[str], *, background: Literal[False] = False) -> None: ...
+def save(
+    state: object, path: str | os.PathLike[str], *, background: Literal[False] = False, local: bool = False
+) -> None: ...
 
 
 @overload
@@ -61,7 +64,9 @@ def save(state: object, path: str | os.PathLike[str], *, background: Literal[Tru
 def save(state: object, path: str | os.PathLike[str], *, background: bool) -> PendingSave | None: ...
 
 
-def save(state: object, path: str | os.PathLike[str], *, background: bool = False) -> PendingSave | None:
+def save(
+    state: object, path: str | os.PathLike[str], *, background: bool = False, local: bool = False
+) -> PendingSave | None:
     """Write rank 0's state to a file, which replaces the previous one once it is complete and on the disk.
 
     Collective. Blocking, as long as it takes; in the background, as long as the copy to the host's memory takes. Killed
@@ -71,6 +76,8 @@ def save(state: object, path: str | os.PathLike[str], *, background: bool = Fals
         state: On rank 0 a dict, list or tuple of tensors, numbers, strings, bools and None, nested at will; elsewhere
             it is ignored. Module and optimizer states are such.
         path: The file, or a URL such as ``s3://bucket/state.pt``; the same on all ranks. Folders above it are made.
+        local: Write this rank's state, and wait for no other rank: for ``except JobFailed``, where the others are gone.
+            Where several ranks do it, let each have a path of its own.
         background: Copy the tensors, and let a thread on rank 0 write. The end of the program waits for it. An error
             that nobody waits for is raised by the next save to this path, or logged at the end of the program.
 
@@ -78,12 +85,12 @@ def save(state: object, path: str | os.PathLike[str], *, background: bool = Fals
         Something to wait for if saved in the background, else None.
 
     Raises:
-        ValueError: On every rank: the scheme of the URL is unknown.
+        ValueError: On every rank: the scheme of the URL is unknown, or ``local`` is asked for in the background. On
+            rank 0: something in the state could not be loaded again, and where.
         ImportError: On a rank where a package is missing that the scheme needs.
-        ValueError: On rank 0: something in the state could not be loaded again; the message says where.
         OSError: On rank 0: the disk is full, for example. The old file is as it was.
         CheckpointError: On rank 0: the previous save in the background failed.
-        RankFailedError: On the other ranks, then.
+        RankFailedError: On the other ranks: rank 0 could not save.
 
     Example:
         >>> model = torch.nn.Linear(2, 1)
@@ -92,6 +99,11 @@ def save(state: object, path: str | os.PathLike[str], *, background: bool = Fals
         3
     """
     location = locate(path)
+    if local and background:
+        raise ValueError("background must be False for a local save, got True. Leave one of them out.")
+    if local:
+        _save_now(state, location)
+        return None
     if not background:
         on_rank(0)(_save_now)(state, location)
         return None
@@ -107,7 +119,8 @@ def save(state: object, path: str | os.PathLike[str], *, background: bool = Fals
 def _save_now(state: object, location: Location) -> None:
     in_background.refuse_after_failure(location)
     check_state(state)
-    write_state(state, location)
+    with under_way():
+        write_state(state, location)
 
 
 def _save_later(state: object, location: Location, started: list[BackgroundWrite]) -> None:

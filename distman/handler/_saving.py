@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from pathlib import PurePath
 from typing import Any, Literal
 
 from distman import checkpoint
+from distman._coordination.monitor.current_watcher import has_failed
 from distman.checkpoint._location import Location, locate
 from distman.checkpoint._safetensors import SUFFIX, check_tensors, write_safetensors
 from distman.checkpoint._state import check_state
@@ -20,6 +22,7 @@ from distman.handler._reporting import Reporter
 from distman.handler._resumption import AutoSave, Progress
 from distman.handler._sharded_state import parts_of, read_parts, read_rest, whole
 from distman.handler._warm_start import TakenWeights, take_weights
+from distman.manager import DistributedManager
 
 _PARTS = ("model", "model_kwargs", "training", "history", "callbacks")
 """What a checkpoint of a handler holds."""
@@ -151,7 +154,8 @@ class Saving(Inference):
     def save(self, path: str | os.PathLike[str], *, sharded: bool = False) -> None:
         """Write the present state of the training into a file or folder, completely or not at all.
 
-        Collective. Blocking. See :func:`distman.checkpoint.save` and :func:`distman.checkpoint.save_sharded`.
+        Collective. Blocking. See :func:`distman.checkpoint.save` and :func:`distman.checkpoint.save_sharded`. Once
+        another rank has failed, local: each rank writes a file of its own, such as ``model.rank1.pt``.
 
         Args:
             path: The file or folder, or a URL.
@@ -159,7 +163,7 @@ class Saving(Inference):
                 file, for which it gathers them.
 
         Raises:
-            OSError: On a rank that could not write the file, or its parts.
+            OSError: On a rank that could not write its file or its parts.
             RankFailedError: On the other ranks, then.
             ValueError, ImportError: See :func:`distman.checkpoint.save`.
 
@@ -169,7 +173,9 @@ class Saving(Inference):
             >>> sorted(load("run/model.pt"))
             ['callbacks', 'history', 'model', 'model_kwargs', 'training']
         """
-        if sharded:
+        if has_failed() and not (sharded or self._model.is_sharded):
+            checkpoint.save(self.state_dict(), _own_path(path), local=True)
+        elif sharded:
             checkpoint.save_sharded(parts_of(self.state_dict()), path)
         else:
             checkpoint.save(self.whole_state_dict(), path)
@@ -344,3 +350,10 @@ def _is_storable(value: object) -> bool:
     except ValueError:
         return False
     return True
+
+
+def _own_path(path: str | os.PathLike[str]) -> str:
+    """Return a path beside another one that belongs to this rank alone."""
+    name = os.fspath(path)  # or a URL, which is no Path
+    suffix = PurePath(name).suffix
+    return f"{name.removesuffix(suffix)}.rank{DistributedManager().rank}{suffix}"

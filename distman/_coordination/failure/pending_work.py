@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
 
 from distman._process_state import puts_back
 
-_tasks: dict[object, Callable[[], None]] = {}
+_tasks: dict[object, Callable[[], object]] = {}
 
 
-def register(wait: Callable[[], None]) -> Callable[[], None]:
+def register(wait: Callable[[], object]) -> Callable[[], None]:
     """Let a process that ends in a hurry wait for something first.
 
     An end of the interpreter does not need it: that waits for all threads which are no daemons.
@@ -27,6 +29,18 @@ def register(wait: Callable[[], None]) -> Callable[[], None]:
         _tasks.pop(task, None)
 
     return forget
+
+
+@contextlib.contextmanager
+def under_way() -> Iterator[None]:
+    """Let a process that ends in a hurry wait for what a ``with`` block does, in whatever thread."""
+    is_over = threading.Event()
+    forget = register(lambda: bool(is_over.wait()))
+    try:
+        yield
+    finally:
+        is_over.set()
+        forget()
 
 
 def is_anything_left() -> bool:
