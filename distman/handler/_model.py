@@ -12,6 +12,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
+from distman._coordination.monitor.current_watcher import has_failed
 from distman._coordination.wait_scope import WaitScope
 from distman.checkpoint import load_model_state, model_state
 from distman.collectives._objects import broadcast_data
@@ -251,7 +252,7 @@ class TrainedModel:
 
         Collective. Blocking.
         """
-        if DistributedManager().world_size == 1:
+        if DistributedManager().world_size == 1 or has_failed():  # then each rank saves its own state
             return {}
         buffers = self._saved_buffers()
         shared = broadcast_data(list(buffers.values()))

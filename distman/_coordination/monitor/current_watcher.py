@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 from typing import TYPE_CHECKING
 
 import torch.distributed as dist
@@ -11,7 +12,7 @@ from distman._coordination.failure import hook
 from distman._coordination.failure.record import FailureRecord
 from distman._coordination.failure.stack import errors_in
 from distman._coordination.monitor.deadlocks import reason_of
-from distman._coordination.tracking import TrackedWait
+from distman._coordination.tracking import TrackedWait, call_site
 from distman._process_state import puts_back
 from distman._torch_internals import is_lost_connection
 from distman.errors import DistmanError, JobFailed
@@ -21,13 +22,14 @@ if TYPE_CHECKING:
 
 
 _current: Watcher | None = None
+_has_warned = False
 
 
 @puts_back
 def set_current(watcher: Watcher | None = None) -> None:
     """Say who watches the other ranks for this process from now on; None: nobody."""
-    global _current
-    _current = watcher
+    global _current, _has_warned
+    _current, _has_warned = watcher, False
 
 
 def current() -> Watcher | None:
@@ -43,10 +45,22 @@ def is_watching() -> bool:
 def note_raised(error: JobFailed) -> JobFailed:
     """Return an error that a wait raises; the watcher then need not raise one itself if it is of the same failure."""
     if _current is not None:
+        _warn_in_handler(error)
         _current.note(error)
     else:
         hook.require_end_by(error)
     return error
+
+
+def _warn_in_handler(error: JobFailed) -> None:
+    """Say where the handler of a failure waits for ranks that are gone: what it raises ends the program in silence."""
+    global _has_warned
+    if not _has_warned and any(type(one) is JobFailed for one in errors_in(sys.exc_info()[1]) if one is not error):
+        _has_warned = True
+        hook.write(
+            f"distman: {call_site()} waits for other ranks, of which one has failed, and raises JobFailed again. Save "
+            "there with local=True."
+        )
 
 
 def raise_failure(record: FailureRecord | None, error: BaseException | None) -> None:
