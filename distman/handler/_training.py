@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from distman._coordination.monitor.current_watcher import has_failed
 from distman._text import printable
 from distman.collectives._fused import fused_all_reduce
 from distman.collectives._objects import all_gather_objects
@@ -152,7 +153,7 @@ class Training:
             "optimization": self.optimization.state_dict(),
             "scheduler": self._scheduling.state_dict(),
             "names": self._accumulators.names,
-            "ranks": all_gather_objects(own),
+            "ranks": [own] if has_failed() else all_gather_objects(own),  # nobody else may be left
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
