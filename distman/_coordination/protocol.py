@@ -130,6 +130,12 @@ after the verdict also a process that came too late, where the job may be made o
 what each rank has left there for its end, unless left(rank) is set. All read it, and who finds the store: if the job
 has started, that is an earlier one."""
 
+
+def keeper(first_rank: int) -> str:
+    """The rank of a host that ends those which do not react to a failure. The first to look writes it; it lives on."""
+    return f"keeper {first_rank}"
+
+
 CARETAKER = "caretaker"
 """The rank that finds out, after a failure, whether one that does nothing would keep the launcher waiting. The first
 one that knows of the failure and can look writes it, the failing one perhaps; all read it."""

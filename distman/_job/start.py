@@ -43,7 +43,7 @@ from distman._torch_internals import (
     make_gloo_default,
     meeting_in_few_calls,
 )
-from distman.environments import LaunchEnvironment
+from distman.environments import LAUNCHERS, LaunchEnvironment, OnFailure
 from distman.errors import DistmanError, JobFailed, RendezvousError
 
 _adoptions: weakref.WeakKeyDictionary[dist.ProcessGroup, Iterator[int]] = weakref.WeakKeyDictionary()
@@ -212,6 +212,7 @@ def watch(job: Job, limits: WatchLimits | None) -> Watcher | None:
         is_one_host=job.peer.num_nodes == 1,
         holds_store=job.holds_store,
         wait_for_device=functools.partial(wait_for, job.device) if job.device.type != "cpu" else None,
+        mates=_left_to_themselves(job),
         neighbours=_sharing_looks(job),
     )
     watcher = Watcher(context, limits, job.end_after, end_job=job.ending, awaits_dead=mpi.is_up())
@@ -222,6 +223,13 @@ def watch(job: Job, limits: WatchLimits | None) -> Watcher | None:
         watcher.close()
         raise
     return watcher
+
+
+def _left_to_themselves(job: Job) -> tuple[int, ...]:
+    """Return the ranks of this host, where the launcher ends none of them after a failure."""
+    launcher = LAUNCHERS[job.environment.launcher]
+    is_left = launcher.on_failure is OnFailure.WAITS and not (launcher.ends_leftovers or launcher.cancel_command)
+    return job.roll_call.beside(job.peer) if is_left else ()
 
 
 def _sharing_looks(job: Job) -> tuple[int, ...]:

@@ -83,6 +83,7 @@ class WatchContext:
         opener: The rank on whose host the store's process runs; None where that is not known.
         holds_store: Whether the store may end with this rank, which others have to be told of failures before.
         wait_for_device: Waits until this rank's GPU has done all that it was given; None on a CPU.
+        mates: The ranks of this host that end themselves only, since no launcher ends them; none under other launchers.
         neighbours: The ranks of this host that share their looks into the store; none where each looks by itself.
     """
 
@@ -95,6 +96,7 @@ class WatchContext:
     opener: int | None = None
     holds_store: bool = False
     wait_for_device: Callable[[], None] | None = None
+    mates: Sequence[int] = ()
     neighbours: Sequence[int] = ()
 
     @property

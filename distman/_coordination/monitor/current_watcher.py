@@ -93,9 +93,10 @@ def _raise_again(error: BaseException) -> None:
 
 
 def look_after_others(record: FailureRecord) -> None:
-    """Let the watcher of this process, if it has one, do what :meth:`Watcher.look_after_others` says."""
+    """Let the watcher of this process, if it has one, do what :meth:`Watcher.look_after_others` says at its end."""
     if _current is not None:
         _current.look_after_others(record)
+        _current.look_after_mates(record)
 
 
 def has_failed() -> bool:

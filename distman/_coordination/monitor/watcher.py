@@ -31,6 +31,7 @@ from distman._coordination.messages import (
 from distman._coordination.monitor.context import WatchContext, WatchLimits, late_after
 from distman._coordination.monitor.current_watcher import current, set_current
 from distman._coordination.monitor.hang import HangWatch, StackQueries
+from distman._coordination.monitor.host_mates import HostMates
 from distman._coordination.monitor.left_behind import LeftBehind
 from distman._coordination.monitor.peer_monitor import PeerMonitor, give_sign, read_sign
 from distman._coordination.monitor.torch_errors import leave_collectives_alone, watch_collectives
@@ -275,6 +276,14 @@ class Watcher:
         limit = 2 * late_after(len(self._context.peers))  # the store may be silent by now, which nobody else would see
         with contextlib.suppress(dist.DistError, MalformedMessageError):
             run_with_timeout(look, limit)
+
+    def look_after_mates(self, record: FailureRecord) -> None:
+        """At the end of this process, end ranks of its host that do not react to a failure, where no launcher does.
+
+        Blocking, for seconds at most.
+        """
+        if self._context.mates and not self._is_stuck:
+            HostMates(self._context, record, self._limits.patience.to_come).look_after()
 
     def fail(self, error: BaseException) -> None:
         """Let an error that ended another thread end the job, and the main thread of this rank with it."""
