@@ -216,14 +216,13 @@ class JobFailed(_OfAnotherRank, SystemExit):
         traceback_text: The traceback as that rank printed it; empty if it did not raise.
         code: The exit code, 76.
 
-    Example on two ranks:
-        >>> with surviving_failure() as failure:
-        ...     if rank == 1:
-        ...         sys.exit(3)
+    Example:
+        >>> manager = DistributedManager.initialize()
+        >>> try:
         ...     manager.barrier()
-        >>> if failure:
-        ...     print(f"rank {failure.error.rank} {failure.error.error_text}")
-        rank 1 ended with exit code 3...
+        ... except JobFailed as failure:
+        ...     save({"step": 7}, f"last/rank{manager.rank}.pt", local=True)
+        ...     raise
     """
 
     EXIT_CODE = 76
@@ -256,17 +255,17 @@ class JobFailed(_OfAnotherRank, SystemExit):
             ...         failure.acknowledge()
             ...         print(failure)
         """
-        for action in _acknowledging:
+        for action in _ACKNOWLEDGING:
             action(self)
 
 
-_acknowledging: list[Callable[[JobFailed], None]] = []
+_ACKNOWLEDGING: list[Callable[[JobFailed], None]] = []
 """What is called with a failure that the program survives."""
 
 
 def _on_acknowledgement(action: Callable[[JobFailed], None]) -> Callable[[JobFailed], None]:
     """Let a function of the core hear of each failure that the program survives."""
-    _acknowledging.append(action)
+    _ACKNOWLEDGING.append(action)
     return action
 
 

@@ -171,18 +171,9 @@ def beat(rank: int) -> str:
     """Sign of life: the time, a space, and what the rank waits in.
 
     Its watcher writes it, and it is deleted when that gives up, or the rank knows of FAILURE; the rank before reads it,
-    and after a failure the caretaker, to find those that do not know. In large jobs a rank whose signs one of its host
-    reads there writes the first one; that other rank writes the last one, if no more come.
+    and after a failure the caretaker, to find those that do not know.
     """
     return f"beat/{rank}"
-
-
-def host_relay(first_rank: int) -> str:
-    """Where the watchers of a host share memory: a process id, a descriptor there, and what the memory begins with.
-
-    Only in large jobs. The first rank of the host writes it, nothing where it has none; the others of the host read it.
-    """
-    return f"host relay/{first_rank}"
 
 
 def peer_address(rank: int) -> str:

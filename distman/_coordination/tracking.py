@@ -268,7 +268,7 @@ def _is_of_program(thread: int) -> bool:
     here = threading.current_thread()
     if here.name.startswith("distman"):
         return False
-    _is_threaded |= not isinstance(here, threading._DummyThread)  # else one of torch's, in a backward pass
+    _is_threaded |= not here.name.startswith("Dummy-")  # else one of torch's, in a backward pass
     return True
 
 

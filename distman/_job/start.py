@@ -20,7 +20,7 @@ from distman._coordination.failure import hook
 from distman._coordination.failure.record import FailureRecord
 from distman._coordination.failure.reporter import JobReporter
 from distman._coordination.messages import count
-from distman._coordination.monitor.context import SHORTEST_INTERVAL, WatchContext, WatchLimits, interval
+from distman._coordination.monitor.context import WatchContext, WatchLimits
 from distman._coordination.monitor.current_watcher import failure_behind, look_after_others
 from distman._coordination.monitor.watcher import Watcher, announce_unwatched
 from distman._device import backend_for, is_pure_gloo, pick_device, wait_for
@@ -213,7 +213,6 @@ def watch(job: Job, limits: WatchLimits | None) -> Watcher | None:
         holds_store=job.holds_store,
         wait_for_device=functools.partial(wait_for, job.device) if job.device.type != "cpu" else None,
         mates=_left_to_themselves(job),
-        neighbours=_sharing_looks(job),
     )
     watcher = Watcher(context, limits, job.end_after, end_job=job.ending, awaits_dead=mpi.is_up())
     try:
@@ -230,13 +229,6 @@ def _left_to_themselves(job: Job) -> tuple[int, ...]:
     launcher = LAUNCHERS[job.environment.launcher]
     is_left = launcher.on_failure is OnFailure.WAITS and not (launcher.ends_leftovers or launcher.cancel_command)
     return job.roll_call.beside(job.peer) if is_left else ()
-
-
-def _sharing_looks(job: Job) -> tuple[int, ...]:
-    """Return the ranks of this host, in a job so large that its ranks could not all look as often as is useful."""
-    if interval(job.world_size) == SHORTEST_INTERVAL:
-        return ()
-    return job.roll_call.beside(job.peer)
 
 
 def _job_of_one(environment: LaunchEnvironment, requested: torch.device | None, limits: Limits) -> Job:

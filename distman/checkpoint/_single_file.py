@@ -76,10 +76,10 @@ def save(
         state: On rank 0 a dict, list or tuple of tensors, numbers, strings, bools and None, nested at will; elsewhere
             it is ignored. Module and optimizer states are such.
         path: The file, or a URL such as ``s3://bucket/state.pt``; the same on all ranks. Folders above it are made.
-        local: Write this rank's state, and wait for no other rank: for ``except JobFailed``, where the others are gone.
-            Where several ranks do it, let each have a path of its own.
         background: Copy the tensors, and let a thread on rank 0 write. The end of the program waits for it. An error
             that nobody waits for is raised by the next save to this path, or logged at the end of the program.
+        local: Write this rank's state, and wait for no other rank: for ``except JobFailed``, where the others are gone.
+            Where several ranks do it, let each have a path of its own.
 
     Returns:
         Something to wait for if saved in the background, else None.

@@ -32,18 +32,18 @@ _GET_CONTEXT = vars(BaseException)["__context__"].__get__  # a program's class m
 _GET_CAUSE = vars(BaseException)["__cause__"].__get__
 
 
-_ends: set[CodeType] = set()
+_ENDS: set[CodeType] = set()
 
 
 def ends_block(function: Function) -> Function:
     """Let nothing be raised in a function, which finds out what becomes of an error."""
-    _ends.add(function.__code__)
+    _ENDS.add(function.__code__)
     return function
 
 
 def is_at_end_of_block(frame: FrameType | None) -> bool:
     """Return whether a stack has a function of :func:`ends_block`."""
-    return any(one.f_code in _ends for one in _stack(frame))
+    return any(one.f_code in _ENDS for one in _stack(frame))
 
 
 def error_in_hand(thread: int | None) -> BaseException | None:

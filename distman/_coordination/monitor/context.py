@@ -15,9 +15,8 @@ if TYPE_CHECKING:
     from torch.distributed import Store
 
 
-SHORTEST_INTERVAL = 0.2  # seconds; a failure is known to all soon enough, and five looks a second cost nothing
-_LONGEST_INTERVAL = 4.0  # seconds; above 10,000 ranks a late word of a failure is worse than a busier store
-_INTERVAL_PER_ASKER = 0.4e-3  # seconds; 2,500 looks a second in all, some 17 % of one core of the store's host
+_SHORTEST_INTERVAL = 0.2  # seconds; a failure is known to all soon enough, and five looks a second cost nothing
+_INTERVAL_PER_RANK = 0.4e-3  # seconds; 2,500 looks a second in all, some 17 % of one core of the store's host
 
 _INTERVALS_PER_BEAT = 5
 """A rank gives a sign of life once in so many looks: it costs three calls into the store, a look costs one."""
@@ -26,9 +25,9 @@ _MISSED_BEATS = 3
 """Signs of life that a rank has to miss: two clocks and a late look alone let one or two seem to be missing."""
 
 
-def interval(num_askers: int) -> float:
-    """Return the seconds between two looks into the store: longer for many that ask it."""
-    return min(max(SHORTEST_INTERVAL, _INTERVAL_PER_ASKER * num_askers), _LONGEST_INTERVAL)
+def interval(world_size: int) -> float:
+    """Return the seconds between two looks into the store: longer for many ranks that ask it."""
+    return max(_SHORTEST_INTERVAL, _INTERVAL_PER_RANK * world_size)
 
 
 def late_after(world_size: int) -> float:
@@ -84,7 +83,6 @@ class WatchContext:
         holds_store: Whether the store may end with this rank, which others have to be told of failures before.
         wait_for_device: Waits until this rank's GPU has done all that it was given; None on a CPU.
         mates: The ranks of this host that end themselves only, since no launcher ends them; none under other launchers.
-        neighbours: The ranks of this host that share their looks into the store; none where each looks by itself.
     """
 
     store: Store
@@ -97,7 +95,6 @@ class WatchContext:
     holds_store: bool = False
     wait_for_device: Callable[[], None] | None = None
     mates: Sequence[int] = ()
-    neighbours: Sequence[int] = ()
 
     @property
     def me(self) -> Place:

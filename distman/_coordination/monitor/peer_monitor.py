@@ -11,12 +11,11 @@ from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from distman._coordination import protocol, tracking
-from distman._coordination.failure.record import FailureRecord, Place
+from distman._coordination.failure.record import FailureRecord
 from distman._coordination.messages import count
-from distman._coordination.monitor.context import SHORTEST_INTERVAL, WatchContext, WatchLimits, interval, late_after
+from distman._coordination.monitor.context import WatchContext, WatchLimits, late_after
 from distman._coordination.monitor.deadlocks import DeadlockWatch
 from distman._coordination.monitor.hang import HangWatch, StackQueries
-from distman._coordination.monitor.host_relay import HostRelay
 from distman._coordination.monitor.peer_connection import PeerConnection
 from distman._coordination.monitor.reading import read_at_once
 from distman._coordination.monitor.refusals import RefusalWatch
@@ -27,7 +26,6 @@ if TYPE_CHECKING:
 
 _PATIENCE = 0.5  # seconds for neighbours to tell, who have lost the store at the same moment
 _PAUSE = 0.02  # seconds between two looks whether the others know: short beside their own interval
-_OUTDATED_AFTER = 1.5  # intervals between signs of life: one may be late
 
 
 class PeerMonitor:
@@ -72,9 +70,6 @@ class PeerMonitor:
         )
         self._deadlocks = DeadlockWatch(context.rank, context.peers)
         self._refusals = RefusalWatch(context.rank)
-        self._relay = HostRelay(context.rank, context.neighbours or (context.rank,), clock)
-        self._relay.join(store)
-        self._is_read_here = False
         self._neighbour = _Neighbour()
         self._num_news = 0
         self._last_beat = -math.inf
@@ -90,8 +85,7 @@ class PeerMonitor:
 
         Blocking; :meth:`wake` ends the wait.
         """
-        self._relay.join(self._store)
-        num_news = self._count_news()
+        num_news = count(self._store, protocol.NEWS)
         is_news = num_news != self._num_news
         if is_news:
             self._num_news = num_news
@@ -108,7 +102,7 @@ class PeerMonitor:
         self._deadlocks.look(self._store, is_news=is_news)
         if self._hangs is not None:
             self._hangs.look(self._stack_queries)
-        died = self._wait()
+        died = self._connection.wait(self._context.interval)
         if self._is_stopping.is_set():
             return None
         if died is not None and died.rank == self._context.store_rank:
@@ -144,7 +138,6 @@ class PeerMonitor:
 
     def retire(self) -> None:
         """Let other ranks do what this one did for them: it does not look any more."""
-        self._relay.leave()
         if self._hangs is not None:
             self._hangs.let_others_report(self._store)
 
@@ -155,23 +148,6 @@ class PeerMonitor:
     def close(self) -> None:
         """Close the connections."""
         self._connection.close()
-        self._relay.close()
-
-    def _count_news(self) -> int:
-        """Return the number of news, which one rank of this host asks for; so all of the job ask no more often."""
-        num_askers = math.ceil(len(self._context.peers) / self._relay.num_present)
-        return self._relay.count_news(lambda: count(self._store, protocol.NEWS), interval(num_askers))
-
-    def _wait(self) -> Place | None:
-        """Wait for an interval, or until a rank of this host has found news; return the rank that died meanwhile."""
-        if not self._relay.is_up:
-            return self._connection.wait(self._context.interval)
-        until = self._clock() + self._context.interval
-        while True:
-            died = self._connection.wait(SHORTEST_INTERVAL)
-            is_over = died is not None or self._connection.notice is not None or self._is_stopping.is_set()
-            if is_over or self._clock() >= until or self._count_news() != self._num_news:
-                return died
 
     def _read_news(self) -> FailureRecord | None:
         record = FailureRecord.read(self._store)
@@ -186,20 +162,11 @@ class PeerMonitor:
     def _beat(self, seconds: float) -> FailureRecord | None:
         """Give a sign of life, and return the next rank's failure to give one, if it has been silent for too long."""
         longest = 2 * self._context.beat_every  # more, and this process was suspended itself
-        was_read_here = self._is_read_here
-        self._is_read_here = self._relay.give_sign(_sign_of_life(), longest)
-        if not self._is_read_here:
-            give_sign(self._store, self._context.rank)
-        elif not was_read_here:  # what the store says of where this rank is would be outdated from now on
-            self._store.set(protocol.beat(self._context.rank), f"{time.time()} ")
+        give_sign(self._store, self._context.rank)
         rank = self._connection.watched
         if rank is None:
             return None
-        found_here = self._relay.sign_of(rank)
-        sign = found_here or read_sign(self._store, rank)
-        silent_for = self._neighbour.silence(rank, sign, min(seconds, longest))
-        if found_here and silent_for > _OUTDATED_AFTER * self._context.beat_every:
-            self._store.set(protocol.beat(rank), found_here)  # for other hosts, which may ask where it was last seen
+        silent_for = self._neighbour.silence(rank, read_sign(self._store, rank), min(seconds, longest))
         is_unanswered = self._connection.is_unanswered
         limit = self._context.silence_limit(self._limits, is_unanswered=is_unanswered)
         if not self._neighbour.beat or silent_for <= limit:  # without a beat, it is not watching
@@ -215,7 +182,6 @@ class PeerMonitor:
 
     def _seen(self, record: FailureRecord) -> FailureRecord:
         if record.rank != self._context.rank:
-            self._relay.leave()
             self._store.delete_key(protocol.beat(self._context.rank))
             count(self._store, protocol.FAILURE_SEEN, 1)
         return record

@@ -28,15 +28,15 @@ class _FailureFirst(logging.Filter):
         return True
 
 
-_filter = _FailureFirst()
+_FILTER = _FailureFirst()
 
 
 def watch_collectives() -> None:
     """Let torch's collectives raise the failure of the job from now on, where one breaks them."""
-    collective_errors().addFilter(_filter)
+    collective_errors().addFilter(_FILTER)
 
 
 @puts_back
 def leave_collectives_alone() -> None:
     """Let torch's collectives raise their own errors again."""
-    collective_errors().removeFilter(_filter)
+    collective_errors().removeFilter(_FILTER)

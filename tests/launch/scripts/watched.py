@@ -17,9 +17,7 @@ from torch.utils.data import DataLoader
 
 from distman import DistributedManager, JobFailed, on_rank, surviving_failure
 from distman._coordination.failure import job_abort
-from distman._coordination.monitor.current_watcher import current
 from distman._coordination.protocol import left
-from distman._job import start as job_start
 from distman.collectives import fused_all_reduce
 
 
@@ -111,8 +109,6 @@ def blamed(manager):
     """A rank fails, in Python code or in a barrier of the others; who hears of it ends at once, without a word."""
     fault, failing, place = sys.argv[2:5]
     try:
-        while "large" in sys.argv and current()._monitor._relay.num_present < manager.world_size:
-            time.sleep(0.01)
         manager.barrier()
         if manager.rank == int(failing):
             time.sleep(0.5)  # the others leave the barrier
@@ -464,8 +460,6 @@ def wait_twice(manager):
 
 if __name__ == "__main__":
     scenario = sys.argv[1]
-    if "large" in sys.argv:  # the watchers of a host share their looks, as in a job of thousands
-        job_start.SHORTEST_INTERVAL = 0.0
     if "adopted" in sys.argv:
         dist.init_process_group("gloo")
     if scenario == "in_a_thread":
