@@ -17,6 +17,8 @@ from distman._run.job import GRACE, Plan, open_logs, run_job
 from distman._run.outcome import Outcome
 from distman._run.placement import number_of_ranks
 from distman._text import printable
+from distman.environments import detect
+from distman.errors import DistmanError
 
 _EPILOG = (
     "For several hosts, start the ranks with their launcher (srun, mpirun, torchrun); `distman launch` writes the job "
@@ -64,6 +66,7 @@ def run(arguments: argparse.Namespace) -> int:
         The exit code: 0, that of the rank that failed first, 130 after Ctrl-C, or 1 where ranks could not be started.
     """
     plan = _plan(arguments)
+    _warn_of_others()
     try:
         with open_logs(plan) as logs:
             outcome = _run(plan, logs, arguments)
@@ -79,6 +82,19 @@ def run(arguments: argparse.Namespace) -> int:
     except OSError as error:
         return max(outcome.exit_code, _complain(f"writing the report failed: {str(error).rstrip('.')}."))
     return outcome.exit_code
+
+
+def _warn_of_others() -> None:
+    """Say that a launcher has started several of this command, each of which starts a job of its own."""
+    try:
+        around = detect(os.environ).environment
+    except (DistmanError, ValueError):
+        return
+    if around.world_size > 1 and around.rank == 0:
+        _complain(
+            f"{around.launcher} has started {around.world_size} of these, and each starts a job of its own. Start one, "
+            "or let the launcher start python itself."
+        )
 
 
 def _run(plan: Plan, logs: Sequence[IO[bytes]], arguments: argparse.Namespace) -> Outcome:

@@ -96,4 +96,19 @@ def end_descendants() -> None:
 
 def _children() -> list[int]:
     """Return the children of this process, among them those that have ended and are not waited for."""
-    return [int(pid) for pid in Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()]
+    try:
+        return [int(pid) for pid in Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()]
+    except FileNotFoundError:  # a kernel without CONFIG_PROC_CHILDREN, or a sandbox such as gVisor
+        return children_by_parent()
+
+
+def children_by_parent() -> list[int]:
+    """Return the children of this process, as each of the system's processes names its parent."""
+    return [int(one.name) for one in Path("/proc").iterdir() if one.name.isdigit() and _parent(one) == os.getpid()]
+
+
+def _parent(process: Path) -> int:
+    try:
+        return int((process / "stat").read_text(errors="replace").rpartition(") ")[2].split()[1])
+    except OSError:  # it has ended
+        return 0

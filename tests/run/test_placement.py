@@ -28,6 +28,11 @@ def test_more_cpus_than_there_are_are_refused():
         number_of_ranks("2", CPUS)
 
 
+def test_more_ranks_than_cpus_are_not_bound():
+    with pytest.raises(ValueError, match=f"must be left out for {CPUS + 1} ranks on {CPUS} CPUs, got 1"):
+        number_of_ranks(str(CPUS + 1), 1)
+
+
 def test_each_rank_has_cpus_of_its_own():
     shares = cpus_of_ranks(CPUS, 1)
     assert sorted(cpu for share in shares for cpu in share) == sorted(os.sched_getaffinity(0))

@@ -339,6 +339,17 @@ def test_the_report_is_for_programs(script, tmp_path):
     assert sorted((one["rank"], one["exit_code"]) for one in said["ranks"]) == [(0, 0), (1, 3)]
 
 
+def test_several_that_a_launcher_has_started_are_told_once(script, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    path = script("print('here')")
+    for rank, sentence in enumerate(["env has started 2 of these, and each starts a job of its own", ""]):
+        monkeypatch.setenv("RANK", str(rank))
+        done = finish("-n", "1", path)
+        assert done.returncode == 0
+        assert sentence in done.stderr
+        assert rank == 0 or not done.stderr
+
+
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
