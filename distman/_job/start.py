@@ -89,8 +89,10 @@ def start(
             unreachable_after=watch_limits.unreachable if watch_limits else UNREACHABLE_AFTER,
             on_meeting=leave_it_to_the_meeting,
         )
-    except (RendezvousError, JobFailed):
+    except (RendezvousError, JobFailed) as error:
         leave_it_to_the_meeting()  # the others know already, or cannot be found
+        if isinstance(error, JobFailed):
+            hook.require_end_by(error)
         raise
     peer = rendezvous.peers[environment.rank]
     device = torch.device(peer.device)
@@ -115,7 +117,9 @@ def start(
         record = failure_behind(error, "the start")
         undo(job, watcher, error, record)
         if record is not None:
-            raise record.to_failure() from error
+            failure = record.to_failure()
+            hook.require_end_by(failure)
+            raise failure from error
         raise
     return job, watcher
 
