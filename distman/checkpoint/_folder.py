@@ -84,9 +84,8 @@ class CheckpointFolder:
             good: Steps whose checkpoints stay, too, as far as they are there.
 
         Raises:
-            Exception: On a rank that could not save it, see :func:`save` and :func:`save_sharded`.
-            CheckpointError: On such a rank: the previous save in the background failed, and nothing was saved this
-                time.
+            Exception: On the rank that could not save it or its part, see :func:`save` and :func:`save_sharded`; or the
+                previous save in the background failed there, and nothing was saved this time.
             RankFailedError: On the other ranks, then.
 
         Example:
@@ -107,7 +106,7 @@ class CheckpointFolder:
         Collective. Blocking.
 
         Raises:
-            Exception: On a rank that could not write the last checkpoint, or its part of it: the reason.
+            Exception: On the rank that could not write the last checkpoint, or its part of a sharded one.
             RankFailedError: On the other ranks, then.
         """
         wait = functools.partial(in_background.wait, self._location)
@@ -143,7 +142,8 @@ class CheckpointFolder:
 
         Raises:
             CheckpointError: On a rank where all of them are damaged.
-            RankFailedError: On the other ranks; and on all, if a file cannot be read on one for another reason.
+            OSError: On a rank where a file cannot be read for another reason.
+            RankFailedError: On the other ranks, then.
             TypeError: There is no state to fill with a sharded checkpoint, or one for another.
 
         Example:

@@ -43,8 +43,8 @@ class PendingSave:
         Collective. Blocking.
 
         Raises:
-            Exception: On a rank that could not write it, or its part of it: the reason. The previous checkpoint is
-                still there.
+            Exception: On the rank that could not write it, or its part: the reason. The previous checkpoint is still
+                there.
             RankFailedError: On the other ranks, then.
         """
         self._wait()

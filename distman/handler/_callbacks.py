@@ -157,8 +157,7 @@ class ModelCheckpoint(Callback):
 
         Raises:
             ValueError: The history has no such value.
-            OSError: On rank 0: it could not save.
-            RankFailedError: On the other ranks, then.
+            RankFailedError: On the other ranks: rank 0 could not save.
         """
         self._save(handler, _find(self._monitor, handler, record))
 
@@ -169,8 +168,7 @@ class ModelCheckpoint(Callback):
 
         Raises:
             ValueError: The validation has no such value.
-            OSError: On rank 0: it could not save.
-            RankFailedError: On the other ranks, then.
+            RankFailedError: On the other ranks: rank 0 could not save.
         """
         if "step" in record and self._monitor.startswith("val_"):  # else the epoch ends, which counts
             self._save(handler, _find(self._monitor, handler, record))
@@ -188,8 +186,7 @@ class ModelCheckpoint(Callback):
         Collective.
 
         Raises:
-            OSError: On a rank that could not write the last checkpoint.
-            RankFailedError: On the other ranks, then.
+            RankFailedError: On the other ranks: rank 0 could not write the last checkpoint.
         """
         self.folder.wait()
 

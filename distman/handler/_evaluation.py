@@ -94,7 +94,7 @@ def predict(
         The outputs of all samples, in host memory, on rank 0 and None elsewhere; None if there are no samples.
 
     Raises:
-        ValueError: On a rank where the outputs of two batches differ in structure.
+        ValueError: On rank 0: the outputs of two batches differ in structure.
         RankFailedError: On the other ranks, then.
     """
     with evaluating(model, dtype):

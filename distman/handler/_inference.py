@@ -99,7 +99,7 @@ class Inference(Setup):
 
         Raises:
             TypeError: The data or an option cannot be used.
-            ValueError: On a rank where the outputs of two batches differ in structure.
+            ValueError: On rank 0: the outputs of two batches differ in structure.
             RankFailedError: On the other ranks, then.
 
         Example:

@@ -191,10 +191,9 @@ class Saving(Inference):
 
         Raises:
             NonFiniteLossError: On every rank: a step has spoilt the model.
-            OSError: On rank 0: it could not write the file.
             ValueError: On rank 0: the file cannot hold the model's state.
+            OSError: On rank 0: it could not be written.
             RankFailedError: On the other ranks, then.
-            ValueError, ImportError: See :func:`distman.checkpoint.save`.
 
         Example:
             >>> handler = NNHandler(torch.nn.Linear, in_features=2, out_features=1)
@@ -271,9 +270,8 @@ class Saving(Inference):
             log: Use a logarithmic axis.
 
         Raises:
-            ImportError: On rank 0: matplotlib is missing.
-            ValueError: On rank 0: nothing has been trained.
-            OSError: On rank 0: the file cannot be written.
+            ImportError, ValueError, OSError: On rank 0: there is no matplotlib, nothing has been trained, or the file
+                cannot be written.
             RankFailedError: On the other ranks, then.
 
         Example:
@@ -295,9 +293,8 @@ class Saving(Inference):
             names: Names in the history; None is all metrics, of training and validation.
 
         Raises:
-            ImportError: On rank 0: matplotlib is missing.
-            ValueError: On rank 0: the history lacks a name.
-            OSError: On rank 0: the file cannot be written.
+            ImportError, ValueError, OSError: On rank 0: there is no matplotlib, the history lacks a name, or the file
+                cannot be written.
             RankFailedError: On the other ranks, then.
 
         Example:

@@ -67,9 +67,9 @@ def log_likelihood(
         ImportError: torchdiffeq is not installed.
         ValueError: Samples, a number, the kind of probes, group or device are not valid.
         PlanMismatchError: On every rank: the arguments, or the samples, differ between ranks.
-        ValueError: On a rank where the score has the wrong shape, or is not differentiable.
-        FloatingPointError: On a rank where it led to numbers that are infinite or NaN.
-        RankFailedError: On the other ranks, then, and where the score raised on another one.
+        Exception: On a rank where the score raised, has the wrong shape, is not differentiable, or led to numbers that
+            are infinite or NaN (FloatingPointError).
+        RankFailedError: On the other ranks, then.
 
     Example on two ranks:
         >>> gaussian = lambda t, x: -x  # the score of the standard Gaussian

@@ -77,9 +77,9 @@ def sample(
     Raises:
         ValueError: Shape, a number, the method, the conditions, dst, group or device are not valid.
         PlanMismatchError: On every rank: the arguments, or the conditions, differ between ranks.
-        ValueError: On a rank where the score has the wrong shape.
-        FloatingPointError: On a rank where it led to samples that are infinite or NaN.
-        RankFailedError: On the other ranks, then, and where the score raised on another one.
+        Exception: On a rank where the score raised, has the wrong shape, or led to samples that are infinite or NaN
+            (FloatingPointError).
+        RankFailedError: On the other ranks, then.
 
     Example on two ranks:
         >>> samples = sample(lambda t, x: -x, VariancePreserving(), (1000, 2), num_steps=50, seed=0)
