@@ -27,8 +27,8 @@ def plot_history(
         log: Use a logarithmic axis.
 
     Raises:
-        ImportError, ValueError, OSError: On rank 0: there is no matplotlib, the history lacks a name, or the file cannot
-            be written.
+        ImportError, ValueError, OSError: On rank 0: there is no matplotlib, the history lacks a name, or the file
+            cannot be written.
         RankFailedError: On the other ranks, then.
     """
     try:

@@ -89,8 +89,9 @@ def run(arguments: argparse.Namespace) -> int:
         on_rank(0)(check_outputs)(arguments.output)
     except (RankFailedError, ValueError, ImportError) as error:
         if manager.is_main:
-            _refuse(str(error.__cause__ or error))
-        return 1 if isinstance(error.__cause__ or error, ImportError) else 2
+            _refuse(str(error))
+        kind = error.error_type if isinstance(error, RankFailedError) else type(error).__name__
+        return 1 if kind == ImportError.__name__ else 2
     if manager.world_size == 1:
         return _refuse("one rank has nobody to talk to. Start several with torchrun, mpirun or srun.")
     cases = cases_of(arguments.operations, sizes, manager.world_size)

@@ -9,7 +9,7 @@ import os
 import time
 from pathlib import Path
 
-from distman._coordination.failure.record import FailureRecord
+from distman._coordination.failure.record import EXITED, FailureRecord
 from distman._private_files import write_new
 from distman.environments import LAUNCHERS, detect
 from distman.errors import DistmanError
@@ -37,6 +37,8 @@ def write_error_file(rank: int, mine: FailureRecord, first: FailureRecord | None
         first: What failed first in the job, as its store says; None if it could not be asked.
     """
     own = mine if mine.rank == rank else None
+    if own is not None and own.error_type == EXITED:
+        return  # which says nothing of why: the starter shows what the rank wrote last
     first = first or (None if own else mine)
     record = first or mine
     is_first = record.rank == rank
