@@ -9,7 +9,7 @@ import socket
 from collections import Counter
 from collections.abc import Iterable
 
-from distman._coordination.failure.record import DIED, FailureRecord
+from distman._coordination.failure.record import DIED, EXITED, FailureRecord
 from distman._run.console import COMMAND
 from distman._run.placement import shown_ranks
 from distman._text import printable, printable_lines
@@ -100,7 +100,7 @@ class Outcome:
         guilty = next(one for one in self.ranks if one.rank == told.rank)
         if guilty.own is not None and guilty.exit_code:
             return dataclasses.replace(guilty.own, rank=guilty.rank, pid=guilty.pid)
-        if told.error_type == DIED and guilty.exit_code:  # its starter knows better how
+        if told.error_type in (DIED, EXITED) and guilty.exit_code:  # its starter knows better how
             return _unexplained(guilty)
         return told
 

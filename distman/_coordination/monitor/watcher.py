@@ -450,7 +450,8 @@ class Watcher:
                     self._monitor.wait_until_others_know()
         self._is_known.set()
         self.look_after_others(record)
-        is_from_here = record.rank == self._context.rank and record.traceback_text and not self._has_failed_thread
+        is_told = bool(record.traceback_text) or hook.has_failed()
+        is_from_here = record.rank == self._context.rank and is_told and not self._has_failed_thread
         if self.untold is None and not is_from_here:
             self._interruption.deliver(record)
 
