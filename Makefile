@@ -4,6 +4,10 @@ venv := .venv
 python := $(venv)/bin/python
 installed := $(venv)/installed
 versions := .venv-versions
+# The environment of `make test` where it is there, else a small one of its own.
+demo := $(if $(wildcard $(installed)),$(venv),.venv-demo)
+# PyTorch for CPUs alone, unless pip was told where to look.
+for_cpus = $(shell python3 -m pip config list | grep -q index-url || echo --extra-index-url https://download.pytorch.org/whl/cpu)
 
 # Thousands of processes start; each would compile the package anew.
 unexport PYTHONDONTWRITEBYTECODE
@@ -16,8 +20,8 @@ row := ^\| \[([a-z_]+\.sh)\].*`distman (launch .*)` \|$$
 help:  ## Say what there is.
 	@sed -nE 's/^([a-z-]+):.*## (.*)/make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 18
 
-demo: $(installed)  ## Train a small model on two processes.
-	$(venv)/bin/distman run -n 2 docs/examples/digits.py
+demo: $(demo)/installed  ## Train a small model on two processes.
+	$(demo)/bin/distman run -n 2 docs/examples/digits.py
 	@echo "That was docs/examples/digits.py on two processes, started by distman run."
 	@echo "The same file, unchanged, runs with python, torchrun, mpirun or mpiexec, and srun."
 
@@ -54,7 +58,14 @@ man: $(installed)  ## Write the manual page docs/distman.1 again.
 	$(python) -m tests.cli.man_page > docs/distman.1
 
 clean:  ## Remove everything that was built or installed.
-	rm -rf $(venv) $(versions) .venv-wheels build dist docs/_build *.egg-info .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf $(venv) .venv-demo $(versions) .venv-wheels build dist docs/_build *.egg-info .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
+
+.venv-demo/installed: setup.cfg
+	@echo "Installing what the demo needs into .venv-demo: scikit-learn, NumPy, and PyTorch, unless it is installed already."
+	@echo "PyTorch for CPUs has 200 MB, and 3 GB where only the build for GPUs can be had."
+	python3 -m venv --system-site-packages .venv-demo
+	.venv-demo/bin/python -m pip install $(for_cpus) --editable . scikit-learn
+	touch $@
 
 $(installed): setup.cfg pyproject.toml .ci/constraints.txt
 	test -x $(python) || python3 -m venv $(venv)
