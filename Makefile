@@ -6,8 +6,9 @@ installed := $(venv)/installed
 versions := .venv-versions
 # The environment of `make test` where it is there, else a small one of its own.
 demo := $(if $(wildcard $(installed)),$(venv),.venv-demo)
-# PyTorch for CPUs alone, unless pip was told where to look.
-for_cpus = $(shell python3 -m pip config list | grep -q index-url || echo --extra-index-url https://download.pytorch.org/whl/cpu)
+# Where there is no PyTorch: the tested one, for CPUs alone unless pip was told where to look.
+torch = $(shell python3 -c 'import torch' 2>&- || { echo --constraint .ci/constraints.txt; \
+	python3 -m pip config list | grep -q index-url || echo --extra-index-url https://download.pytorch.org/whl/cpu; })
 
 # Thousands of processes start; each would compile the package anew.
 unexport PYTHONDONTWRITEBYTECODE
@@ -64,7 +65,7 @@ clean:  ## Remove everything that was built or installed.
 	@echo "Installing what the demo needs into .venv-demo: scikit-learn, NumPy, and PyTorch, unless it is installed already."
 	@echo "PyTorch for CPUs has 200 MB, and 3 GB where only the build for GPUs can be had."
 	python3 -m venv --system-site-packages .venv-demo
-	.venv-demo/bin/python -m pip install $(for_cpus) --editable . scikit-learn
+	.venv-demo/bin/python -m pip install $(torch) --editable . scikit-learn
 	touch $@
 
 $(installed): setup.cfg pyproject.toml .ci/constraints.txt
