@@ -16,6 +16,7 @@ NOT_OF_TORCH = {
     "_SubParsersAction",
     "_accept",
     "_bootstrap",
+    "_shutdown",
     "_current_exceptions",
     "_current_frames",
     "_exit",

@@ -61,11 +61,14 @@ class HostMates:
             hook.end_job_at_exit(self._end)
 
     def _is_keeper(self) -> bool:
-        first = min(mate.rank for mate in self._mates)
-        key, what = protocol.keeper(min(first, self._rank)), "who ends the ranks of a host"
-        return self._rank == claim(
-            self._store, key, str(self._rank), lambda found: decode_index(found, self._size, what)
+        first = min(self._rank, *(mate.rank for mate in self._mates))
+        keeper = claim(
+            self._store,
+            protocol.keeper(first),
+            str(self._rank),
+            lambda found: decode_index(found, self._size, "who ends the ranks of a host"),
         )
+        return keeper == self._rank
 
     def _unaware(self) -> Sequence[Place]:
         """Return those that have not read of the failure: they would have deleted their sign of life."""
