@@ -23,9 +23,6 @@ _BRIEF = {"_frozen_importlib", "contextlib", "importlib", "logging", "queue", "t
 LAST_FRAME = BaseProcess._bootstrap.__code__  # type: ignore[attr-defined]
 """Code of the function that runs a process of ``multiprocessing``, whichever way it was started."""
 
-_SHUTDOWN = threading._shutdown.__code__  # type: ignore[attr-defined]
-"""Code of the function that joins threads when a program has ended."""
-
 _MAX_CHAINED = 100  # errors that are looked through for one: a chain may be a ring
 
 _GET_CONTEXT = vars(BaseException)["__context__"].__get__  # a program's class may have properties of these names
@@ -84,9 +81,8 @@ def is_shown_by_runner(frame: FrameType | None) -> bool:
 
 def is_program_over() -> bool:
     """Return whether the main program has ended; its threads, exit handlers and destructors may still run."""
-    main = threading.main_thread()
-    ends = (one.f_code is _SHUTDOWN for one in _stack(sys._current_frames().get(main.ident or 0)))
-    return not main.is_alive() or any(ends)  # while pools are joined, it still says that it lives
+    is_joining = getattr(threading, "_SHUTTING_DOWN", False)  # pools, while it still says that the main thread lives
+    return is_joining or not threading.main_thread().is_alive()
 
 
 def may_hold_lock(frame: FrameType | None) -> bool:
