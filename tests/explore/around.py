@@ -4,17 +4,24 @@ A function gets the steps of the work, in each of which a failure may arrive, an
 """
 
 import asyncio
+import csv
+import gzip
 import logging
+import multiprocessing
 import os
+import pickle
 import sys
 import tempfile
 import threading
 import time
+import zipfile
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
+import h5py
 import torch
 from torch.utils.data import DataLoader, Dataset
 
@@ -133,6 +140,69 @@ def in_ddp(steps: Steps) -> None:
         optimizer.step()
 
 
+def with_open_files(steps: Steps) -> None:
+    """Write to files that nothing closes but the end of the program."""
+    folder = files_folder()
+    folder.mkdir()
+    text = (folder / "log.txt").open("w")
+    table = csv.writer((folder / "table.csv").open("w", newline=""))
+    pickled = (folder / "rows.pickle").open("wb")
+    packed = gzip.open(folder / "log.gz", "wt")  # noqa: SIM115 - what is tested
+    archive = zipfile.ZipFile(folder / "parts.zip", "w")
+    numbers = h5py.File(folder / "numbers.h5", "w")
+    _temporary = tempfile.TemporaryDirectory(), tempfile.NamedTemporaryFile()  # noqa: SIM115 - the same
+    for index, step in enumerate(steps):
+        row = f"step {index}"
+        text.write(f"{row}\n")
+        table.writerow([row])
+        pickle.dump(row, pickled)
+        packed.write(f"{row}\n")
+        archive.writestr(row, row)
+        numbers[row] = index
+        step()
+
+
+def files_folder() -> Path:
+    return Path(os.environ["TMPDIR"]).with_suffix(".files")
+
+
+def broken_files(folder: Path) -> list[str]:
+    """Return those of the files above that are not whole."""
+    checks: dict[str, Callable[[Path], object]] = {
+        "log.txt": lambda path: path.read_text().splitlines()[-1].index("step"),
+        "table.csv": lambda path: path.read_text().splitlines()[-1].index("step"),
+        "rows.pickle": lambda path: pickle.load(path.open("rb")),  # noqa: S301 - it is our own
+        "log.gz": lambda path: gzip.decompress(path.read_bytes()).index(b"step"),
+        "parts.zip": lambda path: zipfile.ZipFile(path).testzip(),
+        "numbers.h5": lambda path: h5py.File(path, "r")["step 0"],
+    }
+    found = []
+    for name, check in checks.items():
+        try:
+            check(folder / name)
+        except Exception as error:  # noqa: BLE001 - whatever reads the file raises whatever it likes
+            found.append(f"{name}: {error!r}")
+    return found
+
+
+def with_children(steps: Steps) -> None:
+    """Have a child that nobody ends."""
+    multiprocessing.get_context("fork").Process(target=time.sleep, args=(1000,)).start()
+    plain(steps)
+
+
+def with_a_save(steps: Steps) -> None:
+    """Save what there is when another rank fails."""
+    from distman import JobFailed
+    from distman.checkpoint import save
+
+    try:
+        plain(steps)
+    except JobFailed as failure:
+        save({"failed": failure.rank}, files_folder() / "state.pt", local=True)
+        raise
+
+
 def in_a_notebook(steps: Steps) -> None:
     """Be a notebook's kernel, in which each step is a cell; what runs a notebook ends it with the first error."""
     from ipykernel.kernelapp import IPKernelApp
@@ -185,6 +255,14 @@ AROUND: dict[str, Callable[[Steps], None]] = {
     "thread": in_a_thread,
     "loader": in_a_loader,
     "ddp": in_ddp,
+    "files": with_open_files,
+    "children": with_children,
+    "save": with_a_save,
     "notebook": in_a_notebook,
 }
-WITH_ALL_RANKS = ("ddp", "finally")  # what the failing rank does concerns the others, so it must take part
+WITH_ALL_RANKS = (
+    "ddp",
+    "finally",
+    "files",
+    "children",
+)  # what the failing rank does concerns the others, so it must take part

@@ -17,6 +17,10 @@ OF_MPI = ("openmpi", "mpich", "intel-mpi")
 ACKNOWLEDGED = 5  # exit code of a program that catches the failure itself
 
 SILENCE_LIMIT = 4  # seconds, for DISTMAN_SILENCE_TIMEOUT
+GRACE = 6  # seconds, for DISTMAN_FAILURE_GRACE
+NATIVE = 1.5 * GRACE  # seconds after which code that does not return to Python is ended
+CHILDREN = 15.0  # seconds after which the children of a program that has ended are ended
+WAITING = 3.0  # seconds until an error counts whose handler waits for ranks that wait elsewhere
 RENDEZVOUS_LIMIT = 8  # seconds, for rendezvous_timeout; a DataLoader looks after its workers every 5
 SHORTEST = 5.0  # seconds within which a failure reaches everyone, and everyone has ended
 LATENESS = 4.0  # seconds by which a limit of the library may be passed
@@ -42,12 +46,15 @@ AROUND = (
     "thread",
     "loader",
     "ddp",
+    "files",
+    "children",
+    "save",
     "notebook",
     "acknowledge",
 )
 
 
-SWALLOWING = ("retry", "bare", "logging", "del", "callback")  # where the failure is caught, and the program goes on
+SWALLOWING = ("bare", "del")  # where the failure is caught, and the program goes on
 BY_NAME = ("notebook", "acknowledge")  # where the failure counts as handled
 JOINING = ("asyncio", "thread")  # where the program waits for a thread, which may be waiting for the rank that failed
 
@@ -105,7 +112,9 @@ FAULTS = {
     "memory-limit": Kind(Effect.RAISES, "MemoryError"),
     "full-disk": Kind(Effect.RAISES, "No space left", places=("save",), rank=0),
     "sys.exit(0)": Kind(Effect.LEAVES, places=("start", *IN_THE_LOOP, "end")),
-    "sys.exit(3)": Kind(Effect.LEAVES, places=("start", *IN_THE_LOOP, "end")),
+    "sys.exit(3)": Kind(Effect.RAISES, "ended with exit code 3", places=("start", *IN_THE_LOOP, "end")),
+    "sys.exit(1)-in-handler": Kind(Effect.RAISES, "ValueError: boom", places=("start", *IN_THE_LOOP, "end")),
+    "raise-and-wait": Kind(Effect.RAISES, "ValueError: boom", places=("collective", "barrier", "save")),
     "os._exit(0)": Kind(Effect.DIES),
     "os._exit(3)": Kind(Effect.DIES),
     "SIGKILL": Kind(Effect.DIES),
@@ -201,6 +210,12 @@ class Case:
             return until_raised + (START_LIMIT if is_told else RENDEZVOUS_LIMIT) + LATENESS
         is_silent = bool(self.effects & {Effect.SILENT, Effect.CUT})
         limit = until_raised + (SILENCE if is_silent else SHORTEST)
+        if self.place == "native":
+            limit += NATIVE
+        if self.around == "children":
+            limit += CHILDREN
+        if self.faults[0].name == "raise-and-wait":
+            limit += WAITING
         if self.around in SWALLOWING:
             limit += GIVING_IN
         if is_silent and self.launcher in ("srun", "srun-K"):
@@ -210,7 +225,7 @@ class Case:
             limit += HANDLING
         # A rank that cannot print why it failed is there, and silent, for as long as it tries.
         if self.around in JOINING and (is_silent or self.faults[0].name == "raise-blocked-stderr"):
-            limit += HANDLING
+            limit += GRACE
         return limit
 
     @property

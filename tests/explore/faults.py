@@ -74,6 +74,24 @@ def block_stderr() -> None:
     throw()
 
 
+def exit_in_a_handler() -> None:
+    """Do what frameworks do with an error of the program."""
+    try:
+        throw()
+    except ValueError:
+        sys.exit(1)
+
+
+def throw_and_wait() -> None:
+    """Meet the others in a barrier in any case, to which they do not come."""
+    from distman import DistributedManager
+
+    try:
+        throw()
+    finally:
+        DistributedManager().barrier("teardown")
+
+
 def in_a_worker(what: Callable[[], object]) -> None:
     import torch.utils.data
 
@@ -208,8 +226,10 @@ ACTIONS: dict[str, Callable[[], object]] = {
     "exit-worker": partial(in_a_worker, partial(os._exit, 0)),
     "memory-limit": exhaust_memory,
     "full-disk": fill_the_disk,
-    "sys.exit(0)": partial(sys.exit, 0),
-    "sys.exit(3)": partial(sys.exit, 3),
+    "sys.exit(0)": lambda: sys.exit(0),
+    "sys.exit(3)": lambda: sys.exit(3),
+    "sys.exit(1)-in-handler": exit_in_a_handler,
+    "raise-and-wait": throw_and_wait,
     "os._exit(0)": lambda: os._exit(0),
     "os._exit(3)": lambda: os._exit(3),
     "SIGKILL": partial(signal_myself, signal.SIGKILL),

@@ -109,30 +109,24 @@ def steps(rank: Rank) -> Iterator[Callable[[], None]]:
 
 
 def acknowledge(rank: Rank) -> None:
-    """Catch the failure, as a program may, and end the job in order; what is open then was left open.
+    """Survive the failure, as a program may, and end the job in order; what is open then was left open.
 
     What the library under torch's store keeps for the whole process is not: a first store has opened it.
     """
     import torch.distributed as dist
 
-    from distman import DistributedManager, JobFailed
+    from distman import DistributedManager, surviving_failure
     from tests.explore.around import plain
 
     dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     before = descriptors()
     initialize()
-    failure = ""
-    try:
+    with surviving_failure() as failure:
         plain(steps(rank))
-    except JobFailed as error:
-        if rank.rank not in rank.case.survivors:
-            raise
-        failure = f"JobFailed: {error}\n"
     DistributedManager.cleanup()
     gc.collect()
     rank.records.write(rank.rank, "clean", descriptors=sorted(descriptors() - before))
     if failure:
-        sys.stderr.write(failure)
         sys.exit(ACKNOWLEDGED)
 
 

@@ -7,13 +7,13 @@ nothing is left. Of a fault that harms nobody: every rank goes on and ends with 
 import re
 from collections.abc import Iterator
 
-from .cases import ACKNOWLEDGED, FAULTS, OF_MPI, Case, Effect, Fault
+from .cases import ACKNOWLEDGED, BY_NAME, FAULTS, IN_THE_LOOP, OF_MPI, Case, Effect, Fault
 from .observe import End, Outcome
 
 # A sentence that says that a rank failed: `rank 2 (n1, pid 77) raised`, with what it is for the job in between.
 BLAME = re.compile(
     r"\brank (\d+) \([^,()]*, pid \d+\)(?:, which served the job's store[^,]*,)?"
-    r" (?:raised|died|has been silent|left|is on a host that has not answered)"
+    r" (?:raised|died|ended with|has been silent|left|is on a host that has not answered)"
 )
 MISSING = re.compile(r"missing: ranks? (.*)\. Present")  # such as `ranks 2 (expected on n3), 4`
 OPENS_STORE = "must open the job's store"  # rank 0, by whatever name
@@ -22,6 +22,7 @@ EXITS = ("sys.exit(0)", "os._exit(0)")
 CONNECTS_MPI = re.compile(r'_rendezvous/mpi\.py", line \d+ in _broadcast')  # rank 0 does more there
 UNHANDLED = 76  # exit code of a program that has not handled the failure of another rank
 OVER_THE_STORE = ("barrier", "on_rank", "save")  # places at which the ranks wait in calls to the store
+CUT_OFF = "This process "  # begins what a rank says that is ended by force
 NOT_INTERRUPTED = "This process could not be interrupted:"  # what a rank says that does not come back to Python
 
 
@@ -127,6 +128,10 @@ def _wrong_end(case: Case, outcome: Outcome, end: End) -> Iterator[str]:
     has_caught = is_first and not _is_held_by_store(case, end)
     if case.around == "acknowledge" and has_caught and end.exit_code not in (None, 0, ACKNOWLEDGED):
         yield f"rank {end.rank} caught the failure and must end with {ACKNOWLEDGED}, got {end.exit_code}"
+    if case.place in IN_THE_LOOP and case.around not in BY_NAME and end.exit_code not in (None, 0, UNHANDLED):
+        yield f"rank {end.rank} must end with {UNHANDLED}, got {end.exit_code}"
+    if case.around in ("files", "save") and end.exit_code == UNHANDLED and CUT_OFF not in end.said:
+        yield from (f"rank {end.rank} left a file that is not whole: {what}" for what in end.broken)
 
 
 def _is_crash_of_mpi(case: Case, end: End) -> bool:
@@ -169,8 +174,6 @@ def _is_ended_by_launcher(case: Case) -> bool:
 
 
 def _ends_the_rest(case: Case, fault: Fault) -> bool:
-    if fault.name == "sys.exit(3)":
-        return case.launcher in ("torchrun", "openmpi", "srun-K")
     if fault.name == "os._exit(0)":  # over several hosts the ranks meet by MPI, which must be finalized
         return case.launcher in OF_MPI and case.hosts > 1
     return fault.effect in (Effect.RAISES, Effect.DIES) and case.launcher not in ("env", "srun")

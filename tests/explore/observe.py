@@ -14,6 +14,7 @@ from typing import Any
 from tests.launch.processes import Process, poll
 from tests.launch.slurm import SlurmCluster
 
+from .around import broken_files
 from .cases import START_LIMIT, SWALLOWING, Case, Effect
 from .faults import memory_group
 from .records import Records
@@ -37,6 +38,7 @@ class End:
         exit_code: As it saw it itself; None where a signal ended it.
         said: Its standard output and standard error.
         left: Files and shared memory that it left behind.
+        broken: Files of its program that are not whole.
         open: Descriptors that were left when it had caught the failure and ended the job.
     """
 
@@ -45,6 +47,7 @@ class End:
     exit_code: Any
     said: str
     left: tuple[str, ...] = ()
+    broken: tuple[str, ...] = ()
     open: tuple[str, ...] = ()
 
 
@@ -239,8 +242,16 @@ def _end(job: Job, watch: Watch, rank: int, since: float) -> End:
             *(f"$TMPDIR/{path.name}" for path in temporary.glob("*") if not path.name.startswith(NOT_OURS)),
             *(str(path) for path in Path("/dev/shm").glob(f"*_{pid}_*") if pid),  # noqa: S108 - that is where they are
         ),
+        broken=_broken(watch.case, temporary.with_suffix(".files")),
         open=tuple(records.read(rank, "clean").get("descriptors", ())),
     )
+
+
+def _broken(case: Case, folder: Path) -> tuple[str, ...]:
+    if case.around == "files":
+        return tuple(broken_files(folder))
+    is_saved = case.around != "save" or (folder / "state.pt").exists()
+    return () if is_saved else ("state.pt: it is not there",)
 
 
 def _left_behind(case: Case, job: Job, watch: Watch) -> tuple[str, ...]:

@@ -19,13 +19,14 @@ from tests.launch.slurm import PROGRAMS, SlurmCluster
 from tests.launch.torchrun import Torchrun
 from tests.ports import find_free_port
 
-from .cases import COLLECTIVE_LIMIT, SILENCE_LIMIT, Case
+from .cases import COLLECTIVE_LIMIT, GRACE, SILENCE_LIMIT, Case
 from .faults import NETWORK_OF_LAUNCH
 
 SCRIPT = Path(__file__).parent / "job.py"
 VARIABLES = {
     "DISTMAN_TIMEOUT": str(COLLECTIVE_LIMIT),
     "DISTMAN_SILENCE_TIMEOUT": str(SILENCE_LIMIT),
+    "DISTMAN_FAILURE_GRACE": str(GRACE),
     "OMP_NUM_THREADS": "1",
 }
 

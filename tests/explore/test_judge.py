@@ -45,7 +45,7 @@ def seen(*ends, failing=None, **more):
     outcome = Outcome(
         places={0: ("n1", 75), 1: ("n2", 76), 2: ("n3", 77)},
         has_failed=True,
-        ends=(*(ends or (ended(0), ended(1))), failing or ended(2, said="ValueError: boom")),
+        ends=(*(ends or (ended(0), ended(1))), failing or ended(2, code=1, said="ValueError: boom")),
         launcher_seconds=None,
         launcher_code=None,
         left_behind=(),
@@ -55,7 +55,7 @@ def seen(*ends, failing=None, **more):
     return replace(outcome, **more)
 
 
-def ended(rank=1, seconds=0.4, code=1, said=NAMED, **more):
+def ended(rank=1, seconds=0.4, code=76, said=NAMED, **more):
     return End(rank, seconds, code, said, **more)
 
 
@@ -145,6 +145,8 @@ def test_kept_promises(case, outcome):
         (case("SIGSEGV@python:0", "mpich"), launched(killed(1, said=MPI_CRASHED), failing=killed(0)), "rank 1 crashed"),
         (BARRIER, seen(left_behind=("pid 5: python",)), "left behind: pid 5"),
         (BARRIER, seen(ended(0), ended(1, left=("$TMPDIR/x",))), "rank 1 left $TMPDIR/x"),
+        (BARRIER, seen(ended(0), ended(1, code=1)), "rank 1 must end with 76, got 1"),
+        (case(around="files"), seen(ended(0), ended(1, broken=("log.gz: cut",))), "not whole: log.gz: cut"),
         (CAUGHT, seen(ended(0, code=5), ended(1, code=5, open=("7: pipe",))), "rank 1 left open 7: pipe"),
         (CAUGHT, seen(ended(0, code=5), ended(1, code=1)), "must end with 5, got 1"),
         (HELD, held(said=STORE_MISSED), "must end with 5, got 76"),
@@ -161,10 +163,10 @@ def test_kept_promises(case, outcome):
             seen(ended(0, said="missing: rank 1. Present"), ended(1, said=ABSENT)),
             "got [1]",
         ),
-        (LAST, seen(done(0), ended(1)), "rank 1 must end with 0, got 1"),
-        (HARMLESS, seen(done(0), ended(1), failing=done(2)), "rank 1 must end with 0, got 1"),
+        (LAST, seen(done(0), ended(1, code=1)), "rank 1 must end with 0, got 1"),
+        (HARMLESS, seen(done(0), ended(1, code=1), failing=done(2)), "rank 1 must end with 0, got 1"),
         (HARMLESS, seen(done(0), ended(1, code=0), failing=done(2)), "rank 1 names [2] though nobody waits"),
-        (HARMLESS, seen(done(0), done(1), failing=ended(2)), "rank 2 must end with 0, got 1"),
+        (HARMLESS, seen(done(0), done(1), failing=ended(2, code=1)), "rank 2 must end with 0, got 1"),
     ],
 )
 def test_broken_promises(case, outcome, complaint):
