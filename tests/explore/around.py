@@ -186,9 +186,11 @@ def broken_files(folder: Path) -> list[str]:
 
 
 def with_children(steps: Steps) -> None:
-    """Have a child that nobody ends."""
-    multiprocessing.get_context("fork").Process(target=time.sleep, args=(1000,)).start()
+    """Have a child that nobody ends if something fails."""
+    child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(1000,))
+    child.start()
     plain(steps)
+    child.kill()
 
 
 def with_a_save(steps: Steps) -> None:

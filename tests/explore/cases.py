@@ -214,6 +214,8 @@ class Case:
             limit += NATIVE
         if self.around == "children":
             limit += CHILDREN
+        if is_silent and self.launcher == "env":
+            limit += NATIVE  # a rank of its host stays to end it
         if self.faults[0].name == "raise-and-wait":
             limit += WAITING
         if self.around in SWALLOWING:
@@ -263,6 +265,9 @@ class Case:
             and (self.hosts == 1 or self.launcher in WITH_SEVERAL_HOSTS)
             and (self.hosts == 1 or self.launcher not in OF_MPI or self.ranks % 2 == 0)
             and (self.around == "plain" or self.place in IN_THE_LOOP)
+            and (
+                self.around != "children" or self.launcher == "env"
+            )  # else the launcher ends ranks before they end those
             and len({fault.rank for fault in self.faults}) == len(self.faults) < self.ranks
             and all(self._can_happen(fault) for fault in self.faults)
             and not self._is_left_to_torch

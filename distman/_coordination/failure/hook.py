@@ -91,6 +91,7 @@ class _Hook:
         self.fine_codes: set[object] = {None, 0}
         self.has_failed = False
         self.is_bounded = False
+        self.is_at_last = threading.Event()
         self.exit_code: int | None = None
         self.is_at_exit = threading.Event()
         self.reserve = mmap.mmap(-1, _RESERVE)
@@ -205,9 +206,11 @@ class _Hook:
             return
         with contextlib.suppress(Exception):  # standard error has no descriptor, say
             faulthandler.dump_traceback_later(_END_LIMIT + _END_MARGIN, exit=True)
-        time.sleep(_END_LIMIT / 2)
+        if self.is_at_last.wait(_END_LIMIT / 2):
+            return
         _end_children()
-        time.sleep(_END_LIMIT / 2)
+        if self.is_at_last.wait(_END_LIMIT / 2):
+            return
         write(f"distman: this process is cut off: {_END_LIMIT:g} s after its program it still runs\n{stacks()}")
         exit_now(code)
 
@@ -237,6 +240,7 @@ class _Hook:
         if self.exit_code is not None:
             exit_now(self.exit_code)
         _flush_all_in_time()
+        _end_children()
         self.abort_job()
 
     def end_if_swallowed(self) -> None:
@@ -246,7 +250,12 @@ class _Hook:
             self.at_exit()
 
     def abort_job(self) -> None:
-        for action in self.actions:
+        """Do what is left to do for the others, which has limits of its own."""
+        actions, self.actions = self.actions, []
+        if actions:
+            self.is_at_last.set()
+            faulthandler.cancel_dump_traceback_later()
+        for action in actions:
             action()
 
 

@@ -105,9 +105,8 @@ class Interruption:
         self._is_installed = False
 
     def note(self, error: JobFailed) -> None:
-        """Take an error that a wait of the main thread raises of itself for the one to be raised."""
-        if threading.current_thread() is threading.main_thread():
-            self._begin(FailureRecord.of(error, error.rank)).note(error, sys._getframe())
+        """Take an error that a wait raises of itself for the one to be raised."""
+        self._begin(FailureRecord.of(error, error.rank)).note(error, sys._getframe())
 
     def insist(self) -> None:
         """Do what :meth:`deliver` does with the error that was noted last, in a thread of its own."""

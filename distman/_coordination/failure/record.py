@@ -67,6 +67,8 @@ class FailureRecord:
                 known = cls(**{field.name: getattr(error, field.name) for field in dataclasses.fields(cls)})
                 return known if known.rank >= 0 else dataclasses.replace(known, rank=rank)
         place = rank, socket.gethostname(), os.getpid()
+        if isinstance(error, SystemExit) and isinstance(error.__context__, Exception) and _exit_code(error):
+            error = error.__context__  # an error in hand is the reason
         if isinstance(error, SystemExit):
             return cls(*place, EXITED, f"ended with exit code {_exit_code(error)}, by sys.exit() or SystemExit.")
         texts = [f"(its __str__ took more than {_TEXT_LIMIT:g} s)", f"{type(error).__name__}\n"]
