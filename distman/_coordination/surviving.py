@@ -5,6 +5,7 @@ from __future__ import annotations
 from contextlib import AbstractContextManager
 from types import TracebackType
 
+from distman._coordination.failure.record import FailureRecord
 from distman._coordination.failure.stack import ends_block
 from distman._coordination.monitor.current_watcher import failure_behind
 from distman.errors import DistmanError, JobFailed
@@ -63,7 +64,8 @@ class surviving_failure(AbstractContextManager[SurvivedFailure]):  # noqa: N801 
         if failure is None:
             return False
         failure.acknowledge()
-        self._survived.error = failure
+        # Without the traceback, which would keep the variables of the frames that it came through, groups among them.
+        self._survived.error = FailureRecord.of(failure, failure.rank).to_failure()
         return True
 
 

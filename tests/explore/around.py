@@ -267,4 +267,5 @@ WITH_ALL_RANKS = (
     "finally",
     "files",
     "children",
+    "save",
 )  # what the failing rank does concerns the others, so it must take part

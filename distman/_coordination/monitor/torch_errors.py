@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import sys
-import threading
 
 from distman._coordination.failure.record import LEFT
 from distman._coordination.monitor.current_watcher import failure_behind, raise_failure
@@ -20,7 +19,7 @@ class _FailureFirst(logging.Filter):
         """Return whether torch may report the error."""
         error = sys.exc_info()[1]
         is_ours = current_wait() is not None  # a call of this package finds the cause itself
-        if error is None or is_ours or threading.current_thread() is not threading.main_thread():
+        if error is None or is_ours:
             return True
         cause = failure_behind(error, "a collective of torch")
         if cause is not None and cause.error_type != LEFT:

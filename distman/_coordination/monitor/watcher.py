@@ -151,6 +151,7 @@ class Watcher:
         if record.rank != self.rank and (self._last_raised is None or record.rank != self._last_raised.rank):
             self.record = record
             hook.require_end(Delivery(record))
+            self._announce(record)
 
     @property
     def knows_from_others(self) -> bool:
