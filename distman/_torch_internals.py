@@ -39,9 +39,6 @@ from torch.utils._pytree import (  # noqa: F401 - for other modules
 )
 from torch.utils.data._utils import worker
 
-from distman._gloo_listeners import awake
-from distman._host_channels import close_those_of
-
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -273,12 +270,41 @@ def waits_at_end(process_group: dist.ProcessGroup) -> bool:
     return any(collects_batches(process_group, device) for device in process_group._device_types)
 
 
+_beside: weakref.WeakKeyDictionary[dist.ProcessGroup, weakref.WeakMethod[Callable[[], None]]] = (
+    weakref.WeakKeyDictionary()
+)
+"""What closes the connections that a group has beside those of its backends."""
+
+
+def close_with(process_group: dist.ProcessGroup, close: Callable[[], None]) -> None:
+    """Let a method be called where the connections of a group are closed, and when the group is gone.
+
+    Args:
+        process_group: The group.
+        close: Called in any thread, maybe twice; not if its object is gone.
+    """
+    _beside[process_group] = reference = weakref.WeakMethod(close)
+    weakref.finalize(process_group, _call, reference)
+
+
+def close_beside(process_group: dist.ProcessGroup) -> None:
+    """Close the connections that a group has beside those of its backends, at once."""
+    if process_group in _beside:
+        _call(_beside[process_group])
+
+
+def _call(reference: weakref.WeakMethod[Callable[[], None]]) -> None:
+    method = reference()
+    if method is not None:
+        method()
+
+
 def close_connections(process_group: dist.ProcessGroup) -> None:
     """End what waits over gloo in a group, on all its ranks: gloo closes a connection when a wait for it is too long.
 
     It is good for nothing afterwards.
     """
-    close_those_of(process_group)
+    close_beside(process_group)
     if dist.Backend.GLOO not in dist.get_backend(process_group):  # cpu:gloo, say
         return
     for step in range(1, process_group.size()):
@@ -303,11 +329,10 @@ def end_group(process_group: dist.ProcessGroup | None = None, *, aborts: bool) -
         aborts: Do not wait for what is outstanding there, as NCCL does: after a failure nobody completes it. gloo never
             waits.
     """
-    with awake() if process_group is None else contextlib.nullcontext():  # who names one still holds it
-        if aborts:
-            distributed_c10d._abort_process_group(process_group)
-        else:
-            dist.destroy_process_group(process_group)
+    if aborts:
+        distributed_c10d._abort_process_group(process_group)
+    else:
+        dist.destroy_process_group(process_group)
 
 
 @contextlib.contextmanager

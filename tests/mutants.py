@@ -104,9 +104,9 @@ MUTANTS = (
         ("inner.orthogonal(outer)", "inner.orthogonal()"),
     ),
     *_mutants(
-        "collectives/_exchange.py",
+        "collectives/_transport/_backend.py",
         "collectives/test_reduce_scatter.py collectives/test_all_gather.py collectives/test_all_to_all.py",
-        ("packed[key] = sends[rank].resolve_conj().resolve_neg()", "packed[key] = sends[rank].resolve_neg()"),
+        ("piece.resolve_conj().resolve_neg().contiguous()", "piece.resolve_neg().contiguous()"),
     ),
     *_mutants(
         "collectives/_sums.py",

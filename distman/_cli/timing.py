@@ -13,7 +13,7 @@ import torch.distributed as dist
 from distman._cli.ring import pass_on
 from distman._coordination.wait_scope import collective
 from distman._torch_internals import all_gather_single, reduce_scatter_single
-from distman.collectives._exchange import control_device
+from distman.collectives._numbers import control_device
 from distman.manager import DistributedManager
 
 _ITEM_BYTES = 4  # of a float32

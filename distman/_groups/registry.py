@@ -8,6 +8,7 @@ import itertools
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,7 +21,6 @@ from distman._coordination.monitor.mismatch import CallNumbers
 from distman._coordination.sections import ExclusiveSections
 from distman._coordination.tracking import call_site, check_all_run_here, check_speaks_for_rank
 from distman._coordination.wait_scope import WaitScope
-from distman._gloo_listeners import awake
 from distman._groups.connecting import connect, members_store
 from distman._groups.hosts import Neighbours, partitions_by_host, warn_of_crossing
 from distman._job.group_end import end_groups
@@ -52,6 +52,7 @@ class Group:
         exchanges: Numbers of the exchanges of messages.
         seals: Numbers of the next calls that exchange pickles.
         store: The store under the process group: if it is written in Python, it must live as long.
+        transports: What carries its messages, by the device from which they travel.
     """
 
     name: str
@@ -67,6 +68,7 @@ class Group:
     exchanges: CallNumbers = field(default_factory=CallNumbers)
     seals: Iterator[int] = field(default_factory=itertools.count)
     store: dist.Store | None = None
+    transports: dict[torch.device, Any] = field(default_factory=dict, compare=False)
 
     @property
     def process_group(self) -> dist.ProcessGroup | None:
@@ -336,8 +338,7 @@ class Groups:
         if name in self._world_names:
             raise ValueError(f"the group to destroy must not be the world, got {name!r}. Call cleanup() for that.")
         if name in self._made:
-            with awake():
-                self._end([self._made.pop(name)], aborts=False)
+            self._end([self._made.pop(name)], aborts=False)
         self._partitions.pop(name, None)
         for companion in self._companions.pop(name, []):
             if companion in self._partitions:
@@ -349,9 +350,8 @@ class Groups:
         Args:
             aborts: Wait for nothing that is outstanding there: the job has failed.
         """
-        with awake():
-            self._end(self._made.values(), aborts=aborts)
-            self._made.clear()
+        self._end(self._made.values(), aborts=aborts)
+        self._made.clear()
 
     def _end(self, groups: Iterable[Group], *, aborts: bool) -> None:
         made = [group.process_group for group in groups]

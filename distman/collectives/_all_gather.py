@@ -12,7 +12,8 @@ from distman._groups.registry import Group
 from distman._torch_internals import EagerFunction
 from distman.collectives import _reduce_scatter  # the module, since each of the two needs the other
 from distman.collectives._border import still_carried
-from distman.collectives._exchange import exchange, gather_evenly, layout_of
+from distman.collectives._evenly import gather_evenly
+from distman.collectives._exchange import exchange, layout_of
 from distman.collectives._result_memory import new_empty
 from distman.collectives._validation import (
     GroupLike,

@@ -43,7 +43,8 @@ from distman._torch_internals import (
     without_subclass,
 )
 from distman.collectives import _debug
-from distman.collectives._exchange import all_gather_numbers, control_device, exchange
+from distman.collectives._exchange import exchange
+from distman.collectives._numbers import all_gather_numbers, control_device
 from distman.errors import PlanMismatchError
 from distman.manager import DistributedManager
 

@@ -27,14 +27,7 @@ from distman._torch_internals import (
 from distman.collectives import _debug
 from distman.collectives._all_reduce import sum_in_rank_order
 from distman.collectives._border import carried, refuse
-from distman.collectives._exchange import (
-    begin_all_reduce,
-    begin_sum,
-    can_share_memory,
-    carrier_of,
-    control_device,
-    process_group_of,
-)
+from distman.collectives._exchange import begin_all_reduce, begin_sum
 from distman.collectives._fused_layout import OPERATIONS, Layout, find_layout, kind_of, stack_alike
 from distman.collectives._headers import (
     HEADER_WORDS,
@@ -44,9 +37,10 @@ from distman.collectives._headers import (
     signed_message,
     texts_of_all,
 )
+from distman.collectives._numbers import control_device
 from distman.collectives._result_memory import new_empty
-from distman.collectives._shared_memory import reaches_all
 from distman.collectives._structure import Rebuild, flatten
+from distman.collectives._transport import carrier_of, process_group_of, reaches_all
 from distman.collectives._validation import GroupLike, has_tangent, resolve_group
 from distman.errors import PlanMismatchError
 from distman.manager import DistributedManager
@@ -319,7 +313,7 @@ def _own(buffer: torch.Tensor, layout: Layout) -> torch.Tensor:
 
 def _goes_through_memory(layout: Layout, group: Group) -> bool:
     """Return whether this rank can sum the data by exchanges within its host, and gains by it."""
-    return layout.is_sum and can_share_memory(process_group_of(group), layout.device) and reaches_all(group)
+    return layout.is_sum and layout.device.type == "cpu" and reaches_all(group, layout.device)
 
 
 def _check(message: torch.Tensor, layout: Layout, group: Group) -> None:

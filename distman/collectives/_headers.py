@@ -14,7 +14,8 @@ from distman._groups.registry import Group
 from distman._text import printable
 from distman._torch_internals import despite_traces
 from distman.collectives._border import refusal_text
-from distman.collectives._exchange import begin_all_reduce, begin_sum, control_device
+from distman.collectives._exchange import begin_all_reduce, begin_sum
+from distman.collectives._numbers import control_device
 from distman.collectives._objects import all_gather_objects
 from distman.errors import PlanMismatchError
 from distman.manager import DistributedManager

@@ -19,22 +19,21 @@ from distman._tensor_pickling import StoragePickler, memory_of
 from distman._torch_internals import despite_traces
 from distman.collectives import _debug
 from distman.collectives._border import pickled
-from distman.collectives._exchange import (
+from distman.collectives._exchange import exchange
+from distman.collectives._numbers import (
     all_gather_numbers,
     broadcast,
     broadcast_numbers,
     broadcast_parts,
-    can_share_memory,
     control_device,
-    exchange,
 )
-from distman.collectives._result_memory import in_huge_pages
 from distman.collectives._sealing import ForeignPickleError, Seal
-from distman.collectives._shared_memory import THRESHOLD, reaches_all
+from distman.collectives._transport import reaches_all
 from distman.collectives._validation import GroupLike, check_member, resolve_group
 from distman.manager import DistributedManager
 
 T = TypeVar("T")
+_LEAST_IN_PARTS = 2**20  # bytes: from here on memory goes to ranks of this host in parts
 _LENGTH_BYTES = 8  # of how long the specs are
 _LARGE_BYTES = 65_536  # from here on memory travels by itself: copying it into the message would cost more
 
@@ -78,7 +77,7 @@ def broadcast_data(data: T, src: int = 0, group: GroupLike = None) -> T:
     seal = Seal(members)
     payload, error = _pack(data) if is_source else (_Payload(), None)
     text = seal.put_on(payload.to_bytes()) if payload.pickle else b""
-    goes_in_parts = is_source and can_share_memory(members.process_group, torch.device("cpu")) and reaches_all(members)
+    goes_in_parts = is_source and reaches_all(members, torch.device("cpu"))
     length, in_parts = broadcast_numbers([len(text), goes_in_parts], src, members, device)
     message = _to_bytes(text, device) if is_source else _room(length, device)
     broadcast(message, src, members)
@@ -86,7 +85,7 @@ def broadcast_data(data: T, src: int = 0, group: GroupLike = None) -> T:
         payload, error = _open(message, seal, src)
     _raise_everywhere(error, members, device)
     for memory in payload.memories:
-        if in_parts and memory.device.type == "cpu" and memory.numel() >= THRESHOLD:
+        if in_parts and memory.device.type == "cpu" and memory.numel() >= _LEAST_IN_PARTS:
             broadcast_parts(memory, src, members)
         else:
             _broadcast_memory(memory, src, members, device)
@@ -338,7 +337,7 @@ def _raise_everywhere(error: Exception | None, group: Group, device: torch.devic
 
 
 def _room(length: int, device: torch.device) -> torch.Tensor:
-    return in_huge_pages(torch.empty(length, dtype=torch.uint8, device=device))
+    return torch.empty(length, dtype=torch.uint8, device=device)
 
 
 def _to_bytes(text: bytes, device: torch.device) -> torch.Tensor:

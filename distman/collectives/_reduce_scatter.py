@@ -12,7 +12,8 @@ from distman._groups.registry import Group
 from distman._torch_internals import EagerFunction
 from distman.collectives import _all_gather  # the module, since each of the two needs the other
 from distman.collectives._border import still_carried
-from distman.collectives._exchange import exchange_and_add, layout_of, reduce_evenly
+from distman.collectives._evenly import reduce_evenly
+from distman.collectives._exchange import exchange_and_add, layout_of
 from distman.collectives._validation import GroupLike, check_call, check_sizes, normalize_dim, resolve_group
 
 

@@ -1,16 +1,13 @@
 """Memory for large results on the CPU, used again when they are gone.
 
 The system hands out new memory page by page, as each is first written to. That takes longer than to copy into it what
-other ranks send: 64 MB from another rank take 12 ms in memory used before, and 40 in new memory. The C library keeps
-what programs free, but not what is large. Of huge pages there are fewer: a copy of 64 MB to new memory takes 11 ms
+other ranks send: 64 MB from another rank take 12 ms in memory used before, and 40 in new memory. Of huge pages there are fewer: a copy of 64 MB to new memory takes 11 ms
 instead of 24, and one to memory that the system was free to take meanwhile 6 instead of 15.
 """
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
-import functools
 import math
 import mmap
 import weakref
@@ -21,13 +18,11 @@ import torch
 
 from distman._process_state import puts_back
 
-_LEAST_BYTES = 2**25  # glibc gives what is larger back to the system at once, whatever it has learned of the program
-_LEAST_WORTH_KEEPING = 2**20  # bytes: new pages for less cost little
+_LEAST_BYTES = 2**21  # smaller ones the C library keeps for the program, once it has freed one
 _MOST_BYTES = 2**30  # that are kept: the system takes them back when memory is short
 _MOST_LARGER = 2  # times what is asked for, that memory used again may be
 _HUGE_PAGE = 2**21  # bytes, of most systems: of other lengths, the last one would be small pages
 
-_LIBC = ctypes.CDLL(None)
 _kept: deque[mmap.mmap] = deque()
 """The memory of results that are gone. All that is done to it is one step: a result may end in any thread, at any
 time."""
@@ -43,8 +38,6 @@ def new_empty(like: torch.Tensor, shape: Sequence[int], dtype: torch.dtype | Non
     dtype = dtype or like.dtype
     num_bytes = math.prod(shape) * dtype.itemsize
     is_plain = type(like) in (torch.Tensor, torch.nn.Parameter) and like.device.type == "cpu"
-    if is_plain and num_bytes >= _LEAST_WORTH_KEEPING:
-        _let_libc_keep()
     memory = _take(num_bytes) if is_plain and num_bytes >= _LEAST_BYTES else None
     if memory is None:
         return like.new_empty(shape, dtype=dtype)
@@ -54,31 +47,6 @@ def new_empty(like: torch.Tensor, shape: Sequence[int], dtype: torch.dtype | Non
     result = torch.empty(0, dtype=dtype, device="cpu")
     result.set_(storage, 0, torch.Size(shape))  # type: ignore[call-overload]  # torch's stub knows no storage here
     return result
-
-
-@functools.cache
-def _let_libc_keep() -> None:
-    """Let glibc keep what this process frees: up to twice the largest that it has freed, from now on 64 MiB.
-
-    A loop over tensors of 2 MB would else lose their memory in each turn, or not, as they happen to lie.
-    """
-    with contextlib.suppress(RuntimeError):  # there is not as much
-        torch.empty(_LEAST_BYTES - 2**16, dtype=torch.uint8, device="cpu")  # nobody writes to it: it has no pages
-
-
-def in_huge_pages(tensor: torch.Tensor) -> torch.Tensor:
-    """Let the system provide a new tensor of torch's, which nobody has written to, in huge pages if it is large.
-
-    Unlike results of :func:`new_empty` it can be resized. What the C library has cut from its heap stays in huge pages
-    when the tensor is gone.
-    """
-    if tensor.device.type != "cpu" or tensor.nbytes < _LEAST_BYTES:
-        return tensor
-    start = -(-tensor.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
-    length = tensor.data_ptr() + tensor.nbytes - start
-    with contextlib.suppress(AttributeError):  # a system without them; a kernel without them refuses
-        _LIBC.madvise(ctypes.c_void_p(start), ctypes.c_size_t(length), mmap.MADV_HUGEPAGE)
-    return tensor
 
 
 def _take(num_bytes: int) -> mmap.mmap | None:

@@ -25,7 +25,8 @@ from distman.collectives._border import (
     still_carried,
     tell,
 )
-from distman.collectives._exchange import broadcast_numbers, control_device, exchange, layout_of
+from distman.collectives._exchange import exchange, layout_of
+from distman.collectives._numbers import broadcast_numbers, control_device
 from distman.collectives._result_memory import new_empty
 from distman.collectives._validation import (
     GroupLike,

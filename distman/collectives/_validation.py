@@ -23,7 +23,7 @@ from distman.collectives._border import (
     refuse_beside,
     refuse_in_header,
 )
-from distman.collectives._exchange import all_gather_numbers, control_device
+from distman.collectives._numbers import all_gather_numbers, control_device
 from distman.manager import DistributedManager
 from distman.topology._partition import is_whole_number
 

@@ -26,8 +26,8 @@ from torch.utils.data import (
 from distman._coordination.wait_scope import collective
 from distman._log import logger
 from distman._torch_internals import tree_leaves
-from distman.collectives._exchange import all_gather_numbers, control_device
 from distman.collectives._headers import sum_numbers
+from distman.collectives._numbers import all_gather_numbers, control_device
 from distman.collectives._objects import broadcast_data
 from distman.data import TrainingLoader
 from distman.data._randomness import (

@@ -8,7 +8,8 @@ import torch.distributed as dist
 
 from distman import DistributedManager, PlanMismatchError
 from distman.collectives import all_gather_v, fused_all_reduce, indexed_all_to_all_v, reduce_scatter_v
-from distman.collectives._exchange import carrier_of, exchange
+from distman.collectives._exchange import exchange
+from distman.collectives._transport import carrier_of
 from distman.testing import ranks
 
 OVER_NCCL_RULES = pytest.mark.ranks_backend("cpu:nccl_rules", "tests.nccl_rules.backend")
@@ -19,7 +20,7 @@ OVER_NCCL_RULES = pytest.mark.ranks_backend("cpu:nccl_rules", "tests.nccl_rules.
 @pytest.mark.parametrize("dim", [0, 1])
 @ranks(2)
 def test_shards_of_one_size_travel_by_one_operation_of_the_backend(monkeypatch, rank, dtype, dim):
-    monkeypatch.delattr("distman.collectives._exchange.batch_isend_irecv")
+    monkeypatch.delattr("distman.collectives._transport._backend.batch_isend_irecv")
     whole = torch.arange(12).reshape(2, 6)
     full = torch.cat([whole, whole + 12], dim).to(dtype)
     shard = full.chunk(2, dim)[rank]
@@ -32,7 +33,7 @@ def test_shards_of_one_size_travel_by_one_operation_of_the_backend(monkeypatch, 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.complex64, torch.int32, torch.bfloat16], ids=str)
 @ranks(2)
 def test_sums_of_slices_of_one_size_are_one_operation_of_the_backend(monkeypatch, rank, dtype):
-    monkeypatch.delattr("distman.collectives._exchange.batch_isend_irecv")
+    monkeypatch.delattr("distman.collectives._transport._backend.batch_isend_irecv")
     for dim in (0, 1):
         full = torch.arange(8).reshape(2, 4).to(dtype) + rank
         part = reduce_scatter_v(full, [full.shape[dim] // 2] * 2, dim, use_fp32=False)

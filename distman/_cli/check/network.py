@@ -13,7 +13,7 @@ from distman._cli.check.pairs import plan_rounds
 from distman._cli.check.reports import gather_reports
 from distman._cli.timing import timed
 from distman._coordination.wait_scope import collective
-from distman.collectives._exchange import control_device
+from distman.collectives._numbers import control_device
 from distman.manager import DistributedManager
 
 LARGE_BYTES = 1 << 20

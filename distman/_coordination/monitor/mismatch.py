@@ -13,8 +13,7 @@ from typing import Protocol
 import torch.distributed as dist
 
 from distman._coordination.timeouts import run_with_timeout
-from distman._host_channels import close_those_of
-from distman._torch_internals import abort_backends, close_connections
+from distman._torch_internals import abort_backends, close_beside, close_connections
 
 _ABORT_LIMIT = 3.0  # seconds; NCCL may wait for the other ranks of the host, and a watcher has to go on
 
@@ -108,6 +107,6 @@ def end_waits(group: Members) -> None:
     """End what ranks wait for in a group, which is good for nothing afterwards, see :meth:`Call.interrupt`."""
     process_group = group.process_group
     if process_group is not None:
-        close_those_of(process_group)  # at once: the next line may take seconds
+        close_beside(process_group)  # at once: the next line may take seconds
         run_with_timeout(lambda: abort_backends(process_group), _ABORT_LIMIT)
         close_connections(process_group)

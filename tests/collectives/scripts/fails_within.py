@@ -1,15 +1,17 @@
-"""Rank 1 fails in the middle of an exchange through memory, in the method of this name; what the others hear."""
+"""Rank 1 fails in the middle of an exchange within a host, in the method of this name; what the others hear."""
 
 import sys
 
 import torch
 
 from distman import DistributedManager
-from distman.collectives import _shared_memory, all_gather_v
+from distman.collectives import all_gather_v
+from distman.collectives._transport._host import HostBatch
+from distman.collectives._transport._segments import THRESHOLD
 from distman.errors import JobFailed
 
 manager = DistributedManager.initialize()
-full = torch.ones(_shared_memory.THRESHOLD)
+full = torch.ones(THRESHOLD)
 all_gather_v(full)
 
 
@@ -18,7 +20,7 @@ def fail(*_, **__):
 
 
 if manager.rank == 1:
-    setattr(_shared_memory.SharedPieces, sys.argv[1], fail)
+    setattr(HostBatch, sys.argv[1], fail)
 try:
     all_gather_v(full)
     manager.barrier()  # where rank 1 fails last, the others have all pieces

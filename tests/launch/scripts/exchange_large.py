@@ -6,7 +6,7 @@ import torch
 
 from distman import DistributedManager
 from distman.collectives import all_gather_v, broadcast_data, fused_all_reduce, reduce_scatter_v
-from distman.collectives._shared_memory import pool_of
+from distman.collectives._transport import pool_of
 from distman.collectives._validation import resolve_group
 
 NUMEL = 2**21 + 5

@@ -1,0 +1,41 @@
+"""How the pieces of a group's exchanges get from rank to rank: by its backend, or within a host."""
+
+from __future__ import annotations
+
+import torch
+
+from distman._groups.registry import Group
+from distman._torch_internals import collects_batches, gloo_timeout
+from distman.collectives._transport._backend import Transport
+from distman.collectives._transport._backend import begin_all_reduce as begin_all_reduce
+from distman.collectives._transport._backend import carried as carried
+from distman.collectives._transport._backend import carrier_of as carrier_of
+from distman.collectives._transport._backend import process_group_of as process_group_of
+from distman.collectives._transport._host import HostTransport
+from distman.collectives._transport._segments import Outbox as Outbox
+from distman.collectives._transport._segments import is_wanted
+
+
+def transport_of(group: Group, device: torch.device) -> Transport:
+    """Return what carries a group's tensors of a device, chosen once.
+
+    Raises:
+        DistmanError: The group was destroyed.
+    """
+    process_group = process_group_of(group)
+    carrier = carrier_of(device, process_group)
+    if carrier not in group.transports:
+        made = Transport(group, carrier)
+        if process_group is not None and carrier.type == "cpu" and not collects_batches(process_group, carrier):
+            timeout = gloo_timeout(process_group)
+            if timeout is not None and len(group.neighbours.ranks.intersection(group.ranks)) > 1:
+                made = HostTransport(group, carrier, timeout)
+        group.transports.setdefault(carrier, made)
+    found: Transport = group.transports[carrier]
+    return found
+
+
+def reaches_all(group: Group, device: torch.device) -> bool:
+    """Return whether all ranks of a group are of this host, and this one is to use its memory."""
+    is_host = isinstance(transport_of(group, device), HostTransport)
+    return is_host and is_wanted() and group.neighbours.ranks.issuperset(group.ranks)

@@ -1,0 +1,141 @@
+"""Memory of this rank that others of its host map, for pieces that are too large to be copied through a socket.
+
+New memory costs more than a copy, since the system hands it out page by page; so segments are used again. While this
+rank makes one exchange, the others may still read what it has sent in the one before. They answer before they send
+anything in the next one: so a group has two segments, and nobody waits for one.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import math
+import mmap
+import os
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+
+from distman._log import logger
+
+VARIABLE = "DISTMAN_SHARED_MEMORY"
+THRESHOLD = 2**17
+"""Size in bytes of the smallest piece that goes this way: smaller ones are faster within the message."""
+_NUM_SEGMENTS = 2
+_LEAST_BYTES = 2**20  # of a segment, so that exchanges of sizes that vary a little share it
+_MOST_BYTES = 2**27  # of a segment, which a group keeps
+_ALIGNMENT = 64  # bytes: a cache line, and a multiple of the size of any dtype
+_NAME = "distman-exchange"
+
+
+class Segment:
+    """Memory that this rank writes to.
+
+    Attributes:
+        slot: Its place among the segments of its group; a reader that maps another one of that place drops this one.
+        memory: All of it.
+        readers: The ranks of the group that have been told of a piece in it, and have not answered.
+        known_to: The ranks that have got its descriptor.
+        is_held: Whether somebody writes to it.
+    """
+
+    def __init__(self, slot: int, size: int) -> None:
+        self.slot, self.size = slot, size
+        self.descriptor = os.memfd_create(_NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        weakref.finalize(self, os.close, self.descriptor)
+        os.ftruncate(self.descriptor, size)
+        fcntl.fcntl(self.descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+        self.memory = mapped(self.descriptor)
+        self.readers: set[int] = set()
+        self.known_to: set[int] = set()
+        self.is_held = False
+
+    def is_free(self) -> bool:
+        return not self.readers and not self.is_held
+
+
+class Segments:
+    """The segments of this rank for one group."""
+
+    def __init__(self) -> None:
+        self.made: dict[int, Segment] = {}
+        self._lock = threading.Lock()
+        self._can_grow = hasattr(os, "memfd_create")
+
+    def readers(self) -> set[int]:
+        """Return the ranks of the group that have not answered."""
+        return set().union(*(segment.readers for segment in tuple(self.made.values())))
+
+    def take(self, num_bytes: int) -> Segment | None:
+        """Return a segment that nobody reads or writes, for the caller to write to; None where there is none."""
+        with self._lock:
+            free = [slot for slot in range(_NUM_SEGMENTS) if slot not in self.made or self.made[slot].is_free()]
+            fitting = [slot for slot in free if slot in self.made and self.made[slot].size >= num_bytes]
+            if num_bytes > _MOST_BYTES or not (fitting or (free and self._make(free[0], num_bytes))):
+                return None
+            segment = self.made[(fitting or free)[0]]
+            segment.is_held = True
+            return segment
+
+    def _make(self, slot: int, num_bytes: int) -> bool:
+        try:
+            if self._can_grow:
+                self.made[slot] = Segment(slot, max(_LEAST_BYTES, 1 << (num_bytes - 1).bit_length()))
+        except OSError as error:
+            self._can_grow = False
+            logger.warning("ranks of this host exchange over sockets: no shared memory: %s", error)
+        return self._can_grow
+
+
+class Outbox:
+    """Room in a segment for pieces that other ranks are to read.
+
+    Args:
+        take: Returns a segment for so many bytes; None where there is none.
+        pieces: What each rank is to read, by rank in the group: a number, alike where it is the same piece, and its
+            size in bytes.
+    """
+
+    def __init__(self, take: Callable[[int], Segment | None], pieces: Mapping[int, tuple[int, int]]) -> None:
+        starts: dict[int, int] = {}  # a tensor for several ranks is written once
+        end = 0
+        for number, num_bytes in pieces.values():
+            if number not in starts:
+                starts[number] = end
+                end += -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
+        self.segment = take(end)
+        self.offsets = {rank: starts[number] for rank, (number, _) in pieces.items()}
+
+    def tensor(self, rank: int, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor | None:
+        """Return the memory of the piece for a rank as a tensor; None where it has none."""
+        if self.segment is None or rank not in self.offsets:
+            return None
+        return as_tensor(self.segment.memory, dtype, shape, self.offsets[rank])
+
+    def let_go(self) -> None:
+        """Let the segment be taken again, when all have read it that have been told to."""
+        if self.segment is not None:
+            self.segment.is_held = False
+
+
+def is_wanted() -> bool:
+    """Return whether this rank may use sockets and memory of its host."""
+    return os.environ.get(VARIABLE, "1") != "0"
+
+
+def as_tensor(memory: torch.Tensor, dtype: torch.dtype, shape: Sequence[int], offset: int = 0) -> torch.Tensor:
+    """Return a part of memory as a contiguous tensor."""
+    size = math.prod(shape) * dtype.itemsize
+    return memory[offset : offset + size].view(dtype).view(torch.Size(shape))
+
+
+def mapped(descriptor: int) -> torch.Tensor:
+    """Return the memory of a segment."""
+    if sys.version_info >= (3, 13):
+        memory = mmap.mmap(descriptor, 0, trackfd=False)
+    else:  # it keeps a descriptor of its own
+        memory = mmap.mmap(descriptor, 0)
+    with torch.inference_mode(mode=False):  # else nobody could write to it outside
+        return torch.frombuffer(memory, dtype=torch.uint8)

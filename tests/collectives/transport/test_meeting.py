@@ -1,0 +1,122 @@
+"""Who is let in where ranks of one host connect: nobody else's process, and none that does not know the job's key."""
+
+import contextlib
+import os
+import socket
+import subprocess
+import sys
+
+import pytest
+
+from distman.collectives._transport import _meeting
+from distman.collectives._transport._meeting import _dial_at, _listening, _name_of, _new_socket, _Place
+from distman.collectives._validation import resolve_group
+from distman.testing import ranks
+
+NONCE = bytes(range(16))
+HERE, THERE = _Place(True, NONCE, b""), _Place(True, NONCE[::-1], b"")  # noqa: FBT003
+
+
+def meeting_of(group, key=b"k" * 32):
+    """Return a meeting that has not begun."""
+    meeting = object.__new__(_meeting.Meeting)
+    meeting._group, meeting._key = group, key
+    meeting._others = [rank for rank in range(group.size) if rank != group.rank]
+    return meeting
+
+
+@pytest.mark.gloo_only("nobody listens there")
+@ranks(2)
+def test_a_caller_proves_that_it_is_a_rank_of_the_job_in_this_meeting(rank):
+    mine, other = meeting_of(resolve_group(None)), 1 - rank
+    true = mine._proof(b"client", other, THERE, HERE)
+    foreign = [
+        mine._proof(b"server", other, THERE, HERE),
+        meeting_of(resolve_group(None), key=b"another key")._proof(b"client", other, THERE, HERE),
+        mine._proof(b"client", other, HERE, THERE),
+        mine._proof(b"client", rank, THERE, HERE),
+        b"",
+        os.urandom(_meeting.MAC_BYTES),
+        true[:-1],
+    ]
+    for expected, told in [(other, true), *((-1, one) for one in foreign)]:
+        ends = socket.socketpair()
+        ends[1].sendall(told)
+        assert mine._caller(ends[0], HERE, {other: THERE}) == expected
+        for end in ends:
+            end.close()
+
+
+STRANGER = """
+import os, socket, sys
+os.setgroups([]); os.setgid(65533); os.setuid(65533)
+for address in (sys.argv[1].encode(), b"\\0" + sys.argv[2].encode()):
+    one = socket.socket(socket.AF_UNIX)
+    try:
+        one.connect(address)
+        one.sendall(b"x" * 52)
+        print("in")
+    except PermissionError:
+        print("kept out")
+sys.stdin.read()
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to be somebody else")
+@pytest.mark.gloo_only("nobody listens there")
+@ranks(2)
+def test_another_user_cannot_enter_the_folder_and_is_not_listened_to_at_the_name(rank):
+    if rank != 0:
+        return
+    mine = meeting_of(resolve_group(None))
+    with _listening(NONCE) as (listeners, (_, _, path)):
+        command = [sys.executable, "-c", STRANGER, path.decode(), _name_of(NONCE)[1:].decode()]
+        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as stranger:
+            assert [stranger.stdout.readline() for _ in range(2)] == ["kept out\n", "in\n"]
+            proof = mine._proof(b"client", 1, THERE, HERE)
+            with _dial_at(path, proof) as true, contextlib.ExitStack() as stack:
+                assert set(mine._accept(listeners, HERE, {1: THERE}, stack)) == {1}
+                assert not mine._accept(listeners, HERE, {1: THERE}, stack)  # the stranger is sent away
+                assert true.recv(_meeting.MAC_BYTES) == mine._proof(b"server", 1, THERE, HERE)
+            stranger.stdin.close()
+
+
+SQUATTER = """
+import os, socket, sys
+os.setgroups([]); os.setgid(65533); os.setuid(65533)
+one = socket.socket(socket.AF_UNIX)
+one.bind(b"\\0" + sys.argv[1].encode())
+one.listen()
+print("listens", flush=True)
+found, _ = one.accept()
+print(len(found.recv(100)))
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to be somebody else")
+def test_nothing_is_told_to_another_user_that_listens_at_the_name():
+    command = [sys.executable, "-c", SQUATTER, _name_of(NONCE)[1:].decode()]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as squatter:
+        assert squatter.stdout.readline() == "listens\n"
+        with pytest.raises(PermissionError, match="another user listens there"):
+            _dial_at(_name_of(NONCE), b"secret")
+        assert squatter.stdout.read() == "0\n"
+
+
+def test_a_folder_that_cannot_be_had_leaves_the_name(monkeypatch, tmp_path):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / ("long" * 30)))
+    with _listening(NONCE) as (listeners, (_, _, path)):
+        assert (len(listeners), path) == (1, b"")
+    (tmp_path / ("long" * 30)).mkdir()
+    with _listening(NONCE) as (listeners, (_, _, path)):
+        assert (len(listeners), path) == (1, b"")
+
+
+def test_nothing_is_left_of_the_places(tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    with _listening(NONCE) as (listeners, (_, _, path)):
+        assert len(listeners) == 2
+        assert os.stat(os.path.dirname(path)).st_mode & 0o077 == 0  # noqa: PTH116, PTH120 - bytes
+    assert list(tmp_path.iterdir()) == []
+    with pytest.raises(ConnectionRefusedError), _new_socket() as one:
+        one.connect(_name_of(NONCE))
