@@ -81,6 +81,21 @@ class Group:
         return len(self.ranks)
 
 
+def process_group_of(group: Group) -> dist.ProcessGroup | None:
+    """Return what carries the collectives of a group; None on one process without a process group.
+
+    Raises:
+        DistmanError: It was destroyed; torch would take None for the world.
+    """
+    process_group = group.process_group
+    if process_group is None and group.size > 1:
+        raise DistmanError(
+            f"group {group.name!r} of ranks {list(group.ranks)} must exist as long as it is used, backward passes "
+            "included, got one that was destroyed. Run them first."
+        )
+    return process_group
+
+
 class Groups:
     """The groups of one job, by name.
 

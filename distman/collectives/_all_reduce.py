@@ -8,12 +8,11 @@ import torch
 import torch.distributed as dist
 
 from distman._coordination.wait_scope import collective
-from distman._groups.registry import Group
+from distman._groups.registry import Group, process_group_of
 from distman._torch_internals import EagerFunction
 from distman.collectives._border import still_carried
 from distman.collectives._exchange import announce, exchange, exchange_and_add, layout_of
 from distman.collectives._result_memory import new_empty
-from distman.collectives._transport import process_group_of
 from distman.topology import split_sizes
 
 _IN_FLOAT32 = (torch.float16, torch.bfloat16)

@@ -6,10 +6,10 @@ import torch
 
 from distman._coordination.tracking import check_all_run_here
 from distman._coordination.wait_scope import collective
-from distman._groups.registry import Group
+from distman._groups.registry import Group, process_group_of
 from distman._torch_internals import all_gather_single, collects_batches, reduce_scatter_single
 from distman.collectives._exchange import announce
-from distman.collectives._transport import carried, process_group_of
+from distman.collectives._transport import carried
 
 
 @collective

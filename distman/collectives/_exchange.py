@@ -17,7 +17,7 @@ from distman._coordination.wait_scope import collective
 from distman._groups.registry import Group
 from distman.collectives._result_memory import new_empty
 from distman.collectives._sums import SumInRankOrder
-from distman.collectives._transport import Outbox, transport_of
+from distman.collectives._transport import Segment, transport_of
 from distman.collectives._transport import begin_all_reduce as begin_all_reduce_by_backend
 
 
@@ -33,12 +33,13 @@ class SendBuffers:
 
     Attributes:
         tensors: The tensors, by rank in the group; contiguous.
-        outbox: Those that others read; None where there are none.
+        segment: Where those are that others read; None where there are none.
     """
 
     def __init__(self, like: torch.Tensor, shapes: Mapping[int, Sequence[int]], group: Group) -> None:
         sizes = {rank: math.prod(shape) * like.itemsize for rank, shape in shapes.items()}
-        self.outbox: Outbox | None = transport_of(group, like.device).outbox(sizes)
+        with ClosedByErrors(group):
+            self.segment: Segment | None = transport_of(group, like.device).segment(sizes)
         try:
             self.tensors = {rank: self._tensor(rank, like, shape) for rank, shape in shapes.items()}
         except BaseException:  # no memory, say
@@ -46,15 +47,16 @@ class SendBuffers:
             raise
 
     def _tensor(self, rank: int, like: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
-        shared = self.outbox.tensor(rank, like.dtype, shape) if self.outbox is not None else None
-        return shared if shared is not None else new_empty(like, shape)
+        if self.segment is not None and rank in self.segment.offsets:
+            return self.segment.tensor(rank, like.dtype, shape)
+        return new_empty(like, shape)
 
     def __enter__(self) -> SendBuffers:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self.outbox is not None:
-            self.outbox.let_go()
+        if self.segment is not None:
+            self.segment.is_held = False
 
 
 @collective
@@ -136,7 +138,7 @@ def _exchange(
     to, origin = ({rank: pieces[rank] for rank in others if pieces[rank].numel()} for pieces in (sends, receives))
     call, tag = announce(group, what, ([piece.nbytes for piece in sends], [piece.nbytes for piece in receives]))
     try:
-        batch = transport.begin(to, origin, room_for, tag, buffers.outbox if buffers is not None else None)
+        batch = transport.begin(to, origin, room_for, tag, buffers.segment if buffers is not None else None)
         if is_filled:
             take(group.rank, sends[group.rank])  # while the others travel
         for rank in sorted(origin):  # the order in which pieces are added up

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from distman._coordination.wait_scope import traceable_collective
-from distman._groups.registry import Group
+from distman._groups.registry import Group, process_group_of
 from distman._text import printable
 from distman._torch_internals import (
     EagerFunction,
@@ -40,7 +40,7 @@ from distman.collectives._headers import (
 from distman.collectives._numbers import control_device
 from distman.collectives._result_memory import new_empty
 from distman.collectives._structure import Rebuild, flatten
-from distman.collectives._transport import carrier_of, process_group_of, reaches_all
+from distman.collectives._transport import carrier_of, reaches_all
 from distman.collectives._validation import GroupLike, has_tangent, resolve_group
 from distman.errors import PlanMismatchError
 from distman.manager import DistributedManager

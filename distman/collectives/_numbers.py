@@ -8,9 +8,8 @@ import torch
 import torch.distributed as dist
 
 from distman._coordination.wait_scope import collective
-from distman._groups.registry import Group
+from distman._groups.registry import Group, process_group_of
 from distman.collectives._exchange import ClosedByErrors, announce, exchange
-from distman.collectives._transport import process_group_of
 from distman.errors import PlanMismatchError
 
 _MAX_NUMBERS = 24  # broadcast by any call: then messages of calls that differ are of one length

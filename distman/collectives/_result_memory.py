@@ -1,8 +1,9 @@
 """Memory for large results on the CPU, used again when they are gone.
 
 The system hands out new memory page by page, as each is first written to. That takes longer than to copy into it what
-other ranks send: 64 MB from another rank take 12 ms in memory used before, and 40 in new memory. Of huge pages there are fewer: a copy of 64 MB to new memory takes 11 ms
-instead of 24, and one to memory that the system was free to take meanwhile 6 instead of 15.
+other ranks send: 64 MB from another rank take 12 ms in memory used before, and 40 in new memory. Of huge pages there
+are fewer: a copy of 64 MB to new memory takes 11 ms instead of 24, and one to memory that the system was free to take
+meanwhile 6 instead of 15.
 """
 
 from __future__ import annotations

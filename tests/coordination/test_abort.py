@@ -145,7 +145,8 @@ def test_an_error_within_a_collective_reaches_the_others_that_wait_in_it(monkeyp
     manager = DistributedManager.initialize(timeout=60)
     store = default_store()
     if rank == 1:
-        monkeypatch.setattr("distman.collectives._exchange.batch_isend_irecv", _fail)
+        for module in ("_backend", "_meeting"):
+            monkeypatch.setattr(f"distman.collectives._transport.{module}.batch_isend_irecv", _fail)
         with pytest.raises(torch.OutOfMemoryError) as caught:
             all_gather_v(torch.ones(2))
         store.wait(["begun"])

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import torch
 
-from distman._groups.registry import Group
+from distman._groups.registry import Group, process_group_of
 from distman._torch_internals import collects_batches, gloo_timeout
 from distman.collectives._transport._backend import Transport
 from distman.collectives._transport._backend import begin_all_reduce as begin_all_reduce
 from distman.collectives._transport._backend import carried as carried
 from distman.collectives._transport._backend import carrier_of as carrier_of
-from distman.collectives._transport._backend import process_group_of as process_group_of
 from distman.collectives._transport._host import HostTransport
-from distman.collectives._transport._segments import Outbox as Outbox
+from distman.collectives._transport._segments import Segment as Segment
 from distman.collectives._transport._segments import is_wanted
 
 

@@ -8,10 +8,9 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 import torch.distributed as dist
 
-from distman._groups.registry import Group
+from distman._groups.registry import Group, process_group_of
 from distman._torch_internals import batch_isend_irecv, collects_batches
-from distman.collectives._transport._segments import Outbox
-from distman.errors import DistmanError
+from distman.collectives._transport._segments import Segment
 
 _TAGS = 2**31  # tags are not negative, and of 32 bits
 
@@ -48,15 +47,11 @@ class Batch:
 
 
 class Transport:
-    """Carries the messages of a group by its backend.
-
-    Attributes:
-        carrier: The device from which they travel.
-    """
+    """Carries the messages of a group by its backend."""
 
     def __init__(self, group: Group, carrier: torch.device) -> None:
         self.group: Group = weakref.proxy(group)  # which holds this
-        self.carrier = carrier
+        self.carrier = carrier  # the device from which they travel
         self._is_connected = False
 
     def begin(
@@ -65,7 +60,7 @@ class Transport:
         receives: Pieces,
         room_for: RoomFor,
         tag: int,
-        outbox: Outbox | None = None,  # noqa: ARG002
+        segment: Segment | None = None,  # noqa: ARG002
     ) -> Batch:
         """Begin an exchange.
 
@@ -74,7 +69,7 @@ class Transport:
             receives: The like of those of others.
             room_for: Makes room for one, contiguous and on ``carrier``.
             tag: Messages of calls with another one do not meet.
-            outbox: Where pieces to send are already; None where all have to be copied.
+            segment: Where pieces to send are already; None where all have to be copied.
         """
         process_group, device = process_group_of(self.group), self.carrier
         if not self._is_connected and collects_batches(process_group, device):
@@ -84,7 +79,7 @@ class Transport:
         rooms = {rank: room_for(piece) for rank, piece in receives.items()}
         return Batch(self.group, self.carrier, sends, rooms, tag)
 
-    def outbox(self, sizes: Mapping[int, int]) -> Outbox | None:  # noqa: ARG002 - for a host's
+    def segment(self, sizes: Mapping[int, int]) -> Segment | None:  # noqa: ARG002 - for a host's
         """Return room for pieces of such sizes in bytes that other ranks read, by rank; None where nobody does."""
         return None
 
@@ -102,21 +97,6 @@ def begin_all_reduce(tensor: torch.Tensor, op: dist.ReduceOp.RedOpType, group: G
         return tensor
 
     return finish
-
-
-def process_group_of(group: Group) -> dist.ProcessGroup | None:
-    """Return what carries the collectives of a group; None on one process without a process group.
-
-    Raises:
-        DistmanError: It was destroyed; torch would take None for the world.
-    """
-    process_group = group.process_group
-    if process_group is None and group.size > 1:
-        raise DistmanError(
-            f"group {group.name!r} of ranks {list(group.ranks)} must exist as long as it is used, backward passes "
-            "included, got one that was destroyed. Run them first."
-        )
-    return process_group
 
 
 def carrier_of(device: torch.device, process_group: dist.ProcessGroup | None) -> torch.device:

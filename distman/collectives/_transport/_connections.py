@@ -2,9 +2,7 @@
 
 Both sides of a connection write what has room, and read, in every wait, so full buffers block nobody; a thread writes
 the rest where the program goes on. A wait looks some times and then sleeps in ``poll``, in which a signal handler can
-raise. What ends it by an error closes all connections: a part of a message may be lost.
-
-A message begins with a head of fixed length; data follow for a piece that is not in a segment.
+raise. A group is closed where a call ends by an error, whatever it is: a part of a message may be lost.
 """
 
 from __future__ import annotations
@@ -43,7 +41,7 @@ _all: weakref.WeakSet[Connections] = weakref.WeakSet()
 
 
 class Frame(NamedTuple):
-    """The head of a message: calls that differ have other tags; the piece is in a segment, from an offset on."""
+    """The head of a message, which data may follow: calls that differ have other tags."""
 
     kind: int
     slot: int = 0
@@ -54,18 +52,12 @@ class Frame(NamedTuple):
 
 @dataclasses.dataclass(eq=False, slots=True)
 class Incoming:
-    """A message from another process, asked for or not.
+    """A message from another process, which is done when it is here."""
 
-    Attributes:
-        room: Memory for its data; None to make some for a piece that turns out not to be in a segment.
-        memory: Where it is, as bytes; None where it is in a room that was given.
-        slot: The segment where it is; None elsewhere.
-        is_done: Whether it is here.
-    """
-
-    room: memoryview | None = None
-    memory: torch.Tensor | None = None
-    slot: int | None = None
+    is_asked: bool  # before it came
+    room: memoryview | None = None  # for its data; made for a piece that turns out not to be in a segment
+    memory: torch.Tensor | None = None  # where it is, as bytes; None where it is in a room that was given
+    slot: int | None = None  # of the segment where it is
     is_done: bool = False
 
     def __str__(self) -> str:
@@ -96,26 +88,18 @@ class Outgoing:
         return "read what this rank sends"
 
 
-_Queues = dict[tuple[int, int], deque[Incoming]]  # by tag and size
+Message = Incoming | Outgoing
 
 
 class Link:
-    """One end of a connection, which one thread at a time may use.
-
-    Attributes:
-        rank: The other process, as rank in the group.
-        pending: Messages that have not found room yet.
-        has_ended: Whether nothing comes any more.
-        is_deaf: Whether nothing goes out any more.
-    """
+    """One end of a connection to a rank of the group, which one thread at a time may use."""
 
     def __init__(self, connected: socket.socket, rank: int, segments: Segments) -> None:
         self.socket, self.rank, self._segments = connected, rank, segments
-        self.pending: deque[Outgoing] = deque()
-        self.has_ended = self.is_deaf = False
+        self.pending: deque[Outgoing] = deque()  # what has not found room yet
+        self.has_ended = self.is_deaf = False  # whether nothing comes any more; whether nothing goes out
         self._mapped: dict[int, torch.Tensor] = {}  # segments of the other, by place
-        self._asked: _Queues = {}
-        self._arrived: _Queues = {}
+        self._queues: dict[tuple[int, int], deque[Incoming]] = {}  # by tag and size: asked for, or come
         self._descriptors: deque[int] = deque()
         self._head = memoryview(bytearray(_HEAD.size))
         self._missing = self._head  # room for what comes next
@@ -150,14 +134,24 @@ class Link:
             if message.is_done:
                 self.pending.popleft()
 
-    def ask(self, tag: int, size: int, room: memoryview | None) -> Incoming:
-        """Return the next message of a tag and size; its memory is another than the room if it came before."""
-        return _next(self._arrived, tag, size) or _added(self._asked, tag, size, Incoming(room))
+    def match(self, tag: int, size: int, room: memoryview | None = None, *, is_asked: bool) -> Incoming:
+        """Return the next message of a tag and size that has come if it is asked for now, or the other way round.
+
+        Its memory is another than the room if it came before.
+        """
+        queue = self._queues.setdefault((tag, size), deque())
+        if not queue or queue[0].is_asked == is_asked:
+            queue.append(Incoming(is_asked, room))
+            return queue[-1]
+        message = queue.popleft()
+        if not queue:
+            del self._queues[tag, size]
+        return message
 
     def read(self) -> bool:
         """Take some of what has come, and return whether something has."""
         try:
-            num_bytes = self._read_head() if self._arriving is None else self._read_data()
+            num_bytes = self._read_head() if self._arriving is None else self.socket.recv_into(self._missing)
         except OSError as error:
             if error.errno == errno.EAGAIN:
                 return False
@@ -174,9 +168,6 @@ class Link:
                 self._begin(Frame(*_HEAD.unpack(self._head)))
         return num_bytes > 0
 
-    def _read_data(self) -> int:
-        return self.socket.recv_into(self._missing, 0, socket.MSG_DONTWAIT)
-
     def _read_head(self) -> int:
         num_bytes, ancillary, _, _ = self.socket.recvmsg_into([self._missing], _ROOM_FOR_DESCRIPTOR, _READ_FLAGS)
         for _, _, packed in ancillary:
@@ -188,8 +179,7 @@ class Link:
         if frame.kind == WAS_READ:
             self._segments.made[frame.slot].readers.discard(self.rank)
             return
-        key = frame.tag, frame.size
-        message = _next(self._asked, *key) or _added(self._arrived, *key, Incoming())
+        message = self.match(frame.tag, frame.size, is_asked=False)
         if frame.kind == PIECE:
             if message.room is None:
                 message.room = memoryview(bytearray(frame.size))
@@ -219,22 +209,6 @@ class Link:
             os.close(self._descriptors.popleft())
 
 
-def _added(queues: _Queues, tag: int, size: int, message: Incoming) -> Incoming:
-    queues.setdefault((tag, size), deque()).append(message)
-    return message
-
-
-def _next(queues: _Queues, tag: int, size: int) -> Incoming | None:
-    """Take the first message of a tag and size out of its queue."""
-    queue = queues.get((tag, size))
-    if queue is None:
-        return None
-    message = queue.popleft()
-    if not queue:
-        del queues[tag, size]
-    return message
-
-
 class Connections:
     """Connections to other processes of this host, by rank in the group; they end with the group or before."""
 
@@ -251,17 +225,17 @@ class Connections:
     def send(self, rank: int, frame: Frame, data: memoryview | None = None, segment: Segment | None = None) -> Outgoing:
         """Begin to send a message, whose data stay as they are until it is done; raises as :meth:`wait`."""
         link = self.links[rank]
-        with _ClosedByErrors(self), self._lock:
+        with self._lock:
             if frame.kind != WAS_READ:  # of which a rank that has left need not know
                 self._check(link, None)
             return link.send(frame, data, segment)
 
     def ask(self, rank: int, tag: int, size: int, room: memoryview | None) -> Incoming:
         """Return a message that is to come; those of one tag and size come in the order in which they are asked for."""
-        with _ClosedByErrors(self), self._lock:
-            return self.links[rank].ask(tag, size, room)
+        with self._lock:
+            return self.links[rank].match(tag, size, room, is_asked=True)
 
-    def wait(self, rank: int, message: Incoming | Outgoing) -> None:
+    def wait(self, rank: int, message: Message) -> None:
         """Wait until a message is done.
 
         Raises:
@@ -270,21 +244,20 @@ class Connections:
         if message.is_done:
             return
         link, looks, deadline = self.links[rank], _LOOKS, time.monotonic() + self._timeout
-        with _ClosedByErrors(self):
-            while not self._advance(link, message):
-                self._check(link, message)
-                if looks:
-                    looks -= 1
-                    os.sched_yield()
-                elif time.monotonic() < deadline:
-                    self._sleep(deadline)
-                else:
-                    what = f"rank {link.rank} of the group has not {message}"
-                    raise RuntimeError(f"Connection timed out after {self._timeout:g} s: {what}")
+        while not self._advance(link, message):
+            self._check(link, message)
+            if looks:
+                looks -= 1
+                os.sched_yield()
+            elif time.monotonic() < deadline:
+                self._sleep(deadline)
+            else:
+                what = f"rank {link.rank} of the group has not {message}"
+                raise RuntimeError(f"Connection timed out after {self._timeout:g} s: {what}")
 
     def look(self, ranks: Iterable[int]) -> None:
         """Read what some processes have sent."""
-        with _ClosedByErrors(self), self._lock:
+        with self._lock:
             for link in [self.links[rank] for rank in ranks]:
                 while link.read():
                     pass
@@ -293,10 +266,7 @@ class Connections:
         """Let a thread write what waits for room, though the program waits for something else from now on."""
         if any(link.pending for link in self.links.values()) and not self._is_flushing:
             self._is_flushing = True
-            try:
-                threading.Thread(target=self._flush_all, name="distman-transport", daemon=True).start()
-            except RuntimeError:  # no thread can be had, as at the end of the interpreter: then waits alone write
-                self._is_flushing = False
+            threading.Thread(target=self._flush_all, name="distman-transport", daemon=True).start()
 
     def close(self) -> None:
         """End what this process waits for here, and what others wait for from it; it is good for nothing afterwards.
@@ -309,7 +279,7 @@ class Connections:
                 with contextlib.suppress(OSError):  # it has ended
                     link.socket.shutdown(socket.SHUT_RDWR)
 
-    def _advance(self, link: Link, message: Incoming | Outgoing) -> bool:
+    def _advance(self, link: Link, message: Message) -> bool:
         """Write and read what there is, and return whether a message is done."""
         with self._lock:
             for one in self.links.values():
@@ -319,7 +289,7 @@ class Connections:
                 pass
             return message.is_done
 
-    def _check(self, link: Link, message: Incoming | Outgoing | None) -> None:
+    def _check(self, link: Link, message: Message | None) -> None:
         """Raise what ends the wait for a message, or keeps this rank from sending one."""
         if self.is_closed:
             raise RuntimeError("Connection closed: this rank has given up the group")
@@ -346,31 +316,17 @@ class Connections:
                 self._by_descriptor[descriptor].read()
 
     def _flush_all(self) -> None:
-        with contextlib.suppress(RuntimeError):  # the group was closed, which waits tell
+        try:
             while True:
                 with self._lock:
                     left = [(link.rank, link.pending[-1]) for link in self.links.values() if link.pending]
-                    if not left:
-                        self._is_flushing = False
-                        return
+                    self._is_flushing = bool(left)
+                if not left:
+                    return
                 for rank, message in left:
                     self.wait(rank, message)
-
-
-class _ClosedByErrors:
-    """Lets what ends a ``with`` block by an error close connections, what a signal handler raises too."""
-
-    __slots__ = ("_connections",)
-
-    def __init__(self, connections: Connections) -> None:
-        self._connections = connections
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is not None:
-            self._connections.close()
+        except RuntimeError:  # others find the same
+            self.close()
 
 
 def _close_all(links: Iterable[Link]) -> None:

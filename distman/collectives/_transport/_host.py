@@ -13,21 +13,13 @@ from functools import partial
 import numpy as np
 import torch
 
-from distman._groups.registry import Group
+from distman._groups.registry import Group, process_group_of
 from distman._torch_internals import close_with
 from distman.collectives._transport import _segments
-from distman.collectives._transport._backend import Batch, Pieces, RoomFor, Transport, packed, process_group_of
-from distman.collectives._transport._connections import (
-    IN_SEGMENT,
-    PIECE,
-    WAS_READ,
-    Connections,
-    Frame,
-    Incoming,
-    Outgoing,
-)
+from distman.collectives._transport._backend import Batch, Pieces, RoomFor, Transport, packed
+from distman.collectives._transport._connections import IN_SEGMENT, PIECE, WAS_READ, Connections, Frame, Message
 from distman.collectives._transport._meeting import Meeting
-from distman.collectives._transport._segments import Outbox, Segment, Segments, as_tensor
+from distman.collectives._transport._segments import Segment, Segments, as_tensor
 
 _MARK = b"mark"  # part of a tag
 _SUM = 2**31 - 1  # tag of all signed sums: those of unlike calls meet, and tell the ranks apart
@@ -60,19 +52,20 @@ class HostTransport(Transport):
         return made
 
     def begin(
-        self, sends: Pieces, receives: Pieces, room_for: RoomFor, tag: int, outbox: Outbox | None = None
+        self, sends: Pieces, receives: Pieces, room_for: RoomFor, tag: int, segment: Segment | None = None
     ) -> HostBatch:
-        return HostBatch(self, sends, receives, room_for, tag, outbox)
+        return HostBatch(self, sends, receives, room_for, tag, segment)
 
-    def outbox(self, sizes: Mapping[int, int]) -> Outbox | None:
+    def segment(self, sizes: Mapping[int, int]) -> Segment | None:
         ranks, here = self.group.ranks, self.group.neighbours.ranks
         large = {rank: (rank, size) for rank, size in sizes.items() if is_large(size) and ranks[rank] in here}
-        return Outbox(self.take_segment, large) if large and _segments.is_wanted() else None
+        return self.take(large) if large and _segments.is_wanted() else None
 
-    def take_segment(self, num_bytes: int) -> Segment | None:
+    def take(self, pieces: Mapping[int, tuple[int, int]]) -> Segment | None:
+        """Return a segment for pieces, see ``Segments.take``."""
         if self._connections is not None:
             self._connections.look(self.segments.readers())
-        return self.segments.take(num_bytes)
+        return self.segments.take(pieces)
 
     def begin_sum(self, message: torch.Tensor) -> Callable[[], torch.Tensor]:
         connections, group = self.connections(), self.group
@@ -99,9 +92,9 @@ class HostBatch(Batch):
     """The messages of one exchange; arguments as of ``Transport.begin``."""
 
     def __init__(
-        self, host: HostTransport, sends: Pieces, receives: Pieces, room_for: RoomFor, tag: int, outbox: Outbox | None
+        self, host: HostTransport, sends: Pieces, receives: Pieces, room_for: RoomFor, tag: int, segment: Segment | None
     ) -> None:
-        self._host, self._receives, self._outbox = host, receives, outbox
+        self._host, self._receives, self._segment = host, receives, segment
         self._connections = connections = host.connections()
         near = connections.links.keys()
         large = {rank for rank, like in receives.items() if rank in near and is_large(like.nbytes)}
@@ -114,7 +107,7 @@ class HostBatch(Batch):
         far_sends, far_rooms = ({rank: ones[rank] for rank in ones.keys() - near} for ones in (sends, rooms))
         super().__init__(host.group, host.carrier, far_sends, far_rooms, tag)
         self._rooms = rooms
-        self._messages: list[tuple[int, Incoming | Outgoing]] = []
+        self._messages: list[tuple[int, Message]] = []
         self._send({rank: piece for rank, piece in sends.items() if rank in near})
         self._mark(sends.keys() & near, receives.keys() & near)
 
@@ -128,25 +121,22 @@ class HostBatch(Batch):
 
     def _share(self, pieces: Pieces) -> Pieces:
         """Send pieces by way of memory, and return those that were sent: none where there is none."""
-        if self._outbox is not None and self._outbox.segment is not None:
-            self._tell(self._outbox, self._outbox.segment, pieces)
-            return pieces
-        numbered = {rank: (id(piece), piece.nbytes) for rank, piece in pieces.items()}
-        outbox = Outbox(self._host.take_segment, numbered)
-        if outbox.segment is None:
+        segment = self._segment or self._filled(pieces)
+        if segment is None:
             return {}
-        try:
-            for offset, piece in {outbox.offsets[rank]: piece for rank, piece in pieces.items()}.items():
-                as_tensor(outbox.segment.memory, piece.dtype, piece.shape, offset).copy_(piece.detach())
-            self._tell(outbox, outbox.segment, pieces)
-        finally:
-            outbox.let_go()
+        for rank, piece in pieces.items():
+            frame = Frame(IN_SEGMENT, segment.slot, self._tag, piece.nbytes, segment.offsets[rank])
+            self._post(rank, frame, None, segment)
+        if segment is not self._segment:
+            segment.is_held = False
         return pieces
 
-    def _tell(self, outbox: Outbox, segment: Segment, pieces: Pieces) -> None:
-        for rank, piece in pieces.items():
-            frame = Frame(IN_SEGMENT, segment.slot, self._tag, piece.nbytes, outbox.offsets[rank])
-            self._post(rank, frame, None, segment)
+    def _filled(self, pieces: Pieces) -> Segment | None:
+        segment = self._host.take({rank: (id(piece), piece.nbytes) for rank, piece in pieces.items()})
+        if segment is not None:
+            for rank in {segment.offsets[rank]: rank for rank in pieces}.values():  # one for each place
+                segment.tensor(rank, pieces[rank].dtype, pieces[rank].shape).copy_(pieces[rank].detach())
+        return segment
 
     def _post(self, rank: int, frame: Frame, data: memoryview | None, segment: Segment | None = None) -> None:
         self._messages.append((rank, self._connections.send(rank, frame, data, segment)))

@@ -13,7 +13,7 @@ import os
 import resource
 import socket
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from hmac import compare_digest
 from pathlib import Path
 from struct import Struct
@@ -22,11 +22,10 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from distman._groups.registry import Group
+from distman._groups.registry import Group, process_group_of
 from distman._store.handshake import MAC_BYTES, NO_SECRET, NONCE_BYTES, mac
 from distman._store.transport import BACKLOG, is_of_this_user
 from distman._torch_internals import batch_isend_irecv
-from distman.collectives._transport._backend import process_group_of
 from distman.collectives._transport._segments import is_wanted
 from distman.manager import DistributedManager
 
@@ -38,102 +37,85 @@ _PLACE = Struct(f"=?{NONCE_BYTES}s{_MOST_PATH_BYTES}s")
 
 
 class _Place(NamedTuple):
-    """Where a rank listens: at a path, if it has one, and at a name made of what it has drawn for this meeting."""
+    """Where a rank listens, if it does: at a path, if it has one, and at a name made of what it has drawn."""
 
-    listens: bool
-    nonce: bytes
-    path: bytes  # zeros may follow
+    listens: bool = False
+    nonce: bytes = b""
+    path: bytes = b""  # zeros may follow
 
 
 class Meeting:
-    """What the ranks of a group on this host do, once, to connect to each other. Collective over these ranks.
-
-    Attributes:
-        sockets: The connections, by rank in the group.
-        all_listen: Whether all members of the group are of this host, and each has a place where it listens.
-    """
+    """What the ranks of a group on this host do, once, to connect to each other. Collective over these ranks."""
 
     def __init__(self, group: Group) -> None:
-        self.sockets: dict[int, socket.socket] = {}
-        self._group = group
+        self.sockets: dict[int, socket.socket] = {}  # by rank in the group
+        self.all_listen = False  # all members of the group, which are of this host
+        self._group, self._me = group, group.rank
         rendezvous = DistributedManager()._state.job.rendezvous
         self._key = (rendezvous.job_store.key if rendezvous is not None else b"") or NO_SECRET
         here = group.neighbours.ranks
         self._others = [rank for rank in range(group.size) if rank != group.rank and group.ranks[rank] in here]
-        with contextlib.ExitStack() as stack:  # what ends this early closes all
-            self._meet(stack)
-            stack.pop_all()
+        with contextlib.ExitStack() as self._stack:  # what ends this early closes all
+            self._meet()
+            self._stack.pop_all()
 
-    def _meet(self, stack: contextlib.ExitStack) -> None:
+    def _meet(self) -> None:
         with _listening(os.urandom(NONCE_BYTES)) as (listeners, mine):
             found = self._swap([_PLACE.pack(*mine)] * len(self._others))
-            places = {rank: _Place(*_PLACE.unpack(row)) for rank, row in zip(self._others, found, strict=True)}
-            are_all_here = len(self._others) == self._group.size - 1
-            self.all_listen = are_all_here and all(place.listens for place in (mine, *places.values()))
-            dialled = self._dial_all(mine, places, stack) if mine.listens else {}
-            callers = self._swap_flags(dialled)
-            accepted = self._accept(listeners, mine, {rank: places[rank] for rank in callers}, stack)
-            known = self._swap_flags(accepted)
-        for rank, one in dialled.items():
+            self._places = dict(zip(self._others, (_Place(*_PLACE.unpack(row)) for row in found), strict=True))
+            self._places[self._me] = mine
+            are_all_here = len(self._places) == self._group.size
+            self.all_listen = are_all_here and all(place.listens for place in self._places.values())
+            for rank in self._others if mine.listens else ():
+                if rank < self._me and self._places[rank].listens:
+                    self._dial(rank)
+            self._accept(listeners, {rank for rank in self._swap_flags() if rank > self._me})
+            known = self._swap_flags()
+        for rank in {rank for rank in self.sockets if rank < self._me}:
             if rank not in known:
-                one.close()
-            elif not compare_digest(_told(one), self._proof(b"server", self._group.rank, mine, places[rank])):
+                self.sockets.pop(rank).close()
+            elif not compare_digest(self.sockets[rank].recv(MAC_BYTES), self._proof(b"server", self._me, rank)):
                 raise RuntimeError(f"rank {rank} of the group must prove that it belongs to the job, and did not")
-        self.sockets = {rank: one for rank, one in {**dialled, **accepted}.items() if one.fileno() != -1}
 
-    def _dial_all(
-        self, mine: _Place, places: Mapping[int, _Place], stack: contextlib.ExitStack
-    ) -> dict[int, socket.socket]:
-        """Connect to the ranks before this one that listen, wherever the kernel lets this one pass."""
-        dialled: dict[int, socket.socket] = {}
-        for rank, place in places.items():
-            addresses = (place.path.rstrip(b"\0"), _name_of(place.nonce)) if rank < self._group.rank else ()
-            for address in addresses if place.listens else ():
-                with contextlib.suppress(OSError):
-                    one = _dial_at(address, self._proof(b"client", self._group.rank, mine, place))
-                    dialled[rank] = stack.enter_context(one)
-                    break
-        return dialled
+    def _dial(self, rank: int) -> None:
+        """Connect to a rank, wherever the kernel lets this one pass."""
+        for address in (self._places[rank].path.rstrip(b"\0"), _name_of(self._places[rank].nonce)):
+            with contextlib.suppress(OSError):
+                one = _dial_at(address, self._proof(b"client", self._me, rank))
+                self.sockets[rank] = self._stack.enter_context(one)
+                return
 
-    def _accept(
-        self,
-        listeners: Sequence[socket.socket],
-        mine: _Place,
-        callers: Mapping[int, _Place],
-        stack: contextlib.ExitStack,
-    ) -> dict[int, socket.socket]:
+    def _accept(self, listeners: Sequence[socket.socket], callers: set[int]) -> None:
         """Let in the ranks that have dialled, who have said all they had to."""
-        accepted: dict[int, socket.socket] = {}
         for listener in listeners:
-            while len(accepted) < len(callers):
+            while callers:
                 try:
                     one = _checked(listener.accept()[0])
                 except OSError:  # nobody else stands in line, or no more files can be opened
                     break
-                rank = self._caller(one, mine, callers)
-                if rank >= 0 and rank not in accepted:
-                    accepted[rank] = stack.enter_context(one)
-                    one.sendall(self._proof(b"server", rank, callers[rank], mine))
+                rank = self._caller(one, callers)
+                if rank in callers:
+                    callers.discard(rank)
+                    self.sockets[rank] = self._stack.enter_context(one)
+                    one.sendall(self._proof(b"server", rank, self._me))
                 else:
                     one.close()
-        return accepted
 
-    def _caller(self, one: socket.socket, mine: _Place, callers: Mapping[int, _Place]) -> int:
+    def _caller(self, one: socket.socket, callers: set[int]) -> int:
         """Return the rank that has connected; -1 for a stranger."""
         with contextlib.suppress(OSError):
-            if is_of_this_user(one):
-                told = _told(one)
-                for rank, place in callers.items():
-                    if compare_digest(told, self._proof(b"client", rank, place, mine)):
-                        return rank
+            told = one.recv(MAC_BYTES) if is_of_this_user(one) else b""
+            proofs = {rank: self._proof(b"client", rank, self._me) for rank in callers}
+            return next((rank for rank, proof in proofs.items() if compare_digest(told, proof)), -1)
         return -1
 
-    def _proof(self, who: bytes, dialling: int, client: _Place, server: _Place) -> bytes:
-        return mac(self._key, b"transport", who, b"%d" % dialling, client.nonce, server.nonce)
+    def _proof(self, who: bytes, dialling: int, listening: int) -> bytes:
+        nonces = self._places[dialling].nonce, self._places[listening].nonce
+        return mac(self._key, b"transport", who, b"%d %d" % (dialling, listening), *nonces)
 
-    def _swap_flags(self, mine: Mapping[int, object]) -> set[int]:
-        """Say yes to some ranks and no to the others, and return those that say yes to this one."""
-        found = self._swap([bytes([rank in mine]) for rank in self._others])
+    def _swap_flags(self) -> set[int]:
+        """Tell the other ranks whether this one has a connection to them, and return those that have one to it."""
+        found = self._swap([bytes([rank in self.sockets]) for rank in self._others])
         return {rank for rank, (flag,) in zip(self._others, found, strict=True) if flag}
 
     def _swap(self, rows: Sequence[bytes]) -> list[bytes]:
@@ -152,10 +134,7 @@ class Meeting:
 
 @contextlib.contextmanager
 def _listening(nonce: bytes) -> Iterator[tuple[list[socket.socket], _Place]]:
-    """Listen at a path and a name for the length of a ``with`` block, which yields the sockets and where they are.
-
-    Where a place cannot be had, there is one socket less.
-    """
+    """Listen at a path and a name, where they can be had, and yield the sockets and where they are."""
     with contextlib.ExitStack() as stack:
         found: dict[bytes, socket.socket] = {}
         path = b""
@@ -182,12 +161,8 @@ def _dial_at(address: bytes, proof: bytes) -> socket.socket:
         if not is_of_this_user(one):
             raise PermissionError("another user listens there")
         one.sendall(proof)
-        one.setblocking(False)
+        one.settimeout(0)
         return one
-
-
-def _told(one: socket.socket) -> bytes:
-    return one.recv(MAC_BYTES, socket.MSG_DONTWAIT)
 
 
 def _name_of(nonce: bytes) -> bytes:
@@ -204,7 +179,7 @@ def _checked(one: socket.socket) -> socket.socket:
         if one.fileno() > resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2:
             raise OSError(errno.EMFILE, "more than half of the files that this process may have are open")
         one.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BYTES)
-        one.setblocking(False)
+        one.settimeout(0)
         return one
 
 

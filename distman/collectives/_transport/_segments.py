@@ -14,7 +14,7 @@ import os
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -31,15 +31,7 @@ _NAME = "distman-exchange"
 
 
 class Segment:
-    """Memory that this rank writes to.
-
-    Attributes:
-        slot: Its place among the segments of its group; a reader that maps another one of that place drops this one.
-        memory: All of it.
-        readers: The ranks of the group that have been told of a piece in it, and have not answered.
-        known_to: The ranks that have got its descriptor.
-        is_held: Whether somebody writes to it.
-    """
+    """Memory that this rank writes to; a reader that maps another one of its slot drops this one."""
 
     def __init__(self, slot: int, size: int) -> None:
         self.slot, self.size = slot, size
@@ -48,12 +40,17 @@ class Segment:
         os.ftruncate(self.descriptor, size)
         fcntl.fcntl(self.descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
         self.memory = mapped(self.descriptor)
-        self.readers: set[int] = set()
-        self.known_to: set[int] = set()
-        self.is_held = False
+        self.offsets: dict[int, int] = {}  # where the piece for a rank of the group begins
+        self.readers: set[int] = set()  # who has been told of a piece, and has not answered
+        self.known_to: set[int] = set()  # who has got its descriptor
+        self.is_held = False  # by who writes to it
 
     def is_free(self) -> bool:
         return not self.readers and not self.is_held
+
+    def tensor(self, rank: int, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
+        """Return the memory of the piece for a rank as a tensor."""
+        return as_tensor(self.memory, dtype, shape, self.offsets[rank])
 
 
 class Segments:
@@ -68,56 +65,38 @@ class Segments:
         """Return the ranks of the group that have not answered."""
         return set().union(*(segment.readers for segment in tuple(self.made.values())))
 
-    def take(self, num_bytes: int) -> Segment | None:
-        """Return a segment that nobody reads or writes, for the caller to write to; None where there is none."""
-        with self._lock:
-            free = [slot for slot in range(_NUM_SEGMENTS) if slot not in self.made or self.made[slot].is_free()]
-            fitting = [slot for slot in free if slot in self.made and self.made[slot].size >= num_bytes]
-            if num_bytes > _MOST_BYTES or not (fitting or (free and self._make(free[0], num_bytes))):
-                return None
-            segment = self.made[(fitting or free)[0]]
-            segment.is_held = True
-            return segment
+    def take(self, pieces: Mapping[int, tuple[int, int]]) -> Segment | None:
+        """Return a segment that nobody reads or writes, for the caller to write to; None where there is none.
 
-    def _make(self, slot: int, num_bytes: int) -> bool:
-        try:
-            if self._can_grow:
-                self.made[slot] = Segment(slot, max(_LEAST_BYTES, 1 << (num_bytes - 1).bit_length()))
-        except OSError as error:
-            self._can_grow = False
-            logger.warning("ranks of this host exchange over sockets: no shared memory: %s", error)
-        return self._can_grow
-
-
-class Outbox:
-    """Room in a segment for pieces that other ranks are to read.
-
-    Args:
-        take: Returns a segment for so many bytes; None where there is none.
-        pieces: What each rank is to read, by rank in the group: a number, alike where it is the same piece, and its
-            size in bytes.
-    """
-
-    def __init__(self, take: Callable[[int], Segment | None], pieces: Mapping[int, tuple[int, int]]) -> None:
+        Each rank of the group is to read a piece: a number, alike where it is the same piece, and its size in bytes.
+        """
         starts: dict[int, int] = {}  # a tensor for several ranks is written once
         end = 0
         for number, num_bytes in pieces.values():
             if number not in starts:
                 starts[number] = end
                 end += -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
-        self.segment = take(end)
-        self.offsets = {rank: starts[number] for rank, (number, _) in pieces.items()}
+        with self._lock:
+            segment = self._find(end)
+            if segment is not None:
+                segment.is_held = True
+                segment.offsets = {rank: starts[number] for rank, (number, _) in pieces.items()}
+            return segment
 
-    def tensor(self, rank: int, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor | None:
-        """Return the memory of the piece for a rank as a tensor; None where it has none."""
-        if self.segment is None or rank not in self.offsets:
+    def _find(self, num_bytes: int) -> Segment | None:
+        free = [slot for slot in range(_NUM_SEGMENTS) if slot not in self.made or self.made[slot].is_free()]
+        fitting = [slot for slot in free if slot in self.made and self.made[slot].size >= num_bytes]
+        if fitting:
+            return self.made[fitting[0]]
+        if not free or num_bytes > _MOST_BYTES or not self._can_grow:
             return None
-        return as_tensor(self.segment.memory, dtype, shape, self.offsets[rank])
-
-    def let_go(self) -> None:
-        """Let the segment be taken again, when all have read it that have been told to."""
-        if self.segment is not None:
-            self.segment.is_held = False
+        try:
+            self.made[free[0]] = Segment(free[0], max(_LEAST_BYTES, 1 << (num_bytes - 1).bit_length()))
+        except OSError as error:
+            self._can_grow = False
+            logger.warning("ranks of this host exchange over sockets: no shared memory: %s", error)
+            return None
+        return self.made[free[0]]
 
 
 def is_wanted() -> bool:

@@ -537,7 +537,7 @@ def test_a_blocking_reduction_on_one_rank_meets_one_under_way_on_the_other(rank)
 
 MOMENTS = [
     (HostBatch, "_send"),
-    (HostBatch, "_tell"),
+    (HostBatch, "_post"),
     (HostBatch, "take"),
     (Connections, "send"),
     (HostBatch, "finish"),
@@ -546,7 +546,7 @@ MOMENTS = [
 NAMES = [name for _, name in MOMENTS]
 
 
-@pytest.mark.parametrize("name", ["_send", "_tell", "take"])
+@pytest.mark.parametrize("name", ["_send", "_post", "take"])
 def test_an_error_in_the_middle_ends_the_wait_of_the_others_with_its_cause(name):
     done = launch([sys.executable, "-m", "distman", "run", "-n", "3", SCRIPT, name], timeout=60)
     assert done.returncode == 1
@@ -628,7 +628,7 @@ def test_a_group_has_its_time_limit(rank):
     manager.barrier(timeout=LIMIT)
 
 
-@pytest.mark.parametrize("step", ["_swap", "_dial_all", "_accept"])
+@pytest.mark.parametrize("step", ["_swap", "_dial", "_accept"])
 @ranks(2)
 def test_an_interruption_while_they_connect_closes_the_group(monkeypatch, rank, step):
     DistributedManager.create_process_subgroup("pair", 2)
@@ -636,7 +636,7 @@ def test_an_interruption_while_they_connect_closes_the_group(monkeypatch, rank, 
     def interrupt(*_):
         raise KeyboardInterrupt
 
-    is_cut = rank == (1 if step == "_dial_all" else 0)  # who dials is after who listens
+    is_cut = rank == (1 if step == "_dial" else 0)  # who dials is after who listens
     with monkeypatch.context() as patch:
         if is_cut:
             patch.setattr(_meeting.Meeting, step, interrupt)

@@ -20,8 +20,9 @@ HERE, THERE = _Place(True, NONCE, b""), _Place(True, NONCE[::-1], b"")  # noqa: 
 def meeting_of(group, key=b"k" * 32):
     """Return a meeting that has not begun."""
     meeting = object.__new__(_meeting.Meeting)
-    meeting._group, meeting._key = group, key
-    meeting._others = [rank for rank in range(group.size) if rank != group.rank]
+    meeting._me, meeting._key, meeting._stack = group.rank, key, contextlib.ExitStack()
+    meeting._places = {group.rank: HERE, 1 - group.rank: THERE}
+    meeting.sockets = {}
     return meeting
 
 
@@ -29,12 +30,11 @@ def meeting_of(group, key=b"k" * 32):
 @ranks(2)
 def test_a_caller_proves_that_it_is_a_rank_of_the_job_in_this_meeting(rank):
     mine, other = meeting_of(resolve_group(None)), 1 - rank
-    true = mine._proof(b"client", other, THERE, HERE)
+    true = mine._proof(b"client", other, rank)
     foreign = [
-        mine._proof(b"server", other, THERE, HERE),
-        meeting_of(resolve_group(None), key=b"another key")._proof(b"client", other, THERE, HERE),
-        mine._proof(b"client", other, HERE, THERE),
-        mine._proof(b"client", rank, THERE, HERE),
+        mine._proof(b"server", other, rank),
+        meeting_of(resolve_group(None), key=b"another key")._proof(b"client", other, rank),
+        mine._proof(b"client", rank, other),
         b"",
         os.urandom(_meeting.MAC_BYTES),
         true[:-1],
@@ -42,7 +42,8 @@ def test_a_caller_proves_that_it_is_a_rank_of_the_job_in_this_meeting(rank):
     for expected, told in [(other, true), *((-1, one) for one in foreign)]:
         ends = socket.socketpair()
         ends[1].sendall(told)
-        assert mine._caller(ends[0], HERE, {other: THERE}) == expected
+        ends[0].settimeout(0)
+        assert mine._caller(ends[0], {other}) == expected
         for end in ends:
             end.close()
 
@@ -73,11 +74,12 @@ def test_another_user_cannot_enter_the_folder_and_is_not_listened_to_at_the_name
         command = [sys.executable, "-c", STRANGER, path.decode(), _name_of(NONCE)[1:].decode()]
         with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as stranger:
             assert [stranger.stdout.readline() for _ in range(2)] == ["kept out\n", "in\n"]
-            proof = mine._proof(b"client", 1, THERE, HERE)
-            with _dial_at(path, proof) as true, contextlib.ExitStack() as stack:
-                assert set(mine._accept(listeners, HERE, {1: THERE}, stack)) == {1}
-                assert not mine._accept(listeners, HERE, {1: THERE}, stack)  # the stranger is sent away
-                assert true.recv(_meeting.MAC_BYTES) == mine._proof(b"server", 1, THERE, HERE)
+            with _dial_at(path, mine._proof(b"client", 1, 0)) as true, mine._stack:
+                mine._accept(listeners, {1})
+                assert set(mine.sockets) == {1}
+                mine._accept(listeners, {1})  # the stranger is sent away
+                assert set(mine.sockets) == {1}
+                assert true.recv(_meeting.MAC_BYTES) == mine._proof(b"server", 1, 0)
             stranger.stdin.close()
 
 

@@ -14,7 +14,8 @@ def main():
 
     from distman import DistributedManager
     from distman.collectives import all_gather_v, fused_all_reduce
-    from distman.collectives._transport import THRESHOLD, transport_of
+    from distman.collectives._transport import transport_of
+    from distman.collectives._transport._segments import THRESHOLD
     from distman.collectives._validation import resolve_group
 
     manager = DistributedManager.initialize()
@@ -23,7 +24,7 @@ def main():
         assert full[::size].tolist() == list(range(manager.world_size))
     assert fused_all_reduce(torch.tensor(1)) == manager.world_size
     connections = transport_of(resolve_group(None), torch.device("cpu")).connections()
-    sys.stdout.write(f"rank {manager.rank}: connected to {len(connections)}\n")
+    sys.stdout.write(f"rank {manager.rank}: connected to {len(connections.links)}\n")
 
 
 if os.environ["RANK"] == "1" and IS_THERE not in os.environ:
