@@ -477,7 +477,7 @@ def test_a_source_that_runs_ahead_waits_for_its_readers_to_come(rank):
     for number in range(500):
         part = scatter_v(torch.full((2, 50), float(number)) if rank == 0 else torch.empty(2, 50), [1, 1], 0)
         assert part.unique().tolist() == [number]
-    assert not any(one._arrived or one._asked or one.pending for one in connections_of().links.values())
+    assert not any(one._queues or one.pending for one in connections_of().links.values())
 
 
 # --- calls that fail -------------------------------------------------------------------------------------------------
