@@ -38,7 +38,7 @@ from distman.collectives._transport._host import HostBatch
 from distman.collectives._transport._segments import THRESHOLD, VARIABLE
 from distman.collectives._validation import resolve_group
 from distman.decorators import on_rank
-from distman.errors import DistmanError, PlanMismatchError, RankFailedError
+from distman.errors import DistmanError, JobFailed, PlanMismatchError
 from distman.metrics import reduce_loss
 from distman.testing import kill_rank, ranks
 from tests.collectives.reference import random_tensor, strided
@@ -563,7 +563,7 @@ def test_a_death_in_the_middle_ends_the_wait_of_the_others(monkeypatch, rank, mo
     all_gather_v(torch.ones(LARGE))
     if rank == 1:
         monkeypatch.setattr(*moment, lambda *_: kill_rank(1))
-    with pytest.raises(RankFailedError, match="rank 1"):
+    with pytest.raises(JobFailed, match="rank 1"):
         all_gather_v(torch.ones(2 * LARGE))
 
 
