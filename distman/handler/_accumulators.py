@@ -14,7 +14,7 @@ from distman._torch_internals import tree_map
 from distman.collectives._fused import fused_all_reduce
 from distman.collectives._objects import all_gather_objects, gather_objects
 from distman.decorators import on_rank
-from distman.handler._nested import concatenate, on_host
+from distman.handler._nested import join, on_host
 from distman.handler._objective import Outcome
 from distman.manager import DistributedManager
 
@@ -153,7 +153,7 @@ class Accumulators:
             pairs = [pair for kept in everyone or [] for pair in kept]
             if not pairs:
                 return dict.fromkeys(self._over_all, math.nan)
-            outputs, targets = concatenate(pairs)
+            outputs, targets = join([(None, pair) for pair in pairs])
             return {name: float(measure(outputs, targets)) for name, measure in self._over_all.items()}
 
         return measure_all() or {}

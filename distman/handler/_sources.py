@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 import dataclasses
+import functools
 import operator
 import zlib
 from collections import Counter
@@ -375,12 +376,23 @@ def _sum_samples(number: int) -> int:
 
 def _lengths(batches: Any) -> tuple[int, int]:
     """Return the numbers of samples in a pass through a loader and in a batch; zeros where its parts may differ."""
+    return _drawn_lengths(batches) if getattr(batches, "collate_fn", None) is default_collate else (0, 0)
+
+
+def _drawn_lengths(batches: Any) -> tuple[int, int]:
+    """Return how many samples are drawn in a pass through a loader, and for a batch; zeros where that is unknown."""
     drawn: Any = batches.batch_sampler if type(batches) is DataLoader else None
     sampler: Any = drawn.sampler if type(drawn) is BatchSampler else None
-    if type(sampler) not in _OF_KNOWN_LENGTH or batches.collate_fn is not default_collate:
+    if type(sampler) not in _OF_KNOWN_LENGTH:
         return 0, 0
     num_all = len(sampler)
     return num_all - num_all % drawn.batch_size if drawn.drop_last else num_all, drawn.batch_size
+
+
+def drawn_numbers(batches: Any) -> Callable[[int], int] | None:
+    """Return a function that says how many samples are drawn for each batch of a loader; None if that is unknown."""
+    num_all, size = _drawn_lengths(batches)
+    return functools.partial(_num_in_batch, num_all=num_all, size=size) if size else None
 
 
 def _num_in_batch(index: int, num_all: int, size: int) -> int:
