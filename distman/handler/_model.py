@@ -10,14 +10,13 @@ from typing import Any
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from distman._coordination.wait_scope import WaitScope
 from distman.checkpoint import load_model_state, model_state
 from distman.collectives._objects import broadcast_data
 from distman.errors import DistmanError
+from distman.handler._average import Average
 from distman.handler._sharding import (
-    ShardedAverage,
     compile_parts,
     forget_step,
     gathered,
@@ -60,7 +59,7 @@ class TrainedModel:
         manager = DistributedManager()
         self.module = module.to(manager.device)
         self._strategy = strategy or Strategy()
-        self.average: AveragedModel | ShardedAverage | None = None
+        self.average: Average | None = None
         self._is_training = False
         self.is_sharded = self._strategy.shard(self.module)
         self._trained: list[torch.nn.Parameter] = []
@@ -86,7 +85,8 @@ class TrainedModel:
 
         Where the model is sharded it has the average in :meth:`evaluating` alone.
         """
-        return self.average.module if isinstance(self.average, AveragedModel) else self.module
+        copied = None if self.average is None else self.average.module
+        return self.module if copied is None else copied
 
     def wrap(self) -> None:
         """Wrap the module, again if other parameters are trained than before.
@@ -200,23 +200,24 @@ class TrainedModel:
             return context
         return without_reduction(self.module) if self.is_sharded else nullcontext()
 
-    def keep_average(self, decay: float | None) -> None:
-        """Keep a moving average of weights and buffers from now on, or continue the present one.
+    def keep_average(self, decay: float | None, *, use_buffers: bool | None = None) -> None:
+        """Keep a moving average of the weights from now on, or continue the present one; see :class:`Average`.
 
         Args:
             decay: Weight of the previous average in each step, between 0 and 1; None keeps no average.
+            use_buffers: See :meth:`Average.set_options`.
         """
         if decay is None:
             self.average = None
             return
         if self.average is None:
             self.average = self._new_average()
-        self.average.multi_avg_fn = get_ema_multi_avg_fn(decay)
+        self.average.set_options(decay, use_buffers=use_buffers)
 
     def after_step(self) -> None:
         """Add the present weights to the average."""
         if self.average is not None:
-            self.average.update_parameters(self.module)
+            self.average.update()
 
     @contextmanager
     def evaluating(self) -> Iterator[torch.nn.Module]:
@@ -238,7 +239,7 @@ class TrainedModel:
     @contextmanager
     def _evaluated_parts(self) -> Iterator[None]:
         """Let each rank have all weights of a sharded model, or their average, so that its calls wait for nobody."""
-        average = self.average.put_in() if isinstance(self.average, ShardedAverage) else nullcontext()
+        average = self.average.put_in() if self.average is not None else nullcontext()
         with average, gathered(self.module, reshards=self._strategy.reshards):
             self._is_training = True
             try:
@@ -271,14 +272,14 @@ class TrainedModel:
     def _saved_buffers(self) -> dict[str, torch.Tensor]:
         """Return the buffers that checkpoints hold and training may read."""
         found: dict[str, torch.Tensor] = {}
-        average = self.average if isinstance(self.average, AveragedModel) else None
-        for part, model in {"module": self.module, "average": average}.items():
+        average = self.average.module if self.average is not None else None
+        for part, model in {"module": self.module, "average.module": average}.items():
             saved = model.state_dict(prefix=f"{part}.").keys() if model is not None else ()
             for path, module in model.named_modules(prefix=part) if model is not None else ():
                 if not isinstance(module, _WITH_MEANS):
                     buffers = module.named_buffers(prefix=path, recurse=False)
                     found |= {name: buffer for name, buffer in buffers if name in saved}
-        if isinstance(self.average, ShardedAverage):
+        if self.is_sharded and self.average is not None:
             found |= {f"average.{name}": self.average.named[name] for name in [*found]}
         return found
 
@@ -288,8 +289,8 @@ class TrainedModel:
         return {"module": model_state(self.module), "average": average, "gradient_order": self._gradient_order}
 
     def evaluated_state(self) -> dict[str, Any]:
-        """Return the average of weights and buffers, if one is kept, else these; under the names of the bare model."""
-        if isinstance(self.average, ShardedAverage):
+        """Return the average, if one is kept, else weights and buffers; under the names of the bare model."""
+        if self.is_sharded and self.average is not None:
             averages = self.average.state_dict()
             return {name: averages.get(f"module.{name}", value) for name, value in model_state(self.module).items()}
         return model_state(self.evaluated)
@@ -309,8 +310,8 @@ class TrainedModel:
         else:
             self.average = None
 
-    def _new_average(self) -> AveragedModel | ShardedAverage:
-        return ShardedAverage(self.module) if self.is_sharded else AveragedModel(self.module, use_buffers=True)
+    def _new_average(self) -> Average:
+        return Average(self.module, is_sharded=self.is_sharded)
 
     @staticmethod
     def _share(tensors: list[torch.Tensor]) -> None:

@@ -137,6 +137,7 @@ class NNHandler(Saving):
         amp: Literal["bf16", "fp16"] | None = None,
         clip_norm: float | None = None,
         ema_decay: float | None = None,
+        use_buffers: bool | None = None,
         non_finite: Literal["raise", "skip", "ignore"] = "raise",
         check_every: int | None = None,
         validate_every: int = 1,
@@ -157,6 +158,8 @@ class NNHandler(Saving):
             amp: Automatic mixed precision; ``"fp16"`` scales the loss.
             clip_norm: Largest 2-norm of the gradient, of each optimizer by itself; None does not clip.
             ema_decay: Decay of a moving average of the weights, which validation, prediction and sampling then use.
+            use_buffers: Average all floating buffers too, or none of them; None averages the running means and
+                variances of norms. What is not averaged is copied.
             non_finite: When a loss or the gradient is NaN or infinite on any rank, ``"raise"`` on all ranks,
                 ``"skip"`` the step on all, or ``"ignore"`` it.
             check_every: Number of steps after which to look for such a gradient, for which the host waits for a GPU;
@@ -189,7 +192,7 @@ class NNHandler(Saving):
         limits = Limits(epochs, max_steps, limit_batches, validate_every, validate_every_steps)
         if validate_every_steps is not None:
             self._required_val_data()
-        options = StepOptions(accumulate, amp, clip_norm, ema_decay, non_finite, check_every)
+        options = StepOptions(accumulate, amp, clip_norm, ema_decay, non_finite, check_every, use_buffers)
         self._dtype = options.dtype
         self._load_auto_save()
         events = Events(self._callbacks, self)

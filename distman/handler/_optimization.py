@@ -39,6 +39,7 @@ class StepOptions:
         amp: ``"bf16"`` or ``"fp16"`` for automatic mixed precision, the latter with a scaled loss; None without it.
         clip_norm: Largest 2-norm of each optimizer's gradient; None does not clip.
         ema_decay: Decay of the moving average of the weights, between 0 and 1; None keeps no average.
+        use_buffers: Which buffers are averaged too, see :meth:`NNHandler.train`.
         non_finite: What to do when a rank's loss, or the gradient, is NaN or infinite: ``"raise"`` on all ranks,
             ``"skip"`` the step on all, or ``"ignore"`` it.
         check_every: Number of steps from one look for such a gradient to the next, where it is to raise; None is 1 on
@@ -54,6 +55,7 @@ class StepOptions:
     ema_decay: float | None = None
     non_finite: Literal["raise", "skip", "ignore"] = "raise"
     check_every: int | None = None
+    use_buffers: bool | None = None
 
     def __post_init__(self) -> None:
         if self.accumulate < 1:
@@ -115,7 +117,7 @@ class Optimization:
         self._check_parameters()
         self._prepare()
         self._scaler = torch.amp.GradScaler(self._device.type, enabled=options.amp == "fp16")
-        model.keep_average(options.ema_decay)
+        model.keep_average(options.ema_decay, use_buffers=options.use_buffers)
         model.module.zero_grad()  # left by a step that raised, or of parameters that another optimizer did not have
         self.num_steps = self.num_skipped = 0
         self.num_taken = dict.fromkeys(self.optimizers, 0)

@@ -32,6 +32,7 @@ class Stepper:
         amp: Automatic mixed precision, see :meth:`autocast`; ``"fp16"`` scales the loss.
         clip_norm: Largest 2-norm of each optimizer's gradient; None does not clip.
         ema_decay: Decay of a moving average of the weights, which takes them after the last batch of a step.
+        use_buffers: Which buffers are averaged too, see :meth:`NNHandler.train`.
         non_finite: When a loss or a gradient is NaN or infinite on any rank, ``"raise"`` on all ranks, ``"skip"`` the
             step of that optimizer on all, or ``"ignore"`` it.
         check_every: See :meth:`NNHandler.train`; it counts the steps of all optimizers.
@@ -61,6 +62,7 @@ class Stepper:
         amp: Literal["bf16", "fp16"] | None = None,
         clip_norm: float | None = None,
         ema_decay: float | None = None,
+        use_buffers: bool | None = None,
         non_finite: Literal["raise", "skip", "ignore"] = "raise",
         check_every: int | None = None,
     ) -> None:
@@ -70,7 +72,7 @@ class Stepper:
                 "gradients are summed over the ranks when an optimizer steps."
             )
         named = {UNNAMED: optimizers} if isinstance(optimizers, torch.optim.Optimizer) else optimizers
-        options = StepOptions(1, amp, clip_norm, ema_decay, non_finite, check_every)
+        options = StepOptions(1, amp, clip_norm, ema_decay, non_finite, check_every, use_buffers)
         model = TrainedModel(module, wraps=False)
         self._take_over(model, OwnSteps(model, named, options))
 
