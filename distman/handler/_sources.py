@@ -210,12 +210,18 @@ class ForeignSource(Source):
 
     @property
     def _stateful(self) -> Any:
-        """What restores a position without reading: the loader, or the stream that it reads in this process."""
+        """What restores a position without reading: the loader, or the stream that it reads in this process.
+
+        A loader of torchdata that is at an epoch's end draws random numbers for that epoch once more, and one with
+        workers does not know the generators of these. So the former begins anew, and the latter is read again.
+        """
         batches: Any = self.batches
         dataset = getattr(batches, "dataset", None)
-        is_read_here = isinstance(dataset, IterableDataset) and getattr(batches, "num_workers", 1) == 0
-        holders = [batches, dataset] if is_read_here else [batches]
-        return next((one for one in holders if hasattr(one, "load_state_dict") and hasattr(one, "state_dict")), None)
+        is_read_here = getattr(batches, "num_workers", 1) == 0
+        holders = [batches, dataset] if is_read_here and isinstance(dataset, IterableDataset) else [batches]
+        if any(cls.__module__.startswith("torchdata.stateful_dataloader") for cls in type(batches).__mro__):
+            holders = [batches] if self._num_taken and (is_read_here or _has_state(dataset)) else []
+        return next((one for one in holders if _has_state(one)), None)
 
     def _first_total(self, num_own: int) -> int:
         """Return the number of samples of all ranks in an epoch's first step, for which each has a batch then."""
@@ -344,6 +350,10 @@ class ForeignSource(Source):
                 return num_samples
         self._is_exhausted = True
         return 0
+
+
+def _has_state(value: object) -> bool:
+    return hasattr(value, "load_state_dict") and hasattr(value, "state_dict")
 
 
 def _checksum(batch: Any) -> int:
