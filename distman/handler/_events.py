@@ -294,8 +294,17 @@ class Callbacks:
         Args:
             callback: The callback.
             is_last: Call it after all others, so that what it saves includes what they did.
+
+        Raises:
+            TypeError: A method is not one of an event, or does not take what the event passes.
         """
         (self._last if is_last else self._first).append(callback)
+
+    @property
+    def names(self) -> list[str]:
+        """The name of each callback's class, and which of those of its class it is."""
+        classes = [type(callback).__qualname__ for callback in self]
+        return [f"{name} {classes[:index].count(name)}" for index, name in enumerate(classes)]
 
     def state_dict(self) -> list[list[Any]]:
         """Return the name of each callback's class, and its state."""
@@ -314,27 +323,49 @@ class Callbacks:
 class Events:
     """The events of one training, emitted to the callbacks of its handler.
 
-    Args:
-        callbacks: The callbacks.
-        handler: The handler, their first argument.
+    A state that a callback saves says who had heard of the event by then: the run that is resumed from it tells the
+    others, and nobody twice.
     """
 
     def __init__(self, callbacks: Callbacks, handler: NNHandler) -> None:
         self._callbacks, self._handler = callbacks, handler
+        self._heard: dict[str, list[int]] = {}  # of what has happened since the latest step, or epoch
 
     def is_heard(self, event: Callable[..., None]) -> bool:
         """Return whether a callback overrides the method of an event."""
-        return any(getattr(type(callback), event.__name__) is not event for callback in self._callbacks)
+        methods = [getattr(callback, event.__name__) for callback in self._callbacks]
+        return any(getattr(method, "__func__", None) is not event for method in methods)
 
     def emit(
         self, event: Callable[Concatenate[Callback, NNHandler, P], None], *args: P.args, **kwargs: P.kwargs
     ) -> None:
-        """Call every callback's method for an event.
+        """Call every callback's method for an event, a method of :class:`Callback`."""
+        self._heard.pop(event.__name__, None)
+        self.emit_rest(event, *args, **kwargs)
 
-        Args:
-            event: The event, a method of :class:`Callback`.
-            args: The method's other arguments.
-            kwargs: The method's other arguments, by name.
-        """
-        for callback in self._callbacks:
-            getattr(callback, event.__name__)(self._handler, *args, **kwargs)
+    def emit_rest(
+        self, event: Callable[Concatenate[Callback, NNHandler, P], None], *args: P.args, **kwargs: P.kwargs
+    ) -> None:
+        """Call the method of the callbacks that have not heard of an event since :meth:`begin`."""
+        heard = self._heard.setdefault(event.__name__, [])
+        for index, callback in enumerate(self._callbacks):
+            if index not in heard:
+                heard.append(index)
+                getattr(callback, event.__name__)(self._handler, *args, **kwargs)
+
+    def begin(self) -> None:
+        """Forget who has heard what: a step or an epoch is over, and its events begin."""
+        self._heard.clear()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return who has heard of which events."""
+        return {"names": self._callbacks.names, "heard": {event: [*who] for event, who in self._heard.items()}}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore such a state; a callback that is new has missed what it was not there for."""
+        names = [*state["names"]]
+        places = [names.index(name) if name in names else None for name in self._callbacks.names]
+        self._heard = {
+            event: [own for own, place in enumerate(places) if place is None or place in who]
+            for event, who in state["heard"].items()
+        }

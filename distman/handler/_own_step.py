@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import AbstractContextManager, closing, nullcontext
+from contextlib import AbstractContextManager, ExitStack, closing
 from typing import Any, cast
 
 import torch
@@ -51,6 +51,9 @@ class OwnSteps(Optimization):
         self._events: Events | None = None  # in a loop of one's own
         self._norms: list[torch.Tensor] = []  # of the gradients of the optimizers, in the latest step
         self.num_own = 0  # samples of the batch that count on this rank
+        self._batch = ExitStack()  # left when the batch is over
+        self._buffers: list[torch.Tensor] | None = None  # from before the step
+        self._is_over = True  # the present step, to which nothing can be added
 
     def accumulators(self, metrics: Mapping[str, Metric]) -> Accumulators:
         """Return what adds up the numbers that the function returns."""
@@ -96,7 +99,7 @@ class OwnSteps(Optimization):
             DistmanError: A gradient has been computed, but not used.
             PlanMismatchError: On every rank: the ranks do not take the same steps.
         """
-        buffers = self._copy_buffers() if self._options.non_finite == "skip" else None
+        self._buffers = self._copy_buffers() if self._options.non_finite == "skip" else None
         self.num_taken, self._num_left_out = dict.fromkeys(self.optimizers, 0), 0
         self._num_windows += 1
         self._norms = []
@@ -105,15 +108,17 @@ class OwnSteps(Optimization):
         try:
             for index, step in enumerate(steps, start=1):
                 self._share, self._is_last = step.num_own / num_total, index == len(steps)
-                self.num_own = step.num_own
+                self.num_own, self._is_over = step.num_own, False
                 self._emit(Callback.on_train_batch_start, step.batch)
-                with nullcontext() if step.num_own else self._without_a_trace():
+                with self._batch:
+                    if not step.num_own:
+                        self._batch.enter_context(self._without_a_trace())
                     yield to_device(step.batch, self._device)
-            self._finish(buffers)
+            self.conclude()
         finally:
             for hook in hooks:
                 hook.remove()
-            self._share = None
+            self._share, self._is_over = None, True
             self._forget([*self.optimizers])
             self._update_scale()
 
@@ -181,6 +186,11 @@ class OwnSteps(Optimization):
         self._model.unwrap()
 
     def _share_of(self, call: str) -> float:
+        if self._share is not None and self._is_over:
+            raise DistmanError(
+                f"{call} must be called before the state of its step is taken, got a call after it, which that state "
+                "would lack. Take the state after the last step() of a batch."
+            )
         if self._share is None:
             raise DistmanError(
                 f"{call} must be called for a batch, got a call outside of one. Call it in the function that "
@@ -311,20 +321,33 @@ class OwnSteps(Optimization):
             parameter.grad = summed[key] if count else None
         return summed["loss"]
 
-    def _finish(self, buffers: Sequence[torch.Tensor] | None) -> None:
-        """End a step, after its last batch."""
+    def conclude(self) -> None:
+        """End a step, after its last batch, or in it when its state is taken.
+
+        Raises:
+            DistmanError: A gradient has been computed, but not used; or the step has batches left.
+        """
+        if self._is_over:
+            return
+        if not self._is_last:
+            raise DistmanError(
+                "a state must be taken in the last batch of a step, got a call in one before it, whose gradient waits "
+                "for the others. Take it where step() returns True, or after the loop."
+            )
         if self._losses:
             raise DistmanError(
                 f"the gradient of each backward() must be used by a step(), got one for {', '.join(self._losses)} that "
                 "is not. Leave that backward() out; accumulate= gathers the gradients of several batches."
             )
+        self._batch.close()
         self.norm = norm_of(self._norms)
         if self._num_left_out:
-            self._restore_buffers(buffers)
+            self._restore_buffers(self._buffers)
         if any(self.num_taken.values()):
             self._model.after_step()
         self.num_steps += self._is_taken
         self.num_skipped += self._num_left_out
+        self._is_over = True
 
     def _emit(self, event: Callable[..., None], *args: Any) -> None:
         if self._events is not None:

@@ -221,11 +221,14 @@ class Stepper:
     def state_dict(self) -> dict[str, Any]:
         """Return the weights, their average, the states of the optimizers, and the number of steps.
 
-        Collective. The tensors are no copies. The states of loaders and generators are not in it.
+        Collective. The tensors are no copies. The states of loaders and generators are not in it. Within the loop,
+        call it after the last :meth:`step` of a batch: this ends the step, with its average and its count.
 
         Raises:
+            DistmanError: The step has batches left, or a gradient has been computed, but not used.
             NonFiniteLossError: On every rank: a step has spoilt the weights, see ``check_every``.
         """
+        self._steps.conclude()
         self._steps.check()
         return {"model": self._model.state_dict(), "optimization": self._steps.state_dict()}
 
