@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import difflib
+import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec
 
@@ -278,6 +280,34 @@ class Callback:
         """
 
 
+EVENTS: dict[str, Callable[..., None]] = {name: one for name, one in vars(Callback).items() if name.startswith("on_")}
+
+
+def _check_methods(callback: Callback) -> None:
+    """Refuse a callback with a method that would never be called, or whose call would fail.
+
+    Raises:
+        TypeError: It has one.
+    """
+    where = type(callback).__name__
+    for name in [one for one in dir(callback) if one.startswith("on_") and one not in EVENTS]:
+        close = difflib.get_close_matches(name, EVENTS, n=1, cutoff=0)[0]
+        raise TypeError(
+            f"a method of a callback must not begin with on_ unless it is that of an event, got {name}() of {where}. "
+            f"Did you mean {close}{inspect.signature(EVENTS[close])}? The events are {', '.join(EVENTS)}."
+        )
+    for name, event in EVENTS.items():
+        given = [*inspect.signature(event).parameters][1:]
+        method = inspect.signature(getattr(callback, name))
+        try:
+            method.bind(*given)
+        except TypeError:
+            raise TypeError(
+                f"{name}() must take {', '.join(given)}, got {method} in {where}. "
+                f"Write def {name}(self, {', '.join(given)})."
+            ) from None
+
+
 class Callbacks:
     """The callbacks of a handler, in the order in which they are called."""
 
@@ -298,6 +328,7 @@ class Callbacks:
         Raises:
             TypeError: A method is not one of an event, or does not take what the event passes.
         """
+        _check_methods(callback)
         (self._last if is_last else self._first).append(callback)
 
     @property

@@ -393,6 +393,10 @@ class Setup:
         Args:
             callback: The callback.
 
+        Raises:
+            TypeError: It is no callback, or has a method that begins with ``on_`` and is not that of an event, or does
+                not take its arguments.
+
         Example:
             >>> handler = NNHandler(torch.nn.Linear, in_features=2, out_features=1)
             >>> handler.add_callback(EarlyStopping("val_loss", patience=3))
