@@ -13,9 +13,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from distman._coordination.wait_scope import WaitScope
 from distman.checkpoint import load_model_state, model_state
+from distman.checkpoint._model_state import without_compiled
 from distman.collectives._objects import broadcast_data
 from distman.errors import DistmanError
 from distman.handler._average import Average
+from distman.handler._changes import Changes
 from distman.handler._sharding import (
     compile_parts,
     forget_step,
@@ -286,7 +288,12 @@ class TrainedModel:
     def state_dict(self) -> dict[str, Any]:
         """Return weights, buffers and their average."""
         average = None if self.average is None else self.average.state_dict()
-        return {"module": model_state(self.module), "average": average, "gradient_order": self._gradient_order}
+        return {
+            "module": model_state(self.module),
+            "average": average,
+            "gradient_order": self._gradient_order,
+            "frozen": self._frozen(),
+        }
 
     def evaluated_state(self) -> dict[str, Any]:
         """Return the average, if one is kept, else weights and buffers; under the names of the bare model."""
@@ -295,12 +302,16 @@ class TrainedModel:
             return {name: averages.get(f"module.{name}", value) for name, value in model_state(self.module).items()}
         return model_state(self.evaluated)
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore such a state.
+    def load_state_dict(self, state: Mapping[str, Any], changes: Changes | None = None) -> None:
+        """Restore such a state, and note what was frozen then and is not now.
 
         Raises:
             RuntimeError: The weights do not fit the module.
         """
+        if changes is not None and "frozen" in state:
+            changes.note("frozen parameters", state["frozen"], self._frozen())
+        if changes is None or not changes.are_of_program:
+            self._freeze(state.get("frozen"))
         load_model_state(self.module, place_parts(self.module, state["module"]) if self.is_sharded else state["module"])
         if not self._has_buckets:
             self._gradient_order = state["gradient_order"]
@@ -309,6 +320,14 @@ class TrainedModel:
             self.average.load_state_dict(state["average"])
         else:
             self.average = None
+
+    def _frozen(self) -> list[str]:
+        named = self.module.named_parameters()
+        return [without_compiled(name) for name, one in named if not one.requires_grad]
+
+    def _freeze(self, names: Sequence[str] | None) -> None:
+        for name, parameter in self.module.named_parameters() if names is not None else ():
+            parameter.requires_grad_(without_compiled(name) not in (names or ()))
 
     def _new_average(self) -> Average:
         return Average(self.module, is_sharded=self.is_sharded)

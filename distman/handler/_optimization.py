@@ -13,9 +13,10 @@ import torch
 
 from distman._coordination.wait_scope import WaitScope
 from distman._torch_internals import norms
+from distman.checkpoint._model_state import without_compiled as bare_name
 from distman.data._randomness import generators_preserved
-from distman.errors import CheckpointError
 from distman.handler._accumulators import Accumulators, Metric
+from distman.handler._changes import Changes, class_of, options_of, use_options
 from distman.handler._events import Callback, Events
 from distman.handler._finite import FiniteCheck
 from distman.handler._model import TrainedModel
@@ -88,6 +89,7 @@ class Optimization:
         model: The model.
         optimizers: Optimizers of its parameters, by name.
         options: How to step.
+        given: The options of the optimizers' groups as the program has set them; None as they are now.
 
     Attributes:
         optimizers: The optimizers.
@@ -105,7 +107,11 @@ class Optimization:
     may_lack = False
 
     def __init__(
-        self, model: TrainedModel, optimizers: Mapping[str, torch.optim.Optimizer], options: StepOptions
+        self,
+        model: TrainedModel,
+        optimizers: Mapping[str, torch.optim.Optimizer],
+        options: StepOptions,
+        given: Mapping[str, Any] | None = None,
     ) -> None:
         model.forget_step()
         self._model, self.optimizers, self._options = model, dict(optimizers), options
@@ -115,6 +121,7 @@ class Optimization:
             for name, optimizer in optimizers.items()
         }
         self._check_parameters()
+        self._described = {name: self._describe(name, (given or {}).get(name)) for name in optimizers}
         self._prepare()
         self._scaler = torch.amp.GradScaler(self._device.type, enabled=options.amp == "fp16")
         model.keep_average(options.ema_decay, use_buffers=options.use_buffers)
@@ -183,6 +190,7 @@ class Optimization:
         states = {name: optimizer.state_dict() for name, optimizer in self.optimizers.items()}
         return {
             **({"optimizer": states[UNNAMED]} if states.keys() == {UNNAMED} else {"optimizers": states}),
+            "described": self._described,
             "scaler": self._scaler.state_dict(),
             "num_steps": self.num_steps,
             "num_skipped": self.num_skipped,
@@ -199,20 +207,38 @@ class Optimization:
         """Restore such buffers."""
         self._model.load_own_buffers(buffers)
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore such a state.
+    def compare(self, state: Mapping[str, Any], changes: Changes) -> list[str]:
+        """Return the names of the optimizers that such a state can be loaded into, and note what differs.
 
         Raises:
             CheckpointError: It is of other optimizers.
         """
-        states = state["optimizers"] if "optimizers" in state else {UNNAMED: state["optimizer"]}
-        if states.keys() != self.optimizers.keys():
-            raise CheckpointError(
-                f"the optimizers must be those that were saved, {', '.join(states)}, got {', '.join(self.optimizers)}. "
-                "Give them the same names."
-            )
-        for name, optimizer in self.optimizers.items():
+        states, described = _by_name(state), state.get("described", {})
+        if not changes.fit("the names of the optimizers", sorted(states), sorted(self.optimizers)):
+            states = {name: one for name, one in states.items() if name in self.optimizers}
+        fitting = []
+        for name in states:
+            saved, own = described.get(name, self._described[name]), self._described[name]
+            label = "the optimizer" if name == UNNAMED else f"the optimizer {name}"
+            parts = {"class": f"the class of {label}", "parameters": f"the parameters of {label}"}
+            if all([changes.fit(what, saved[part], own[part]) for part, what in parts.items()]):  # noqa: C419 - all of them
+                changes.note(label, saved["options"], own["options"])
+                fitting.append(name)
+        return fitting
+
+    def load_state_dict(self, state: Mapping[str, Any], changes: Changes | None = None) -> None:
+        """Restore such a state, as far as it fits.
+
+        Raises:
+            CheckpointError: It is of other optimizers.
+        """
+        changes = changes or Changes()
+        states, described = _by_name(state), state.get("described", {})
+        for name in self.compare(state, changes):
+            optimizer = self.optimizers[name]
             optimizer.load_state_dict(place_optimizer_state(optimizer, states[name]))
+            if changes.are_of_program and name in described:
+                use_options(optimizer, described[name]["options"], self._described[name]["options"])
         self._load_scale(state["scaler"])
         self.num_steps, self.num_skipped = state["num_steps"], state["num_skipped"]
 
@@ -245,6 +271,13 @@ class Optimization:
             )
         self._not_optimized = [one for one in self._model.module.parameters() if id(one) not in own]
 
+    def _describe(self, name: str, given: Any) -> dict[str, Any]:
+        """Return what makes an optimizer another one: its class, the names of its parameters, and its options."""
+        optimizer = self.optimizers[name]
+        names = {id(one): bare_name(own) for own, one in self._model.module.named_parameters()}
+        parameters = [[names.get(id(one), "foreign") for one in group["params"]] for group in optimizer.param_groups]
+        return {"class": class_of(optimizer), "parameters": parameters, "options": given or options_of(optimizer)}
+
     def _prepare(self) -> None:
         """Let the model's gradients be averaged, and refuse optimizers that need more."""
         for optimizer in self.optimizers.values():
@@ -253,6 +286,13 @@ class Optimization:
                     f"the optimizer must step without a closure, got {type(optimizer).__name__}, which computes the "
                     "loss several times per step. Pass it the closure in a step of your own: set_step()."
                 )
+        self._model.wrap()
+
+    def follow_freezing(self) -> None:
+        """Let the gradients be averaged of what is trained now: a callback may have frozen or unfrozen a part.
+
+        Collective.
+        """
         self._model.wrap()
 
     def _load_scale(self, state: Mapping[str, Any]) -> None:
@@ -351,6 +391,12 @@ def needs_closure(optimizer: torch.optim.Optimizer) -> bool:
     """Return whether an optimizer computes the loss several times per step, as LBFGS does."""
     closure = inspect.signature(optimizer.step).parameters.get("closure")
     return closure is not None and closure.default is inspect.Parameter.empty
+
+
+def _by_name(state: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the optimizers' states in a state, by name."""
+    states: Mapping[str, Any] = state["optimizers"] if "optimizers" in state else {UNNAMED: state["optimizer"]}
+    return states
 
 
 def norm_of(norms: Sequence[torch.Tensor]) -> torch.Tensor | None:

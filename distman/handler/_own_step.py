@@ -39,9 +39,13 @@ class OwnSteps(Optimization):
     may_lack = True
 
     def __init__(
-        self, model: TrainedModel, optimizers: Mapping[str, torch.optim.Optimizer], options: StepOptions
+        self,
+        model: TrainedModel,
+        optimizers: Mapping[str, torch.optim.Optimizer],
+        options: StepOptions,
+        given: Mapping[str, Any] | None = None,
     ) -> None:
-        super().__init__(model, optimizers, options)
+        super().__init__(model, optimizers, options, given)
         self._share: float | None = None  # of a batch, in the samples of a step on all ranks; None outside of batches
         self._is_last, self._is_stepping = True, False
         self._losses: dict[str, list[torch.Tensor]] = {}  # of the gradients that wait for their optimizer's step
@@ -176,6 +180,9 @@ class OwnSteps(Optimization):
                 "an optimizer must step by step() of the stepper, which adds up the gradients of all ranks, got a call "
                 f"of {type(optimizer).__name__}.step(). Call stepper.step() instead."
             )
+
+    def follow_freezing(self) -> None:
+        """Do nothing: gradients are summed of what is trained when an optimizer steps."""
 
     def _prepare(self) -> None:
         if any(map(is_distributed_tensor, self._model.module.parameters())):

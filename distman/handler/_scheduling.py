@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import copy
+from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
 import torch
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+
+from distman.handler._changes import Changes, class_of, plain, updated
 
 UNNAMED = "optimizer"
 """Name of an optimizer that is the only one."""
@@ -38,6 +41,12 @@ class Scheduling:
         if per == "step" and isinstance(scheduler, ReduceLROnPlateau):
             raise ValueError("per must be 'epoch' for ReduceLROnPlateau, got 'step'. It compares values of epochs.")
         self._optimizer, self._scheduler, self._per, self._monitor = optimizer, scheduler, per, monitor
+        self._fresh = {} if scheduler is None else copy.deepcopy(scheduler.state_dict())
+        self.described = {
+            "class": "" if scheduler is None else class_of(scheduler),
+            "per": per,
+            "options": plain(self._fresh),
+        }
 
     @property
     def monitored(self) -> str | None:
@@ -79,9 +88,11 @@ class Scheduling:
         """Return the scheduler's state; empty without one."""
         return {} if self._scheduler is None else self._scheduler.state_dict()
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore such a state."""
+    def load_state_dict(self, state: Mapping[str, Any], saved: Mapping[str, Any] | None = None) -> None:
+        """Restore such a state; where the program counts, with its options in the place of those that were saved."""
         if self._scheduler is not None and state:
+            own = self.described["options"]
+            state = dict(state) if saved is None else updated(dict(state), saved["options"], own, self._fresh)
             self._scheduler.load_state_dict(dict(state))
 
 
@@ -121,8 +132,33 @@ class Schedules:
         states = {name: one.state_dict() for name, one in self._by_name.items()}
         return states[UNNAMED] if self._is_single else {"schedulers": states}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore such states."""
-        states = {UNNAMED: state} if self._is_single else state["schedulers"]
-        for name, one in self._by_name.items():
-            one.load_state_dict(states[name])
+    @property
+    def described(self) -> dict[str, Any]:
+        """What makes them other schedules: their classes and options, by name."""
+        return {name: one.described for name, one in self._by_name.items()}
+
+    def load_state_dict(self, state: Mapping[str, Any], described: Mapping[str, Any], changes: Changes) -> None:
+        """Restore such states, as far as they fit.
+
+        Raises:
+            CheckpointError: They are of another class.
+        """
+        states = state.get("schedulers", {UNNAMED: state})
+        for name in self.compare(states, described, changes):
+            self._by_name[name].load_state_dict(states[name], described.get(name) if changes.are_of_program else None)
+
+    def compare(self, states: Iterable[str], described: Mapping[str, Any], changes: Changes) -> list[str]:
+        """Return the names of those that saved states can be loaded into, and note what differs.
+
+        Raises:
+            CheckpointError: They are of another class.
+        """
+        fitting = []
+        for name in [one for one in states if one in self._by_name]:
+            own = self._by_name[name].described
+            saved, label = described.get(name, own), "the scheduler" if self._is_single else f"the scheduler of {name}"
+            if changes.fit(f"the class of {label}", saved["class"], own["class"]):
+                changes.note(f"{label}, per", saved["per"], own["per"])
+                changes.note(label, saved["options"], own["options"])
+                fitting.append(name)
+        return fitting

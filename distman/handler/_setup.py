@@ -13,6 +13,7 @@ from torch.utils.data import Dataset
 from distman.errors import DistmanError
 from distman.handler._accumulators import Metric, MetricFunction, StatefulMetric
 from distman.handler._callbacks import ModelCheckpoint
+from distman.handler._changes import options_of
 from distman.handler._events import Callback, Callbacks
 from distman.handler._loading import make_loader, make_source
 from distman.handler._model import TrainedModel
@@ -49,6 +50,7 @@ class Setup:
         self._step: StepFunction | None = None
         self._step_num_samples: NumSamples | None = None
         self._optimizers: dict[str, torch.optim.Optimizer] = {}
+        self._given: dict[str, list[dict[str, Any]]] = {}  # options, before a schedule changes them
         self._schedulings: dict[str, Scheduling] = {}
         self._train_data: Any = None
         self._val_data: Any = None
@@ -138,6 +140,7 @@ class Setup:
         optimizer = optimizer_class(chosen, **kwargs)
         kept = {} if name is None else {one: own for one, own in self._optimizers.items() if one != UNNAMED}
         self._optimizers = kept | {name or UNNAMED: optimizer}
+        self._given[name or UNNAMED] = options_of(optimizer)
         self._schedulings = {one: own for one, own in self._schedulings.items() if one in kept and one != name}
 
     def set_scheduler(

@@ -86,6 +86,11 @@ class Source(abc.ABC):
     def num_steps(self) -> int | None:
         """Return the number of steps of a full epoch; None if unknown."""
 
+    @property
+    @abc.abstractmethod
+    def batch_size(self) -> int | None:
+        """Number of samples in a batch of this rank; None if unknown."""
+
     @abc.abstractmethod
     def state_dict(self) -> dict[str, Any]:
         """Return the position after the latest step."""
@@ -160,6 +165,11 @@ class LoaderSource(Source):
     def num_steps(self) -> int:
         """Return the number of steps of a full epoch."""
         return len(self.loader)
+
+    @property
+    def batch_size(self) -> int | None:
+        """Number of samples in a batch of this rank; None where the program draws the batches."""
+        return getattr(self.loader.batches, "batch_size", None)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position after the latest step."""
@@ -309,6 +319,12 @@ class ForeignSource(Source):
         except (TypeError, NotImplementedError):  # a DataLoader over a stream has a length that cannot be asked for
             return None
 
+    @property
+    def batch_size(self) -> int | None:
+        """Number of samples in a batch of this rank; None if it cannot be known."""
+        size = getattr(self.batches, "batch_size", None)
+        return size if isinstance(size, int) else None
+
     def state_dict(self) -> dict[str, Any]:
         """Return the position after the latest step."""
         generators, stateful = self._own_at_start, self._stateful
@@ -318,6 +334,7 @@ class ForeignSource(Source):
             "is_exhausted": self._is_exhausted,
             "random_at_start": self._at_start,
             "generators_at_start": states_of(generators_of(self.batches)) if generators is None else generators,
+            "batch_size": self.batch_size,
             "own": None if stateful is None else stateful.state_dict(),
         }
 
@@ -326,6 +343,9 @@ class ForeignSource(Source):
         self.begin(state["epoch"])
         if not is_same_job:
             logger.warning("epoch %d starts over: its position was saved by another number of ranks", self._epoch)
+            return False
+        if state["num_taken"] and state.get("batch_size", self.batch_size) != self.batch_size:
+            logger.warning("epoch %d starts over: its position was saved with another batch_size", self._epoch)
             return False
         if getattr(self.batches, "persistent_workers", False) and (self._epoch or state["num_taken"]):
             logger.warning(

@@ -11,6 +11,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from distman.data import TrainingLoader
+from distman.handler._changes import Changes
 from distman.handler._model import TrainedModel
 from distman.handler._optimization import StepOptions
 from distman.handler._own_step import Closure, OwnSteps
@@ -232,13 +233,17 @@ class Stepper:
         self._steps.check()
         return {"model": self._model.state_dict(), "optimization": self._steps.state_dict()}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(
+        self, state: Mapping[str, Any], *, on_change: Literal["file", "program", "error"] | None = None
+    ) -> None:
         """Restore such a state, saved by any number of ranks.
 
         Local.
 
         Args:
             state: From :meth:`state_dict`.
+            on_change: What counts where the optimizers are others than those that were saved, see
+                :meth:`NNHandler.auto_save`.
 
         Raises:
             RuntimeError: The weights do not fit the module.
@@ -250,7 +255,9 @@ class Stepper:
             >>> stepper.load_state_dict(stepper.state_dict())
         """
         self._model.load_state_dict(state["model"])
-        self._steps.load_state_dict(state["optimization"])
+        changes = Changes(on_change)
+        self._steps.load_state_dict(state["optimization"], changes)
+        changes.tell()
 
     def _read(self, loader: Iterable[Any]) -> Iterator[Step]:
         if isinstance(loader, TrainingLoader):
@@ -267,10 +274,13 @@ StepFunction = Callable[[Stepper, Any], Mapping[str, Any] | torch.Tensor | float
 
 
 def own_steps(
-    model: TrainedModel, optimizers: Mapping[str, torch.optim.Optimizer], options: StepOptions
+    model: TrainedModel,
+    optimizers: Mapping[str, torch.optim.Optimizer],
+    options: StepOptions,
+    given: Mapping[str, Any],
 ) -> tuple[Stepper, OwnSteps]:
     """Return what a function that steps is called with, and what takes its steps."""
-    steps = OwnSteps(model, optimizers, options)
+    steps = OwnSteps(model, optimizers, options, given)
     stepper = Stepper.__new__(Stepper)
     stepper._take_over(model, steps)
     return stepper, steps

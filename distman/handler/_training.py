@@ -15,6 +15,7 @@ from distman.collectives._objects import all_gather_objects
 from distman.data._randomness import generators_state, set_generators_state
 from distman.errors import DistmanError, NonFiniteLossError
 from distman.handler._accumulators import Metric
+from distman.handler._changes import Changes
 from distman.handler._events import Callback, Events
 from distman.handler._history import History, Record, as_numbers, turn_into_numbers
 from distman.handler._limits import Limits
@@ -163,19 +164,28 @@ class Training:
             "record": as_numbers([] if self._record is None else [self._record]),
             "optimization": self.optimization.state_dict(),
             "scheduler": self._scheduling.state_dict(),
+            "schedules": self._scheduling.described,
             "names": self._accumulators.names,
             "ranks": all_gather_objects(own),
         }
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any], changes: Changes) -> None:
         """Resume from such a state.
 
         If another number of ranks saved it, random numbers are not restored, and rank 0 takes over all sums.
+
+        Raises:
+            CheckpointError: It does not fit the program.
         """
+        self._compare(state, changes)
         self.epoch, self._seconds, self.reason = state["epoch"], state["seconds"], state["reason"]
         self._num_batches, self._pass, self._validated_at = state["num_batches"], state["pass"], state["validated_at"]
-        self.optimization.load_state_dict(state["optimization"])
-        self._scheduling.load_state_dict(state["scheduler"])
+        if "pending" in state:
+            self._pending, self._told = state["pending"], [*state["told"]]
+            self._record = next(iter(state["record"]), None)
+            self._events.load_state_dict(state["events"])
+        self.optimization.load_state_dict(state["optimization"], Changes("program" if changes.are_of_program else None))
+        self._scheduling.load_state_dict(state["scheduler"], state.get("schedules", {}), changes)
         manager, ranks = DistributedManager(), state["ranks"]
         is_same_job = len(ranks) == manager.world_size
         is_resumed = self._resume_source(ranks[manager.rank if is_same_job else 0]["source"], is_same_job=is_same_job)
@@ -188,6 +198,19 @@ class Training:
             self.optimization.load_own_buffers(ranks[manager.rank]["buffers"])
             set_generators_state(ranks[manager.rank]["random"])
 
+    def _compare(self, state: Mapping[str, Any], changes: Changes) -> None:
+        """Find what the program has changed since, before anything is restored."""
+        ranks, world_size = state["ranks"], DistributedManager().world_size
+        if len(ranks) != world_size:
+            self._reporter.log("resuming on %d ranks from a checkpoint of %d", world_size, len(ranks))
+        self.optimization.compare(state["optimization"], changes)
+        described = state.get("schedules", {})
+        self._scheduling.compare([*described], described, changes)
+        saved, own = ranks[0]["source"].get("batch_size"), self.source.batch_size
+        if saved is not None and own is not None and saved * len(ranks) != own * world_size:
+            changes.note("batch_size", saved, own, suffix=", whose batches are used")
+        changes.tell()
+
     def go_on_from(self, latest: Training) -> None:
         """Resume from the latest run in this program, with its model, optimizer and scheduler as they are now."""
         self.epoch, self._seconds, self._stop_reason = latest.epoch, latest._seconds, latest._stop_reason
@@ -199,7 +222,11 @@ class Training:
             self._accumulators.resume(latest._accumulators.names, latest._accumulators.sums)
 
     def _source_state(self) -> dict[str, Any]:
-        return {"kind": type(self.source).__name__, "position": self.source.state_dict()}
+        return {
+            "kind": type(self.source).__name__,
+            "position": self.source.state_dict(),
+            "batch_size": self.source.batch_size,
+        }
 
     def _resume_source(self, state: Mapping[str, Any], *, is_same_job: bool) -> bool:
         """Resume an epoch, and return whether the source is where it was, so that the sums are of the same epoch."""
@@ -215,6 +242,9 @@ class Training:
     def _run_epoch(self, accumulate: int, bar: ProgressBar) -> bool:
         """Train for the rest of an epoch; return False if the job was asked to stop."""
         self._events.emit(Callback.on_epoch_begin, self.epoch)
+        self.optimization.follow_freezing()
+        if self._pending == "step":
+            self._conclude_step()
         self._validate_within()  # where a stop came between a step and its validation
         started = time.perf_counter()
         self._step_records.resume()
