@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from distman.checkpoint import CheckpointFolder
+from distman.checkpoint._folder import check_writable
 from distman.handler._events import Callback
 from distman.handler._history import Record
 from distman.handler._sharded_state import save_in
@@ -149,6 +150,17 @@ class ModelCheckpoint(Callback):
         self.folder = CheckpointFolder(folder, keep=keep, sharded=sharded)
         self.best: dict[int, float] = {}
         self._monitor, self._sign, self._num_best = monitor, _sign(mode), num_best
+
+    def on_train_begin(self, handler: NNHandler) -> None:
+        """Try whether the folder can be written.
+
+        Collective.
+
+        Raises:
+            OSError: On a rank that cannot write there.
+            RankFailedError: On the other ranks.
+        """
+        check_writable(self.folder)
 
     def on_epoch_end(self, handler: NNHandler, record: Record) -> None:
         """Save a checkpoint.

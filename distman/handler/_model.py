@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -31,6 +32,9 @@ from distman.manager import DistributedManager
 
 _WITH_MEANS = (torch.nn.BatchNorm1d, torch.nn.BatchNorm2d, torch.nn.BatchNorm3d, torch.nn.SyncBatchNorm)
 """Modules whose buffers training writes on each rank, and evaluation reads: of those rank 0's are enough."""
+
+
+_UNFINISHED = "Expected to have finished reduction in the prior iteration"
 
 
 class TrainedModel:
@@ -145,6 +149,23 @@ class TrainedModel:
                 yield self._wrapped
         finally:
             self._is_training = False
+
+    @contextmanager
+    def told_of_unused(self) -> Iterator[None]:
+        """Say which parameters had no gradient on this rank where DistributedDataParallel has waited for them."""
+        try:
+            yield
+        except RuntimeError as error:
+            if _UNFINISHED not in str(error) or not isinstance(self._wrapped, DistributedDataParallel):
+                raise
+            found = re.search(rf"for rank {DistributedManager().rank}: ([\d ]+)", str(error))
+            names = [name for name, one in self.module.named_parameters() if one.requires_grad]
+            unused = [names[int(index)] for index in found[1].split()] if found else ["some"]
+            raise DistmanError(
+                "all parameters that are trained must have a part in the loss of each step, got none for "
+                f"{', '.join(unused)} in the step before. Freeze what is not used, by requires_grad_(False), or set "
+                "DDP_FIND_UNUSED_PARAMETERS=1."
+            ) from error
 
     @contextmanager
     def backward_pass(self) -> Iterator[None]:

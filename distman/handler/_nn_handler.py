@@ -12,6 +12,7 @@ import torch
 
 from distman._device import resolve_device
 from distman._seeds import seed_generators, seed_of
+from distman.checkpoint._folder import check_writable
 from distman.handler._changes import Changes
 from distman.handler._events import Callback, Events
 from distman.handler._history import History
@@ -197,6 +198,8 @@ class NNHandler(Saving):
         self._dtype = options.dtype
         if self._load_auto_save(limits):
             return self.history
+        if self._auto_save is not None:
+            check_writable(self._auto_save.folder)
         events = Events(self._callbacks, self)
         training = self._make_training(options, limits, events)
         if not self.module.training:

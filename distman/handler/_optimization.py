@@ -329,7 +329,7 @@ class Optimization:
     def _backward(self, objective: Objective, step: Step, factor: float, events: Events) -> Outcome:
         batch = to_device(step.batch, self._device)
         with self._model.training() as model, nullcontext() if step.num_own else self._without_a_trace():
-            with self._autocast():
+            with self._autocast(), self._model.told_of_unused():
                 outcome = objective(model, batch)
             check_loss(outcome.loss)
             events.emit(Callback.on_before_backward, outcome.loss)

@@ -348,8 +348,8 @@ def read_checkpoint(path: str | os.PathLike[str]) -> dict[str, Any]:
     lacking = [name for name in _PARTS if not isinstance(state, Mapping) or name not in state]
     if lacking:
         raise CheckpointError(
-            f"the file must hold what NNHandler.save() wrote, but has no {', '.join(lacking)}. Load weights alone with "
-            "handler.module.load_state_dict(distman.checkpoint.load(path))."
+            f"the file must hold what NNHandler.save() wrote, but has no {', '.join(lacking)}. Begin with the "
+            "weights of a file of Lightning, torch.save or another library by handler.load(path, only='model')."
         )
     return dict(state)
 

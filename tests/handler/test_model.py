@@ -200,3 +200,19 @@ class KeepsStates(Callback):
 
 def whole(value):
     return (value.full_tensor() if isinstance(value, DTensor) else value).clone()
+
+
+class UsesAPart(Network):
+    def __init__(self):
+        super().__init__()
+        self.unused = nn.Linear(2, 2)
+
+
+@ranks(2)
+def test_parameters_without_a_gradient_are_named():
+    handler = NNHandler(UsesAPart)
+    handler.set_optimizer(torch.optim.SGD, lr=0.1)
+    handler.set_loss_fn(nn.functional.mse_loss)
+    handler.set_train_loader(regression(), batch_size=8)
+    with pytest.raises(DistmanError, match=r"got none for unused\.weight, unused\.bias in the step before. Freeze"):
+        handler.train(1)
