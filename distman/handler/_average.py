@@ -41,12 +41,7 @@ class Average:
         return self._parts if self.module is None else _tensors(self.module)
 
     def set_options(self, decay: float, *, use_buffers: bool | None) -> None:
-        """Set how the average moves on.
-
-        Args:
-            decay: Weight of the previous average in each update.
-            use_buffers: Average all floating buffers, or none; None averages the statistics of norms.
-        """
+        """Set how the average moves on."""
         self._move = get_ema_multi_avg_fn(decay)
         buffers = dict(self._source.named_buffers()) if use_buffers else {}
         chosen = [*_statistics(self._source)] if use_buffers is None else [*buffers]
@@ -86,11 +81,7 @@ class Average:
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore such a state, whole or sharded.
-
-        Raises:
-            RuntimeError: It does not fit the module.
-        """
+        """Restore such a state, whole or sharded."""
         values = {name.removeprefix("module."): value for name, value in state.items() if name != "n_averaged"}
         if self.module is not None:
             load_model_state(self.module, values)

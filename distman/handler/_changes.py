@@ -24,12 +24,7 @@ _MISSING = "nothing"
 
 
 class Changes:
-    """Compares what a program was when it saved with what it is now.
-
-    Args:
-        on_change: What counts where they differ, see :meth:`NNHandler.auto_save`; None is the file, unless the two do
-            not fit together.
-    """
+    """Compares what a program was when it saved with what it is now."""
 
     def __init__(self, on_change: OnChange | None = None) -> None:
         if on_change not in (None, "file", "program", "error"):
@@ -43,11 +38,7 @@ class Changes:
         return self._on_change == "program"
 
     def fit(self, what: str, saved: object, own: object) -> bool:
-        """Return whether a state that was saved for one thing may be loaded into another.
-
-        Raises:
-            CheckpointError: It may not, and the program does not say that it counts.
-        """
+        """Return whether a state that was saved for one thing may be loaded into another."""
         if saved == own:
             return True
         if not self.are_of_program:
@@ -63,11 +54,7 @@ class Changes:
         self._found += [f"{one}{suffix}" for one in _differences(what, saved, own)]
 
     def tell(self) -> None:
-        """Say what differs, on rank 0.
-
-        Raises:
-            CheckpointError: Something does, and it is to be an error.
-        """
+        """Say what differs, on rank 0."""
         if not self._found:
             return
         found = printable("; ".join(self._found))

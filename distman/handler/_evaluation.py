@@ -46,18 +46,6 @@ def evaluate(
     """Return the loss and the metrics over all samples, the same on all ranks.
 
     Collective. Blocking. The model is in evaluation mode meanwhile.
-
-    Args:
-        model: The bare module: the ranks may make different numbers of steps.
-        objective: Returns loss, outputs and targets of a batch.
-        batches: This rank's batches; the ranks may have different numbers of them.
-        metrics: What to measure, by name.
-        dtype: Data type of automatic mixed precision; None without it.
-        num_samples: Counts the samples, or tokens, of a batch; None leaves it to the loader's plan, if it has one, or
-            to the batch.
-
-    Returns:
-        The mean loss, named ``loss``, and the metrics.
     """
     accumulators = Accumulators(metrics, keeps_all=True)
     with evaluating(model, dtype):

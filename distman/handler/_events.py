@@ -284,11 +284,7 @@ EVENTS: dict[str, Callable[..., None]] = {name: one for name, one in vars(Callba
 
 
 def _check_methods(callback: Callback) -> None:
-    """Refuse a callback with a method that would never be called, or whose call would fail.
-
-    Raises:
-        TypeError: It has one.
-    """
+    """Refuse a callback with a method that would never be called, or whose call would fail."""
     where = type(callback).__name__
     for name in [one for one in dir(callback) if one.startswith("on_") and one not in EVENTS]:
         close = difflib.get_close_matches(name, EVENTS, n=1, cutoff=0)[0]
@@ -319,15 +315,7 @@ class Callbacks:
         return iter([*self._first, *self._last])
 
     def add(self, callback: Callback, *, is_last: bool) -> None:
-        """Add a callback.
-
-        Args:
-            callback: The callback.
-            is_last: Call it after all others, so that what it saves includes what they did.
-
-        Raises:
-            TypeError: A method is not one of an event, or does not take what the event passes.
-        """
+        """Add a callback."""
         _check_methods(callback)
         (self._last if is_last else self._first).append(callback)
 

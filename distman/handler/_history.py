@@ -125,11 +125,7 @@ def as_numbers(records: Sequence[Record]) -> list[Record]:
 
 
 def turn_into_numbers(record: Record) -> None:
-    """Turn what callbacks have added to a record into numbers, those of NumPy and torch say.
-
-    Raises:
-        TypeError: It is none.
-    """
+    """Turn what callbacks have added to a record into numbers, those of NumPy and torch say."""
     for name, value in record.items():
         try:
             record[name] = float(value)

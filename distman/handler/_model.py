@@ -42,12 +42,6 @@ class TrainedModel:
 
     Collective. The module is moved to this rank's device and gets the weights of rank 0.
 
-    Args:
-        module: The model.
-        compile_options: Options of ``torch.compile``; None does not compile.
-        strategy: How the ranks share the work.
-        wraps: Whether to wrap the module, whose gradients are then averaged in each backward pass.
-
     Attributes:
         module: The bare module: its calls, its state and its parameters are local, unless :attr:`is_sharded`.
         is_sharded: Whether the module's parameters are sharded over the ranks; then it is wrapped itself.
@@ -114,10 +108,7 @@ class TrainedModel:
             self._wrapped.register_forward_pre_hook(self._refuse)
 
     def forget_step(self) -> None:
-        """Let a sharded module have its own parameters again after a step that raised.
-
-        Local.
-        """
+        """Let a sharded module have its own parameters again after a step that raised."""
         if self.is_sharded:
             forget_step(self.module)
 
@@ -224,12 +215,7 @@ class TrainedModel:
         return without_reduction(self.module) if self.is_sharded else nullcontext()
 
     def keep_average(self, decay: float | None, *, use_buffers: bool | None = None) -> None:
-        """Keep a moving average of the weights from now on, or continue the present one; see :class:`Average`.
-
-        Args:
-            decay: Weight of the previous average in each step, between 0 and 1; None keeps no average.
-            use_buffers: See :meth:`Average.set_options`.
-        """
+        """Keep a moving average of the weights from now on, or continue the present one; see :class:`Average`."""
         if decay is None:
             self.average = None
             return
@@ -324,11 +310,7 @@ class TrainedModel:
         return model_state(self.evaluated)
 
     def load_state_dict(self, state: Mapping[str, Any], changes: Changes | None = None) -> None:
-        """Restore such a state, and note what was frozen then and is not now.
-
-        Raises:
-            RuntimeError: The weights do not fit the module.
-        """
+        """Restore such a state, and note what was frozen then and is not now."""
         if changes is not None and "frozen" in state:
             changes.note("frozen parameters", state["frozen"], self._frozen())
         if changes is None or not changes.are_of_program:
@@ -376,11 +358,7 @@ class TrainedModel:
 
 
 class _ZeroGradients(torch.nn.Module):
-    """A module whose loss gives parameters gradients of zero, one after another.
-
-    Args:
-        parameters: The parameters in that order, and whether the gradient of each is sparse.
-    """
+    """A module whose loss gives parameters gradients of zero, one after another."""
 
     def __init__(self, parameters: Sequence[tuple[torch.nn.Parameter, bool]]) -> None:
         super().__init__()

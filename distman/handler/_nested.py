@@ -24,16 +24,7 @@ class _Samples(list[torch.Tensor]):
 
 
 def join(batches: Sequence[_Part], pad: Pad | None = None) -> Any:
-    """Join the outputs of batches, of one structure; return None if there are none.
-
-    Args:
-        batches: The number of samples of each, and its outputs: tensors of shape ``(n, *)``, sequences of one entry per
-            sample, or tuples, lists and mappings of such.
-        pad: Makes one tensor of the samples of tensors that differ in their other sizes; None leaves a list of them.
-
-    Raises:
-        ValueError: The batches differ in structure, or an output has not one entry for each sample.
-    """
+    """Join the outputs of batches, of one structure; return None if there are none."""
     if not batches:
         return None
     flat = [tree_flatten(outputs, is_leaf=_is_sequence) for _, outputs in batches]
@@ -56,11 +47,7 @@ def on_host(tree: Any) -> Any:
 
 
 def checked(num: int | None, entries: Any) -> Any:
-    """Return entries that are one for each sample.
-
-    Raises:
-        ValueError: They are not.
-    """
+    """Return entries that are one for each sample."""
     is_sequence = hasattr(entries, "__len__") and not isinstance(entries, str | Mapping)
     if num is None or (is_sequence and getattr(entries, "shape", None) != () and len(entries) == num):
         return entries

@@ -33,12 +33,7 @@ Objective = Callable[[torch.nn.Module, Any], Outcome]
 
 
 def check_loss(loss: object) -> None:
-    """Refuse a loss that is not one number.
-
-    Raises:
-        TypeError: It is no tensor.
-        ValueError: It has several elements.
-    """
+    """Refuse a loss that is not one number."""
     if not isinstance(loss, torch.Tensor):
         raise TypeError(
             f"the loss must be a tensor with one element, got a {type(loss).__name__}. Return the number to minimize; "

@@ -45,9 +45,6 @@ class StepOptions:
             ``"skip"`` the step on all, or ``"ignore"`` it.
         check_every: Number of steps from one look for such a gradient to the next, where it is to raise; None is 1 on
             the CPU and 32 elsewhere. Steps that may be skipped are looked at each: ``"skip"``, and ``"fp16"``.
-
-    Raises:
-        ValueError: An option is not valid.
     """
 
     accumulate: int = 1
@@ -85,12 +82,6 @@ class Optimization:
 
     A step minimizes the mean loss over the samples of all its batches on all ranks.
 
-    Args:
-        model: The model.
-        optimizers: Optimizers of its parameters, by name.
-        options: How to step.
-        given: The options of the optimizers' groups as the program has set them; None as they are now.
-
     Attributes:
         optimizers: The optimizers.
         num_steps: Number of steps taken.
@@ -99,9 +90,6 @@ class Optimization:
         numbers: By name, this rank's means over the batches of the latest step, on the device, such as the loss.
         norm: The norm of its gradient, on the device; None if nobody asked.
         may_lack: Whether NaN stands for a number that a batch lacks.
-
-    Raises:
-        TypeError, ValueError: These optimizers cannot step.
     """
 
     may_lack = False
@@ -145,15 +133,6 @@ class Optimization:
         """Step with the gradient of some batches; return False if the step was skipped.
 
         Collective.
-
-        Args:
-            objective: What is minimized, an :data:`Objective`.
-            steps: This rank's batches.
-            accumulators: What losses and metrics are added to, unless the step is skipped.
-            events: Those of the training.
-
-        Raises:
-            NonFiniteLossError: On every rank: a loss or the gradient is NaN or infinite.
         """
         buffers = self._copy_buffers() if self._options.non_finite == "skip" else None
         losses, measured = self._accumulate(objective, steps, accumulators, events)
@@ -179,9 +158,6 @@ class Optimization:
         """Look at the gradients of all steps since the last look.
 
         Collective. This waits for the device.
-
-        Raises:
-            NonFiniteLossError: On every rank: a loss or the gradient was NaN or infinite; see :meth:`FiniteCheck.look`.
         """
         self._finite.look()
 
@@ -208,11 +184,7 @@ class Optimization:
         self._model.load_own_buffers(buffers)
 
     def compare(self, state: Mapping[str, Any], changes: Changes) -> list[str]:
-        """Return the names of the optimizers that such a state can be loaded into, and note what differs.
-
-        Raises:
-            CheckpointError: It is of other optimizers.
-        """
+        """Return the names of the optimizers that such a state can be loaded into, and note what differs."""
         states, described = _by_name(state), state.get("described", {})
         if not changes.fit("the names of the optimizers", sorted(states), sorted(self.optimizers)):
             states = {name: one for name, one in states.items() if name in self.optimizers}
@@ -227,11 +199,7 @@ class Optimization:
         return fitting
 
     def load_state_dict(self, state: Mapping[str, Any], changes: Changes | None = None) -> None:
-        """Restore such a state, as far as it fits.
-
-        Raises:
-            CheckpointError: It is of other optimizers.
-        """
+        """Restore such a state, as far as it fits."""
         changes = changes or Changes()
         states, described = _by_name(state), state.get("described", {})
         for name in self.compare(state, changes):
@@ -243,11 +211,7 @@ class Optimization:
         self.num_steps, self.num_skipped = state["num_steps"], state["num_skipped"]
 
     def go_on_from(self, latest: Optimization) -> None:
-        """Go on counting where the latest run in this program has ended; the optimizers are as they are now.
-
-        Raises:
-            NonFiniteLossError: On every rank: that run has spoilt the model, as :meth:`check` says.
-        """
+        """Go on counting where the latest run in this program has ended; the optimizers are as they are now."""
         latest.check()
         self._load_scale(latest._scaler.state_dict())
         self.num_steps, self.num_skipped = latest.num_steps, latest.num_skipped

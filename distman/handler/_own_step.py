@@ -69,12 +69,6 @@ class OwnSteps(Optimization):
         """Call a function of the program for each of some batches; return False if all that it did was left out.
 
         Collective.
-
-        Args:
-            objective: Takes a batch and returns numbers.
-            steps: This rank's batches.
-            accumulators: What the numbers are added to, unless something was left out.
-            events: Those of the training.
         """
         numbers, found = cast("Numbers", accumulators), []
         self._events = events
@@ -95,13 +89,6 @@ class OwnSteps(Optimization):
         """Yield this rank's batches of a step, on its device; for each the program may compute gradients and step.
 
         Collective.
-
-        Args:
-            steps: The batches.
-
-        Raises:
-            DistmanError: A gradient has been computed, but not used.
-            PlanMismatchError: On every rank: the ranks do not take the same steps.
         """
         self._buffers = self._copy_buffers() if self._options.non_finite == "skip" else None
         self.num_taken, self._num_left_out = dict.fromkeys(self.optimizers, 0), 0
@@ -329,11 +316,7 @@ class OwnSteps(Optimization):
         return summed["loss"]
 
     def conclude(self) -> None:
-        """End a step, after its last batch, or in it when its state is taken.
-
-        Raises:
-            DistmanError: A gradient has been computed, but not used; or the step has batches left.
-        """
+        """End a step, after its last batch, or in it when its state is taken."""
         if self._is_over:
             return
         if not self._is_last:

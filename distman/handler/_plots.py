@@ -18,17 +18,6 @@ def plot_history(
     """Plot values of the history over the epochs into a file.
 
     Collective. Rank 0 plots; the file's extension selects the format.
-
-    Args:
-        history: The history.
-        names: Names of the values, one line each.
-        path: The file; its folder is created if necessary.
-        title: Title of the plot.
-        log: Use a logarithmic axis.
-
-    Raises:
-        RankFailedError: On every rank: plotting failed. The cause on rank 0 is ImportError without matplotlib,
-            ValueError if the history lacks a name, OSError if the file cannot be written.
     """
     try:
         from matplotlib.figure import Figure

@@ -57,19 +57,8 @@ def end_program(auto_save: AutoSave | None, reporter: Reporter) -> NoReturn:
 class AutoSave:
     """When and where to save.
 
-    Args:
-        folder: The folder to save in.
-        every_epochs: Save after every so many epochs; None for never.
-        every_steps: Save after every so many steps of the optimizer; None for never.
-        resumes: Whether a training resumes from the latest checkpoint.
-        requeues: Whether to requeue a Slurm job that was asked to stop.
-        on_change: What counts if the program has changed since.
-
     Attributes:
         is_awaited: Whether a training that resumes from the latest checkpoint has yet to come.
-
-    Raises:
-        ValueError: A number is less than 1.
     """
 
     def __init__(
@@ -146,9 +135,6 @@ class Progress:
         """Look at the gradients of the latest run.
 
         Collective.
-
-        Raises:
-            NonFiniteLossError: On every rank: it has spoilt the model, as :meth:`Optimization.check` says.
         """
         if self._loaded is None and self._training is not None:
             self._training.optimization.check()
@@ -176,12 +162,7 @@ class Progress:
             )
 
     def passes(self, limits: Limits, phases: Sequence[Mapping[str, Any]]) -> bool:
-        """Return whether the present call of train() is one that an earlier run of the program has done; note that.
-
-        Args:
-            limits: How far the call is to come.
-            phases: How far the calls of the earlier run had come.
-        """
+        """Return whether the present call of train() is one that an earlier run of the program has done; note that."""
         if len(self.phases) >= len(phases):
             return False
         end = phases[len(self.phases)]

@@ -338,9 +338,6 @@ def read_checkpoint(path: str | os.PathLike[str]) -> dict[str, Any]:
     """Return what a handler has saved.
 
     Collective.
-
-    Raises:
-        CheckpointError: The file holds something else.
     """
     state = read_rest(path)
     if state is None:

@@ -16,17 +16,7 @@ UNNAMED = "optimizer"
 
 
 class Scheduling:
-    """A learning rate scheduler of torch, and when it steps.
-
-    Args:
-        optimizer: The optimizer.
-        scheduler: The scheduler; None keeps the learning rate constant.
-        per: Whether it steps after each ``"step"`` of the optimizer, or after each ``"epoch"``.
-        monitor: Name of the value that ReduceLROnPlateau monitors; epochs without it do not count.
-
-    Raises:
-        ValueError: ``per`` is neither, or is ``"step"`` for ReduceLROnPlateau.
-    """
+    """A learning rate scheduler of torch, and when it steps."""
 
     def __init__(
         self,
@@ -65,22 +55,14 @@ class Scheduling:
                 self._scheduler.step()
 
     def after_epoch(self, record: Mapping[str, float]) -> None:
-        """Tell the scheduler that an epoch is over.
-
-        Args:
-            record: Its results, the same on all ranks.
-        """
+        """Tell the scheduler that an epoch is over."""
         if isinstance(self._scheduler, ReduceLROnPlateau):
             self.after_validation(record)
         elif self._scheduler is not None and self._per == "epoch":
             self._scheduler.step()
 
     def after_validation(self, record: Mapping[str, float]) -> None:
-        """Tell a scheduler that monitors one of these results of it.
-
-        Args:
-            record: Results, the same on all ranks; some epochs have none of a validation.
-        """
+        """Tell a scheduler that monitors one of these results of it."""
         if isinstance(self._scheduler, ReduceLROnPlateau) and self._monitor in record:
             self._scheduler.step(record[self._monitor])
 
@@ -97,11 +79,7 @@ class Scheduling:
 
 
 class Schedules:
-    """The schedules of several optimizers.
-
-    Args:
-        by_name: The schedule of each, by the optimizer's name.
-    """
+    """The schedules of several optimizers."""
 
     def __init__(self, by_name: Mapping[str, Scheduling]) -> None:
         self._by_name = dict(by_name)
@@ -138,21 +116,13 @@ class Schedules:
         return {name: one.described for name, one in self._by_name.items()}
 
     def load_state_dict(self, state: Mapping[str, Any], described: Mapping[str, Any], changes: Changes) -> None:
-        """Restore such states, as far as they fit.
-
-        Raises:
-            CheckpointError: They are of another class.
-        """
+        """Restore such states, as far as they fit."""
         states = state.get("schedulers", {UNNAMED: state})
         for name in self.compare(states, described, changes):
             self._by_name[name].load_state_dict(states[name], described.get(name) if changes.are_of_program else None)
 
     def compare(self, states: Iterable[str], described: Mapping[str, Any], changes: Changes) -> list[str]:
-        """Return the names of those that saved states can be loaded into, and note what differs.
-
-        Raises:
-            CheckpointError: They are of another class.
-        """
+        """Return the names of those that saved states can be loaded into, and note what differs."""
         fitting = []
         for name in [one for one in states if one in self._by_name]:
             own = self._by_name[name].described

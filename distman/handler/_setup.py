@@ -438,43 +438,27 @@ class Setup:
 
 
 def check_factory(name: str, factory: object, product: str, remedy: str) -> None:
-    """Refuse what is a product already, and what cannot make one.
-
-    Raises:
-        TypeError: It is not a class or function.
-    """
+    """Refuse what is a product already, and what cannot make one."""
     if not callable(factory) or isinstance(factory, torch.nn.Module):
         got = repr(factory) if isinstance(factory, (str, int)) else f"a {type(factory).__name__}"
         raise TypeError(f"{name} must be a class or function that makes {product}, got {got}. {remedy}")
 
 
 def _check_numbers(options: Mapping[str, object]) -> None:
-    """Refuse numbers that stand in strings, as some configuration files give them: torch compares them with numbers.
-
-    Raises:
-        TypeError: One does; it says which.
-    """
+    """Refuse numbers that stand in strings, as some configuration files give them: torch compares them with numbers."""
     for name, value in options.items():
         if isinstance(value, str) and re.fullmatch(r"\s*[-+]?(\d+\.?\d*|\.\d+)(e[-+]?\d+)?\s*", value, re.IGNORECASE):
             raise TypeError(f"{name} must be a number, got the string {value!r}. Pass float({value!r}).")
 
 
 def check_name(name: object) -> None:
-    """Refuse what cannot name an optimizer.
-
-    Raises:
-        TypeError: It is neither None nor a string with a letter in it.
-    """
+    """Refuse what cannot name an optimizer."""
     if name is not None and (not isinstance(name, str) or not name):
         raise TypeError(f"name must be a string, got {name!r}. Pass one such as 'generator', or leave it out.")
 
 
 def required(value: T | None, what: str, remedy: str) -> T:
-    """Return what has been set.
-
-    Raises:
-        DistmanError: It has not.
-    """
+    """Return what has been set."""
     if value is None:
         raise DistmanError(f"the handler has no {what}. Call {remedy} first.")
     return value

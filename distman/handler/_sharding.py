@@ -33,11 +33,7 @@ def units(module: torch.nn.Module) -> list[FSDPModule]:
 
 
 def forget_step(module: torch.nn.Module) -> None:
-    """Let a sharded module forget a step that an error has ended.
-
-    Raises:
-        RuntimeError: There is such a step, and this version of torch cannot forget it.
-    """
+    """Let a sharded module forget a step that an error has ended."""
     if has_been_called(module):
         reset_step(units(module)[0])
 
@@ -75,10 +71,6 @@ def gathered(module: torch.nn.Module, *, reshards: bool | None) -> Iterator[None
     """Let each rank have all weights of a sharded module within a ``with`` block, in which its calls are local.
 
     Collective. Blocking.
-
-    Args:
-        module: The module.
-        reshards: What ``fully_shard`` was given as ``reshard_after_forward``.
     """
     parts = units(module)
     root = parts[0]

@@ -97,25 +97,11 @@ class Source(abc.ABC):
 
     @abc.abstractmethod
     def load_state_dict(self, state: Mapping[str, Any], *, is_same_job: bool) -> bool:
-        """Resume after this position; return False if it does not apply here, so the epoch starts over.
-
-        Args:
-            state: The position.
-            is_same_job: Whether the same number of ranks saved it.
-        """
+        """Resume after this position; return False if it does not apply here, so the epoch starts over."""
 
 
 class LoaderSource(Source):
-    """Steps of a loader that distributes the samples by a plan known to all ranks.
-
-    Args:
-        loader: The loader.
-        num_samples: Counts the samples, or tokens, of a batch, of which the ranks then tell each other; None leaves it
-            to the plan.
-
-    Raises:
-        ValueError: It has no batch, or is for the ranks of a group.
-    """
+    """Steps of a loader that distributes the samples by a plan known to all ranks."""
 
     def __init__(self, loader: TrainingLoader, num_samples: NumSamples | None = None) -> None:
         if not len(loader):
@@ -150,11 +136,7 @@ class LoaderSource(Source):
         self.begin(epoch + 1)
 
     def _compare(self, epoch: int) -> None:
-        """Compare what the ranks' samplers have drawn, where a program has passed its own.
-
-        Raises:
-            DistmanError: On every rank: they differ.
-        """
+        """Compare what the ranks' samplers have drawn, where a program has passed its own."""
         sampler = self.loader.batches.given
         if sampler is not None and len({number for (number,) in _exchange(sampler.checksum(epoch))}) > 1:
             raise DistmanError(
@@ -189,15 +171,6 @@ class ForeignSource(Source):
     Before the first step of an epoch the ranks exchange their numbers of samples, and before each step their total,
     unless the lengths of all ranks' loaders say it. A rank that has none left takes part with its last batch, or with
     another rank's if it never had one, with weight 0.
-
-    Args:
-        batches: A DataLoader, or another iterable that starts over in each epoch. ``set_epoch`` is called, if there is
-            one, and that of its ``sampler`` and its ``dataset``. A position is restored by ``load_state_dict``, if
-            there is one, or by that of a stream that is read in this process, otherwise by skipping batches.
-        num_samples: Counts the samples, or tokens, of a batch; None takes the length of its first tensor.
-
-    Raises:
-        TypeError: It can be iterated over only once.
     """
 
     def __init__(self, batches: Iterable[Any], num_samples: NumSamples | None = None) -> None:
@@ -431,12 +404,7 @@ def _num_in_batch(index: int, num_all: int, size: int) -> int:
 
 
 def counted(batch: Any, num_samples: NumSamples) -> int:
-    """Return what a function says of the number of samples in a batch.
-
-    Raises:
-        TypeError: It says no whole number.
-        ValueError: It says a negative one.
-    """
+    """Return what a function says of the number of samples in a batch."""
     value = num_samples(batch)
     try:
         number = operator.index(value)

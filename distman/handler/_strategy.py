@@ -19,10 +19,6 @@ class Strategy:
     Attributes:
         name: ``"ddp"`` or ``"fsdp"``.
         options: Options of :meth:`DistributedManager.wrap_ddp` or :meth:`DistributedManager.wrap_fsdp`.
-
-    Raises:
-        ValueError: There is no such strategy.
-        TypeError: ``reshard_after_forward`` is a number.
     """
 
     name: Literal["ddp", "fsdp"] = "ddp"

@@ -88,10 +88,6 @@ class Training:
 
         Collective. When :meth:`DistributedManager.should_stop` says so, the training is saved after the current step,
         to be resumed by another run.
-
-        Args:
-            accumulate: Number of batches whose gradients make a step.
-            progress: Show a progress bar; None shows it on a terminal and in a notebook.
         """
         is_heard = torch.tensor(self._events.is_heard(Callback.on_step_records), device=DistributedManager().device)
         self._step_records = StepRecords(are_kept=bool(fused_all_reduce(is_heard.int()).item()))
@@ -131,10 +127,6 @@ class Training:
         """Return everything that the rest of the training depends on, except for the model and the history.
 
         Collective.
-
-        Raises:
-            DistmanError: A step has begun, and is not over.
-            NonFiniteLossError: On every rank: a step has spoilt the model, as :meth:`Optimization.check` says.
         """
         self._tell_step_records()  # else those of the last steps would be lost to a run that resumes from here
         self.optimization.check()
@@ -173,9 +165,6 @@ class Training:
         """Resume from such a state.
 
         If another number of ranks saved it, random numbers are not restored, and rank 0 takes over all sums.
-
-        Raises:
-            CheckpointError: It does not fit the program.
         """
         self._compare(state, changes)
         self.epoch, self._seconds, self.reason = state["epoch"], state["seconds"], state["reason"]

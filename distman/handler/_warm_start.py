@@ -65,17 +65,6 @@ def take_weights(module: torch.nn.Module, path: str | os.PathLike[str], *, stric
     """Load weights into a model.
 
     Collective. Blocking.
-
-    Args:
-        module: The bare model.
-        path: The file, of a handler, which may be a folder too, of ``torch.save``, of Lightning, or a ``.safetensors``.
-            Prefixes such as ``module.`` are left out of its names where they fit the model without.
-        strict: Take nothing unless file and model have the same.
-
-    Raises:
-        CheckpointError: On every rank: the file has no weights, or not those of the model, and ``strict`` is True.
-        Exception: On the rank where reading failed: the reason.
-        RankFailedError: On the other ranks.
     """
     found = _find_weights(_read(path, module), path)
     weights = {without_compiled(name): value for name, value in found.items()}
