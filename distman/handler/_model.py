@@ -56,9 +56,8 @@ class TrainedModel:
         strategy: Strategy | None = None,
         wraps: bool = True,
     ) -> None:
-        manager = DistributedManager()
-        self.module = module.to(manager.device)
         self._strategy = strategy or Strategy()
+        self.module = self._strategy.place(module)
         self.average: Average | None = None
         self._is_training = False
         self.is_sharded = self._strategy.shard(self.module)

@@ -39,6 +39,16 @@ class Strategy:
         value: bool | None = self.options.get("reshard_after_forward")
         return value
 
+    def place(self, module: torch.nn.Module) -> torch.nn.Module:
+        """Return a module on this rank's device, unless it is to be made there as it is sharded."""
+        is_on_meta = any(one.is_meta for one in [*module.parameters(), *module.buffers()])
+        if is_on_meta and self.name != "fsdp":
+            raise ValueError(
+                "a model on the meta device must be sharded, got strategy='ddp'. Pass strategy='fsdp', and a function "
+                "that sets its values: strategy_options={'initialize': function}."
+            )
+        return module if is_on_meta else module.to(DistributedManager().device)
+
     def shard(self, module: torch.nn.Module) -> bool:
         """Shard the module if this strategy does, and return whether it is sharded now.
 
