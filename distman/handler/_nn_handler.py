@@ -19,7 +19,7 @@ from distman.handler._history import History
 from distman.handler._joint import joint
 from distman.handler._limits import Limits
 from distman.handler._model import TrainedModel
-from distman.handler._optimization import Optimization, StepOptions
+from distman.handler._optimization import LossSteps, Optimization, StepOptions
 from distman.handler._reporting import LoggerMode, Reporter
 from distman.handler._resumption import end_program
 from distman.handler._saved_arguments import saved_arguments
@@ -287,7 +287,7 @@ class NNHandler(Saving):
     def _make_optimization(self, options: StepOptions) -> tuple[Callable[..., Any], Optimization]:
         """Return what is minimized, or the function that steps, and what takes the steps."""
         if self._step is None:
-            return self._required_objective(), Optimization(self._model, self.optimizers, options, self._given)
+            return self._required_objective(), LossSteps(self._model, self.optimizers, options, self._given)
         if self.validates:
             self._required_objective()
         stepper, steps = own_steps(self._model, self.optimizers, options, self._given)

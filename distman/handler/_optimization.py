@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 import inspect
 import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
 from typing import Any, Literal
 
 import torch
@@ -15,12 +16,13 @@ from distman._coordination.wait_scope import WaitScope
 from distman._torch_internals import norms
 from distman.checkpoint._model_state import without_compiled as bare_name
 from distman.data._randomness import generators_preserved
+from distman.errors import DistmanError
 from distman.handler._accumulators import Accumulators, Metric
 from distman.handler._changes import Changes, class_of, options_of, use_options
 from distman.handler._events import Callback, Events
 from distman.handler._finite import FiniteCheck
 from distman.handler._model import TrainedModel
-from distman.handler._objective import Objective, Outcome, check_loss, to_device
+from distman.handler._objective import Outcome, check_loss, to_device
 from distman.handler._scheduling import UNNAMED
 from distman.handler._sharding import clip, norm_over_shards, own_part, place_optimizer_state
 from distman.handler._sources import Step
@@ -77,10 +79,11 @@ class StepOptions:
         return _DTYPES[self.amp] if self.amp else None
 
 
-class Optimization:
+class Optimization(abc.ABC):
     """Steps optimizers such that all ranks do the same, whatever happens on one of them.
 
-    A step minimizes the mean loss over the samples of all its batches on all ranks.
+    A step minimizes the mean loss over the samples of all its batches on all ranks. What is learned from a batch, and
+    how its gradients are averaged over the ranks, a derived class says.
 
     Attributes:
         optimizers: The optimizers.
@@ -89,10 +92,13 @@ class Optimization:
         num_taken: How often each optimizer stepped in the latest step.
         numbers: By name, this rank's means over the batches of the latest step, on the device, such as the loss.
         norm: The norm of its gradient, on the device; None if nobody asked.
+        num_own: Number of samples of the present batch that count on this rank.
         may_lack: Whether NaN stands for a number that a batch lacks.
     """
 
     may_lack = False
+    _num_told: int | None = 1
+    """How many of a batch's numbers are told of a step; None is all."""
 
     def __init__(
         self,
@@ -118,41 +124,100 @@ class Optimization:
         self.num_taken = dict.fromkeys(self.optimizers, 0)
         self.numbers: dict[str, list[torch.Tensor]] = {}
         self.norm: torch.Tensor | None = None
+        self._events: Events | None = None  # in a loop of one's own
+        self._share: float | None = None  # of a batch, in the samples of a step on all ranks; None outside of batches
+        self._is_last, self._is_over = True, True  # the present batch; the step, to which nothing can be added then
+        self._batch = ExitStack()  # left when the batch is over
+        self._buffers: list[torch.Tensor] | None = None  # from before the step
+        self._scaled: set[str] = set()  # optimizers that have stepped since the scale of the loss was updated
+        self._num_left_out = self.num_own = 0
         model.sort_buckets()
         may_skip = options.non_finite == "skip" or options.amp == "fp16"
         usual = 1 if self._device.type == "cpu" else _STEPS_BETWEEN_CHECKS
         self._finite = FiniteCheck(self._scaler, options.non_finite, 1 if may_skip else options.check_every or usual)
 
+    @abc.abstractmethod
     def accumulators(self, metrics: Mapping[str, Metric]) -> Accumulators:
         """Return what adds up the results of an epoch's steps."""
-        return Accumulators(metrics)
+
+    @abc.abstractmethod
+    def _learn(self, objective: Callable[..., Any], batch: Any, accumulators: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        """Compute the gradient for a batch; return what was measured, and the loss."""
+
+    @abc.abstractmethod
+    def _complete(self) -> None:
+        """Take the step, or see that it has been taken, after its last batch."""
 
     def run(
         self, objective: Callable[..., Any], steps: Sequence[Step], accumulators: Accumulators, events: Events
     ) -> bool:
-        """Step with the gradient of some batches; return False if the step was skipped.
+        """Step with some batches; return False if all of it was left out.
+
+        Collective. What was measured is added to the accumulators, unless something was left out.
+        """
+        self._events = events
+        found = []
+        with closing(self.window(steps)) as batches:
+            for batch, step in zip(batches, steps, strict=True):
+                values, loss = self._learn(objective, batch, accumulators)
+                found.append(values)
+                events.emit(Callback.on_train_batch_end, step.batch, loss)
+        names = accumulators.names[: self._num_told]
+        self.numbers = {name: [values[index] for values in found] for index, name in enumerate(names)}
+        if not self._num_left_out:
+            for values, step in zip(found, steps, strict=True):
+                accumulators.add(values, step.num_own)
+        return self._is_taken
+
+    def window(self, steps: Sequence[Step]) -> Generator[Any]:
+        """Yield this rank's batches of a step, on its device; for each gradients may be computed.
 
         Collective.
         """
-        buffers = self._copy_buffers() if self._options.non_finite == "skip" else None
-        losses, measured = self._accumulate(objective, steps, accumulators, events)
-        self.numbers = {"loss": losses}
-        is_taken = self._take([*self.optimizers], losses, events)
-        if not is_taken:
-            self._restore_buffers(buffers)
-        else:
+        self._buffers = self._copy_buffers() if self._options.non_finite == "skip" else None
+        self.num_taken, self._num_left_out = dict.fromkeys(self.optimizers, 0), 0
+        num_total = max(sum(step.num_total for step in steps), 1)
+        try:
+            for index, step in enumerate(steps, start=1):
+                self._share, self._is_last = step.num_own / num_total, index == len(steps)
+                self.num_own, self._is_over = step.num_own, False
+                self._emit(Callback.on_train_batch_start, step.batch)
+                with self._batch:
+                    if not step.num_own:
+                        self._batch.enter_context(self._without_a_trace())
+                    yield to_device(step.batch, self._device)
+            self.conclude()
+        finally:
+            self._share, self._is_over = None, True
+            self._forget([*self.optimizers])
+            self._update_scale()
+
+    def conclude(self) -> None:
+        """End a step, after its last batch, or in it when its state is taken.
+
+        This is the only place that says in which order the parts of a state change: the weights, then their average,
+        then the counters; see :class:`Training` for what follows.
+        """
+        if self._is_over:
+            return
+        if not self._is_last:
+            raise DistmanError(
+                "a state must be taken in the last batch of a step, got a call in one before it, whose gradient waits "
+                "for the others. Take it where step() returns True, or after the loop."
+            )
+        self._complete()
+        self._batch.close()
+        if self._num_left_out:
+            self._restore_buffers(self._buffers)
+        if any(self.num_taken.values()):
             self._model.after_step()
-            for values, step in zip(measured, steps, strict=True):
-                accumulators.add(values, step.num_own)
-        self._scaler.update()
-        for optimizer in self.optimizers.values():
-            optimizer.zero_grad()
-        for parameter in self._not_optimized:
-            parameter.grad = None
-        self.num_taken = dict.fromkeys(self.optimizers, int(is_taken))
-        self.num_steps += is_taken
-        self.num_skipped += not is_taken
-        return is_taken
+        self.num_steps += self._is_taken
+        self.num_skipped += self._num_left_out
+        self._is_over = True
+
+    @property
+    def _is_taken(self) -> bool:
+        return not self._num_left_out or any(self.num_taken.values())
 
     def check(self) -> None:
         """Look at the gradients of all steps since the last look.
@@ -242,22 +307,16 @@ class Optimization:
         parameters = [[names.get(id(one), "foreign") for one in group["params"]] for group in optimizer.param_groups]
         return {"class": class_of(optimizer), "parameters": parameters, "options": given or options_of(optimizer)}
 
+    @abc.abstractmethod
     def _prepare(self) -> None:
-        """Let the model's gradients be averaged, and refuse optimizers that need more."""
-        for optimizer in self.optimizers.values():
-            if needs_closure(optimizer):
-                raise TypeError(
-                    f"the optimizer must step without a closure, got {type(optimizer).__name__}, which computes the "
-                    "loss several times per step. Pass it the closure in a step of your own: set_step()."
-                )
-        self._model.wrap()
+        """Let the model's gradients be averaged, and refuse optimizers that cannot step so."""
 
+    @abc.abstractmethod
     def follow_freezing(self) -> None:
         """Let the gradients be averaged of what is trained now: a callback may have frozen or unfrozen a part.
 
         Collective.
         """
-        self._model.wrap()
 
     def _load_scale(self, state: Mapping[str, Any]) -> None:
         if state and self._scaler.is_enabled():
@@ -275,35 +334,8 @@ class Optimization:
         for buffer, saved in zip(self._model.module.buffers(), buffers or (), strict=buffers is not None):
             buffer.copy_(saved)
 
-    def _accumulate(
-        self, objective: Objective, steps: Sequence[Step], accumulators: Accumulators, events: Events
-    ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """Add up the gradients, with the last batch over the ranks too; return the batches' losses and measurements."""
-        num_total = sum(step.num_total for step in steps)
-        losses, measured = [], []
-        for index, step in enumerate(steps, start=1):
-            events.emit(Callback.on_train_batch_start, step.batch)
-            with nullcontext() if index == len(steps) else self._model.without_synchronization():
-                outcome = self._backward(objective, step, step.num_own * self._world_size / max(num_total, 1), events)
-            losses.append(outcome.loss.detach())
-            measured.append(accumulators.measure(outcome, step.num_own))
-            events.emit(Callback.on_train_batch_end, step.batch, losses[-1])
-        return losses, measured
-
-    def _backward(self, objective: Objective, step: Step, factor: float, events: Events) -> Outcome:
-        batch = to_device(step.batch, self._device)
-        with self._model.training() as model, nullcontext() if step.num_own else self._without_a_trace():
-            with self._autocast(), self._model.told_of_unused():
-                outcome = objective(model, batch)
-            check_loss(outcome.loss)
-            events.emit(Callback.on_before_backward, outcome.loss)
-            root = root_of(outcome.loss, factor)
-            with WaitScope("backward of the model"), self._model.backward_pass():
-                self._scaler.scale(outcome.loss).backward(gradient=root)
-            events.emit(Callback.on_after_backward)
-        return outcome
-
-    def _autocast(self) -> AbstractContextManager[Any]:
+    def autocast(self) -> AbstractContextManager[Any]:
+        """Return a context of mixed precision, if there is to be any."""
         return torch.autocast(self._device.type, self._options.dtype) if self._options.amp else nullcontext()
 
     @contextmanager
@@ -314,12 +346,12 @@ class Optimization:
             yield
         self._restore_buffers(buffers)
 
-    def _take(self, names: Sequence[str], losses: Sequence[torch.Tensor], events: Events | None) -> bool:
+    def _take(self, names: Sequence[str], losses: Sequence[torch.Tensor]) -> bool:
         """Let optimizers step with their gradients, which are the same on all ranks; return False if they may not."""
+        self._scaled.update(names)
         for name in names:
             self._scaler.unscale_(self.optimizers[name])
-        if events is not None:
-            events.emit(Callback.on_before_optimizer_step)
+        self._emit(Callback.on_before_optimizer_step)
         found = [norm for norm in map(self._clip, names) if norm is not None]
         self.norm = norm_of(found)
         self._finite.add(self._num_begun, self._label(names), self.norm, losses)
@@ -329,6 +361,22 @@ class Optimization:
             self._scaler.step(self.optimizers[name])
         self._finite.note_taken()
         return True
+
+    def _forget(self, names: Sequence[str]) -> None:
+        """Forget the gradients of some optimizers, and those that are nobody's."""
+        for name in names:
+            self.optimizers[name].zero_grad()
+        for parameter in self._not_optimized:
+            parameter.grad = None
+
+    def _update_scale(self) -> None:
+        if self._scaled:
+            self._scaler.update()
+            self._scaled.clear()
+
+    def _emit(self, event: Callable[..., None], *args: Any) -> None:
+        if self._events is not None:
+            self._events.emit(event, *args)
 
     def _label(self, names: Sequence[str]) -> str:
         """Return the names of optimizers for a message; empty where there is only one without a name."""
@@ -349,6 +397,53 @@ class Optimization:
             by_one_kernel = None if all(map(operator.is_, dense, gradients)) else False
             torch.nn.utils.clip_grads_with_norm_(parameters, self._options.clip_norm, norm, foreach=by_one_kernel)
         return norm
+
+
+class LossSteps(Optimization):
+    """Steps with the gradient of one loss, which is averaged over the ranks in the backward pass of the last batch."""
+
+    def accumulators(self, metrics: Mapping[str, Metric]) -> Accumulators:
+        """Return what adds up the loss and the metrics."""
+        return Accumulators(metrics)
+
+    def _prepare(self) -> None:
+        for optimizer in self.optimizers.values():
+            if needs_closure(optimizer):
+                raise TypeError(
+                    f"the optimizer must step without a closure, got {type(optimizer).__name__}, which computes the "
+                    "loss several times per step. Pass it the closure in a step of your own: set_step()."
+                )
+        self._losses: list[torch.Tensor] = []  # of the batches of the present step
+        self._model.wrap()
+
+    def follow_freezing(self) -> None:
+        """Let the gradients be averaged of what is trained now.
+
+        Collective.
+        """
+        self._model.wrap()
+
+    def _learn(self, objective: Callable[..., Any], batch: Any, accumulators: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        averages = nullcontext() if self._is_last else self._model.without_synchronization()
+        with averages, self._model.training() as model:
+            with self.autocast(), self._model.told_of_unused():
+                outcome: Outcome = objective(model, batch)
+            check_loss(outcome.loss)
+            self._emit(Callback.on_before_backward, outcome.loss)
+            root = root_of(outcome.loss, (self._share or 0.0) * self._world_size)
+            with WaitScope("backward of the model"), self._model.backward_pass():
+                self._scaler.scale(outcome.loss).backward(gradient=root)
+            self._emit(Callback.on_after_backward)
+        self._losses.append(outcome.loss.detach())
+        return accumulators.measure(outcome, self.num_own), self._losses[-1]
+
+    def _complete(self) -> None:
+        is_taken = self._take([*self.optimizers], self._losses)
+        self.num_taken, self._num_left_out = dict.fromkeys(self.optimizers, int(is_taken)), int(not is_taken)
+
+    def _forget(self, names: Sequence[str]) -> None:
+        super()._forget(names)
+        self._losses = []
 
 
 def needs_closure(optimizer: torch.optim.Optimizer) -> bool:
