@@ -298,15 +298,17 @@ class CheckpointFolder:
 
 
 def check_writable(folder: CheckpointFolder) -> None:
-    """Write a small file into a folder of checkpoints and remove it, which fails sooner than the first checkpoint.
+    """Write a small file into a folder of checkpoints and remove it: this fails sooner than the first checkpoint.
 
     Collective. Blocking. Every rank tries it where all write.
 
     Raises:
         OSError: On a rank that could not.
+        CheckpointError: On rank 0: it has checkpoints of the other kind.
         RankFailedError: On the other ranks.
     """
     rank = DistributedManager().rank
+    on_rank(0)(folder._names)()
 
     def write() -> None:
         location = folder._location / f".writable-{rank}"
