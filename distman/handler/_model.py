@@ -59,7 +59,7 @@ class TrainedModel:
         self._strategy = strategy or Strategy()
         self.module = self._strategy.place(module)
         self.average: Average | None = None
-        self._is_training = False
+        self._is_training = self._is_evaluated = False
         self.is_sharded = self._strategy.shard(self.module)
         self._trained: list[torch.nn.Parameter] = []
         if self.is_sharded:
@@ -233,6 +233,7 @@ class TrainedModel:
 
         Collective. Blocking. Running means of normalizations, say, differ between ranks in training.
         """
+        was_evaluated, self._is_evaluated = self._is_evaluated, True
         with self._evaluated_parts() if self.is_sharded else nullcontext():
             buffers = list(self.evaluated.buffers()) if DistributedManager().world_size > 1 else []
             own = [buffer.clone() for buffer in buffers]
@@ -240,6 +241,7 @@ class TrainedModel:
             try:
                 yield self.evaluated
             finally:
+                self._is_evaluated = was_evaluated
                 with torch.no_grad():
                     for buffer, value in zip(buffers, own, strict=True):
                         buffer.copy_(value)
@@ -293,6 +295,11 @@ class TrainedModel:
 
     def state_dict(self) -> dict[str, Any]:
         """Return weights, buffers and their average."""
+        if self._is_evaluated:
+            raise DistmanError(
+                "a state must be taken outside of validate(), predict() and sample(), got a call within one, for which "
+                "the model may have other values. Save before it or after it."
+            )
         average = None if self.average is None else self.average.state_dict()
         return {
             "module": model_state(self.module),

@@ -89,8 +89,8 @@ class Saving(Inference):
                 gathers it and writes files.
             on_change: What counts where the program has changed since the checkpoint was saved, in options of the
                 optimizers, the length of a schedule, or what is frozen: ``"file"``, ``"program"``, or neither, which is
-                an ``"error"``. None is the file, with a warning. An optimizer or a scheduler of another class, or with
-                other parameters, is an error unless the program counts, whose own then begins anew.
+                an ``"error"``. None is the file, with a warning. An optimizer of another class, or with other
+                parameters, is an error unless the program counts, whose own then begins anew.
 
         Raises:
             ValueError: A number is less than 1, or ``on_change`` is something else.

@@ -127,7 +127,8 @@ class Schedules:
         for name in [one for one in states if one in self._by_name]:
             own = self._by_name[name].described
             saved, label = described.get(name, own), "the scheduler" if self._is_single else f"the scheduler of {name}"
-            if changes.fit(f"the class of {label}", saved["class"], own["class"]):
+            changes.note(f"the class of {label}", saved["class"], own["class"], suffix=", which begins anew")
+            if saved["class"] == own["class"]:
                 changes.note(f"{label}, per", saved["per"], own["per"])
                 changes.note(label, saved["options"], own["options"])
                 fitting.append(name)

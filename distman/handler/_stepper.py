@@ -220,7 +220,7 @@ class Stepper:
         return self._steps.autocast()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the weights, their average, the states of the optimizers, and the number of steps.
+        """Return the weights, their average, the states of the optimizers, and the numbers of steps and epochs.
 
         Collective. The tensors are no copies. The states of loaders and generators are not in it. Within the loop,
         call it after the last :meth:`step` of a batch: this ends the step, with its average and its count.
@@ -231,7 +231,8 @@ class Stepper:
         """
         self._steps.conclude()
         self._steps.check()
-        return {"model": self._model.state_dict(), "optimization": self._steps.state_dict()}
+        states = {"model": self._model.state_dict(), "optimization": self._steps.state_dict()}
+        return {**states, "num_passes": self._num_passes}
 
     def load_state_dict(
         self, state: Mapping[str, Any], *, on_change: Literal["file", "program", "error"] | None = None
@@ -257,6 +258,7 @@ class Stepper:
         self._model.load_state_dict(state["model"])
         changes = Changes(on_change)
         self._steps.load_state_dict(state["optimization"], changes)
+        self._num_passes = state.get("num_passes", 0)
         changes.tell()
 
     def _read(self, loader: Iterable[Any]) -> Iterator[Step]:
@@ -265,9 +267,11 @@ class Stepper:
                 yield Step(batch, loader.num_own, loader.num_total)
             return
         source, epoch = ForeignSource(loader), self._num_passes
-        self._num_passes += 1
         source.begin(epoch)
-        yield from source.steps(epoch)
+        try:
+            yield from source.steps(epoch)
+        finally:
+            self._num_passes = epoch + 1
 
 
 StepFunction = Callable[[Stepper, Any], Mapping[str, Any] | torch.Tensor | float | None]

@@ -94,6 +94,7 @@ class Training:
         self._events.emit(Callback.on_train_begin)
         if self._told:
             self._events.emit_rest(Callback.on_step_records, self._told)
+            self._told = []
         if self._pending == "epoch":
             self._conclude_epoch()
         try:

@@ -6,6 +6,7 @@ import torch
 
 from distman import DistributedManager, on_rank
 from distman.collectives import all_gather_objects
+from distman.errors import DistmanError
 from distman.handler import Callback
 from distman.handler._events import EVENTS
 from distman.testing import ranks
@@ -166,6 +167,19 @@ class TakesAny(Callback):
 
     def on_epoch_end(self, handler, record, extra=None):
         self.extra = extra
+
+
+@ranks(1, 2)
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_a_save_within_a_validation_is_refused(strategy, tmp_path):
+    handler = make_handler(8, strategy=strategy)
+    handler.set_val_loader(regression(), batch_size=40)
+    handler.add_metric("saves", lambda *_: handler.save(tmp_path / "saved.pt") or 0.0 if not handler.history else 0.0)
+    handler.module.eval()
+    with pytest.raises(DistmanError, match="must be taken outside of validate"):
+        handler.validate()
+    handler.clear_metrics()
+    handler.save(tmp_path / "saved.pt")
 
 
 def test_methods_that_would_not_be_called_are_refused_when_they_are_added():
