@@ -43,8 +43,8 @@ class Changes:
             return True
         if not self.are_of_program:
             raise CheckpointError(
-                f"{what} must be as saved, {_shown(saved)}, got {_shown(own)}. Make it the same again; or pass "
-                "on_change='program', and begin with a new one."
+                f"{what} must be as saved, {printable(_shown(saved))}, got {_shown(own)}. Make it the same again; or "
+                "pass on_change='program', and begin with a new one."
             )
         self._found.append(f"{what}: {_shown(saved)} in the file, {_shown(own)} in the program")
         return False
@@ -89,7 +89,8 @@ def use_options(optimizer: torch.optim.Optimizer, saved: Sequence[Any], own: Seq
         for name in [one for one in now if one in before and before[one] != now[one]]:
             value = now[name]
             if name == "lr":
-                group["initial_lr"], current = value, float(group["lr"])
+                group |= {"initial_lr": value} if "initial_lr" in group else {}
+                current = float(group["lr"])
                 value = value if current == before[name] or not before[name] else current * value / before[name]
             if isinstance(group[name], torch.Tensor):
                 group[name].fill_(value)
@@ -128,13 +129,17 @@ def updated(value: Any, saved: Any, own: Any, current: Any) -> Any:
 
 def _differences(what: str, saved: Any, own: Any) -> Iterator[str]:
     if isinstance(saved, Mapping) and isinstance(own, Mapping):
-        for name in [one for one in saved if one in own and not one.startswith("_") and one not in _OF_THE_OPTIMIZER]:
+        for name in [one for one in saved if one in own and _is_option(one)]:
             yield from _differences(f"{what} {name}".strip(), saved[name], own[name])
     elif _are_lists_of_parts(saved, own):
         for index, (one, other) in enumerate(zip(saved, own, strict=True)):
             yield from _differences(f"{what} {index}" if len(saved) > 1 else what, one, other)
     elif saved != own:
         yield f"{what}: {_shown(saved)} in the file, {_shown(own)} in the program"
+
+
+def _is_option(name: str) -> bool:
+    return name == "_schedulers" or not (name.startswith("_") or name in _OF_THE_OPTIMIZER)
 
 
 def _are_lists_of_parts(saved: Any, own: Any) -> bool:

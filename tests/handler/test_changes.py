@@ -140,6 +140,14 @@ def test_what_a_callback_has_unfrozen_is_trained_on_all_ranks_and_after_a_resump
     assert_equal(run(tmp_path / "cut", 0), whole)
 
 
+def sequence(optimizer, length):
+    parts = [
+        torch.optim.lr_scheduler.ConstantLR(optimizer, total_iters=1),
+        torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=length),
+    ]
+    return torch.optim.lr_scheduler.SequentialLR(optimizer, parts, milestones=[1])
+
+
 def changed(tmp_path, *, change, on_change=None, epochs=3):
     """Train two epochs, then go on with a program that has changed."""
 
@@ -148,11 +156,13 @@ def changed(tmp_path, *, change, on_change=None, epochs=3):
         handler.set_optimizer(options.get("optimizer", torch.optim.SGD), **{"lr": 0.1, **options.get("given", {})})
         if "schedule" in options:
             handler.set_scheduler(torch.optim.lr_scheduler.CosineAnnealingLR, T_max=options["schedule"])
+        if "sequence" in options:
+            handler.set_scheduler(sequence, length=options["sequence"])
         handler.set_loss_fn(nn.functional.mse_loss)
         handler.set_train_loader(regression(), batch_size=options.get("batch_size", 16))
         return handler
 
-    first = make(**({"schedule": 4} if "schedule" in change else {}))
+    first = make(**{name: 4 for name in ("schedule", "sequence") if name in change})
     first.auto_save(tmp_path)
     first.train(2)
     second = make(**change)
@@ -165,6 +175,7 @@ CHANGES = {
     "the optimizer lr: 0.1 in the file, 0.01 in the program": {"given": {"lr": 0.01}},
     "the optimizer weight_decay: 0 in the file, 0.5 in the program": {"given": {"weight_decay": 0.5}},
     "the scheduler T_max: 4 in the file, 8 in the program": {"schedule": 8},
+    "the scheduler _schedulers 1 T_max: 4 in the file, 8 in the program": {"sequence": 8},
     "batch_size: 16 in the file, 8 in the program, whose batches are used": {"batch_size": 8},
 }
 
@@ -176,7 +187,7 @@ def test_a_changed_program_is_told_once_and_goes_on_as_in_the_file_or_as_it_says
     assert len(warnings) == 1
     assert told in warnings[0]
     group = handler.optimizer.param_groups[0]
-    if "schedule" not in CHANGES[told]:
+    if "initial_lr" not in group:
         assert (group["lr"], group["weight_decay"]) == (0.1, 0)
     with pytest.raises(CheckpointError, match=told):
         changed(tmp_path / "error", change=CHANGES[told], on_change="error")
@@ -184,8 +195,10 @@ def test_a_changed_program_is_told_once_and_goes_on_as_in_the_file_or_as_it_says
     group = handler.optimizer.param_groups[0]
     for name, value in CHANGES[told].get("given", {}).items():
         assert group[name] == value
-    if "schedule" in CHANGES[told]:
-        assert handler._schedulings["optimizer"].state_dict()["T_max"] == 8
+    if group.keys() & {"initial_lr"}:
+        state = handler._schedulings["optimizer"].state_dict()
+        assert state.get("_schedulers", [None, state])[1]["T_max"] == 8
+        assert state["last_epoch"] == 3
 
 
 def test_a_program_that_has_not_changed_is_told_nothing(tmp_path, caplog):
