@@ -190,6 +190,7 @@ class ForeignSource(Source):
         self._lengths: Counter[tuple[int, int]] = Counter()  # of the ranks' loaders; none unless all are known
         self._own_lengths = (0, 0)
         self._is_compared = DistributedManager().world_size == 1
+        self._had_workers = False  # in the run that is resumed, in epochs before this one
 
     @property
     def _stateful(self) -> Any:
@@ -272,16 +273,26 @@ class ForeignSource(Source):
                 part.set_epoch(epoch)
         if self._at_start is None:
             self._at_start, self._own_at_start = generators_state(), states_of(generators_of(self.batches))
-            return iter(self.batches)
+            return self._begin_reading()
         set_states_of(generators_of(self.batches), self._own_at_start or {})
         with generators_preserved():
             set_generators_state(self._at_start)
-            iterator = iter(self.batches)
+            iterator = self._begin_reading()
             if self._stateful is not None:
                 return iter(()) if self._is_exhausted else iterator  # at its end, a loader begins the next epoch
             for _ in range(self._num_taken):
                 self._take(iterator)
         return iterator
+
+    def _begin_reading(self) -> Iterator[Any]:
+        """Return an iterator over a pass; of workers that persisted in the run that is resumed, their next one."""
+        if self._had_workers and not (self._num_taken and self._stateful is not None):
+            own = states_of(generators_of(self.batches))
+            with generators_preserved():
+                iter(self.batches)  # starts them, which draws random numbers that the next passes do not draw
+            set_states_of(generators_of(self.batches), own)
+        self._had_workers = False
+        return iter(self.batches)
 
     def num_steps(self) -> int | None:
         """Return the number of this rank's batches; None if it cannot be known."""
@@ -320,7 +331,9 @@ class ForeignSource(Source):
         if state["num_taken"] and state.get("batch_size", self.batch_size) != self.batch_size:
             logger.warning("epoch %d starts over: its position was saved with another batch_size", self._epoch)
             return False
-        if getattr(self.batches, "persistent_workers", False) and (self._epoch or state["num_taken"]):
+        persists = getattr(self.batches, "persistent_workers", False)
+        self._had_workers = bool(persists and self._epoch)
+        if persists and (self._epoch or state["num_taken"]):
             logger.warning(
                 "random transforms go on with other numbers than in the interrupted run: workers that persist keep "
                 "theirs, which cannot be saved. Set persistent_workers=False, or pass the dataset instead of a loader"

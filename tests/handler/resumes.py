@@ -6,8 +6,8 @@
 import argparse
 import collections
 import dataclasses
+import gc
 import random
-import shutil
 import sys
 import tempfile
 from pathlib import Path
@@ -32,7 +32,7 @@ OCCURRENCES = {"on_train_begin": 1, "on_train_end": 1, "on_step_end": 7, "on_ste
 LOADERS = (
     *("dataset", "cached", "workers", "batches", "own generator", "batches in workers", "distributed sampler"),
     *("torchdata", "torchdata in workers", "torchdata sampler", "stream", "stream in workers", "positioned stream"),
-    *("torchdata stream", "torchdata stream in workers"),
+    *("torchdata stream", "torchdata stream in workers", "workers that persist", "torchdata workers that persist"),
 )
 REFUSALS = (
     "must be saved between two steps",
@@ -92,15 +92,16 @@ def draw(number):
 class Augmented(Dataset):
     """A regression whose inputs are disturbed anew each time."""
 
-    def __init__(self):
+    def __init__(self, *, is_random=True):
         self.inputs = torch.randn(NUM_SAMPLES, 4, generator=torch.Generator().manual_seed(7))
+        self.noise = 0.1 * is_random
 
     def __len__(self):
         return len(self.inputs)
 
     def __getitem__(self, index):
         own = self.inputs[index]
-        return own + 0.1 * torch.randn(4), own.sum(0, keepdim=True)
+        return own + self.noise * torch.randn(4), own.sum(0, keepdim=True)
 
 
 class Stream(IterableDataset):
@@ -151,7 +152,9 @@ def make_loader(kind):
         return DataLoader(distributed_stream(Positioned()), 3)
     if kind == "own generator":
         return DataLoader(Augmented(), 7, shuffle=True, generator=generator)
-    return loader(Augmented(), 7, shuffle=True, num_workers=num_workers)
+    persists = "persist" in kind
+    data = Augmented(is_random=not persists)  # of workers that persist the random numbers cannot be saved
+    return loader(data, 7, shuffle=True, num_workers=num_workers, persistent_workers=persists)
 
 
 class Network(nn.Module):
@@ -419,7 +422,10 @@ def check(number, folder):
     """Try a case; return what came of it, and what differs."""
     case = draw(number)
     folder.mkdir(exist_ok=True, parents=True)
-    return (run_loop if case.step == "loop" else run_handler)(case, folder)
+    try:
+        return (run_loop if case.step == "loop" else run_handler)(case, folder)
+    finally:
+        gc.collect()  # joins the workers of what was cut off, which may take seconds
 
 
 def check_all(numbers, folder):
@@ -428,24 +434,27 @@ def check_all(numbers, folder):
     return {number: check(number, Path(folder) / str(number)) for number in numbers}
 
 
+def tried(numbers, num_ranks, folder):
+    """Yield what came of cases on so many ranks, some in each job."""
+    for begin in range(0, len(numbers), 20):
+        found, *_ = distman.run(check_all, numbers[begin : begin + 20], folder, n=num_ranks)
+        yield from found.items()
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--tries", type=int, default=500)
     parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args()
     numbers = [1000 * options.seed + index for index in range(options.tries)]
-    outcomes, folder = collections.Counter(), tempfile.mkdtemp()
-    for num_ranks in (1, 2, 3):
-        own = numbers[num_ranks - 1 :: 3]
-        for begin in range(0, len(own), 20):
-            for number, (outcome, differing) in distman.run(check_all, own[begin : begin + 20], folder, n=num_ranks)[
-                0
-            ].items():
+    outcomes = collections.Counter()
+    with tempfile.TemporaryDirectory() as folder:
+        for num_ranks in (1, 2, 3):
+            for number, (outcome, differing) in tried(numbers[num_ranks - 1 :: 3], num_ranks, folder):
                 outcomes["different" if differing else outcome] += 1
                 if differing:
                     lines = [f"{number} on {num_ranks} ranks: {draw(number)}", *differing[:5]]
                     sys.stdout.write("\n    ".join(lines) + "\n")
-    shutil.rmtree(folder)
     sys.stdout.write(f"{options.tries} cases: {dict(outcomes)}\n")
     raise SystemExit(outcomes["different"] > 0)
 
