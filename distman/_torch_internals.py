@@ -415,7 +415,9 @@ GLOO_THREADS = "pt_gloo"
 NO_JOB_WARNING = "torch.distributed is disabled"
 """How ``torch.distributed.checkpoint`` begins its warning that there is one process only."""
 
-_LOST_CONNECTION = re.compile(r"gloo/transport|nccl(Remote|System)Error|pair closure|Connection (closed|reset|timed out)")
+_LOST_CONNECTION = re.compile(
+    r"gloo/transport|pair closure|nccl(Remote|System)Error|Connection (closed|reset|timed out)"
+)
 
 
 _UNREACHABLE = re.compile(r"Connection timed out|No route to host|(Network|Host) is unreachable")

@@ -33,7 +33,15 @@ from distman._job.shutdown import abandon, close_unclosed, leave
 from distman._job.start import adopt, reporter_of, start, undo, watch
 from distman._manager import settings
 from distman._manager.ddp import check_wrappable, wrap
-from distman._manager.fsdp import Parts, Precision, check_mesh, check_shardable, shard_in_place
+from distman._manager.fsdp import (
+    Initialize,
+    Parts,
+    Precision,
+    check_mesh,
+    check_shardable,
+    materialize_all,
+    shard_in_place,
+)
 from distman._manager.group_creation import GroupCreation
 from distman._manager.group_queries import GroupQueries
 from distman._manager.one_at_a_time import OneAtATime
@@ -419,14 +427,16 @@ class DistributedManager(Place, GroupQueries, GroupCreation):
         shard: Parts | None = None,
         mixed_precision: Precision | None = None,
         checkpoint_activations: bool = False,
+        initialize: Initialize | None = None,
         **kwargs: Any,
     ) -> torch.nn.Module:
         """Shard a module's parameters over the ranks, in place, and return it; on one process it stays as it is.
 
         Collective over the ranks of the mesh. Each rank keeps its part of the parameters, and so of the gradients and
         of an optimizer that is made afterwards; they are gathered where they are computed with. All ranks get the
-        weights and buffers of the first one. The module must already be on :attr:`device`; to call it, and to compute
-        with a whole parameter, is collective. What several ranks refuse, one process refuses too.
+        weights and buffers of the first one. The module must already be on :attr:`device`, or on the meta device; to
+        call it, and to compute with a whole parameter, is collective. What several ranks refuse, one process refuses
+        too.
 
         Args:
             module: The model, whose ranks differ in nothing but values.
@@ -439,6 +449,9 @@ class DistributedManager(Place, GroupQueries, GroupCreation):
                 gradients are summed, and parameters kept, as float32; a policy of torch says more.
             checkpoint_activations: Compute what is inside the modules of ``shard`` again in the backward pass, and keep
                 their inputs alone.
+            initialize: Takes a module within the model and sets its own parameters and buffers, where these are on the
+                meta device: of a model that no rank has room for. They are made and sharded one part of ``shard`` at a
+                time. None calls ``reset_parameters()``.
             kwargs: The options ``reshard_after_forward``, ``shard_placement_fn`` and ``offload_policy`` of
                 :func:`torch.distributed.fsdp.fully_shard`.
 
@@ -456,13 +469,16 @@ class DistributedManager(Place, GroupQueries, GroupCreation):
             >>> model.weight.grad.to_local()  # of this rank's row: the mean of 1 and 2
             tensor([[1.5000]])
         """
-        check_shardable(module, shard, mixed_precision, kwargs, recomputes=checkpoint_activations)
+        check_shardable(
+            module, shard, mixed_precision, kwargs, recomputes=checkpoint_activations, initialize=initialize
+        )
         check_finds_unused(finds_unused=self.find_unused_parameters)
         chosen = mesh if mesh is None or isinstance(mesh, DeviceMesh) else self.mesh(mesh)
         if chosen is not None:
             check_mesh(chosen, self.device)
         tracking.check_speaks_for_rank("wrap_fsdp()")
         if self.world_size == 1:
+            materialize_all(module, self.device, shard, initialize)
             return module
         groups = self._state.groups
         return shard_in_place(
@@ -474,6 +490,8 @@ class DistributedManager(Place, GroupQueries, GroupCreation):
             options=kwargs,
             recomputes=checkpoint_activations,
             finds_unused=self.find_unused_parameters,
+            device=self.device,
+            initialize=initialize,
         )
 
     def __str__(self) -> str:

@@ -165,9 +165,9 @@ MUTANTS = (
     *_mutants(
         "handler/_optimization.py",
         "handler/test_optimization.py handler/test_training.py handler/test_resumption.py",
-        ("step.num_own * self._world_size / max(", "step.num_own / max("),
-        ("if index == len(steps) else", "if index == 1 else"),
-        ("self.num_skipped += not is_taken", "self.num_skipped += is_taken"),
+        ("(self._share or 0.0) * self._world_size", "(self._share or 0.0)"),
+        ("index == len(steps)", "index == 1"),
+        ("self.num_skipped += self._num_left_out", "self.num_skipped -= self._num_left_out"),
     ),
     *_mutants(
         "executor/_buffer_pool.py",

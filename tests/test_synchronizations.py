@@ -82,7 +82,7 @@ class CountPerStep(Callback):
     [
         ({"check_every": 32}, 0),  # what a GPU gets without being asked
         ({"check_every": 32, "clip_norm": 1.0, "accumulate": 2, "amp": "bf16"}, 0),
-        ({"non_finite": "ignore"}, 0),
+        ({"non_finite": "ignore", "ema_decay": 0.9}, 0),
         ({"check_every": 1}, 1),
         ({"non_finite": "skip"}, 1),
     ],

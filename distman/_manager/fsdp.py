@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
 Parts: TypeAlias = type[torch.nn.Module] | Sequence[type[torch.nn.Module]] | Callable[[torch.nn.Module], bool]
+Initialize: TypeAlias = Callable[[torch.nn.Module], object]
 Precision: TypeAlias = "Literal['bf16', 'fp16'] | MixedPrecisionPolicy"
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -35,11 +36,13 @@ def check_shardable(
     options: dict[str, Any],
     *,
     recomputes: bool,
+    initialize: Initialize | None,
 ) -> None:
     """Refuse, on any number of ranks, what ``fully_shard`` would on several, there or in the first step."""
     if not isinstance(module, torch.nn.Module):
         raise TypeError(f"module must be a torch.nn.Module, got a {type(module).__name__}. Pass the model.")
-    check_options(options, [*_OPTIONS, "mesh", "shard", "mixed_precision", "checkpoint_activations"], "wrap_fsdp")
+    own = ["mesh", "shard", "mixed_precision", "checkpoint_activations", "initialize"]
+    check_options(options, [*_OPTIONS, *own], "wrap_fsdp")
     _policies(precision)
     if not any(True for _ in module.parameters()):
         raise ValueError("module must have parameters, got none. Call the module as it is: there is nothing to shard.")
@@ -55,6 +58,12 @@ def check_shardable(
             )
     for name, parameter in module.named_parameters():
         _check_parameter(name, parameter)
+    for name, part in module.named_modules() if initialize is None else ():
+        if is_on_meta(part, recurse=False) and not hasattr(part, "reset_parameters"):
+            raise ValueError(
+                f"what is on the meta device must be initialized, got {name or 'the model'} of {type(part).__name__} "
+                "without reset_parameters(). Pass initialize=, a function that sets what a module has itself."
+            )
     unit_of = {part: unit for unit in units[::-1] for part in unit.modules()}  # the innermost one
     gathered: dict[torch.nn.Module, dict[torch.dtype, str]] = {}
     seen: dict[torch.nn.Parameter, tuple[torch.nn.Module, str]] = {}
@@ -96,8 +105,13 @@ def shard_in_place(
     options: dict[str, Any],
     recomputes: bool,
     finds_unused: bool,
+    device: torch.device,
+    initialize: Initialize | None,
 ) -> torch.nn.Module:
-    """Shard a module in place, with the weights and buffers of the first rank of the mesh."""
+    """Shard a module in place, with the weights and buffers of the first rank of the mesh.
+
+    What is on the meta device is made and sharded part by part, so that a rank has room for one of them.
+    """
     from torch.distributed.fsdp import fully_shard  # the import takes a second
     from torch.utils.checkpoint import checkpoint
 
@@ -107,9 +121,11 @@ def shard_in_place(
         _compare(module, mesh, groups, len(units))
         _share([*module.parameters(), *module.buffers()], mesh)
     for unit in units:
+        _share(materialize(unit, device, initialize), mesh)
         if recomputes:
             unit.forward = functools.partial(checkpoint, unit.forward, use_reentrant=False)
         fully_shard(unit, mesh=mesh, mp_policy=inner, **options)
+    _share(materialize(module, device, initialize), mesh)
     sharded = fully_shard(module, mesh=mesh, mp_policy=outer, **options)
     if finds_unused:
         sharded.set_reduce_scatter_unused_params(True)
@@ -118,6 +134,41 @@ def shard_in_place(
         for part in parts_of_it:
             part.set_force_sum_reduction_for_comms(enable=True)
     return module
+
+
+def is_on_meta(module: torch.nn.Module, *, recurse: bool = True) -> bool:
+    """Return whether parameters or buffers of a module have a shape and no memory."""
+    return any(one.is_meta for one in [*module.parameters(recurse=recurse), *module.buffers(recurse=recurse)])
+
+
+def materialize(module: torch.nn.Module, device: torch.device, initialize: Initialize | None) -> list[torch.Tensor]:
+    """Initialize what of a module is on the meta device, and return that."""
+    made: dict[torch.nn.Parameter, torch.nn.Parameter] = {}  # those that are tied stay so
+    found: list[torch.Tensor] = []
+    for part in module.modules():
+        if not is_on_meta(part, recurse=False):
+            continue
+        before = dict(part.named_parameters(recurse=False))
+        is_new = any(one not in made for one in before.values()) or not before
+        part.to_empty(device=device, recurse=False)
+        for name, old in before.items():
+            setattr(part, name, made.setdefault(old, getattr(part, name)))
+        if is_new:
+            (initialize or _reset)(part)
+        found += [*part.parameters(recurse=False), *part.buffers(recurse=False)]
+    return [*dict.fromkeys(found)]
+
+
+def _reset(module: Any) -> None:
+    module.reset_parameters()
+
+
+def materialize_all(
+    module: torch.nn.Module, device: torch.device, parts: Parts | None, initialize: Initialize | None
+) -> None:
+    """Initialize a module on one process in the order in which several do."""
+    for unit in [*_units(module, parts), module] if is_on_meta(module) else []:
+        materialize(unit, device, initialize)
 
 
 def _units(module: torch.nn.Module, parts: Parts | None) -> list[torch.nn.Module]:

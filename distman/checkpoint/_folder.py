@@ -23,6 +23,7 @@ from distman.checkpoint._state import check_state, copy_to_host, read_state, wri
 from distman.checkpoint._storage import METADATA
 from distman.decorators import on_rank
 from distman.errors import CheckpointError, RankFailedError
+from distman.manager import DistributedManager
 
 _SUFFIX = ".pt"  # of files; folders of a sharded state have none
 _NAME = re.compile(r"checkpoint-(\d{8,})(\.pt)?")
@@ -295,6 +296,31 @@ class CheckpointFolder:
         if state is None:
             return functools.partial(_read, device=target_device(device))
         return functools.partial(_fill, state)
+
+
+def check_writable(folder: CheckpointFolder) -> None:
+    """Write a small file into a folder of checkpoints and remove it: this fails sooner than the first checkpoint.
+
+    Collective. Blocking. Every rank tries it where all write.
+
+    Raises:
+        OSError: On a rank that could not.
+        CheckpointError: On rank 0: it has checkpoints of the other kind.
+        RankFailedError: On the other ranks.
+    """
+    rank = DistributedManager().rank
+    on_rank(0)(folder._names)()
+
+    def write() -> None:
+        location = folder._location / f".writable-{rank}"
+        with location.storage.create(location.place) as file:
+            file.write(b"\n")
+        location.storage.remove(location.place)
+
+    if folder.sharded:
+        on_all_ranks(write)
+    else:
+        on_rank(0)(write)()
 
 
 def read_latest(folder: CheckpointFolder, read: Callable[[Location], T]) -> T | None:

@@ -112,7 +112,7 @@ def _candidates(module: torch.nn.Module, names: list[str]) -> Iterator[dict[str,
     yield {name: _bare(module, name) for name in names}
     shorter = names
     while True:
-        yield dict(zip(names, map(_without_compiled, shorter), strict=True))
+        yield dict(zip(names, map(without_compiled, shorter), strict=True))
         prefix = next((prefix for prefix in _PREFIXES if names and all(one.startswith(prefix) for one in shorter)), "")
         if not prefix:
             return
@@ -120,5 +120,6 @@ def _candidates(module: torch.nn.Module, names: list[str]) -> Iterator[dict[str,
         yield dict(zip(names, shorter, strict=True))
 
 
-def _without_compiled(name: str) -> str:
+def without_compiled(name: str) -> str:
+    """Return a name without what ``torch.compile`` puts into it."""
     return ".".join(part for part in name.split(".") if part != COMPILED)

@@ -14,7 +14,7 @@ from distman._torch_internals import tree_map
 from distman.collectives._fused import fused_all_reduce
 from distman.collectives._objects import all_gather_objects, gather_objects
 from distman.decorators import on_rank
-from distman.handler._nested import concatenate, on_host
+from distman.handler._nested import join, on_host
 from distman.handler._objective import Outcome
 from distman.manager import DistributedManager
 
@@ -57,10 +57,6 @@ class Accumulators:
     """Adds up the loss and the metrics of this rank's batches.
 
     A batch for which a metric is NaN does not count in it. A loss that is NaN makes the mean NaN.
-
-    Args:
-        metrics: The metrics, by name.
-        keeps_all: Keep outputs and targets for the metrics that need all of them; otherwise those are not measured.
     """
 
     def __init__(self, metrics: Mapping[str, Metric], *, keeps_all: bool = False) -> None:
@@ -153,7 +149,7 @@ class Accumulators:
             pairs = [pair for kept in everyone or [] for pair in kept]
             if not pairs:
                 return dict.fromkeys(self._over_all, math.nan)
-            outputs, targets = concatenate(pairs)
+            outputs, targets = join([(None, pair) for pair in pairs])
             return {name: float(measure(outputs, targets)) for name, measure in self._over_all.items()}
 
         return measure_all() or {}
@@ -168,12 +164,7 @@ def _gathering(metric: StatefulMetric) -> StatefulMetric:
 
 
 def _gather_states(state: torch.Tensor, group: object = None) -> list[torch.Tensor]:  # noqa: ARG001 - see below
-    """Return the state of every rank. That of one without samples says nothing of the others' types and shapes.
-
-    Args:
-        state: This rank's.
-        group: What torchmetrics passes, the ranks; a handler's are all.
-    """
+    """Return the state of every rank. That of one without samples says nothing of the others' types and shapes."""
     states = [one.to(state.device) for one in all_gather_objects(state)]
     like = next((one for one in states if one.numel()), state)
     return [one if one.numel() else like[:0] if like.ndim else one for one in states]
@@ -186,11 +177,7 @@ def _by_name(name: str, value: Any) -> dict[str, float]:
 
 
 def as_number(name: str, value: float | torch.Tensor) -> torch.Tensor:
-    """Return a value as a tensor of shape ``(1,)``.
-
-    Raises:
-        ValueError: It is not one number.
-    """
+    """Return a value as a tensor of shape ``(1,)``."""
     number = torch.as_tensor(value, dtype=torch.float64)
     if number.numel() != 1:
         raise ValueError(f"metric {name} must be one number, got shape {tuple(number.shape)}. Return its mean.")

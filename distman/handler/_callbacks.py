@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from distman.checkpoint import CheckpointFolder
+from distman.checkpoint._folder import check_writable
 from distman.handler._events import Callback
 from distman.handler._history import Record
 from distman.handler._sharded_state import save_in
@@ -150,6 +151,17 @@ class ModelCheckpoint(Callback):
         self.best: dict[int, float] = {}
         self._monitor, self._sign, self._num_best = monitor, _sign(mode), num_best
 
+    def on_train_begin(self, handler: NNHandler) -> None:
+        """Try whether the folder can be written.
+
+        Collective.
+
+        Raises:
+            OSError: On a rank that cannot write there.
+            RankFailedError: On the other ranks.
+        """
+        check_writable(self.folder)
+
     def on_epoch_end(self, handler: NNHandler, record: Record) -> None:
         """Save a checkpoint.
 
@@ -226,27 +238,35 @@ class LearningRateMonitor(Callback):
 
     def __init__(self) -> None:
         self.rates: list[float] = []
+        self._rate = math.nan
+
+    def on_train_batch_start(self, handler: NNHandler, batch: Any) -> None:
+        """Note the learning rate, which the schedule changes before the step is over.
+
+        Local.
+        """
+        self._rate = float(handler.optimizer.param_groups[0]["lr"])
 
     def on_step_end(self, handler: NNHandler, step: int) -> None:
         """Record the learning rate of this step.
 
         Local.
         """
-        self.rates.append(float(handler.optimizer.param_groups[0]["lr"]))
+        self.rates.append(self._rate)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the learning rates.
 
         Local.
         """
-        return {"rates": torch.tensor(self.rates, dtype=torch.float64)}
+        return {"rates": torch.tensor(self.rates, dtype=torch.float64), "rate": self._rate}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore such a state.
 
         Local.
         """
-        self.rates = state["rates"].tolist()
+        self.rates, self._rate = state["rates"].tolist(), state.get("rate", math.nan)
 
 
 def _find(name: str, handler: NNHandler, record: Record) -> float | None:

@@ -13,9 +13,9 @@ from distman.collectives._objects import gather_objects
 from distman.data import EvaluationLoader
 from distman.decorators import on_rank
 from distman.handler._accumulators import Accumulators, Metric
-from distman.handler._nested import concatenate, on_host
+from distman.handler._nested import Pad, checked, join, on_host
 from distman.handler._objective import Objective, check_loss, to_device
-from distman.handler._sources import NumSamples, count_samples, counted
+from distman.handler._sources import NumSamples, count_samples, counted, drawn_numbers
 from distman.manager import DistributedManager
 
 
@@ -46,18 +46,6 @@ def evaluate(
     """Return the loss and the metrics over all samples, the same on all ranks.
 
     Collective. Blocking. The model is in evaluation mode meanwhile.
-
-    Args:
-        model: The bare module: the ranks may make different numbers of steps.
-        objective: Returns loss, outputs and targets of a batch.
-        batches: This rank's batches; the ranks may have different numbers of them.
-        metrics: What to measure, by name.
-        dtype: Data type of automatic mixed precision; None without it.
-        num_samples: Counts the samples, or tokens, of a batch; None leaves it to the loader's plan, if it has one, or
-            to the batch.
-
-    Returns:
-        The mean loss, named ``loss``, and the metrics.
     """
     accumulators = Accumulators(metrics, keeps_all=True)
     with evaluating(model, dtype):
@@ -75,33 +63,51 @@ def predict(
     forward: Callable[[torch.nn.Module, Any], Any],
     batches: Iterable[Any],
     *,
+    samples: Callable[[Any], Any] | None = None,
+    pad: Pad | None = None,
     all_ranks: bool = False,
     dtype: torch.dtype | None = None,
 ) -> Any:
-    """Return the model's outputs for each sample, those of rank 0 first: for a dataset, in its order.
+    """Return the model's outputs for each sample, those of rank 0 first; see :meth:`NNHandler.predict`.
 
     Collective. Blocking. The model is in evaluation mode meanwhile.
-
-    Args:
-        model: The bare module.
-        forward: Takes the model and a batch, and returns outputs: tensors of shape ``(n, *)``, or tuples, lists or
-            mappings of such.
-        batches: This rank's batches.
-        all_ranks: Return the outputs on all ranks.
-        dtype: Data type of automatic mixed precision; None without it.
-
-    Returns:
-        The outputs of all samples, in host memory, on rank 0 and None elsewhere; None if there are no samples.
-
-    Raises:
-        ValueError: On rank 0: the outputs of two batches differ in structure.
-        RankFailedError: On the other ranks, then.
     """
+    own = []
     with evaluating(model, dtype):
-        own = [on_host(forward(model, to_device(batch, DistributedManager().device))) for batch in batches]
-    everyone = gather_objects(concatenate(own))
-    parts = [part for part in everyone or [] if part is not None]
-    return on_rank(0, broadcast=all_ranks)(concatenate)(parts)
+        for batch, number in _numbered(batches):
+            outputs = on_host(forward(model, to_device(batch, DistributedManager().device)))
+            if samples is not None:
+                outputs = checked(number if _is_planned(batches) else None, [*samples(outputs)])
+            own.append((number, outputs))
+    everyone = gather_objects(own)
+    parts = [part for rank in everyone or [] for part in rank]
+    if samples is not None:
+        return on_rank(0, broadcast=all_ranks)(lambda: [one for _, own in parts for one in own] or None)()
+    return on_rank(0, broadcast=all_ranks)(join)(parts, pad)
+
+
+def _is_planned(batches: Iterable[Any]) -> bool:
+    return isinstance(batches, EvaluationLoader) or drawn_numbers(batches) is not None
+
+
+def _numbered(batches: Iterable[Any]) -> Iterator[tuple[Any, int]]:
+    """Yield batches with their numbers of samples, of which each has one entry in the outputs."""
+    if isinstance(batches, EvaluationLoader):
+        yield from _counted(batches, None)
+        return
+    numbers = drawn_numbers(batches)
+    for index, batch in enumerate(batches):
+        yield batch, _num_in(batch) if numbers is None else numbers(index)
+
+
+def _num_in(batch: Any) -> int:
+    """Return how many samples a batch seems to have: the length of its first tensor, or list."""
+    parts = [*batch.values()] if isinstance(batch, Mapping) else batch if isinstance(batch, list | tuple) else [batch]
+    if parts and all(isinstance(one, Mapping) for one in parts):
+        return len(batch)
+    tensors = [one for one in parts if isinstance(one, torch.Tensor) and one.ndim]
+    lists = [one for one in parts if isinstance(one, list | tuple)]
+    return len([*tensors, *lists][0]) if tensors or lists else count_samples(batch)
 
 
 def _counted(batches: Iterable[Any], num_samples: NumSamples | None) -> Iterator[tuple[Any, int]]:

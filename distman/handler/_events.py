@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import difflib
+import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec
 
@@ -278,6 +280,30 @@ class Callback:
         """
 
 
+EVENTS: dict[str, Callable[..., None]] = {name: one for name, one in vars(Callback).items() if name.startswith("on_")}
+
+
+def _check_methods(callback: Callback) -> None:
+    """Refuse a callback with a method that would never be called, or whose call would fail."""
+    where = type(callback).__name__
+    for name in [one for one in dir(callback) if one.startswith("on_") and one not in EVENTS]:
+        close = difflib.get_close_matches(name, EVENTS, n=1, cutoff=0)[0]
+        raise TypeError(
+            f"a method of a callback must not begin with on_ unless it is that of an event, got {name}() of {where}. "
+            f"Did you mean {close}{inspect.signature(EVENTS[close])}? The events are {', '.join(EVENTS)}."
+        )
+    for name, event in EVENTS.items():
+        given = [*inspect.signature(event).parameters][1:]
+        method = inspect.signature(getattr(callback, name))
+        try:
+            method.bind(*given)
+        except TypeError:
+            raise TypeError(
+                f"{name}() must take {', '.join(given)}, got {method} in {where}. "
+                f"Write def {name}(self, {', '.join(given)})."
+            ) from None
+
+
 class Callbacks:
     """The callbacks of a handler, in the order in which they are called."""
 
@@ -289,13 +315,15 @@ class Callbacks:
         return iter([*self._first, *self._last])
 
     def add(self, callback: Callback, *, is_last: bool) -> None:
-        """Add a callback.
-
-        Args:
-            callback: The callback.
-            is_last: Call it after all others, so that what it saves includes what they did.
-        """
+        """Add a callback."""
+        _check_methods(callback)
         (self._last if is_last else self._first).append(callback)
+
+    @property
+    def names(self) -> list[str]:
+        """The name of each callback's class, and which of those of its class it is."""
+        classes = [type(callback).__qualname__ for callback in self]
+        return [f"{name} {classes[:index].count(name)}" for index, name in enumerate(classes)]
 
     def state_dict(self) -> list[list[Any]]:
         """Return the name of each callback's class, and its state."""
@@ -314,27 +342,49 @@ class Callbacks:
 class Events:
     """The events of one training, emitted to the callbacks of its handler.
 
-    Args:
-        callbacks: The callbacks.
-        handler: The handler, their first argument.
+    A state that a callback saves says who had heard of the event by then: the run that is resumed from it tells the
+    others, and nobody twice.
     """
 
     def __init__(self, callbacks: Callbacks, handler: NNHandler) -> None:
         self._callbacks, self._handler = callbacks, handler
+        self._heard: dict[str, list[int]] = {}  # of what has happened since the latest step, or epoch
 
     def is_heard(self, event: Callable[..., None]) -> bool:
         """Return whether a callback overrides the method of an event."""
-        return any(getattr(type(callback), event.__name__) is not event for callback in self._callbacks)
+        methods = [getattr(callback, event.__name__) for callback in self._callbacks]
+        return any(getattr(method, "__func__", None) is not event for method in methods)
 
     def emit(
         self, event: Callable[Concatenate[Callback, NNHandler, P], None], *args: P.args, **kwargs: P.kwargs
     ) -> None:
-        """Call every callback's method for an event.
+        """Call every callback's method for an event, a method of :class:`Callback`."""
+        self._heard.pop(event.__name__, None)
+        self.emit_rest(event, *args, **kwargs)
 
-        Args:
-            event: The event, a method of :class:`Callback`.
-            args: The method's other arguments.
-            kwargs: The method's other arguments, by name.
-        """
-        for callback in self._callbacks:
-            getattr(callback, event.__name__)(self._handler, *args, **kwargs)
+    def emit_rest(
+        self, event: Callable[Concatenate[Callback, NNHandler, P], None], *args: P.args, **kwargs: P.kwargs
+    ) -> None:
+        """Call the method of the callbacks that have not heard of an event since :meth:`begin`."""
+        heard = self._heard.setdefault(event.__name__, [])
+        for index, callback in enumerate(self._callbacks):
+            if index not in heard:
+                heard.append(index)
+                getattr(callback, event.__name__)(self._handler, *args, **kwargs)
+
+    def begin(self) -> None:
+        """Forget who has heard what: a step or an epoch is over, and its events begin."""
+        self._heard.clear()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return who has heard of which events."""
+        return {"names": self._callbacks.names, "heard": {event: [*who] for event, who in self._heard.items()}}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore such a state; a callback that is new has missed what it was not there for."""
+        names = [*state["names"]]
+        places = [names.index(name) if name in names else None for name in self._callbacks.names]
+        self._heard = {
+            event: [own for own, place in enumerate(places) if place is None or place in who]
+            for event, who in state["heard"].items()
+        }

@@ -26,13 +26,7 @@ class _Unchecked:
 
 
 class FiniteCheck:
-    """Looks at the gradients of some steps at once, since each look waits for the device.
-
-    Args:
-        scaler: Scales the losses.
-        non_finite: See :class:`StepOptions`.
-        check_every: Number of steps from one look to the next.
-    """
+    """Looks at the gradients of some steps at once, since each look waits for the device."""
 
     def __init__(
         self, scaler: torch.amp.GradScaler, non_finite: Literal["raise", "skip", "ignore"], check_every: int
@@ -41,14 +35,7 @@ class FiniteCheck:
         self._unchecked: list[_Unchecked] = []
 
     def add(self, step: int, name: str, norm: torch.Tensor | None, losses: Sequence[torch.Tensor]) -> None:
-        """Keep a gradient to look at, before the optimizer steps.
-
-        Args:
-            step: Index of the step.
-            name: What it is a step of, for messages; empty if there is nothing else.
-            norm: Norm of the gradient, the same on all ranks; None not to look at it.
-            losses: This rank's losses.
-        """
+        """Keep a gradient to look at, before the optimizer steps."""
         if norm is not None and self._non_finite != "ignore":
             self._unchecked.append(_Unchecked(step, name, norm, losses))
 
@@ -56,9 +43,6 @@ class FiniteCheck:
         """Return whether the latest step may be taken, as far as has been seen; :meth:`note_taken` follows if so.
 
         Collective every few steps.
-
-        Raises:
-            NonFiniteLossError: On every rank: a loss or a gradient is NaN or infinite.
         """
         return len(self._unchecked) < self._check_every or self.look()
 
@@ -72,9 +56,6 @@ class FiniteCheck:
 
         Collective. A step that was taken with a gradient that is not finite has spoilt the model for good, so this
         raises for it again and again: nobody can save it.
-
-        Raises:
-            NonFiniteLossError: On every rank: a loss or a gradient was NaN or infinite.
         """
         if not self._unchecked:
             return True

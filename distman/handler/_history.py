@@ -96,10 +96,7 @@ class History:
 
         Local.
         """
-        return {
-            "records": [dict(record) for record in self._records],
-            "validations": [dict(record) for record in self.validations],
-        }
+        return {"records": as_numbers(self._records), "validations": as_numbers(self.validations)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore such records.
@@ -119,12 +116,16 @@ class History:
         self.validations = [dict(record) for record in state["validations"]]
 
 
-def turn_into_numbers(record: Record) -> None:
-    """Turn what callbacks have added to a record into numbers, those of NumPy and torch say.
+def as_numbers(records: Sequence[Record]) -> list[Record]:
+    """Return copies of records as :func:`turn_into_numbers` leaves them."""
+    copies = [dict(record) for record in records]
+    for copy in copies:
+        turn_into_numbers(copy)
+    return copies
 
-    Raises:
-        TypeError: It is none.
-    """
+
+def turn_into_numbers(record: Record) -> None:
+    """Turn what callbacks have added to a record into numbers, those of NumPy and torch say."""
     for name, value in record.items():
         try:
             record[name] = float(value)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -81,15 +81,26 @@ class Inference(Setup):
 
     @joint
     def predict(
-        self, data: Dataset[Any] | torch.Tensor | Iterable[Any], *, all_ranks: bool = False, **loader_kwargs: Any
+        self,
+        data: Dataset[Any] | torch.Tensor | Iterable[Any],
+        *,
+        samples: Callable[[Any], Sequence[Any]] | None = None,
+        pad: Callable[[list[torch.Tensor]], Any] | None = None,
+        all_ranks: bool = False,
+        **loader_kwargs: Any,
     ) -> Any:
         """Return the model's outputs for each sample, once and in order.
 
-        Collective. Blocking.
+        Collective. Blocking. Outputs are tensors whose first dim is that of the samples, lists with one entry for each,
+        or tuples, lists and mappings of such.
 
         Args:
             data: A dataset, the same on all ranks; a tensor of inputs, shape ``(n, *)``; or a loader, a stream, or
                 another iterable of batches, each rank's own: then the outputs of rank 0 come first, and so on.
+            samples: For outputs of another kind: takes those of a batch, in host memory, and returns one entry for each
+                sample. The result is a list of these.
+            pad: Takes a list of the tensors of all samples, and returns one of them all, where they differ in sizes,
+                such as ``torch.nn.utils.rnn.pad_sequence``. None returns the list.
             all_ranks: Return the outputs on all ranks.
             loader_kwargs: Options of :func:`distman.data.distributed_loader` for a dataset or a tensor; ``batch_size``
                 is 64 unless it is given.
@@ -99,13 +110,16 @@ class Inference(Setup):
 
         Raises:
             TypeError: The data or an option cannot be used.
-            ValueError: On rank 0: the outputs of two batches differ in structure.
-            RankFailedError: On the other ranks, then.
+            ValueError: On a rank that found it: the outputs of two batches differ in structure, or some have not one
+                entry for each sample.
+            RankFailedError: On the other ranks.
 
         Example:
             >>> handler = NNHandler(torch.nn.Flatten)
             >>> handler.predict(torch.ones(100, 2, 2)).shape
             torch.Size([100, 4])
+            >>> handler.predict(torch.ones(3, 2, 2), samples=lambda outputs: [one.sum().item() for one in outputs])
+            [4.0, 4.0, 4.0]
         """
         dataset = TensorDataset(data) if isinstance(data, torch.Tensor) else data
         loader = make_evaluation_loader("predict", dataset, loader_kwargs)
@@ -114,7 +128,7 @@ class Inference(Setup):
             return self._forward(model, batch)[0]
 
         with self._model.evaluating() as model:
-            return predict(model, forward, loader, all_ranks=all_ranks, dtype=self._dtype)
+            return predict(model, forward, loader, samples=samples, pad=pad, all_ranks=all_ranks, dtype=self._dtype)
 
     def score(
         self, t: torch.Tensor, x: torch.Tensor, condition: torch.Tensor | None = None, *, guidance: float = 1.0

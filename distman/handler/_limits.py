@@ -17,10 +17,6 @@ class Limits:
         limit_batches: Largest number of a rank's batches in an epoch; None reads all data.
         validate_every: Number of epochs from one validation to the next.
         validate_every_steps: Number of steps from one validation to the next, instead; None validates after epochs.
-
-    Raises:
-        TypeError: A number is not whole, or neither epochs nor steps are given.
-        ValueError: A number is less than 1.
     """
 
     epochs: int | None

@@ -18,18 +18,7 @@ _NO_OPTIONS = {"dataset", "evaluation", "group", "loader_kwargs"}
 
 
 def make_loader(method: str, data: Any, options: Mapping[str, Any], *, cached: bool, evaluation: bool = False) -> Any:
-    """Return a loader that distributes a dataset over the ranks, or an iterable as it is.
-
-    Args:
-        method: Name of the handler's method, for messages.
-        data: What the program passed to it.
-        options: Options of the loader.
-        cached: Keep each rank's shard in its memory.
-        evaluation: Load for evaluation.
-
-    Raises:
-        TypeError: The data or an option cannot be used.
-    """
+    """Return a loader that distributes a dataset over the ranks, or an iterable as it is."""
     if "group" in options:
         raise TypeError("group must be left out: all ranks train one model. Call the functions of distman.data for it.")
     if isinstance(data, str) or not (hasattr(data, "__getitem__") or isinstance(data, Iterable)):
@@ -59,16 +48,7 @@ def make_loader(method: str, data: Any, options: Mapping[str, Any], *, cached: b
 
 
 def make_evaluation_loader(method: str, data: Any, options: Mapping[str, Any]) -> Any:
-    """Return a loader that reads each sample of a dataset once and in order, or an iterable as it is.
-
-    Args:
-        method: Name of the handler's method, for messages.
-        data: What the program passed to it.
-        options: Options of the loader.
-
-    Raises:
-        TypeError: The data or an option cannot be used.
-    """
+    """Return a loader that reads each sample of a dataset once and in order, or an iterable as it is."""
     is_dataset = hasattr(data, "__getitem__") and not isinstance(data, DataLoader | list | tuple)
     return make_loader(
         method, data, {"batch_size": 64, **options} if is_dataset else options, cached=False, evaluation=True
@@ -76,12 +56,7 @@ def make_evaluation_loader(method: str, data: Any, options: Mapping[str, Any]) -
 
 
 def make_source(data: Any, num_samples: NumSamples | None) -> Source:
-    """Return the steps of a loader that :func:`make_loader` returned for training.
-
-    Args:
-        data: The loader.
-        num_samples: Counts the samples of a batch; None leaves it to the loader, if it knows, or to its first tensor.
-    """
+    """Return the steps of a loader that :func:`make_loader` returned for training."""
     return LoaderSource(data, num_samples) if isinstance(data, TrainingLoader) else ForeignSource(data, num_samples)
 
 

@@ -16,12 +16,14 @@ _STATUS = {"finished": "FINISHED", "preempted": "KILLED", "failed": "FAILED"}
 
 
 class MLflowTracker(Tracker):
-    """Logs the numbers as metrics of a run in MLflow, on a server or in a store of files.
+    """Logs the numbers as metrics of a run in MLflow, on a server or in a database.
 
     A resumed run leaves out what it does again, since MLflow cannot replace metrics.
 
     Args:
-        uri: Address of the server or the store; None leaves it to MLflow, and so to ``MLFLOW_TRACKING_URI``.
+        uri: Address of the server, or of a database such as ``"sqlite:///numbers.db"``, which needs the extra
+            ``mlflow``; None leaves it to MLflow, and so to ``MLFLOW_TRACKING_URI``. MLflow refuses a folder of files
+            unless ``MLFLOW_ALLOW_FILE_STORE=true``.
         experiment: Name of the experiment, which is made if there is none.
         params: Parameters of the run, such as a learning rate.
         run: Name of the run; None makes one. A resumed training goes on with the run of its checkpoint.

@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import functools
 import gc
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from distman._coordination.monitor.current_watcher import has_failed
 from distman._coordination.wait_scope import WaitScope
 from distman.checkpoint import load_model_state, model_state
+from distman.checkpoint._model_state import without_compiled
 from distman.collectives._objects import broadcast_data
 from distman.errors import DistmanError
+from distman.handler._average import Average
+from distman.handler._changes import Changes
 from distman.handler._sharding import (
-    ShardedAverage,
     compile_parts,
     forget_step,
     gathered,
@@ -33,16 +35,13 @@ _WITH_MEANS = (torch.nn.BatchNorm1d, torch.nn.BatchNorm2d, torch.nn.BatchNorm3d,
 """Modules whose buffers training writes on each rank, and evaluation reads: of those rank 0's are enough."""
 
 
+_UNFINISHED = "Expected to have finished reduction in the prior iteration"
+
+
 class TrainedModel:
     """A module that the ranks train.
 
     Collective. The module is moved to this rank's device and gets the weights of rank 0.
-
-    Args:
-        module: The model.
-        compile_options: Options of ``torch.compile``; None does not compile.
-        strategy: How the ranks share the work.
-        wraps: Whether to wrap the module, whose gradients are then averaged in each backward pass.
 
     Attributes:
         module: The bare module: its calls, its state and its parameters are local, unless :attr:`is_sharded`.
@@ -58,11 +57,10 @@ class TrainedModel:
         strategy: Strategy | None = None,
         wraps: bool = True,
     ) -> None:
-        manager = DistributedManager()
-        self.module = module.to(manager.device)
         self._strategy = strategy or Strategy()
-        self.average: AveragedModel | ShardedAverage | None = None
-        self._is_training = False
+        self.module = self._strategy.place(module)
+        self.average: Average | None = None
+        self._is_training = self._is_evaluated = False
         self.is_sharded = self._strategy.shard(self.module)
         self._trained: list[torch.nn.Parameter] = []
         if self.is_sharded:
@@ -87,7 +85,8 @@ class TrainedModel:
 
         Where the model is sharded it has the average in :meth:`evaluating` alone.
         """
-        return self.average.module if isinstance(self.average, AveragedModel) else self.module
+        copied = None if self.average is None else self.average.module
+        return self.module if copied is None else copied
 
     def wrap(self) -> None:
         """Wrap the module, again if other parameters are trained than before.
@@ -109,10 +108,7 @@ class TrainedModel:
             self._wrapped.register_forward_pre_hook(self._refuse)
 
     def forget_step(self) -> None:
-        """Let a sharded module have its own parameters again after a step that raised.
-
-        Local.
-        """
+        """Let a sharded module have its own parameters again after a step that raised."""
         if self.is_sharded:
             forget_step(self.module)
 
@@ -144,6 +140,23 @@ class TrainedModel:
                 yield self._wrapped
         finally:
             self._is_training = False
+
+    @contextmanager
+    def told_of_unused(self) -> Iterator[None]:
+        """Say which parameters had no gradient on this rank where DistributedDataParallel has waited for them."""
+        try:
+            yield
+        except RuntimeError as error:
+            if _UNFINISHED not in str(error) or not isinstance(self._wrapped, DistributedDataParallel):
+                raise
+            found = re.search(rf"for rank {DistributedManager().rank}: ([\d ]+)", str(error))
+            names = [name for name, one in self.module.named_parameters() if one.requires_grad]
+            unused = [names[int(index)] for index in found[1].split()] if found else ["some"]
+            raise DistmanError(
+                "all parameters that are trained must have a part in the loss of each step, got none for "
+                f"{', '.join(unused)} in the step before. Freeze what is not used, by requires_grad_(False), or set "
+                "DDP_FIND_UNUSED_PARAMETERS=1."
+            ) from error
 
     @contextmanager
     def backward_pass(self) -> Iterator[None]:
@@ -201,23 +214,19 @@ class TrainedModel:
             return context
         return without_reduction(self.module) if self.is_sharded else nullcontext()
 
-    def keep_average(self, decay: float | None) -> None:
-        """Keep a moving average of weights and buffers from now on, or continue the present one.
-
-        Args:
-            decay: Weight of the previous average in each step, between 0 and 1; None keeps no average.
-        """
+    def keep_average(self, decay: float | None, *, use_buffers: bool | None = None) -> None:
+        """Keep a moving average of the weights from now on, or continue the present one; see :class:`Average`."""
         if decay is None:
             self.average = None
             return
         if self.average is None:
             self.average = self._new_average()
-        self.average.multi_avg_fn = get_ema_multi_avg_fn(decay)
+        self.average.set_options(decay, use_buffers=use_buffers)
 
     def after_step(self) -> None:
         """Add the present weights to the average."""
         if self.average is not None:
-            self.average.update_parameters(self.module)
+            self.average.update()
 
     @contextmanager
     def evaluating(self) -> Iterator[torch.nn.Module]:
@@ -225,6 +234,7 @@ class TrainedModel:
 
         Collective. Blocking. Running means of normalizations, say, differ between ranks in training.
         """
+        was_evaluated, self._is_evaluated = self._is_evaluated, True
         with self._evaluated_parts() if self.is_sharded else nullcontext():
             buffers = list(self.evaluated.buffers()) if DistributedManager().world_size > 1 else []
             own = [buffer.clone() for buffer in buffers]
@@ -232,6 +242,7 @@ class TrainedModel:
             try:
                 yield self.evaluated
             finally:
+                self._is_evaluated = was_evaluated
                 with torch.no_grad():
                     for buffer, value in zip(buffers, own, strict=True):
                         buffer.copy_(value)
@@ -239,7 +250,7 @@ class TrainedModel:
     @contextmanager
     def _evaluated_parts(self) -> Iterator[None]:
         """Let each rank have all weights of a sharded model, or their average, so that its calls wait for nobody."""
-        average = self.average.put_in() if isinstance(self.average, ShardedAverage) else nullcontext()
+        average = self.average.put_in() if self.average is not None else nullcontext()
         with average, gathered(self.module, reshards=self._strategy.reshards):
             self._is_training = True
             try:
@@ -272,35 +283,45 @@ class TrainedModel:
     def _saved_buffers(self) -> dict[str, torch.Tensor]:
         """Return the buffers that checkpoints hold and training may read."""
         found: dict[str, torch.Tensor] = {}
-        average = self.average if isinstance(self.average, AveragedModel) else None
-        for part, model in {"module": self.module, "average": average}.items():
+        average = self.average.module if self.average is not None else None
+        for part, model in {"module": self.module, "average.module": average}.items():
             saved = model.state_dict(prefix=f"{part}.").keys() if model is not None else ()
             for path, module in model.named_modules(prefix=part) if model is not None else ():
                 if not isinstance(module, _WITH_MEANS):
                     buffers = module.named_buffers(prefix=path, recurse=False)
                     found |= {name: buffer for name, buffer in buffers if name in saved}
-        if isinstance(self.average, ShardedAverage):
+        if self.is_sharded and self.average is not None:
             found |= {f"average.{name}": self.average.named[name] for name in [*found]}
         return found
 
     def state_dict(self) -> dict[str, Any]:
         """Return weights, buffers and their average."""
+        if self._is_evaluated:
+            raise DistmanError(
+                "a state must be taken outside of validate(), predict() and sample(), got a call within one, for which "
+                "the model may have other values. Save before it or after it."
+            )
         average = None if self.average is None else self.average.state_dict()
-        return {"module": model_state(self.module), "average": average, "gradient_order": self._gradient_order}
+        return {
+            "module": model_state(self.module),
+            "average": average,
+            "gradient_order": self._gradient_order,
+            "frozen": self._frozen(),
+        }
 
     def evaluated_state(self) -> dict[str, Any]:
-        """Return the average of weights and buffers, if one is kept, else these; under the names of the bare model."""
-        if isinstance(self.average, ShardedAverage):
+        """Return the average, if one is kept, else weights and buffers; under the names of the bare model."""
+        if self.is_sharded and self.average is not None:
             averages = self.average.state_dict()
             return {name: averages.get(f"module.{name}", value) for name, value in model_state(self.module).items()}
         return model_state(self.evaluated)
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore such a state.
-
-        Raises:
-            RuntimeError: The weights do not fit the module.
-        """
+    def load_state_dict(self, state: Mapping[str, Any], changes: Changes | None = None) -> None:
+        """Restore such a state, and note what was frozen then and is not now."""
+        if changes is not None and "frozen" in state:
+            changes.note("frozen parameters", state["frozen"], self._frozen())
+        if changes is None or not changes.are_of_program:
+            self._freeze(state.get("frozen"))
         load_model_state(self.module, place_parts(self.module, state["module"]) if self.is_sharded else state["module"])
         if not self._has_buckets:
             self._gradient_order = state["gradient_order"]
@@ -310,8 +331,16 @@ class TrainedModel:
         else:
             self.average = None
 
-    def _new_average(self) -> AveragedModel | ShardedAverage:
-        return ShardedAverage(self.module) if self.is_sharded else AveragedModel(self.module, use_buffers=True)
+    def _frozen(self) -> list[str]:
+        named = self.module.named_parameters()
+        return [without_compiled(name) for name, one in named if not one.requires_grad]
+
+    def _freeze(self, names: Sequence[str] | None) -> None:
+        for name, parameter in self.module.named_parameters() if names is not None else ():
+            parameter.requires_grad_(without_compiled(name) not in (names or ()))
+
+    def _new_average(self) -> Average:
+        return Average(self.module, is_sharded=self.is_sharded)
 
     @staticmethod
     def _share(tensors: list[torch.Tensor]) -> None:
@@ -336,11 +365,7 @@ class TrainedModel:
 
 
 class _ZeroGradients(torch.nn.Module):
-    """A module whose loss gives parameters gradients of zero, one after another.
-
-    Args:
-        parameters: The parameters in that order, and whether the gradient of each is sparse.
-    """
+    """A module whose loss gives parameters gradients of zero, one after another."""
 
     def __init__(self, parameters: Sequence[tuple[torch.nn.Parameter, bool]]) -> None:
         super().__init__()

@@ -12,12 +12,14 @@ import torch
 
 from distman._device import resolve_device
 from distman._seeds import seed_generators, seed_of
+from distman.checkpoint._folder import check_writable
+from distman.handler._changes import Changes
 from distman.handler._events import Callback, Events
 from distman.handler._history import History
 from distman.handler._joint import joint
 from distman.handler._limits import Limits
 from distman.handler._model import TrainedModel
-from distman.handler._optimization import Optimization, StepOptions
+from distman.handler._optimization import LossSteps, Optimization, StepOptions
 from distman.handler._reporting import LoggerMode, Reporter
 from distman.handler._resumption import end_program
 from distman.handler._saved_arguments import saved_arguments
@@ -137,6 +139,7 @@ class NNHandler(Saving):
         amp: Literal["bf16", "fp16"] | None = None,
         clip_norm: float | None = None,
         ema_decay: float | None = None,
+        use_buffers: bool | None = None,
         non_finite: Literal["raise", "skip", "ignore"] = "raise",
         check_every: int | None = None,
         validate_every: int = 1,
@@ -157,6 +160,8 @@ class NNHandler(Saving):
             amp: Automatic mixed precision; ``"fp16"`` scales the loss.
             clip_norm: Largest 2-norm of the gradient, of each optimizer by itself; None does not clip.
             ema_decay: Decay of a moving average of the weights, which validation, prediction and sampling then use.
+            use_buffers: Average all floating buffers too, or none of them; None averages the running means and
+                variances of norms. What is not averaged is copied.
             non_finite: When a loss or the gradient is NaN or infinite on any rank, ``"raise"`` on all ranks,
                 ``"skip"`` the step on all, or ``"ignore"`` it.
             check_every: Number of steps after which to look for such a gradient, for which the host waits for a GPU;
@@ -189,9 +194,12 @@ class NNHandler(Saving):
         limits = Limits(epochs, max_steps, limit_batches, validate_every, validate_every_steps)
         if validate_every_steps is not None:
             self._required_val_data()
-        options = StepOptions(accumulate, amp, clip_norm, ema_decay, non_finite, check_every)
+        options = StepOptions(accumulate, amp, clip_norm, ema_decay, non_finite, check_every, use_buffers)
         self._dtype = options.dtype
-        self._load_auto_save()
+        if self._load_auto_save(limits):
+            return self.history
+        if self._auto_save is not None:
+            check_writable(self._auto_save.folder)
         events = Events(self._callbacks, self)
         training = self._make_training(options, limits, events)
         if not self.module.training:
@@ -205,6 +213,8 @@ class NNHandler(Saving):
         except BaseException as error:
             events.emit(Callback.on_exception, error)
             raise
+        finally:
+            self._progress.end_phase(self.history)
         return self.history
 
     def stop(self, reason: str = "stop()") -> None:
@@ -227,14 +237,33 @@ class NNHandler(Saving):
         """
         required(self._progress.training, "training to stop", "train()").stop(reason)
 
-    def _load_auto_save(self) -> None:
-        """Load what an earlier run of the program has saved."""
-        if self._auto_save is None or not self._auto_save.resumes or self._progress.training is not None:
-            return
-        saved = self._auto_save.load(self.module)
+    def _load_auto_save(self, limits: Limits) -> bool:
+        """Load what an earlier run of the program has saved; return True if it did all of this call of train()."""
+        auto_save = self._auto_save
+        if auto_save is None or not auto_save.is_awaited:
+            return False
+        saved = auto_save.load(self.module)
+        phases = saved["training"].get("phases", []) if saved is not None and saved["training"] is not None else []
+        if self._progress.passes(limits, phases):
+            self._show_phase(saved, phases[len(self._progress.phases) - 1])
+            return True
+        auto_save.finish()
         if saved is not None:
-            self.load_state_dict(saved)
-            self._reporter.log("resuming from step %d, saved in %s", self.num_steps, self._auto_save.folder.path)
+            self._restore(saved, Changes(auto_save.on_change))
+            self._reporter.log("resuming from step %d, saved in %s", self.num_steps, auto_save.folder.path)
+        return False
+
+    def _show_phase(self, saved: Mapping[str, Any], end: Mapping[str, Any]) -> None:
+        """Let the program see the latest weights, and the history that it had after a call of train()."""
+        self._model.load_state_dict(saved["model"], Changes("program"))
+        history = saved["history"]
+        self.history.load_state_dict(
+            {
+                "records": history["records"][: end["records"]],
+                "validations": history["validations"][: end["validations"]],
+            }
+        )
+        self._reporter.log("train() number %d was done by an earlier run", len(self._progress.phases))
 
     def _make_training(self, options: StepOptions, limits: Limits, events: Events) -> Training:
         """Return a training that resumes from the state that was loaded, or from that of the latest run."""
@@ -258,10 +287,10 @@ class NNHandler(Saving):
     def _make_optimization(self, options: StepOptions) -> tuple[Callable[..., Any], Optimization]:
         """Return what is minimized, or the function that steps, and what takes the steps."""
         if self._step is None:
-            return self._required_objective(), Optimization(self._model, self.optimizers, options)
+            return self._required_objective(), LossSteps(self._model, self.optimizers, options, self._given)
         if self.validates:
             self._required_objective()
-        stepper, steps = own_steps(self._model, self.optimizers, options)
+        stepper, steps = own_steps(self._model, self.optimizers, options, self._given)
         return functools.partial(self._step, stepper), steps
 
 

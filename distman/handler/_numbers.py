@@ -43,14 +43,7 @@ class Numbers(Accumulators):
         self._names, self.sums = list(names), sums
 
     def read(self, returned: Mapping[str, Any] | torch.Tensor | float | None) -> torch.Tensor:
-        """Return the numbers for a batch, shape ``(numbers,)``.
-
-        Args:
-            returned: What the function of the step has returned: numbers by name; or one, the loss; or None.
-
-        Raises:
-            ValueError: The names are taken, or not those of the other batches, or something is not one number.
-        """
+        """Return the numbers for a batch, shape ``(numbers,)``."""
         given = returned if isinstance(returned, Mapping) else {} if returned is None else {"loss": returned}
         if not self._is_begun and {*given} != {*self._names}:
             self._names = [*map(_checked, given)]
@@ -75,9 +68,6 @@ class Numbers(Accumulators):
         """Return the means over the samples of all ranks; NaN without samples.
 
         Collective.
-
-        Raises:
-            ValueError: On every rank: the ranks returned different names.
         """
         everyone = all_gather_objects(self.names)
         differing = next((rank for rank, names in enumerate(everyone) if names != everyone[0]), None)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -33,12 +34,7 @@ Objective = Callable[[torch.nn.Module, Any], Outcome]
 
 
 def check_loss(loss: object) -> None:
-    """Refuse a loss that is not one number.
-
-    Raises:
-        TypeError: It is no tensor.
-        ValueError: It has several elements.
-    """
+    """Refuse a loss that is not one number."""
     if not isinstance(loss, torch.Tensor):
         raise TypeError(
             f"the loss must be a tensor with one element, got a {type(loss).__name__}. Return the number to minimize; "
@@ -63,14 +59,31 @@ class Supervised:
     def __call__(self, model: torch.nn.Module, batch: Any) -> Outcome:
         """Return the results for a batch."""
         outputs, targets = self.forward(model, batch)
-        return Outcome(self.loss_fn(outputs, targets), outputs, targets)
+        with _explained(self.forward is default_forward and targets is None, "has no targets"):
+            return Outcome(self.loss_fn(outputs, targets), outputs, targets)
 
 
 def default_forward(model: torch.nn.Module, batch: Any) -> tuple[Any, Any]:
     """Return the outputs for a batch's first element, and its last one, the targets; None if it has one element."""
     if isinstance(batch, list | tuple):
         return model(batch[0]), batch[-1] if len(batch) > 1 else None
-    return model(batch), None
+    names = f"is a mapping with {', '.join(map(str, batch))}" if isinstance(batch, Mapping) else ""
+    with _explained(bool(names), names):
+        return model(batch), None
+
+
+@contextmanager
+def _explained(is_odd: bool, how: str) -> Iterator[None]:  # noqa: FBT001 - a condition
+    """Say how a batch is where the model, or the loss, fails with one that a forward function ought to take apart."""
+    try:
+        yield
+    except (AttributeError, TypeError) as error:
+        if not is_odd:
+            raise
+        raise TypeError(
+            f"a batch must be one of inputs and targets unless a function takes it apart, got one that {how}: {error}. "
+            "Pass set_loss_fn(loss_fn, forward=function), where function(model, batch) returns outputs and targets."
+        ) from error
 
 
 def to_device(batch: Any, device: torch.device) -> Any:

@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 import inspect
 import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
 from typing import Any, Literal
 
 import torch
 
 from distman._coordination.wait_scope import WaitScope
 from distman._torch_internals import norms
+from distman.checkpoint._model_state import without_compiled as bare_name
 from distman.data._randomness import generators_preserved
-from distman.errors import CheckpointError
+from distman.errors import DistmanError
 from distman.handler._accumulators import Accumulators, Metric
+from distman.handler._changes import Changes, class_of, options_of, use_options
 from distman.handler._events import Callback, Events
 from distman.handler._finite import FiniteCheck
 from distman.handler._model import TrainedModel
-from distman.handler._objective import Objective, Outcome, check_loss, to_device
+from distman.handler._objective import Outcome, check_loss, to_device
 from distman.handler._scheduling import UNNAMED
 from distman.handler._sharding import clip, norm_over_shards, own_part, place_optimizer_state
 from distman.handler._sources import Step
@@ -39,13 +42,11 @@ class StepOptions:
         amp: ``"bf16"`` or ``"fp16"`` for automatic mixed precision, the latter with a scaled loss; None without it.
         clip_norm: Largest 2-norm of each optimizer's gradient; None does not clip.
         ema_decay: Decay of the moving average of the weights, between 0 and 1; None keeps no average.
+        use_buffers: Which buffers are averaged too, see :meth:`NNHandler.train`.
         non_finite: What to do when a rank's loss, or the gradient, is NaN or infinite: ``"raise"`` on all ranks,
             ``"skip"`` the step on all, or ``"ignore"`` it.
         check_every: Number of steps from one look for such a gradient to the next, where it is to raise; None is 1 on
             the CPU and 32 elsewhere. Steps that may be skipped are looked at each: ``"skip"``, and ``"fp16"``.
-
-    Raises:
-        ValueError: An option is not valid.
     """
 
     accumulate: int = 1
@@ -54,6 +55,7 @@ class StepOptions:
     ema_decay: float | None = None
     non_finite: Literal["raise", "skip", "ignore"] = "raise"
     check_every: int | None = None
+    use_buffers: bool | None = None
 
     def __post_init__(self) -> None:
         if self.accumulate < 1:
@@ -77,15 +79,11 @@ class StepOptions:
         return _DTYPES[self.amp] if self.amp else None
 
 
-class Optimization:
+class Optimization(abc.ABC):
     """Steps optimizers such that all ranks do the same, whatever happens on one of them.
 
-    A step minimizes the mean loss over the samples of all its batches on all ranks.
-
-    Args:
-        model: The model.
-        optimizers: Optimizers of its parameters, by name.
-        options: How to step.
+    A step minimizes the mean loss over the samples of all its batches on all ranks. What is learned from a batch, and
+    how its gradients are averaged over the ranks, a derived class says.
 
     Attributes:
         optimizers: The optimizers.
@@ -94,16 +92,20 @@ class Optimization:
         num_taken: How often each optimizer stepped in the latest step.
         numbers: By name, this rank's means over the batches of the latest step, on the device, such as the loss.
         norm: The norm of its gradient, on the device; None if nobody asked.
+        num_own: Number of samples of the present batch that count on this rank.
         may_lack: Whether NaN stands for a number that a batch lacks.
-
-    Raises:
-        TypeError, ValueError: These optimizers cannot step.
     """
 
     may_lack = False
+    _num_told: int | None = 1
+    """How many of a batch's numbers are told of a step; None is all."""
 
     def __init__(
-        self, model: TrainedModel, optimizers: Mapping[str, torch.optim.Optimizer], options: StepOptions
+        self,
+        model: TrainedModel,
+        optimizers: Mapping[str, torch.optim.Optimizer],
+        options: StepOptions,
+        given: Mapping[str, Any] | None = None,
     ) -> None:
         model.forget_step()
         self._model, self.optimizers, self._options = model, dict(optimizers), options
@@ -113,66 +115,114 @@ class Optimization:
             for name, optimizer in optimizers.items()
         }
         self._check_parameters()
+        self._described = {name: self._describe(name, (given or {}).get(name)) for name in optimizers}
         self._prepare()
         self._scaler = torch.amp.GradScaler(self._device.type, enabled=options.amp == "fp16")
-        model.keep_average(options.ema_decay)
+        model.keep_average(options.ema_decay, use_buffers=options.use_buffers)
         model.module.zero_grad()  # left by a step that raised, or of parameters that another optimizer did not have
         self.num_steps = self.num_skipped = 0
         self.num_taken = dict.fromkeys(self.optimizers, 0)
         self.numbers: dict[str, list[torch.Tensor]] = {}
         self.norm: torch.Tensor | None = None
+        self._events: Events | None = None  # in a loop of one's own
+        self._share: float | None = None  # of a batch, in the samples of a step on all ranks; None outside of batches
+        self._is_last, self._is_over = True, True  # the present batch; the step, to which nothing can be added then
+        self._batch = ExitStack()  # left when the batch is over
+        self._buffers: list[torch.Tensor] | None = None  # from before the step
+        self._scaled: set[str] = set()  # optimizers that have stepped since the scale of the loss was updated
+        self._num_left_out = self.num_own = 0
         model.sort_buckets()
         may_skip = options.non_finite == "skip" or options.amp == "fp16"
         usual = 1 if self._device.type == "cpu" else _STEPS_BETWEEN_CHECKS
         self._finite = FiniteCheck(self._scaler, options.non_finite, 1 if may_skip else options.check_every or usual)
 
+    @abc.abstractmethod
     def accumulators(self, metrics: Mapping[str, Metric]) -> Accumulators:
         """Return what adds up the results of an epoch's steps."""
-        return Accumulators(metrics)
+
+    @abc.abstractmethod
+    def _learn(self, objective: Callable[..., Any], batch: Any, accumulators: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        """Compute the gradient for a batch; return what was measured, and the loss."""
+
+    @abc.abstractmethod
+    def _complete(self) -> None:
+        """Take the step, or see that it has been taken, after its last batch."""
 
     def run(
         self, objective: Callable[..., Any], steps: Sequence[Step], accumulators: Accumulators, events: Events
     ) -> bool:
-        """Step with the gradient of some batches; return False if the step was skipped.
+        """Step with some batches; return False if all of it was left out.
+
+        Collective. What was measured is added to the accumulators, unless something was left out.
+        """
+        self._events = events
+        found = []
+        with closing(self.window(steps)) as batches:
+            for batch, step in zip(batches, steps, strict=True):
+                values, loss = self._learn(objective, batch, accumulators)
+                found.append(values)
+                events.emit(Callback.on_train_batch_end, step.batch, loss)
+        names = accumulators.names[: self._num_told]
+        self.numbers = {name: [values[index] for values in found] for index, name in enumerate(names)}
+        if not self._num_left_out:
+            for values, step in zip(found, steps, strict=True):
+                accumulators.add(values, step.num_own)
+        return self._is_taken
+
+    def window(self, steps: Sequence[Step]) -> Generator[Any]:
+        """Yield this rank's batches of a step, on its device; for each gradients may be computed.
 
         Collective.
-
-        Args:
-            objective: What is minimized, an :data:`Objective`.
-            steps: This rank's batches.
-            accumulators: What losses and metrics are added to, unless the step is skipped.
-            events: Those of the training.
-
-        Raises:
-            NonFiniteLossError: On every rank: a loss or the gradient is NaN or infinite.
         """
-        buffers = self._copy_buffers() if self._options.non_finite == "skip" else None
-        losses, measured = self._accumulate(objective, steps, accumulators, events)
-        self.numbers = {"loss": losses}
-        is_taken = self._take([*self.optimizers], losses, events)
-        if not is_taken:
-            self._restore_buffers(buffers)
-        else:
+        self._buffers = self._copy_buffers() if self._options.non_finite == "skip" else None
+        self.num_taken, self._num_left_out = dict.fromkeys(self.optimizers, 0), 0
+        num_total = max(sum(step.num_total for step in steps), 1)
+        try:
+            for index, step in enumerate(steps, start=1):
+                self._share, self._is_last = step.num_own / num_total, index == len(steps)
+                self.num_own, self._is_over = step.num_own, False
+                self._emit(Callback.on_train_batch_start, step.batch)
+                with self._batch:
+                    if not step.num_own:
+                        self._batch.enter_context(self._without_a_trace())
+                    yield to_device(step.batch, self._device)
+            self.conclude()
+        finally:
+            self._share, self._is_over = None, True
+            self._forget([*self.optimizers])
+            self._update_scale()
+
+    def conclude(self) -> None:
+        """End a step, after its last batch, or in it when its state is taken.
+
+        This is the only place that says in which order the parts of a state change: the weights, then their average,
+        then the counters; see :class:`Training` for what follows.
+        """
+        if self._is_over:
+            return
+        if not self._is_last:
+            raise DistmanError(
+                "a state must be taken in the last batch of a step, got a call in one before it, whose gradient waits "
+                "for the others. Take it where step() returns True, or after the loop."
+            )
+        self._complete()
+        self._batch.close()
+        if self._num_left_out:
+            self._restore_buffers(self._buffers)
+        if any(self.num_taken.values()):
             self._model.after_step()
-            for values, step in zip(measured, steps, strict=True):
-                accumulators.add(values, step.num_own)
-        self._scaler.update()
-        for optimizer in self.optimizers.values():
-            optimizer.zero_grad()
-        for parameter in self._not_optimized:
-            parameter.grad = None
-        self.num_taken = dict.fromkeys(self.optimizers, int(is_taken))
-        self.num_steps += is_taken
-        self.num_skipped += not is_taken
-        return is_taken
+        self.num_steps += self._is_taken
+        self.num_skipped += self._num_left_out
+        self._is_over = True
+
+    @property
+    def _is_taken(self) -> bool:
+        return not self._num_left_out or any(self.num_taken.values())
 
     def check(self) -> None:
         """Look at the gradients of all steps since the last look.
 
         Collective. This waits for the device.
-
-        Raises:
-            NonFiniteLossError: On every rank: a loss or the gradient was NaN or infinite; see :meth:`FiniteCheck.look`.
         """
         self._finite.look()
 
@@ -181,6 +231,7 @@ class Optimization:
         states = {name: optimizer.state_dict() for name, optimizer in self.optimizers.items()}
         return {
             **({"optimizer": states[UNNAMED]} if states.keys() == {UNNAMED} else {"optimizers": states}),
+            "described": self._described,
             "scaler": self._scaler.state_dict(),
             "num_steps": self.num_steps,
             "num_skipped": self.num_skipped,
@@ -197,29 +248,35 @@ class Optimization:
         """Restore such buffers."""
         self._model.load_own_buffers(buffers)
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore such a state.
+    def compare(self, state: Mapping[str, Any], changes: Changes) -> list[str]:
+        """Return the names of the optimizers that such a state can be loaded into, and note what differs."""
+        states, described = _by_name(state), state.get("described", {})
+        if not changes.fit("the names of the optimizers", sorted(states), sorted(self.optimizers)):
+            states = {name: one for name, one in states.items() if name in self.optimizers}
+        fitting = []
+        for name in states:
+            saved, own = described.get(name, self._described[name]), self._described[name]
+            label = "the optimizer" if name == UNNAMED else f"the optimizer {name}"
+            parts = {"class": f"the class of {label}", "parameters": f"the parameters of {label}"}
+            if all([changes.fit(what, saved[part], own[part]) for part, what in parts.items()]):  # noqa: C419 - all of them
+                changes.note(label, saved["options"], own["options"])
+                fitting.append(name)
+        return fitting
 
-        Raises:
-            CheckpointError: It is of other optimizers.
-        """
-        states = state["optimizers"] if "optimizers" in state else {UNNAMED: state["optimizer"]}
-        if states.keys() != self.optimizers.keys():
-            raise CheckpointError(
-                f"the optimizers must be those that were saved, {', '.join(states)}, got {', '.join(self.optimizers)}. "
-                "Give them the same names."
-            )
-        for name, optimizer in self.optimizers.items():
+    def load_state_dict(self, state: Mapping[str, Any], changes: Changes | None = None) -> None:
+        """Restore such a state, as far as it fits."""
+        changes = changes or Changes()
+        states, described = _by_name(state), state.get("described", {})
+        for name in self.compare(state, changes):
+            optimizer = self.optimizers[name]
             optimizer.load_state_dict(place_optimizer_state(optimizer, states[name]))
+            if changes.are_of_program and name in described:
+                use_options(optimizer, described[name]["options"], self._described[name]["options"])
         self._load_scale(state["scaler"])
         self.num_steps, self.num_skipped = state["num_steps"], state["num_skipped"]
 
     def go_on_from(self, latest: Optimization) -> None:
-        """Go on counting where the latest run in this program has ended; the optimizers are as they are now.
-
-        Raises:
-            NonFiniteLossError: On every rank: that run has spoilt the model, as :meth:`check` says.
-        """
+        """Go on counting where the latest run in this program has ended; the optimizers are as they are now."""
         latest.check()
         self._load_scale(latest._scaler.state_dict())
         self.num_steps, self.num_skipped = latest.num_steps, latest.num_skipped
@@ -243,15 +300,23 @@ class Optimization:
             )
         self._not_optimized = [one for one in self._model.module.parameters() if id(one) not in own]
 
+    def _describe(self, name: str, given: Any) -> dict[str, Any]:
+        """Return what makes an optimizer another one: its class, the names of its parameters, and its options."""
+        optimizer = self.optimizers[name]
+        names = {id(one): bare_name(own) for own, one in self._model.module.named_parameters()}
+        parameters = [[names.get(id(one), "foreign") for one in group["params"]] for group in optimizer.param_groups]
+        return {"class": class_of(optimizer), "parameters": parameters, "options": given or options_of(optimizer)}
+
+    @abc.abstractmethod
     def _prepare(self) -> None:
-        """Let the model's gradients be averaged, and refuse optimizers that need more."""
-        for optimizer in self.optimizers.values():
-            if needs_closure(optimizer):
-                raise TypeError(
-                    f"the optimizer must step without a closure, got {type(optimizer).__name__}, which computes the "
-                    "loss several times per step. Pass it the closure in a step of your own: set_step()."
-                )
-        self._model.wrap()
+        """Let the model's gradients be averaged, and refuse optimizers that cannot step so."""
+
+    @abc.abstractmethod
+    def follow_freezing(self) -> None:
+        """Let the gradients be averaged of what is trained now: a callback may have frozen or unfrozen a part.
+
+        Collective.
+        """
 
     def _load_scale(self, state: Mapping[str, Any]) -> None:
         if state and self._scaler.is_enabled():
@@ -269,35 +334,8 @@ class Optimization:
         for buffer, saved in zip(self._model.module.buffers(), buffers or (), strict=buffers is not None):
             buffer.copy_(saved)
 
-    def _accumulate(
-        self, objective: Objective, steps: Sequence[Step], accumulators: Accumulators, events: Events
-    ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """Add up the gradients, with the last batch over the ranks too; return the batches' losses and measurements."""
-        num_total = sum(step.num_total for step in steps)
-        losses, measured = [], []
-        for index, step in enumerate(steps, start=1):
-            events.emit(Callback.on_train_batch_start, step.batch)
-            with nullcontext() if index == len(steps) else self._model.without_synchronization():
-                outcome = self._backward(objective, step, step.num_own * self._world_size / max(num_total, 1), events)
-            losses.append(outcome.loss.detach())
-            measured.append(accumulators.measure(outcome, step.num_own))
-            events.emit(Callback.on_train_batch_end, step.batch, losses[-1])
-        return losses, measured
-
-    def _backward(self, objective: Objective, step: Step, factor: float, events: Events) -> Outcome:
-        batch = to_device(step.batch, self._device)
-        with self._model.training() as model, nullcontext() if step.num_own else self._without_a_trace():
-            with self._autocast():
-                outcome = objective(model, batch)
-            check_loss(outcome.loss)
-            events.emit(Callback.on_before_backward, outcome.loss)
-            root = root_of(outcome.loss, factor)
-            with WaitScope("backward of the model"), self._model.backward_pass():
-                self._scaler.scale(outcome.loss).backward(gradient=root)
-            events.emit(Callback.on_after_backward)
-        return outcome
-
-    def _autocast(self) -> AbstractContextManager[Any]:
+    def autocast(self) -> AbstractContextManager[Any]:
+        """Return a context of mixed precision, if there is to be any."""
         return torch.autocast(self._device.type, self._options.dtype) if self._options.amp else nullcontext()
 
     @contextmanager
@@ -308,12 +346,12 @@ class Optimization:
             yield
         self._restore_buffers(buffers)
 
-    def _take(self, names: Sequence[str], losses: Sequence[torch.Tensor], events: Events | None) -> bool:
+    def _take(self, names: Sequence[str], losses: Sequence[torch.Tensor]) -> bool:
         """Let optimizers step with their gradients, which are the same on all ranks; return False if they may not."""
+        self._scaled.update(names)
         for name in names:
             self._scaler.unscale_(self.optimizers[name])
-        if events is not None:
-            events.emit(Callback.on_before_optimizer_step)
+        self._emit(Callback.on_before_optimizer_step)
         found = [norm for norm in map(self._clip, names) if norm is not None]
         self.norm = norm_of(found)
         self._finite.add(self._num_begun, self._label(names), self.norm, losses)
@@ -323,6 +361,22 @@ class Optimization:
             self._scaler.step(self.optimizers[name])
         self._finite.note_taken()
         return True
+
+    def _forget(self, names: Sequence[str]) -> None:
+        """Forget the gradients of some optimizers, and those that are nobody's."""
+        for name in names:
+            self.optimizers[name].zero_grad()
+        for parameter in self._not_optimized:
+            parameter.grad = None
+
+    def _update_scale(self) -> None:
+        if self._scaled:
+            self._scaler.update()
+            self._scaled.clear()
+
+    def _emit(self, event: Callable[..., None], *args: Any) -> None:
+        if self._events is not None:
+            self._events.emit(event, *args)
 
     def _label(self, names: Sequence[str]) -> str:
         """Return the names of optimizers for a message; empty where there is only one without a name."""
@@ -345,10 +399,63 @@ class Optimization:
         return norm
 
 
+class LossSteps(Optimization):
+    """Steps with the gradient of one loss, which is averaged over the ranks in the backward pass of the last batch."""
+
+    def accumulators(self, metrics: Mapping[str, Metric]) -> Accumulators:
+        """Return what adds up the loss and the metrics."""
+        return Accumulators(metrics)
+
+    def _prepare(self) -> None:
+        for optimizer in self.optimizers.values():
+            if needs_closure(optimizer):
+                raise TypeError(
+                    f"the optimizer must step without a closure, got {type(optimizer).__name__}, which computes the "
+                    "loss several times per step. Pass it the closure in a step of your own: set_step()."
+                )
+        self._losses: list[torch.Tensor] = []  # of the batches of the present step
+        self._model.wrap()
+
+    def follow_freezing(self) -> None:
+        """Let the gradients be averaged of what is trained now.
+
+        Collective.
+        """
+        self._model.wrap()
+
+    def _learn(self, objective: Callable[..., Any], batch: Any, accumulators: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        averages = nullcontext() if self._is_last else self._model.without_synchronization()
+        with averages, self._model.training() as model:
+            with self.autocast(), self._model.told_of_unused():
+                outcome: Outcome = objective(model, batch)
+            check_loss(outcome.loss)
+            self._emit(Callback.on_before_backward, outcome.loss)
+            root = root_of(outcome.loss, (self._share or 0.0) * self._world_size)
+            with WaitScope("backward of the model"), self._model.backward_pass():
+                self._scaler.scale(outcome.loss).backward(gradient=root)
+            self._emit(Callback.on_after_backward)
+        self._losses.append(outcome.loss.detach())
+        return accumulators.measure(outcome, self.num_own), self._losses[-1]
+
+    def _complete(self) -> None:
+        is_taken = self._take([*self.optimizers], self._losses)
+        self.num_taken, self._num_left_out = dict.fromkeys(self.optimizers, int(is_taken)), int(not is_taken)
+
+    def _forget(self, names: Sequence[str]) -> None:
+        super()._forget(names)
+        self._losses = []
+
+
 def needs_closure(optimizer: torch.optim.Optimizer) -> bool:
     """Return whether an optimizer computes the loss several times per step, as LBFGS does."""
     closure = inspect.signature(optimizer.step).parameters.get("closure")
     return closure is not None and closure.default is inspect.Parameter.empty
+
+
+def _by_name(state: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the optimizers' states in a state, by name."""
+    states: Mapping[str, Any] = state["optimizers"] if "optimizers" in state else {UNNAMED: state["optimizer"]}
+    return states
 
 
 def norm_of(norms: Sequence[torch.Tensor]) -> torch.Tensor | None:

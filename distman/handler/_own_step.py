@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import AbstractContextManager, closing, nullcontext
-from typing import Any, cast
+from typing import Any
 
 import torch
 
 from distman._torch_internals import is_distributed_tensor
 from distman.collectives._fused import fused_all_reduce
 from distman.errors import DistmanError
-from distman.handler._accumulators import Accumulators, Metric
-from distman.handler._events import Callback, Events
+from distman.handler._accumulators import Metric
+from distman.handler._events import Callback
 from distman.handler._model import TrainedModel
 from distman.handler._numbers import Numbers
-from distman.handler._objective import check_loss, to_device
+from distman.handler._objective import check_loss
 from distman.handler._optimization import Optimization, StepOptions, needs_closure, norm_of, root_of
 from distman.handler._sources import Step
 
@@ -37,85 +36,45 @@ class OwnSteps(Optimization):
     """
 
     may_lack = True
+    _num_told = None
 
     def __init__(
-        self, model: TrainedModel, optimizers: Mapping[str, torch.optim.Optimizer], options: StepOptions
+        self,
+        model: TrainedModel,
+        optimizers: Mapping[str, torch.optim.Optimizer],
+        options: StepOptions,
+        given: Mapping[str, Any] | None = None,
     ) -> None:
-        super().__init__(model, optimizers, options)
-        self._share: float | None = None  # of a batch, in the samples of a step on all ranks; None outside of batches
-        self._is_last, self._is_stepping = True, False
+        super().__init__(model, optimizers, options, given)
+        self._is_stepping = False
         self._losses: dict[str, list[torch.Tensor]] = {}  # of the gradients that wait for their optimizer's step
         self._closures: dict[str, list[tuple[Closure, float]]] = {}
-        self._scaled: set[str] = set()  # optimizers that have stepped since the scale of the loss was updated
-        self._num_left_out = self._num_windows = 0
-        self._events: Events | None = None  # in a loop of one's own
+        self._num_windows = 0
         self._norms: list[torch.Tensor] = []  # of the gradients of the optimizers, in the latest step
-        self.num_own = 0  # samples of the batch that count on this rank
 
-    def accumulators(self, metrics: Mapping[str, Metric]) -> Accumulators:
+    def accumulators(self, metrics: Mapping[str, Metric]) -> Numbers:
         """Return what adds up the numbers that the function returns."""
         return Numbers()
 
-    def run(
-        self, objective: Callable[..., Any], steps: Sequence[Step], accumulators: Accumulators, events: Events
-    ) -> bool:
-        """Call a function of the program for each of some batches; return False if all that it did was left out.
-
-        Collective.
-
-        Args:
-            objective: Takes a batch and returns numbers.
-            steps: This rank's batches.
-            accumulators: What the numbers are added to, unless something was left out.
-            events: Those of the training.
-        """
-        numbers, found = cast("Numbers", accumulators), []
-        self._events = events
-        with closing(self.window(steps)) as batches:
-            for batch, step in zip(batches, steps, strict=True):
-                with self.autocast():
-                    returned = objective(batch)
-                found.append(numbers.read(returned))
-                first = found[-1][0] if len(found[-1]) else torch.tensor(math.nan, device=self._device)
-                events.emit(Callback.on_train_batch_end, step.batch, first)
-        self.numbers = {name: [values[index] for values in found] for index, name in enumerate(numbers.names)}
-        if not self._num_left_out:
-            for values, step in zip(found, steps, strict=True):
-                numbers.add(values, step.num_own)
-        return self._is_taken
+    def _learn(self, objective: Callable[..., Any], batch: Any, accumulators: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        with self.autocast():
+            returned = objective(batch)
+        found = accumulators.read(returned)
+        return found, found[0] if len(found) else torch.tensor(math.nan, device=self._device)
 
     def window(self, steps: Sequence[Step]) -> Generator[Any]:
-        """Yield this rank's batches of a step, on its device; for each the program may compute gradients and step.
+        """Yield this rank's batches of a step, for which only :meth:`step` may let an optimizer step.
 
         Collective.
-
-        Args:
-            steps: The batches.
-
-        Raises:
-            DistmanError: A gradient has been computed, but not used.
-            PlanMismatchError: On every rank: the ranks do not take the same steps.
         """
-        buffers = self._copy_buffers() if self._options.non_finite == "skip" else None
-        self.num_taken, self._num_left_out = dict.fromkeys(self.optimizers, 0), 0
         self._num_windows += 1
         self._norms = []
-        num_total = max(sum(step.num_total for step in steps), 1)
         hooks = [optimizer.register_step_pre_hook(self._refuse) for optimizer in self.optimizers.values()]
         try:
-            for index, step in enumerate(steps, start=1):
-                self._share, self._is_last = step.num_own / num_total, index == len(steps)
-                self.num_own = step.num_own
-                self._emit(Callback.on_train_batch_start, step.batch)
-                with nullcontext() if step.num_own else self._without_a_trace():
-                    yield to_device(step.batch, self._device)
-            self._finish(buffers)
+            yield from super().window(steps)
         finally:
             for hook in hooks:
                 hook.remove()
-            self._share = None
-            self._forget([*self.optimizers])
-            self._update_scale()
 
     def backward(self, loss: torch.Tensor, names: Sequence[str], *, retain_graph: bool) -> None:
         """Add the gradient of a loss to that of some optimizers' parameters, and to no others."""
@@ -157,20 +116,15 @@ class OwnSteps(Optimization):
             self._update_scale()
         return is_taken
 
-    def autocast(self) -> AbstractContextManager[Any]:
-        """Return a context of mixed precision, if there is to be any."""
-        return self._autocast()
-
-    @property
-    def _is_taken(self) -> bool:
-        return not self._num_left_out or any(self.num_taken.values())
-
     def _refuse(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         if not self._is_stepping:
             raise DistmanError(
                 "an optimizer must step by step() of the stepper, which adds up the gradients of all ranks, got a call "
                 f"of {type(optimizer).__name__}.step(). Call stepper.step() instead."
             )
+
+    def follow_freezing(self) -> None:
+        """Do nothing: gradients are summed of what is trained when an optimizer steps."""
 
     def _prepare(self) -> None:
         if any(map(is_distributed_tensor, self._model.module.parameters())):
@@ -181,6 +135,11 @@ class OwnSteps(Optimization):
         self._model.unwrap()
 
     def _share_of(self, call: str) -> float:
+        if self._share is not None and self._is_over:
+            raise DistmanError(
+                f"{call} must be called before the state of its step is taken, got a call after it, which that state "
+                "would lack. Take the state after the last step() of a batch."
+            )
         if self._share is None:
             raise DistmanError(
                 f"{call} must be called for a batch, got a call outside of one. Call it in the function that "
@@ -233,8 +192,7 @@ class OwnSteps(Optimization):
                 f"the loss must depend on the parameters of {name!r}, got one that does not. Pass the name of another "
                 "optimizer to backward() and step()."
             )
-        self._scaled.add(name)
-        is_taken = self._take([name], self._losses[name], self._events)
+        is_taken = self._take([name], self._losses[name])
         self._norms += [] if self.norm is None else [self.norm]
         return is_taken
 
@@ -311,24 +269,13 @@ class OwnSteps(Optimization):
             parameter.grad = summed[key] if count else None
         return summed["loss"]
 
-    def _finish(self, buffers: Sequence[torch.Tensor] | None) -> None:
-        """End a step, after its last batch."""
+    def _complete(self) -> None:
         if self._losses:
             raise DistmanError(
                 f"the gradient of each backward() must be used by a step(), got one for {', '.join(self._losses)} that "
                 "is not. Leave that backward() out; accumulate= gathers the gradients of several batches."
             )
         self.norm = norm_of(self._norms)
-        if self._num_left_out:
-            self._restore_buffers(buffers)
-        if any(self.num_taken.values()):
-            self._model.after_step()
-        self.num_steps += self._is_taken
-        self.num_skipped += self._num_left_out
-
-    def _emit(self, event: Callable[..., None], *args: Any) -> None:
-        if self._events is not None:
-            self._events.emit(event, *args)
 
     def _forget(self, names: Sequence[str]) -> None:
         for name in names:
@@ -338,8 +285,3 @@ class OwnSteps(Optimization):
     def _forget_gradient(self, name: str) -> None:
         self.optimizers[name].zero_grad()
         self._losses.pop(name, None)
-
-    def _update_scale(self) -> None:
-        if self._scaled:
-            self._scaler.update()
-            self._scaled.clear()

@@ -18,18 +18,6 @@ def plot_history(
     """Plot values of the history over the epochs into a file.
 
     Collective. Rank 0 plots; the file's extension selects the format.
-
-    Args:
-        history: The history.
-        names: Names of the values, one line each.
-        path: The file; its folder is created if necessary.
-        title: Title of the plot.
-        log: Use a logarithmic axis.
-
-    Raises:
-        ImportError, ValueError, OSError: On rank 0: there is no matplotlib, the history lacks a name, or the file
-            cannot be written.
-        RankFailedError: On the other ranks, then.
     """
     try:
         from matplotlib.figure import Figure

@@ -18,18 +18,7 @@ LoggerMode = Literal["console", "file", "both"]
 
 
 class Reporter:
-    """Logs one line for each epoch, on rank 0.
-
-    Local.
-
-    Args:
-        mode: ``"console"`` for standard output, ``"file"``, or ``"both"``; None leaves it to the program's
-            configuration of :mod:`logging`.
-        file: The file, to which lines are appended.
-
-    Raises:
-        ValueError: ``mode`` is not valid.
-    """
+    """Logs one line for each epoch, on rank 0."""
 
     def __init__(self, mode: LoggerMode | None = None, file: str | Path = "training.log") -> None:
         if mode not in (None, "console", "file", "both"):
@@ -66,19 +55,7 @@ class Reporter:
 
 
 class ProgressBar:
-    """A bar with the number of batches, their rate and this rank's mean loss, on rank 0.
-
-    Local.
-
-    Args:
-        epoch: Index of the epoch.
-        num_epochs: Number of epochs; None if unknown.
-        total: Number of batches in the epoch; None if unknown.
-        is_shown: Whether to show it; None shows it on a terminal and in a notebook.
-
-    Raises:
-        ImportError: The bar is asked for, and tqdm is not installed.
-    """
+    """A bar with the number of batches, their rate and this rank's mean loss, on rank 0."""
 
     def __init__(self, epoch: int, num_epochs: int | None, total: int | None, *, is_shown: bool | None) -> None:
         is_watched = sys.stderr.isatty() or type(sys.stderr).__module__.startswith("ipykernel.")  # or in a notebook

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
 from distman.checkpoint import CheckpointFolder
+from distman.handler._changes import Changes, OnChange
+from distman.handler._history import History
+from distman.handler._limits import Limits
 from distman.handler._reporting import Reporter
 from distman.handler._sharded_state import load_latest, save_in
 from distman.manager import DistributedManager
@@ -54,15 +57,8 @@ def end_program(auto_save: AutoSave | None, reporter: Reporter) -> NoReturn:
 class AutoSave:
     """When and where to save.
 
-    Args:
-        folder: The folder to save in.
-        every_epochs: Save after every so many epochs; None for never.
-        every_steps: Save after every so many steps of the optimizer; None for never.
-        resumes: Whether a training resumes from the latest checkpoint.
-        requeues: Whether to requeue a Slurm job that was asked to stop.
-
-    Raises:
-        ValueError: A number is less than 1.
+    Attributes:
+        is_awaited: Whether a training that resumes from the latest checkpoint has yet to come.
     """
 
     def __init__(
@@ -73,11 +69,15 @@ class AutoSave:
         *,
         resumes: bool,
         requeues: bool,
+        on_change: OnChange | None,
     ) -> None:
         for name, value in (("every_epochs", every_epochs), ("every_steps", every_steps)):
             if value is not None and value < 1:
                 raise ValueError(f"{name} must be at least 1, got {value}. Pass None for never.")
-        self.folder, self.resumes, self.requeues = folder, resumes, requeues
+        Changes(on_change)  # refuses what is none
+        self.folder, self.requeues, self.on_change = folder, requeues, on_change
+        self.is_awaited = resumes
+        self._found: Any = None
         self._every_epochs, self._every_steps = every_epochs, every_steps
 
     def is_due(self, *, step: int | None, epoch: int | None) -> bool:
@@ -96,9 +96,15 @@ class AutoSave:
     def load(self, module: torch.nn.Module) -> Any:
         """Return the state that was saved last, for a model that is sharded as this one; None if there is none.
 
-        Collective.
+        Collective. It is kept until :meth:`finish`: the phase that it is of may come later in the program.
         """
-        return load_latest(self.folder, module)
+        if self._found is None:
+            self._found = load_latest(self.folder, module)
+        return self._found
+
+    def finish(self) -> None:
+        """Forget the state, which has been restored or is not there."""
+        self.is_awaited, self._found = False, None
 
 
 class Progress:
@@ -107,6 +113,9 @@ class Progress:
     def __init__(self) -> None:
         self._training: Training | None = None
         self._loaded: Mapping[str, Any] | None = None
+        self._changes = Changes()
+        self.phases: list[dict[str, Any]] = []  # how far the calls of train() have come that are over
+        self._is_passed = False  # all of them by an earlier run of the program
 
     @property
     def training(self) -> Training | None:
@@ -118,15 +127,14 @@ class Progress:
         """Number of steps that the optimizer has taken."""
         if self._loaded is not None:
             return int(self._loaded["optimization"]["num_steps"])
+        if self._is_passed:
+            return int(self.phases[-1]["steps"])
         return self._training.optimization.num_steps if self._training is not None else 0
 
     def check(self) -> None:
         """Look at the gradients of the latest run.
 
         Collective.
-
-        Raises:
-            NonFiniteLossError: On every rank: it has spoilt the model, as :meth:`Optimization.check` says.
         """
         if self._loaded is None and self._training is not None:
             self._training.optimization.check()
@@ -134,10 +142,35 @@ class Progress:
     def resume(self, training: Training) -> None:
         """Let a new training resume from the state that was loaded, else from the latest run, and follow it."""
         if self._loaded is not None:
-            training.load_state_dict(self._loaded)
+            training.load_state_dict(self._loaded, self._changes)
         elif self._training is not None:
             training.go_on_from(self._training)
-        self._training, self._loaded = training, None
+        self._training, self._loaded, self._is_passed = training, None, False
+
+    def end_phase(self, history: History) -> None:
+        """Note how far a call of train() has come."""
+        training = self._training
+        if training is not None:
+            self.phases.append(
+                {
+                    "epochs": training.epoch,
+                    "steps": self.num_steps,
+                    "reason": training.reason,
+                    "records": len(history),
+                    "validations": len(history.validations),
+                }
+            )
+
+    def passes(self, limits: Limits, phases: Sequence[Mapping[str, Any]]) -> bool:
+        """Return whether the present call of train() is one that an earlier run of the program has done; note that."""
+        if len(self.phases) >= len(phases):
+            return False
+        end = phases[len(self.phases)]
+        if not (end["reason"] or limits.are_reached(end["epochs"], end["steps"])):
+            return False
+        self.phases.append(dict(end))
+        self._is_passed = True
+        return True
 
     def state_dict(self) -> Mapping[str, Any] | None:
         """Return the state of the training; None if there was none.
@@ -145,9 +178,9 @@ class Progress:
         Collective.
         """
         if self._loaded is None and self._training is not None:
-            return self._training.state_dict()
+            return {**self._training.state_dict(), "phases": self.phases}
         return self._loaded
 
-    def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
+    def load_state_dict(self, state: Mapping[str, Any] | None, changes: Changes | None = None) -> None:
         """Let the next run resume from such a state; None lets it resume from the latest run."""
-        self._loaded = state
+        self._loaded, self._changes = state, changes or Changes()

@@ -10,15 +10,7 @@ from distman.errors import CheckpointError
 
 
 def saved_arguments(saved: Mapping[str, Any], function: Callable[..., Any]) -> dict[str, Any]:
-    """Return the arguments of a checkpoint for what a function hands them on to.
-
-    Args:
-        saved: The arguments.
-        function: What they go through.
-
-    Raises:
-        CheckpointError: One of them is for the function itself, such as the name of the file to which it logs.
-    """
+    """Return the arguments of a checkpoint for what a function hands them on to."""
     kinds = {name: one.kind for name, one in inspect.signature(function).parameters.items()}
     own = {name for name, kind in kinds.items() if kind is not inspect.Parameter.VAR_KEYWORD}
     if meant := sorted(own & saved.keys()):

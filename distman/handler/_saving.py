@@ -14,6 +14,7 @@ from distman.checkpoint._safetensors import SUFFIX, check_tensors, write_safeten
 from distman.checkpoint._state import check_state
 from distman.decorators import on_rank
 from distman.errors import CheckpointError
+from distman.handler._changes import Changes
 from distman.handler._history import History
 from distman.handler._inference import Inference
 from distman.handler._model import TrainedModel
@@ -71,10 +72,13 @@ class Saving(Inference):
         resume: bool = True,
         requeue: bool | None = None,
         sharded: bool = False,
+        on_change: Literal["file", "program", "error"] | None = None,
     ) -> None:
         """Save the training while it runs, and let :meth:`train` resume it when the program is started again.
 
-        Local. Whenever the program is killed, the latest checkpoint is complete.
+        Local. Whenever the program is killed, the latest checkpoint is complete. :meth:`train` tries before the first
+        step whether the folder can be written. A program that calls it several times resumes within the call that the
+        checkpoint is of: those before it return at once, with the history that they had.
 
         Args:
             folder: The folder to save in; see :class:`distman.checkpoint.CheckpointFolder`.
@@ -86,9 +90,13 @@ class Saving(Inference):
                 job scripts set.
             sharded: Let each rank write its part of a sharded model into checkpoints that are folders; else rank 0
                 gathers it and writes files.
+            on_change: What counts where the program has changed since the checkpoint was saved, in options of the
+                optimizers, the length of a schedule, or what is frozen: ``"file"``, ``"program"``, or neither, which is
+                an ``"error"``. None is the file, with a warning. An optimizer of another class, or with other
+                parameters, is an error unless the program counts, whose own then begins anew.
 
         Raises:
-            ValueError: A number is less than 1.
+            ValueError: A number is less than 1, or ``on_change`` is something else.
 
         Example:
             >>> handler = NNHandler(torch.nn.Linear, in_features=1, out_features=1)
@@ -100,12 +108,16 @@ class Saving(Inference):
             2
         """
         requeues = os.environ.get("DISTMAN_REQUEUE") == "1" if requeue is None else requeue
+        saves_in = checkpoint.CheckpointFolder(folder, keep=keep, sharded=sharded)
+        latest = self._auto_save
+        has_resumed = latest is not None and not latest.is_awaited and latest.folder.path == saves_in.path
         self._auto_save = AutoSave(
-            checkpoint.CheckpointFolder(folder, keep=keep, sharded=sharded),
+            saves_in,
             every_epochs,
             every_steps,
-            resumes=resume,
+            resumes=resume and not has_resumed,
             requeues=requeues,
+            on_change=on_change,
         )
 
     def state_dict(self) -> dict[str, Any]:
@@ -139,10 +151,13 @@ class Saving(Inference):
             >>> torch.equal(first.module.weight, second.module.weight)
             True
         """
-        self._model.load_state_dict(state["model"])
+        self._restore(state)
+
+    def _restore(self, state: Mapping[str, Any], changes: Changes | None = None) -> None:
+        self._model.load_state_dict(state["model"], changes)
         self.history.load_state_dict(state["history"])
         self._callbacks.load_state_dict(state["callbacks"])
-        self._progress.load_state_dict(state["training"])
+        self._progress.load_state_dict(state["training"], changes)
 
     def whole_state_dict(self) -> dict[str, Any]:
         """Return the state with whole tensors, on rank 0, as a file holds it; elsewhere it is not to be used.
@@ -211,7 +226,12 @@ class Saving(Inference):
             checkpoint.save(state, path)
 
     def load(
-        self, path: str | os.PathLike[str], *, only: Literal["model"] | None = None, strict: bool = True
+        self,
+        path: str | os.PathLike[str],
+        *,
+        only: Literal["model"] | None = None,
+        strict: bool = True,
+        on_change: Literal["file", "program", "error"] | None = None,
     ) -> TakenWeights | None:
         """Restore the training from what was saved by any number of ranks; the next :meth:`train` resumes from it.
 
@@ -225,6 +245,7 @@ class Saving(Inference):
             path: The file or folder, or a URL, of a training with either strategy; of ``.safetensors`` a path.
             only: Load the weights only; None restores the whole training.
             strict: Take no weights unless file and model have the same; False takes those whose names and shapes fit.
+            on_change: See :meth:`auto_save`.
 
         Returns:
             What has been taken and what has not, which rank 0 logs too; None for a whole training.
@@ -253,7 +274,7 @@ class Saving(Inference):
                 "restored as a whole."
             )
         if only is None:
-            self._load(read_checkpoint(path))
+            self._load(read_checkpoint(path), Changes(on_change))
             return None
         taken = take_weights(self.module, path, strict=strict)
         self._model.average = None  # of other weights
@@ -308,11 +329,11 @@ class Saving(Inference):
             names = [name for name in names if name in self.history.names]
         plot_history(self.history, names, path, title="Metrics")
 
-    def _load(self, state: dict[str, Any]) -> None:
+    def _load(self, state: dict[str, Any], changes: Changes | None = None) -> None:
         """Restore a state that the program has loaded, so it wants to train on even where that training had stopped."""
         if state["training"] is not None:
             state["training"]["reason"] = ""
-        self.load_state_dict(read_parts(state, self.module))
+        self._restore(read_parts(state, self.module), changes)
 
 
 def _export(state: dict[str, Any], location: Location) -> None:
@@ -324,9 +345,6 @@ def read_checkpoint(path: str | os.PathLike[str]) -> dict[str, Any]:
     """Return what a handler has saved.
 
     Collective.
-
-    Raises:
-        CheckpointError: The file holds something else.
     """
     state = read_rest(path)
     if state is None:
@@ -334,8 +352,8 @@ def read_checkpoint(path: str | os.PathLike[str]) -> dict[str, Any]:
     lacking = [name for name in _PARTS if not isinstance(state, Mapping) or name not in state]
     if lacking:
         raise CheckpointError(
-            f"the file must hold what NNHandler.save() wrote, but has no {', '.join(lacking)}. Load weights alone with "
-            "handler.module.load_state_dict(distman.checkpoint.load(path))."
+            f"the file must hold what NNHandler.save() wrote, but has no {', '.join(lacking)}. Begin with the "
+            "weights of a file of Lightning, torch.save or another library by handler.load(path, only='model')."
         )
     return dict(state)
 

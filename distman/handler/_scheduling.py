@@ -2,28 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import copy
+from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
 import torch
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+
+from distman.handler._changes import Changes, class_of, plain, updated
 
 UNNAMED = "optimizer"
 """Name of an optimizer that is the only one."""
 
 
 class Scheduling:
-    """A learning rate scheduler of torch, and when it steps.
-
-    Args:
-        optimizer: The optimizer.
-        scheduler: The scheduler; None keeps the learning rate constant.
-        per: Whether it steps after each ``"step"`` of the optimizer, or after each ``"epoch"``.
-        monitor: Name of the value that ReduceLROnPlateau monitors; epochs without it do not count.
-
-    Raises:
-        ValueError: ``per`` is neither, or is ``"step"`` for ReduceLROnPlateau.
-    """
+    """A learning rate scheduler of torch, and when it steps."""
 
     def __init__(
         self,
@@ -38,6 +31,12 @@ class Scheduling:
         if per == "step" and isinstance(scheduler, ReduceLROnPlateau):
             raise ValueError("per must be 'epoch' for ReduceLROnPlateau, got 'step'. It compares values of epochs.")
         self._optimizer, self._scheduler, self._per, self._monitor = optimizer, scheduler, per, monitor
+        self._fresh = {} if scheduler is None else copy.deepcopy(scheduler.state_dict())
+        self.described = {
+            "class": "" if scheduler is None else class_of(scheduler),
+            "per": per,
+            "options": plain(self._fresh),
+        }
 
     @property
     def monitored(self) -> str | None:
@@ -56,22 +55,14 @@ class Scheduling:
                 self._scheduler.step()
 
     def after_epoch(self, record: Mapping[str, float]) -> None:
-        """Tell the scheduler that an epoch is over.
-
-        Args:
-            record: Its results, the same on all ranks.
-        """
+        """Tell the scheduler that an epoch is over."""
         if isinstance(self._scheduler, ReduceLROnPlateau):
             self.after_validation(record)
         elif self._scheduler is not None and self._per == "epoch":
             self._scheduler.step()
 
     def after_validation(self, record: Mapping[str, float]) -> None:
-        """Tell a scheduler that monitors one of these results of it.
-
-        Args:
-            record: Results, the same on all ranks; some epochs have none of a validation.
-        """
+        """Tell a scheduler that monitors one of these results of it."""
         if isinstance(self._scheduler, ReduceLROnPlateau) and self._monitor in record:
             self._scheduler.step(record[self._monitor])
 
@@ -79,18 +70,16 @@ class Scheduling:
         """Return the scheduler's state; empty without one."""
         return {} if self._scheduler is None else self._scheduler.state_dict()
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore such a state."""
+    def load_state_dict(self, state: Mapping[str, Any], saved: Mapping[str, Any] | None = None) -> None:
+        """Restore such a state; where the program counts, with its options in the place of those that were saved."""
         if self._scheduler is not None and state:
+            own = self.described["options"]
+            state = dict(state) if saved is None else updated(dict(state), saved["options"], own, self._fresh)
             self._scheduler.load_state_dict(dict(state))
 
 
 class Schedules:
-    """The schedules of several optimizers.
-
-    Args:
-        by_name: The schedule of each, by the optimizer's name.
-    """
+    """The schedules of several optimizers."""
 
     def __init__(self, by_name: Mapping[str, Scheduling]) -> None:
         self._by_name = dict(by_name)
@@ -121,8 +110,26 @@ class Schedules:
         states = {name: one.state_dict() for name, one in self._by_name.items()}
         return states[UNNAMED] if self._is_single else {"schedulers": states}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore such states."""
-        states = {UNNAMED: state} if self._is_single else state["schedulers"]
-        for name, one in self._by_name.items():
-            one.load_state_dict(states[name])
+    @property
+    def described(self) -> dict[str, Any]:
+        """What makes them other schedules: their classes and options, by name."""
+        return {name: one.described for name, one in self._by_name.items()}
+
+    def load_state_dict(self, state: Mapping[str, Any], described: Mapping[str, Any], changes: Changes) -> None:
+        """Restore such states, as far as they fit."""
+        states = state.get("schedulers", {UNNAMED: state})
+        for name in self.compare(states, described, changes):
+            self._by_name[name].load_state_dict(states[name], described.get(name) if changes.are_of_program else None)
+
+    def compare(self, states: Iterable[str], described: Mapping[str, Any], changes: Changes) -> list[str]:
+        """Return the names of those that saved states can be loaded into, and note what differs."""
+        fitting = []
+        for name in [one for one in states if one in self._by_name]:
+            own = self._by_name[name].described
+            saved, label = described.get(name, own), "the scheduler" if self._is_single else f"the scheduler of {name}"
+            changes.note(f"the class of {label}", saved["class"], own["class"], suffix=", which begins anew")
+            if saved["class"] == own["class"]:
+                changes.note(f"{label}, per", saved["per"], own["per"])
+                changes.note(label, saved["options"], own["options"])
+                fitting.append(name)
+        return fitting

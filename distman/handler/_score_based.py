@@ -15,16 +15,7 @@ from distman.score import SDE, VarianceExploding, VariancePreserving
 
 
 def make_sde(sde: SDE | Literal["vp", "ve"], **kwargs: Any) -> SDE:
-    """Return the equation of a name, or the equation itself.
-
-    Args:
-        sde: ``"vp"`` for :class:`distman.score.VariancePreserving`, ``"ve"`` for
-            :class:`distman.score.VarianceExploding`, or an equation.
-        kwargs: Arguments of these.
-
-    Raises:
-        ValueError: There is no such name, or options are passed with an equation.
-    """
+    """Return the equation of a name, or the equation itself."""
     if sde == "vp":
         return VariancePreserving(**kwargs)
     if sde == "ve":
@@ -41,14 +32,7 @@ def make_sde(sde: SDE | Literal["vp", "ve"], **kwargs: Any) -> SDE:
 
 
 class ScoreBased:
-    """The objective of a score-based model, and what the trained model is used for.
-
-    Args:
-        sde: The equation that turns samples into noise.
-        conditional: Whether the second element of a batch has the conditions of its samples.
-        null_condition: What stands for no condition.
-        loss_options: Other options of :func:`distman.score.denoising_loss`.
-    """
+    """The objective of a score-based model, and what the trained model is used for."""
 
     def __init__(self, sde: SDE, *, conditional: bool, null_condition: float, **loss_options: Any) -> None:
         self.sde = sde

@@ -13,6 +13,7 @@ from torch.utils.data import Dataset
 from distman.errors import DistmanError
 from distman.handler._accumulators import Metric, MetricFunction, StatefulMetric
 from distman.handler._callbacks import ModelCheckpoint
+from distman.handler._changes import options_of
 from distman.handler._events import Callback, Callbacks
 from distman.handler._loading import make_loader, make_source
 from distman.handler._model import TrainedModel
@@ -49,6 +50,7 @@ class Setup:
         self._step: StepFunction | None = None
         self._step_num_samples: NumSamples | None = None
         self._optimizers: dict[str, torch.optim.Optimizer] = {}
+        self._given: dict[str, list[dict[str, Any]]] = {}  # options, before a schedule changes them
         self._schedulings: dict[str, Scheduling] = {}
         self._train_data: Any = None
         self._val_data: Any = None
@@ -138,6 +140,7 @@ class Setup:
         optimizer = optimizer_class(chosen, **kwargs)
         kept = {} if name is None else {one: own for one, own in self._optimizers.items() if one != UNNAMED}
         self._optimizers = kept | {name or UNNAMED: optimizer}
+        self._given[name or UNNAMED] = options_of(optimizer)
         self._schedulings = {one: own for one, own in self._schedulings.items() if one in kept and one != name}
 
     def set_scheduler(
@@ -393,6 +396,10 @@ class Setup:
         Args:
             callback: The callback.
 
+        Raises:
+            TypeError: It is no callback, or has a method that begins with ``on_`` and is not that of an event, or does
+                not take its arguments.
+
         Example:
             >>> handler = NNHandler(torch.nn.Linear, in_features=2, out_features=1)
             >>> handler.add_callback(EarlyStopping("val_loss", patience=3))
@@ -431,43 +438,27 @@ class Setup:
 
 
 def check_factory(name: str, factory: object, product: str, remedy: str) -> None:
-    """Refuse what is a product already, and what cannot make one.
-
-    Raises:
-        TypeError: It is not a class or function.
-    """
+    """Refuse what is a product already, and what cannot make one."""
     if not callable(factory) or isinstance(factory, torch.nn.Module):
         got = repr(factory) if isinstance(factory, (str, int)) else f"a {type(factory).__name__}"
         raise TypeError(f"{name} must be a class or function that makes {product}, got {got}. {remedy}")
 
 
 def _check_numbers(options: Mapping[str, object]) -> None:
-    """Refuse numbers that stand in strings, as some configuration files give them: torch compares them with numbers.
-
-    Raises:
-        TypeError: One does; it says which.
-    """
+    """Refuse numbers that stand in strings, as some configuration files give them: torch compares them with numbers."""
     for name, value in options.items():
         if isinstance(value, str) and re.fullmatch(r"\s*[-+]?(\d+\.?\d*|\.\d+)(e[-+]?\d+)?\s*", value, re.IGNORECASE):
             raise TypeError(f"{name} must be a number, got the string {value!r}. Pass float({value!r}).")
 
 
 def check_name(name: object) -> None:
-    """Refuse what cannot name an optimizer.
-
-    Raises:
-        TypeError: It is neither None nor a string with a letter in it.
-    """
+    """Refuse what cannot name an optimizer."""
     if name is not None and (not isinstance(name, str) or not name):
         raise TypeError(f"name must be a string, got {name!r}. Pass one such as 'generator', or leave it out.")
 
 
 def required(value: T | None, what: str, remedy: str) -> T:
-    """Return what has been set.
-
-    Raises:
-        DistmanError: It has not.
-    """
+    """Return what has been set."""
     if value is None:
         raise DistmanError(f"the handler has no {what}. Call {remedy} first.")
     return value

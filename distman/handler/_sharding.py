@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from distman._coordination.wait_scope import WaitScope
 from distman._torch_internals import has_been_called, is_distributed_tensor, reset_step
@@ -34,11 +33,7 @@ def units(module: torch.nn.Module) -> list[FSDPModule]:
 
 
 def forget_step(module: torch.nn.Module) -> None:
-    """Let a sharded module forget a step that an error has ended.
-
-    Raises:
-        RuntimeError: There is such a step, and this version of torch cannot forget it.
-    """
+    """Let a sharded module forget a step that an error has ended."""
     if has_been_called(module):
         reset_step(units(module)[0])
 
@@ -76,10 +71,6 @@ def gathered(module: torch.nn.Module, *, reshards: bool | None) -> Iterator[None
     """Let each rank have all weights of a sharded module within a ``with`` block, in which its calls are local.
 
     Collective. Blocking.
-
-    Args:
-        module: The module.
-        reshards: What ``fully_shard`` was given as ``reshard_after_forward``.
     """
     parts = units(module)
     root = parts[0]
@@ -161,82 +152,3 @@ def place_optimizer_state(optimizer: torch.optim.Optimizer, state: Mapping[str, 
 
     placed = {index: {key: place(index, one) for key, one in own.items()} for index, own in state["state"].items()}
     return {**state, "state": placed}
-
-
-class ShardedAverage:
-    """A moving average of the weights and buffers of a sharded module, sharded like them.
-
-    Args:
-        module: The module.
-
-    Attributes:
-        named: The averages by the names of what they are averages of, after ``module.``.
-        multi_avg_fn: How an average moves, as in :class:`torch.optim.swa_utils.AveragedModel`, which copies a module.
-    """
-
-    def __init__(self, module: torch.nn.Module) -> None:
-        self._module = module
-        self.named = {name: one.detach().clone() for name, one in self._tensors().items()}
-        self.multi_avg_fn: Callable[..., None] = get_ema_multi_avg_fn()
-        self._num_averaged = torch.tensor(0)
-
-    @torch.no_grad()
-    def update_parameters(self, module: torch.nn.Module) -> None:
-        """Add the present values of the module to the averages."""
-        averages = [own_part(one) for one in self.named.values()]
-        for average, value in zip(averages, self._averaged(), strict=True):
-            if self._num_averaged == 0:
-                average.copy_(value)
-            elif average.numel():
-                self.multi_avg_fn([average], [value], self._num_averaged)
-        self._num_averaged += 1
-
-    def state_dict(self) -> dict[str, torch.Tensor]:
-        """Return the averages of what a state of the module holds, under the names of an ``AveragedModel``."""
-        first = {id(one): name for name, one in self._tensors().items()}
-        state = {
-            f"module.{name}": self.named[first[id(one)]]
-            for name, one in self._module.state_dict(keep_vars=True).items()
-            if first.get(id(one)) in self.named
-        }
-        return {"n_averaged": self._num_averaged, **state}
-
-    @torch.no_grad()
-    def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Restore such a state, whole or sharded.
-
-        Raises:
-            RuntimeError: It does not fit the module.
-        """
-        own = self.state_dict()
-        if own.keys() != state.keys():
-            raise RuntimeError(f"names of the average differ from the model's: {sorted(own.keys() ^ state.keys())}")
-        for name, value in own.items():
-            value.copy_(placed_as(value, state[name]))
-
-    @contextmanager
-    def put_in(self) -> Iterator[None]:
-        """Let the module have the averages within a ``with`` block, and its own values after it."""
-        tensors = self._averaged()
-        own = [one.clone() for one in tensors]
-        self._copy([own_part(one) for one in self.named.values()], tensors)
-        try:
-            yield
-        finally:
-            self._copy(own, tensors)
-
-    @staticmethod
-    @torch.no_grad()
-    def _copy(values: list[torch.Tensor], tensors: list[torch.Tensor]) -> None:
-        for value, tensor in zip(values, tensors, strict=True):
-            tensor.copy_(value)
-
-    def _tensors(self) -> dict[str, torch.Tensor]:
-        return {
-            f"module.{name}": one for name, one in [*self._module.named_parameters(), *self._module.named_buffers()]
-        }
-
-    def _averaged(self) -> list[torch.Tensor]:
-        """Return this rank's parts of what averages are kept of; the module may have got more since."""
-        tensors = self._tensors()
-        return [own_part(tensors[name].detach()) for name in self.named]

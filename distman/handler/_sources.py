@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 import dataclasses
+import functools
 import operator
 import zlib
 from collections import Counter
@@ -85,31 +86,22 @@ class Source(abc.ABC):
     def num_steps(self) -> int | None:
         """Return the number of steps of a full epoch; None if unknown."""
 
+    @property
+    @abc.abstractmethod
+    def batch_size(self) -> int | None:
+        """Number of samples in a batch of this rank; None if unknown."""
+
     @abc.abstractmethod
     def state_dict(self) -> dict[str, Any]:
         """Return the position after the latest step."""
 
     @abc.abstractmethod
     def load_state_dict(self, state: Mapping[str, Any], *, is_same_job: bool) -> bool:
-        """Resume after this position; return False if it does not apply here, so the epoch starts over.
-
-        Args:
-            state: The position.
-            is_same_job: Whether the same number of ranks saved it.
-        """
+        """Resume after this position; return False if it does not apply here, so the epoch starts over."""
 
 
 class LoaderSource(Source):
-    """Steps of a loader that distributes the samples by a plan known to all ranks.
-
-    Args:
-        loader: The loader.
-        num_samples: Counts the samples, or tokens, of a batch, of which the ranks then tell each other; None leaves it
-            to the plan.
-
-    Raises:
-        ValueError: It has no batch, or is for the ranks of a group.
-    """
+    """Steps of a loader that distributes the samples by a plan known to all ranks."""
 
     def __init__(self, loader: TrainingLoader, num_samples: NumSamples | None = None) -> None:
         if not len(loader):
@@ -144,11 +136,7 @@ class LoaderSource(Source):
         self.begin(epoch + 1)
 
     def _compare(self, epoch: int) -> None:
-        """Compare what the ranks' samplers have drawn, where a program has passed its own.
-
-        Raises:
-            DistmanError: On every rank: they differ.
-        """
+        """Compare what the ranks' samplers have drawn, where a program has passed its own."""
         sampler = self.loader.batches.given
         if sampler is not None and len({number for (number,) in _exchange(sampler.checksum(epoch))}) > 1:
             raise DistmanError(
@@ -159,6 +147,11 @@ class LoaderSource(Source):
     def num_steps(self) -> int:
         """Return the number of steps of a full epoch."""
         return len(self.loader)
+
+    @property
+    def batch_size(self) -> int | None:
+        """Number of samples in a batch of this rank; None where the program draws the batches."""
+        return getattr(self.loader.batches, "batch_size", None)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position after the latest step."""
@@ -178,15 +171,6 @@ class ForeignSource(Source):
     Before the first step of an epoch the ranks exchange their numbers of samples, and before each step their total,
     unless the lengths of all ranks' loaders say it. A rank that has none left takes part with its last batch, or with
     another rank's if it never had one, with weight 0.
-
-    Args:
-        batches: A DataLoader, or another iterable that starts over in each epoch. ``set_epoch`` is called, if there is
-            one, and that of its ``sampler`` and its ``dataset``. A position is restored by ``load_state_dict``, if
-            there is one, or by that of a stream that is read in this process, otherwise by skipping batches.
-        num_samples: Counts the samples, or tokens, of a batch; None takes the length of its first tensor.
-
-    Raises:
-        TypeError: It can be iterated over only once.
     """
 
     def __init__(self, batches: Iterable[Any], num_samples: NumSamples | None = None) -> None:
@@ -206,15 +190,22 @@ class ForeignSource(Source):
         self._lengths: Counter[tuple[int, int]] = Counter()  # of the ranks' loaders; none unless all are known
         self._own_lengths = (0, 0)
         self._is_compared = DistributedManager().world_size == 1
+        self._had_workers = False  # in the run that is resumed, in epochs before this one
 
     @property
     def _stateful(self) -> Any:
-        """What restores a position without reading: the loader, or the stream that it reads in this process."""
+        """What restores a position without reading: the loader, or the stream that it reads in this process.
+
+        A loader of torchdata that is at an epoch's end draws random numbers for that epoch once more, and one with
+        workers does not know the generators of these. So the former begins anew, and the latter is read again.
+        """
         batches: Any = self.batches
         dataset = getattr(batches, "dataset", None)
-        is_read_here = isinstance(dataset, IterableDataset) and getattr(batches, "num_workers", 1) == 0
-        holders = [batches, dataset] if is_read_here else [batches]
-        return next((one for one in holders if hasattr(one, "load_state_dict") and hasattr(one, "state_dict")), None)
+        is_read_here = getattr(batches, "num_workers", 1) == 0
+        holders = [batches, dataset] if is_read_here and isinstance(dataset, IterableDataset) else [batches]
+        if any(cls.__module__.startswith("torchdata.stateful_dataloader") for cls in type(batches).__mro__):
+            holders = [batches] if self._num_taken and (is_read_here or _has_state(dataset)) else []
+        return next((one for one in holders if _has_state(one)), None)
 
     def _first_total(self, num_own: int) -> int:
         """Return the number of samples of all ranks in an epoch's first step, for which each has a batch then."""
@@ -282,16 +273,26 @@ class ForeignSource(Source):
                 part.set_epoch(epoch)
         if self._at_start is None:
             self._at_start, self._own_at_start = generators_state(), states_of(generators_of(self.batches))
-            return iter(self.batches)
+            return self._begin_reading()
         set_states_of(generators_of(self.batches), self._own_at_start or {})
         with generators_preserved():
             set_generators_state(self._at_start)
-            iterator = iter(self.batches)
+            iterator = self._begin_reading()
             if self._stateful is not None:
                 return iter(()) if self._is_exhausted else iterator  # at its end, a loader begins the next epoch
             for _ in range(self._num_taken):
                 self._take(iterator)
         return iterator
+
+    def _begin_reading(self) -> Iterator[Any]:
+        """Return an iterator over a pass; of workers that persisted in the run that is resumed, their next one."""
+        if self._had_workers and not (self._num_taken and self._stateful is not None):
+            own = states_of(generators_of(self.batches))
+            with generators_preserved():
+                iter(self.batches)  # starts them, which draws random numbers that the next passes do not draw
+            set_states_of(generators_of(self.batches), own)
+        self._had_workers = False
+        return iter(self.batches)
 
     def num_steps(self) -> int | None:
         """Return the number of this rank's batches; None if it cannot be known."""
@@ -302,6 +303,12 @@ class ForeignSource(Source):
         except (TypeError, NotImplementedError):  # a DataLoader over a stream has a length that cannot be asked for
             return None
 
+    @property
+    def batch_size(self) -> int | None:
+        """Number of samples in a batch of this rank; None if it cannot be known."""
+        size = getattr(self.batches, "batch_size", None)
+        return size if isinstance(size, int) else None
+
     def state_dict(self) -> dict[str, Any]:
         """Return the position after the latest step."""
         generators, stateful = self._own_at_start, self._stateful
@@ -311,6 +318,7 @@ class ForeignSource(Source):
             "is_exhausted": self._is_exhausted,
             "random_at_start": self._at_start,
             "generators_at_start": states_of(generators_of(self.batches)) if generators is None else generators,
+            "batch_size": self.batch_size,
             "own": None if stateful is None else stateful.state_dict(),
         }
 
@@ -320,7 +328,12 @@ class ForeignSource(Source):
         if not is_same_job:
             logger.warning("epoch %d starts over: its position was saved by another number of ranks", self._epoch)
             return False
-        if getattr(self.batches, "persistent_workers", False) and (self._epoch or state["num_taken"]):
+        if state["num_taken"] and state.get("batch_size", self.batch_size) != self.batch_size:
+            logger.warning("epoch %d starts over: its position was saved with another batch_size", self._epoch)
+            return False
+        persists = getattr(self.batches, "persistent_workers", False)
+        self._had_workers = bool(persists and self._epoch)
+        if persists and (self._epoch or state["num_taken"]):
             logger.warning(
                 "random transforms go on with other numbers than in the interrupted run: workers that persist keep "
                 "theirs, which cannot be saved. Set persistent_workers=False, or pass the dataset instead of a loader"
@@ -343,6 +356,10 @@ class ForeignSource(Source):
                 return num_samples
         self._is_exhausted = True
         return 0
+
+
+def _has_state(value: object) -> bool:
+    return hasattr(value, "load_state_dict") and hasattr(value, "state_dict")
 
 
 def _checksum(batch: Any) -> int:
@@ -375,12 +392,23 @@ def _sum_samples(number: int) -> int:
 
 def _lengths(batches: Any) -> tuple[int, int]:
     """Return the numbers of samples in a pass through a loader and in a batch; zeros where its parts may differ."""
+    return _drawn_lengths(batches) if getattr(batches, "collate_fn", None) is default_collate else (0, 0)
+
+
+def _drawn_lengths(batches: Any) -> tuple[int, int]:
+    """Return how many samples are drawn in a pass through a loader, and for a batch; zeros where that is unknown."""
     drawn: Any = batches.batch_sampler if type(batches) is DataLoader else None
     sampler: Any = drawn.sampler if type(drawn) is BatchSampler else None
-    if type(sampler) not in _OF_KNOWN_LENGTH or batches.collate_fn is not default_collate:
+    if type(sampler) not in _OF_KNOWN_LENGTH:
         return 0, 0
     num_all = len(sampler)
     return num_all - num_all % drawn.batch_size if drawn.drop_last else num_all, drawn.batch_size
+
+
+def drawn_numbers(batches: Any) -> Callable[[int], int] | None:
+    """Return a function that says how many samples are drawn for each batch of a loader; None if that is unknown."""
+    num_all, size = _drawn_lengths(batches)
+    return functools.partial(_num_in_batch, num_all=num_all, size=size) if size else None
 
 
 def _num_in_batch(index: int, num_all: int, size: int) -> int:
@@ -389,12 +417,7 @@ def _num_in_batch(index: int, num_all: int, size: int) -> int:
 
 
 def counted(batch: Any, num_samples: NumSamples) -> int:
-    """Return what a function says of the number of samples in a batch.
-
-    Raises:
-        TypeError: It says no whole number.
-        ValueError: It says a negative one.
-    """
+    """Return what a function says of the number of samples in a batch."""
     value = num_samples(batch)
     try:
         number = operator.index(value)

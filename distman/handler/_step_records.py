@@ -33,11 +33,7 @@ class _Unread:
 
 
 class StepRecords:
-    """Keeps the numbers of each step until they are due, and returns them, the same on all ranks.
-
-    Args:
-        are_kept: Whether a callback of any rank wants them.
-    """
+    """Keeps the numbers of each step until they are due, and returns them, the same on all ranks."""
 
     def __init__(self, *, are_kept: bool) -> None:
         self.are_kept = are_kept
@@ -68,15 +64,7 @@ class StepRecords:
         *,
         may_lack: bool,
     ) -> None:
-        """Keep the numbers of a step.
-
-        Args:
-            record: What is known of it.
-            batches: This rank's batches.
-            numbers: By name, this rank's mean over each of them, on the device, such as the loss.
-            norm: The norm of the gradient, on the device; None if nobody asked.
-            may_lack: Whether NaN stands for a number that a batch lacks.
-        """
+        """Keep the numbers of a step."""
         now = time.perf_counter()
         self._seconds, self._since = self._seconds + now - self._since, now
         self._unread.append(_Unread(record, batches, numbers, norm, may_lack))

@@ -11,6 +11,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from distman.data import TrainingLoader
+from distman.handler._changes import Changes
 from distman.handler._model import TrainedModel
 from distman.handler._optimization import StepOptions
 from distman.handler._own_step import Closure, OwnSteps
@@ -32,6 +33,7 @@ class Stepper:
         amp: Automatic mixed precision, see :meth:`autocast`; ``"fp16"`` scales the loss.
         clip_norm: Largest 2-norm of each optimizer's gradient; None does not clip.
         ema_decay: Decay of a moving average of the weights, which takes them after the last batch of a step.
+        use_buffers: Which buffers are averaged too, see :meth:`NNHandler.train`.
         non_finite: When a loss or a gradient is NaN or infinite on any rank, ``"raise"`` on all ranks, ``"skip"`` the
             step of that optimizer on all, or ``"ignore"`` it.
         check_every: See :meth:`NNHandler.train`; it counts the steps of all optimizers.
@@ -61,6 +63,7 @@ class Stepper:
         amp: Literal["bf16", "fp16"] | None = None,
         clip_norm: float | None = None,
         ema_decay: float | None = None,
+        use_buffers: bool | None = None,
         non_finite: Literal["raise", "skip", "ignore"] = "raise",
         check_every: int | None = None,
     ) -> None:
@@ -70,7 +73,7 @@ class Stepper:
                 "gradients are summed over the ranks when an optimizer steps."
             )
         named = {UNNAMED: optimizers} if isinstance(optimizers, torch.optim.Optimizer) else optimizers
-        options = StepOptions(1, amp, clip_norm, ema_decay, non_finite, check_every)
+        options = StepOptions(1, amp, clip_norm, ema_decay, non_finite, check_every, use_buffers)
         model = TrainedModel(module, wraps=False)
         self._take_over(model, OwnSteps(model, named, options))
 
@@ -217,23 +220,31 @@ class Stepper:
         return self._steps.autocast()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the weights, their average, the states of the optimizers, and the number of steps.
+        """Return the weights, their average, the states of the optimizers, and the numbers of steps and epochs.
 
-        Collective. The tensors are no copies. The states of loaders and generators are not in it.
+        Collective. The tensors are no copies. The states of loaders and generators are not in it. Within the loop,
+        call it after the last :meth:`step` of a batch: this ends the step, with its average and its count.
 
         Raises:
+            DistmanError: The step has batches left, or a gradient has been computed, but not used.
             NonFiniteLossError: On every rank: a step has spoilt the weights, see ``check_every``.
         """
+        self._steps.conclude()
         self._steps.check()
-        return {"model": self._model.state_dict(), "optimization": self._steps.state_dict()}
+        states = {"model": self._model.state_dict(), "optimization": self._steps.state_dict()}
+        return {**states, "num_passes": self._num_passes}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(
+        self, state: Mapping[str, Any], *, on_change: Literal["file", "program", "error"] | None = None
+    ) -> None:
         """Restore such a state, saved by any number of ranks.
 
         Local.
 
         Args:
             state: From :meth:`state_dict`.
+            on_change: What counts where the optimizers are others than those that were saved, see
+                :meth:`NNHandler.auto_save`.
 
         Raises:
             RuntimeError: The weights do not fit the module.
@@ -245,7 +256,10 @@ class Stepper:
             >>> stepper.load_state_dict(stepper.state_dict())
         """
         self._model.load_state_dict(state["model"])
-        self._steps.load_state_dict(state["optimization"])
+        changes = Changes(on_change)
+        self._steps.load_state_dict(state["optimization"], changes)
+        self._num_passes = state.get("num_passes", 0)
+        changes.tell()
 
     def _read(self, loader: Iterable[Any]) -> Iterator[Step]:
         if isinstance(loader, TrainingLoader):
@@ -253,19 +267,24 @@ class Stepper:
                 yield Step(batch, loader.num_own, loader.num_total)
             return
         source, epoch = ForeignSource(loader), self._num_passes
-        self._num_passes += 1
         source.begin(epoch)
-        yield from source.steps(epoch)
+        try:
+            yield from source.steps(epoch)
+        finally:
+            self._num_passes = epoch + 1
 
 
 StepFunction = Callable[[Stepper, Any], Mapping[str, Any] | torch.Tensor | float | None]
 
 
 def own_steps(
-    model: TrainedModel, optimizers: Mapping[str, torch.optim.Optimizer], options: StepOptions
+    model: TrainedModel,
+    optimizers: Mapping[str, torch.optim.Optimizer],
+    options: StepOptions,
+    given: Mapping[str, Any],
 ) -> tuple[Stepper, OwnSteps]:
     """Return what a function that steps is called with, and what takes its steps."""
-    steps = OwnSteps(model, optimizers, options)
+    steps = OwnSteps(model, optimizers, options, given)
     stepper = Stepper.__new__(Stepper)
     stepper._take_over(model, steps)
     return stepper, steps

@@ -19,10 +19,6 @@ class Strategy:
     Attributes:
         name: ``"ddp"`` or ``"fsdp"``.
         options: Options of :meth:`DistributedManager.wrap_ddp` or :meth:`DistributedManager.wrap_fsdp`.
-
-    Raises:
-        ValueError: There is no such strategy.
-        TypeError: ``reshard_after_forward`` is a number.
     """
 
     name: Literal["ddp", "fsdp"] = "ddp"
@@ -42,6 +38,16 @@ class Strategy:
         """Whether modules are sharded again between the passes; None is all but the model itself."""
         value: bool | None = self.options.get("reshard_after_forward")
         return value
+
+    def place(self, module: torch.nn.Module) -> torch.nn.Module:
+        """Return a module on this rank's device, unless it is to be made there as it is sharded."""
+        is_on_meta = any(one.is_meta for one in [*module.parameters(), *module.buffers()])
+        if is_on_meta and self.name != "fsdp":
+            raise ValueError(
+                "a model on the meta device must be sharded, got strategy='ddp'. Pass strategy='fsdp', and a function "
+                "that sets its values: strategy_options={'initialize': function}."
+            )
+        return module if is_on_meta else module.to(DistributedManager().device)
 
     def shard(self, module: torch.nn.Module) -> bool:
         """Shard the module if this strategy does, and return whether it is sharded now.

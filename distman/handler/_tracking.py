@@ -229,11 +229,7 @@ class Tracker(Callback, abc.ABC):
 
 
 class _Writing:
-    """A thread that makes calls, one after the other, until one of them raises.
-
-    Args:
-        name: Whose calls these are, for warnings.
-    """
+    """A thread that makes calls, one after the other, until one of them raises."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -291,10 +287,6 @@ def curves(kind: Kind, record: Record) -> dict[str, float]:
 
 
 def check_installed(package: str, tracker: str) -> None:
-    """Refuse a tracker without its package.
-
-    Raises:
-        ImportError: The package is not installed.
-    """
+    """Refuse a tracker without its package."""
     if importlib.util.find_spec(package) is None:
         raise ImportError(f"{tracker} needs {package}, which is not installed. Run pip install {package}.")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
@@ -14,10 +14,11 @@ from distman._text import printable
 from distman.collectives._fused import fused_all_reduce
 from distman.collectives._objects import all_gather_objects
 from distman.data._randomness import generators_state, set_generators_state
-from distman.errors import NonFiniteLossError
+from distman.errors import DistmanError, NonFiniteLossError
 from distman.handler._accumulators import Metric
+from distman.handler._changes import Changes
 from distman.handler._events import Callback, Events
-from distman.handler._history import History, Record, turn_into_numbers
+from distman.handler._history import History, Record, as_numbers, turn_into_numbers
 from distman.handler._limits import Limits
 from distman.handler._optimization import Optimization
 from distman.handler._reporting import ProgressBar, Reporter
@@ -33,20 +34,13 @@ if TYPE_CHECKING:
 
 
 class Training:
-    """The loop over epochs and steps, which can be interrupted and resumed after any step.
+    """The loop over epochs and steps, which can be interrupted and resumed between any two steps.
 
-    Args:
-        handler: The handler, which validates and says what to save.
-        objective: What is minimized, or the function that steps.
-        optimization: How the optimizers step.
-        source: Where the batches come from.
-        scheduling: The schedules of the learning rates.
-        metrics: What to measure besides the loss.
-        history: Where the results of the epochs are recorded.
-        reporter: Where they are logged.
-        events: What callbacks hear.
-        auto_save: When to save; None for never.
-        limits: How long to go on, and when to validate.
+    After the batches of a step come the weights, their average and the counters, which the optimization sets; then the
+    schedule of the learning rate; then the events. After a validation within an epoch come the schedule that monitors
+    it, its record, and its events. After an epoch come its validation, the schedule, the record, the counters, and its
+    events. So what a callback saves is whole, and what is left to do then is *pending*: a run that is resumed from it
+    tells the callbacks that have yet to hear of the event, and does what follows.
 
     Attributes:
         epoch: Index of the current epoch; between epochs, of the next one.
@@ -84,6 +78,10 @@ class Training:
         self._accumulators = optimization.accumulators(metrics)
         self._seconds = 0.0
         self._step_records = StepRecords(are_kept=False)  # until it runs
+        self._told: list[Record] = []  # step records that callbacks are hearing of
+        self._record: Record | None = None  # of an epoch that has been validated, and is not over
+        self._pending: Literal["", "step", "validation", "epoch"] = ""
+        self._is_whole = True  # nothing has been read that has not been learned
         source.begin(0)
 
     def run(self, *, accumulate: int = 1, progress: bool | None = None) -> bool:
@@ -91,14 +89,15 @@ class Training:
 
         Collective. When :meth:`DistributedManager.should_stop` says so, the training is saved after the current step,
         to be resumed by another run.
-
-        Args:
-            accumulate: Number of batches whose gradients make a step.
-            progress: Show a progress bar; None shows it on a terminal and in a notebook.
         """
         is_heard = torch.tensor(self._events.is_heard(Callback.on_step_records), device=DistributedManager().device)
         self._step_records = StepRecords(are_kept=bool(fused_all_reduce(is_heard.int()).item()))
         self._events.emit(Callback.on_train_begin)
+        if self._told:
+            self._events.emit_rest(Callback.on_step_records, self._told)
+            self._told = []
+        if self._pending == "epoch":
+            self._conclude_epoch()
         try:
             while self._num_batches or not self._is_over():
                 bar = ProgressBar(self.epoch, self._limits.epochs, self._num_batches_expected(), is_shown=progress)
@@ -130,12 +129,15 @@ class Training:
         """Return everything that the rest of the training depends on, except for the model and the history.
 
         Collective.
-
-        Raises:
-            NonFiniteLossError: On every rank: a step has spoilt the model, as :meth:`Optimization.check` says.
         """
         self._tell_step_records()  # else those of the last steps would be lost to a run that resumes from here
         self.optimization.check()
+        if not self._is_whole:
+            raise DistmanError(
+                "a training must be saved between two steps, got a call within a step, whose batches have not been "
+                "learned yet. Save in on_step_end or in a later event; after an error within a step, load the last "
+                "checkpoint, or write the weights alone with export()."
+            )
         own = {
             "random": generators_state(),
             "buffers": self.optimization.own_buffers(),
@@ -150,21 +152,31 @@ class Training:
             "validated_at": self._validated_at,
             "seconds": self._seconds,
             "reason": self.reason,
+            "events": self._events.state_dict(),
+            "pending": self._pending,
+            "told": as_numbers(self._told),
+            "record": as_numbers([] if self._record is None else [self._record]),
             "optimization": self.optimization.state_dict(),
             "scheduler": self._scheduling.state_dict(),
+            "schedules": self._scheduling.described,
             "names": self._accumulators.names,
             "ranks": [own] if has_failed() else all_gather_objects(own),  # nobody else may be left
         }
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any], changes: Changes) -> None:
         """Resume from such a state.
 
         If another number of ranks saved it, random numbers are not restored, and rank 0 takes over all sums.
         """
+        self._compare(state, changes)
         self.epoch, self._seconds, self.reason = state["epoch"], state["seconds"], state["reason"]
         self._num_batches, self._pass, self._validated_at = state["num_batches"], state["pass"], state["validated_at"]
-        self.optimization.load_state_dict(state["optimization"])
-        self._scheduling.load_state_dict(state["scheduler"])
+        if "pending" in state:
+            self._pending, self._told = state["pending"], [*state["told"]]
+            self._record = next(iter(state["record"]), None)
+            self._events.load_state_dict(state["events"])
+        self.optimization.load_state_dict(state["optimization"], Changes("program" if changes.are_of_program else None))
+        self._scheduling.load_state_dict(state["scheduler"], state.get("schedules", {}), changes)
         manager, ranks = DistributedManager(), state["ranks"]
         is_same_job = len(ranks) == manager.world_size
         is_resumed = self._resume_source(ranks[manager.rank if is_same_job else 0]["source"], is_same_job=is_same_job)
@@ -177,16 +189,35 @@ class Training:
             self.optimization.load_own_buffers(ranks[manager.rank]["buffers"])
             set_generators_state(ranks[manager.rank]["random"])
 
+    def _compare(self, state: Mapping[str, Any], changes: Changes) -> None:
+        """Find what the program has changed since, before anything is restored."""
+        ranks, world_size = state["ranks"], DistributedManager().world_size
+        if len(ranks) != world_size:
+            self._reporter.log("resuming on %d ranks from a checkpoint of %d", world_size, len(ranks))
+        self.optimization.compare(state["optimization"], changes)
+        described = state.get("schedules", {})
+        self._scheduling.compare([*described], described, changes)
+        saved, own = ranks[0]["source"].get("batch_size"), self.source.batch_size
+        if saved is not None and own is not None and saved * len(ranks) != own * world_size:
+            changes.note("batch_size", saved, own, suffix=", whose batches are used")
+        changes.tell()
+
     def go_on_from(self, latest: Training) -> None:
         """Resume from the latest run in this program, with its model, optimizer and scheduler as they are now."""
         self.epoch, self._seconds, self._stop_reason = latest.epoch, latest._seconds, latest._stop_reason
         self._num_batches, self._pass, self._validated_at = latest._num_batches, latest._pass, latest._validated_at
+        self._pending, self._record = latest._pending, latest._record
+        self._events.load_state_dict(latest._events.state_dict())
         self.optimization.go_on_from(latest.optimization)
         if self._resume_source(latest._source_state(), is_same_job=True):
             self._accumulators.resume(latest._accumulators.names, latest._accumulators.sums)
 
     def _source_state(self) -> dict[str, Any]:
-        return {"kind": type(self.source).__name__, "position": self.source.state_dict()}
+        return {
+            "kind": type(self.source).__name__,
+            "position": self.source.state_dict(),
+            "batch_size": self.source.batch_size,
+        }
 
     def _resume_source(self, state: Mapping[str, Any], *, is_same_job: bool) -> bool:
         """Resume an epoch, and return whether the source is where it was, so that the sums are of the same epoch."""
@@ -196,22 +227,20 @@ class Training:
         else:
             self.source.begin(self._pass)
         if not is_resumed:
-            self._num_batches = 0
+            self._num_batches, self._record = 0, None
         return is_resumed
 
     def _run_epoch(self, accumulate: int, bar: ProgressBar) -> bool:
         """Train for the rest of an epoch; return False if the job was asked to stop."""
         self._events.emit(Callback.on_epoch_begin, self.epoch)
+        self.optimization.follow_freezing()
+        if self._pending == "step":
+            self._conclude_step()
         self._validate_within()  # where a stop came between a step and its validation
         started = time.perf_counter()
         self._step_records.resume()
         for steps in _windows(self._batches(), accumulate):
-            is_taken = self.optimization.run(self._objective, steps, self._accumulators, self._events)
-            if is_taken:
-                if self._step_records.are_kept:
-                    self._keep_step_record(steps)
-                self._events.emit(Callback.on_step_end, self.optimization.num_steps)
-                self._scheduling.after_step(self.optimization.num_taken)
+            is_taken = self._take_step(steps)
             bar.advance(len(steps), self._accumulators)
             must_stop = DistributedManager().should_stop()
             if not must_stop and self._limits.validates_after_step(self.optimization.num_steps):
@@ -231,21 +260,38 @@ class Training:
         self._add_time(started)
         return True
 
-    def _keep_step_record(self, batches: Sequence[Step]) -> None:
-        """Keep the numbers of the step that was taken last, and tell those that are due."""
-        record = {
-            "step": float(self.optimization.num_steps),
-            "epoch": float(self.epoch),
-            **self._scheduling.learning_rates,
-        }
-        steps = self.optimization
-        self._step_records.add(record, batches, steps.numbers, steps.norm, may_lack=steps.may_lack)
+    def _take_step(self, batches: Sequence[Step]) -> bool:
+        """Learn from some batches; return False if that was left out."""
+        rates = self._scheduling.learning_rates
+        is_taken = self.optimization.run(self._objective, batches, self._accumulators, self._events)
+        if is_taken:
+            self._scheduling.after_step(self.optimization.num_taken)
+            if self._step_records.are_kept:
+                self._keep_step_record(batches, rates)
+            self._events.begin()
+            self._pending = "step"
+        self._is_whole = True
+        if is_taken:
+            self._conclude_step()
+        return is_taken
+
+    def _conclude_step(self) -> None:
         if self._step_records.are_due:
             self._tell_step_records()
+        self._events.emit_rest(Callback.on_step_end, self.optimization.num_steps)
+        self._pending = ""
+
+    def _keep_step_record(self, batches: Sequence[Step], rates: Mapping[str, float]) -> None:
+        """Keep the numbers of the step that was taken last, with these learning rates."""
+        steps = self.optimization
+        record = {"step": float(steps.num_steps), "epoch": float(self.epoch), **rates}
+        self._step_records.add(record, batches, steps.numbers, steps.norm, may_lack=steps.may_lack)
 
     def _tell_step_records(self) -> None:
         if records := self._step_records.take():
+            self._told = records
             self._events.emit(Callback.on_step_records, records)
+            self._told = []
 
     def _batches(self) -> Iterator[Step]:
         """Yield the rest of the epoch: of a pass through the data, or as much of it as the limits allow."""
@@ -256,7 +302,7 @@ class Training:
             step = next(self._reading, None)
             self._step_records.wait(time.perf_counter() - asked)
             if step is not None:
-                self._num_batches += 1
+                self._num_batches, self._is_whole = self._num_batches + 1, False
                 yield step
                 continue
             self._reading = None
@@ -283,10 +329,9 @@ class Training:
         return now
 
     def _finish_epoch(self) -> None:
-        record = {"epoch": float(self.epoch), **self._accumulators.compute()}
-        if self._limits.validates_after_epoch(self.epoch) and self._handler.validates:
-            record |= self._validate()
-            self._events.emit(Callback.on_validation_end, record)
+        record = self._record = self._record or self._results()
+        if "val_loss" in record:
+            self._events.emit_rest(Callback.on_validation_end, record)
         record |= self._scheduling.learning_rates
         record["skipped"] = float(self.optimization.num_skipped)
         record["seconds"] = aggregate_loss(self._seconds)
@@ -296,38 +341,53 @@ class Training:
         self._pass, self._is_pass_over = self._pass + self._is_pass_over, False
         self._accumulators, self._seconds = self.optimization.accumulators(self._metrics), 0.0
         self.optimization.num_skipped = 0
-        self._events.emit(Callback.on_epoch_end, record)
+        self._record, self._pending = None, "epoch"
+        self._conclude_epoch()
+
+    def _results(self) -> Record:
+        """Return the results of the epoch, and of its validation."""
+        record = {"epoch": float(self.epoch), **self._accumulators.compute()}
+        if self._limits.validates_after_epoch(self.epoch) and self._handler.validates:
+            record |= self._validate()
+        return record
+
+    def _conclude_epoch(self) -> None:
+        record = [*self._history][-1]
+        self._events.emit_rest(Callback.on_epoch_end, record)
         turn_into_numbers(record)
         self._reporter.log_epoch(record, self._limits.epochs)
         self._agree_to_stop()
+        self._pending = ""
+        self._events.begin()
         if self._is_save_due(epoch=self.epoch) or self._is_over():
             self._save()
 
     def _validate(self) -> Record:
         """Return loss and metrics of a validation."""
         self.optimization.check()  # before the best of the weights is chosen
-        self._events.emit(Callback.on_validation_start)
+        self._events.emit_rest(Callback.on_validation_start)
         return {f"val_{name}": value for name, value in self._handler.validate().items()}
 
     def _validate_within(self) -> None:
         """Validate within the epoch, if that is due and has not been done."""
         num_steps = self.optimization.num_steps
-        if num_steps == self._validated_at or not self._limits.validates_after_step(num_steps):
-            return
-        self._tell_step_records()
-        self._validated_at = num_steps
-        record = {
-            "epoch": float(self.epoch),
-            "step": float(num_steps),
-            **self._validate(),
-            **self._scheduling.learning_rates,
-        }
-        self._scheduling.after_validation(record)
-        self._history.validations.append(record)
-        self._events.emit(Callback.on_validation_end, record)
+        if num_steps != self._validated_at and self._limits.validates_after_step(num_steps):
+            self._tell_step_records()
+            record = {"epoch": float(self.epoch), "step": float(num_steps), **self._validate()}
+            record |= self._scheduling.learning_rates
+            self._scheduling.after_validation(record)
+            self._history.validations.append(record)
+            self._validated_at, self._pending = num_steps, "validation"
+        if self._pending == "validation":
+            self._conclude_validation()
+
+    def _conclude_validation(self) -> None:
+        record = self._history.validations[-1]
+        self._events.emit_rest(Callback.on_validation_end, record)
         turn_into_numbers(record)
         self._reporter.log_validation(record)
         self._agree_to_stop()
+        self._pending = ""
 
     def _is_save_due(self, *, step: int | None = None, epoch: int | None = None) -> bool:
         return self._auto_save is not None and self._auto_save.is_due(step=step, epoch=epoch)

@@ -13,6 +13,7 @@ import torch
 from distman._text import printable
 from distman.checkpoint import load, load_model_state, model_state
 from distman.checkpoint._all_or_none import on_all_ranks
+from distman.checkpoint._model_state import without_compiled
 from distman.errors import CheckpointError
 from distman.handler._sharded_state import read_parts, read_rest
 from distman.handler._sharding import place_parts
@@ -64,19 +65,9 @@ def take_weights(module: torch.nn.Module, path: str | os.PathLike[str], *, stric
     """Load weights into a model.
 
     Collective. Blocking.
-
-    Args:
-        module: The bare model.
-        path: The file, of a handler, which may be a folder too, of ``torch.save``, of Lightning, or a ``.safetensors``.
-            Prefixes such as ``module.`` are left out of its names where they fit the model without.
-        strict: Take nothing unless file and model have the same.
-
-    Raises:
-        CheckpointError: On every rank: the file has no weights, or not those of the model, and ``strict`` is True.
-        Exception: On the rank where reading failed: the reason.
-        RankFailedError: On the other ranks.
     """
-    weights = _find_weights(_read(path, module), path)
+    found = _find_weights(_read(path, module), path)
+    weights = {without_compiled(name): value for name, value in found.items()}
     own = model_state(module)
     prefix = _prefix_of(weights, own)
     named = {name.removeprefix(prefix): value for name, value in weights.items()}

@@ -1,12 +1,17 @@
+import inspect
+
 import numpy as np
 import pytest
 import torch
 
-from distman import DistributedManager
+from distman import DistributedManager, on_rank
 from distman.collectives import all_gather_objects
+from distman.errors import DistmanError
 from distman.handler import Callback
+from distman.handler._events import EVENTS
 from distman.testing import ranks
 
+from ..test_docs import REPOSITORY
 from .problems import make_handler, regression
 
 
@@ -133,3 +138,67 @@ def test_anything_else_in_a_record_is_refused_by_name(value):
     handler.add_callback(Notes(value))
     with pytest.raises(TypeError, match="noted in the record of an epoch must be a number, got a"):
         handler.train(1)
+
+
+class Misspelt(Callback):
+    def on_epoch_ends(self, handler, record):
+        raise AssertionError
+
+
+class OfLightning(Callback):
+    def on_train_epoch_end(self, trainer, module):
+        raise AssertionError
+
+
+class LacksAnArgument(Callback):
+    def on_step_end(self, handler):
+        raise AssertionError
+
+
+class WantsOneMore(Callback):
+    @on_rank(0)
+    def on_epoch_end(self, handler, record, extra):
+        raise AssertionError
+
+
+class TakesAny(Callback):
+    def on_step_end(self, *args):
+        self.args = args
+
+    def on_epoch_end(self, handler, record, extra=None):
+        self.extra = extra
+
+
+@ranks(1, 2)
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_a_save_within_a_validation_is_refused(strategy, tmp_path):
+    handler = make_handler(8, strategy=strategy)
+    handler.set_val_loader(regression(), batch_size=40)
+    handler.add_metric("saves", lambda *_: handler.save(tmp_path / "saved.pt") or 0.0 if not handler.history else 0.0)
+    handler.module.eval()
+    with pytest.raises(DistmanError, match="must be taken outside of validate"):
+        handler.validate()
+    handler.clear_metrics()
+    handler.save(tmp_path / "saved.pt")
+
+
+def test_methods_that_would_not_be_called_are_refused_when_they_are_added():
+    handler = make_handler(8)
+    for callback, told in (
+        (Misspelt(), r"got on_epoch_ends\(\) of Misspelt. Did you mean on_epoch_end\(self, handler"),
+        (OfLightning(), r"got on_train_epoch_end\(\) of OfLightning.*The events are on_train_begin, "),
+        (LacksAnArgument(), r"on_step_end\(\) must take handler, step, got \(handler\) in LacksAnArgument. Write def"),
+        (WantsOneMore(), r"on_epoch_end\(\) must take handler, record, got \(handler, record, extra\) in WantsOneMore"),
+    ):
+        with pytest.raises(TypeError, match=told):
+            handler.add_callback(callback)
+    handler.add_callback(taken := TakesAny())
+    handler.train(1)
+    assert len(taken.args) == 2
+
+
+def test_the_table_of_events_has_all_with_their_arguments():
+    page = (REPOSITORY / "docs" / "training.md").read_text()
+    for name, event in EVENTS.items():
+        arguments = ", ".join([*inspect.signature(event).parameters][1:])
+        assert f"`{name}({arguments})`" in page

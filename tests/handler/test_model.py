@@ -1,9 +1,11 @@
 import pytest
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from distman import DistributedManager
+from distman.collectives import broadcast_data
 from distman.errors import DistmanError
 from distman.handler import Callback, NNHandler
 from distman.testing import ranks
@@ -135,3 +137,82 @@ def test_a_compiled_model_keeps_its_names():
     losses = handler.train(2)["loss"]
     assert losses == pytest.approx(reference(2)[0], rel=1e-9)
     assert "first.weight" in handler.state_dict()["model"]["module"]
+
+
+class OfAllKinds(nn.Module):
+    """A model with what is no weight: statistics, a table, a counter, the vectors of a spectral norm, a scale."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.utils.parametrizations.spectral_norm(nn.Linear(4, 6, dtype=torch.float64))
+        self.norm = nn.BatchNorm1d(6, momentum=0.3, dtype=torch.float64)
+        self.second = nn.utils.spectral_norm(nn.Linear(6, 1, dtype=torch.float64))
+        self.register_buffer("table", torch.arange(49))
+        self.register_buffer("scale", torch.ones((), dtype=torch.float64))
+
+    def forward(self, inputs):
+        if self.training:
+            self.scale.mul_(1.01)
+        return self.second(self.norm(self.first(inputs))) * self.scale
+
+
+@ranks(1, 2)
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.parametrize("use_buffers", [None, True, False])
+def test_parameters_and_statistics_are_averaged_and_the_rest_is_copied(use_buffers, strategy, tmp_path):
+    handler = NNHandler(OfAllKinds, seed=3, strategy=strategy)
+    handler.set_optimizer(torch.optim.SGD, lr=0.05)
+    handler.set_loss_fn(nn.functional.mse_loss)
+    handler.set_train_loader(regression(num_samples=64), batch_size=8)
+    handler.set_val_loader(regression(), batch_size=8)
+    states = KeepsStates()
+    handler.add_callback(states)
+    handler.train(2, ema_decay=0.9, use_buffers=use_buffers)
+    handler.export(tmp_path / "average.pt")
+    average = torch.load(tmp_path / "average.pt")
+    weights = {name for name, _ in OfAllKinds().named_parameters()}
+    statistics = {"norm.running_mean", "norm.running_var"}
+    for name, found in average.items():
+        values = [state[name] for state in states.found]
+        is_averaged = name in weights or (name in statistics and use_buffers is not False) or bool(use_buffers)
+        expected = values[0]
+        for value in values[1:]:
+            expected = 0.9 * expected + 0.1 * value if is_averaged and value.is_floating_point() else value
+        torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
+    evaluated = OfAllKinds()
+    evaluated.load_state_dict(average)
+    inputs, targets = regression().tensors
+    with torch.no_grad():
+        loss = nn.functional.mse_loss(evaluated.eval()(inputs), targets).item()
+    assert handler.history["val_loss"][-1] == pytest.approx(loss, rel=1e-9)
+
+
+class KeepsStates(Callback):
+    """Keeps the whole state after each step, that of rank 0 on all ranks."""
+
+    def __init__(self):
+        self.found = []
+
+    def on_step_end(self, handler, step):
+        state = {name: whole(value) for name, value in handler.module.state_dict().items()}
+        self.found.append(broadcast_data(state))
+
+
+def whole(value):
+    return (value.full_tensor() if isinstance(value, DTensor) else value).clone()
+
+
+class UsesAPart(Network):
+    def __init__(self):
+        super().__init__()
+        self.unused = nn.Linear(2, 2)
+
+
+@ranks(2)
+def test_parameters_without_a_gradient_are_named():
+    handler = NNHandler(UsesAPart)
+    handler.set_optimizer(torch.optim.SGD, lr=0.1)
+    handler.set_loss_fn(nn.functional.mse_loss)
+    handler.set_train_loader(regression(), batch_size=8)
+    with pytest.raises(DistmanError, match=r"got none for unused\.weight, unused\.bias in the step before. Freeze"):
+        handler.train(1)

@@ -18,7 +18,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from distman import DistributedManager, checkpoint
+from distman import DistributedManager, checkpoint, on_rank
 from distman.checkpoint import CheckpointFolder
 from distman.errors import CheckpointError, RankFailedError
 from distman.handler import Callback, EarlyStopping, LearningRateMonitor, ModelCheckpoint, NNHandler, Preempted
@@ -335,7 +335,7 @@ def test_files_that_are_no_checkpoints(tmp_path, rank):
     checkpoint.save(handler.module.state_dict(), tmp_path / "weights.pt")
     for load in (handler.load, lambda path: NNHandler.initialize_from_checkpoint(path, Network)):
         with pytest.raises(
-            CheckpointError, match=r"must hold what NNHandler.save\(\) wrote, but has no model, .* Load"
+            CheckpointError, match=r"must hold what NNHandler.save\(\) wrote, but has no model, .* Begin with"
         ):
             load(tmp_path / "weights.pt")
     other = NNHandler(nn.Linear, in_features=1, out_features=1)
@@ -640,3 +640,39 @@ def test_a_checkpoint_has_no_arguments_for_the_handler(name, tmp_path, monkeypat
     with pytest.raises(CheckpointError, match=rf"must be for the class that it names, got .*{name}"):
         NNHandler.initialize_from_checkpoint("model.pt", Network, dtype=torch.float64)
     assert [path.name for path in tmp_path.iterdir()] == ["model.pt"]
+
+
+@ranks(1, 2)
+@pytest.mark.parametrize("sharded", [False, True])
+@pytest.mark.parametrize("keeps", ["auto_save", "callback"])
+def test_a_folder_that_cannot_be_written_is_refused_before_the_first_step(keeps, sharded, tmp_path, rank):
+    if rank == 0:
+        (tmp_path / "file").write_text("in the way")
+    DistributedManager().barrier()
+    handler = make_handler(8)
+    if keeps == "auto_save":
+        handler.auto_save(tmp_path / "file" / "run", sharded=sharded)
+    else:
+        handler.add_callback(ModelCheckpoint(tmp_path / "file" / "run", monitor="loss", sharded=sharded))
+    with pytest.raises((OSError, RankFailedError), match=r"file"):
+        handler.train(1)
+    assert handler.num_steps == 0
+
+
+@ranks(1, 2)
+def test_trying_a_folder_leaves_nothing_in_it(tmp_path, rank):
+    handler = make_handler(8)
+    handler.auto_save(tmp_path / "run")
+    handler.add_callback(WatchesAFolder(tmp_path / "run"))
+    handler.train(1)
+    if rank == 0:
+        assert {path.suffix for path in (tmp_path / "run").iterdir()} == {".pt"}
+
+
+class WatchesAFolder(Callback):
+    def __init__(self, folder):
+        self.folder = folder
+
+    @on_rank(0)
+    def on_epoch_begin(self, handler, epoch):
+        assert [*self.folder.iterdir()] == []

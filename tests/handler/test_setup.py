@@ -132,3 +132,19 @@ def test_a_misspelt_option_of_a_loader_is_told_with_the_method(options, hint):
     for method in (handler.set_train_loader, handler.set_val_loader):
         with pytest.raises(TypeError, match=re.escape(f"option that {method.__name__}() takes, got {hint}")):
             method(regression(), **options)
+
+
+@pytest.mark.parametrize(
+    ("samples", "told"),
+    [
+        ([{"x": torch.ones(4), "y": torch.ones(1)}] * 3, "got one that is a mapping with x, y: linear"),
+        ([(torch.ones(4),)] * 3, "got one that has no targets: "),
+    ],
+)
+def test_a_batch_that_a_function_ought_to_take_apart_is_told(samples, told):
+    handler = NNHandler(nn.Linear, in_features=4, out_features=1)
+    handler.set_optimizer(torch.optim.SGD, lr=0.1)
+    handler.set_loss_fn(nn.functional.mse_loss)
+    handler.set_train_loader(samples, batch_size=3)
+    with pytest.raises(TypeError, match=told + r".*Pass set_loss_fn\(loss_fn, forward=function\)"):
+        handler.train(1)

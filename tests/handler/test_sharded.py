@@ -11,6 +11,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 from torch.distributed.tensor import DTensor
 
 from distman import DistributedManager
+from distman._seeds import seed_of
 from distman.checkpoint import load, save_sharded
 from distman.errors import CheckpointError, DistmanError, JobFailed, NonFiniteLossError, RankFailedError
 from distman.handler import ModelCheckpoint, NNHandler
@@ -415,3 +416,94 @@ def test_what_three_ranks_saved_is_resumed_by_two_and_by_one_with_either_strateg
                 save_sharded({"weight": torch.ones(1)}, tmp_path / f"no training {world_size}")
                 with pytest.raises(CheckpointError, match="holds no training"):
                     handler.load(tmp_path / f"no training {world_size}")
+
+
+class Table(nn.Module):
+    """Has a parameter and a buffer, and no function that resets them."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(4, dtype=torch.float64))
+        self.register_buffer("offset", torch.zeros(4, dtype=torch.float64))
+
+    def forward(self, inputs):
+        return inputs * self.scale + self.offset
+
+
+class Large(nn.Module):
+    """A model with weights that are tied, made without memory for them."""
+
+    def __init__(self, device="meta"):
+        super().__init__()
+        with torch.device(device):
+            self.table = Table()
+            self.blocks = nn.Sequential(*(nn.Linear(4, 4, dtype=torch.float64) for _ in range(3)))
+            self.first, self.last = (nn.Linear(4, 4, bias=False, dtype=torch.float64) for _ in range(2))
+            self.last.weight = self.first.weight
+
+    def forward(self, inputs):
+        return self.last(self.blocks(self.first(self.table(inputs))).tanh()).sum(1, keepdim=True)
+
+
+def initialize(module):
+    if isinstance(module, Table):
+        nn.init.constant_(module.scale, 0.5)
+        module.offset.fill_(0.25)
+    else:
+        nn.init.normal_(module.weight, std=0.5)
+        if module.bias is not None:
+            nn.init.zeros_(module.bias)
+
+
+@ranks(1, 2, 3)
+def test_a_model_on_the_meta_device_is_made_in_parts_alike_on_any_number_of_ranks(world_size, tmp_path):
+    options = {"shard": is_block, "initialize": initialize}
+    handler = NNHandler(Large, seed=1, strategy="fsdp", strategy_options=options)
+    assert not any(one.is_meta for one in [*handler.module.parameters(), *handler.module.buffers()])
+    assert handler.module.last.weight is handler.module.first.weight
+    assert handler.module.table.offset.tolist() == [0.25] * 4
+    handler.set_optimizer(torch.optim.SGD, lr=0.1)
+    handler.set_loss_fn(nn.functional.mse_loss)
+    handler.set_train_loader(regression(), batch_size=12 // world_size)
+    losses = handler.train(2)["loss"]
+    handler.save(tmp_path / "model.pt")
+    alone = Large("cpu")
+    torch.manual_seed(seed_of(1))
+    for part in [*reversed(alone.blocks), alone.table, alone.first]:
+        initialize(part)
+    optimizer = torch.optim.SGD(alone.parameters(), lr=0.1)
+    inputs, targets = regression().tensors
+    expected = []
+    for epoch in range(2):
+        order = torch.randperm(65, generator=torch.Generator().manual_seed(seed_of(1, epoch)))
+        total = 0.0
+        for chosen in order.split(12):
+            loss = nn.functional.mse_loss(alone(inputs[chosen]), targets[chosen])
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            total += loss.item() * len(chosen) / 65
+        expected.append(total)
+    assert losses == pytest.approx(expected, rel=1e-9)
+    resumed = NNHandler(Large, seed=2, strategy="fsdp", strategy_options={"initialize": initialize})
+    resumed.load(tmp_path / "model.pt", only="model")
+    found = weights(resumed)
+    assert all(torch.equal(found[name], value) for name, value in weights(handler).items())
+
+
+def is_block(module):
+    return isinstance(module, nn.Linear) and module.bias is not None
+
+
+@ranks(1, 2)
+def test_a_model_on_the_meta_device_that_cannot_be_made_is_refused():
+    with pytest.raises(ValueError, match="a model on the meta device must be sharded, got strategy='ddp'"):
+        NNHandler(Large)
+    with pytest.raises(
+        ValueError, match=r"must be initialized, got table of Table without reset_parameters\(\). Pass init"
+    ):
+        NNHandler(Large, strategy="fsdp")
+    with torch.device("meta"):
+        model = nn.Linear(2, 3)
+    DistributedManager().wrap_fsdp(model)
+    assert not model.weight.is_meta

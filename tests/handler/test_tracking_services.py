@@ -14,6 +14,8 @@ from distman.handler import MLflowTracker, WandbTracker
 from .problems import make_handler
 from .test_tracking import CutOffError, CutsOff
 
+pytestmark = pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy")  # of MLflow's tables
+
 
 @pytest.fixture(autouse=True)
 def _each_step_is_told_in_the_end(monkeypatch):
@@ -37,9 +39,8 @@ def train_in_two_jobs(make_tracker, folder):
     raise AssertionError
 
 
-def test_mlflow_has_one_run_with_each_step_once(tmp_path, monkeypatch):
-    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")  # a server takes longer to install than all other packages
-    uri = (tmp_path / "mlruns").as_uri()
+def test_mlflow_has_one_run_with_each_step_once(tmp_path):
+    uri = f"sqlite:///{tmp_path}/mlflow.db"  # a server takes longer to install than all other packages
     history, name = train_in_two_jobs(lambda: MLflowTracker(uri, experiment="mine", params={"lr": 0.02}), tmp_path)
     client = MlflowClient(uri)
     (run,) = client.search_runs([client.get_experiment_by_name("mine").experiment_id])
@@ -50,10 +51,9 @@ def test_mlflow_has_one_run_with_each_step_once(tmp_path, monkeypatch):
     assert epochs == dict(zip([5, 10], history["loss"], strict=True))
 
 
-def test_mlflow_takes_a_name_as_a_name(tmp_path, monkeypatch):
+def test_mlflow_takes_a_name_as_a_name(tmp_path):
     """Each name finds its own run, and no other one, whatever the language of its questions makes of it."""
-    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
-    uri, generator = (tmp_path / "mlruns").as_uri(), random.Random(5)  # noqa: S311 - no secret
+    uri, generator = f"sqlite:///{tmp_path}/mlflow.db", random.Random(5)  # noqa: S311 - no secret
     names = {"mine", *("".join(generator.choices("a%_;-=()[]{},.:#$&*? é", k=6)) for _ in range(20))}
     for step in (0, 1):
         for name in names:

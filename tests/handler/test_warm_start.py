@@ -32,6 +32,10 @@ def save_compiled(path):
     torch.save({"model_state_dict": {f"_orig_mod.{name}": one for name, one in weights().items()}, "epoch": 3}, path)
 
 
+def save_with_a_compiled_block(path):
+    torch.save({name.replace("first.", "first._orig_mod."): one for name, one in weights().items()}, path)
+
+
 def save_of_lightning(path):
     state = {f"net.{name}": value for name, value in weights().items()}
     torch.save({"epoch": 3, "state_dict": state, "optimizer_states": [{"state": {0: torch.ones(2)}}]}, path)
@@ -42,7 +46,10 @@ def save_safetensors(path):
 
 
 @ranks(2)
-@pytest.mark.parametrize("save", [save_plain, save_of_ddp, save_compiled, save_of_lightning, save_safetensors])
+@pytest.mark.parametrize(
+    "save",
+    [save_plain, save_of_ddp, save_compiled, save_with_a_compiled_block, save_of_lightning, save_safetensors],
+)
 def test_weights_of_others_are_taken_on_all_ranks(save, rank, tmp_path):
     path = tmp_path / f"weights.{'safetensors' if save is save_safetensors else 'pt'}"
     if rank == 0:
@@ -110,3 +117,23 @@ def test_names_that_end_alike_and_buffers_are_told_apart(tmp_path):
     handler = NNHandler(make)
     assert handler.load(tmp_path / "saved.pt", only="model").is_complete
     assert all(torch.equal(value, saved.state_dict()[name]) for name, value in handler.module.state_dict().items())
+
+
+def test_files_of_others_are_led_to_the_call_that_takes_them(tmp_path):
+    for save in (save_plain, save_of_lightning):
+        save(tmp_path / "weights.pt")
+        for load in (make_handler(8).load, lambda path: NNHandler.initialize_from_checkpoint(path, Network)):
+            with pytest.raises(CheckpointError, match=r"Begin with the weights .*handler\.load\(path, only='model'\)"):
+                load(tmp_path / "weights.pt")
+
+
+def test_a_model_with_a_compiled_block_takes_weights_without_one(tmp_path):
+    save_plain(tmp_path / "weights.pt")
+    handler = NNHandler(WithACompiledBlock)
+    assert handler.load(tmp_path / "weights.pt", only="model").is_complete
+
+
+class WithACompiledBlock(Network):
+    def __init__(self):
+        super().__init__()
+        self.first = torch.compile(self.first, backend="eager")
