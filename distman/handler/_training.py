@@ -132,7 +132,7 @@ class Training:
         """
         self._tell_step_records()  # else those of the last steps would be lost to a run that resumes from here
         self.optimization.check()
-        if not self._is_whole:
+        if not (self._is_whole or has_failed()):  # then a step that is not whole is better than none
             raise DistmanError(
                 "a training must be saved between two steps, got a call within a step, whose batches have not been "
                 "learned yet. Save in on_step_end or in a later event; after an error within a step, load the last "
