@@ -13,6 +13,7 @@ from distman._coordination import protocol
 from distman._coordination.failure.record import FailureRecord
 from distman._coordination.messages import MalformedMessageError, add_to, decode, decode_text, no_counter
 from distman._coordination.monitor.current_watcher import has_failed
+from distman._coordination.monitor.reading import read_at_once
 from distman._coordination.sync import StoreGroup
 from distman._store.connection import InvalidRequestError
 from distman._store.torch_store import TorchStore, delete_keys
@@ -118,9 +119,11 @@ class _Barrier:
 
     def _missing(self) -> list[int]:
         """Return who has not come, by index."""
-        group, key = self.store_group, protocol.arrived(self.key)
-        come = set(decode_text(group.store.get(key)).split(","))  # this rank is in it, and the last to leave deletes it
-        return [index for index in range(group.size) if str(index) not in come]
+        found = read_at_once(self.store_group.store, protocol.arrived(self.key))
+        if found is None:  # the last to leave has deleted it, while a watcher looks
+            return []
+        come = set(found.split(","))
+        return [index for index in range(self.store_group.size) if str(index) not in come]
 
     def _give_up(self, missing: Sequence[int], record: FailureRecord) -> None:
         """Let all that came know why, unless the last rank came at this moment."""

@@ -150,7 +150,7 @@ class DeadlockWatch:
 
     def __init__(self, rank: int, peers: Sequence[Place]) -> None:
         self._me = peers[rank]
-        self._num_ranks = len(peers)
+        self._peers = peers
         self._wait: _Wait | None = None
         self._unasked: list[int] = []
 
@@ -198,7 +198,7 @@ class DeadlockWatch:
     def _confirm(self, store: Store, wait: _Wait) -> None:
         found = read_at_once(store, protocol.suspected(self._me.rank))
         suspicion = unless_malformed(lambda: decode(found, _Suspicion, "a suspicion")) if found is not None else None
-        if suspicion is None or wait.told is None or suspicion.rank not in range(self._num_ranks):
+        if suspicion is None or wait.told is None or suspicion.rank not in range(len(self._peers)):
             return
         other = _told(store, suspicion.rank)
         is_current = other is not None and (other.key, wait.told.key) == (suspicion.key, suspicion.other_key)
@@ -210,11 +210,9 @@ class DeadlockWatch:
         text = _describe(mine, other)
         failure = mine.error or other.error
         if failure is None and (mine.is_of_torch or other.is_of_torch):
-            holder = self._me.rank if mine.is_of_torch else rank
-            place = FailureRecord.of(PlanMismatchError(text), holder)
-            failure = dataclasses.replace(
-                place, traceback_text="", error_text=f"waits for ever: {text}".replace("\n ", "")
-            )
+            place = self._me if mine.is_of_torch else self._peers[rank]
+            reason = f"waits for ever: {text}".replace("\n ", "")
+            failure = FailureRecord(place.rank, place.host, place.pid, PlanMismatchError.__name__, reason)
         if failure is not None:
             failure.publish(store)
         else:
