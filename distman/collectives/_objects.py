@@ -27,6 +27,7 @@ from distman.collectives._numbers import (
     broadcast_parts,
     control_device,
 )
+from distman.collectives._result_memory import new_empty
 from distman.collectives._sealing import ForeignPickleError, Seal
 from distman.collectives._transport import reaches_all
 from distman.collectives._validation import GroupLike, check_member, resolve_group
@@ -337,7 +338,7 @@ def _raise_everywhere(error: Exception | None, group: Group, device: torch.devic
 
 
 def _room(length: int, device: torch.device) -> torch.Tensor:
-    return torch.empty(length, dtype=torch.uint8, device=device)
+    return new_empty(torch.empty(0, dtype=torch.uint8, device=device), (length,))
 
 
 def _to_bytes(text: bytes, device: torch.device) -> torch.Tensor:

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from distman.collectives import _result_memory, all_gather_v, broadcast_data, reduce_scatter_v
+from distman.collectives import _result_memory, all_gather_v, reduce_scatter_v
 from distman.collectives._result_memory import new_empty
 from distman.testing import ranks
 
@@ -193,12 +193,3 @@ def test_results_of_collectives_are_new_tensors_that_may_be_changed(rank):
         places.append(full.data_ptr())
         del full, kept, grad
     assert len(set(places)) < 3
-
-
-@ranks(2)
-@pytest.mark.parametrize("num_bytes", [LARGE, LARGE - 1, 2**16])
-def test_what_broadcast_data_returns_can_be_made_larger(rank, num_bytes):
-    data = {"weights": torch.ones(num_bytes, dtype=torch.uint8)} if rank == 0 else None
-    weights = broadcast_data(data)["weights"]
-    if rank == 1:
-        assert weights.resize_(2 * num_bytes)[:num_bytes].sum().item() == num_bytes
