@@ -69,6 +69,15 @@ def test_all_ranks_load_what_rank_0_saved(tmp_path, rank, background):
     assert [one.name for one in path.parent.iterdir()] == ["state.pt"]
 
 
+@ranks(2)
+def test_a_local_save_waits_for_nobody(tmp_path, rank):
+    if rank == 1:
+        save(state_of(7), tmp_path / "mine.pt", local=True)
+        assert torch.load(tmp_path / "mine.pt")["step"] == 7
+        with pytest.raises(ValueError, match="background must be False for a local save"):
+            save(state_of(7), tmp_path / "mine.pt", local=True, background=True)
+
+
 def test_a_process_that_is_alone_needs_no_manager(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     save(state_of(3), "state.pt")

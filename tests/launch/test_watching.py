@@ -330,6 +330,15 @@ def test_all_blame_the_rank_that_failed(free_port, fault):
         assert {rank.stdout.partition(": ")[2] for rank in finished} == {f"blames {failing}\n"}, drawn
 
 
+@pytest.mark.parametrize("fault", ["stopped", "keeps the GIL"])
+def test_a_rank_that_a_failure_does_not_reach_is_ended_by_another_one_of_its_host(free_port, fault):
+    with Job(free_port, "stuck_while_another_raises", fault, DISTMAN_FAILURE_GRACE="2") as job:
+        finished = job.wait()
+    assert [rank.returncode for rank in finished] == [-signal.SIGKILL, 1, 76]
+    told = [rank for rank in finished[1:] if "has not reacted to the failure of rank 1, and is ended" in rank.stderr]
+    assert len(told) == 1
+
+
 def test_a_death_is_known_to_who_waits_though_nobody_watches(free_port):
     with Job(free_port, "blamed", "killed", "0", "barrier", DISTMAN_WATCH="0") as job:
         finished = job.wait([1, 2])

@@ -105,6 +105,17 @@ FAULTS = {
 }
 
 
+def stuck_while_another_raises(manager):
+    """Rank 0 is stopped, or keeps the interpreter, when rank 1 raises."""
+    manager.barrier()
+    if manager.rank == 1:
+        time.sleep(0.5)
+        raise ValueError("boom")
+    if manager.rank == 0:
+        {**FAULTS, "keeps the GIL": lambda: keep_the_interpreter(LONG)}[sys.argv[2]]()
+    wait_in_python()
+
+
 def blamed(manager):
     """A rank fails, in Python code or in a barrier of the others; who hears of it ends at once, without a word."""
     fault, failing, place = sys.argv[2:5]

@@ -1,0 +1,36 @@
+"""What a handler saves once another rank has failed."""
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+
+from distman import DistributedManager, JobFailed
+from distman.handler import Callback
+from distman.testing import ranks
+
+from .problems import make_handler
+
+
+class Dying(Callback):
+    """Rank 1 dies within a step, and the others wait for its gradients."""
+
+    def on_before_backward(self, handler, loss):
+        if DistributedManager().rank == 1 and handler.num_steps == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+@ranks(2, manager=False, dies=[1])
+def test_each_rank_saves_a_file_of_its_own(monkeypatch, tmp_path, rank):
+    monkeypatch.setenv("DISTMAN_WATCH", "1")
+    monkeypatch.chdir(tmp_path)
+    DistributedManager.initialize(timeout=60)
+    handler = make_handler(4)
+    handler.add_callback(Dying())
+    with pytest.raises((JobFailed, RuntimeError)):
+        handler.train(2)
+    handler.save("model.pt")
+    assert [path.name for path in Path().iterdir()] == [f"model.rank{rank}.pt"]
+    assert set(torch.load("model.rank0.pt")) >= {"model", "training", "history"}
