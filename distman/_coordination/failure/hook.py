@@ -51,6 +51,8 @@ _END_LIMIT = 30.0  # seconds from the end of a failed program to the end of its 
 _END_MARGIN = 5.0  # seconds more for the same while something holds the interpreter
 _LOOK_EVERY = 0.1  # seconds between two looks whether the program is over
 
+_IMPORTED_IN = os.getpid()
+
 _LAST = -101
 """Priority of a finalizer of ``multiprocessing`` that ends the process. What its queues still hold is sent before, by
 one of -5; the last of its own, which remove folders, have -100."""
@@ -204,8 +206,9 @@ class _Hook:
             time.sleep(_LOOK_EVERY)
         if not self.has_failed and self.unsurvived() is None:
             return
-        with contextlib.suppress(Exception):  # standard error has no descriptor, say
-            faulthandler.dump_traceback_later(_END_LIMIT + _END_MARGIN, exit=True)
+        if _may_use_faulthandler():
+            with contextlib.suppress(Exception):  # standard error has no descriptor, say
+                faulthandler.dump_traceback_later(_END_LIMIT + _END_MARGIN, exit=True)
         if self.is_at_last.wait(_END_LIMIT / 2):
             return
         _end_children()
@@ -254,12 +257,18 @@ class _Hook:
         actions, self.actions = self.actions, []
         if actions:
             self.is_at_last.set()
-            faulthandler.cancel_dump_traceback_later()
+            if _may_use_faulthandler():
+                faulthandler.cancel_dump_traceback_later()
         for action in actions:
             action()
 
 
 _hook: _Hook | None = None
+
+
+def _may_use_faulthandler() -> bool:
+    """Return whether this process was not forked: there a thread that is gone may hold the lock of faulthandler."""
+    return os.getpid() == _IMPORTED_IN and multiprocessing.process.parent_process() is None
 
 
 def install(reporter: Reporter) -> None:
