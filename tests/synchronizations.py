@@ -20,8 +20,8 @@ WAITS = {"_local_scalar_dense", "nonzero", "masked_select", "equal", "is_nonzero
 """Operators whose result, or its shape, the host has to know."""
 
 
-ON_THE_HOST = {"all_gather_numbers", "broadcast_numbers", "__iter__"}
-"""Functions of the package that read what is never on a GPU: numbers sent over the CPU, and indices of samples."""
+ON_THE_HOST = {"all_gather_numbers", "as_bytes", "broadcast_numbers", "__iter__"}
+"""Functions of the package that read what is never on a GPU: numbers sent over the CPU, pieces of a host, indices."""
 
 
 class Synchronizations(TorchFunctionMode):

@@ -34,7 +34,7 @@ OF_NO_ACCOUNT = {
     "model.eval": "the same",
     "self.module.compile": "torch.compile of a model",
     "torch.compile": "the same",
-    "self._auto_save.load": "calls checkpoint.load, which is listed",
+    "auto_save.load": "calls checkpoint.load, which is listed",
     "handler.sampler.load": "the same",
     "checkpoint.load": "this package's own, which is listed by what it calls",
     "load": "the same",

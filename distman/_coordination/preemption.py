@@ -169,7 +169,7 @@ class StopAgreement:
             return False
         _check_same(group, protocol.STOP_STEP, step)
         self._stops = True
-        hook.expect_exit(os.EX_TEMPFAIL)  # with which a program asks to be started again
+        hook.expect_exits(os.EX_TEMPFAIL)  # with which a program asks to be started again
         logger.info("all ranks stop at step %d: %s", step, printable(decode_text(store.get(protocol.STOP))))
         return True
 

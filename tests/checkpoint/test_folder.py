@@ -72,7 +72,7 @@ def test_checkpoints_of_the_other_kind_are_refused_and_not_overlooked(tmp_path):
         other = CheckpointFolder(path, sharded=not sharded)
         for use in (other.latest, functools.partial(other.save, {"step": 2}, 2)):
             with pytest.raises(
-                (ValueError, RankFailedError), match=r"must hold checkpoints of one kind, got checkpoint-00000001"
+                (CheckpointError, RankFailedError), match=r"must hold checkpoints of one kind, got checkpoint-00000001"
             ):
                 use()
     with pytest.raises(TypeError, match="state must be left out with sharded=False, got dict"):

@@ -31,6 +31,7 @@ class Job:
 
     def __init__(self, port, *arguments, world_size=3, **variables):
         command = [PYTHON, WATCHED, *arguments]
+        variables = {"DISTMAN_FAILURE_GRACE": "4", **variables}  # no rank stays long to end one that does not react
         with ExitStack() as stack:
             self.ranks = [
                 stack.enter_context(start(command, env={**bare(rank, world_size, port), **variables}))
@@ -181,7 +182,8 @@ def test_a_cleanup_on_the_way_of_an_error_does_not_hide_it(free_port, failing):
 
 
 def test_a_collective_that_nobody_completes_does_not_hold_the_end_up(free_port):
-    with Job(free_port, "collective_with_a_stopped_rank", DISTMAN_SILENCE_TIMEOUT="4") as job:
+    limits = {"DISTMAN_SILENCE_TIMEOUT": "4", "DISTMAN_FAILURE_GRACE": "4"}
+    with Job(free_port, "collective_with_a_stopped_rank", **limits) as job:
         finished = job.wait([0, 1])
     assert [rank.returncode for rank in finished] == [76, 76]
     assert all("JobFailed: rank 2 (" in rank.stderr for rank in finished)

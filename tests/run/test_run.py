@@ -96,7 +96,7 @@ def test_an_error_is_told_once_at_the_end_with_the_exit_code_of_the_guilty(scrip
         f'    File "{path}", line 10, in <module>',
         '      raise ValueError("the learning rate must be positive")',
         "  ValueError: the learning rate must be positive",
-        "The others: ranks 0, 2: exit code 1.",
+        "The others: ranks 0, 2: exit code 76.",
     ]
 
 
@@ -115,7 +115,7 @@ def test_a_death_is_told(script):
     assert done.stderr.splitlines() == [
         f"distman run: rank 1 failed (pid {pid_in(done.stderr)}, died of SIGKILL): it was killed; the kernel's log "
         "(dmesg) says whether memory ran out.",
-        "The others: rank 0: exit code 1.",
+        "The others: rank 0: exit code 76.",
     ]
 
 

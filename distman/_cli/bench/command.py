@@ -73,6 +73,7 @@ def run(arguments: argparse.Namespace) -> int:
         written. What was measured until then is printed and written.
     """
     from distman._cli.faults import explain, own_fault
+    from distman._coordination.failure import hook
     from distman.decorators import on_rank
     from distman.manager import DistributedManager
 
@@ -82,6 +83,7 @@ def run(arguments: argparse.Namespace) -> int:
             rendezvous_timeout=arguments.timeout,
             timeout=arguments.timeout or _OPERATION_TIMEOUT,
         )
+        hook.expect_exits(1, 2)  # verdicts, which all ranks give
     except (DistmanError, ValueError) as error:
         return _refuse(str(error))
     try:

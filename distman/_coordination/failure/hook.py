@@ -27,7 +27,6 @@ from distman._coordination.failure.record import FailureRecord
 from distman._coordination.failure.short_traceback import show
 from distman._coordination.failure.stack import errors_in, is_program_over
 from distman._coordination.timeouts import keep_threads, run_with_timeout
-from distman._coordination.tracking import stacks
 from distman._process_state import puts_back
 from distman.errors import JobFailed, _on_acknowledgement
 
@@ -209,11 +208,15 @@ class _Hook:
         if _may_use_faulthandler():
             with contextlib.suppress(Exception):  # standard error has no descriptor, say
                 faulthandler.dump_traceback_later(_END_LIMIT + _END_MARGIN, exit=True)
+            if self.is_at_last.is_set():
+                faulthandler.cancel_dump_traceback_later()
         if self.is_at_last.wait(_END_LIMIT / 2):
             return
         _end_children()
         if self.is_at_last.wait(_END_LIMIT / 2):
             return
+        from distman._coordination.tracking import stacks  # here: it needs torch, which a rank may fail without
+
         write(f"distman: this process is cut off: {_END_LIMIT:g} s after its program it still runs\n{stacks()}")
         exit_now(code)
 
@@ -332,10 +335,10 @@ def set_thread_reporter(reporter: Callable[[BaseException], None] | None) -> Non
         _hook.thread_reporter = reporter
 
 
-def expect_exit(code: int) -> None:
-    """Take an exit code for none of a failure from now on: that of a stop which all ranks have agreed on."""
+def expect_exits(*codes: int) -> None:
+    """Take exit codes for none of a failure from now on, such as that of a stop which all ranks have agreed on."""
     if _hook is not None:
-        _hook.fine_codes.add(code)
+        _hook.fine_codes.update(codes)
 
 
 def end_with(code: int) -> None:

@@ -18,7 +18,7 @@ from distman._coordination import protocol
 from distman._coordination.failure import hook
 from distman._coordination.failure.delivery import Delivery
 from distman._coordination.failure.interruption import Interruption
-from distman._coordination.failure.record import DIED, LEFT, SILENT, FailureRecord
+from distman._coordination.failure.record import DIED, EXITED, LEFT, SILENT, FailureRecord
 from distman._coordination.messages import (
     MalformedMessageError,
     claim,
@@ -283,7 +283,8 @@ class Watcher:
 
         Blocking, for seconds at most.
         """
-        if self._context.mates and not self._is_stuck:
+        has_exited = record.rank == self.rank and record.error_type == EXITED  # as a handler of SIGTERM does
+        if self._context.mates and not (self._is_stuck or has_exited):
             HostMates(self._context, record, self._limits.patience.to_come).look_after()
 
     def fail(self, error: BaseException) -> None:

@@ -422,7 +422,7 @@ def ends_by_exit_0():
 
 
 def ends_by_an_exit_code_that_is_expected():
-    hook.expect_exit(75)
+    hook.expect_exits(75)
     sys.exit(75)
 
 

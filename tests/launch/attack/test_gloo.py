@@ -48,7 +48,7 @@ def start_ranks(stack, hosts, arguments, variables):
 def test_a_stranger_who_takes_a_connection_is_noticed(namespace_hosts, scene, place):
     """The job ends on all ranks, at once, and says why and what to do."""
     finished, _ = run_chased(scene, namespace_hosts, place, "number", NUM_RANKS)
-    assert [one.returncode for one in finished] == [1] * NUM_RANKS
+    assert {one.returncode for one in finished} <= {1, 76}  # its own error, or that of another rank
     assert any(TAKEN.format(PLACES[place]) in one.stderr for one in finished)
     assert any(REMEDY in one.stderr for one in finished)
 
