@@ -276,6 +276,5 @@ WITH_ALL_RANKS = (
     "ddp",
     "finally",
     "files",
-    "children",
     "save",
 )  # what the failing rank does concerns the others, so it must take part
