@@ -96,7 +96,7 @@ def test_after_the_stop_the_answer_stays(caplog):
 
 def test_the_exit_code_that_asks_for_another_start_is_no_failure_after_an_agreed_stop(monkeypatch):
     expected = []
-    monkeypatch.setattr(preemption.hook, "expect_exit", expected.append)
+    monkeypatch.setattr(preemption.hook, "expect_exits", expected.append)
     _, (rank,) = agreements(1)
     assert not rank.decide(0)
     rank.request()
