@@ -254,12 +254,6 @@ def abort_backends(process_group: dist.ProcessGroup) -> None:
             process_group._get_backend(device).abort()
 
 
-def abort_all_backends() -> None:
-    """End what this process waits for in any group, as :func:`abort_backends` does for one."""
-    for process_group in all_groups():
-        abort_backends(process_group)
-
-
 def all_groups() -> list[dist.ProcessGroup]:
     """Return the process groups that torch has."""
     return list(distributed_c10d._world.pg_map)

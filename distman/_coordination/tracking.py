@@ -20,7 +20,7 @@ from distman._torch_internals import enter_regions, leave_all_regions, regions
 from distman.errors import DistmanError
 
 if TYPE_CHECKING:
-    from distman._coordination.monitor.mismatch import Call
+    from distman._coordination.monitor.calls import Call
 
 _MAKING_GUARD = threading.Lock()
 

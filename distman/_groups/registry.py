@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from distman._coordination import protocol
 from distman._coordination.consensus import Consensus
 from distman._coordination.joint_blocks import JointBlocks
-from distman._coordination.monitor.mismatch import CallNumbers
+from distman._coordination.monitor.calls import CallNumbers
 from distman._coordination.sections import ExclusiveSections
 from distman._coordination.tracking import call_site, check_all_run_here, check_speaks_for_rank
 from distman._coordination.wait_scope import WaitScope

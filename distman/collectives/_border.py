@@ -19,8 +19,8 @@ import torch
 
 from distman._coordination import protocol
 from distman._coordination.messages import decode
+from distman._coordination.monitor.calls import end_waits
 from distman._coordination.monitor.current_watcher import is_watching
-from distman._coordination.monitor.mismatch import end_waits
 from distman._coordination.monitor.refusals import Posted, Refusal, know
 from distman._coordination.sync import StoreGroup
 from distman._coordination.tracking import call_site, current_wait

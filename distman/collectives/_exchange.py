@@ -10,7 +10,7 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
-from distman._coordination.monitor.mismatch import Call, end_waits
+from distman._coordination.monitor.calls import Call, end_waits
 from distman._coordination.monitor.refusals import know
 from distman._coordination.tracking import check_all_run_here, current_wait
 from distman._coordination.wait_scope import collective

@@ -35,9 +35,9 @@ from distman._coordination.messages import (
     unless_malformed,
 )
 from distman._coordination.monitor import context as context_module
+from distman._coordination.monitor.calls import Call
 from distman._coordination.monitor.context import WatchContext, WatchLimits
 from distman._coordination.monitor.hang import Answer, HangWatch
-from distman._coordination.monitor.mismatch import Call
 from distman._coordination.monitor.peer_connection import read_address
 from distman._coordination.monitor.peer_monitor import PeerMonitor
 from distman._coordination.monitor.watcher import NO_ANSWER, Watcher

@@ -21,7 +21,7 @@ from distman._coordination import protocol, tracking
 from distman._coordination.failure.record import FailureRecord, Place
 from distman._coordination.failure.stack import error_in_hand
 from distman._coordination.messages import count, decode, unless_malformed
-from distman._coordination.monitor.mismatch import Call
+from distman._coordination.monitor.calls import Call
 from distman._coordination.monitor.reading import read_at_once
 from distman._coordination.monitor.refusals import progress
 from distman._text import Line, printable

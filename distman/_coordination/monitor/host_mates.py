@@ -8,7 +8,6 @@ import signal
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
@@ -18,10 +17,6 @@ from distman._coordination.failure.record import SILENT, FailureRecord, Place
 from distman._coordination.messages import MalformedMessageError, claim, decode_index
 from distman._coordination.monitor.context import WatchContext, late_after
 from distman._coordination.timeouts import run_with_timeout
-
-if TYPE_CHECKING:
-    pass
-
 
 _PAUSE = 0.1  # seconds between two looks who is still there
 
