@@ -227,9 +227,9 @@ def waiting(rank: int) -> str:
 
 
 def suspected(rank: int) -> str:
-    """That another rank waits for this one, which seems to wait for it in another call.
+    """That other ranks wait for this one, which seems to wait for them in another call: a line for each.
 
-    The watcher of that one writes it, this rank's reads it. It lives on.
+    The watchers of those append a line, this rank's reads them. It lives on.
     """
     return f"suspected {rank}"
 

@@ -20,7 +20,7 @@ _WAITING = {"IPython": "IPython", "ipykernel": "IPython", "_pytest": "_pytest"}
 _BRIEF = {"_frozen_importlib", "contextlib", "importlib", "logging", "queue", "threading"}
 """Packages of Python's that take a lock, and give it back in another statement; they are left within microseconds."""
 
-LAST_FRAME = BaseProcess._bootstrap.__code__  # type: ignore[attr-defined]
+LAST_FRAME = BaseProcess._bootstrap.__code__  # type: ignore[attr-defined]  # typeshed lacks it
 """Code of the function that runs a process of ``multiprocessing``, whichever way it was started."""
 
 _MAX_CHAINED = 100  # errors that are looked through for one: a chain may be a ring
@@ -61,7 +61,7 @@ def errors_in(error: BaseException | None) -> Iterator[BaseException]:
         yield error
         found += [_GET_CAUSE(error), _GET_CONTEXT(error)]
         if issubclass(type(error), BaseExceptionGroup):
-            found += error.exceptions  # type: ignore[attr-defined]  # a class that only says to be one is none
+            found += error.exceptions  # type: ignore[attr-defined]  # mypy does not narrow by issubclass()
 
 
 def is_between_programs(frame: FrameType | None) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import functools
 import json
 import random
 import sys
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
 
 
 _PATIENCE = 1.0  # seconds that ranks may be apart before the store is asked; a hang is not worse for them
-_MOST_ASKED = 8  # ranks at one look: each costs a call into the store
+_ASKED_IN_ALL = 64  # ranks at one look of all ranks: each costs a call into the store, and all may wait
 _NO_CAUSE = (GeneratorExit, KeyboardInterrupt, StopAsyncIteration, StopIteration, asyncio.CancelledError)
 """Errors that are in hand in programs in which nothing has failed."""
 
@@ -45,8 +46,8 @@ class _Told:
     Attributes:
         key: What it is: the same on all ranks that wait in the same.
         text: What it is, in words.
-        line: Who waits in that and where, in words.
-        place: The same, with what the program called.
+        line: Rank, text, and line of the program, for messages.
+        place: The same, with the function that the program called in place of the text.
         label: Of the group of a collective, for messages.
         group: Name of its process group, empty for what waits in the store.
         number: Of the collective in that group.
@@ -151,6 +152,7 @@ class DeadlockWatch:
     def __init__(self, rank: int, peers: Sequence[Place]) -> None:
         self._me = peers[rank]
         self._peers = peers
+        self._most_asked = max(1, _ASKED_IN_ALL // len(peers))
         self._wait: _Wait | None = None
         self._unasked: list[int] = []
 
@@ -187,22 +189,26 @@ class DeadlockWatch:
 
     def _ask(self, store: Store, wait: _Wait) -> None:
         """Look whether ranks that this one may wait for wait in something else; that one is to check it, too."""
-        for rank in self._unasked[:_MOST_ASKED]:
+        for rank in self._unasked[: self._most_asked]:
             told = _told(store, rank)
             if told is not None and wait.told is not None and wait.is_for(rank, told):
                 suspicion = _Suspicion(self._me.rank, wait.told.key, told.key)
-                store.set(protocol.suspected(rank), json.dumps(dataclasses.asdict(suspicion)))
+                # torch's stubs lack the method
+                store.append(protocol.suspected(rank), f"{json.dumps(dataclasses.asdict(suspicion))}\n")  # type: ignore[attr-defined]
                 count(store, protocol.NEWS, 1)
-        del self._unasked[:_MOST_ASKED]
+        del self._unasked[: self._most_asked]
 
     def _confirm(self, store: Store, wait: _Wait) -> None:
-        found = read_at_once(store, protocol.suspected(self._me.rank))
-        suspicion = unless_malformed(lambda: decode(found, _Suspicion, "a suspicion")) if found is not None else None
-        if suspicion is None or wait.told is None or suspicion.rank not in range(len(self._peers)):
-            return
+        for line in (read_at_once(store, protocol.suspected(self._me.rank)) or "").splitlines():
+            suspicion = unless_malformed(functools.partial(decode, line, _Suspicion, "a suspicion"))
+            if suspicion is not None and suspicion.rank in range(len(self._peers)):
+                self._confirm_one(store, wait, suspicion)
+
+    def _confirm_one(self, store: Store, wait: _Wait, suspicion: _Suspicion) -> None:
+        if wait.told is None or wait.told.key != suspicion.other_key:
+            return  # it was of an earlier wait
         other = _told(store, suspicion.rank)
-        is_current = other is not None and (other.key, wait.told.key) == (suspicion.key, suspicion.other_key)
-        if other is not None and is_current and wait.is_for(suspicion.rank, other):
+        if other is not None and other.key == suspicion.key and wait.is_for(suspicion.rank, other):
             self._conclude(store, suspicion.rank, other, wait.told)
             self._end_if_told(store, wait)
 
