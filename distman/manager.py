@@ -139,6 +139,7 @@ class DistributedManager(Place, GroupQueries, GroupCreation):
                 except JobFailed as error:
                     note_raised(error)
                     raise
+                hook.be_outermost()
                 watcher = cls()._state.watcher
                 if fail_with_threads and watcher is not None:
                     hook.set_thread_reporter(watcher.fail)

@@ -285,6 +285,9 @@ class Case:
         kind = FAULTS[fault.name]
         return (
             fault.rank < self.ranks
+            and (
+                fault.name != "raise-and-wait" or self.place != "save" or fault.rank == 0
+            )  # who alone is awaited there
             and self.place in kind.places
             and kind.rank in (None, fault.rank)
             and (not kind.needs_hosts or self.hosts == 2)

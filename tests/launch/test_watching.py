@@ -1,5 +1,6 @@
 """What the other ranks learn when one raises, dies, leaves, is late or falls silent; and how all of them stop."""
 
+import gzip
 import os
 import random
 import re
@@ -8,6 +9,7 @@ import shutil
 import signal
 import sys
 import time
+import zipfile
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -330,6 +332,29 @@ def test_all_blame_the_rank_that_failed(free_port, fault):
         assert all("This process could not be interrupted" in rank.stderr for rank in finished)
     else:
         assert {rank.stdout.partition(": ")[2] for rank in finished} == {f"blames {failing}\n"}, drawn
+
+
+@pytest.mark.parametrize("through", ["", "cleanup"])
+@pytest.mark.parametrize(("status", "code"), [("3", 3), ("text", 1), ("list", 1)])
+def test_an_exit_code_is_told_whatever_it_is_made_of(free_port, status, code, through):
+    with Job(free_port, "exit_of_rank_1", status, through) as job:
+        finished = job.wait()
+    assert [rank.returncode for rank in finished] == [76, code, 76]
+    for rank in (finished[0], finished[2]):
+        assert re.search(rf"JobFailed: rank 1 \(.*\) ended with exit code {code}, by sys.exit", rank.stderr)
+
+
+def test_files_are_whole_where_the_error_of_torch_itself_ends_the_program(free_port, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with Job(free_port, "broken_with_open_files") as job:
+        finished = job.wait()
+    assert [rank.returncode for rank in finished] == [76, -signal.SIGKILL, 76]
+    for rank in (0, 2):
+        assert "RuntimeError" in finished[rank].stderr
+        assert finished[rank].stderr.rstrip().splitlines()[-1].count("rank 1 (") == 1
+        assert gzip.decompress((tmp_path / f"log{rank}.gz").read_bytes()) == b"step\n"
+        with zipfile.ZipFile(tmp_path / f"parts{rank}.zip") as archive:
+            assert archive.read("step") == b"1"
 
 
 @pytest.mark.parametrize("fault", ["stopped", "keeps the GIL"])

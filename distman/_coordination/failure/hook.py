@@ -15,8 +15,9 @@ import os
 import sys
 import threading
 import time
+import traceback
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import Any, NoReturn
 
@@ -153,9 +154,11 @@ class _Hook:
             self.previous_exit(status)
         is_failing = self.unsurvived() is not None
         error = _Exit(JobFailed.EXIT_CODE if is_failing else status)
-        if not is_failing and status not in self.fine_codes:
+        is_fine = isinstance(status, int | None) and status in self.fine_codes
+        if not (is_failing or is_fine):
             record = FailureRecord.of(sys.exc_info()[1] or error, -1)  # an error in hand is the reason
-            self.exits.append(weakref.ref(error, lambda _: self.tell_of_exit(record)))
+            marks = vars(error)  # cleanup() notes there who is to be told
+            self.exits.append(weakref.ref(error, lambda _: self.tell_of_exit(record, marks)))
         elif is_failing:
             self.exits.append(weakref.ref(error, lambda _: self.leave()))
         try:
@@ -163,10 +166,12 @@ class _Hook:
         finally:
             del error  # else its traceback would hold this frame, and the frame the error
 
-    def tell_of_exit(self, record: FailureRecord) -> None:
+    def tell_of_exit(self, record: FailureRecord, marks: Mapping[str, object]) -> None:
         """Tell of an exit code, where the interpreter drops what ``sys.exit`` raised: the program has ended with it."""
         if sys._getframe(1).f_back is None and not self.has_failed and os.getpid() == self.pid:
-            self.tell(record.to_failure())
+            failure = record.to_failure()
+            vars(failure).update(marks)
+            self.tell(failure)
 
     def leave(self) -> None:
         if sys._getframe(1).f_back is None:
@@ -266,6 +271,27 @@ class _Hook:
             action()
 
 
+class _Outermost:
+    """The outermost exception hook: a program that the failure of another rank has broken ends with the code for that.
+
+    What a hook raises is all that changes the code, and the end is Python's own. If ours raised it, torch's hook, which
+    wraps ours, would not print what it has collected. The interpreter keeps the error then, and with it the frames that
+    it came through; they are cleared here, so that their files are closed.
+    """
+
+    def __init__(self, hook: _Hook) -> None:
+        self.hook = hook
+        self.previous = sys.excepthook
+
+    def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        self.previous(kind, error, trace)
+        if self.hook.exit_code == JobFailed.EXIT_CODE and sys.excepthook is self:
+            self.hook.exit_code = None
+            for one in errors_in(error):
+                traceback.clear_frames(one.__traceback__)
+            raise SystemExit(JobFailed.EXIT_CODE)
+
+
 _hook: _Hook | None = None
 
 
@@ -296,6 +322,8 @@ def uninstall() -> None:
     """Take the hook away. Where another one has wrapped it, it stays, but tells nobody."""
     global _hook
     if _hook is not None:
+        if isinstance(sys.excepthook, _Outermost):
+            sys.excepthook = sys.excepthook.previous
         if sys.excepthook is _hook:
             sys.excepthook = _hook.previous
         if threading.excepthook == _hook.in_thread:
@@ -318,6 +346,12 @@ def set_reporter(reporter: Reporter | None) -> None:
         _hook.reporter = reporter
     elif reporter is not None:
         install(reporter)
+
+
+def be_outermost() -> None:
+    """Let the hook be around that of torch, which making a process group has put around it."""
+    if _hook is not None and not isinstance(sys.excepthook, _Outermost):
+        sys.excepthook = _Outermost(_hook)
 
 
 def set_reporter_for(error: BaseException, reporter: Reporter) -> None:
@@ -385,6 +419,12 @@ def announce(record: FailureRecord, rank: int) -> None:
     write_error_file(rank, record, record)
     if not is_shown_by_starter():
         write(f"distman: {_ADVICE}\n\nJobFailed: {record.to_failure()}")
+
+
+def told_again(record: FailureRecord) -> str:
+    """Return a failure in words; in one line where it has been shown whole."""
+    is_shown = _hook is not None and any(delivery.record == record for delivery in _hook.deliveries)
+    return record.headline if is_shown else str(record.to_failure())
 
 
 def _has_finalizers() -> bool:

@@ -92,7 +92,7 @@ class JobReporter:
         """Print what the error itself does not say, and stay until the others have read the record."""
         if not isinstance(error, JobFailed | KeyboardInterrupt):
             if cause is not None and cause.rank != self.rank and not is_shown_by_starter():
-                hook.write(f"distman: the job failed first elsewhere: {cause.to_failure()}")
+                hook.write(f"distman: the job failed first elsewhere: {hook.told_again(cause)}")
             if not is_told and cause is None:
                 hook.write(
                     f"distman: the others are not told: {self.store_host}, which serves the job's store, is gone, or "

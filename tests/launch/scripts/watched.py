@@ -2,6 +2,7 @@
 
 import contextlib
 import ctypes
+import gzip
 import multiprocessing
 import os
 import resource
@@ -9,6 +10,7 @@ import signal
 import sys
 import threading
 import time
+import zipfile
 from pathlib import Path
 
 import torch
@@ -103,6 +105,27 @@ FAULTS = {
     "exits": lambda: os._exit(3),
     "raises": lambda: {}["boom"],
 }
+
+
+def exit_of_rank_1(manager):
+    """Rank 1 ends with what it is told, through a cleanup() perhaps; the others wait for it."""
+    with contextlib.ExitStack() as stack:
+        if "cleanup" in sys.argv:
+            stack.callback(DistributedManager.cleanup)
+        if manager.rank == 1:
+            sys.exit({"3": 3, "text": "no data", "list": [1]}[sys.argv[2]])
+        manager.barrier("end")
+
+
+def broken_with_open_files(manager):
+    """Rank 1 dies while the others wait in what torch's logger does not see, each with files that are open."""
+    packed = gzip.open(f"log{manager.rank}.gz", "wt")  # noqa: SIM115 - what is tested
+    packed.write("step\n")
+    archive = zipfile.ZipFile(f"parts{manager.rank}.zip", "w")
+    archive.writestr("step", "1")
+    if manager.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    dist.all_reduce(torch.ones(1), async_op=True).wait()
 
 
 def stuck_while_another_raises(manager):
