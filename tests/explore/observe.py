@@ -15,7 +15,7 @@ from tests.launch.processes import Process, poll
 from tests.launch.slurm import SlurmCluster
 
 from .around import broken_files
-from .cases import START_LIMIT, SWALLOWING, Case, Effect
+from .cases import NATIVE, START_LIMIT, SWALLOWING, Case, Effect
 from .faults import memory_group
 from .records import Records
 from .starters import Job, start_case
@@ -262,7 +262,8 @@ def _left_behind(case: Case, job: Job, watch: Watch) -> tuple[str, ...]:
         return [process for process in job.alive if not _belongs_to(process, silent)]
 
     is_awaited = case.place == "start" and bool(silent)  # by rank 0, which knows why the start failed
-    if not poll(lambda: not others(), TIDYING + is_awaited * START_LIMIT, interval=0.1):
+    is_ended = bool(silent) and not job.has_launcher  # by a rank of its host that stays, the failing one perhaps
+    if not poll(lambda: not others(), TIDYING + is_awaited * START_LIMIT + is_ended * NATIVE, interval=0.1):
         return tuple(str(process) for process in others())
     for process in job.alive:
         if process.pid in silent:
