@@ -196,9 +196,8 @@ class TorchWait:
         name: Its function.
         line: Where the program called it.
         group: Name of its process group.
-        number: Of the collective in that group.
+        number: Of the collective in that group, which tells one call from the next.
         ranks: Those of the group, in the world.
-        frame: The function's frame, which tells one call from the next.
     """
 
     name: str
@@ -206,7 +205,6 @@ class TorchWait:
     group: str
     number: int
     ranks: tuple[int, ...]
-    frame: FrameType
 
     @property
     def label(self) -> str:
@@ -215,7 +213,11 @@ class TorchWait:
 
 
 def torch_wait_in(frame: FrameType | None, line_of: Callable[[FrameType], str]) -> TorchWait | None:
-    """Return the collective in which the innermost function of a stack waits for all ranks of its group."""
+    """Return the collective in which the innermost function of a stack waits for all ranks of its group.
+
+    None where the backend does not count its collectives, so that nothing tells one call from the next. The frame
+    would, but whoever keeps a frame keeps the program's files open.
+    """
     code = frame.f_code if frame is not None else None
     if frame is None or code is None or code.co_filename != distributed_c10d.__file__ or code.co_name not in _FOR_ALL:
         return None
@@ -223,8 +225,10 @@ def torch_wait_in(frame: FrameType | None, line_of: Callable[[FrameType], str]) 
     if not isinstance(group, dist.ProcessGroup):
         return None
     number = operations_begun().get(group.group_name, 0)
+    if number == 0:
+        return None
     ranks = tuple(dist.get_process_group_ranks(group))
-    return TorchWait(code.co_name, line_of(frame), group.group_name, number, ranks, frame)
+    return TorchWait(code.co_name, line_of(frame), group.group_name, number, ranks)
 
 
 if hasattr(dist, "all_gather_single"):

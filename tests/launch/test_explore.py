@@ -28,6 +28,8 @@ FOUND = (  # once, by other seeds
     "launcher=env hosts=2 ranks=2 fault=link-down@python:0 around=acknowledge",
     "launcher=env hosts=1 ranks=3 fault=raise-full-stderr@collective:0 around=acknowledge",
     "launcher=intel-mpi hosts=2 ranks=2 fault=sys.exit(0)@start:0 around=plain",
+    "launcher=env hosts=1 ranks=4 fault=raise@collective:0 around=files",
+    "launcher=env hosts=1 ranks=3 fault=sys.exit(0)@collective:0 around=save",
 )
 
 
