@@ -92,7 +92,7 @@ def start(
     except (RendezvousError, JobFailed) as error:
         leave_it_to_the_meeting()  # the others know already, or cannot be found
         if isinstance(error, JobFailed):
-            hook.require_end_by(error)
+            hook.required_end_by(error)
         raise
     peer = rendezvous.peers[environment.rank]
     device = torch.device(peer.device)
@@ -117,9 +117,7 @@ def start(
         record = failure_behind(error, "the start")
         undo(job, watcher, error, record)
         if record is not None:
-            failure = record.to_failure()
-            hook.require_end_by(failure)
-            raise failure from error
+            raise hook.required_end_by(record.to_failure()) from error
         raise
     return job, watcher
 

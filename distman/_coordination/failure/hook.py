@@ -26,7 +26,7 @@ from distman._coordination.failure.error_file import is_shown_by_starter, write_
 from distman._coordination.failure.pending_work import complete_all, is_anything_left
 from distman._coordination.failure.record import FailureRecord
 from distman._coordination.failure.short_traceback import show
-from distman._coordination.failure.stack import errors_in, is_program_over
+from distman._coordination.failure.stack import ends_block, errors_in, is_program_over
 from distman._coordination.timeouts import keep_threads, run_with_timeout
 from distman._process_state import puts_back
 from distman.errors import JobFailed, _on_acknowledgement
@@ -283,7 +283,9 @@ class _Outermost:
         self.hook = hook
         self.previous = sys.excepthook
 
+    @ends_block  # the signal of a failure that came while the main thread waited arrives here
     def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        self.hook.has_failed = True
         self.previous(kind, error, trace)
         if self.hook.exit_code == JobFailed.EXIT_CODE and sys.excepthook is self:
             self.hook.exit_code = None
@@ -396,13 +398,14 @@ def require_end(delivery: Delivery) -> None:
             multiprocessing.util.Finalize(None, _hook.end_if_swallowed, exitpriority=_LAST)
 
 
-def require_end_by(error: JobFailed) -> None:
-    """Do the same with a failure that a call raises where nobody watches the ranks, and show it."""
+def required_end_by(error: JobFailed) -> JobFailed:
+    """Do the same with a failure that a call raises where nobody watches the ranks, show it, and return it."""
     if _hook is not None and not any(one.record.is_told_by(error) for one in _hook.deliveries):
         delivery = Delivery(FailureRecord.of(error, error.rank))
         delivery.note(error, sys._getframe())
         require_end(delivery)
         announce(delivery.record, -1)
+    return error
 
 
 @_on_acknowledgement

@@ -48,7 +48,7 @@ def note_raised(error: JobFailed) -> JobFailed:
         _warn_in_handler(error)
         _current.note(error)
     else:
-        hook.require_end_by(error)
+        hook.required_end_by(error)
     return error
 
 
@@ -80,8 +80,11 @@ def raise_failure(record: FailureRecord | None, error: BaseException | None) -> 
     if (original := next(own, None)) is not None:
         _raise_again(original)
     note_raised(failure)
-    if failure is not error:
-        raise failure from error
+    try:
+        if failure is not error:
+            raise failure from error
+    finally:
+        del failure  # else its traceback would hold this frame, and the frame the error, with the files of its frames
 
 
 def _raise_again(error: BaseException) -> None:

@@ -191,7 +191,7 @@ def test_a_process_of_multiprocessing_ends_with_an_error_too():
 def test_a_failure_that_nobody_watches_for_is_shown_once(seen, capsys):
     errors = [failure_on(1).to_failure() for _ in range(2)]
     for error in errors:
-        hook.require_end_by(error)
+        hook.required_end_by(error)
     assert capsys.readouterr().err.count("JobFailed: rank 1 (n1, pid 101) raised ValueError: boom") == 1
     assert seen == []
     assert len(hook._hook.deliveries) == 1
