@@ -6,6 +6,7 @@ import contextlib
 import errno
 import os
 import re
+import select
 import socket
 import stat
 import struct
@@ -21,7 +22,7 @@ from distman.errors import DistmanError
 _IS_LAZY = "TORCH_GLOO_LAZY_INIT"
 """With it gloo connects at the first message, and a connection that is missing before says nothing."""
 
-_POLLED = re.compile(r"^tfd:.* ino:([0-9a-f]+)", re.MULTILINE)
+_POLLED = re.compile(r"^tfd:.* events: *([0-9a-f]+) .* ino:([0-9a-f]+)", re.MULTILINE)
 
 # Linux, ``linux/netlink.h``, ``linux/sock_diag.h`` and ``linux/inet_diag.h``
 _SOCK_DIAG, _BY_FAMILY, _REQUEST = 4, 20, 1
@@ -57,26 +58,27 @@ def noticed(group: str, num_others: int) -> Iterator[None]:
     Raises:
         DistmanError: A stranger holds a connection.
     """
-    before = _descriptors()
+    before = _sockets()
     yield
     if not is_nobody() and not os.environ.get(_IS_LAZY):
         with contextlib.suppress(OSError):  # this host does not show its connections
-            _check(_descriptors() - before, group, num_others)
+            new = {inode: descriptor for inode, descriptor in _sockets().items() if inode not in before}
+            _check(new, group, num_others)
 
 
-def _check(new: set[int], group: str, num_others: int) -> None:
+def _check(new: dict[int, int], group: str, num_others: int) -> None:
     """Raise if gloo listens to a process of another user instead of a member.
 
-    A stranger who came too late, or says what nobody waits for, is listened to besides, and does no harm. Nothing is
-    concluded from a missing connection alone: other threads may have opened and closed files meanwhile.
+    A stranger who came too late, or says what nobody waits for, does no harm. Nothing is concluded from a missing
+    connection alone: other threads may have opened and closed files meanwhile.
 
     Args:
-        new: Descriptors that were opened while the group was made.
+        new: Sockets that were opened while the group was made: descriptors by inode.
         group: What the group is called.
         num_others: Number of its other members.
     """
-    ports, ends = _sockets(new)
-    heard = {inode: ends[inode] for inode in ends.keys() & _polled(new)}
+    ports, ends = _ends(new)
+    heard = {inode: ends[inode] for inode in ends.keys() & _polled()}
     users = {
         inode: _user_of(other, own) for inode, (own, other) in heard.items() if own[1] in ports
     }  # as gloo asks none
@@ -89,19 +91,26 @@ def _check(new: set[int], group: str, num_others: int) -> None:
         )
 
 
-def _sockets(descriptors: set[int]) -> tuple[set[int], dict[int, tuple[Address, Address]]]:
+def _sockets() -> dict[int, int]:
+    """Return this process's sockets: descriptors, which are given again when one is closed, by inodes, which are not."""
+    found = {}
+    for descriptor in _descriptors():
+        with contextlib.suppress(OSError):  # closed meanwhile
+            status = os.fstat(descriptor)
+            if stat.S_ISSOCK(status.st_mode):
+                found[status.st_ino] = descriptor
+    return found
+
+
+def _ends(sockets: dict[int, int]) -> tuple[set[int], dict[int, tuple[Address, Address]]]:
     """Return the ports at which sockets listen, and of the others, by inode, the addresses of both ends."""
     ports, ends = set(), {}
-    for descriptor in descriptors:
-        with contextlib.suppress(OSError):  # closed meanwhile, or not connected
-            status = os.fstat(descriptor)
-            if not stat.S_ISSOCK(status.st_mode):
-                continue
-            with socket.socket(fileno=os.dup(descriptor)) as one:
-                if one.family == socket.AF_INET and one.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
-                    ports.add(one.getsockname()[1])
-                elif one.family == socket.AF_INET:
-                    ends[status.st_ino] = one.getsockname(), one.getpeername()
+    for inode, descriptor in sockets.items():
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as one:  # closed, or not connected
+            if one.family == socket.AF_INET and one.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                ports.add(one.getsockname()[1])
+            elif one.family == socket.AF_INET:
+                ends[inode] = one.getsockname(), one.getpeername()
     return ports, ends
 
 
@@ -136,12 +145,16 @@ def _descriptors() -> set[int]:
         return set()
 
 
-def _polled(descriptors: set[int]) -> set[int]:
-    """Return the inodes of what this process's threads listen to, as gloo's do to the connections of its pairs."""
+def _polled() -> set[int]:
+    """Return the inodes of what this process's threads listen to, as gloo's do to the connections of its pairs.
+
+    A connection whose number somebody else has said before is polled no more, but still in the table.
+    """
     found = set()
-    for descriptor in descriptors:
+    for descriptor in _descriptors():
         with contextlib.suppress(OSError):  # closed meanwhile, or not shown
             if os.readlink(f"/proc/self/fd/{descriptor}") == "anon_inode:[eventpoll]":  # noqa: PTH115 - many, as above
                 info = Path(f"/proc/self/fdinfo/{descriptor}").read_text(encoding="ascii")
-                found |= {int(inode, 16) for inode in _POLLED.findall(info)}
+                polled = [(int(events, 16), int(inode, 16)) for events, inode in _POLLED.findall(info)]
+                found |= {inode for events, inode in polled if events & select.EPOLLIN}
     return found
