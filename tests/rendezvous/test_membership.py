@@ -370,7 +370,7 @@ def test_who_fails_before_it_joins_is_heard_over_the_agent_on_another_host(rank,
 
 def test_rank_zero_says_who_is_missing_while_it_waits(point, monkeypatch, caplog):
     monkeypatch.setattr(membership, "_PROGRESS_EVERY", 0.1)
-    gather(point, join_record(0, 2), timeout=0.5)
+    gather(point, join_record(0, 2), timeout=2.0)
     assert "1 of 2 ranks joined" in caplog.text
     assert "missing: rank 1" in caplog.text
 
