@@ -22,6 +22,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
+from multiprocessing.process import BaseProcess
 from types import FrameType
 from typing import IO, Any, ParamSpec, TypeVar
 
@@ -947,6 +948,11 @@ def set_nested(state: dict[str, Any], path: tuple[str | int, ...], value: object
 
 
 # Workers of a DataLoader
+
+
+def is_loader_worker(process: BaseProcess) -> bool:
+    """Return whether a process of ``multiprocessing`` is a worker of a DataLoader."""
+    return getattr(process, "_target", None) is worker._worker_loop
 
 
 def _as_only(info: Any) -> Any:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import multiprocessing.util
 import os
 import signal
 import threading
@@ -10,8 +12,11 @@ from types import FrameType
 from typing import Any
 
 from distman._log import logger
+from distman._torch_internals import is_loader_worker
 
 Handler = Callable[[int, FrameType | None], Any] | int | None
+
+_LOOK_EVERY = 1.0  # seconds between two looks of a worker whether its rank is still there
 
 
 class StopSignals:
@@ -29,6 +34,11 @@ class StopSignals:
         self._is_over = False
         self._has_warned = False
         self._pid = os.getpid()
+        multiprocessing.util.register_after_fork(self, StopSignals._spare_worker)  # while this object lives
+
+    def _spare_worker(self) -> None:
+        if not self._is_over and is_loader_worker(multiprocessing.current_process()):
+            _leave_to_rank(self._signals)
 
     def listen(self) -> None:
         """Handle the signals; a handler that was there before is called too, unless it would end this rank alone.
@@ -90,3 +100,20 @@ def _handler_in_use(number: int) -> Handler:
     while isinstance(stop_signals := getattr(handler, "__self__", None), StopSignals) and stop_signals._is_over:
         handler = stop_signals._previous[number]
     return handler
+
+
+def _leave_to_rank(signals: Sequence[int]) -> None:
+    """Let this worker of a loader, just forked, live through the signals that ask for a stop while its rank lives.
+
+    Slurm sends them to every process of a step, but it is the rank that saves, and it may need its workers until then.
+    It ends them by a SIGTERM of its own, which is told by who sent it.
+    """
+    signal.pthread_sigmask(signal.SIG_BLOCK, signals)  # also for threads to come; handlers are for torch to set
+    threading.Thread(target=_wait_for_rank, args=(signals, os.getppid()), name="distman-worker", daemon=True).start()
+
+
+def _wait_for_rank(signals: Sequence[int], rank: int) -> None:
+    found = None
+    while os.getppid() == rank and (found is None or found.si_pid != rank):
+        found = signal.sigtimedwait(signals, _LOOK_EVERY)
+    os._exit(os.EX_OK)  # as torch's own workers end by their rank's SIGTERM

@@ -1,11 +1,16 @@
 """Which signals ask for a stop, and who may listen to them."""
 
 import logging
+import multiprocessing
 import os
 import signal
+import subprocess
 import threading
+import time
 
 import pytest
+import torch
+from torch.utils.data import DataLoader
 
 from distman import DistributedManager
 from distman._coordination.signal_names import DEFAULT_SIGNALS, stop_signals
@@ -96,3 +101,28 @@ def test_nothing_is_said_where_the_main_thread_listens_already(caplog):
     thread.join()
     signals.restore()
     assert caplog.records == []
+
+
+@pytest.mark.parametrize("number", DEFAULT_SIGNALS)
+def test_a_loader_worker_obeys_its_rank_alone(number):
+    DistributedManager.initialize()
+    batches = iter(DataLoader(torch.arange(1000), num_workers=1))
+    assert int(next(batches)) == 0
+    (worker,) = multiprocessing.active_children()
+    subprocess.run(["sh", "-c", f"kill -{number:d} {worker.pid}"], check=True)
+    assert [int(next(batches)) for _ in range(100)] == [*range(1, 101)]
+    worker.terminate()
+    worker.join(5)
+    assert worker.exitcode == os.EX_OK
+
+
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGUSR2])
+def test_other_children_hear_signals_as_ever(number):
+    DistributedManager.initialize().should_stop()
+    runs = multiprocessing.get_context("fork").Event()
+    child = multiprocessing.get_context("fork").Process(target=lambda: runs.set() or time.sleep(60))
+    child.start()
+    assert runs.wait(5)  # Python forgets the signals that come before
+    os.kill(child.pid, number)
+    child.join(5)
+    assert child.exitcode == -number
