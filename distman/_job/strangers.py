@@ -92,7 +92,7 @@ def _check(new: dict[int, int], group: str, num_others: int) -> None:
 
 
 def _sockets() -> dict[int, int]:
-    """Return this process's sockets: descriptors, which are given again when one is closed, by inodes, which are not."""
+    """Return the descriptors of sockets, which are given again when one is closed, by inodes, which are not."""
     found = {}
     for descriptor in _descriptors():
         with contextlib.suppress(OSError):  # closed meanwhile
