@@ -53,12 +53,12 @@ def store_address(job_id: str, start: int) -> str:
     return f"distman/{job_id}/start {start}"
 
 
-def start_failure(job_id: str) -> str:
+def start_failure(job_id: str, restart: str) -> str:
     """In the store of a launcher's agent: fields of the ``FailureRecord`` of a rank that failed before it joined.
 
     That rank writes it, the first one; rank 0 reads it until the verdict, the others until they know where to meet.
     """
-    return f"distman/{job_id}/start failure"
+    return f"distman/{job_id}/start failure {restart}"
 
 
 PROCESS_GROUP = "group"

@@ -40,6 +40,7 @@ class Endpoint:
         is_host: Whether this process opens the store.
         host: Who opens the store, for messages, such as ``"rank 0"``.
         has_agent: Whether a launcher's agent serves a store there, where rank 0 tells the others its address.
+        restart: How often the agent of this host has started its ranks again; each agent counts for itself.
         is_on_one_host: Whether all ranks run on this host: then they meet at a name that only this host knows.
         protection: What keeps others out; None where there is nothing.
         unreachable_after: Seconds after which a host is given up that acknowledges nothing.
@@ -52,6 +53,7 @@ class Endpoint:
     is_host: bool
     host: str = "rank 0"
     has_agent: bool = False
+    restart: str = "0"
     is_on_one_host: bool = False
     protection: Protection | None = None
     unreachable_after: float = UNREACHABLE_AFTER
@@ -147,12 +149,13 @@ def _agent_point(environment: LaunchEnvironment, environ: Mapping[str, str], job
     agent = LAUNCHERS[environment.launcher].agent
     restart = environ.get(agent.restart_count, "0") if agent is not None else "0"
     return Endpoint(
-        job_id=f"{job_id}/{restart}",
+        job_id=f"{job_id}/{restart}" if environment.is_on_one_node else job_id,
         addresses=(environment.main_address,),
         ports=(environment.main_port,),
         source=f"{_main_variables(environment)} of {environment.launcher}",
         is_host=environment.rank == 0,
         has_agent=not environment.is_on_one_node,
+        restart=restart,
         is_on_one_host=environment.is_on_one_node,
     )
 

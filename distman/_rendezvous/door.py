@@ -122,7 +122,7 @@ def find_store(point: Endpoint, rank: int, timeout: float, *, role: int = MEMBER
             return client
         if in_the_way and not is_said and time.monotonic() - started > _QUIET:
             is_said = True
-            logger.warning("waiting for %s at %s: %s", point.host, point.url, _listed(reasons))
+            logger.warning("waiting for %s at %s: %s", point.host, point.url, listed(reasons))
         if time.monotonic() + pause > deadline:
             raise RendezvousError(_host_missing(point, timeout, _with_earlier(reasons, others)))
         time.sleep(pause)
@@ -219,7 +219,7 @@ def explain(error: Exception) -> str:
 
 
 def _host_missing(point: Endpoint, timeout: float, reasons: Mapping[str, str]) -> str:
-    tried = f"Tried {_listed(reasons)}. " if reasons else ""
+    tried = f"Tried {listed(reasons)}. " if reasons else ""
     return (
         f"{point.host} must open the job's store at {point.url} within {timeout:g} s, got no answer from it "
         f"[{point.source}]. {tried}See whether {point.host} started{alike(point)}, runs on {point.addresses[0]} "
@@ -238,7 +238,8 @@ def _with_earlier(reasons: Mapping[str, str], others: Mapping[str, str]) -> dict
     return {**reasons, **{place: both for place, both in earlier.items() if reasons[place] != others[place]}}
 
 
-def _listed(reasons: Mapping[str, str]) -> str:
+def listed(reasons: Mapping[str, str]) -> str:
+    """Return for messages why each place was none."""
     listed = [f"{place}: {reason}" for place, reason in reasons.items()]
     more = [f"and {len(listed) - _MOST_LISTED} more"] if len(listed) > _MOST_LISTED else []
     return "; ".join([*listed[:_MOST_LISTED], *more])

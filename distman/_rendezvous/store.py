@@ -24,17 +24,19 @@ from distman._coordination.monitor.peer_connection import own_addresses
 from distman._coordination.monitor.reading import read_at_once
 from distman._rendezvous import mpi
 from distman._rendezvous.address import Endpoint
-from distman._rendezvous.door import alike, find_store, url_of
+from distman._rendezvous.door import alike, find_store, listed, try_all, url_of
 from distman._rendezvous.opening import nothing, start_or_enter
 from distman._rendezvous.sockets import is_listened_to_here, leads_here
 from distman._rendezvous.told import Told, UnprovedError, unseal, useful_elsewhere
 from distman._store.client import Client
 from distman._store.connection import StoreLostError
+from distman._store.dialing import PATIENCE
 from distman._store.torch_store import TorchStore
 from distman.environments import LaunchEnvironment
 from distman.errors import RendezvousError
 
 _PAUSE = 0.01  # seconds between two looks whether rank 0 has told its address: it starts within milliseconds
+_LONGEST_PAUSE = 0.5  # seconds between two looks at an address where it is not
 
 _left: set[str] = set()
 """Sessions of stores that this process has left; a new start must find a new one."""
@@ -203,7 +205,7 @@ def tell_over_mpi(environment: LaunchEnvironment, point: Endpoint, timeout: floa
         return opened[0]
     if point.protection is not None:
         point = dataclasses.replace(point, protection=dataclasses.replace(point.protection, key=secret))
-    return _join_told(told, point, environment.rank, timeout)
+    return join_store(_place_told(told, point), environment.rank, timeout)
 
 
 def _tell_over_agent(point: Endpoint, rank: int, timeout: float) -> JobStore:
@@ -216,7 +218,7 @@ def _tell_over_agent(point: Endpoint, rank: int, timeout: float) -> JobStore:
     key = protocol.store_address(point.job_id, start)
 
     def find_failure() -> FailureRecord | None:  # at the first start: later ones find what was left then
-        told = read_at_once(agent, protocol.start_failure(point.job_id)) if start == 0 else None
+        told = read_at_once(agent, protocol.start_failure(point.job_id, point.restart)) if start == 0 else None
         return FailureRecord.told(told.encode()) if told is not None else None
 
     secret = point.protection.key if point.protection is not None else None
@@ -229,39 +231,46 @@ def _tell_over_agent(point: Endpoint, rank: int, timeout: float) -> JobStore:
             raise
         opened.find_failure = find_failure
         return opened
-    told = _told_over_agent(agent, key, secret, point, timeout, find_failure)
-    return _join_told(told, point, rank, timeout)
+    return _find_over_agent(agent, key, secret, point, rank, timeout, find_failure)
 
 
-def _told_over_agent(
+def _find_over_agent(
     agent: dist.Store,
     key: str,
     secret: bytes | None,
     point: Endpoint,
+    rank: int,
     timeout: float,
     find_failure: Callable[[], FailureRecord | None],
-) -> Told:
-    """Return what rank 0 has told in the agent's store, and wait for it in spite of what others have."""
+) -> JobStore:
+    """Find the store where rank 0 says that it is, in spite of what others say, or rank 0 said before a restart."""
     what = f"where {point.host} has opened the job's store, in the agent's at {point.url}"
-    until, found = time.monotonic() + timeout, "nothing"
-    while time.monotonic() < until:
+    until, found, pause = time.monotonic() + timeout, "nothing", _PAUSE
+    while True:
         if agent.check([key]):
             try:
-                return unseal(agent.get(key), key, secret, what)
+                there = _place_told(unseal(agent.get(key), key, secret, what), point)
             except UnprovedError:
                 found = "an answer of somebody who does not know this job's secret"
             except MalformedMessageError as error:
                 found = "a malformed answer"
                 drop(error)
+            else:
+                client, reasons, _ = try_all(there, rank, PATIENCE, left=_left)
+                if client is not None:
+                    return _entered(client, timeout)
+                found = f"a place without it ({listed(reasons)})"
+                pause = min(2 * pause, _LONGEST_PAUSE)
         failure = find_failure()
         if failure is not None:
             raise failure.to_failure()
-        time.sleep(_PAUSE)
-    raise RendezvousError(
-        f"{point.host} must tell where it has opened the job's store within {timeout:g} s, got {found} in the agent's "
-        f"at {point.url} [{point.source}]. See whether {point.host} started{alike(point)} and reached "
-        "DistributedManager.initialize(); set rendezvous_timeout for slow starts."
-    )
+        if time.monotonic() > until:
+            raise RendezvousError(
+                f"{point.host} must tell where it has opened the job's store within {timeout:g} s, got {found} in the "
+                f"agent's at {point.url} [{point.source}]. See whether {point.host} started{alike(point)} and reached "
+                "DistributedManager.initialize(); set rendezvous_timeout for slow starts."
+            )
+        time.sleep(pause)
 
 
 def tell_agent(point: Endpoint, failure: str, timeout: float) -> None:
@@ -272,7 +281,7 @@ def tell_agent(point: Endpoint, failure: str, timeout: float) -> None:
     """
     agent = _connect(point, timeout)
     with contextlib.suppress(dist.DistError):  # it has ended, and so do the others
-        agent.compare_set(protocol.start_failure(point.job_id), "", failure)
+        agent.compare_set(protocol.start_failure(point.job_id, point.restart), "", failure)
 
 
 def _open_anywhere(point: Endpoint, timeout: float) -> tuple[JobStore, Told]:
@@ -286,11 +295,10 @@ def _open_anywhere(point: Endpoint, timeout: float) -> tuple[JobStore, Told]:
     return opened, told
 
 
-def _join_told(told: Told, point: Endpoint, rank: int, timeout: float) -> JobStore:
-    there = dataclasses.replace(
+def _place_told(told: Told, point: Endpoint) -> Endpoint:
+    return dataclasses.replace(
         point, job_id=told.job, addresses=told.addresses, ports=(told.port,), is_host=False, has_agent=False
     )
-    return join_store(there, rank, timeout)
 
 
 def _entered(client: Client, timeout: float) -> JobStore:

@@ -90,6 +90,38 @@ def test_hosts_whose_names_nobody_knows_meet_at_the_address_that_the_launcher_ha
     assert [(node.returncode, node.stdout) for node in finished] == [(0, "sum 2.0\n")] * 2
 
 
+RESTARTED = """
+import os, signal, sys, threading, time
+rank, count = int(os.environ["RANK"]), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+dying, times, when = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+if rank == dying and count < times:
+    if when == "before":
+        os.kill(os.getpid(), signal.SIGKILL)
+    threading.Timer(2.0, os.kill, (os.getpid(), signal.SIGKILL)).start()
+elif when == "during" and rank != dying:
+    time.sleep(4.0)  # what the other one has told is old by then
+from distman import DistributedManager
+from distman.collectives import all_gather_objects
+manager = DistributedManager.initialize(rendezvous_timeout=60)
+print(sorted(all_gather_objects((manager.rank, count))), flush=True)
+"""
+
+
+@pytest.mark.parametrize(("dying", "times", "when"), [(0, 1, "before"), (1, 2, "before"), (0, 1, "during")])
+def test_ranks_whose_agents_have_restarted_them_unlike_often_meet(namespace_hosts, tmp_path, dying, times, when):
+    (tmp_path / "train.py").write_text(RESTARTED)
+    options = ["--master-addr=n1", "--max-restarts=3", "--monitor-interval=0.2"]
+    with ExitStack() as stack:
+        nodes = []
+        for node, host in enumerate(("n1", "n2")):
+            agent = [*AS_NODE, *options, f"--node-rank={node}", "train.py", str(dying), str(times), when]
+            running = namespace_hosts.start(agent, host=host, env={"DISTMAN_SECRET": "s" * 32}, cwd=tmp_path)
+            nodes.append(stack.enter_context(running))
+        finished = [node.wait(timeout=LIMIT) for node in nodes]
+    counts = [times if rank == dying else 0 for rank in range(2)]
+    assert [(node.returncode, node.stdout) for node in finished] == [(0, f"{list(enumerate(counts))}\n")] * 2
+
+
 @pytest.mark.parametrize(
     ("env", "source"),
     [
