@@ -25,11 +25,12 @@ from distman._rendezvous.membership import establish_membership
 from distman._rendezvous.peers import Peers
 from distman._rendezvous.secret import Protection, Source, find_protection, learn_protection
 from distman._rendezvous.store import JobStore, keep_store, open_or_join, tell_over_mpi
-from distman._store.server import SPARE_DESCRIPTORS
+from distman._store.server import descriptors_for
 from distman._store.torch_store import part_of
 from distman._text import printable
 from distman._version import VERSION
 from distman.environments import LAUNCHERS, LaunchEnvironment
+from distman.errors import DistmanError
 
 _FILES_PER_RANK = 2  # collectives open one or two connections to each rank; those to the store are a few in all
 _CONNECTIONS_PER_RANK = 2  # to the store: of the program, and of what watches the other ranks
@@ -76,6 +77,7 @@ def join(
 
     Raises:
         RendezvousError: Ranks are missing, double, unlike or share a GPU, or the address is not reachable.
+        DistmanError: The process of the store may not open files enough.
         JobFailed: A rank raised on its way here.
     """
     allow_open_files(_FILES_PER_RANK * environment.world_size + _FILES_BESIDE)
@@ -86,6 +88,8 @@ def join(
     secret = protection.key if protection is not None else None
     point = None if is_alone else find_endpoint(environment, environ, secret)
     me = join_record_of(environment, environ, device=device, backend=backend)  # first: if it fails, nobody waits here
+    if not is_alone and (environment.rank == 0 if point is None else point.is_host):
+        check_room(environment.world_size, resource.getrlimit(resource.RLIMIT_NOFILE)[1])
     if is_alone:
         job_store, source = keep_store(), "the job has one rank, which meets nobody"
     elif point is None:
@@ -96,9 +100,6 @@ def join(
     else:
         point = dataclasses.replace(point, protection=protection, unreachable_after=unreachable_after)
         job_store, source = open_or_join(point, environment.rank, timeout, _get_ready), point.source
-    lack = lack_of_room(environment.world_size, resource.getrlimit(resource.RLIMIT_NOFILE)[1])
-    if job_store.is_opened_here and lack is not None:
-        logger.warning(lack)
     try:
         store = part_of(job_store.store, protocol.job())
         on_meeting()
@@ -133,16 +134,14 @@ def allow_open_files(number: int) -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
-def lack_of_room(world_size: int, most: int) -> str | None:
-    """Return what to say where the process of the store may not have files enough for connections of all ranks."""
-    needed = _CONNECTIONS_PER_RANK * world_size + SPARE_DESCRIPTORS
-    if most == resource.RLIM_INFINITY or most >= needed:
-        return None
-    return (
-        f"The process that serves the job's store may have {most} files open, the hard limit on this host, but needs "
-        f"{needed} for {world_size} ranks: those that find no place cannot join, and only hear that it closes their "
-        f"connections. Raise the hard limit on this host to {needed} (ulimit -Hn), before the launcher starts."
-    )
+def check_room(world_size: int, most: int) -> None:
+    """Raise if the process of the store may not open files enough for the connections of all ranks."""
+    needed = descriptors_for(_CONNECTIONS_PER_RANK * world_size)
+    if most != resource.RLIM_INFINITY and most < needed:
+        raise DistmanError(  # no RendezvousError, of which the others would know
+            f"the process that serves the job's store must be allowed to open {needed} files for {world_size} ranks, "
+            f"got {most}, the hard limit on this host. Raise it (ulimit -Hn {needed}) before the launcher starts."
+        )
 
 
 def join_at(

@@ -44,7 +44,7 @@ _GUEST_SECONDS = 3.0  # for the whole handshake, which takes milliseconds
 _MOST_GUESTS = 256  # the oldest goes first: a rank that was sent away by a flood dials again
 _GUESTS_PER_ROUND = 16  # then members have their turn
 _LISTENER_RESTS = 0.1  # seconds, where the host can open nothing: it would be found ready all the time
-SPARE_DESCRIPTORS = 64  # kept back from connections, so that there is always one for the next guest
+_SPARE_DESCRIPTORS = 64  # kept back from connections, half of them at most: there is always one for the next guest
 _LONGEST_PAUSE = 3600.0  # seconds: the system takes no number that is much larger
 _MOST_DESCRIPTORS = 1 << 20  # where the host sets no limit, Linux does
 _KEY_BYTES = 32  # of a key that is drawn: nobody guesses 256 bits
@@ -107,7 +107,7 @@ class Server:
         self._awaited = opener
         self._entry_ends_at = monotonic() + entry_limit
         self._ends_at: float | None = self._entry_ends_at
-        self._most_peers = most_descriptors - SPARE_DESCRIPTORS
+        self._most_peers = most_descriptors - min(_SPARE_DESCRIPTORS, most_descriptors // 2)
 
     def serve(self) -> None:
         """Serve until there is nobody left to serve."""
@@ -296,6 +296,11 @@ def _read_all(number: int) -> bytes:
     while piece := posix.read(number, 1 << 16):
         pieces.append(piece)
     return b"".join(pieces)
+
+
+def descriptors_for(num_connections: int) -> int:
+    """Return how many descriptors the process needs to have room for so many connections."""
+    return num_connections + min(_SPARE_DESCRIPTORS, num_connections)
 
 
 def _raise_descriptor_limit() -> int:

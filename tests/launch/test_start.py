@@ -90,6 +90,24 @@ def test_hosts_whose_names_nobody_knows_meet_at_the_address_that_the_launcher_ha
     assert [(node.returncode, node.stdout) for node in finished] == [(0, "sum 2.0\n")] * 2
 
 
+@pytest.mark.parametrize(("limit", "is_enough"), [(64, True), (20, True), (18, False)])
+def test_few_open_files_are_enough_or_all_ranks_are_told(free_port, limit, is_enough):
+    limited = f'ulimit -n {limit}; exec "$@"'
+    with ExitStack() as stack:
+        ranks = []
+        for rank in range(5):
+            program = [sys.executable, "-c", "from distman import DistributedManager; DistributedManager.initialize()"]
+            command = ["sh", "-c", limited, "sh", *program] if rank == 0 else program
+            ranks.append(stack.enter_context(start(command, env=bare(rank, 5, free_port))))
+        finished = [rank.wait(timeout=LIMIT) for rank in ranks]
+    if is_enough:
+        assert [(one.returncode, one.stderr) for one in finished] == [(0, "")] * 5
+    else:
+        assert [one.returncode for one in finished] == [1, *[76] * 4]
+        assert all("open 20 files for 5 ranks, got 18, the hard limit on this host" in one.stderr for one in finished)
+        assert max(one.seconds for one in finished) < 30  # of the 300 s that they would wait
+
+
 RESTARTED = """
 import os, signal, sys, threading, time
 rank, count = int(os.environ["RANK"]), int(os.environ["TORCHELASTIC_RESTART_COUNT"])

@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 
 from distman._rendezvous import join as module
-from distman._rendezvous.join import allow_open_files, join, join_record_of, lack_of_room
+from distman._rendezvous.join import allow_open_files, check_room, join, join_record_of
 from distman._rendezvous.sockets import bind_listener
 from distman.environments import LaunchEnvironment
+from distman.errors import DistmanError
 
 
 @pytest.fixture
@@ -30,10 +31,14 @@ def test_the_limit_of_open_files_grows_as_far_as_it_may(limits):
     assert hard == resource.RLIM_INFINITY or resource.getrlimit(resource.RLIMIT_NOFILE) == (hard, hard)
 
 
-def test_a_store_that_has_no_room_for_all_ranks_is_told_of():
-    assert lack_of_room(2016, 4096) is None
-    assert "4096 files open, the hard limit on this host, but needs 4098 for 2017 ranks" in lack_of_room(2017, 4096)
-    assert lack_of_room(10**6, resource.RLIM_INFINITY) is None
+def test_a_store_that_has_no_room_for_all_ranks_is_not_started():
+    check_room(2016, 4096)
+    with pytest.raises(DistmanError, match="open 4098 files for 2017 ranks, got 4096, the hard limit on this host"):
+        check_room(2017, 4096)
+    check_room(10**6, resource.RLIM_INFINITY)
+    check_room(4, 16)
+    with pytest.raises(DistmanError, match="open 20 files for 5 ranks, got 16"):
+        check_room(5, 16)
 
 
 def test_what_may_fail_is_done_before_the_store_is_opened(monkeypatch):

@@ -231,7 +231,7 @@ def test_the_limit_for_a_first_member_is_over_when_it_has_come(monkeypatch):
 
 def test_descriptors_are_kept_back_from_connections(monkeypatch):
     monkeypatch.setattr(server, "_GUEST_SECONDS", 2 * PATIENCE)
-    with served_here(most_descriptors=server.SPARE_DESCRIPTORS + 2) as here:
+    with served_here(most_descriptors=4) as here:
         members = [Client(here), Client(here)]
         with connect(here.address) as third:
             assert is_sent_away(third)
@@ -272,7 +272,7 @@ def refuse_by(number):
 
 def test_where_descriptors_are_few_the_oldest_stranger_makes_room(monkeypatch):
     monkeypatch.setattr(server, "_GUEST_SECONDS", 2 * PATIENCE)
-    with served_here(most_descriptors=server.SPARE_DESCRIPTORS + 2) as here:
+    with served_here(most_descriptors=4) as here:
         first = Client(here)
         with connect(here.address) as stranger:
             second = Client(here)
