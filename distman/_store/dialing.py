@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import errno
 import math
+import os
+import select
 import socket
 import time
 from typing import TYPE_CHECKING
@@ -25,12 +27,14 @@ from distman._store.handshake import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
+    from typing import Any
 
     from distman._store.transport import Address
 
 PATIENCE = 3.0  # seconds: a foreign service may accept and never answer, a store takes milliseconds
 
+_TURN = 0.25  # seconds before the next address of a name is tried beside those that have not answered
 _MICROSECONDS = 1_000_000
 _SHORTEST_PATIENCE = 0.001  # seconds: a limit of zero would mean to a socket that it must not wait
 
@@ -99,27 +103,68 @@ def dial(door: Door, hello: Hello) -> tuple[Connection, bytes | None]:
 def _connect_to_port(host: str, port: int, timeout: float) -> socket.socket:
     """Return a connection by IPv4 where the host has it, as the store listens to that; else by IPv6.
 
-    Another user's program may listen to the other one, at the same port.
+    Another user's program may listen to the other one, at the same port. An address that does not answer holds the next
+    one up for a moment only.
 
-    Blocking, for ``timeout`` seconds at most for each address.
+    Blocking, for ``timeout`` seconds at most for each of the two.
 
     Raises:
         OSError: There is none.
     """
     name = host.encode() if host.isascii() else host  # for a text, Python loads the codec of other alphabets: 3 ms
-    places = socket.getaddrinfo(name, port, type=socket.SOCK_STREAM)
-    places.sort(key=lambda place: place[0] != socket.AF_INET)
-    for number, (family, _, _, _, place) in enumerate(places, start=1):
-        connected = new_socket(family)
+    found: dict[int, list[Any]] = {}
+    for family, _, _, _, place in socket.getaddrinfo(name, port, type=socket.SOCK_STREAM):
+        found.setdefault(family, []).append(place)
+    error: OSError = OSError(errno.EADDRNOTAVAIL, "it has no address")
+    for version in sorted(found, key=lambda version: version != socket.AF_INET):
         try:
-            connected.settimeout(timeout)
-            connected.connect(place)
-            return connected
-        except BaseException as error:  # what a signal's handler raises too: the socket belongs to nobody yet
-            connected.close()
-            if number == len(places) or not isinstance(error, OSError) or is_of_a_handler(error):
+            return _connect_to_first(version, found[version], timeout)
+        except OSError as one:
+            if is_of_a_handler(one):
                 raise
-    raise OSError(errno.EADDRNOTAVAIL, "it has no address")
+            error = one
+    raise error
+
+
+def _connect_to_first(family: int, places: Sequence[Any], timeout: float) -> socket.socket:
+    """Return a connection to the first place that answers; each one but the first has to wait for its turn.
+
+    Source:
+        RFC 8305, "Happy Eyeballs Version 2", section 5.
+    """
+    deadline, begins_at = time.monotonic() + timeout, 0.0
+    waiting, begun, poll = list(places), dict[int, socket.socket](), select.poll()
+    error: OSError = TimeoutError("timed out")
+    try:
+        while waiting or begun:
+            now = time.monotonic()
+            if waiting and (not begun or now >= begins_at):
+                one = new_socket(family)
+                begun[one.fileno()] = one
+                one.settimeout(0)
+                failed = one.connect_ex(waiting.pop(0))
+                if failed not in (0, errno.EINPROGRESS):
+                    begun.pop(one.fileno()).close()
+                    error = OSError(failed, os.strerror(failed))
+                    continue
+                poll.register(one, select.POLLOUT)
+                begins_at = now + _TURN
+            until = min(begins_at, deadline) if waiting else deadline
+            for number, _ in poll.poll(max(until - time.monotonic(), 0.0) * 1000):
+                poll.unregister(number)
+                one = begun.pop(number)
+                failed = one.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+                if not failed:
+                    one.settimeout(timeout)
+                    return one
+                one.close()
+                error = OSError(failed, os.strerror(failed))
+            if time.monotonic() >= deadline:
+                break
+    finally:
+        for one in begun.values():
+            one.close()
+    raise error
 
 
 def _connect(address: Address, patience: float, in_line: float) -> socket.socket:

@@ -1,8 +1,10 @@
 """What strangers and broken members can do to a store: nothing that its other members would notice."""
 
+import contextlib
 import dataclasses
 import errno
 import os
+import random
 import select
 import socket
 import struct
@@ -366,6 +368,32 @@ def test_a_service_that_passes_on_from_the_same_port_of_ipv6_is_refused(monkeypa
             relaying.result(PATIENCE)
             monkeypatch.setattr(socket, "getaddrinfo", lambda *_args, **_options: both)
             Client(door(("a name of both", port))).close()  # it is found, and nobody else is asked
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_name_whose_other_addresses_are_dead_or_refuse_costs_no_time(monkeypatch, seed):
+    """One that is dead answers nothing at all, as behind a firewall: here its queue is full."""
+    rng = random.Random(seed)  # noqa: S311 - it draws no secrets
+    with open_store("tcp") as store, contextlib.ExitStack() as stack:
+        store.client()  # which keeps it
+        port = store.address[1]
+        dead = stack.enter_context(socket.create_server(("127.0.0.2", port), backlog=0))
+        for _ in range(2):
+            waiting = stack.enter_context(socket.socket())
+            waiting.settimeout(0)
+            waiting.connect_ex(dead.getsockname())
+        assert select.select([dead], [], [], PATIENCE)[0]
+        addresses = ["127.0.0.1", "127.0.0.2", *rng.sample(["127.0.0.3", "127.0.0.4"], rng.randint(0, 2))]
+        rng.shuffle(addresses)
+        found = [(AF_INET, socket.SOCK_STREAM, 0, "", (address, port)) for address in addresses]
+        monkeypatch.setattr(socket, "getaddrinfo", lambda *_args, **_options: found)
+        began = time.monotonic()
+        Client(door(("a name of several", port))).close()
+        assert time.monotonic() - began < PATIENCE
+        found[:] = [one for one in found if one[4][0] != "127.0.0.1"]
+        with pytest.raises(OSError, match=r"timed out|refused"):
+            Client(dataclasses.replace(door(("a name of several", port)), patience=0.5))
+        monkeypatch.undo()
 
 
 def test_a_store_that_listens_to_ipv6_is_found_by_both():
