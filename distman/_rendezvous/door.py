@@ -60,6 +60,19 @@ def names_here(point: Endpoint) -> list[str]:
     return [name for name in names if name.startswith(beginning)]
 
 
+def _of_other_users(point: Endpoint) -> dict[str, str]:
+    """Return the names on this host at which other users listen for a job of this name, and what is wrong with them."""
+    if not point.is_on_one_host:
+        return {}
+    start, me, job = point.local_name.split("/")
+    found = {}
+    for name in _names() or ():
+        parts = name.split("/")
+        if len(parts) == 3 and parts[0] == start and parts[1] != me and parts[2].startswith(job):
+            found[show(name)] = f"it is of uid {parts[1]}, and this rank of uid {me}; all ranks must be one user's"
+    return found
+
+
 def _names() -> Iterator[str] | None:
     """Return the names, of no file, at which sockets of this host listen; None where the system does not show them.
 
@@ -190,7 +203,8 @@ def try_all(
                 if isinstance(error, CrowdedError) and not in_line:
                     crowded.append(address)
         places, in_line = crowded, patience / max(len(crowded), 1)
-    return None, reasons, in_the_way
+    in_the_way |= _of_other_users(point)
+    return None, reasons | in_the_way, in_the_way
 
 
 def _places(point: Endpoint) -> Iterator[Address]:

@@ -19,7 +19,7 @@ from distman._rendezvous.door import find_store, names_here, new_name
 from distman._rendezvous.opening import start_or_enter
 from distman._rendezvous.secret import Protection, Source
 from distman._rendezvous.sockets import bind_listener
-from distman._store.process import StoreProcess
+from distman._store.process import StoreProcess, listen_on_this_host
 from distman.errors import RendezvousError
 
 from ..launch.conftest import require_programs
@@ -189,6 +189,16 @@ def test_the_store_of_another_job_is_not_taken_for_this_one(free_port):
     with opened(point):
         (found,) = in_the_way(dataclasses.replace(point, job_id="job-2"))
     assert found.startswith("another program listens there")
+
+
+def test_ranks_of_another_user_are_told_apart_from_ranks_that_are_missing():
+    point, me = on_this_host(), os.geteuid()
+    other = point.local_name.replace(f"/{me}/", f"/{me + 1}/")
+    with listen_on_this_host(f"{other}0f"), listen_on_this_host(f"{other[:-2]}x.0f"):
+        (found,) = in_the_way(point)
+        with opened(point) as host, contextlib.closing(find_store(point, 1, 10)) as client:
+            assert client.session == host.session
+    assert found == f"it is of uid {me + 1}, and this rank of uid {me}; all ranks must be one user's"
 
 
 def test_foreign_services_before_the_store_are_passed_by(silent_port, free_port):
