@@ -28,6 +28,7 @@ from distman._job.group_end import end_groups
 from distman._job.interface import choose_interface, forget_interface, stay_on_this_host
 from distman._job.job import Job, Limits, abort_job
 from distman._job.strangers import meets_on_this_host, noticed
+from distman._job.walls import within_rendezvous
 from distman._process_state import keep_garbage_from_children
 from distman._rendezvous import mpi
 from distman._rendezvous.address import UNREACHABLE_AFTER
@@ -249,16 +250,24 @@ def _make_process_group(job: Job, store: dist.Store, url: str) -> None:
         choose_interface(_other_hosts(job, url))
     watched = noticed("the group of all ranks", job.world_size - 1) if meets_on_this_host(job) else nullcontext()
     with counting_no_failed_group(), watched, meeting_in_few_calls():
-        dist.init_process_group(
-            backend=job.backend,
-            store=dist.PrefixStore(protocol.PROCESS_GROUP, store),
-            rank=job.peer.rank,
-            world_size=job.world_size,
-            timeout=timedelta(seconds=job.limits.collective),
-            device_id=job.device if job.device.type == "cuda" else None,
-        )
+        if job.peer.num_nodes == 1:
+            _init_process_group(job, store)
+        else:
+            within_rendezvous(lambda: _init_process_group(job, store), job, store)
     if job.backend is not None and is_pure_gloo(job.backend) and dist.group.WORLD is not None:
         make_gloo_default(dist.group.WORLD)
+
+
+def _init_process_group(job: Job, store: dist.Store) -> None:
+    _make_current(job.device)  # here, where another thread may make the group
+    dist.init_process_group(
+        backend=job.backend,
+        store=dist.PrefixStore(protocol.PROCESS_GROUP, store),
+        rank=job.peer.rank,
+        world_size=job.world_size,
+        timeout=timedelta(seconds=job.limits.collective),
+        device_id=job.device if job.device.type == "cuda" else None,
+    )
 
 
 def _other_hosts(job: Job, url: str) -> Iterator[str]:

@@ -1,0 +1,95 @@
+"""Hosts that cannot reach each other while a group is made: whatever makes it waits in silence."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import threading
+from collections.abc import Callable
+
+import torch.distributed as dist
+
+from distman._coordination import protocol
+from distman._coordination.messages import unless_malformed
+from distman._coordination.monitor.peer_connection import connect, read_address
+from distman._coordination.timeouts import run_with_timeout
+from distman._job.job import Job
+from distman._log import logger
+from distman.errors import RendezvousError
+
+_QUIET = 10.0  # seconds before other hosts are tried: groups of many ranks take some
+_MOST_HOSTS = 16  # tried by each rank, at two seconds each
+
+_REMEDY = (
+    "Ranks connect to each other at ports that the system chooses: open all ports between the hosts of the job, "
+    "MASTER_PORT is not enough. Where hosts have several networks, GLOO_SOCKET_IFNAME (NCCL_SOCKET_IFNAME for GPUs) "
+    "names the one to use."
+)
+
+
+def within_rendezvous(make: Callable[[], None], job: Job, store: dist.Store) -> None:
+    """Make the group of all ranks, which are on several hosts, in another thread: whatever makes it has no limit.
+
+    Say after a while which host cannot be reached.
+
+    Args:
+        make: Makes it.
+        job: The job.
+        store: Where the ranks tell their addresses.
+
+    Raises:
+        RendezvousError: It was not made in the time of the rendezvous.
+    """
+    is_over, found = threading.Event(), list[str]()
+    clone: dist.Store = store.clone()  # type: ignore[attr-defined]  # torch's stub lacks it
+    arguments = (job, clone, is_over, found)
+    threading.Thread(target=_look, args=arguments, name="distman-walls", daemon=True).start()
+    error: BaseException | None = None
+    try:
+        if run_with_timeout(make, job.limits.rendezvous):
+            return
+    except RuntimeError as one:  # "connectFullMesh failed", say
+        if not found:
+            raise
+        error = one
+    finally:
+        is_over.set()
+    what = found[0] if found else f"{job.peer} has not connected to all others. {_REMEDY}"
+    limit = f"{job.limits.rendezvous:g} s (rendezvous_timeout)"
+    raise RendezvousError(f"the group of all ranks must be made within {limit}: {what}") from error
+
+
+def _look(job: Job, store: dist.Store, is_over: threading.Event, found: list[str]) -> None:
+    if is_over.wait(_QUIET):
+        return
+    with contextlib.suppress(dist.DistError):  # the store is gone: the job has failed
+        for rank in _one_of_each_host(job)[:_MOST_HOSTS]:
+            if is_over.is_set():
+                return
+            reason = _wall_before(store, rank)
+            if reason:
+                found.append(f"{job.peer} cannot reach {job.roll_call[rank]} at {reason}. {_REMEDY}")
+                if job.peer.local_rank == 0:
+                    logger.warning("the ranks have not connected after %.0f s: %s", _QUIET, found[0])
+                return
+
+
+def _one_of_each_host(job: Job) -> list[int]:
+    first = {peer.machine: peer.rank for peer in reversed(job.roll_call) if peer.machine != job.peer.machine}
+    return random.sample(ranks := [*first.values()], len(ranks))
+
+
+def _wall_before(store: dist.Store, rank: int) -> str:
+    """Return where a rank cannot be reached, and why; nothing where it can, or has not said where."""
+    key = protocol.peer_address(rank)
+    if not store.check([key]):
+        return ""
+    address = unless_malformed(lambda: read_address(store.get(key), rank))
+    if address is None:
+        return ""
+    addresses, port, _ = address
+    try:
+        connect(addresses, port, is_one_host=False).close()
+    except OSError as error:
+        return f"port {port} of {' or '.join(addresses)}: {error.strerror or error}"
+    return ""
