@@ -120,7 +120,7 @@ class HostBatch(Batch):
             self._post(rank, Frame(PIECE, tag=self._tag, size=piece.nbytes), as_bytes(piece))
 
     def _share(self, pieces: Pieces) -> Pieces:
-        """Send pieces by way of memory, and return those that were sent: none where there is none."""
+        """Send pieces through shared memory, and return those that were sent: none if no memory could be had."""
         segment = self._segment or self._filled(pieces)
         if segment is None:
             return {}

@@ -41,7 +41,7 @@ class Segment:
         fcntl.fcntl(self.descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
         self.memory = mapped(self.descriptor)
         self.offsets: dict[int, int] = {}  # where the piece for a rank of the group begins
-        self.readers: set[int] = set()  # who has been told of a piece, and has not answered
+        self.readers: set[int] = set()  # ranks that may still read a piece
         self.known_to: set[int] = set()  # who has got its descriptor
         self.is_held = False  # by who writes to it
 
