@@ -6,6 +6,7 @@ import contextlib
 import random
 import threading
 from collections.abc import Callable
+from typing import Any
 
 import torch.distributed as dist
 
@@ -41,37 +42,42 @@ def within_rendezvous(make: Callable[[], None], job: Job, store: dist.Store) -> 
         RendezvousError: It was not made in the time of the rendezvous.
     """
     is_over, found = threading.Event(), list[str]()
-    clone: dist.Store = store.clone()  # type: ignore[attr-defined]  # torch's stub lacks it
-    arguments = (job, clone, is_over, found)
-    threading.Thread(target=_look, args=arguments, name="distman-walls", daemon=True).start()
-    error: BaseException | None = None
+    threading.Thread(target=_look, args=(job, store, is_over, found), name="distman-walls", daemon=True).start()
     try:
         if run_with_timeout(make, job.limits.rendezvous):
             return
     except RuntimeError as one:  # "connectFullMesh failed", say
-        if not found:
+        wall = found[0] if found else _find_wall(job, store)
+        if not wall:
             raise
-        error = one
+        raise RendezvousError(wall) from one
     finally:
         is_over.set()
-    what = found[0] if found else f"{job.peer} has not connected to all others. {_REMEDY}"
+    wall = found[0] if found else f"{job.peer} has not connected to all others. {_REMEDY}"
     limit = f"{job.limits.rendezvous:g} s (rendezvous_timeout)"
-    raise RendezvousError(f"the group of all ranks must be made within {limit}: {what}") from error
+    raise RendezvousError(f"the group of all ranks must be made within {limit}: {wall}")
 
 
 def _look(job: Job, store: dist.Store, is_over: threading.Event, found: list[str]) -> None:
     if is_over.wait(_QUIET):
         return
+    wall = _find_wall(job, store)
+    if wall and not is_over.is_set():
+        found.append(wall)
+        if job.peer.local_rank == 0:
+            logger.warning("the ranks have not connected after %.0f s: %s", _QUIET, wall)
+
+
+def _find_wall(job: Job, store: dist.Store) -> str:
+    """Return in words which rank of another host cannot be reached, and where; nothing if none is found."""
     with contextlib.suppress(dist.DistError):  # the store is gone: the job has failed
-        for rank in _one_of_each_host(job)[:_MOST_HOSTS]:
-            if is_over.is_set():
-                return
-            reason = _wall_before(store, rank)
-            if reason:
-                found.append(f"{job.peer} cannot reach {job.roll_call[rank]} at {reason}. {_REMEDY}")
-                if job.peer.local_rank == 0:
-                    logger.warning("the ranks have not connected after %.0f s: %s", _QUIET, found[0])
-                return
+        own: Any = store.clone()  # type: ignore[attr-defined]  # torch's stub lacks it
+        with contextlib.closing(own):
+            for rank in _one_of_each_host(job)[:_MOST_HOSTS]:
+                reason = _wall_before(own, rank)
+                if reason:
+                    return f"{job.peer} cannot reach {job.roll_call[rank]} at {reason}. {_REMEDY}"
+    return ""
 
 
 def _one_of_each_host(job: Job) -> list[int]:
