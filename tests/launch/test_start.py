@@ -95,7 +95,7 @@ def test_hosts_whose_names_nobody_knows_meet_at_the_address_that_the_launcher_ha
 
 @contextlib.contextmanager
 def walls_between(hosts, port, *, is_silent):
-    """Let nothing pass between two hosts but what belongs to one port, as a firewall that drops, or refuses, the rest."""
+    """Let nothing pass between two hosts but what belongs to one port: the rest is dropped, or refused."""
     nowhere = f"{hosts.addresses['n1'].rpartition('.')[0]}.250"
     with ExitStack() as stack:
         for host, other in (("n1", "n2"), ("n2", "n1")):
