@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import queue
 import threading
@@ -10,11 +11,13 @@ from types import FrameType
 
 from distman._process_state import puts_back
 
-_NUM_KEPT = 3
-"""Threads that wait for work: one that publishes, one beside it that leaves the group, one that prints."""
+_NUM_KEPT = 5
+"""Threads that wait for work: one that publishes, one beside it that leaves the group, one that prints, and two that
+bound the end of the process."""
 
 _kept: list[_Thread] = []
-"""Threads that are there before something fails: then memory may be out, or a limit of threads be reached."""
+"""Threads that are there before something fails: then memory may be out, or a limit of threads be reached. Where the
+interpreter has no memory for a thread that Linux has started, who starts it waits for ever."""
 
 
 class _Thread:
@@ -93,6 +96,12 @@ def begin(work: Callable[[], object]) -> Callable[[float | None], bool]:
         run()
         is_done.set()
     return wait
+
+
+def leave(work: Callable[[], None]) -> None:
+    """Do something in another thread, if one can be had, and wait for nothing."""
+    with contextlib.suppress(RuntimeError, MemoryError):
+        _thread().work.put((work, threading.Event()))
 
 
 def run_with_timeout(work: Callable[[], object], seconds: float) -> bool:

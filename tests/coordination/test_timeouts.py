@@ -6,7 +6,7 @@ import threading
 import pytest
 
 from distman._coordination import timeouts
-from distman._coordination.timeouts import begin, keep_threads, run_with_timeout
+from distman._coordination.timeouts import begin, keep_threads, leave, run_with_timeout
 
 
 @pytest.fixture(autouse=True)
@@ -53,15 +53,15 @@ def test_as_many_as_are_needed_at_once_are_kept(no_new_threads):
     keep_threads()
     no_new_threads()
     threads = set()
-    together = threading.Barrier(3)
+    together = threading.Barrier(timeouts._NUM_KEPT)
 
     def work():
         together.wait(60)
         threads.add(threading.get_ident())
 
-    waits = [begin(work) for _ in range(3)]
+    waits = [begin(work) for _ in range(timeouts._NUM_KEPT)]
     assert all(wait(60.0) for wait in waits)
-    assert len(threads) == 3
+    assert len(threads) == timeouts._NUM_KEPT
 
 
 def test_without_a_thread_the_work_is_done_in_this_one(no_new_threads):
@@ -69,6 +69,16 @@ def test_without_a_thread_the_work_is_done_in_this_one(no_new_threads):
     done = []
     assert run_with_timeout(lambda: done.append(threading.get_ident()), 0.0)
     assert done == [threading.get_ident()]
+
+
+def test_what_is_left_to_a_thread_is_left_out_where_there_is_none(no_new_threads):
+    done = threading.Event()
+    leave(done.set)
+    assert done.wait(60.0)
+    no_new_threads()
+    done.clear()
+    leave(done.set)
+    assert not done.is_set()
 
 
 def test_a_forked_child_does_not_wait_for_the_threads_of_its_parent():

@@ -27,7 +27,7 @@ from distman._coordination.failure.pending_work import complete_all, is_anything
 from distman._coordination.failure.record import FailureRecord
 from distman._coordination.failure.short_traceback import show
 from distman._coordination.failure.stack import ends_block, errors_in, is_program_over
-from distman._coordination.timeouts import keep_threads, run_with_timeout
+from distman._coordination.timeouts import keep_threads, leave, run_with_timeout
 from distman._process_state import puts_back
 from distman.errors import JobFailed, _on_acknowledgement
 
@@ -101,8 +101,7 @@ class _Hook:
     def __call__(self, error_type: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         self.reserve.close()
         is_told = threading.Event()
-        with contextlib.suppress(RuntimeError, MemoryError):  # no thread can be had
-            threading.Thread(target=self.end_if_printing, args=[is_told], name="distman-printing", daemon=True).start()
+        leave(lambda: self.end_if_printing(is_told))
         try:
             self.tell(error, lambda: self.show(error_type, error, trace))
         finally:
@@ -200,8 +199,7 @@ class _Hook:
         """Let the process end within a time once its main program is over."""
         if not self.is_bounded:
             self.is_bounded = True
-            with contextlib.suppress(RuntimeError, MemoryError):  # no thread can be had
-                threading.Thread(target=self.end_in_time, args=[code], name="distman-end", daemon=True).start()
+            leave(lambda: self.end_in_time(code))
 
     def end_in_time(self, code: int) -> None:
         while not is_program_over():

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 import distman
+from distman._coordination import timeouts
 from distman._coordination.failure import hook
 from distman._coordination.failure.delivery import Delivery
 from distman._coordination.failure.short_traceback import short_traceback
@@ -113,27 +114,25 @@ def test_an_error_in_the_reporter_hides_nothing(monkeypatch):
 
 
 def test_a_process_is_ended_while_torch_prints_but_not_while_it_tells(monkeypatch):
-    ended_with, is_waiting = [], []
+    ended_with, is_waiting, has_ended = [], [], threading.Event()
     monkeypatch.setattr(hook, "_PRINT_PATIENCE", 0.01)
-
+    timeouts._end_threads()
     earlier = threading.enumerate()  # of other tests, some with nothing else to do
 
     def end(code):
         if threading.current_thread() not in earlier:
             ended_with.append(code)
+            has_ended.set()
 
     monkeypatch.setattr(hook, "exit_now", end)
 
-    def join(seconds):
-        for thread in threading.enumerate():
-            if thread.name == "distman-printing" and thread not in earlier:
-                thread.join(seconds)
-                is_waiting.append(thread.is_alive())
+    def wait(seconds):
+        is_waiting.append(not has_ended.wait(seconds))
 
-    hook.install(lambda _: join(10 * hook._PRINT_PATIENCE))
+    hook.install(lambda _: wait(10 * hook._PRINT_PATIENCE))
     variables = {"__name__": "torch.distributed.c10d_logger"}
     exec("def _excepthook(fail, write): fail(); write()", variables)  # noqa: S102 - of a module with that name
-    variables["_excepthook"](fail, lambda: join(60))
+    variables["_excepthook"](fail, lambda: wait(60))
     assert is_waiting == [True, False]
     assert ended_with == [1]
     hook.uninstall()
