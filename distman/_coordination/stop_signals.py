@@ -108,12 +108,19 @@ def _leave_to_rank(signals: Sequence[int]) -> None:
     Slurm sends them to every process of a step, but it is the rank that saves, and it may need its workers until then.
     It ends them by a SIGTERM of its own, which is told by who sent it.
     """
-    signal.pthread_sigmask(signal.SIG_BLOCK, signals)  # also for threads to come; handlers are for torch to set
-    threading.Thread(target=_wait_for_rank, args=(signals, os.getppid()), name="distman-worker", daemon=True).start()
+    for number in signals:
+        signal.signal(number, _ignore)  # unlike SIG_IGN, programs that the worker starts do not inherit it
+    if signal.SIGTERM in signals:  # whose handler is torch's: it tells the rank from others, but ends by those
+        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])  # also in threads to come
+        threading.Thread(target=_wait_for_rank, args=(os.getppid(),), name="distman-worker", daemon=True).start()
 
 
-def _wait_for_rank(signals: Sequence[int], rank: int) -> None:
+def _ignore(number: int, frame: FrameType | None) -> None:
+    """Let the worker go on."""
+
+
+def _wait_for_rank(rank: int) -> None:
     found = None
     while os.getppid() == rank and (found is None or found.si_pid != rank):
-        found = signal.sigtimedwait(signals, _LOOK_EVERY)
+        found = signal.sigtimedwait([signal.SIGTERM], _LOOK_EVERY)
     os._exit(os.EX_OK)  # as torch's own workers end by their rank's SIGTERM
