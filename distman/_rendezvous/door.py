@@ -130,13 +130,18 @@ def find_store(point: Endpoint, rank: int, timeout: float, *, role: int = MEMBER
     while True:
         patience = min(max(deadline - time.monotonic(), _SHORTEST_PATIENCE), PATIENCE)
         client, reasons, in_the_way = try_all(point, rank, patience, role=role, left=left)
-        others |= in_the_way
         if client is not None:
             return client
-        if in_the_way and not is_said and time.monotonic() - started > _QUIET:
+        is_last = time.monotonic() + pause > deadline
+        is_quiet = not is_said and time.monotonic() - started > _QUIET
+        if is_last or is_quiet:  # seldom: the table of names may be long
+            in_the_way |= (found := _of_other_users(point))
+            reasons |= found
+        others |= in_the_way
+        if in_the_way and is_quiet:
             is_said = True
             logger.warning("waiting for %s at %s: %s", point.host, point.url, listed(reasons))
-        if time.monotonic() + pause > deadline:
+        if is_last:
             raise RendezvousError(_host_missing(point, timeout, _with_earlier(reasons, others)))
         time.sleep(pause)
         pause = min(2 * pause, _LONGEST_PAUSE)
@@ -203,8 +208,7 @@ def try_all(
                 if isinstance(error, CrowdedError) and not in_line:
                     crowded.append(address)
         places, in_line = crowded, patience / max(len(crowded), 1)
-    in_the_way |= _of_other_users(point)
-    return None, reasons | in_the_way, in_the_way
+    return None, reasons, in_the_way
 
 
 def _places(point: Endpoint) -> Iterator[Address]:

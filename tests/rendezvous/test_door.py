@@ -195,10 +195,12 @@ def test_ranks_of_another_user_are_told_apart_from_ranks_that_are_missing():
     point, me = on_this_host(), os.geteuid()
     other = point.local_name.replace(f"/{me}/", f"/{me + 1}/")
     with listen_on_this_host(f"{other}0f"), listen_on_this_host(f"{other[:-2]}x.0f"):
-        (found,) = in_the_way(point)
+        with pytest.raises(RendezvousError) as caught:
+            find_store(point, 1, 0.1)
         with opened(point) as host, contextlib.closing(find_store(point, 1, 10)) as client:
             assert client.session == host.session
-    assert found == f"it is of uid {me + 1}, and this rank of uid {me}; all ranks must be one user's"
+    shown = f"Tried @{other[1:]}0f: it is of uid {me + 1}, and this rank of uid {me}; all ranks must be one user's. "
+    assert shown in str(caught.value)
 
 
 def test_foreign_services_before_the_store_are_passed_by(silent_port, free_port):
