@@ -21,7 +21,7 @@ class Average:
     """The moving average of a module's weights, beside a copy of its other buffers.
 
     Averages are kept of the parameters and, unless a program says otherwise, of the running statistics of norms. The
-    average of two tables, two counters, or two vectors of a spectral norm is no valid table, counter or vector.
+    average of other buffers, such as tables, counters, or the vectors of a spectral norm, would not be valid.
 
     Attributes:
         module: A copy of the module, with the averages; None where it is sharded, as the averages are then.
