@@ -29,7 +29,7 @@ from distman._coordination.wait_scope import WaitScope
 from distman._device import check_backend, requested_device
 from distman._groups.registry import Groups
 from distman._job.job import Job, Limits
-from distman._job.shutdown import abandon, close_unclosed, leave
+from distman._job.shutdown import abandon, close_kept, leave
 from distman._job.start import adopt, reporter_of, start, undo, watch
 from distman._manager import settings
 from distman._manager.ddp import check_wrappable, wrap
@@ -132,7 +132,7 @@ class DistributedManager(Place, GroupQueries, GroupCreation):
             if cls.is_initialized() and tracking.is_outside() and cls()._state.job.rendezvous is None:
                 cls._forget(cls()._state.job)  # forked from a process that was alone: it may become a rank of its own
             if is_first and not cls.is_initialized():
-                close_unclosed()
+                close_kept()
                 limits = settings.limits(timeout, rendezvous_timeout)
                 try:
                     cls._start(method, backend, requested_device(device), limits, use_distributed, settings.seed(seed))
@@ -166,7 +166,7 @@ class DistributedManager(Place, GroupQueries, GroupCreation):
         if dist.is_initialized() and use_distributed is not False:
             settings.check_adopted_backend(backend)
             settings.warn_of_misspelt(dist.get_rank())
-            job = adopt(detect(os.environ, method).environment, requested, limits)
+            job = adopt(detect(os.environ, method).environment, requested, limits, watch_limits)
             watcher = None
         else:
             environment = settings.environment(method, use_distributed=use_distributed)
@@ -203,8 +203,7 @@ class DistributedManager(Place, GroupQueries, GroupCreation):
 
         Blocking until what this rank saves in the background is written, and until all ranks have started, ten seconds
         at most; under Slurm, on several hosts, the rank that started the store stays as long until the others have left
-        too. A rank that serves the store of a group which other code made goes on with that to the end of the program,
-        where it stays until the others have left too or one of them has failed, ten seconds at most. Groups of NCCL end
+        too. Groups of NCCL end
         on all ranks of a host together: one that does not within ten seconds is aborted.
 
         Args:
@@ -255,7 +254,7 @@ class DistributedManager(Place, GroupQueries, GroupCreation):
         if not has_failed:
             state.stop.leave()
         try:
-            leave(state.job, state.watcher, is_at_exit=stays_known)
+            leave(state.job, state.watcher)
         finally:
             state.stop.restore()  # last: a second SIGTERM must not end the rank that serves those that still save
 
@@ -519,7 +518,7 @@ def _end_of_process(pid: int) -> None:
     hook.report_at_end()
     DistributedManager._cleanup_at_exit(pid)
     if not hook.has_failed():
-        close_unclosed()
+        close_kept()
 
 
 def _tell_of_end(pid: int) -> None:

@@ -11,7 +11,6 @@ import typing
 import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
-from torch.distributed import HashStore
 
 from distman._coordination import protocol
 from distman._coordination.barrier import wait_for_all
@@ -36,6 +35,7 @@ from distman.testing._report import report_failure
 
 from .coordination.ranks import at_once, places, store_groups
 from .rendezvous.join_records import join_record
+from .store.stores import MemoryStore
 
 ESCAPES = [
     "\x1b[2J",
@@ -133,18 +133,18 @@ def sections_that_differ(text):
 
 
 def exchanges_that_differ(text):
-    store = HashStore()
+    store = MemoryStore()
     members = types.SimpleNamespace(name="world", process_group=types.SimpleNamespace(group_name="0"))
     store.set(protocol.deadlock("0 1 all_gather_v"), json.dumps([text]))
     return reason_of(store, Call(members, 1, "all_gather_v"))
 
 
 def places_of_others(text):
-    store = HashStore()
+    store = MemoryStore()
     store.set(protocol.asker("barrier 0"), "1")
     store.set(protocol.places("barrier 0"), json.dumps([[1, text]]))
     store.set(protocol.beat(1), f"1.0 {text}".encode(errors="backslashreplace"))
-    context = WatchContext(store, "tcp://n1:5", None, 0, places(2), is_one_host=True)
+    context = WatchContext(store, "tcp://n1:5", 0, places(2), is_one_host=True)
     watcher = Watcher(context, WatchLimits(300.0), lambda _: None, patience=0.0)
     return "".join([*watcher.locate("barrier 0", [1]).values(), watcher._last_seen(1), Answer(text, text, text).place])
 

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import time
 from datetime import timedelta
 
 from torch.distributed import DistStoreError, Store
 
-from distman._store.connection import GaveUpError
 from distman._store.torch_store import TorchStore
-
-_PAUSE = 0.002  # seconds; short beside the tens of milliseconds that making a group takes
 
 
 class AbortableStore(Store):
@@ -24,7 +20,7 @@ class AbortableStore(Store):
         timeout: Seconds that a wait may take, even where the caller would wait longer: the others are here already.
     """
 
-    def __init__(self, store: Store, failure_key: str, timeout: float) -> None:
+    def __init__(self, store: TorchStore, failure_key: str, timeout: float) -> None:
         super().__init__()
         self._store = store
         self._failure_key = failure_key
@@ -40,25 +36,12 @@ class AbortableStore(Store):
             TimeoutError: They were not set in time.
         """
         limit = min(timeout.total_seconds(), self._timeout)
-        if not self._is_there(keys, limit):
-            raise TimeoutError(f"keys {keys} must be set within {limit:g} s, got none. See what the other ranks do.")
-
-    def _is_there(self, keys: list[str], limit: float) -> bool:
-        """Wait, and return whether the keys came in time; torch's stores cannot wait for the first of two."""
-        if isinstance(self._store, TorchStore):
-            try:
-                self._store.wait(keys, timedelta(seconds=limit), unless=self._store.full_key(self._failure_key))
-            except DistStoreError:
-                return False
-            return True
-        until = time.monotonic() + limit
-        while not self._store.check(keys):
-            if self._store.check([self._failure_key]):
-                raise GaveUpError(self._store.get(self._failure_key))
-            if time.monotonic() > until:
-                return False
-            time.sleep(_PAUSE)
-        return True
+        try:
+            self._store.wait(keys, timedelta(seconds=limit), unless=self._store.full_key(self._failure_key))
+        except DistStoreError:
+            raise TimeoutError(
+                f"keys {keys} must be set within {limit:g} s, got none. See what the other ranks do."
+            ) from None
 
     def get(self, key: str) -> bytes:
         """Return the value of a key, once it is set.
@@ -75,7 +58,7 @@ class AbortableStore(Store):
     def multi_get(self, keys: list[str]) -> list[bytes]:
         """Return the values of several keys, once all are set, as :meth:`get` does for one."""
         self.wait(keys)
-        return self._store.multi_get(keys) if isinstance(self._store, TorchStore) else list(map(self._store.get, keys))
+        return self._store.multi_get(keys)
 
     def has_extended_api(self) -> bool:
         """Return that there is :meth:`multi_get`: of what else torch could mean by it gloo asks for nothing."""

@@ -16,7 +16,6 @@ from distman._coordination.monitor.current_watcher import has_failed
 from distman._coordination.monitor.reading import read_at_once
 from distman._coordination.sync import StoreGroup
 from distman._store.connection import InvalidRequestError
-from distman._store.torch_store import TorchStore, delete_keys
 from distman._text import printable
 from distman.errors import BarrierTimeoutError
 
@@ -60,8 +59,8 @@ class _Barrier:
 
     def wait(self, timeout: float, locate: Locate | None) -> None:
         store, group = self.store_group.store, self.store_group
-        # Before it is counted: who waits may look for it. torch's stubs lack the method.
-        store.append(protocol.arrived(self.key), f"{group.rank},")  # type: ignore[attr-defined]
+        # Before it is counted: who waits may look for it.
+        store.append(protocol.arrived(self.key), f"{group.rank},")
         until = time.monotonic() + timeout
         if not self._come(timeout) and not self._wait_for_outcome(until - time.monotonic()):
             self._wait_for_answer(timeout, locate)
@@ -73,16 +72,16 @@ class _Barrier:
         elif passages > 2 * group.size:
             raise MalformedMessageError(f"the counter of {self.key}", "it has counted more ranks than there are")
         elif passages == 2 * group.size:
-            delete_keys(store, [one(self.key) for one in (protocol.arrived, protocol.outcome, protocol.passages)])
+            store.delete_keys([one(self.key) for one in (protocol.arrived, protocol.outcome, protocol.passages)])
 
     def _come(self, timeout: float) -> bool:
-        """Be counted as come, and return whether there is an outcome; the job's own store tells it, in the same call.
+        """Be counted as come, and return whether there is an outcome; the store tells it, in the same call.
 
         Blocking, for as long as nobody has to look at what else happened in the job.
         """
         store, group = self.store_group.store, self.store_group
         passages, outcome = protocol.passages(self.key), protocol.outcome(self.key)
-        if not isinstance(store, TorchStore) or has_failed():
+        if has_failed():
             has_all = add_to(store, passages, 1) == group.size
             return has_all and bool(store.compare_set(outcome, "", _OPEN))
         try:

@@ -11,7 +11,6 @@ from distman._coordination.barrier import wait_for_all
 from distman._coordination.failure.record import FailureRecord
 from distman._coordination.messages import MalformedMessageError, add_to, claim, decode
 from distman._coordination.sync import StoreGroup
-from distman._store.torch_store import delete_keys
 from distman._text import Line, printable_lines
 from distman.errors import BarrierTimeoutError, PlanMismatchError
 
@@ -142,7 +141,7 @@ class Consensus:
     def _forget(self, key: str, *keys: str) -> None:
         """Delete what was written, once all ranks have read it."""
         if add_to(self.store_group.store, protocol.read_by(key), 1) == self.store_group.size:
-            delete_keys(self.store_group.store, [*keys, protocol.read_by(key)])
+            self.store_group.store.delete_keys([*keys, protocol.read_by(key)])
 
     def _call(self, index: int, found: bytes) -> tuple[dict[str, str], str]:
         return decode(found, tuple[dict[Line, Line], Line], f"the call of {self.store_group.describe(index)}")

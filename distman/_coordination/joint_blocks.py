@@ -66,8 +66,7 @@ class JointBlocks:
         # The job has failed before, or who is missing has left it, so nobody waits; or the store is gone.
         with contextlib.suppress(DistmanError, JobFailed, dist.DistError):
             key = self._keys.next()
-            # torch's stubs lack the method
-            self._group.store.append(protocol.arrived(key), f"{self._group.rank},")  # type: ignore[attr-defined]
+            self._group.store.append(protocol.arrived(key), f"{self._group.rank},")
             missing = functools.partial(self._missing, key)
             until = time.monotonic() + _LIMIT
             while not self._group.wait_until(lambda: not missing(), place=what, awaited=missing, timeout=_PATIENCE):

@@ -27,7 +27,7 @@ from distman._text import printable
 from distman.errors import DistmanError, PlanMismatchError
 
 if TYPE_CHECKING:
-    from torch.distributed import Store
+    from distman._store.torch_store import TorchStore
 
 _LOOK_EVERY = 0.5  # seconds between two looks for a stop: a preempted job has half a minute or more to save
 _LOOK_EVERY_PER_RANK = 1e-3  # seconds; at most 1,000 looks a second in all reach the store
@@ -128,12 +128,12 @@ class StopAgreement:
     def _begin(self, group: StoreGroup, step: int) -> None:
         """Begin to look for a stop, at this rank's first step."""
         _check_same(group, protocol.STOP_FIRST_STEP, step)
-        store: Store = group.job_store.clone()  # type: ignore[attr-defined]  # torch's stub lacks it
+        store = group.job_store.clone()
         arguments = (store, group.rank, group.size)
         self._thread = threading.Thread(target=self._look, args=arguments, name="distman-stop", daemon=True)
         self._thread.start()
 
-    def _look(self, store: Store, rank: int, size: int) -> None:
+    def _look(self, store: TorchStore, rank: int, size: int) -> None:
         """Look for a stop until there is one, or this rank leaves."""
         event, wait = "", max(_LOOK_EVERY, _LOOK_EVERY_PER_RANK * size)
         with contextlib.suppress(dist.DistError):  # the store is gone: the job has failed, or this rank has left it
@@ -144,7 +144,7 @@ class StopAgreement:
                     store.set(protocol.STOP, self._wish)
             self._answer(store, rank, size)
 
-    def _answer(self, store: Store, rank: int, size: int) -> None:
+    def _answer(self, store: TorchStore, rank: int, size: int) -> None:
         """Say which step this rank has passed; the last one to do so says which all have."""
         with self._answering:
             self._has_answered = True

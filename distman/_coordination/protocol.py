@@ -5,7 +5,7 @@ package, but no other module spells a key out. The life of a job, as one rank se
 
     this rank                      keys                             the others
     ---------                      ----                             ----------
-    join          ->  STORE_RANK, JOINED +1, join_record(n)
+    join          ->  OPENER, JOINED +1, join_record(n)
                       MEMBERSHIP_EVENT = full | failure     ->  rank 0 looks: all here? any at fault?
     verdict       <-  VERDICT, MEMBERSHIP_EVENT = judged    <-  rank 0
      |  at fault  ->  VERDICT_HEARD +1                      ->  the opener waits for it, then all end
@@ -25,10 +25,9 @@ package, but no other module spells a key out. The life of a job, as one rank se
     gone          ->  GONE +1: lets go of the store         ->  the holder waits for all, or a failure
     closing       ->  CLOSING, NEWS: from the holder        ->  who still uses the store: GONE +1; then it is closed
 
-The opener is the rank that started the process of the store, which ends with its last member. There is a store rank
-only where other code made the store: the rank that serves it, and with which it ends. The holder is a store rank, or
-the opener where the launcher may end that process with the last rank of its host. In other jobs nobody waits for GONE,
-and CLOSING is never set.
+The opener is the rank that started the process of the store, which ends with its last member. It is the holder, too,
+where the launcher may end that process with the last rank of its host. In other jobs nobody waits for GONE, and
+CLOSING is never set.
 
 A counter is a number that ``Store.add`` raises; a flag is a key whose presence alone counts. All other values are JSON
 or plain text, which ``messages.py`` reads, and never a pickle, which can run code. "Lives on" means until the store is
@@ -61,6 +60,19 @@ def start_failure(job_id: str, restart: str) -> str:
     return f"distman/{job_id}/start failure {restart}"
 
 
+def opening_beside(job: str) -> str:
+    """In the store of a process group of other code: counter of ranks that came; the first opens the job's own store.
+
+    It lives on.
+    """
+    return f"{job}/opening"
+
+
+def store_beside(job: str) -> str:
+    """In the same store: where the job's own is, and what lets in there. Who opened it writes it; it lives on."""
+    return f"{job}/store"
+
+
 PROCESS_GROUP = "group"
 """What torch keeps for the default process group."""
 
@@ -77,12 +89,12 @@ def node(first_rank: int) -> str:
 
 # Joining, until the verdict. All of it lives on.
 
-STORE_RANK = "store rank"
-"""Number of the opener, or of the store rank. That rank writes it, rank 0 reads it."""
+OPENER = "opener"
+"""Number of the opener. That rank writes it, rank 0 reads it."""
 
 JOINED = "joined"
 """Counter of processes that joined. Each adds itself; rank 0 reads it, who gives up waiting for the verdict, and the
-opener, or store rank, when it has to end."""
+opener when it has to end."""
 
 MEMBERSHIP_EVENT = "membership event"
 """``full``, ``failure`` or ``judged``: a reason to look. The last to join, a process that failed before it joined, a
@@ -94,8 +106,8 @@ VERDICT = "verdict"
 of the store, if rank 0 ends before; all read it."""
 
 VERDICT_HEARD = "verdict heard"
-"""Counter of processes that joined and know why the start failed. Each adds itself; the opener, or store rank, waits
-for it."""
+"""Counter of processes that joined and know why the start failed. Each adds itself; the opener waits for
+it."""
 
 EARLY_FAILURE = "early failure"
 """Fields of the ``FailureRecord`` of a rank that failed before it joined. That rank writes it; rank 0 reads it, and

@@ -65,8 +65,8 @@ class ExclusiveSection:
         A rank that fails is not counted, so the last one to be counted knows that all succeeded.
         """
         store = self.store_group.store
-        if len(self.awaited) > 1:  # torch's stubs lack the method
-            store.append(protocol.done_by(self.key), f"{self.store_group.rank},")  # type: ignore[attr-defined]
+        if len(self.awaited) > 1:
+            store.append(protocol.done_by(self.key), f"{self.store_group.rank},")
         is_last = len(self.awaited) == 1 or add_to(store, protocol.done(self.key), 1) == len(self.awaited)
         if is_last:
             store.set(self.key, json.dumps([self.what, None]))

@@ -16,11 +16,10 @@ from distman._coordination.failure.record import FailureRecord, Place
 from distman._coordination.messages import add_to, count
 from distman._coordination.monitor.current_watcher import let_others_hear_first, raise_if_failed
 from distman._coordination.tracking import StoreWait, current_wait
-from distman._store.torch_store import TorchStore, delete_keys
 from distman.errors import PlanMismatchError
 
 if TYPE_CHECKING:
-    from torch.distributed import Store
+    from distman._store.torch_store import TorchStore
 
 
 _KEYS_PER_PAGE = 64  # deleted in one go: one more call into the store in 64
@@ -49,8 +48,8 @@ class StoreGroup:
         leaving: Seconds for which a rank that left is still waited for.
     """
 
-    job_store: Store
-    store: Store
+    job_store: TorchStore
+    store: TorchStore
     rank: int
     ranks: Sequence[int]
     peers: Sequence[Place]
@@ -90,8 +89,8 @@ class StoreGroup:
             is_there: Looks for it.
             place: What is waited at, for messages.
             awaited: Says which of these ranks, by index, have yet to bring it.
-            key: What it is that ``is_there`` looks for, if it is one key: the job's own store tells when it comes, and
-                need not be asked again and again.
+            key: What it is that ``is_there`` looks for, if it is one key: the store tells when it comes, and need not
+                be asked again and again.
             timeout: Seconds to wait; None waits as long as the job goes on.
             operation: Name of the operation, used once: one of the ranks that wait in it looks for awaited ones that
                 left the job. None where only this rank waits.
@@ -101,8 +100,7 @@ class StoreGroup:
             JobFailed: The job failed, by this rank perhaps; or an awaited rank left it, and there is no ``tell``.
         """
         raise_if_failed()  # the store may have gone since, and torch would print a stack each time that it is asked
-        can_tell = key is not None and isinstance(self.store, TorchStore)
-        if any(is_there() for _ in range(1 if can_tell else _LOOKS_WITHOUT_PAUSE)):
+        if any(is_there() for _ in range(1 if key is not None else _LOOKS_WITHOUT_PAUSE)):
             return True
         began = time.monotonic()
         look_around, pause = began + self.look_around_every, _FIRST_PAUSE
@@ -125,7 +123,7 @@ class StoreGroup:
                     look_around = now + max(self.look_around_every, _LOOK_AROUND_PER_RANK * self.size)
                 if is_over:
                     return is_there()
-                if key is not None and isinstance(self.store, TorchStore):
+                if key is not None:
                     until = look_around if timeout is None else min(look_around, began + timeout)
                     self.store.has_come([key], max(until - now, _FIRST_PAUSE))
                 else:
@@ -174,7 +172,7 @@ class Looker:
         patience: Seconds for the answer.
     """
 
-    def __init__(self, store: Store, key: str, rank: int, patience: float) -> None:
+    def __init__(self, store: TorchStore, key: str, rank: int, patience: float) -> None:
         self._store = store
         self._key = key
         self._me = str(rank).encode()
@@ -205,7 +203,7 @@ class Looker:
         return elected == self._me
 
     def _compare_set(self, expected: bytes) -> bytes:
-        return self._store.compare_set(self._key, expected, self._me)  # type: ignore[arg-type]  # bytes do as well
+        return self._store.compare_set(self._key, expected, self._me)
 
 
 class _Leavers:
@@ -262,7 +260,7 @@ class KeySequence:
         beside: The other keys that an operation writes, each as a function of the first one.
     """
 
-    def __init__(self, store: Store, name: str, size: int, beside: Sequence[Callable[[str], str]] = ()) -> None:
+    def __init__(self, store: TorchStore, name: str, size: int, beside: Sequence[Callable[[str], str]] = ()) -> None:
         self._store = store
         self._name = name
         self._size = size
@@ -287,4 +285,4 @@ class KeySequence:
             return
         numbers = range((page - 1) * _KEYS_PER_PAGE, page * _KEYS_PER_PAGE)
         keys = [protocol.nth(self._name, number) for number in numbers]
-        delete_keys(self._store, [counter, *keys, *(beside(key) for key in keys for beside in self._beside)])
+        self._store.delete_keys([counter, *keys, *(beside(key) for key in keys for beside in self._beside)])

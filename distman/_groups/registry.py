@@ -27,7 +27,7 @@ from distman._job.group_end import end_groups
 from distman._job.job import Job
 from distman._log import logger
 from distman._store.connection import GaveUpError
-from distman._store.torch_store import part_of
+from distman._store.torch_store import TorchStore
 from distman._torch_internals import device_types, is_registered, mesh_without_groups
 from distman.errors import DistmanError, UndefinedGroupError, undefined_group
 from distman.topology import GridPartition, Partition, Plan
@@ -249,7 +249,7 @@ class Groups:
         ranks = self.ranks("node")
         if self._job.rendezvous is None or len(ranks) == 1:
             return None
-        store = part_of(self._job.rendezvous.store, protocol.node(ranks[0]))
+        store = self._job.rendezvous.store.part(protocol.node(ranks[0]))
         store_group = self._job.store_group(ranks, store)
         return ExclusiveSections(store_group) if store_group is not None else None
 
@@ -397,7 +397,7 @@ class Groups:
             self.plan_only(name, partition)
         return name
 
-    def _consensus(self, ranks: Sequence[int], timeout: float, store: dist.Store | None = None) -> Consensus | None:
+    def _consensus(self, ranks: Sequence[int], timeout: float, store: TorchStore | None = None) -> Consensus | None:
         store_group = self._job.store_group(ranks, store)
         return Consensus(store_group, timeout) if store_group is not None else None
 
@@ -424,7 +424,7 @@ class Groups:
     def _group(self, name: str, ranks: tuple[int, ...], process_group: dist.ProcessGroup | None) -> Group:
         consensus = None
         if process_group is not None and len(ranks) > 1 and self._job.rendezvous is not None:
-            store = part_of(self._job.rendezvous.store, protocol.group(process_group.group_name))
+            store = self._job.rendezvous.store.part(protocol.group(process_group.group_name))
             consensus = self._consensus(ranks, self._job.limits.collective, store)
         types = device_types(process_group) if process_group is not None else ()
         reference = weakref.ref(process_group) if process_group is not None else lambda: None

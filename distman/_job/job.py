@@ -8,7 +8,6 @@ import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
-import torch.distributed as dist
 
 from distman._coordination.failure import hook
 from distman._coordination.failure.job_abort import abort_job_after, ending_of
@@ -16,6 +15,7 @@ from distman._coordination.sync import StoreGroup
 from distman._rendezvous import mpi
 from distman._rendezvous.join import Rendezvous
 from distman._rendezvous.peers import Peer, Peers
+from distman._store.torch_store import TorchStore
 from distman.environments import LAUNCHERS, LaunchEnvironment
 from distman.errors import JobFailed
 
@@ -63,7 +63,7 @@ class Job:
         default_factory=lambda: collections.defaultdict(itertools.count)
     )
 
-    def store_group(self, ranks: Sequence[int] | None = None, store: dist.Store | None = None) -> StoreGroup | None:
+    def store_group(self, ranks: Sequence[int] | None = None, store: TorchStore | None = None) -> StoreGroup | None:
         """Return ranks that exchange messages over the store of the job; None on one process without a group.
 
         Args:
@@ -83,15 +83,14 @@ class Job:
 
     @property
     def holds_store(self) -> bool:
-        """Whether the store ends with this process, or may end with the last rank of its host.
+        """Whether the launcher may end the process that serves the store with the last rank of this host.
 
         Then this process stays until the others are done with it.
         """
         if self.rendezvous is None:
             return False
-        job_store = self.rendezvous.job_store
         is_ended = self.peer.num_nodes > 1 and LAUNCHERS[self.environment.launcher].ends_leftovers
-        return job_store.is_host or (job_store.is_opened_here and is_ended)
+        return is_ended and self.rendezvous.job_store.is_opened_here
 
     def end_after(self, error: BaseException) -> None:
         """Make the launcher end the job once this process ends, where it would not do so by itself."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import os
 import sys
@@ -26,6 +25,7 @@ from distman._job.job import Job
 from distman._process_state import puts_back
 from distman._rendezvous.join import Rendezvous
 from distman._rendezvous.store import JobStore
+from distman._store.torch_store import TorchStore
 from distman._torch_internals import GLOO_THREADS
 
 _START_LIMIT = 10.0
@@ -53,93 +53,60 @@ _GLOO_LIMIT = 1.0
 _GLOO_PAUSE = 0.001
 """Seconds in which the interpreter is free for gloo's threads between two looks at them."""
 
-_unclosed: list[tuple[int, Job, Rendezvous, Watcher | None]] = []
-"""Jobs in groups of other code that this process has left and whose store it goes on serving, with its process id."""
-
 _kept: list[tuple[int, JobStore]] = []
 """Stores of jobs that this process has left while an exception was under way, with its process id."""
 
 
-def leave(job: Job, watcher: Watcher | None, *, is_at_exit: bool = False) -> None:
+def leave(job: Job, watcher: Watcher | None) -> None:
     """Tell the others, destroy the process group, unless other code made it, and close the store.
 
     It waits some seconds at most for ranks that are still starting: they connect to this one, and would take it for
     dead. A rank that holds the store waits as long for the others to leave, unless one of them fails, or an exception
-    ends the program. Where it serves the store itself, since other code made the group there, it does so until the
-    program ends.
+    ends the program.
 
     Args:
         job: What is left.
         watcher: Who watches the others, and interrupts the program no more; it stops when the store is closed. None
             where nobody does.
-        is_at_exit: Whether the program ends.
     """
     rendezvous = job.rendezvous
     if rendezvous is None:
         return
-    is_host, is_failing = rendezvous.job_store.is_host, sys.exc_info()[1] is not None
-    stays = is_host or (job.holds_store and not is_failing)
+    is_failing = sys.exc_info()[1] is not None
+    stays = job.holds_store and not is_failing
     if watcher is not None and not stays:
         watcher.stop()
     try:
-        if watcher is None or not (watcher.has_let_go or watcher.has_store_rank_failed):
+        if watcher is None or not watcher.has_let_go:
             _say_farewell(job, rendezvous, watcher, stays=stays)
         if watcher is not None:
             watcher.leave()
         if dist.is_initialized() and not job.is_adopted:
             end_groups(None, job.device, aborts=is_failing or (watcher is not None and watcher.record is not None))
-        if is_host and (is_failing or (job.is_adopted and not is_at_exit)):
-            _unclosed.append((os.getpid(), job, rendezvous, watcher))
-            atexit.register(_close_at_exit)
-            return
         if stays:
             _serve_the_others(job, rendezvous.store, watcher)
     except BaseException:  # the handler of a signal raised, say: the others must not take this rank for dead
         if stays:
             _announce_closing(job, rendezvous.store, watcher)
         raise
-    _close(job, rendezvous, watcher)
-
-
-def _close(job: Job, rendezvous: Rendezvous, watcher: Watcher | None) -> None:
     if not job.is_adopted:
         wait_for_gloo()
         forget_interface()
-        if sys.exc_info()[1] is not None:
-            _kept.append((os.getpid(), rendezvous.job_store))  # to tell the others what ends the program
-        else:
-            rendezvous.job_store.close()
+    if is_failing:
+        _kept.append((os.getpid(), rendezvous.job_store))  # to tell the others what ends the program
+    else:
+        rendezvous.job_store.close()
     if watcher is not None:
         watcher.close()
 
 
 @puts_back
-def close_unclosed() -> None:
-    """Close the stores of jobs that this process has left, and still serves or can reach: it is to join another job."""
+def close_kept() -> None:
+    """Close the stores of jobs that this process has left, and can still reach: it is to join another job."""
     while _kept:
         pid, job_store = _kept.pop()
         if pid == os.getpid():
             job_store.close()
-    atexit.unregister(_close_at_exit)
-    while _unclosed:
-        pid, job, rendezvous, watcher = _unclosed.pop()
-        if pid == os.getpid():
-            _serve_the_others(job, rendezvous.store, watcher)
-            _close(job, rendezvous, watcher)
-
-
-def _close_at_exit() -> None:
-    hook.report_at_end()
-    if not hook.has_failed():
-        close_unclosed()
-    while _unclosed:
-        pid, job, rendezvous, watcher = _unclosed.pop()
-        if pid != os.getpid():
-            continue
-        with contextlib.suppress(dist.DistError):
-            if FailureRecord.read(rendezvous.store) is None:  # what ended the program came after the job
-                _announce_closing(job, rendezvous.store, watcher)
-        abandon(watcher)
 
 
 def abandon(watcher: Watcher | None) -> None:
@@ -183,7 +150,7 @@ def _say_farewell(job: Job, rendezvous: Rendezvous, watcher: Watcher | None, *, 
         _wait_for_all_at(store, protocol.STARTED, job.world_size, _START_LIMIT)
 
 
-def _serve_the_others(job: Job, store: dist.Store, watcher: Watcher | None) -> None:
+def _serve_the_others(job: Job, store: TorchStore, watcher: Watcher | None) -> None:
     """Serve the store until the others need it no more, and tell those that still use it that it will be closed."""
     try:
         if watcher is not None:
@@ -192,7 +159,7 @@ def _serve_the_others(job: Job, store: dist.Store, watcher: Watcher | None) -> N
         _announce_closing(job, store, watcher)
 
 
-def _announce_closing(job: Job, store: dist.Store, watcher: Watcher | None) -> None:
+def _announce_closing(job: Job, store: TorchStore, watcher: Watcher | None) -> None:
     if watcher is not None:
         watcher.stop()
     if job.world_size == 1:
@@ -203,7 +170,7 @@ def _announce_closing(job: Job, store: dist.Store, watcher: Watcher | None) -> N
     _wait_for_all_at(store, protocol.GONE, job.world_size - 1 + is_counted, late_after(job.world_size))
 
 
-def _wait_until_all_left(job: Job, store: dist.Store, watcher: Watcher) -> None:
+def _wait_until_all_left(job: Job, store: TorchStore, watcher: Watcher) -> None:
     """Wait for ranks that come late to the end, while none of them has failed and somebody would notice."""
     until, pause = time.monotonic() + _STAY_LIMIT, _PAUSE
     while watcher.is_on_watch and count(store, protocol.GONE) < job.world_size - 1 and time.monotonic() < until:
@@ -217,7 +184,7 @@ def _wait_until_all_left(job: Job, store: dist.Store, watcher: Watcher) -> None:
         hook.write(f"distman: {error}\n\nThis rank had left the job, and only served the store to the others.")
 
 
-def _wait_for_all_at(store: dist.Store, counter: str, number: int, limit: float) -> None:
+def _wait_for_all_at(store: TorchStore, counter: str, number: int, limit: float) -> None:
     def wait() -> None:
         until = time.monotonic() + limit
         with contextlib.suppress(dist.DistError):  # who served the store may be gone

@@ -37,7 +37,8 @@ from distman._rendezvous.join import Rendezvous, join, join_at, join_record_of
 from distman._rendezvous.join_record import JoinRecord
 from distman._rendezvous.peers import complete
 from distman._rendezvous.secret import check_adoption
-from distman._rendezvous.store import adopt_store
+from distman._rendezvous.store import ADOPTED, keep_store, open_beside
+from distman._store.torch_store import TorchStore
 from distman._torch_internals import (
     counting_no_failed_group,
     default_store,
@@ -144,11 +145,16 @@ def undo(job: Job, watcher: Watcher | None, error: BaseException, cause: Failure
     if not job.is_adopted:
         _leave_group(job)
         forget_interface()
-        job.rendezvous.job_store.close()
+    job.rendezvous.job_store.close()
     hook.set_reporter(functools.partial(abort_job, job.environment))
 
 
-def adopt(environment: LaunchEnvironment, requested: torch.device | None, limits: Limits) -> Job:
+def adopt(
+    environment: LaunchEnvironment,
+    requested: torch.device | None,
+    limits: Limits,
+    watch_limits: WatchLimits | None,
+) -> Job:
     """Take over the default process group that other code made.
 
     The group says rank and size; the launcher is believed where it agrees with the group.
@@ -166,7 +172,8 @@ def adopt(environment: LaunchEnvironment, requested: torch.device | None, limits
     backend = dist.get_backend_config()
     device = requested or _bound_device() or (None if "nccl" in backend else torch.device("cpu"))
     me = join_record_of(environment, os.environ, device=device, backend=backend)
-    rendezvous = None if dist.get_backend() == "fake" else _join_in_group(me, limits)
+    unreachable_after = watch_limits.unreachable if watch_limits else UNREACHABLE_AFTER
+    rendezvous = None if dist.get_backend() == "fake" else _join_in_group(me, limits, unreachable_after)
     peers = rendezvous.peers if rendezvous else complete([me])
     peer = next(peer for peer in peers if peer.rank == rank)
     job = Job(
@@ -183,6 +190,7 @@ def adopt(environment: LaunchEnvironment, requested: torch.device | None, limits
     _make_current(job.device)
     if rendezvous is not None:
         hook.set_reporter(reporter_of(job, rendezvous))
+        rendezvous.job_store.leave_will(rendezvous.store, peer, unless=protocol.left(peer.rank))
     return job
 
 
@@ -208,7 +216,6 @@ def watch(job: Job, limits: WatchLimits | None) -> Watcher | None:
     context = WatchContext(
         store=job.rendezvous.store,
         url=job.rendezvous.job_store.url,
-        store_rank=job.rendezvous.job_store.store_rank,
         opener=job.rendezvous.job_store.opener,
         rank=job.peer.rank,
         peers=job.roll_call,
@@ -242,7 +249,7 @@ def _job_of_one(environment: LaunchEnvironment, requested: torch.device | None, 
     return Job(peers[0], 1, device, None, limits, peers, environment)
 
 
-def _make_process_group(job: Job, store: dist.Store, url: str) -> None:
+def _make_process_group(job: Job, store: TorchStore, url: str) -> None:
     _make_current(job.device)
     if url.startswith(UNIX):
         stay_on_this_host()
@@ -278,15 +285,21 @@ def _other_hosts(job: Job, url: str) -> Iterator[str]:
             yield host
 
 
-def _join_in_group(me: JoinRecord, limits: Limits) -> Rendezvous:
+def _join_in_group(me: JoinRecord, limits: Limits, unreachable_after: float) -> Rendezvous:
     group = dist.group.WORLD
     if group is None:
         raise DistmanError("the default process group must exist to be adopted, got none. Create it first.")
-    number = next(_adoptions.setdefault(group, itertools.count()))
-    store = dist.PrefixStore(protocol.job(number), default_store())
-    job_store = adopt_store(store)
-    source = "the process group that existed before"
-    peers = join_at(job_store, store, me, timeout=limits.rendezvous, source=source, environ=os.environ)
+    name = protocol.job(next(_adoptions.setdefault(group, itertools.count())))
+    if me.world_size == 1:
+        job_store = keep_store()
+    else:
+        job_store = open_beside(default_store(), name, me.rank, limits.rendezvous, unreachable_after)
+    try:
+        store = job_store.store.part(protocol.job())
+        peers = join_at(job_store, store, me, timeout=limits.rendezvous, source=ADOPTED, environ=os.environ)
+    except BaseException:  # Ctrl-C too: a connection that is left open would count as a member
+        job_store.close()
+        raise
     return Rendezvous(job_store, store, peers)
 
 
@@ -321,7 +334,6 @@ def reporter_of(
         num_others=job.world_size - 1,
         store=rendezvous.store,
         store_host=f"the process at {job_store.url}",
-        is_host=job.holds_store,
         leave_group=functools.partial(_leave_group, job),
         abort_job=job.end_after,
         cause=cause,

@@ -6,7 +6,6 @@ import contextlib
 import random
 import threading
 from collections.abc import Callable
-from typing import Any
 
 import torch.distributed as dist
 
@@ -16,6 +15,7 @@ from distman._coordination.monitor.peer_connection import connect, read_address
 from distman._coordination.timeouts import run_with_timeout
 from distman._job.job import Job
 from distman._log import logger
+from distman._store.torch_store import TorchStore
 from distman.errors import RendezvousError
 
 _QUIET = 10.0  # seconds before other hosts are tried: groups of many ranks take some
@@ -28,7 +28,7 @@ _REMEDY = (
 )
 
 
-def within_rendezvous(make: Callable[[], None], job: Job, store: dist.Store) -> None:
+def within_rendezvous(make: Callable[[], None], job: Job, store: TorchStore) -> None:
     """Make the group of all ranks, which are on several hosts, in another thread: whatever makes it has no limit.
 
     Say after a while which host cannot be reached.
@@ -58,7 +58,7 @@ def within_rendezvous(make: Callable[[], None], job: Job, store: dist.Store) -> 
     raise RendezvousError(f"the group of all ranks must be made within {limit}: {wall}")
 
 
-def _look(job: Job, store: dist.Store, is_over: threading.Event, found: list[str]) -> None:
+def _look(job: Job, store: TorchStore, is_over: threading.Event, found: list[str]) -> None:
     if is_over.wait(_QUIET):
         return
     wall = _find_wall(job, store)
@@ -68,10 +68,10 @@ def _look(job: Job, store: dist.Store, is_over: threading.Event, found: list[str
             logger.warning("the ranks have not connected after %.0f s: %s", _QUIET, wall)
 
 
-def _find_wall(job: Job, store: dist.Store) -> str:
+def _find_wall(job: Job, store: TorchStore) -> str:
     """Return in words which rank of another host cannot be reached, and where; nothing if none is found."""
     with contextlib.suppress(dist.DistError):  # the store is gone: the job has failed
-        own: Any = store.clone()  # type: ignore[attr-defined]  # torch's stub lacks it
+        own = store.clone()
         with contextlib.closing(own):
             for rank in _one_of_each_host(job)[:_MOST_HOSTS]:
                 reason = _wall_before(own, rank)
@@ -85,7 +85,7 @@ def _one_of_each_host(job: Job) -> list[int]:
     return random.sample(ranks := [*first.values()], len(ranks))
 
 
-def _wall_before(store: dist.Store, rank: int) -> str:
+def _wall_before(store: TorchStore, rank: int) -> str:
     """Return where a rank cannot be reached, and why; nothing where it can, or has not said where."""
     key = protocol.peer_address(rank)
     if not store.check([key]):

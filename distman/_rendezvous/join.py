@@ -10,7 +10,6 @@ import socket
 from collections.abc import Callable, Mapping
 
 import torch
-import torch.distributed as dist
 
 from distman._coordination import protocol
 from distman._coordination.messages import get_ready_to_decode
@@ -26,7 +25,7 @@ from distman._rendezvous.peers import Peers
 from distman._rendezvous.secret import Protection, Source, find_protection, learn_protection
 from distman._rendezvous.store import JobStore, keep_store, open_or_join, tell_over_mpi
 from distman._store.server import descriptors_for
-from distman._store.torch_store import part_of
+from distman._store.torch_store import TorchStore
 from distman._text import printable
 from distman._version import VERSION
 from distman.environments import LAUNCHERS, LaunchEnvironment
@@ -48,7 +47,7 @@ class Rendezvous:
     """
 
     job_store: JobStore
-    store: dist.Store
+    store: TorchStore
     peers: Peers
 
 
@@ -101,7 +100,7 @@ def join(
         point = dataclasses.replace(point, protection=protection, unreachable_after=unreachable_after)
         job_store, source = open_or_join(point, environment.rank, timeout, _get_ready), point.source
     try:
-        store = part_of(job_store.store, protocol.job())
+        store = job_store.store.part(protocol.job())
         on_meeting()
         peers = join_at(job_store, store, me, timeout=timeout, source=source, environ=environ)
     except BaseException:  # Ctrl-C too: a connection that is left open would count as a member
@@ -146,7 +145,7 @@ def check_room(world_size: int, most: int) -> None:
 
 def join_at(
     job_store: JobStore,
-    store: dist.Store,
+    store: TorchStore,
     me: JoinRecord,
     *,
     timeout: float,

@@ -2,15 +2,13 @@
 
 Each join record is a key of its own, so nothing is lost when two processes claim one rank. What travels is JSON.
 Rank 0 reads the records as they come, and judges as soon as one contradicts another; the others wait for the
-verdict. The job's own store tells them of it. A store that other code made they ask again and again, ever more
-slowly, instead of blocking inside it: so Ctrl-C works, and no time-out of a wait is printed by torch.
+verdict, of which the store tells them.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import datetime
 import functools
 import itertools
 import json
@@ -42,15 +40,11 @@ from distman._store.torch_store import TorchStore
 from distman._text import Line
 from distman.errors import JobFailed, RendezvousError
 
-_FIRST_PAUSE = 0.00005  # seconds: about one call into the store
-_GROWTH = 1.3  # per pause, so that a wait is overrun by a third of itself at most
-_STEPS = 20  # the first pause of a large job is this part of its longest one
 _PAUSE_PER_RANK = 500e-6  # seconds; 2,000 looks a second in all, beside ranks that are still connecting
 _SHORTEST_LIMIT = 0.01  # seconds: longer pauses would delay the start of a small job
 _LONGEST_LIMIT = 1.0  # seconds: longer ones would delay a large job more than its looks cost
 _PROGRESS_EVERY = 10.0  # seconds between two lines of the log that name who is missing
 _GRACE = 1.0  # seconds that the others wait longer than rank 0, whose verdict is better than theirs
-_JUDGING = 2.0  # seconds; rank 0 judges 10,000 ranks in less
 _QUIET = 1.0  # seconds without a word in a failed start: longer looks like a hang
 _WITHDRAWING = 2.5  # seconds that Ctrl-C may take at the worst, where the process that serves the store is stopped
 _PARTING = 2.0  # seconds for the others to read the verdict, when all had the time they were given
@@ -61,7 +55,7 @@ _MOST_VERDICT = 256 << 20  # bytes, unpacked: a million ranks
 
 def establish_membership(
     job_store: JobStore,
-    store: dist.Store,
+    store: TorchStore,
     me: JoinRecord,
     *,
     timeout: float,
@@ -122,22 +116,22 @@ class _Wrong:
 
     error: Line | None
     failure: FailureRecord | None
-    store_rank: int | None
+    opener: int | None
 
 
 @dataclasses.dataclass(frozen=True)
 class _Verdict:
-    """What rank 0 found: the peers and who serves the store, or what is wrong."""
+    """What rank 0 found: the peers and who opened the store, or what is wrong."""
 
     peers: Peers = dataclasses.field(default_factory=lambda: Peers(()))
     error: str | None = None
     failure: FailureRecord | None = None
-    store_rank: int | None = None
+    opener: int | None = None
 
     def pack(self) -> bytes:
         """Return the verdict for the store: a line of JSON on what is wrong, then a line for each peer."""
         failure = dataclasses.asdict(self.failure) if self.failure is not None else None
-        wrong = json.dumps({"error": self.error, "failure": failure, "store_rank": self.store_rank}).encode()
+        wrong = json.dumps({"error": self.error, "failure": failure, "opener": self.opener}).encode()
         return zlib.compress(b"\n".join([wrong, *self.peers.rows]), 1)
 
     @classmethod
@@ -154,15 +148,15 @@ class _Verdict:
         except zlib.error as error:
             raise MalformedMessageError(what, f"{error}") from None
         found = decode(wrong, _Wrong, what)
-        if not stream.eof or (found.store_rank is not None and not 0 <= found.store_rank < len(rows)):
-            raise MalformedMessageError(what, f"it has no end, or no rank {found.store_rank}")
-        return cls(Peers(rows), found.error, found.failure, found.store_rank)
+        if not stream.eof or (found.opener is not None and not 0 <= found.opener < len(rows)):
+            raise MalformedMessageError(what, f"it has no end, or no rank {found.opener}")
+        return cls(Peers(rows), found.error, found.failure, found.opener)
 
 
 @dataclasses.dataclass
 class _Membership:
     job_store: JobStore
-    store: dist.Store
+    store: TorchStore
     me: JoinRecord
     timeout: float
     source: str
@@ -174,7 +168,6 @@ class _Membership:
         self.dropped: set[int] = set()
         self.ranks: set[int] = set()
         self.kinds: set[tuple[Hashable, ...]] = set()
-        self.has_waited = False
         self.told: set[str] = set()
         self.has_heard = False
         self.is_given_up = threading.Event()
@@ -182,7 +175,7 @@ class _Membership:
 
     def join_record(self) -> None:
         if self.job_store.is_opened_here:
-            self.store.set(protocol.STORE_RANK, str(self.me.rank))
+            self.store.set(protocol.OPENER, str(self.me.rank))
         self._leave_will()
         place = add_to(self.store, protocol.JOINED, 1)
         self._receive({place: self.me})
@@ -226,7 +219,7 @@ class _Membership:
     def accept(self, verdict: _Verdict) -> Peers:
         if verdict.failure is None and verdict.error is None:
             self._check_my_place(verdict.peers)
-            self.job_store.opener = verdict.store_rank
+            self.job_store.opener = verdict.opener
             return verdict.peers
         error = RendezvousError(verdict.error) if verdict.failure is None else verdict.failure.to_failure()
         is_late = time.monotonic() - self.started > self.timeout
@@ -262,7 +255,7 @@ class _Membership:
         record = (self._early_failure() if missing else None) or FailureRecord.read(self.store)
         if missing or record is not None:
             return _Verdict(failure=record) if record is not None else None
-        return _Verdict(complete(arrived), store_rank=self._store_rank())
+        return _Verdict(complete(arrived), opener=self._opener())
 
     def _next_arrival(self) -> str:
         """Return the key that is written next when there is something new for rank 0."""
@@ -274,22 +267,15 @@ class _Membership:
             if place not in self.arrived and place not in self.dropped
         )
 
-    def _store_rank(self) -> int | None:
+    def _opener(self) -> int | None:
         if self.job_store.is_opened_here:
             return self.me.rank
-        if not self.store.check([protocol.STORE_RANK]):
+        if not self.store.check([protocol.OPENER]):
             return None
-        found = self.store.get(protocol.STORE_RANK)
+        found = self.store.get(protocol.OPENER)
         return unless_malformed(lambda: decode_index(found, self.me.world_size, "who serves the job's store"))
 
     def _verdict(self) -> _Verdict | None:
-        if not isinstance(self.store, TorchStore):
-            if not self.store.check([protocol.MEMBERSHIP_EVENT]):
-                return None
-            if not self.has_waited:  # rank 0 is judging: what it finds is there in a moment
-                self.has_waited = True
-                with contextlib.suppress(dist.DistStoreError):
-                    self.store.wait([protocol.VERDICT], datetime.timedelta(seconds=_JUDGING))
         if not self.store.check([protocol.VERDICT]):
             failure = self._early_failure()  # of rank 0 itself, say, which judges nothing then
             return _Verdict(failure=failure) if failure is not None else None
@@ -326,11 +312,10 @@ class _Membership:
     ) -> _Verdict | None:
         """Return what ``look`` finds, or None after ``timeout`` seconds without a find.
 
-        It looks again when the next key is set, where the store tells, or else after a pause.
+        It looks again when the next key is set, or after a pause: the key may hold nonsense.
         """
-        longest = min(max(_SHORTEST_LIMIT, _PAUSE_PER_RANK * self.me.world_size), _LONGEST_LIMIT)
-        first = longest if isinstance(self.store, TorchStore) else longest / _STEPS
-        pause, next_report = max(_FIRST_PAUSE, first), _PROGRESS_EVERY
+        pause = min(max(_SHORTEST_LIMIT, _PAUSE_PER_RANK * self.me.world_size), _LONGEST_LIMIT)
+        next_report = _PROGRESS_EVERY
         while (found := look()) is None:
             waited = time.monotonic() - self.started
             if waited > timeout:
@@ -341,12 +326,11 @@ class _Membership:
             self._pause(next_key(), pause)
             if self.is_given_up.is_set():
                 raise RendezvousError("the rank was interrupted. Start the job again.")
-            pause = min(_GROWTH * pause, longest)
         return found
 
     def _pause(self, key: str, seconds: float) -> None:
-        """Wait until a key is set, which the job's own store tells, but once: it may hold nonsense; or some seconds."""
-        if not isinstance(self.store, TorchStore) or key in self.told:
+        """Wait until a key is set, but once: it may hold nonsense; or some seconds."""
+        if key in self.told:
             time.sleep(seconds)
         elif self.store.has_come([key], seconds):
             self.told.add(key)
@@ -387,7 +371,7 @@ class _Membership:
         return " ".join([*faults, sentence])
 
     def _unproved(self) -> str:
-        number = self.job_store.client.num_unproved if self.job_store.client is not None else 0
+        number = self.store.client.num_unproved
         return f", and have this job's secret, which {number} of those that came did not prove" if number else ""
 
     def _check_my_place(self, peers: Peers) -> None:
@@ -420,8 +404,7 @@ class _Membership:
         """
         if not self.has_heard:  # one that is interrupted here parts once more
             self.has_heard = True
-            if isinstance(self.store, TorchStore):
-                self.store.revoke_will()
+            self.store.revoke_will()
             count(self.store, protocol.VERDICT_HEARD, 1)
         if not self.job_store.is_opened_here:
             return

@@ -41,6 +41,7 @@ class Source(enum.Enum):
     FILE = f"the secret in the file that {_FILE_VARIABLE} names"
     KERNEL = "the kernel, which says whose process is at the other end: all ranks are on one host"
     MPI = "a secret that rank 0 draws and tells the others over MPI"
+    TOLD = "a secret that one rank draws and tells those that read the store of the process group"
     MUNGE = "a secret that munge shows to processes of this user only"
     NONE = "nothing"
 
@@ -112,7 +113,7 @@ class Protection:
         Raises:
             RendezvousError: munge makes no credential.
         """
-        if self.source not in (Source.MPI, Source.MUNGE):
+        if self.source not in (Source.MPI, Source.TOLD, Source.MUNGE):
             return DoorSecret(self.key)
         key = os.urandom(_KEY_BYTES)
         credential = munge.seal(_payload_of(job_id) + key, self.socket) if self.source is Source.MUNGE else b""

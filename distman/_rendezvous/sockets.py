@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import socket
-from collections.abc import Iterator
-from pathlib import Path
 
 from distman._store.transport import BACKLOG
 
@@ -74,33 +71,6 @@ def leads_here(name: str) -> bool:
         return any(map(is_own, addresses_of(name)))
     except OSError:
         return False
-
-
-def is_listened_to_here(port: int) -> bool:
-    """Return whether this process listens at a port, of any of the host's addresses.
-
-    It asks the kernel's tables: to take the files of others for sockets of Python's would change how they block.
-    """
-    mine = set()
-    for file in Path("/proc/self/fd").iterdir():
-        with contextlib.suppress(OSError):  # it was closed meanwhile
-            mine.add(str(file.readlink()))
-    return any(f"socket:[{inode}]" in mine for inode in _listeners(port))
-
-
-def _listeners(port: int) -> Iterator[str]:
-    """Generate the inodes of all sockets of this host that listen at a port.
-
-    Source:
-        proc(5), /proc/net/tcp: the local address is the second word, the state the fourth, 0A to listen, the inode the
-        tenth.
-    """
-    for table in ("tcp", "tcp6"):
-        with contextlib.suppress(OSError):  # there is no IPv6, say
-            for line in Path("/proc/self/net", table).read_text(encoding="ascii").splitlines()[1:]:
-                words = line.split()
-                if words[3] == "0A" and int(words[1].rpartition(":")[2], 16) == port:
-                    yield words[9]
 
 
 def address_towards(name: str) -> str | None:

@@ -1,7 +1,7 @@
 """The job's store: a small process, which one rank starts and the others find.
 
 Where no address is known beforehand, the rank that has started it tells the others over what they share already: MPI,
-or the store of a launcher's agent.
+the store of a launcher's agent, or that of a process group which other code has made.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
+import json
 import secrets
 import time
 from collections.abc import Callable
@@ -19,24 +20,29 @@ import torch.distributed as dist
 
 from distman._coordination import protocol
 from distman._coordination.failure.record import FailureRecord, Place
-from distman._coordination.messages import MalformedMessageError, drop
+from distman._coordination.messages import MalformedMessageError, add_to, decode, drop
 from distman._coordination.monitor.peer_connection import own_addresses
 from distman._coordination.monitor.reading import read_at_once
 from distman._rendezvous import mpi
-from distman._rendezvous.address import Endpoint
+from distman._rendezvous.address import UNREACHABLE_AFTER, Endpoint
 from distman._rendezvous.door import alike, find_store, listed, try_all, url_of
 from distman._rendezvous.opening import nothing, start_or_enter
-from distman._rendezvous.sockets import is_listened_to_here, leads_here
+from distman._rendezvous.secret import Protection, Source
+from distman._rendezvous.sockets import leads_here
 from distman._rendezvous.told import Told, UnprovedError, unseal, useful_elsewhere
 from distman._store.client import Client
 from distman._store.connection import StoreLostError
 from distman._store.dialing import PATIENCE
+from distman._store.memory import Memory
 from distman._store.torch_store import TorchStore
 from distman.environments import LaunchEnvironment
 from distman.errors import RendezvousError
 
 _PAUSE = 0.01  # seconds between two looks whether rank 0 has told its address: it starts within milliseconds
 _LONGEST_PAUSE = 0.5  # seconds between two looks at an address where it is not
+
+ADOPTED = "the process group that existed before"
+"""Where such ranks meet, for messages."""
 
 _left: set[str] = set()
 """Sessions of stores that this process has left; a new start must find a new one."""
@@ -52,34 +58,27 @@ class JobStore:
     Attributes:
         store: The connection.
         url: Where the ranks met, such as ``tcp://n1:23145``.
-        client: The connection without torch; None for a store that other code made.
+        secret: What who enters it has to prove; None where there is nothing.
         is_opened_here: Whether this process has opened it: then it stays for others where the start fails.
-        is_host: Whether other code of this process serves the store, which ends with it.
-        opener: The rank that opened it, or serves it, once the verdict has told; None where none did.
+        opener: The rank that opened it, once the verdict has told; None where none did.
         find_failure: Asks rank 0's agent, until the verdict, for a rank that failed on its way here.
     """
 
-    store: dist.Store
+    store: TorchStore
     url: str
-    client: Client | None = None
+    secret: bytes | None = dataclasses.field(default=None, repr=False)
     is_opened_here: bool = False
-    is_host: bool = False
     opener: int | None = None
     find_failure: Callable[[], FailureRecord | None] = lambda: None
 
     @property
     def key(self) -> bytes:
         """What the ranks of the job share with nobody; empty where there is nothing that could be the source of it."""
-        return self.client.job_key if self.client is not None else b""
-
-    @property
-    def store_rank(self) -> int | None:
-        """The rank that serves the store itself, so that it ends with that rank; None where none does."""
-        return self.opener if self.client is None else None
+        return self.store.client.job_key
 
     def leave_will(
         self,
-        store: dist.Store,
+        store: TorchStore,
         me: Place,
         key: str = protocol.FAILURE,
         counter: str = protocol.NEWS,
@@ -87,7 +86,7 @@ class JobStore:
         *,
         unless: str,
     ) -> None:
-        """Let the process that serves the store tell of the end of this one, at once; a store of other code cannot.
+        """Let the process that serves the store tell of the end of this one, at once.
 
         Args:
             store: The part of the store where the keys are.
@@ -97,35 +96,19 @@ class JobStore:
             pack: Makes a message of what it tells.
             unless: A key that prevents it.
         """
-        if self.client is not None and isinstance(store, TorchStore):
-            died = FailureRecord.died(me)
-            unreachable = FailureRecord.unreachable(me, self.client.door.unreachable_after)
-            store.register_will(key, counter, unless=unless, if_closed=pack(died), if_unreachable=pack(unreachable))
+        died = FailureRecord.died(me)
+        unreachable = FailureRecord.unreachable(me, self.store.client.unreachable_after)
+        store.register_will(key, counter, unless=unless, if_closed=pack(died), if_unreachable=pack(unreachable))
 
     def close(self) -> None:
-        """Leave the store and never use it again; it goes with its last user. One that other code made stays."""
-        if self.client is None:
-            return
-        _left.add(self.client.session)
-        if isinstance(self.store, TorchStore):
-            self.store.close()
-        self.client.close()
-
-
-def adopt_store(store: dist.Store) -> JobStore:
-    """Return the store of a process group that other code made."""
-    origin = store
-    while isinstance(origin, dist.PrefixStore):
-        origin = origin.underlying_store
-    if not isinstance(origin, dist.TCPStore):
-        return JobStore(store, "the store of the process group")
-    is_here = is_listened_to_here(origin.port)
-    return JobStore(store, url_of((origin.host, origin.port)), is_opened_here=is_here, is_host=is_here)
+        """Leave the store and never use it again; it goes with its last user."""
+        _left.add(self.store.client.session)
+        self.store.close()
 
 
 def keep_store() -> JobStore:
     """Return the store of a job of one rank, which meets nobody."""
-    return JobStore(dist.HashStore(), "the memory of its only rank")
+    return JobStore(TorchStore(Memory()), "the memory of its only rank")
 
 
 def open_or_join(point: Endpoint, rank: int, timeout: float, meanwhile: Callable[[], None] = nothing) -> JobStore:
@@ -193,7 +176,7 @@ def tell_over_mpi(environment: LaunchEnvironment, point: Endpoint, timeout: floa
     def open_here() -> tuple[Told, bytes | None]:
         job_store, told = _open_anywhere(point, timeout)
         opened.append(job_store)
-        return told, job_store.client.door.secret if job_store.client is not None else None
+        return told, job_store.secret
 
     try:
         told, secret = mpi.broadcast_from_rank_zero(environment, open_here, timeout)
@@ -201,11 +184,52 @@ def tell_over_mpi(environment: LaunchEnvironment, point: Endpoint, timeout: floa
         for job_store in opened:
             job_store.close()
         raise
-    if opened:
-        return opened[0]
-    if point.protection is not None:
-        point = dataclasses.replace(point, protection=dataclasses.replace(point.protection, key=secret))
-    return join_store(_place_told(told, point), environment.rank, timeout)
+    return opened[0] if opened else join_store(_place_told(told, point, secret), environment.rank, timeout)
+
+
+def open_beside(
+    group_store: dist.Store, job: str, rank: int, timeout: float, unreachable_after: float = UNREACHABLE_AFTER
+) -> JobStore:
+    """Open the store of a job whose process group other code has made, and tell the others over that group's store.
+
+    Collective. The first rank to come opens it. Who reads the group's store is let in.
+
+    Args:
+        group_store: The store of the process group.
+        job: Name of the job, which begins the keys there.
+        rank: This rank.
+        timeout: Seconds for the store to be there.
+        unreachable_after: Seconds after which a host is given up that acknowledges nothing.
+
+    Raises:
+        RendezvousError: It could not be opened, or did not appear within ``timeout`` seconds.
+    """
+    claimed, key = protocol.opening_beside(job), protocol.store_beside(job)
+    point = Endpoint(job, (), (), ADOPTED, is_host=False, protection=Protection(Source.TOLD))
+    point = dataclasses.replace(point, unreachable_after=unreachable_after)
+    if add_to(group_store, claimed, 1) == 1:
+        opened, told = _open_anywhere(point, timeout, rank)
+        try:
+            group_store.set(key, json.dumps([dataclasses.asdict(told), (opened.secret or b"").hex()]))
+        except BaseException:  # Ctrl-C too: it would keep the store, where no rank can find it
+            opened.close()
+            raise
+        return opened
+    until = time.monotonic() + timeout
+    while not group_store.check([key]):  # not a wait, which nothing could interrupt
+        if time.monotonic() > until:
+            raise RendezvousError(
+                f"the first rank to call DistributedManager.initialize() must tell the others where it has opened the "
+                f"job's store within {timeout:g} s, got nothing in the store of the process group [{ADOPTED}]. See its "
+                "error; set rendezvous_timeout for slow starts."
+            )
+        time.sleep(_PAUSE)
+    what = "where the job's store is, in that of the group"
+    told, secret = decode(group_store.get(key), tuple[Told, str], what)
+    try:
+        return join_store(_place_told(told, point, bytes.fromhex(secret)), rank, timeout)
+    except ValueError as error:
+        raise MalformedMessageError(what, str(error)) from None
 
 
 def _tell_over_agent(point: Endpoint, rank: int, timeout: float) -> JobStore:
@@ -284,18 +308,20 @@ def tell_agent(point: Endpoint, failure: str, timeout: float) -> None:
         agent.compare_set(protocol.start_failure(point.job_id, point.restart), "", failure)
 
 
-def _open_anywhere(point: Endpoint, timeout: float) -> tuple[JobStore, Told]:
-    """Open the store at any free port, and return it and what rank 0 tells the others of it."""
+def _open_anywhere(point: Endpoint, timeout: float, rank: int = 0) -> tuple[JobStore, Told]:
+    """Open the store at any free port, and return it and what this rank tells the others of it."""
     name = f"{point.job_id}/{secrets.token_hex(8)}"
     here = dataclasses.replace(point, job_id=name, addresses=("0.0.0.0",), ports=())  # noqa: S104 - for all nodes
-    opened = open_store(here, 0, timeout)
+    opened = open_store(here, rank, timeout)
     addresses = useful_elsewhere([*dict.fromkeys([*filter(leads_here, point.addresses), *own_addresses()])])
     told = Told(addresses, urlsplit(opened.url).port or 0, name)
     opened.url = url_of((told.addresses[0], told.port))
     return opened, told
 
 
-def _place_told(told: Told, point: Endpoint) -> Endpoint:
+def _place_told(told: Told, point: Endpoint, secret: bytes | None = None) -> Endpoint:
+    if secret and point.protection is not None:
+        point = dataclasses.replace(point, protection=dataclasses.replace(point.protection, key=secret))
     return dataclasses.replace(
         point, job_id=told.job, addresses=told.addresses, ports=(told.port,), is_host=False, has_agent=False
     )
@@ -317,7 +343,7 @@ def _entered(client: Client, timeout: float) -> JobStore:
 def _connected(client: Client, timeout: float, *, is_opened_here: bool = False) -> JobStore:
     store = TorchStore(client)
     store.set_timeout(timedelta(seconds=timeout))
-    return JobStore(store, url_of(client.door.address), client, is_opened_here=is_opened_here)
+    return JobStore(store, url_of(client.door.address), client.door.secret, is_opened_here=is_opened_here)
 
 
 def _connect(point: Endpoint, timeout: float) -> dist.TCPStore:

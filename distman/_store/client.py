@@ -57,6 +57,11 @@ class Client:
         return self._first.answer.session.decode()
 
     @property
+    def unreachable_after(self) -> float:
+        """Seconds after which a host is given up that acknowledges nothing."""
+        return self.door.unreachable_after
+
+    @property
     def store_pid(self) -> int:
         """The process that serves the store."""
         return self._first.answer.pid

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from distman._store.client import Client
 from distman._store.connection import StoreLostError, StoreTimeoutError
 from distman._store.handshake import WATCHER
+from distman._store.memory import Memory
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -43,7 +44,7 @@ class TorchStore(dist.Store):
         prefix: What the keys of this part begin with.
     """
 
-    def __init__(self, client: Client, prefix: str = "") -> None:
+    def __init__(self, client: Client | Memory, prefix: str = "") -> None:
         super().__init__()
         self.client = client
         self._prefix = prefix
@@ -208,20 +209,6 @@ class TorchStore(dist.Store):
 
     def _keys(self, keys: Sequence[str]) -> list[bytes]:
         return [(self._prefix + key).encode() for key in keys]
-
-
-def part_of(store: dist.Store, name: str) -> dist.Store:
-    """Return the part of any store whose keys begin with a name."""
-    return store.part(name) if isinstance(store, TorchStore) else dist.PrefixStore(name, store)
-
-
-def delete_keys(store: dist.Store, keys: Sequence[str]) -> None:
-    """Delete several keys of any store, at once where it can."""
-    if isinstance(store, TorchStore):
-        store.delete_keys(keys)
-        return
-    for key in keys:
-        store.delete_key(key)
 
 
 def _bytes(value: str | bytes) -> bytes:

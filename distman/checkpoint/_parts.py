@@ -17,7 +17,6 @@ from distman._coordination import protocol
 from distman._coordination.failure.record import DIED, LEFT, SILENT, FailureRecord
 from distman._coordination.messages import decode
 from distman._coordination.sync import StoreGroup
-from distman._store.torch_store import delete_keys
 from distman._torch_internals import storage_info
 from distman.errors import JobFailed
 from distman.manager import DistributedManager
@@ -102,7 +101,7 @@ class Parts:
         found = [self._of(rank, group) for rank in range(1, group.size)]
         failure = protocol.failure_of(self._folder)
         error = group.store.get(failure) if group.store.check([failure]) else None
-        delete_keys(group.store, [failure, *[protocol.part(self._folder, rank) for rank in range(1, group.size)]])
+        group.store.delete_keys([failure, *[protocol.part(self._folder, rank) for rank in range(1, group.size)]])
         if error is not None:
             raise FailureRecord.decoded(error, f"why a part of {self._folder} could not be written").to_error()
         return [[one.result() for one in written] for written in found]

@@ -26,7 +26,6 @@ from distman._coordination.sync import StoreGroup
 from distman._coordination.tracking import call_site, current_wait
 from distman._coordination.wait_scope import collective
 from distman._groups.registry import Group
-from distman._store.torch_store import delete_keys
 from distman._text import printable
 from distman._torch_internals import (
     awaited,
@@ -269,7 +268,7 @@ def _ask(refusal: Refusal, store_group: StoreGroup, timeout: float) -> dict[int,
     place = f"exchange {refusal.call}"
     store_group.wait_until(lambda: store.check([*keys.values()]), place=place, awaited=missing, timeout=timeout)
     answers = {rank: store.get(key) for rank, key in keys.items() if store.check([key])}
-    delete_keys(store, [protocol.refusal(number), *keys.values()])
+    store.delete_keys([protocol.refusal(number), *keys.values()])
     return {rank: decode(answer, Posted, f"what rank {rank} exchanges") for rank, answer in answers.items()}
 
 

@@ -78,7 +78,7 @@ def _measure_store(num_ranks: int, num_hosts: int, seconds: float) -> None:
 
     point = Endpoint(f"benchmark-{os.getpid()}", ("127.0.0.1",), (), "the benchmark", is_host=True)
     job_store = open_store(point, 0, 60)
-    store, server = job_store.store, job_store.client.store_pid
+    store, server = job_store.store, job_store.store.client.store_pid
     looks, beats = num_hosts / interval(num_hosts), num_hosts / (_INTERVALS_PER_BEAT * interval(num_ranks))  # a second
     before, began = _seconds_of_process(server), time.perf_counter()
     due = 0.0

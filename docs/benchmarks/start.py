@@ -125,7 +125,6 @@ def measure_membership(num_ranks: int = 1024) -> None:
     from distman._rendezvous.membership import establish_membership
     from distman._rendezvous.peers import Peers
     from distman._rendezvous.store import join_store, open_store
-    from distman._store.torch_store import part_of
 
     allow_open_files(FILES_PER_RANK * num_ranks)
     name = f"benchmark-{os.getpid()}"
@@ -157,7 +156,7 @@ def measure_membership(num_ranks: int = 1024) -> None:
     def attend(rank: int, here: threading.Barrier) -> Peers:
         job_store = open_store(point, 0, 60) if rank == 0 else join_store(point, rank, 60)
         stores.append(job_store)
-        store = part_of(job_store.store, "roll")
+        store = job_store.store.part("roll")
         here.wait()
         here.wait()
         return establish_membership(

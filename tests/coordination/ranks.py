@@ -3,13 +3,13 @@
 import concurrent.futures
 import dataclasses
 
-from torch.distributed import HashStore
-
 from distman._coordination import protocol
 from distman._coordination.failure.record import FailureRecord
 from distman._coordination.sync import StoreGroup
 from distman._store.handshake import MEMBER
 from distman._store.torch_store import TorchStore
+
+from ..store.stores import MemoryStore
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,7 +31,7 @@ def places(num_ranks):
 
 def store_groups(num_ranks, *, leaving=0.0, opened=None):
     """The members of one group, over a store in memory or one that is opened; they look around all the time."""
-    here, every = HashStore(), 0.0 if opened is None else 0.01
+    here, every = MemoryStore(), 0.0 if opened is None else 0.01
     stores = [here if opened is None else TorchStore(opened.client(MEMBER, rank)) for rank in range(num_ranks)]
     return [
         StoreGroup(store, store, rank, range(num_ranks), places(num_ranks), look_around_every=every, leaving=leaving)

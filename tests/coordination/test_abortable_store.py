@@ -1,19 +1,20 @@
 import datetime
 
 import pytest
-from torch.distributed import HashStore
 
 from distman._coordination.abortable_store import AbortableStore
 from distman._store.connection import GaveUpError
 from distman._store.torch_store import TorchStore
 from tests.store.stores import open_store
 
+from ..store.stores import MemoryStore
+
 
 @pytest.fixture(params=["memory", "unix"])
 def plain(request):
     """A store in memory, or the part of one that is opened."""
     if request.param == "memory":
-        yield HashStore()
+        yield MemoryStore()
         return
     with open_store("unix") as opened:
         whole = TorchStore(opened.client())

@@ -7,7 +7,6 @@ import re
 from collections import Counter
 
 import pytest
-from torch.distributed import HashStore
 
 from distman._coordination import protocol, sync
 from distman._coordination.barrier import wait_for_all
@@ -15,6 +14,7 @@ from distman._coordination.sync import StoreGroup
 from distman.errors import BarrierTimeoutError, JobFailed, RankFailedError
 from tests.store.stores import open_store
 
+from ..store.stores import MemoryStore
 from . import ranks
 from .ranks import at_once, leave, places
 
@@ -130,7 +130,7 @@ def cause(error):
     return text if error is not None else None
 
 
-class CountingStore(HashStore):
+class CountingStore(MemoryStore):
     """Counts what is asked, without the looks at the outcome: how many there are depends on the time they wait."""
 
     def __init__(self):
@@ -147,7 +147,7 @@ for name in ("add", "append", "compare_set", "delete_key", "get", "multi_get", "
 
     def method(self, *arguments, name=name):
         self.asked[name] += 1
-        return getattr(HashStore, name)(self, *arguments)
+        return getattr(MemoryStore, name)(self, *arguments)
 
     setattr(CountingStore, name, method)
 

@@ -14,7 +14,6 @@ import pytest
 import torch
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
-from torch.distributed import HashStore
 
 import distman
 from distman import DistributedManager
@@ -51,6 +50,7 @@ from distman.errors import DistmanError
 from distman.testing import ranks
 
 from ..rendezvous.join_records import join_record
+from ..store.stores import MemoryStore
 from .ranks import at_once, failure_on, places, store_groups
 
 PACKAGE = Path(distman.__file__).parent
@@ -181,25 +181,25 @@ def test_there_is_one_warning_for_each_thing_that_is_malformed(caplog):
 
 @given(GARBAGE)
 def test_garbage_does_not_keep_a_message_out(data):
-    store = HashStore()
+    store = MemoryStore()
     store.set("key", data)
     kept = unless_malformed(lambda: decode_index(data, 3, "it"))
     assert claim(store, "key", "2", lambda found: decode_index(found, 3, "it")) == (2 if kept is None else kept)
-    failure = HashStore()
+    failure = MemoryStore()
     failure.set(protocol.FAILURE, data)
     assert failure_on(1).publish(failure) == FailureRecord.read(failure)
 
 
 @given(GARBAGE)
 def test_a_counter_that_holds_no_number_begins_again(data):
-    store = HashStore()
+    store = MemoryStore()
     store.set("counter", data)
     first = count(store, "counter", 1)
     assert add_to(store, "counter", 1) == first + 1
 
 
 def test_who_lets_a_counter_begin_again_forgets_nobody_who_was_counted_meanwhile():
-    store = HashStore()
+    store = MemoryStore()
     for place in range(200):
         store.set(f"counter {place}", "no number")
         gate = threading.Barrier(4)
@@ -272,8 +272,8 @@ def watched(tmp_path, monkeypatch):
     with contextlib.ExitStack() as stack:
 
         def begin():
-            store = HashStore()
-            context = WatchContext(store, "tcp://n1:5", None, 0, places(2), is_one_host=True)
+            store = MemoryStore()
+            context = WatchContext(store, "tcp://n1:5", 0, places(2), is_one_host=True)
             hangs = HangWatch(context, 0.0, 0.0)
             monitor = PeerMonitor(
                 store, context, WatchLimits(300.0), hangs, threading.Event(), clock=itertools.count().__next__
@@ -364,7 +364,7 @@ def test_no_barrier_opens_because_something_stands_where_its_outcome_would():
 def test_a_job_goes_on_with_garbage_in_its_store(rank):
     manager = DistributedManager()
     store, other = manager._state.job.rendezvous.store, 1 - rank
-    context = WatchContext(store, "the store", None, rank, manager.roll_call, is_one_host=True)
+    context = WatchContext(store, "the store", rank, manager.roll_call, is_one_host=True)
     watcher = Watcher(context, WatchLimits(300.0), lambda _: None)
     watcher.start()
     if rank == 1:

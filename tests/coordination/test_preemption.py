@@ -8,7 +8,6 @@ import threading
 import weakref
 
 import pytest
-from torch.distributed import HashStore
 
 from distman._coordination import preemption
 from distman._coordination.preemption import StopAgreement
@@ -16,11 +15,13 @@ from distman._coordination.signal_names import DEFAULT_SIGNALS
 from distman._coordination.sync import StoreGroup
 from distman.errors import PlanMismatchError
 
+from ..store.stores import MemoryStore
+
 _to_leave = []
 
 
 def agreements(num_ranks):
-    store = HashStore()
+    store = MemoryStore()
     names = [f"rank {rank} (n1, pid {rank})" for rank in range(num_ranks)]
     ranks = [StopAgreement(StoreGroup(store, store, rank, range(num_ranks), names)) for rank in range(num_ranks)]
     _to_leave.extend(ranks)

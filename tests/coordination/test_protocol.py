@@ -22,14 +22,12 @@ METHODS = {
 """Methods of stores, and what they are made of: where the arguments stand that are keys, and how they are called."""
 TAKE_KEYS = {
     "PrefixStore": (0, "prefix"),
-    "part_of": (1, "name"),
     "store.part": (0, "name"),
     "KeySequence": (1, "name"),
     "AbortableStore": (1, "failure_key"),
     "add_to": (1, "key"),
     "claim": (1, "key"),
     "count": (1, "key"),
-    "delete_keys": (1, "keys"),
     "ExclusiveSection": (1, "key"),
     "Looker": (1, "key"),
     "looker": (0, "operation"),
@@ -147,7 +145,7 @@ def test_no_key_is_spelt_out_outside_the_protocol():
         "self.client.compare_set(b'planted', b'', failure)",
         "client.add(f'planted/{rank}'.encode(), 1)",
         "self._table.add(b'planted', 1)",
-        "part_of(job_store.store, 'planted')",
+        "job_store.store.part('planted')",
         "self.store.part('planted')",
         "key = f'planted {rank}'; store.get(key)",
         "keys = [f'planted {n}' for n in range(3)]; store.multi_get(keys)",

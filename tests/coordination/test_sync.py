@@ -5,13 +5,13 @@ import functools
 import random
 
 import pytest
-from torch.distributed import HashStore
 
 from distman._coordination import protocol
 from distman._coordination.failure.record import LEFT
 from distman._coordination.sync import KeySequence, Looker
 from distman.errors import JobFailed
 
+from ..store.stores import MemoryStore
 from .ranks import at_once, failure_on, leave, store_groups
 
 
@@ -19,7 +19,7 @@ from .ranks import at_once, failure_on, leave, store_groups
 def test_a_key_lives_until_all_have_gone_on(seed):
     rng = random.Random(seed)  # noqa: S311 - it draws no secrets
     num_ranks = rng.randint(1, 4)
-    store = HashStore()
+    store = MemoryStore()
     ranks = [KeySequence(store, "act", num_ranks, beside=[protocol.done]) for _ in range(num_ranks)]
     keys = [[] for _ in ranks]
     for _ in range(2_000):
@@ -35,7 +35,7 @@ def test_a_key_lives_until_all_have_gone_on(seed):
 
 
 def test_the_page_before_is_gone_when_the_last_rank_begins_the_next_but_one():
-    store = HashStore()
+    store = MemoryStore()
     first, last = (KeySequence(store, "act", 2) for _ in range(2))
     keys = [first.next() for _ in range(3 * 64)]
     for key in keys:
@@ -105,7 +105,7 @@ def test_a_wait_that_is_over_asks_for_a_failure_before_it_says_that_nobody_came(
 
 
 def lookers(num_ranks, patience):
-    store = HashStore()
+    store = MemoryStore()
     return store, [Looker(store, "who looks", rank, patience) for rank in range(num_ranks)]
 
 
@@ -125,7 +125,7 @@ def test_who_looks_for_too_long_is_relieved_by_one():
     assert [looker.is_me() for looker in ranks[1:]] == [True, False]
 
 
-class InterruptedStore(HashStore):
+class InterruptedStore(MemoryStore):
     """Does something else first when a rank would be elected."""
 
     meanwhile = None

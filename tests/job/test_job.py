@@ -31,18 +31,18 @@ def test_a_rank_beside_this_one_is_on_the_same_machine(changes, told, is_beside)
 
 
 @pytest.mark.parametrize(
-    ("launcher", "hosts", "is_opened_here", "is_host", "holds_store"),
+    ("launcher", "hosts", "is_opened_here", "holds_store"),
     [
-        ("slurm", 2, True, False, True),
-        ("slurm", 2, False, False, False),
-        ("slurm", 1, True, False, False),
-        ("hydra", 2, True, False, False),
-        ("env", 1, True, True, True),
+        ("slurm", 2, True, True),
+        ("slurm", 2, False, False),
+        ("slurm", 1, True, False),
+        ("hydra", 2, True, False),
+        ("env", 1, True, False),
     ],
 )
-def test_who_holds_the_store(launcher, hosts, is_opened_here, is_host, holds_store):
+def test_who_holds_the_store(launcher, hosts, is_opened_here, holds_store):
     peers = complete([join_record(0), join_record(1, host=f"n{hosts}")])
-    job_store = SimpleNamespace(is_opened_here=is_opened_here, is_host=is_host)
+    job_store = SimpleNamespace(is_opened_here=is_opened_here)
     environment, limits = LaunchEnvironment(launcher, 0, 2), Limits(1.0, 1.0)
     rendezvous = SimpleNamespace(job_store=job_store)
     job = Job(peers[0], 2, torch.device("cpu"), "gloo", limits, peers, environment, rendezvous)

@@ -5,19 +5,19 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from torch.distributed import HashStore
 
 from distman._coordination import protocol
 from distman._job import shutdown
 from distman._job.start import reporter_of
 
 from ..coordination.ranks import failure_on
+from ..store.stores import MemoryStore
 
 
 @pytest.fixture
 def rendezvous():
-    job_store = SimpleNamespace(url="tcp://n1:5", is_host=False, close=lambda: None)
-    return SimpleNamespace(store=HashStore(), job_store=job_store)
+    job_store = SimpleNamespace(url="tcp://n1:5", close=lambda: None)
+    return SimpleNamespace(store=MemoryStore(), job_store=job_store)
 
 
 def watcher_of(learned, looked_for):
@@ -34,14 +34,7 @@ JOB = SimpleNamespace(
 class OnWatch:
     """A watcher that finds, when it is asked a second time, that the other rank has left."""
 
-    is_counted, knows_from_others, has_let_go, has_store_rank_failed, record, untold = (
-        True,
-        False,
-        False,
-        False,
-        None,
-        None,
-    )
+    is_counted, knows_from_others, has_let_go, record, untold = True, False, False, None, None
 
     def __init__(self, store):
         self.store = store

@@ -41,6 +41,6 @@ def test_one_process_on_the_cpu_leaves_the_gpus_alone(monkeypatch):
 def test_a_group_of_other_code_keeps_the_device_that_it_is_bound_to(monkeypatch, rank):
     chosen = pretend_two_gpus(monkeypatch)
     dist.group.WORLD.bound_device_id = torch.device("cuda", 1 - rank)
-    job = adopt(LaunchEnvironment.bare(rank, 2), None, LIMITS)
+    job = adopt(LaunchEnvironment.bare(rank, 2), None, LIMITS, None)
     assert chosen == [job.device] == [torch.device("cuda", 1 - rank)]
     dist.all_reduce(torch.ones(1))  # so that nobody leaves while the other one still joins

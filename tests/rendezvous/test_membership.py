@@ -26,10 +26,10 @@ from distman._rendezvous.sockets import bind_listener
 from distman._rendezvous.store import JobStore, join_store, open_or_join, open_store
 from distman._store.client import Client
 from distman._store.handshake import VISITOR, WATCHER
-from distman._store.torch_store import part_of
 from distman.environments import LaunchEnvironment, detect
 from distman.errors import JobFailed, RendezvousError
 
+from ..store.stores import MemoryStore
 from .join_records import join_record
 
 
@@ -50,7 +50,7 @@ def enter(point, me, timeout=10.0):
 
 
 def take_part(job_store, me, timeout=10.0, expected=None):
-    store = part_of(job_store.store, protocol.job())
+    store = job_store.store.part(protocol.job())
     return establish_membership(job_store, store, me, timeout=timeout, source="the test", expected=expected or {})
 
 
@@ -147,9 +147,9 @@ def test_unlike_world_sizes_are_an_error_on_all(point):
     assert all("world_size must be the same on all ranks" in str(error) for error in results), results
 
 
-def test_who_serves_the_store_of_an_adopted_group_stays_until_all_know_what_is_wrong():
-    store = dist.HashStore()
-    host = JobStore(store, "the group's store", is_opened_here=True, is_host=True)
+def test_who_opened_the_store_stays_until_all_know_what_is_wrong():
+    store = MemoryStore()
+    host = JobStore(store, "the group's store", is_opened_here=True)
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
         future = pool.submit(take_part, host, join_record(0))
         part = dist.PrefixStore(protocol.job(), store)
@@ -164,7 +164,7 @@ def test_who_serves_the_store_of_an_adopted_group_stays_until_all_know_what_is_w
 
 
 def test_who_is_interrupted_while_it_parts_is_counted_once_as_one_that_knows():
-    store = dist.HashStore()
+    store = MemoryStore()
     part = membership._Membership(JobStore(store, "the store"), store, join_record(1), 10.0, "the test", {})
     with pytest.raises(RendezvousError, match="rank 0 is missing"):
         part.accept(membership._Verdict(error="rank 0 is missing"))
@@ -175,7 +175,7 @@ def test_who_is_interrupted_while_it_parts_is_counted_once_as_one_that_knows():
 
 def join_and_end(job_store, me):
     """Be counted, and end before there is a verdict, or without a look at it."""
-    store = part_of(job_store.store, protocol.job())
+    store = job_store.store.part(protocol.job())
     membership._Membership(job_store, store, me, 60.0, "the test", {}).join_record()
     job_store.close()
 
@@ -198,7 +198,7 @@ def test_a_rank_that_dies_while_others_are_awaited_is_named_at_once(point, dying
 def job_of_two(point):
     """A host and a call into its store, after ranks 0 and 1 have met there."""
     host = open_store(point, 0, 10)
-    store = part_of(host.store, protocol.job())
+    store = host.store.part(protocol.job())
 
     def call(me):
         return establish_membership(host, store, me, timeout=10, source="the test", expected={})
@@ -234,7 +234,7 @@ def test_the_end_of_a_rank_that_gave_up_is_not_told_in_place_of_its_reason(point
     host = open_store(point, 0, 10)
     with pytest.raises(RendezvousError, match="missing: rank 0"):
         attend(point, join_record(1), timeout=0.1)
-    store = part_of(host.store, protocol.job())
+    store = host.store.part(protocol.job())
     store.again(WATCHER).close()  # it comes after that end
     assert not store.check([protocol.FAILURE])
     host.close()
@@ -392,7 +392,7 @@ def test_a_process_that_joins_with_nonsense_is_as_one_that_is_missing(point, cap
     messages._forget_warnings()
     garbage = json.dumps({**dataclasses.asdict(join_record(1)), "pid": "1"})
     with contextlib.closing(enter(point, join_record(0))) as job_store:
-        store = part_of(job_store.store, protocol.job())
+        store = job_store.store.part(protocol.job())
         store.set(protocol.join_record(store.add(protocol.JOINED, 1)), garbage)
         with pytest.raises(RendezvousError, match=r"1 of 2 ranks joined .* missing: rank 1"):
             take_part(job_store, join_record(0), timeout=0.3)
@@ -403,8 +403,8 @@ def test_a_process_that_joins_with_nonsense_is_as_one_that_is_missing(point, cap
 def test_a_verdict_that_is_none_does_not_stand_in_the_way(point, caplog):
     messages._forget_warnings()
     with contextlib.closing(enter(point, join_record(0, 1))) as job_store:
-        store = part_of(job_store.store, protocol.job())
-        for key in (protocol.VERDICT, protocol.FAILURE, protocol.STORE_RANK):
+        store = job_store.store.part(protocol.job())
+        for key in (protocol.VERDICT, protocol.FAILURE, protocol.OPENER):
             store.set(key, b"\x78\x9c garbage")
         assert len(take_part(job_store, join_record(0, 1))) == 1
     assert "reading the verdict on who takes part failed: " in caplog.text

@@ -1,9 +1,6 @@
 """Where a host listens, and which names mean it."""
 
-import contextlib
 import ipaddress
-import os
-import signal
 import socket
 
 import pytest
@@ -12,7 +9,6 @@ from distman._rendezvous.sockets import (
     address_towards,
     addresses_of,
     bind_listener,
-    is_listened_to_here,
     is_own,
     means_loopback,
 )
@@ -60,35 +56,3 @@ def test_the_way_to_an_address_of_this_host_is_that_address():
 def test_a_name_may_begin_like_that_of_the_loopback():
     assert means_loopback("localhost")
     assert not means_loopback("localhost-7")
-
-
-def test_a_process_knows_where_it_listens():
-    with contextlib.ExitStack() as stack:
-        with bind_listener("127.0.0.1", 0) as listener:
-            port = listener.getsockname()[1]
-            assert is_listened_to_here(port)
-            stack.enter_context(socket.create_connection(("127.0.0.1", port)))
-            stack.enter_context(listener.accept()[0])
-        assert not is_listened_to_here(port), "a connection has the port of the listener, too"
-    with bind_listener("127.0.0.1", 0) as listener:
-        port = listener.getsockname()[1]
-        child = os.fork()
-        if child == 0:
-            signal.pause()
-    try:
-        assert not is_listened_to_here(port), "another process does"
-    finally:
-        os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
-
-
-def test_to_look_for_a_listener_changes_no_socket():
-    ends = socket.socketpair()
-    socket.setdefaulttimeout(30)
-    try:
-        is_listened_to_here(1)
-        assert all(os.get_blocking(end.fileno()) for end in ends)
-    finally:
-        socket.setdefaulttimeout(None)
-        for end in ends:
-            end.close()

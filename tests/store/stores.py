@@ -7,8 +7,10 @@ import threading
 from distman._rendezvous.sockets import bind_listener
 from distman._store.client import Client
 from distman._store.dialing import Door
+from distman._store.memory import Memory
 from distman._store.process import listen_on_this_host, start_store
 from distman._store.server import Server
+from distman._store.torch_store import TorchStore
 
 PATIENCE = 30.0  # seconds for what takes milliseconds
 SECRET = b"a secret that only the tests know"
@@ -34,6 +36,13 @@ def leave_will(client, rank):
     client.register_will(
         b"failure", b"news", unless=b"left/%d" % rank, if_closed=b"%d died" % rank, if_unreachable=b"%d is lost" % rank
     )
+
+
+class MemoryStore(TorchStore):
+    """A store in memory, which the threads of a test share."""
+
+    def __init__(self):
+        super().__init__(Memory())
 
 
 class OpenStore:

@@ -19,11 +19,11 @@ from distman._coordination.abortable_store import AbortableStore
 from distman._store.client import Client
 from distman._store.connection import Connection, GaveUpError
 from distman._store.handshake import MEMBER, WATCHER
-from distman._store.torch_store import TorchStore, delete_keys
+from distman._store.torch_store import TorchStore
 from distman._torch_internals import is_lost_connection, make_group, meeting_in_few_calls
 from distman.testing import ranks
 
-from .stores import KINDS, PATIENCE, open_store
+from .stores import KINDS, PATIENCE, MemoryStore, open_store
 
 SOON = timedelta(milliseconds=20)
 
@@ -35,9 +35,10 @@ def opened():
         yield store
 
 
-@pytest.fixture
-def store(opened):
-    return TorchStore(opened.client(MEMBER, 0)).part(os.urandom(4).hex())
+@pytest.fixture(params=["process", "memory"])
+def store(opened, request):
+    whole = TorchStore(opened.client(MEMBER, 0)) if request.param == "process" else MemoryStore()
+    return whole.part(os.urandom(4).hex())
 
 
 def use(store):
@@ -58,7 +59,8 @@ def use(store):
     assert not store.delete_key("a")
     assert not store.check(["a", "b"])
     assert store.num_keys() == before - 1
-    delete_keys(store, ["b", "c"])
+    store.delete_key("b")
+    store.delete_key("c")
     assert store.num_keys() == before - 3
     assert store.has_extended_api()
 
@@ -118,7 +120,8 @@ def test_what_is_no_number_is_no_error_of_the_store(store):
         store.add("a", 1)
 
 
-def test_clones_and_parts_live_as_long_as_their_store(store):
+def test_clones_and_parts_live_as_long_as_their_store(opened):
+    store = TorchStore(opened.client(MEMBER, 0)).part(os.urandom(4).hex())
     prefixed = [dist.PrefixStore("prefix", store.part("p")), dist.PrefixStore("prefix", store).clone()]
     gc.collect()
     for one in prefixed:

@@ -18,7 +18,7 @@ from distman._text import shortened
 from distman.errors import JobFailed, RankFailedError
 
 if TYPE_CHECKING:
-    from torch.distributed import Store
+    from distman._store.torch_store import TorchStore
 
 
 DIED = "died"
@@ -152,13 +152,13 @@ class FailureRecord:
             return cls(-1, "unknown host", 0, "unknown", text)
 
     @classmethod
-    def read(cls, store: Store) -> FailureRecord | None:
+    def read(cls, store: TorchStore) -> FailureRecord | None:
         """Return the job's first record; None where there is none, or something else."""
         if not store.check([protocol.FAILURE]):
             return None
         return unless_malformed(lambda: cls.decoded(store.get(protocol.FAILURE)))
 
-    def publish(self, store: Store) -> FailureRecord:
+    def publish(self, store: TorchStore) -> FailureRecord:
         """Make this the job's record unless there is one, and return the one there is."""
         return claim(store, protocol.FAILURE, self.to_json(), type(self).decoded)
 

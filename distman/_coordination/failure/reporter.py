@@ -23,7 +23,7 @@ from distman._coordination.timeouts import run_with_timeout
 from distman.errors import JobFailed
 
 if TYPE_CHECKING:
-    from torch.distributed import Store
+    from distman._store.torch_store import TorchStore
 
 
 _STAY = 1.5  # seconds; the others look several times a second, and a launcher ends the rest soon after
@@ -37,15 +37,13 @@ class JobReporter:
 
     The first rank that fails leaves its record. The others, whose collectives break when it goes, print that
     record after their own traceback, so that the cause comes last. The rank leaves the group, so that nobody waits for
-    it, and stays for a moment until the others have read: a launcher may end them as soon as it ends, and with one that
-    serves the store itself, since other code made the group there, the record goes.
+    it, and stays for a moment until the others have read: a launcher may end them as soon as it ends.
 
     Attributes:
         rank: This process's rank.
         num_others: Number of ranks beside this one.
         store: The job's store.
         store_host: Who serves the store, for messages.
-        is_host: Whether this process serves it.
         leave_group: Closes this process's connections to the others.
         abort_job: Makes the launcher end the job once this process ends, where it would not do so by itself.
         look_after: Finds out whether a rank that does nothing would keep the launcher waiting after a failure.
@@ -54,9 +52,8 @@ class JobReporter:
 
     rank: int
     num_others: int
-    store: Store
+    store: TorchStore
     store_host: str
-    is_host: bool
     leave_group: Callable[[], None]
     abort_job: Callable[[BaseException], None]
     look_after: Callable[[FailureRecord], object]
@@ -98,7 +95,7 @@ class JobReporter:
                     f"distman: the others are not told: {self.store_host}, which serves the job's store, is gone, or "
                     "does not answer. See its error."
                 )
-        if is_told and (self.is_host or is_watching()):  # where nobody watches, nobody says that it has read
+        if is_told and is_watching():  # where nobody watches, nobody says that it has read
             run_with_timeout(self.leave_group, _STAY)
             run_with_timeout(self._stay_until_seen, _PATIENCE)
 

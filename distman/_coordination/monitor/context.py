@@ -12,7 +12,7 @@ from distman._coordination.failure.record import DIED, LEFT, SILENT, FailureReco
 from distman._coordination.messages import claim, decode_index
 
 if TYPE_CHECKING:
-    from torch.distributed import Store
+    from distman._store.torch_store import TorchStore
 
 
 _SHORTEST_INTERVAL = 0.2  # seconds; a failure is known to all soon enough, and five looks a second cost nothing
@@ -75,7 +75,6 @@ class WatchContext:
     Attributes:
         store: The job's store.
         url: Where it is served.
-        store_rank: The rank that serves it, so that it ends with that rank; None where a process of its own does.
         rank: This process's rank.
         peers: All ranks, in rank order.
         is_one_host: Whether all of them run on one host.
@@ -85,9 +84,8 @@ class WatchContext:
         mates: The ranks of this host that end themselves only, since no launcher ends them; none under other launchers.
     """
 
-    store: Store
+    store: TorchStore
     url: str
-    store_rank: int | None
     rank: int
     peers: Sequence[Place]
     is_one_host: bool
@@ -101,23 +99,8 @@ class WatchContext:
         """This process."""
         return self.peers[self.rank]
 
-    @property
-    def is_store_rank(self) -> bool:
-        """Whether this process serves the store."""
-        return self.store_rank == self.rank
-
-    def may_hold_up_store(self, rank: int) -> bool:
-        """Return whether the store may be silent because a rank is."""
-        return self.store_rank == rank or (self.store_rank is None and self.opener is None)
-
     def takes_care(self) -> bool:
-        """Return whether this rank, which knows of a failure, is to look after the others.
-
-        Where the store outlives every rank, that is the first one which asks: whoever failed, died or stands still,
-        that one is alive. Else it is the rank that serves the store, which is gone with it.
-        """
-        if self.store_rank is not None:
-            return self.is_store_rank
+        """Return whether this rank, which knows of a failure, is to look after the others: the first one that asks."""
         size, what = len(self.peers), "who looks after the others"
         first = claim(self.store, protocol.CARETAKER, str(self.rank), lambda found: decode_index(found, size, what))
         return first == self.rank
@@ -137,11 +120,8 @@ class WatchContext:
         wanted = limits.unreachable if is_unanswered else limits.silence
         return max(wanted, _MISSED_BEATS * self.beat_every)
 
-    def store_rank_is_silent(self, seconds: float) -> FailureRecord:
+    def store_is_silent(self, seconds: float) -> FailureRecord:
         """Return the record that the store does not answer."""
-        if self.store_rank is not None:
-            role = f", which serves the job's store at {self.url}, "
-            return FailureRecord.silent(self.peers[self.store_rank], seconds, role=role)
         if self.opener is not None and self.peers[self.opener].host != self.me.host:
             place = self.peers[self.opener]
             text = (
@@ -152,31 +132,25 @@ class WatchContext:
         text = f"got no answer from the job's store at {self.url} for {seconds:.0f} s. See what stopped who serves it."
         return FailureRecord(self.me.rank, self.me.host, self.me.pid, SILENT, text)
 
-    def store_rank_is_unreachable(self, seconds: float) -> FailureRecord:
+    def store_is_unreachable(self, seconds: float) -> FailureRecord:
         """Return the record that the host of the store does not answer."""
-        if self.store_rank is not None:
-            role = f", which serves the job's store at {self.url}, "
-            return FailureRecord.unreachable(self.peers[self.store_rank], seconds, role=role)
         if self.opener is not None:
             role = f", beside which the job's store runs at {self.url}, "
             return FailureRecord.unreachable(self.peers[self.opener], seconds, role=role)
         text = f"lost the job's store: its host has not answered for {seconds:.0f} s at {self.url}. See its network."
         return FailureRecord(self.me.rank, self.me.host, self.me.pid, SILENT, text)
 
-    def store_rank_has_left(self, operation: str) -> FailureRecord:
+    def store_has_left(self, operation: str) -> FailureRecord:
         """Return the record that nobody can tell why an operation failed: the store went with its rank."""
-        holder = self.opener if self.store_rank is None else self.store_rank
-        place = self.me if holder is None else self.peers[holder]
+        place = self.me if self.opener is None else self.peers[self.opener]
         text = (
             f"held the job's store and left the job, so nobody can tell whose end broke {operation}: that rank's, or "
             "another's after it. Let all ranks take the same way to the end."
         )
         return FailureRecord(place.rank, place.host, place.pid, LEFT, text)
 
-    def store_rank_is_gone(self) -> FailureRecord:
+    def store_is_gone(self) -> FailureRecord:
         """Return the record that nobody serves the store any more."""
-        if self.store_rank is not None and not self.is_store_rank:
-            return FailureRecord.died(self.peers[self.store_rank], f", which served the job's store at {self.url}, ")
         place = self.me if self.opener is None else self.peers[self.opener]
         text = f"lost the job's store: the process that served it at {self.url} is gone. See what ended it."
         return FailureRecord(place.rank, place.host, place.pid, DIED, text)

@@ -30,7 +30,7 @@ from distman._torch_internals import TorchWait, operations_begun, torch_wait_in
 from distman.errors import JobFailed, PlanMismatchError
 
 if TYPE_CHECKING:
-    from torch.distributed import Store
+    from distman._store.torch_store import TorchStore
 
 
 _PATIENCE = 1.0  # seconds that ranks may be apart before the store is asked; a hang is not worse for them
@@ -156,7 +156,7 @@ class DeadlockWatch:
         self._wait: _Wait | None = None
         self._unasked: list[int] = []
 
-    def look(self, store: Store, *, is_news: bool) -> None:
+    def look(self, store: TorchStore, *, is_news: bool) -> None:
         """Tell the others of a wait that lasts, and end it if it cannot end otherwise.
 
         Args:
@@ -180,31 +180,30 @@ class DeadlockWatch:
             self._confirm(store, wait)
         self._ask(store, wait)
 
-    def _forget(self, store: Store) -> None:
+    def _forget(self, store: TorchStore) -> None:
         if self._wait is not None and self._wait.told is not None:
             store.delete_key(protocol.waiting(self._me.rank))
 
     def _others(self, wait: _Wait) -> list[int]:
         return [rank for rank in wait.candidates() if rank != self._me.rank]
 
-    def _ask(self, store: Store, wait: _Wait) -> None:
+    def _ask(self, store: TorchStore, wait: _Wait) -> None:
         """Look whether ranks that this one may wait for wait in something else; that one is to check it, too."""
         for rank in self._unasked[: self._most_asked]:
             told = _told(store, rank)
             if told is not None and wait.told is not None and wait.is_for(rank, told):
                 suspicion = _Suspicion(self._me.rank, wait.told.key, told.key)
-                # torch's stubs lack the method
-                store.append(protocol.suspected(rank), f"{json.dumps(dataclasses.asdict(suspicion))}\n")  # type: ignore[attr-defined]
+                store.append(protocol.suspected(rank), f"{json.dumps(dataclasses.asdict(suspicion))}\n")
                 count(store, protocol.NEWS, 1)
         del self._unasked[: self._most_asked]
 
-    def _confirm(self, store: Store, wait: _Wait) -> None:
+    def _confirm(self, store: TorchStore, wait: _Wait) -> None:
         for line in (read_at_once(store, protocol.suspected(self._me.rank)) or "").splitlines():
             suspicion = unless_malformed(functools.partial(decode, line, _Suspicion, "a suspicion"))
             if suspicion is not None and suspicion.rank in range(len(self._peers)):
                 self._confirm_one(store, wait, suspicion)
 
-    def _confirm_one(self, store: Store, wait: _Wait, suspicion: _Suspicion) -> None:
+    def _confirm_one(self, store: TorchStore, wait: _Wait, suspicion: _Suspicion) -> None:
         if wait.told is None or wait.told.key != suspicion.other_key:
             return  # it was of an earlier wait
         other = _told(store, suspicion.rank)
@@ -212,7 +211,7 @@ class DeadlockWatch:
             self._conclude(store, suspicion.rank, other, wait.told)
             self._end_if_told(store, wait)
 
-    def _conclude(self, store: Store, rank: int, other: _Told, mine: _Told) -> None:
+    def _conclude(self, store: TorchStore, rank: int, other: _Told, mine: _Told) -> None:
         text = _describe(mine, other)
         failure = mine.error or other.error
         if failure is None and (mine.is_of_torch or other.is_of_torch):
@@ -226,7 +225,7 @@ class DeadlockWatch:
                 store.set(protocol.deadlock(told.key), json.dumps(text.splitlines()))
         count(store, protocol.NEWS, 1)
 
-    def _end_if_told(self, store: Store, wait: _Wait) -> None:
+    def _end_if_told(self, store: TorchStore, wait: _Wait) -> None:
         text = reason_told(store, wait.told.key) if wait.told is not None else ""
         if text and wait.tracked is not None:
             wait.tracked.mismatch = text
@@ -234,7 +233,7 @@ class DeadlockWatch:
                 wait.what.interrupt()
 
 
-def reason_told(store: Store, key: str) -> str:
+def reason_told(store: TorchStore, key: str) -> str:
     """Return why those that wait in something wait for ever, or nothing."""
     found = read_at_once(store, protocol.deadlock(key))
     if found is None:
@@ -242,7 +241,7 @@ def reason_told(store: Store, key: str) -> str:
     return "\n".join(unless_malformed(lambda: decode(found, list[Line], f"why {key} does not end")) or ())
 
 
-def reason_of(store: Store, call: Call) -> str:
+def reason_of(store: TorchStore, call: Call) -> str:
     """Return why a call that has ended early was one of two that differ, or nothing."""
     group, number = call.place
     return reason_told(store, _key(group, number, call.text)) if group else ""
@@ -259,7 +258,7 @@ def _error_in_hand(rank: int) -> FailureRecord | None:
     return FailureRecord.of(found, rank)
 
 
-def _told(store: Store, rank: int) -> _Told | None:
+def _told(store: TorchStore, rank: int) -> _Told | None:
     found = read_at_once(store, protocol.waiting(rank))
     return unless_malformed(lambda: decode(found, _Told, f"what rank {rank} waits in")) if found is not None else None
 

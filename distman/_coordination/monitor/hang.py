@@ -20,7 +20,7 @@ from distman._private_files import private_folder, write_new
 from distman._text import printable, printable_lines, shortened
 
 if TYPE_CHECKING:
-    from torch.distributed import Store
+    from distman._store.torch_store import TorchStore
 
 
 _PAUSE = 0.01  # seconds between two looks for answers, which take a fifth of a second
@@ -75,7 +75,7 @@ class StackQueries:
         num_seen: How many of the queries this rank has looked at.
     """
 
-    store: Store
+    store: TorchStore
     rank: int
     num_seen: int = 0
 
@@ -90,8 +90,8 @@ class StackQueries:
         """
         number = count(self.store, protocol.QUERY_NUMBERS, 1)
         self.store.set(protocol.query(number), json.dumps(list(ranks)))
-        # Listed once it is there: a watcher that another query wakes looks at it once. torch's stubs lack the method.
-        self.store.append(protocol.QUERIES, f"{number},")  # type: ignore[attr-defined]
+        # Listed once it is there: a watcher that another query wakes looks at it once.
+        self.store.append(protocol.QUERIES, f"{number},")
         count(self.store, protocol.NEWS, 1)
         until = time.monotonic() + timeout
         while count(self.store, protocol.answered(number)) < len(ranks) and time.monotonic() < until:
@@ -160,13 +160,13 @@ class HangWatch:
             self._reported = late[0]
             self._report(late[0], stack_queries)
 
-    def _is_reporter(self, store: Store) -> bool:
+    def _is_reporter(self, store: TorchStore) -> bool:
         rank, size = self._context.rank, len(self._context.peers)
         return rank == claim(
             store, protocol.HANG_REPORTER, str(rank), lambda found: decode_index(found, size, "who reports a hang")
         )
 
-    def let_others_report(self, store: Store) -> None:
+    def let_others_report(self, store: TorchStore) -> None:
         """Let another rank report a hang, if this one did: its wait is over, or it does not look any more."""
         if self._reported is not None:
             self._reported = None

@@ -17,7 +17,7 @@ from distman._coordination.monitor.context import WatchContext, late_after
 from distman._coordination.monitor.peer_connection import connect, read_address
 
 if TYPE_CHECKING:
-    from torch.distributed import Store
+    from distman._store.torch_store import TorchStore
 
 
 _PATIENCE = 60.0  # seconds for handlers elsewhere, of which nobody knows; they get as long as work in the background
@@ -63,7 +63,7 @@ class LeftBehind:
         self._late_until = time.monotonic() + silence
         self._addresses: dict[int, bytes] = {}
 
-    def find(self, store: Store) -> bool:
+    def find(self, store: TorchStore) -> bool:
         """Find out who does not react, and where the other ranks are; return whether there is anyone to wait for.
 
         Blocking, for as long as a healthy rank may need to read of the failure. It asks the store, which may be gone at
@@ -129,7 +129,7 @@ class LeftBehind:
         return found
 
 
-def _is_unaware(store: Store, rank: int) -> bool:
+def _is_unaware(store: TorchStore, rank: int) -> bool:
     """Return whether a rank is in the job, and has not read of its failure: it would have deleted its sign of life."""
     return bool(store.check([protocol.beat(rank)])) and not store.check([protocol.left(rank)])
 

@@ -28,7 +28,7 @@ from distman._store.transport import LONGEST_PAUSE
 from distman._text import shortened
 
 if TYPE_CHECKING:
-    from torch.distributed import Store
+    from distman._store.torch_store import TorchStore
 
 
 _PATIENCE = 2.0  # seconds; a host that needs longer to connect is cut off or behind a firewall
@@ -66,7 +66,7 @@ class PeerConnection:
 
     def __init__(
         self,
-        store: Store,
+        store: TorchStore,
         rank: int,
         peers: Sequence[Place],
         *,
@@ -105,7 +105,7 @@ class PeerConnection:
         rank = (self._rank + self._step) % len(self._peers)
         return rank if rank != self._rank else None
 
-    def use(self, store: Store) -> None:
+    def use(self, store: TorchStore) -> None:
         """Ask over another connection to the store from now on."""
         self._store = store
 

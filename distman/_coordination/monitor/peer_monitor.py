@@ -21,7 +21,7 @@ from distman._coordination.monitor.reading import read_at_once
 from distman._coordination.monitor.refusals import RefusalWatch
 
 if TYPE_CHECKING:
-    from torch.distributed import Store
+    from distman._store.torch_store import TorchStore
 
 
 _PATIENCE = 0.5  # seconds for neighbours to tell, who have lost the store at the same moment
@@ -40,12 +40,12 @@ class PeerMonitor:
         clock: Tells the seconds, from any moment on.
 
     Attributes:
-        is_closing: Whether the rank that serves the store leaves, so that nobody can be watched any more.
+        is_closing: Whether the rank that holds the store leaves, so that nobody can be watched any more.
     """
 
     def __init__(
         self,
-        store: Store,
+        store: TorchStore,
         context: WatchContext,
         limits: WatchLimits,
         hangs: HangWatch | None,
@@ -74,7 +74,7 @@ class PeerMonitor:
         self._num_news = 0
         self._last_beat = -math.inf
 
-    def use(self, store: Store) -> None:
+    def use(self, store: TorchStore) -> None:
         """Look over a connection to the store of the caller's own from now on: that of others may be waiting."""
         self._store = store
         self._stack_queries = StackQueries(store, self._context.rank)
@@ -105,13 +105,9 @@ class PeerMonitor:
         died = self._connection.wait(self._context.interval)
         if self._is_stopping.is_set():
             return None
-        if died is not None and died.rank == self._context.store_rank:
-            return self.first_cause(self._context.store_rank_is_gone())  # the store went with it
         verdict = FailureRecord.died(died) if died is not None else self._connection.notice
         if verdict is None:
             return None
-        if self._connection.watched == self._context.store_rank:
-            return self._seen(verdict)  # the rank that serves the store tells what is in the store
         return self._publish(verdict)
 
     def first_cause(self, verdict: FailureRecord) -> FailureRecord:
@@ -204,15 +200,15 @@ class _Neighbour:
         return self.seconds
 
 
-def give_sign(store: Store, rank: int) -> None:
+def give_sign(store: TorchStore, rank: int) -> None:
     """Say that a rank is alive, and what it waits in."""
-    store.set(protocol.beat(rank), _sign_of_life())  # type: ignore[arg-type]  # bytes: a path may be no text
+    store.set(protocol.beat(rank), _sign_of_life())
 
 
 def _sign_of_life() -> bytes:
     return f"{time.time()} {tracking.describe_here()}".encode(errors="backslashreplace")
 
 
-def read_sign(store: Store, rank: int) -> str:
+def read_sign(store: TorchStore, rank: int) -> str:
     """Return the last sign of life of a rank; empty where it is not watching."""
     return read_at_once(store, protocol.beat(rank)) or ""

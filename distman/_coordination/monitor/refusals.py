@@ -20,7 +20,7 @@ from distman._text import Line
 from distman._torch_internals import is_registered
 
 if TYPE_CHECKING:
-    from torch.distributed import Store
+    from distman._store.torch_store import TorchStore
 
 _groups: weakref.WeakValueDictionary[str, Members] = weakref.WeakValueDictionary()
 """The groups in which this rank has made calls, by the name of their process group."""
@@ -57,11 +57,11 @@ class Refusal:
     call: int
     text: Line
 
-    def publish(self, store: Store) -> int:
+    def publish(self, store: TorchStore) -> int:
         """Ask the others what they exchange with this rank in the call, and return the number of the question."""
         number = add_to(store, protocol.REFUSAL_NUMBERS, 1)
         store.set(protocol.refusal(number), json.dumps(dataclasses.asdict(self)))
-        store.append(protocol.REFUSALS, f"{number},")  # type: ignore[attr-defined]
+        store.append(protocol.REFUSALS, f"{number},")
         count(store, protocol.NEWS, 1)
         return number
 
@@ -95,7 +95,7 @@ class RefusalWatch:
         self._num_seen = 0
         self._open: dict[int, Refusal] = {}
 
-    def look(self, store: Store, *, is_news: bool) -> None:
+    def look(self, store: TorchStore, *, is_news: bool) -> None:
         """Answer what can be answered by now.
 
         Args:
@@ -110,7 +110,7 @@ class RefusalWatch:
                 del self._open[number]
                 store.set(protocol.refusal_answer(number, self._rank), json.dumps(dataclasses.asdict(posted)))
 
-    def _read(self, store: Store) -> None:
+    def _read(self, store: TorchStore) -> None:
         numbers = (read_at_once(store, protocol.REFUSALS) or "").split(",")[:-1]
         for number in numbers[self._num_seen :]:
             refusal = _refusal_in(store, int(number))
@@ -119,7 +119,7 @@ class RefusalWatch:
         self._num_seen = len(numbers)
 
 
-def _refusal_in(store: Store, number: int) -> Refusal | None:
+def _refusal_in(store: TorchStore, number: int) -> Refusal | None:
     found = read_at_once(store, protocol.refusal(number))  # who asked may have given up
     return unless_malformed(lambda: decode(found, Refusal, "a refusal")) if found is not None else None
 

@@ -9,7 +9,6 @@ import os
 import threading
 import time
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
 import torch.distributed as dist
@@ -18,7 +17,7 @@ from distman._coordination import protocol
 from distman._coordination.failure import hook
 from distman._coordination.failure.delivery import Delivery
 from distman._coordination.failure.interruption import Interruption
-from distman._coordination.failure.record import DIED, EXITED, LEFT, SILENT, FailureRecord
+from distman._coordination.failure.record import DIED, EXITED, LEFT, FailureRecord
 from distman._coordination.messages import (
     MalformedMessageError,
     claim,
@@ -44,7 +43,7 @@ from distman._torch_internals import is_unreachable
 from distman.errors import JobFailed
 
 if TYPE_CHECKING:
-    from torch.distributed import Store
+    from distman._store.torch_store import TorchStore
 
 
 NO_ANSWER = "which does not answer"
@@ -72,8 +71,8 @@ class Watcher:
     Attributes:
         record: What failed; None as long as nothing did.
         untold: The same, if it failed when the program had left the job, and had to hear of nothing.
-        has_let_go: Whether the rank that serves the store said that it closes it. One that goes without has died.
-        is_counted: Whether the rank that serves the store does not wait for this one any more.
+        has_let_go: Whether the rank that holds the store said that it closes it.
+        is_counted: Whether the rank that holds the store does not wait for this one any more.
     """
 
     def __init__(
@@ -106,7 +105,7 @@ class Watcher:
         self._abort_job = abort_job
         self._interruption = Interruption(self._announce, self._end_with, self._is_program_done, limits.patience)
         self._monitor: PeerMonitor | None = None
-        self._watchdog = None if context.is_store_rank else Watchdog(limits.silence, self._store_rank_is_silent)
+        self._watchdog = Watchdog(limits.silence, self._store_is_silent)
         self._thread = threading.Thread(target=self._run, name="distman-watcher", daemon=True)
 
     @property
@@ -123,8 +122,7 @@ class Watcher:
         set_current(self)
         watch_collectives()
         give_sign(self._context.store, self._context.rank)
-        if self._watchdog is not None:
-            self._watchdog.start()
+        self._watchdog.start()
         with contextlib.suppress(dist.DistError, OSError):  # the thread tries again, and knows what to do about it
             self._monitor = self._make_monitor()
         self._thread.start()  # last, since a failure may be raised here at once
@@ -159,11 +157,6 @@ class Watcher:
         return self.record is not None and self.record.rank != self.rank
 
     @property
-    def has_store_rank_failed(self) -> bool:
-        """Whether the rank that serves the store is the one that failed: a call to the store may have no end."""
-        return self.knows_from_others and self.record is not None and self.record.rank == self._context.store_rank
-
-    @property
     def is_on_watch(self) -> bool:
         """Whether a failure of another rank would still be found, since none was yet."""
         return self.record is None and self._thread.is_alive()
@@ -180,8 +173,7 @@ class Watcher:
         try:
             if self._monitor is not None:
                 self._monitor.wake()
-            if self._watchdog is not None:
-                self._watchdog.stop()
+            self._watchdog.stop()
             if self._thread.ident is not None:  # else the store was lost before the thread could start
                 patience = _JOIN_PATIENCE + self._is_looking_after * late_after(len(self._context.peers))
                 self._thread.join(0 if self._is_stuck else patience)
@@ -198,7 +190,7 @@ class Watcher:
             self._monitor.close()  # a thread that the store holds up still uses them: they go with it
 
     def explain(self, error: BaseException, operation: str) -> FailureRecord | None:
-        """Return because of whom a connection broke: a rank that failed, or left, or served the store.
+        """Return because of whom a connection broke: a rank that failed, or left, or held the store.
 
         Blocking, for a second, or as long as the watcher needs to learn what is on record.
         """
@@ -208,7 +200,7 @@ class Watcher:
             if verdict is not None:
                 self.wait_until_known()
         if self.record is None and self.has_let_go:
-            return self._context.store_rank_has_left(operation)
+            return self._context.store_has_left(operation)
         return self.record or verdict or self._departure(operation)
 
     def wait_until_known(self) -> None:
@@ -244,13 +236,13 @@ class Watcher:
     def lost_store(self, error: BaseException) -> FailureRecord:
         """Return because of whom the store cannot be reached any more."""
         if is_unreachable(error):
-            return self._context.store_rank_is_unreachable(self._limits.unreachable)
-        return self._context.store_rank_is_gone()
+            return self._context.store_is_unreachable(self._limits.unreachable)
+        return self._context.store_is_gone()
 
     @property
     def holds_store(self) -> bool:
-        """Whether the store ends with this process, or may do so."""
-        return self._context.is_store_rank or self._context.holds_store
+        """Whether the store may end with this process."""
+        return self._context.holds_store
 
     def look_after_others(self, record: FailureRecord) -> None:
         """At the end of this process, end the job if a rank that does nothing would keep the launcher waiting.
@@ -265,9 +257,8 @@ class Watcher:
         self._is_looking_after = True
         is_awaited = self._awaits_dead and record.error_type == DIED
         left_behind = LeftBehind(self._context, record, self._limits.silence, self._end_job, is_awaited=is_awaited)
-        if self._is_stuck or (record.error_type == SILENT and self._context.may_hold_up_store(record.rank)):
-            if not self._context.is_store_rank:
-                hook.end_job_at_exit(left_behind.end_job_unseen)
+        if self._is_stuck:
+            hook.end_job_at_exit(left_behind.end_job_unseen)
             return
 
         def look() -> None:
@@ -325,7 +316,7 @@ class Watcher:
             self._interruption.insist()  # the others may not miss that rank: nobody else raises it again
 
     @property
-    def store(self) -> Store:
+    def store(self) -> TorchStore:
         """The job's store."""
         return self._context.store
 
@@ -363,9 +354,9 @@ class Watcher:
 
     def _run(self) -> None:
         try:
-            with self._calling():
+            with self._watchdog.calling():
                 self._monitor = monitor = self._monitor or self._make_monitor()
-                monitor.use(self._own_store())
+                monitor.use(self._context.store.clone())  # another thread may wait for an answer over the first
         except (dist.DistError, OSError) as error:  # too many open files, say
             self._give_up(error)
             return
@@ -383,7 +374,7 @@ class Watcher:
         num_errors = 0
         while not self._is_stopping.is_set() and self.record is None and not monitor.is_closing:
             try:
-                with self._calling():
+                with self._watchdog.calling():
                     record = monitor.look()
                 if record is not None:
                     self._act(record)
@@ -407,15 +398,6 @@ class Watcher:
         hangs = HangWatch(context, limits.hang, self._answer_patience) if limits.hang is not None else None
         return PeerMonitor(context.store, context, limits, hangs, self._is_stopping)
 
-    def _own_store(self) -> Store:
-        """Return a connection to the store for this thread: another one may wait for an answer over the first."""
-        store: Store = self._context.store.clone()  # type: ignore[attr-defined]  # torch's stub lacks it
-        return store
-
-    def _calling(self) -> AbstractContextManager[None]:
-        """For the length of a ``with`` block, the store has to answer; if this process serves it, it does."""
-        return self._watchdog.calling() if self._watchdog is not None else contextlib.nullcontext()
-
     def _give_up(self, error: Exception) -> None:
         """Watch no more, and give no sign of life that others could miss; unless it is the store that is gone."""
         try:
@@ -433,10 +415,10 @@ class Watcher:
             error,
         )
 
-    def _store_rank_is_silent(self, seconds: float) -> None:
+    def _store_is_silent(self, seconds: float) -> None:
         if self.record is None and not self._is_stopping.is_set():
             self._is_stuck = True
-            verdict = self._context.store_rank_is_silent(seconds)
+            verdict = self._context.store_is_silent(seconds)
             self._act(self._monitor.first_cause(verdict) if self._monitor is not None else verdict)
 
     def _act(self, record: FailureRecord) -> None:
@@ -458,7 +440,7 @@ class Watcher:
             self._interruption.deliver(record)
 
 
-def announce_unwatched(store: Store, rank: int) -> None:
+def announce_unwatched(store: TorchStore, rank: int) -> None:
     """Say that a rank has no watcher: it gives no signs of life, and lets nobody wait for it at the end."""
     store.delete_key(protocol.beat(rank))
     count(store, protocol.GONE, 1)

@@ -3,21 +3,21 @@
 import threading
 
 import pytest
-from torch.distributed import HashStore
 
 from distman._coordination.failure import record as record_module
 from distman._coordination.failure.record import DIED, EXITED, LEFT, SILENT, FailureRecord
 from distman.errors import JobFailed, RankFailedError
 
+from ...store.stores import MemoryStore
 from ..ranks import Place, failure_on
 
 
 def test_there_is_none_at_first():
-    assert FailureRecord.read(HashStore()) is None
+    assert FailureRecord.read(MemoryStore()) is None
 
 
 def test_the_first_failure_counts():
-    store = HashStore()
+    store = MemoryStore()
     first, second = failure_on(0, "first"), failure_on(1, "second")
     assert first.publish(store) == first
     assert second.publish(store) == first

@@ -9,7 +9,6 @@ import threading
 
 import pytest
 import torch.distributed as dist
-from torch.distributed import HashStore
 
 from distman._coordination import protocol
 from distman._coordination.failure import hook
@@ -17,22 +16,22 @@ from distman._coordination.failure import reporter as module
 from distman._coordination.failure.record import SILENT, FailureRecord
 from distman._coordination.failure.reporter import JobReporter
 
+from ...store.stores import MemoryStore
 from ..ranks import Place, failure_on
 
 
 @pytest.fixture
 def store():
-    return HashStore()
+    return MemoryStore()
 
 
-def reporter(store, *, is_host=False, num_others=1, look_after=lambda _: None):
+def reporter(store, *, num_others=1, look_after=lambda _: None):
     done = []
     made = JobReporter(
         rank=0,
         num_others=num_others,
         store=store,
         store_host="the process at tcp://n1:5",
-        is_host=is_host,
         leave_group=lambda: done.append("left the group"),
         abort_job=done.append,
         look_after=look_after,
@@ -93,7 +92,7 @@ def test_a_silent_rank_is_not_told_of_over_a_store_that_may_be_its_own(store):
     assert FailureRecord.silent(Place(1), 300).error_type == SILENT
 
 
-class Lost(HashStore):
+class Lost(MemoryStore):
     def compare_set(self, *_):
         raise dist.DistNetworkError("Broken pipe")
 
@@ -129,7 +128,7 @@ def opening_nothing():
 def test_a_store_that_does_not_answer_holds_nothing_up(capsys, monkeypatch):
     is_over = threading.Event()
 
-    class Stopped(HashStore):
+    class Stopped(MemoryStore):
         def check(self, _):
             return not is_over.wait()
 
@@ -181,12 +180,11 @@ def test_an_error_that_says_nothing_is_told_all_the_same(store):
     assert record.traceback_text.endswith("BrokenError: (its __str__ raised SystemExit)\n")
 
 
-@pytest.mark.parametrize("is_host", [True, False])
-def test_a_rank_leaves_its_group_and_stays_until_all_know(store, monkeypatch, is_host):
+def test_a_rank_leaves_its_group_and_stays_until_all_know(store, monkeypatch):
     """A launcher ends the others as soon as it ends."""
-    monkeypatch.setattr(module, "is_watching", lambda: not is_host)
+    monkeypatch.setattr(module, "is_watching", lambda: True)
     monkeypatch.setattr(module, "_STAY", 60)
-    report, done = reporter(store, is_host=is_host, num_others=2)
+    report, done = reporter(store, num_others=2)
     finish = report(ValueError("boom"))
     assert FailureRecord.read(store).error_text == "boom"
     assert len(done) == 1

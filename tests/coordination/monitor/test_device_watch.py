@@ -3,13 +3,13 @@
 import threading
 
 import pytest
-from torch.distributed import HashStore
 
 from distman._coordination import tracking
 from distman._coordination.monitor.context import WatchContext
 from distman._coordination.monitor.device_watch import DeviceWatch
 from distman._coordination.monitor.hang import HangWatch, StackQueries
 
+from ...store.stores import MemoryStore
 from ..ranks import places
 
 LIMIT = 0.02  # seconds
@@ -41,8 +41,8 @@ def test_a_stuck_gpu_is_reported_with_the_place_that_waits_for_it(monkeypatch, g
     monkeypatch.setattr(
         "distman._coordination.monitor.hang.write_report", lambda reason, *_: reports.append((reason, place[0]))
     )
-    store = HashStore()
-    context = WatchContext(store, "tcp://n1:5", None, 0, places(1), is_one_host=True, wait_for_device=gpu.wait)
+    store = MemoryStore()
+    context = WatchContext(store, "tcp://n1:5", 0, places(1), is_one_host=True, wait_for_device=gpu.wait)
     watch = HangWatch(context, LIMIT, patience=0)
     queries = StackQueries(store, 0)
     while not reports:

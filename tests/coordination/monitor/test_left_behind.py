@@ -5,7 +5,6 @@ import gc
 import weakref
 
 import pytest
-from torch.distributed import HashStore
 
 from distman._coordination import protocol
 from distman._coordination.failure import hook
@@ -21,17 +20,17 @@ from distman._coordination.monitor.watcher import Watcher
 from distman.environments import LaunchEnvironment
 from distman.errors import JobFailed
 
+from ...store.stores import MemoryStore
 from ..ranks import failure_on, leave, places
 from .test_watcher import run_until_raised
 
 NUM_RANKS = 4
 SILENT = FailureRecord.silent(places(NUM_RANKS)[1], 300)
-OF_THE_STORE_RANK = FailureRecord.silent(places(NUM_RANKS)[0], 300)
 
 
 @pytest.fixture
 def store():
-    return HashStore()
+    return MemoryStore()
 
 
 @pytest.fixture
@@ -46,8 +45,8 @@ def others(store):
         yield ends
 
 
-def context_of(store, rank=0, store_rank=0):
-    return WatchContext(store, "tcp://n1:5", store_rank, rank, places(NUM_RANKS), is_one_host=True, opener=0)
+def context_of(store, rank=0):
+    return WatchContext(store, "tcp://n1:5", rank, places(NUM_RANKS), is_one_host=True, opener=0)
 
 
 def make(store, record, ended, *, silence=300.0):
@@ -140,7 +139,7 @@ def test_where_the_store_is_silent_handlers_get_a_minute(store, waits, monkeypat
     ended = []
     monkeypatch.setattr(hook, "has_failed", lambda: has_failed)
     waits += [lambda: None] * len(expected)
-    make(store, OF_THE_STORE_RANK, ended).end_job_unseen()
+    make(store, SILENT, ended).end_job_unseen()
     assert (ended, waits) == (expected, [])
 
 
@@ -163,36 +162,16 @@ def actions(monkeypatch):
     return found
 
 
-def watcher_of(store, rank=0, end_job=lambda: None, store_rank=0):
-    context = context_of(store, rank, store_rank)
+def watcher_of(store, rank=0, end_job=lambda: None):
+    context = context_of(store, rank)
     return Watcher(context, WatchLimits(silence=300.0), lambda _: None, end_job=end_job)
 
 
-@pytest.mark.parametrize(
-    ("rank", "record", "num_actions"),
-    [
-        (0, SILENT, 1),
-        (2, SILENT, 0),
-        (0, failure_on(1), 0),
-        (2, OF_THE_STORE_RANK, 1),
-        (3, OF_THE_STORE_RANK, 1),
-        (0, OF_THE_STORE_RANK, 0),
-    ],
-)
-def test_the_rank_that_serves_the_store_looks_after_the_others(store, actions, rank, record, num_actions):
-    """Where that is the silent one, all others do; it does nothing itself if it comes back."""
-    watcher = watcher_of(store, rank)
-    watcher.look_after_others(record)
-    watcher.look_after_others(record)
-    watcher.stop()
-    assert len(actions) == num_actions
-
-
 @pytest.mark.parametrize("alive", [(0, 2), (2, 0), (3,), (1, 3)], ids=str)
-def test_where_the_store_outlives_them_the_first_that_asks_does(store, actions, alive):
+def test_the_first_that_asks_looks_after_the_others(store, actions, alive):
     """Any others may have died or stand still, the one that has opened the store among them."""
     for num_that_asked, rank in enumerate(alive):
-        watcher = watcher_of(store, rank, store_rank=None)
+        watcher = watcher_of(store, rank)
         assert len(actions) == (num_that_asked > 0)
         watcher.look_after_others(SILENT)
         watcher.stop()
@@ -201,7 +180,7 @@ def test_where_the_store_outlives_them_the_first_that_asks_does(store, actions, 
 
 def test_nonsense_in_the_place_of_who_does_is_replaced(store, actions):
     store.set(protocol.CARETAKER, "99")
-    watcher = watcher_of(store, 2, store_rank=None)
+    watcher = watcher_of(store, 2)
     watcher.look_after_others(SILENT)
     watcher.stop()
     assert len(actions) == 1
@@ -210,9 +189,9 @@ def test_nonsense_in_the_place_of_who_does_is_replaced(store, actions):
 def test_where_the_store_itself_is_silent_nobody_asks_it(store, actions):
     """A call to it would have no end."""
     store.set(protocol.CARETAKER, "0")
-    watcher = watcher_of(store, 3, store_rank=None)
+    watcher = watcher_of(store, 3)
     watcher._interruption.deliver = lambda _: None  # it would raise here
-    watcher._store_rank_is_silent(300.0)
+    watcher._store_is_silent(300.0)
     watcher.stop()
     assert len(actions) == 1
 
@@ -235,9 +214,8 @@ def test_under_a_launcher_that_ends_the_rest_nobody_does(store, actions):
 
 
 @pytest.mark.usefixtures("no_patience", "others")
-@pytest.mark.parametrize("store_rank", [0, None])
-def test_a_rank_that_fails_itself_looks_too(store, actions, store_rank):
-    watcher = watcher_of(store, store_rank=store_rank)
+def test_a_rank_that_fails_itself_looks_too(store, actions):
+    watcher = watcher_of(store)
     watcher.start()
     store.add(protocol.FAILURE_SEEN, NUM_RANKS)
     report = JobReporter(
@@ -245,7 +223,6 @@ def test_a_rank_that_fails_itself_looks_too(store, actions, store_rank):
         num_others=NUM_RANKS - 1,
         store=store,
         store_host="",
-        is_host=store_rank == 0,
         leave_group=lambda: None,
         abort_job=lambda _: None,
         look_after=watcher.look_after_others,

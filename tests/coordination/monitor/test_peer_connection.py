@@ -9,12 +9,12 @@ import threading
 from collections import namedtuple
 
 import pytest
-from torch.distributed import HashStore
 
 from distman._coordination import protocol
 from distman._coordination.monitor import peer_connection
 from distman._coordination.monitor.peer_connection import PeerConnection, connect, own_addresses
 
+from ...store.stores import MemoryStore
 from ..ranks import failure_on
 
 Place = namedtuple("Place", "rank host pid")
@@ -23,7 +23,7 @@ PEERS = [Place(rank, "n1", 100 + rank) for rank in range(3)]
 
 @contextlib.contextmanager
 def connections(num_ranks, patience=45.0):
-    store = HashStore()
+    store = MemoryStore()
     made = [
         PeerConnection(store, rank, PEERS[:num_ranks], is_one_host=True, patience=patience) for rank in range(num_ranks)
     ]

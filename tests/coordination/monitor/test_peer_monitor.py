@@ -4,7 +4,6 @@ import contextlib
 import threading
 
 import pytest
-from torch.distributed import HashStore
 
 from distman._coordination import protocol, tracking
 from distman._coordination.failure.record import DIED, SILENT, FailureRecord
@@ -12,16 +11,17 @@ from distman._coordination.monitor.context import WatchContext, WatchLimits
 from distman._coordination.monitor.hang import StackQueries
 from distman._coordination.monitor.peer_monitor import PeerMonitor, read_sign
 
+from ...store.stores import MemoryStore
 from ..ranks import at_once, failure_on, places
 
 
 class Ranks:
     """The monitors of some ranks, on a clock that the test sets."""
 
-    def __init__(self, num_ranks, store_rank, silence, world_size):
-        self.store, self.seconds, self.is_stopping = HashStore(), 0.0, threading.Event()
+    def __init__(self, num_ranks, silence, world_size):
+        self.store, self.seconds, self.is_stopping = MemoryStore(), 0.0, threading.Event()
         contexts = [
-            WatchContext(self.store, "tcp://n1:5", store_rank, rank, places(world_size), is_one_host=True)
+            WatchContext(self.store, "tcp://n1:5", rank, places(world_size), is_one_host=True)
             for rank in range(num_ranks)
         ]
         self.monitors = [
@@ -48,8 +48,8 @@ class Ranks:
 def make_ranks():
     with contextlib.ExitStack() as stack:
 
-        def make(num_ranks=2, store_rank=None, *, silence=300.0, world_size=None):
-            ranks = Ranks(num_ranks, store_rank, silence, world_size or num_ranks)
+        def make(num_ranks=2, *, silence=300.0, world_size=None):
+            ranks = Ranks(num_ranks, silence, world_size or num_ranks)
             for monitor in ranks.monitors:
                 stack.callback(monitor.close)
             return ranks
@@ -73,7 +73,7 @@ def test_a_failure_is_found_once_there_is_news(make_ranks):
     assert ranks.number(protocol.FAILURE_SEEN) == 1
 
 
-def test_the_rank_that_serves_the_store_is_let_go(make_ranks):
+def test_the_rank_that_holds_the_store_is_let_go(make_ranks):
     ranks = make_ranks()
     ranks.store.set(protocol.CLOSING, "yes")
     ranks.store.add(protocol.NEWS, 1)
@@ -101,7 +101,7 @@ def test_a_query_is_answered(make_ranks):
     assert not ranks.store.check([protocol.query(1)])
 
 
-class WakingStore(HashStore):
+class WakingStore(MemoryStore):
     """A store in which a watcher looks for queries just before one is written, as another rank's query may wake it."""
 
     watcher: StackQueries
@@ -131,7 +131,7 @@ def test_a_query_is_answered_by_a_watcher_that_woke_while_it_was_written():
     assert answers.keys() == {1}
 
 
-class DeletingStore(HashStore):
+class DeletingStore(MemoryStore):
     """A store in which each key is deleted right after it was found."""
 
     def check(self, keys):
@@ -172,18 +172,8 @@ def test_the_failure_that_was_told_first_counts(make_ranks):
     assert ranks.look_until_found() == failure_on(2)
 
 
-def test_the_death_of_the_rank_that_serves_the_store_is_told_nobody(make_ranks):
-    ranks = make_ranks(2, store_rank=1)
-    ranks.look()
-    ranks.monitors[1].close()
-    record = ranks.look_until_found()
-    assert (record.rank, record.error_type) == (1, DIED)
-    assert "which served the job's store" in record.error_text
-    assert FailureRecord.read(ranks.store) is None
-
-
-def test_who_serves_the_store_tells_its_neighbour_before_it_dies(make_ranks):
-    ranks = make_ranks(3, store_rank=0)
+def test_a_rank_that_holds_the_store_tells_its_neighbour_before_it_ends(make_ranks):
+    ranks = make_ranks(3)
     assert [ranks.look(rank) for rank in (0, 1, 2)] == [None] * 3
     ranks.monitors[0].tell(failure_on(1))
     ranks.monitors[0].close()

@@ -9,7 +9,6 @@ import threading
 
 import pytest
 import torch.distributed as dist
-from torch.distributed import HashStore
 
 from distman._coordination import protocol
 from distman._coordination.failure.record import DIED, LEFT, SILENT, FailureRecord
@@ -20,14 +19,16 @@ from distman._coordination.monitor.current_watcher import failure_behind, is_wat
 from distman._coordination.monitor.hang import StackQueries
 from distman._coordination.monitor.watcher import NO_ANSWER, Watcher
 from distman._coordination.tracking import TrackedWait
+from distman._store.torch_store import TorchStore
 from distman._torch_internals import is_lost_connection
 from distman.errors import JobFailed
 
+from ...store.stores import MemoryStore, open_store
 from ..ranks import at_once, failure_on, leave, places
 
 
-def make(store, rank=0, store_rank=None, num_ranks=2, patience=0.0, hang=None):
-    context = WatchContext(store, "tcp://n1:5", store_rank, rank, places(num_ranks), is_one_host=True)
+def make(store, rank=0, num_ranks=2, patience=0.0, hang=None):
+    context = WatchContext(store, "tcp://n1:5", rank, places(num_ranks), is_one_host=True, opener=1)
     return Watcher(context, WatchLimits(silence=300.0, hang=hang), lambda _: None, patience=patience)
 
 
@@ -58,7 +59,7 @@ def tell(store, record):
 
 
 def test_a_failure_of_another_rank_is_raised_in_the_main_thread():
-    store = HashStore()
+    store = MemoryStore()
     tell(store, failure_on(1))
     watcher = make(store)
     with pytest.raises(JobFailed, match=r"rank 1 .* raised ValueError: boom"):
@@ -69,7 +70,7 @@ def test_a_failure_of_another_rank_is_raised_in_the_main_thread():
 
 @pytest.mark.parametrize("garbage", ['{"hello":1}', b"\xff\x00", "[" * 10_000, '{"rank": "\\u001b"}'])
 def test_a_failure_is_heard_though_nonsense_stood_in_its_place(garbage, caplog):
-    store = HashStore()
+    store = MemoryStore()
     store.set(protocol.FAILURE, garbage)
     store.set(protocol.NEWS, garbage)
     with watching(store) as watcher:
@@ -81,7 +82,7 @@ def test_a_failure_is_heard_though_nonsense_stood_in_its_place(garbage, caplog):
 
 
 def test_a_failure_of_this_rank_is_raised_where_it_would_wait_for_others_only():
-    store = HashStore()
+    store = MemoryStore()
     with watching(store) as watcher:
         tell(store, failure_on(0))
         watcher._thread.join(60)
@@ -91,7 +92,7 @@ def test_a_failure_of_this_rank_is_raised_where_it_would_wait_for_others_only():
 
 
 def test_an_error_in_another_thread_of_this_rank_is_if_the_program_wants_it():
-    store = HashStore()
+    store = MemoryStore()
     watcher = make(store)
     watcher.fail(ValueError("boom"))
     with pytest.raises(JobFailed, match=r"rank 0 .* raised ValueError: boom"):
@@ -100,7 +101,7 @@ def test_an_error_in_another_thread_of_this_rank_is_if_the_program_wants_it():
 
 
 def test_a_wait_that_raises_the_failure_itself_is_enough():
-    store = HashStore()
+    store = MemoryStore()
     tell(store, failure_on(1))
     watcher = make(store)
     error = failure_on(1).to_failure()
@@ -119,7 +120,7 @@ def test_a_wait_that_raises_the_failure_itself_is_enough():
 
 
 def test_that_a_rank_left_too_early_is_raised_again_where_it_is_swallowed():
-    watcher = make(HashStore())
+    watcher = make(MemoryStore())
     error = FailureRecord.left(places(2)[1], "barrier 0").to_failure()
     with contextlib.suppress(JobFailed):
         watcher.note(error)
@@ -132,8 +133,8 @@ def test_that_a_rank_left_too_early_is_raised_again_where_it_is_swallowed():
 
 
 def test_a_rank_that_ends_since_another_one_left_says_so():
-    store, ended = HashStore(), []
-    context = WatchContext(store, "tcp://n1:5", None, 0, places(2), is_one_host=True)
+    store, ended = MemoryStore(), []
+    context = WatchContext(store, "tcp://n1:5", 0, places(2), is_one_host=True)
     watcher = Watcher(context, WatchLimits(silence=300.0), ended.append, patience=60.0)
     record = FailureRecord.left(places(2)[1], "barrier 0")
     watcher._interruption._abort_job(record.to_failure())
@@ -143,14 +144,14 @@ def test_a_rank_that_ends_since_another_one_left_says_so():
 
 
 def test_the_first_sign_of_life_is_there_at_once():
-    store = HashStore()
+    store = MemoryStore()
     with watching(store):
         assert store.check([protocol.beat(0)])
         assert is_watching()
 
 
-def test_a_rank_that_serves_the_store_may_leave():
-    store = HashStore()
+def test_a_rank_that_holds_the_store_may_leave():
+    store = MemoryStore()
     with watching(store) as watcher:
         store.set(protocol.CLOSING, "yes")
         store.add(protocol.NEWS, 1)
@@ -160,7 +161,7 @@ def test_a_rank_that_serves_the_store_may_leave():
     assert store.add(protocol.GONE, 0) == 1
 
 
-class BrokenStore(HashStore):
+class BrokenStore(MemoryStore):
     """A store whose process has gone."""
 
     def clone(self):
@@ -172,15 +173,15 @@ class BrokenStore(HashStore):
     check = add
 
 
-def test_a_store_that_is_gone_is_raised_as_the_death_of_its_rank():
-    watcher = make(BrokenStore(), store_rank=1)
-    with pytest.raises(JobFailed, match=r"rank 1 .*, which served the job's store"):
+def test_a_store_that_is_gone_is_raised_with_the_rank_beside_it():
+    watcher = make(BrokenStore())
+    with pytest.raises(JobFailed, match=r"rank 1 .* lost the job's store"):
         run_until_raised(watcher)
     assert watcher.record.error_type == DIED
 
 
 def test_a_store_that_goes_while_native_code_keeps_this_rank_from_looking_has_died(monkeypatch):
-    class LostStore(HashStore):
+    class LostStore(MemoryStore):
         num_looks = 0
 
         def clone(self):
@@ -194,7 +195,7 @@ def test_a_store_that_goes_while_native_code_keeps_this_rank_from_looking_has_di
 
     minutes = functools.partial(next, itertools.count(0.0, 60.0))
     monkeypatch.setattr(watcher_module, "PeerMonitor", functools.partial(watcher_module.PeerMonitor, clock=minutes))
-    watcher = make(LostStore(), store_rank=1)
+    watcher = make(LostStore())
     watcher.let_program_be()
     watcher.start()
     watcher._thread.join(60)
@@ -205,7 +206,7 @@ def test_a_store_that_goes_while_native_code_keeps_this_rank_from_looking_has_di
 
 
 def test_a_rank_that_cannot_watch_says_so(caplog):
-    class Full(HashStore):
+    class Full(MemoryStore):
         def clone(self):
             raise OSError("Too many open files")
 
@@ -223,7 +224,7 @@ LOST = RuntimeError("[gloo/transport/tcp/pair.cc:553] Connection closed by peer"
 
 
 def test_a_connection_that_a_rank_broke_by_leaving_is_explained():
-    store = HashStore()
+    store = MemoryStore()
     with watching(store, num_ranks=3):
         assert failure_behind(LOST) is None
         leave(store, 2)
@@ -236,38 +237,38 @@ def test_a_connection_that_a_rank_broke_by_leaving_is_explained():
 
 
 def test_a_connection_that_broke_with_the_store_is_explained():
-    (record,) = at_once(lambda: make(BrokenStore(), store_rank=1).explain(LOST, "all_gather_v"))
+    (record,) = at_once(lambda: make(BrokenStore()).explain(LOST, "all_gather_v"))
     assert (record.rank, record.error_type) == (1, DIED)
 
 
 def test_an_error_of_the_store_itself_is_explained():
     error = dist.DistNetworkError("Broken pipe")
-    (record,) = at_once(lambda: make(HashStore(), store_rank=1).explain(error, "all_gather_v"))
+    (record,) = at_once(lambda: make(MemoryStore()).explain(error, "all_gather_v"))
     assert (record.rank, record.error_type) == (1, DIED)
 
 
 def test_a_store_that_answers_is_not_taken_for_gone():
     timed_out = dist.DistStoreError("wait timeout after 300000ms, keys: /default_pg/0")
-    (record,) = at_once(lambda: make(HashStore(), store_rank=1).explain(timed_out, "a collective"))
+    (record,) = at_once(lambda: make(MemoryStore()).explain(timed_out, "a collective"))
     assert record is None
 
 
 @pytest.mark.parametrize("text", ["Connection timed out", "No route to host", "Network is unreachable"])
 def test_a_store_whose_host_does_not_answer_has_not_died(text):
     error = dist.DistNetworkError(text)
-    (record,) = at_once(lambda: make(HashStore(), store_rank=1).explain(error, "all_gather_v"))
+    (record,) = at_once(lambda: make(MemoryStore()).explain(error, "all_gather_v"))
     assert (record.rank, record.error_type) == (1, SILENT)
     assert (
-        "which serves the job's store at tcp://n1:5, is on a host that has not answered for 45 s" in record.error_text
+        "beside which the job's store runs at tcp://n1:5, is on a host that has not answered for 45 s"
+        in record.error_text
     )
 
 
-@pytest.mark.parametrize(("store_rank", "holds_store"), [(0, False), (None, True)])
-def test_who_holds_the_store_learns_last_of_a_failure(store_rank, holds_store):
+def test_who_holds_the_store_learns_last_of_a_failure():
     """Its program may end at once, and take the store with it."""
-    store = HashStore()
-    watcher = make(store, store_rank=store_rank, num_ranks=3)
-    watcher._context = dataclasses.replace(watcher._context, peers=places(3), holds_store=holds_store)
+    store = MemoryStore()
+    watcher = make(store, num_ranks=3)
+    watcher._context = dataclasses.replace(watcher._context, peers=places(3), holds_store=True)
     tell(store, failure_on(1))
     seen = []
 
@@ -287,7 +288,7 @@ def test_who_holds_the_store_learns_last_of_a_failure(store_rank, holds_store):
 
 
 def test_a_look_that_fails_is_reported_and_the_next_one_is_made(caplog):
-    class Odd(HashStore):
+    class Odd(MemoryStore):
         num_odd = 2
 
         def add(self, key, value):
@@ -308,7 +309,7 @@ def test_a_look_that_fails_is_reported_and_the_next_one_is_made(caplog):
 
 @pytest.mark.parametrize("gives_up", [False, True])
 def test_another_rank_may_report_a_hang_once_this_one_watches_no_more(gives_up, tmp_path, monkeypatch):
-    class Odd(HashStore):
+    class Odd(MemoryStore):
         is_odd = False
 
         def add(self, key, value):
@@ -345,7 +346,7 @@ def test_an_error_of_nccl_need_not_be_about_a_connection():
 
 
 def test_ranks_are_located_by_one_and_shown_to_all():
-    store = HashStore()
+    store = MemoryStore()
     located = threading.Event()
 
     def locate(rank):
@@ -365,19 +366,17 @@ def test_ranks_are_located_by_one_and_shown_to_all():
 
 
 def test_a_rank_that_does_not_answer_was_last_seen_somewhere():
-    store = HashStore()
+    store = MemoryStore()
     store.set(protocol.beat(1), "1700000000.0 in barrier at train.py:3")
     (found,) = at_once(lambda: make(store, num_ranks=3).locate("barrier 0", [1, 2]))
     assert found == {1: f"{NO_ANSWER}, last seen in barrier at train.py:3", 2: NO_ANSWER}
 
 
-@pytest.mark.parametrize("store_rank", [0, 1])
-def test_a_watcher_that_could_not_start_is_stopped_like_any_other(store_rank):
+def test_a_watcher_that_could_not_start_is_stopped_like_any_other():
     before = signal.getsignal(signal.SIGURG)
-    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    store = dist.TCPStore("127.0.0.1", server.port, is_master=False, wait_for_workers=False)
-    watcher = make(store, store_rank=store_rank)
-    del server
+    with open_store("unix") as opened:
+        store = TorchStore(opened.client())
+        watcher = make(store)
     with pytest.raises(dist.DistError):
         store.check(["anything"])
     with pytest.raises(dist.DistError):
@@ -389,6 +388,6 @@ def test_a_watcher_that_could_not_start_is_stopped_like_any_other(store_rank):
 
 
 def test_a_rank_is_missed_from_the_moment_that_its_watcher_has_started():
-    store = HashStore()
+    store = MemoryStore()
     with watching(store):
         assert store.check([protocol.beat(0), protocol.peer_address(0)])

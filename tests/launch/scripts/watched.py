@@ -264,16 +264,6 @@ def collective_with_a_stopped_rank(manager):
     work.wait()
 
 
-def serve_until_asked_to_end(manager):
-    """Rank 0 is done, and asked to end while rank 1 is at work."""
-    if manager.rank == 0:
-        signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
-    elif manager.rank == 1:
-        manager._state.job.rendezvous.store.wait([left(0)])
-        say("rank 0 has left")
-        wait_in_python(3)
-
-
 def end_with_another_error(manager):
     """Rank 0 handles an error, leaves the job, and then fails by itself while the others work on."""
     if manager.rank != 0:
