@@ -82,11 +82,14 @@ class _Suspicion:
 
 
 class _Wait:
-    """What this rank's main thread waits in."""
+    """What the program of this rank waits in: its main thread, or another one."""
 
-    def __init__(self, what: tracking.StoreWait | Call | TorchWait, tracked: tracking.TrackedWait | None) -> None:
+    def __init__(
+        self, what: tracking.StoreWait | Call | TorchWait, tracked: tracking.TrackedWait | None, thread: int | None
+    ) -> None:
         self.what = what
         self.tracked = tracked
+        self.thread = thread
         self.since = what.since if not isinstance(what, TorchWait) else time.monotonic()
         self.told: _Told | None = None
 
@@ -107,10 +110,10 @@ class _Wait:
             group=group,
             number=number,
             is_of_torch=isinstance(self.what, TorchWait),
-            is_threaded=tracking.is_threaded(),
+            is_threaded=tracking.is_threaded() or self.thread != threading.main_thread().ident,
             begun=progress(),
             begun_in_torch=operations_begun(),
-            error=_error_in_hand(me.rank),
+            error=_error_in_hand(me.rank, self.thread),
         )
         return self.told
 
@@ -133,7 +136,8 @@ class _Wait:
         mine = self.told
         if mine is None or mine.key == told.key:
             return False
-        is_alone = not (mine.is_threaded or told.is_threaded)
+        # Who holds an error while it waits has failed, whatever other threads do.
+        is_alone = not (mine.is_threaded or told.is_threaded) or mine.error is not None or told.error is not None
         if isinstance(self.what, tracking.StoreWait):
             return is_alone and rank in self.what.awaited()
         begun = (told.begun_in_torch if mine.is_of_torch else told.begun).get(mine.group, -1)
@@ -251,8 +255,8 @@ def _key(group: str, number: int, text: str) -> str:
     return printable(f"{group} {number} {text}" if group else text)
 
 
-def _error_in_hand(rank: int) -> FailureRecord | None:
-    found = error_in_hand(threading.main_thread().ident)
+def _error_in_hand(rank: int, thread: int | None) -> FailureRecord | None:
+    found = error_in_hand(thread)
     if found is None or isinstance(found, (*_NO_CAUSE, JobFailed)):
         return None
     return FailureRecord.of(found, rank)
@@ -283,7 +287,10 @@ def _find() -> _Wait | None:
     tracked = tracking.wait_of_program()
     if tracked is not None:
         what = tracked.store_wait or tracked.call
-        return _Wait(what, tracked) if what is not None else None
-    main = sys._current_frames().get(threading.main_thread().ident or 0)
-    in_torch = torch_wait_in(main, tracking.line_of)
-    return _Wait(in_torch, None) if in_torch is not None else None
+        return _Wait(what, tracked, tracked.thread) if what is not None else None
+    main, frames = threading.main_thread().ident, sys._current_frames()
+    for thread in sorted(frames, key=lambda one: one != main):
+        in_torch = torch_wait_in(frames[thread], tracking.line_of)
+        if in_torch is not None:
+            return _Wait(in_torch, None, thread)
+    return None

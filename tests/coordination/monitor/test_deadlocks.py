@@ -72,6 +72,29 @@ def test_the_error_of_a_rank_that_waits_in_its_handler_is_that_of_the_job(monkey
             ALL[other]()
 
 
+@pytest.mark.parametrize(("one", "other"), DRAWN.sample(WITH_ERROR, 4))
+@ranks(3, manager=False)
+def test_so_it_is_where_they_wait_in_threads(monkeypatch, tmp_path, rank, one, other):
+    begin(monkeypatch, tmp_path)
+    with pytest.raises((ValueError, JobFailed), match="boom"):
+        in_a_thread((lambda: fail_and_then(ALL[one])) if rank == 1 else ALL[other])
+
+
+def in_a_thread(call):
+    raised = []
+
+    def work():
+        try:
+            call()
+        except BaseException as error:  # noqa: BLE001 - it is raised where the test waits
+            raised.append(error)
+
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    thread.join(60)
+    raise raised[0]
+
+
 def fail_and_then(wait):
     try:
         raise ValueError("boom")
