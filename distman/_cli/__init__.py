@@ -13,13 +13,7 @@ from distman._cli.parser import make_parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command with these arguments, and return its exit code.
-
-    Local or collective, as the subcommand. Ctrl-C and a reader that goes away end it without further words.
-
-    Args:
-        argv: Arguments without the program's name; None takes those of the process.
-    """
+    """Run the command, and return its exit code. Ctrl-C and a reader that goes away end it without further words."""
     with ExitStack() as stack:
         for name in ("stdout", "stderr"):
             if getattr(sys, name) is None:  # closed by the shell, as in `distman env >&-`

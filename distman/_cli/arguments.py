@@ -9,11 +9,6 @@ _MAX_DIGITS = 18  # longer numbers are typing errors, and do not fit into 64 bit
 
 
 def at_least(smallest: int) -> Callable[[str], int]:
-    """Return what reads a whole number of at least this one.
-
-    The function raises ``argparse.ArgumentTypeError`` for anything else.
-    """
-
     def read(text: str) -> int:
         is_number = text.isascii() and text.isdigit() and len(text) <= _MAX_DIGITS
         if not is_number or int(text) < smallest:
@@ -24,11 +19,6 @@ def at_least(smallest: int) -> Callable[[str], int]:
 
 
 def not_empty(text: str) -> str:
-    """Return a text that says something.
-
-    Raises:
-        argparse.ArgumentTypeError: It is empty.
-    """
     if not text.strip():
         raise argparse.ArgumentTypeError(f"it must be a name, got {text!r}")
     return text

@@ -13,7 +13,6 @@ _PATHS = ("FILE", "DIR")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add what the command takes to its parser."""
     parser.usage = "distman completion SHELL"
     parser.description = (
         "Print the script by which a shell completes this command, its options and their values. For this shell only: "
@@ -24,11 +23,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run the command.
-
-    Returns:
-        The exit code: 0.
-    """
     print("\n".join(_WRITERS[arguments.shell](list(commands(make_parser())))))
     return 0
 

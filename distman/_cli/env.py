@@ -17,7 +17,6 @@ from distman.errors import DistmanError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add what the command takes to its parser."""
     parser.description = "Show what initialize() would do in this process; nothing is started."
     parser.add_argument("--method", help="believe this launcher")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
@@ -26,12 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run the command.
-
-    Returns:
-        The exit code: 0, or 1 where the variables have no meaning or their secret is none, or where there are warnings
-        and these count.
-    """
+    """Return 0, or 1 where the variables have no meaning, or there are warnings and these count."""
     try:
         detection = detect(os.environ, arguments.method)
         protection = find_protection(detection.environment, os.environ)

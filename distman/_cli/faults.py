@@ -24,13 +24,8 @@ _MAX_NAMED = 8  # ranks named in a sentence
 def explain(error: BaseException, step: str, manager: DistributedManager) -> str | None:
     """Return why a step ended early, in one sentence; None where the fault is this rank's own.
 
-    Blocking, for a few seconds: where a collective got no answer, the ranks are asked over the store where they
-    are. The first rank to ask tells the others, so that all say the same.
-
-    Args:
-        error: What the step raised.
-        step: What was done, for the sentence.
-        manager: The manager.
+    Blocking, for a few seconds: where a collective got no answer, the ranks are asked over the store where they are.
+    The first rank to ask tells the others, so that all say the same.
     """
     if isinstance(error, JobFailed):
         error.acknowledge()  # the command ends with a verdict
@@ -43,7 +38,6 @@ def explain(error: BaseException, step: str, manager: DistributedManager) -> str
 
 
 def own_fault(error: BaseException, manager: DistributedManager) -> str:
-    """Return in one sentence what this rank raised."""
     return f"{manager.roll_call[manager.rank]} raised {type(error).__name__}: {_first_line(error)}"
 
 

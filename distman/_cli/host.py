@@ -17,10 +17,7 @@ _LIMIT = 1.0
 
 
 def this_host() -> Host:
-    """Return what this host answers.
-
-    Names and addresses are asked for only when a check needs them, and for a second at most.
-    """
+    """Return what this host answers; what a check asks over the network takes a second at most."""
     soft_limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return Host(
         name=socket.gethostname(),

@@ -21,16 +21,7 @@ class UsageError(ValueError):
 
 
 def check_output(path: Path, suffixes: Sequence[str]) -> None:
-    """Raise now what would keep a file from being written later.
-
-    Args:
-        path: The file.
-        suffixes: The endings that are known.
-
-    Raises:
-        UsageError: The ending is not known, there is no such folder, or the file cannot be written there.
-        ImportError: It is a picture, and matplotlib is not installed.
-    """
+    """Raise now what would keep a file from being written later."""
     if path.suffix not in suffixes:
         raise UsageError(
             f"the output must end in {', '.join(suffixes)}, got {str(path)!r}. Choose one of these formats."
@@ -53,16 +44,7 @@ def check_output(path: Path, suffixes: Sequence[str]) -> None:
 def print_table(
     columns: Sequence[str], rows: Sequence[Sequence[object]], *, title: str = "", is_plain: bool = False
 ) -> None:
-    """Print a table.
-
-    Drawn by ``rich`` on a terminal, where it is installed; else columns of plain text.
-
-    Args:
-        columns: Heads of the columns.
-        rows: Rows of as many cells.
-        title: A line above.
-        is_plain: Print plain text also on what looks like a terminal.
-    """
+    """Print a table: drawn by ``rich`` on a terminal, where it is installed, else columns of plain text."""
     width = _width()
     is_narrow = width is not None and sum(_narrowest(columns, rows)) + 3 * len(columns) + 1 > width
     if is_plain or is_narrow or os.environ.get("NO_COLOR") or not sys.stdout.isatty() or find_spec("rich") is None:
@@ -88,11 +70,8 @@ def print_text(text: str) -> None:
 def plain_table(columns: Sequence[str], rows: Sequence[Sequence[object]], width: int | None = None) -> str:
     """Return a table as lines of plain text, with two spaces between the columns.
 
-    Args:
-        columns: Heads of the columns.
-        rows: Rows of as many cells.
-        width: Columns of the terminal. Where the table is wider, its cells are folded between words; where that does
-            not help, each row is a sentence. None folds nothing.
+    Where it is wider than ``width``, its cells are folded between words; where that does not help, each row is a
+    sentence.
     """
     cells = [list(columns), *([str(cell) for cell in row] for row in rows)]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
@@ -133,15 +112,7 @@ def _folded(line: str, width: int | None) -> str:
 
 @contextmanager
 def progress_bar(num_steps: int, *, is_shown: bool = True) -> Iterator[Callable[[str], None]]:
-    """Show a bar on standard error for the length of a ``with`` block, if that is a terminal and ``rich`` is there.
-
-    Args:
-        num_steps: Number of steps.
-        is_shown: Whether to show it at all; only rank 0 of a job does.
-
-    Yields:
-        What to call before each step, with its name.
-    """
+    """Show a bar on standard error where that is a terminal and ``rich`` is there; yield what takes a step's name."""
     if not is_shown or not sys.stderr.isatty() or find_spec("rich") is None:
         yield _ignore
         return

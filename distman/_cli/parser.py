@@ -54,31 +54,23 @@ class _Parser(argparse.ArgumentParser):
 
 
 class CommandParser(_Parser):
-    """The parser of a command: it imports the command's module when something is parsed, or its help is shown.
-
-    Args:
-        module: The module, whose ``add_arguments()`` says what it takes.
-        kwargs: Of argparse.
-    """
+    """The parser of a command, which imports the command's module when something is parsed or help is shown."""
 
     def __init__(self, *, module: str, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         self._module: str | None = module
 
     def load(self) -> None:
-        """Ask the command for its arguments, once."""
         module, self._module = self._module, None
         if module is not None:
             importlib.import_module(module).add_arguments(self)
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
-        """Parse, as the command wants it."""
         self.load()
         return super().parse_known_args(args, namespace)
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """Return the parser of the whole command."""
     parser = _Parser(prog="distman", description=DESCRIPTION, epilog="`distman help COMMAND` says more.")
     parser.add_argument("-V", "--version", action="version", version=f"%(prog)s {VERSION}")
     subparsers = parser.add_subparsers(required=True, metavar="COMMAND", parser_class=CommandParser)

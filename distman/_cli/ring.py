@@ -9,15 +9,7 @@ from distman.manager import DistributedManager
 
 
 def pass_on(sent: torch.Tensor, received: torch.Tensor, manager: DistributedManager) -> None:
-    """Send a tensor to the next rank, and receive that of the one before, at once.
-
-    Collective.
-
-    Args:
-        sent: What goes to the next rank.
-        received: Where that of the rank before goes; of the same shape and type.
-        manager: The manager.
-    """
+    """Send a tensor to the next rank, and receive that of the one before, of the same shape and type. Collective."""
     following, preceding = ((manager.rank + step) % manager.world_size for step in (1, -1))
     send, receive = dist.P2POp(dist.isend, sent, following), dist.P2POp(dist.irecv, received, preceding)
     for work in dist.batch_isend_irecv([send, receive]):

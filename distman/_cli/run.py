@@ -27,7 +27,6 @@ _EPILOG = (
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add what the command takes to its parser."""
     parser.usage = "distman run [options] script.py [arguments]\n       distman run [options] -m module [arguments]"
     parser.description = "Start the ranks of a job on this machine, and end them together."
     parser.epilog = _EPILOG
@@ -60,11 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run the command.
-
-    Returns:
-        The exit code: 0, that of the rank that failed first, 130 after Ctrl-C, or 1 where ranks could not be started.
-    """
+    """Return 0, the code of the rank that failed first, 130 after Ctrl-C, or 1 where ranks could not be started."""
     plan = _plan(arguments)
     _warn_of_others()
     try:

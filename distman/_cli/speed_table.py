@@ -17,10 +17,6 @@ _COLUMNS = ("operation", "size", "rounds", "time", "algorithm bandwidth", "bus b
 
 
 def print_speeds(measurements: Sequence[Measurement], *, is_plain: bool = False) -> None:
-    """Print how long operations took, and the bandwidths that follow.
-
-    See :func:`distman._cli.output.print_table`.
-    """
     rows = [
         (
             one.operation,
@@ -36,9 +32,5 @@ def print_speeds(measurements: Sequence[Measurement], *, is_plain: bool = False)
 
 
 def is_plain_under(launcher: str) -> bool:
-    """Return whether a rank cannot know that it prints to a terminal, since its launcher gives it one in any case.
-
-    Args:
-        launcher: Name of the launcher.
-    """
+    """Return whether a rank cannot know that it prints to a terminal, since its launcher gives it one in any case."""
     return LAUNCHERS[launcher].gives_terminals

@@ -23,39 +23,20 @@ _MATRIX_SIZE = {"cpu": 512, "cuda": 4096}
 
 @dataclass(frozen=True)
 class Operation:
-    """What can be measured.
-
-    Attributes:
-        prepare: Makes the buffers for some bytes, of one rank or all as nccl-tests count them, and returns what to
-            call.
-        bus_factor: What the algorithm bandwidth is multiplied by to become that of the wires, for a number of ranks.
-        is_shared_out: Whether each rank has an equal part of the bytes.
-    """
-
+    # Takes the number of bytes of all ranks or of one, as nccl-tests count them; returns what to call.
     prepare: Callable[[int, DistributedManager], Callable[[], object]]
-    bus_factor: Callable[[int], float]
-    is_shared_out: bool = False
+    bus_factor: Callable[[int], float]  # from the algorithm bandwidth to that of the wires, for a number of ranks
+    is_shared_out: bool = False  # whether each rank has an equal part of the bytes
 
 
 @dataclass(frozen=True)
 class Measurement:
-    """How long an operation took.
-
-    Attributes:
-        operation: Its name.
-        num_bytes: Its size.
-        num_rounds: How often it was measured.
-        seconds: The median over the rounds, on the slowest rank.
-        algorithm_bandwidth: Size over time, in bytes a second.
-        bus_bandwidth: What each rank's wire carries, in bytes a second; to be compared with the hardware's.
-    """
-
     operation: str
     num_bytes: int
     num_rounds: int
-    seconds: float
-    algorithm_bandwidth: float
-    bus_bandwidth: float
+    seconds: float  # the median over the rounds, on the slowest rank
+    algorithm_bandwidth: float  # size over time, in bytes a second
+    bus_bandwidth: float  # what each rank's wire carries, in bytes a second; to be compared with the hardware's
 
 
 @collective
@@ -67,16 +48,9 @@ def measure(
     num_rounds: int | None = None,
     allowed_seconds: float = 0.2,
 ) -> Measurement:
-    """Return how long an operation takes.
+    """Return how long an operation of :data:`OPERATIONS` takes. Collective.
 
-    Collective. Three rounds of it warm up, and say how many can be had.
-
-    Args:
-        operation: One of :data:`OPERATIONS`.
-        num_bytes: Its size; see :func:`rounded_up`.
-        manager: The manager.
-        num_rounds: Number of rounds; None takes 5 to 100, as many as ``allowed_seconds`` allow.
-        allowed_seconds: See there.
+    Three rounds warm up, and say how many fit into ``allowed_seconds``, of 5 to 100.
 
     Source:
         nccl-tests, doc/PERFORMANCE.md: sizes, algorithm bandwidth and bus bandwidth.
@@ -104,14 +78,7 @@ def rounded_up(operation: str, num_bytes: int, world_size: int) -> int:
 
 
 def measure_compute(device: torch.device, *, allowed_seconds: float = 0.3) -> float:
-    """Return the seconds that a matrix product takes on a device, the median over some time.
-
-    Ranks that share a core slow each other down, so let all measure at once.
-
-    Args:
-        device: The device.
-        allowed_seconds: How long to measure.
-    """
+    """Return the median seconds of a matrix product. Ranks that share a core slow each other down, so all measure."""
     size = _MATRIX_SIZE.get(device.type, 1024)
     matrix = torch.full((size, size), 1.0 / size, device=device)
 
@@ -137,10 +104,7 @@ def timed(run: Callable[[], object], device: torch.device) -> float:
 
 @collective
 def largest(number: float, manager: DistributedManager) -> float:
-    """Return the largest of the ranks' numbers, on all of them.
-
-    Collective.
-    """
+    """Return the largest of the ranks' numbers, on all of them. Collective."""
     device = control_device(manager.resolve_group(None), manager.device)
     numbers = torch.tensor([number], dtype=torch.float64, device=device)
     dist.all_reduce(numbers, op=dist.ReduceOp.MAX)

@@ -13,9 +13,6 @@ def parse_size(text: str) -> int:
 
     k, M and G are powers of 1,024, as in nccl-tests.
 
-    Raises:
-        ValueError: It is no such text, or 0.
-
     >>> parse_size("64k"), parse_size("4 MiB"), parse_size("512")
     (65536, 4194304, 512)
     """

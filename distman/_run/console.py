@@ -24,13 +24,8 @@ class Console:
 
     On a terminal, a line that has no end yet is drawn at once, such as a bar or a question, and drawn again below the
     lines of others: that of the rank that began first, until it has ended. Elsewhere only whole lines are shown, and of
-    one that was drawn again and again the last state.
-
-    Args:
-        stream: Where it is shown.
-        num_ranks: Number of ranks; of a single one no name is shown.
-        is_terminal: Whether the stream is a terminal; None looks.
-        is_colored: Whether the ranks' names have colours; None wants them on a terminal, unless ``NO_COLOR`` is set.
+    one that was drawn again and again the last state. Names of ranks have colours on a terminal, unless ``NO_COLOR`` is
+    set; of a single rank no name is shown.
     """
 
     def __init__(
@@ -53,13 +48,7 @@ class Console:
         return len(f"{self._num_ranks - 1}: ") if self._num_ranks > 1 else 0
 
     def write(self, rank: int, data: bytes, stream: int = 1) -> None:
-        """Take what a rank has written.
-
-        Args:
-            rank: The rank.
-            data: What it wrote, cut anywhere.
-            stream: Its stream, where it has several that end up here.
-        """
+        """Take what a rank has written, cut anywhere; ``stream`` is its own, where several of it end up here."""
         key = rank, stream
         *lines, rest = (self._pending.pop(key, b"") + data).split(b"\n")
         if len(rest) > _MOST_WITHOUT_END:

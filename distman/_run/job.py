@@ -40,38 +40,23 @@ GRACE = 30.0
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """What is started.
+    """What is started."""
 
-    Attributes:
-        command: What the interpreter of each rank is told: a script, or ``-m`` and a module, with its arguments.
-        num_ranks: Number of ranks.
-        cpus_per_rank: CPUs that each rank is bound to; None binds none.
-        log_dir: The folder in which each rank has a file of what it writes; None for none.
-        shows_all: Whether the terminal shows what all ranks write; else it shows rank 0.
-        is_quiet: Whether all that the ranks write is shown on standard error.
-        grace: Seconds that ranks have to save once they are asked to stop.
-        stop_signals: What asks them.
-    """
-
+    # what the interpreter of each rank is told: a script, or ``-m`` and a module, with its arguments
     command: tuple[str, ...]
     num_ranks: int
-    cpus_per_rank: int | None = None
-    log_dir: Path | None = None
-    shows_all: bool = True
-    is_quiet: bool = False
-    grace: float = GRACE
-    stop_signals: tuple[int, ...] = DEFAULT_SIGNALS
+    cpus_per_rank: int | None = None  # None binds none
+    log_dir: Path | None = None  # a file for each rank is made there
+    shows_all: bool = True  # whether the terminal shows what all ranks write; else it shows rank 0
+    is_quiet: bool = False  # whether all that the ranks write is shown on standard error
+    grace: float = GRACE  # seconds that ranks have to save once they are asked to stop
+    stop_signals: tuple[int, ...] = DEFAULT_SIGNALS  # what asks them
 
 
 def run_job(plan: Plan, logs: Sequence[IO[bytes]] = ()) -> Outcome:
     """Start the ranks, show what they write, and return when all have ended, with what they started.
 
-    Args:
-        plan: What is started.
-        logs: The files of what the ranks write, see :func:`open_logs`.
-
-    Raises:
-        OSError: A rank cannot be started, or a file cannot be written. None is left then.
+    Where one cannot be started, or a file cannot be written, that is an OSError, and none is left.
     """
     adopt_orphans()
     consoles = _consoles(plan)
@@ -95,11 +80,7 @@ def _private_folder() -> Iterator[Path]:
 
 @contextmanager
 def open_logs(plan: Plan) -> Iterator[list[IO[bytes]]]:
-    """Make a new file for what each rank writes, which only this user can read; none without a folder for them.
-
-    Raises:
-        OSError: One cannot be made.
-    """
+    """Make a new file for what each rank writes, which only this user can read; none without a folder for them."""
     with ExitStack() as stack:
         yield [stack.enter_context(os.fdopen(create_anew(path), "wb", buffering=0)) for path in _log_files(plan)]
 

@@ -30,25 +30,16 @@ Source:
 
 @dataclasses.dataclass(frozen=True)
 class RankOutcome:
-    """How a rank ended.
-
-    Attributes:
-        rank: The rank.
-        pid: Its process id.
-        exit_code: Its exit code, or minus the number of the signal that ended it.
-        was_ended: Whether its starter ended it.
-        own: What failed on it, as it said; None where it said nothing, or failed only because of another rank.
-        first: What failed first in the job, as the job's store told it; None where it could not ask.
-        last_lines: What it wrote to standard error last.
-    """
+    """How a rank ended."""
 
     rank: int
     pid: int
-    exit_code: int
-    was_ended: bool
-    own: FailureRecord | None = None
+    exit_code: int  # or minus the number of the signal that ended it
+    was_ended: bool  # whether its starter ended it
+    own: FailureRecord | None = None  # what failed on it, as it said; None where it failed only because of another rank
+    # what failed first in the job, as the job's store told it; None where it could not ask
     first: FailureRecord | None = None
-    last_lines: str = ""
+    last_lines: str = ""  # of standard error
 
     def last_words(self) -> str:
         """Return what it said of its end, for its log."""
@@ -70,19 +61,12 @@ class RankOutcome:
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """How a job ended.
+    """How a job ended."""
 
-    Attributes:
-        ranks: How each rank ended, in the order in which they did.
-        interruption: The signal that this process was sent to end the job; None if it was not.
-        overdue: The ranks that had not ended when their time to save was over.
-        grace: How many seconds that was.
-    """
-
-    ranks: tuple[RankOutcome, ...]
-    interruption: int | None = None
-    overdue: tuple[int, ...] = ()
-    grace: float = 0.0
+    ranks: tuple[RankOutcome, ...]  # in the order in which they ended
+    interruption: int | None = None  # the signal that this process was sent to end the job
+    overdue: tuple[int, ...] = ()  # ranks that had not ended when their time to save was over
+    grace: float = 0.0  # how many seconds that was
 
     @property
     def wants_restart(self) -> bool:

@@ -16,16 +16,7 @@ _LOCALHOST = "127.0.0.1"
 
 
 def number_of_ranks(wanted: str, cpus_per_rank: int | None = None) -> int:
-    """Return how many ranks are meant.
-
-    Args:
-        wanted: A whole number; ``"gpu"``, as many as there are GPUs; ``"cpu"``, as many as there are CPUs for them; or
-            ``"auto"``, the first where there are GPUs, else the second.
-        cpus_per_rank: CPUs of each rank, as of ``"cpu"``; None means one.
-
-    Raises:
-        ValueError: There are no GPUs, too few CPUs, or it is none of these words.
-    """
+    """Return how many ranks a number, ``"gpu"``, ``"cpu"`` or ``"auto"`` mean; ValueError where it cannot be."""
     num_cpus = len(os.sched_getaffinity(0))
     if wanted.isascii() and wanted.isdigit() and int(wanted) > 0:
         number = int(wanted)
@@ -76,11 +67,6 @@ def variables_of_ranks(environ: Mapping[str, str], number: int, cpus_per_rank: i
 
     The variables of launchers that this command may run under are left out, but for those of schedulers, and a number
     of threads is added where there is none: a rank's share of the CPUs.
-
-    Args:
-        environ: Environment variables, usually ``os.environ``; never modified.
-        number: Number of ranks.
-        cpus_per_rank: CPUs to which each of them is bound; None binds none.
     """
     others = [launcher for launcher in LAUNCHERS.values() if launcher.family in (Family.ENV, Family.MPI)]
     common = {name: value for name, value in environ.items() if not any(other.sets(name) for other in others)}

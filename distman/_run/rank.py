@@ -23,28 +23,11 @@ _READ_BYTES = 1 << 16
 
 
 class Rank:
-    """A process of the job.
+    """A process of the job, which ends with this one, whatever ends that.
 
-    It ends with this one, whatever ends that.
-
-    Args:
-        rank: Its rank.
-        command: What the interpreter is told.
-        environ: Its environment.
-        error_file: Where it says why it fails.
-        cpus: CPUs that it is bound to; empty binds it to none.
-        columns: Columns of the terminal that each of its streams is to be; None gives it a pipe.
-
-    Attributes:
-        rank: Its rank.
-        pid: Its process id.
-        end: A descriptor that is readable when it has ended.
-        outputs: Descriptors of what it writes to standard output and to standard error.
-        exit_code: None while it runs; then its exit code, or minus the number of a signal.
-        signals: What it was sent by its starter.
-
-    Raises:
-        OSError: It cannot be started.
+    ``end`` is a descriptor that is readable when it has ended; ``outputs`` are those of its standard output and error,
+    terminals of ``columns`` columns or pipes. ``exit_code`` may be minus the number of a signal; ``signals`` are those
+    that its starter has sent.
     """
 
     def __init__(

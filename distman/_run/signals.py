@@ -14,13 +14,9 @@ _HEARD = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.S
 
 
 class HeardSignals:
-    """Keeps signals for who asks, in the length of a ``with`` block, in the main thread of a program.
+    """Keeps signals for who asks, those that end a program and ``more``, in a ``with`` block of the main thread.
 
-    Args:
-        more: Signals to hear besides those that end a program, or ask it for something.
-
-    Attributes:
-        wake: Readable when there may be some.
+    ``wake`` is readable when there may be some.
     """
 
     def __init__(self, more: Iterable[int] = ()) -> None:

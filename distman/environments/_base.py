@@ -114,12 +114,7 @@ class LaunchEnvironment:
 
 
 def read_text(environ: Mapping[str, str], *names: str) -> str | None:
-    """Return the first of the variables ``names`` that is set and not blank, or None.
-
-    Args:
-        environ: Environment variables; never modified.
-        names: Spellings of one variable, the preferred one first.
-    """
+    """Return the first of the variables ``names`` that is set and not blank."""
     values = (environ.get(name, "").strip() for name in names)
     return next((value for value in values if value), None)
 
@@ -131,32 +126,18 @@ def read_host(environ: Mapping[str, str], *names: str) -> str | None:
 
 
 def read_flag(environ: Mapping[str, str], name: str, *, default: bool = False) -> bool:
-    """Return whether the variable ``name`` says yes: ``1``, ``true`` or ``yes``, in any case.
-
-    Args:
-        environ: Environment variables, usually ``os.environ``; never modified.
-        name: Name of the variable.
-        default: The answer where it is not set.
-    """
+    """Return whether the variable says yes: ``1``, ``true`` or ``yes``, in any case."""
     text = read_text(environ, name)
     return default if text is None else text.lower() in ("1", "true", "yes")
 
 
 def read_index(environ: Mapping[str, str], *names: str) -> int | None:
-    """Return the first of the variables ``names`` that is set, as a number of at least 0, or None.
-
-    Raises:
-        LaunchEnvironmentError: The variable is not such a number.
-    """
+    """Return the first of the variables that is set, as a number of at least 0."""
     return _read_number(environ, names, minimum=0)
 
 
 def read_count(environ: Mapping[str, str], *names: str) -> int | None:
-    """Return the first of the variables ``names`` that is set, as a number of at least 1, or None.
-
-    Raises:
-        LaunchEnvironmentError: The variable is not such a number.
-    """
+    """Return the first of the variables that is set, as a number of at least 1."""
     return _read_number(environ, names, minimum=1)
 
 

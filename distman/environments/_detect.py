@@ -129,13 +129,7 @@ def explain(environ: Mapping[str, str] | None = None, method: str | None = None)
 
 
 def spoken(environ: Mapping[str, str]) -> list[LaunchEnvironment]:
-    """Return what each launcher says whose variables are here and have a meaning, the innermost first.
-
-    Bare variables count where they are complete.
-
-    Args:
-        environ: Environment variables, usually ``os.environ``; never modified.
-    """
+    """Return what each launcher says whose variables have a meaning, the innermost first; bare ones where complete."""
     found = []
     for launcher in _asked():
         if launcher is not BARE or is_complete(environ):
@@ -346,10 +340,8 @@ def _lone_warnings(chosen: Launcher, environment: LaunchEnvironment, environ: Ma
 def _task_without_step(allocation: Allocation, environ: Mapping[str, str]) -> LaunchEnvironment | None:
     """Return the place of a task whose step is not told, as where a container hands on only some variables.
 
-    Whatever else runs in an allocation knows its job, and is task 0 or none.
-
-    Raises:
-        LaunchEnvironmentError: A task other than 0 knows its job but not its step: task 0 would run alone.
+    Whatever else runs in an allocation knows its job, and is task 0 or none. A task other than 0 that knows its job but
+    not its step is an error: task 0 would run alone.
     """
     job_variables = allocation.fields.get("job_id", ())
     environment = None

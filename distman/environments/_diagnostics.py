@@ -80,13 +80,7 @@ class Host:
 
 @dataclasses.dataclass(frozen=True)
 class _Job:
-    """What the checks look at.
-
-    Attributes:
-        environ: Environment variables; never modified.
-        environment: What the chosen launcher says.
-        host: What this host answers.
-    """
+    """What the checks look at."""
 
     environ: Mapping[str, str]
     environment: LaunchEnvironment
@@ -94,7 +88,6 @@ class _Job:
 
     @property
     def launcher(self) -> Launcher:
-        """The record of the chosen launcher."""
         return LAUNCHERS[self.environment.launcher]
 
     @property
@@ -115,7 +108,6 @@ class _Job:
 
     @property
     def is_on_several_nodes(self) -> bool:
-        """Whether the launcher says that the job runs on several nodes."""
         if self.environment.num_nodes is not None:
             return self.environment.num_nodes > 1
         local = self.environment.local_world_size

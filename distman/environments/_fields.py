@@ -42,14 +42,7 @@ def read_fields(
 ) -> LaunchEnvironment | None:
     """Return the launcher's values, or None where it gives no rank or no world size.
 
-    Args:
-        launcher: Name of the launcher.
-        fields: Its table of variables.
-        derived: Functions of the environment that replace the plain reading of a field.
-        environ: Environment variables; never modified.
-
-    Raises:
-        LaunchEnvironmentError: A variable is not a number, or two contradict each other.
+    ``derived`` replaces the plain reading of a field.
     """
     values: dict[str, Any] = {
         field: derived[field](environ) if field in derived else _READERS[field](environ, *names)
@@ -63,13 +56,7 @@ def read_fields(
 
 
 def source_of(field: str, fields: Fields, environ: Mapping[str, str]) -> str | None:
-    """Return ``NAME=value`` of the variable that holds ``field``, or None where none is set.
-
-    Args:
-        field: Field of LaunchEnvironment.
-        fields: The launcher's table of variables.
-        environ: Environment variables; never modified.
-    """
+    """Return ``NAME=value`` of the variable that holds ``field``, or None where none is set."""
     names = (JOB_ID, *fields.get(field, ())) if field == "job_id" else fields.get(field, ())
     name = next((name for name in names if read_text(environ, name)), None)
     return None if name is None else f"{name}={read_text(environ, name)}"

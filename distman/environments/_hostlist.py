@@ -34,18 +34,11 @@ Range = tuple[int, int, int]
 def parse_hostlist(text: str) -> list[str]:
     """Return the hosts that a Slurm host list names, in its order, repetitions kept.
 
-    Args:
-        text: Such as ``n[1-3,7],m3``; hosts are separated by commas or white space.
-
-    Raises:
-        LaunchEnvironmentError: The text is not a host list, names no host, or names more than a million.
-
     Source:
         Slurm, ``scontrol show hostnames`` and ``src/common/hostlist.c``.
 
-    Example:
-        >>> parse_hostlist("node[08-10],gpu5")
-        ['node08', 'node09', 'node10', 'gpu5']
+    >>> parse_hostlist("node[08-10],gpu5")
+    ['node08', 'node09', 'node10', 'gpu5']
     """
     names = [_pieces(name, text) for name in _split(text)]
     _check_size(sum(math.prod(_size(ranges) for ranges in brackets) for _, brackets in names), text)
@@ -55,15 +48,8 @@ def parse_hostlist(text: str) -> list[str]:
 def first_host(text: str) -> str:
     """Return the first host of a Slurm host list, without expanding the rest.
 
-    Args:
-        text: Such as ``n[1-3,7],m3``.
-
-    Raises:
-        LaunchEnvironmentError: As for :func:`parse_hostlist`.
-
-    Example:
-        >>> first_host("node[08-10],gpu5")
-        'node08'
+    >>> first_host("node[08-10],gpu5")
+    'node08'
     """
     names = [_pieces(name, text) for name in _split(text)]
     _check_size(sum(math.prod(_size(ranges) for ranges in brackets) for _, brackets in names), text)
@@ -72,20 +58,13 @@ def first_host(text: str) -> str:
 
 
 def parse_tasks_per_node(text: str) -> list[int]:
-    """Return the number of tasks on each node, from a text such as ``2(x3),1``.
-
-    Args:
-        text: Value of ``SLURM_STEP_TASKS_PER_NODE`` or ``SLURM_TASKS_PER_NODE``.
-
-    Raises:
-        LaunchEnvironmentError: The text is not such a list.
+    """Return the number of tasks on each node, from ``SLURM_STEP_TASKS_PER_NODE`` or ``SLURM_TASKS_PER_NODE``.
 
     Source:
         sbatch manual, SLURM_TASKS_PER_NODE.
 
-    Example:
-        >>> parse_tasks_per_node("2(x3),1")
-        [2, 2, 2, 1]
+    >>> parse_tasks_per_node("2(x3),1")
+    [2, 2, 2, 1]
     """
     matches = [_TASKS.fullmatch(part.strip()) for part in text.split(",")]
     counts = [(int(match[1]), int(match[2] or 1)) for match in matches if match]

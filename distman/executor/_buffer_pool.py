@@ -19,19 +19,12 @@ _MOST_BYTES = 256 * 1024**2
 
 @dataclass
 class PooledBuffer:
-    """A buffer as its worker sees it.
+    """A buffer as its worker sees it."""
 
-    Attributes:
-        index: Its place in the pool.
-        memory: The mapped memory.
-        unsent: Its file descriptor as long as the program has not got it.
-        is_read: Whether the program holds tensors that lie in it.
-    """
-
-    index: int
+    index: int  # its place in the pool
     memory: npt.NDArray[np.uint8]
-    unsent: int | None
-    is_read: bool = False
+    unsent: int | None  # the descriptor, for as long as the program has not got it
+    is_read: bool = False  # whether the program holds tensors that are in it
 
     @property
     def size(self) -> int:

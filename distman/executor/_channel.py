@@ -28,27 +28,16 @@ class Kind(IntEnum):
 
 @dataclass
 class Message:
-    """A message as it arrived.
-
-    Attributes:
-        kind: What it holds.
-        buffer_index: Which buffer of the worker's pool it lies in, or ``NOT_POOLED``.
-        free_buffers: To a worker: the buffers of its pool that nobody reads any more, one bit each.
-        num_buffers: Number of buffers beside the pickle.
-        stream_bytes: Length of the pickle.
-        shared_bytes: Size of the shared memory; 0 if the pickle is here.
-        stream: The pickle, if it is here.
-        descriptor: The shared memory, if it is new; the receiver closes it.
-    """
+    """A message as it arrived."""
 
     kind: Kind
-    buffer_index: int
-    free_buffers: int
-    num_buffers: int
-    stream_bytes: int
-    shared_bytes: int
-    stream: bytes
-    descriptor: int | None
+    buffer_index: int  # of the worker's pool, or ``NOT_POOLED``
+    free_buffers: int  # to a worker: the buffers of its pool that nobody reads any more, one bit each
+    num_buffers: int  # beside the pickle
+    stream_bytes: int  # length of the pickle
+    shared_bytes: int  # size of the shared memory; 0 if the pickle is here
+    stream: bytes  # the pickle, if it is here
+    descriptor: int | None  # the shared memory, if it is new; the receiver closes it
 
     @contextlib.contextmanager
     def new_memory(self) -> Iterator[int | None]:
@@ -75,19 +64,7 @@ def send(
     buffer_index: int = NOT_POOLED,
     free_buffers: int = 0,
 ) -> None:
-    """Send a payload: as it is, or in which shared memory it lies.
-
-    Does not block if the other side has read what came before.
-
-    Args:
-        connection: To the other side.
-        kind: What the payload holds.
-        payload: Already written where it is not inline.
-        shared_bytes: Size of the shared memory, 0 for an inline payload.
-        descriptor: The shared memory, if the other side does not have it.
-        buffer_index: Which buffer of the worker's pool this is.
-        free_buffers: Buffers of the worker's pool that nobody reads any more, one bit each.
-    """
+    """Send a payload, or in which shared memory it has been written; does not block if what came before was read."""
     counts = (len(payload.buffers), len(payload.stream), shared_bytes)
     header = _HEADER.pack(kind, buffer_index, free_buffers, *counts)
     data = header + (b"" if shared_bytes else payload.stream)

@@ -15,14 +15,9 @@ _AFTER_FAILURE_SECONDS = 0.5
 
 
 def collect(workers: Sequence[DeviceWorker], timeout: float | None) -> list[object]:
-    """Return the answers of workers that have been sent a task, in their order.
+    """Return the answers of workers that have been sent a task, in their order, or raise as the first that failed.
 
     After a failure the other workers are given half a second; those still busy are left so.
-
-    Raises:
-        Exception: What the function raised on the worker that failed first.
-        WorkerError: That one has no answer that could be sent.
-        WorkerDiedError: It died, or was too late.
     """
     deadline = None if timeout is None else time.monotonic() + timeout
     waiting = list(workers)

@@ -105,10 +105,7 @@ class _Resident:
         return self._executor
 
     def shutdown(self) -> None:
-        """End the workers.
-
-        Blocks until they are gone.
-        """
+        """End the workers, and wait until they are gone."""
         executor, self._executor = self._executor, None
         if executor is not None:
             executor.shutdown()

@@ -23,17 +23,7 @@ from distman.executor._task_loop import ENTRY, Settings, Task
 
 
 class DevicePool:
-    """One worker for each device; calls from several threads take turns.
-
-    Args:
-        devices: The devices, in order.
-        timeout: Seconds that a call may take, None for no limit.
-        initializer: What every new worker does first, None for nothing.
-
-    Attributes:
-        pid: The process that may use it.
-        server: Forks the workers.
-    """
+    """One worker for each device; calls from several threads take turns."""
 
     def __init__(self, devices: Sequence[torch.device], timeout: float | None, initializer: Task | None) -> None:
         self.pid = os.getpid()
@@ -47,14 +37,7 @@ class DevicePool:
         self._seed = torch.initial_seed()
 
     def call(self, task: Task, indices: Sequence[int]) -> list[object]:
-        """Return what the function returns on each of these workers, whose indices ascend, in this order.
-
-        Raises:
-            TypeError: The task cannot be pickled.
-            Exception: What the function raised.
-            WorkerError: A worker has no answer that can be sent.
-            WorkerDiedError: A worker died, was too late or did not start.
-        """
+        """Return what the function returns on each of these workers, whose indices ascend, in this order."""
         payload = _pack(task)
         with ExitStack() as stack:
             for index in indices:

@@ -23,20 +23,7 @@ _GRACE_SECONDS = 2.0
 
 
 class DeviceWorker(WorkerProcess):
-    """A worker process, for one task at a time.
-
-    Args:
-        server: Forks it.
-        settings: Who it is.
-
-    Attributes:
-        connection: Readable when it has answered or ended.
-        is_busy: Whether it has a task and has not answered.
-        is_ready: Whether it has been initialized.
-
-    Raises:
-        WorkerStartError: It did not start.
-    """
+    """A worker process, for one task at a time; its ``connection`` is readable when it has answered or ended."""
 
     def __init__(self, server: ServerProcess, settings: Settings) -> None:
         self._settings = settings
@@ -47,11 +34,7 @@ class DeviceWorker(WorkerProcess):
             super().__init__(server, dataclasses.asdict(settings), theirs.fileno())
 
     def send(self, payload: Payload, shared_bytes: int, descriptor: int | None) -> None:
-        """Give it a task, inline or as the descriptor of shared memory.
-
-        Raises:
-            WorkerDiedError: It has ended.
-        """
+        """Give it a task, inline or as the descriptor of shared memory."""
         free_buffers = self._mapped.take_freed()
         self.is_busy = True
         try:
@@ -60,15 +43,7 @@ class DeviceWorker(WorkerProcess):
             raise self.died() from None
 
     def answer(self) -> object:
-        """Return what the function returned there.
-
-        There must be an answer, or the worker must have ended.
-
-        Raises:
-            Exception: What the function raised.
-            WorkerError: That could not be sent, nor could what it returned.
-            WorkerDiedError: The worker ended, and is closed.
-        """
+        """Return what the function returned there, or raise it. It must have answered or ended."""
         message = receive(self.connection, waits=False)
         if message is None:
             raise self.died()

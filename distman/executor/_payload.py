@@ -23,14 +23,10 @@ _PLAIN_TYPES = frozenset({type(None), bool, int, float, str})
 
 @dataclass(frozen=True)
 class Payload:
-    """A packed object.
+    """A packed object."""
 
-    Attributes:
-        stream: Its pickle.
-        buffers: What the pickle refers to: the memory of large tensors and arrays, not yet copied.
-    """
-
-    stream: bytes
+    stream: bytes  # its pickle
+    # what the pickle refers to: the memory of large tensors and arrays, not yet copied
     buffers: tuple[memoryview, ...] = ()
 
     @property

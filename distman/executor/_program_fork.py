@@ -46,11 +46,7 @@ def _open_drivers() -> list[str]:
 
 
 def fork_server(entry: str) -> ServerProcess | None:
-    """Fork supervisor and server from the program; None if there turn out to be other threads.
-
-    Args:
-        entry: As for ``spawn_server``.
-    """
+    """Fork supervisor and server from the program; None if there turn out to be other threads."""
     _end_idle_threads()
     flush_output()
     control, theirs = socket_pair()

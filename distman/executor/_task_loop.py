@@ -32,57 +32,34 @@ _RAISED = "raised "
 
 @dataclass(frozen=True)
 class Settings:
-    """What a worker is told at its start.
+    """What a worker is told at its start."""
 
-    Attributes:
-        index: Its place among the devices.
-        device: Its device.
-        num_threads: How many threads torch may use there.
-        seed: Of its random generators.
-    """
-
-    index: int
+    index: int  # its place among the devices
     device: str
-    num_threads: int
-    seed: int
+    num_threads: int  # how many torch may use there
+    seed: int  # of its random generators
 
 
 @dataclass(frozen=True)
 class Task:
-    """What a worker calls.
-
-    Attributes:
-        function: The function.
-        arguments: Its positional arguments.
-        keywords: Its keyword arguments.
-        device_place: ``"first"``, ``"keyword"`` or ``""`` for a function that takes no device.
-    """
+    """What a worker calls."""
 
     function: Callable[..., object]
     arguments: tuple[Any, ...]
     keywords: dict[str, Any]
-    device_place: str
+    device_place: str  # "first", "keyword" or "" for a function that takes no device
 
 
 @dataclass(frozen=True)
 class Failure:
-    """What went wrong in a worker that lives, or leaves by its own decision.
+    """What went wrong in a worker that lives, or leaves by its own decision."""
 
-    Attributes:
-        what: Such as ``"raised ValueError: no"``.
-        error_type: Name of the type of the exception.
-        traceback_text: Its traceback.
-        is_exception: Whether the function raised an ``Exception``, which is then the answer.
-        error: The exception, pickled; None if it cannot be.
-        exit_code: The code with which the worker leaves, None if it stays.
-    """
-
-    what: str
+    what: str  # such as "raised ValueError: no"
     error_type: str
     traceback_text: str
-    is_exception: bool = False
-    error: bytes | None = None
-    exit_code: int | None = None
+    is_exception: bool = False  # whether the function raised an ``Exception``, which is then the answer
+    error: bytes | None = None  # the exception, pickled; None if it cannot be
+    exit_code: int | None = None  # with which the worker leaves; None if it stays
 
 
 @contextlib.contextmanager

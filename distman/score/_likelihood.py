@@ -118,24 +118,13 @@ def log_likelihood(
 
 @dataclass(frozen=True)
 class _Solver:
-    """The probability flow, with the change of log-density along it.
-
-    Attributes:
-        odeint: The solver of torchdiffeq.
-        score_fn: The score.
-        sde: The equation.
-        num_probes: Number of random vectors; None for the exact divergence.
-        probes: Their distribution.
-        rtol: Relative error tolerance per step.
-        atol: Absolute error tolerance per step.
-        group: The ranks that solve.
-    """
+    """The probability flow, with the change of log-density along it."""
 
     odeint: Callable[..., Any]
     score_fn: Network
     sde: SDE
-    num_probes: int | None
-    probes: Probes
+    num_probes: int | None  # None for the exact divergence
+    probes: Probes  # their distribution
     rtol: float
     atol: float
     group: Group

@@ -113,19 +113,9 @@ def guided_score(
 def evaluate(
     network: Network, t: torch.Tensor, x: torch.Tensor, condition: torch.Tensor | None = None, *, name: str
 ) -> torch.Tensor:
-    """Return the value of a network or a score function, after a check of its shape.
+    """Return the value of a network or a score function, ``name`` in messages, after a check of its shape.
 
-    Differentiable.
-
-    Args:
-        network: A function of times, samples and conditions.
-        t: Times, shape ``(batch,)``.
-        x: Samples, shape ``(batch, *)``.
-        condition: Their conditions; None calls the network without.
-        name: Name of the function, for messages.
-
-    Raises:
-        ValueError: It returns a different shape, which might broadcast with that of ``x`` by accident.
+    A different shape might broadcast with that of ``x`` by accident, so it is a ValueError.
     """
     found = network(t, x) if condition is None else network(t, x, condition)
     if found.shape != x.shape:

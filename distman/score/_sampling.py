@@ -142,22 +142,13 @@ def _shares(num: int, batch_size: int | None, num_ranks: int) -> list[list[tuple
 
 @dataclass(frozen=True)
 class _ReverseSolver:
-    """The reverse equation, solved backwards in time.
-
-    Attributes:
-        score_fn: The score.
-        sde: The equation.
-        num_steps: Number of steps.
-        method: How to solve it.
-        snr: Signal-to-noise ratio of the steps of Langevin dynamics.
-        group: The ranks that draw samples.
-    """
+    """The reverse equation, solved backwards in time."""
 
     score_fn: Network
     sde: SDE
     num_steps: int
     method: Method
-    snr: float
+    snr: float  # signal-to-noise ratio of the steps of Langevin dynamics
     group: Group
 
     @torch.no_grad()

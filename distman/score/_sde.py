@@ -268,18 +268,7 @@ class VarianceExploding(SDE):
 
 
 def per_sample(values: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    """Return one value for each sample in a shape that broadcasts with the samples.
-
-    Args:
-        values: Shape ``(batch,)``.
-        x: Samples, shape ``(batch, *)``.
-
-    Returns:
-        A view, shape ``(batch, 1, ..., 1)`` with as many dims as ``x``.
-
-    Raises:
-        ValueError: There is not one value for each sample.
-    """
+    """Return a view of one value for each sample that broadcasts with the samples."""
     if x.ndim == 0 or values.shape != x.shape[:1]:
         raise ValueError(
             f"t must have one time for each sample of shape {tuple(x.shape)}, got shape {tuple(values.shape)}. Pass "

@@ -19,21 +19,11 @@ R = TypeVar("R")
 
 
 def check_count(name: str, value: int) -> None:
-    """Check that a number is a whole number, at least 1.
-
-    Raises:
-        ValueError: It is not.
-    """
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise ValueError(f"{name} must be a whole number of 1 or more, got {value!r}. Pass such a number.")
 
 
 def check_condition(condition: torch.Tensor | None, num: int) -> None:
-    """Check that there is a condition for each sample, if there are any.
-
-    Raises:
-        ValueError: There is not.
-    """
     if condition is not None and (not condition.ndim or len(condition) != num):
         raise ValueError(
             f"condition must have one row for each of {num} samples, got {tuple(condition.shape)}. Pass those of all "
@@ -51,19 +41,10 @@ def described(values: torch.Tensor | None) -> str:
 
 
 def agree(operation: str, call: Mapping[str, object], seed: int | None, group: GroupLike) -> int:
-    """Check that all ranks make the same call, and return their common seed.
+    """Check that all ranks make the same call, and return their common seed. Collective.
 
-    Collective. Blocking.
-
-    Args:
-        operation: Name of the function, for messages.
-        call: What must be equal on all ranks, by name.
-        seed: The seed, equal on all ranks. None is a number that rank 0 draws from torch's default generator; all ranks
-            draw one, so that generators in equal states stay equal.
-        group: A process group, the name of one, or None for the world.
-
-    Raises:
-        PlanMismatchError: On every rank: the calls differ.
+    None is a number that rank 0 draws from torch's default generator; all ranks draw one, so that generators in equal
+    states stay equal.
     """
     drawn = int(torch.randint(2**62, (), device="cpu")) if seed is None else seed  # the result has to fit an int64
     mine = {name: str(value) for name, value in {**call, "seed": seed}.items()}
@@ -82,18 +63,9 @@ def agree(operation: str, call: Mapping[str, object], seed: int | None, group: G
 
 
 def run_jointly(run: Callable[[], R], what: str, group: Group) -> R:
-    """Run a function on all ranks, and raise an error of one of them on all.
+    """Run a function on all ranks, and raise an error of one of them on all. Collective.
 
-    Collective. Blocking. The ranks wait for the slowest one over the store, so no collective times out.
-
-    Args:
-        run: This rank's work. It may use collectives over other groups.
-        what: Name of the work, for messages.
-        group: The ranks.
-
-    Raises:
-        Exception: What the function raised, on the rank where it did.
-        RankFailedError: On the other ranks, then.
+    The ranks wait for the slowest one over the store, so no collective times out.
     """
     section = group.sections.begin(what, range(group.size), depth=depth()) if group.sections is not None else None
     try:
@@ -111,16 +83,6 @@ def run_jointly(run: Callable[[], R], what: str, group: Group) -> R:
 
 
 def check_finite(name: str, values: torch.Tensor, group: Group) -> None:
-    """Check that all results of a rank are finite.
-
-    Args:
-        name: Name of the results, for messages.
-        values: The results, shape ``(batch, *)``.
-        group: The ranks, of which this is one.
-
-    Raises:
-        FloatingPointError: Some are infinite or NaN.
-    """
     bad = int((~values.isfinite()).reshape(len(values), -1).any(dim=1).sum()) if values.numel() else 0
     if bad:
         raise FloatingPointError(

@@ -20,16 +20,7 @@ _Connection: TypeAlias = "Connection[object, object]"
 
 
 class Debugger:
-    """What looks at one rank of a test that fails.
-
-    Args:
-        rank: The rank to look at if it fails; None for the lowest that does.
-        terminal: Where the user is asked.
-
-    Attributes:
-        was_used: Whether there was a prompt.
-        quits: Whether it was left by ``quit``.
-    """
+    """What looks at one rank of a test that fails: at ``rank``, or at the lowest that does."""
 
     def __init__(self, rank: int | None, terminal: Terminal) -> None:
         self._rank = rank

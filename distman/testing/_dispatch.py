@@ -50,18 +50,7 @@ def run_on_workers(
     spec: RanksSpec,
     debugger: Debugger | None,
 ) -> list[RankReport]:
-    """Run a test on as many workers as it is to have ranks.
-
-    Blocks until every rank has ended or was ended.
-
-    Args:
-        pool: The workers.
-        item: The test.
-        function: What is called.
-        arguments: Its arguments by name, without ``rank`` and ``world_size``.
-        spec: What ``@ranks`` was told.
-        debugger: Where a rank that fails is debugged; None for nowhere.
-    """
+    """Run a test on as many workers as it is to have ranks, and wait until every rank has ended or was ended."""
     __tracebackhide__ = True
     world_size = cast("int", item.callspec.params[WORLD_SIZE])
     call = pack(function, arguments, spec.parameters, _own_modules(item))

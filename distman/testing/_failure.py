@@ -14,10 +14,8 @@ import pytest
 def failure(report: str, types: Iterable[str], *, was_debugged: bool) -> BaseException:
     """Return an exception that pytest shows as the report, and that a mark like ``xfail(raises=...)`` knows.
 
-    Args:
-        report: The report of all ranks.
-        types: What all ranks raised that did not fail because of others, as ``module:name``.
-        was_debugged: Whether there is nothing to debug for pytest, which would stop in this plugin.
+    ``types`` are what all ranks raised that did not fail because of others, as ``module:name``. Where a rank was
+    debugged there is nothing to debug for pytest, which would stop in this plugin.
     """
     known = next((known for known in map(_find, types) if known is not None), None)
     return _failure_of(known, was_debugged)(report)  # type: ignore[arg-type] # a type is hashable

@@ -33,14 +33,7 @@ def draw(
     spec: RanksSpec,
     run: Callable[[Callable[..., object], dict[str, object]], None],
 ) -> None:
-    """Let Hypothesis draw examples and shrink what fails, while each of them runs on the ranks.
-
-    Args:
-        item: The test.
-        arguments: Its fixtures by name.
-        spec: What ``@ranks`` was told.
-        run: Runs a function with arguments on the ranks, and raises if it fails there.
-    """
+    """Let Hypothesis draw examples and shrink what fails, while each of them runs on the ranks."""
     from hypothesis import HealthCheck, Phase, settings
     from hypothesis.errors import UnsatisfiedAssumption
 

@@ -22,13 +22,7 @@ from distman.testing._terminal import Terminal
 
 
 def run_item(item: pytest.Function, spec: RanksSpec, pool: RankPool) -> None:
-    """Run a test on the workers, and end it as its ranks did.
-
-    Args:
-        item: The test, with its fixtures made.
-        spec: What ``@ranks`` was told.
-        pool: The workers.
-    """
+    """Run a test, with its fixtures made, on the workers, and end it as its ranks did."""
     __tracebackhide__ = True
     call = _Call(item, spec, pool)
     try:
@@ -45,13 +39,7 @@ def run_item(item: pytest.Function, spec: RanksSpec, pool: RankPool) -> None:
 
 
 class _Call:
-    """Calls functions on the workers, one after another.
-
-    Args:
-        item: The test.
-        spec: What ``@ranks`` was told.
-        pool: The workers.
-    """
+    """Calls functions on the workers, one after another."""
 
     def __init__(self, item: pytest.Function, spec: RanksSpec, pool: RankPool) -> None:
         self._item = item

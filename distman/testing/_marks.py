@@ -19,25 +19,15 @@ GIVEN_IN_THE_WORKER = ("rank", "world_size")
 
 @dataclass(frozen=True)
 class RanksSpec:
-    """What ``@ranks(...)`` was told about one test function.
+    """What ``@ranks(...)`` was told about one test function."""
 
-    Attributes:
-        world_sizes: The test runs once with each of these numbers of ranks.
-        timeout: Seconds after which ranks that have not ended are stuck.
-        uses_manager: Whether the ``DistributedManager`` is initialized before the test.
-        dies: The ranks that the test expects to die.
-        parameters: Those of ``rank`` and ``world_size`` that the function takes.
-        problem: Why the function cannot be run; empty if it can.
-        signature: That of the function, with ``rank`` and ``world_size``.
-    """
-
-    world_sizes: tuple[int, ...]
+    world_sizes: tuple[int, ...]  # the test runs once with each
     timeout: float
     uses_manager: bool
     dies: tuple[int, ...]
-    parameters: tuple[str, ...] = ()
-    problem: str = ""
-    signature: inspect.Signature | None = None
+    parameters: tuple[str, ...] = ()  # those of ``rank`` and ``world_size`` that the function takes
+    problem: str = ""  # why the function cannot be run; empty if it can
+    signature: inspect.Signature | None = None  # that of the function, with ``rank`` and ``world_size``
 
 
 def ranks(

@@ -42,9 +42,9 @@ class SeenWarning:
 class RankTask:
     """One rank's part of one test.
 
-    ``backend`` is that of the process group, which the import of ``backend_module`` makes known to torch; empty for
-    one that torch knows. ``coverage`` is how coverage.py measures, as its own text; empty if it does not. ``debugs``
-    says whether a rank that fails asks for a debugger.
+    ``backend`` is that of the process group, which the import of ``backend_module`` makes known to torch; empty for one
+    that torch knows. ``coverage`` is how coverage.py measures, as its own text; empty if it does not. ``debugs`` says
+    whether a rank that fails asks for a debugger.
     """
 
     test: str
@@ -141,26 +141,14 @@ class Released:
 
 @dataclass(frozen=True)
 class RankReport:
-    """What became of one rank, as the pytest process sees it.
-
-    Attributes:
-        rank: The rank.
-        status: How it ended.
-        headline: One line: the error, the signal, the exit code, the reason of a skip.
-        detail: The traceback or the stacks; empty if there are none.
-        ended_at: ``time.monotonic()`` of the end, comparable between the processes of one machine.
-        stdout: What it wrote to standard output during the test.
-        stderr: The same for standard error.
-        warnings: The warnings it showed.
-        types: The types of what it raised, the most special one first, as ``module:name``.
-    """
+    """What became of one rank, as the pytest process sees it."""
 
     rank: int
     status: RankStatus
-    headline: str
-    detail: str
-    ended_at: float
+    headline: str  # the error, the signal, the exit code, or the reason of a skip, in one line
+    detail: str  # the traceback or the stacks
+    ended_at: float  # by ``time.monotonic()``, comparable between the processes of one machine
     stdout: str
     stderr: str
     warnings: tuple[SeenWarning, ...] = ()
-    types: tuple[str, ...] = ()
+    types: tuple[str, ...] = ()  # of what it raised, the most special one first, as ``module:name``

@@ -51,12 +51,7 @@ _Connection: TypeAlias = "Connection[object, object]"
 
 @contextmanager
 def prepare(store_directory: str, verbosity: int) -> Iterator[Work]:
-    """Yield what a worker does.
-
-    Args:
-        store_directory: The directory of the stores, removed at the end.
-        verbosity: pytest's ``-v`` count.
-    """
+    """Yield what a worker does; the directory of the stores is removed at the end."""
     with explained_assertions(verbosity):
         try:
             yield _work

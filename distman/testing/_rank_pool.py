@@ -21,12 +21,7 @@ _ENTRY = "distman.testing._rank_loop:prepare"
 
 
 class RankPool:
-    """Runs tests on workers that stay; starts at the first test, replaces workers that are gone.
-
-    Args:
-        environ: Makes the environment of the fork server.
-        verbosity: pytest's ``-v`` count.
-    """
+    """Runs tests on workers that stay; starts at the first test, replaces workers that are gone."""
 
     def __init__(self, environ: Callable[[], dict[str, str]], verbosity: int) -> None:
         self._environ = environ
@@ -57,15 +52,8 @@ class RankPool:
     ) -> list[RankReport]:
         """Run one test and return what became of each rank, in rank order.
 
-        Args:
-            make_task: Makes the task of a rank, given the rank and the file for the store.
-            world_size: Number of ranks.
-            timeout: Seconds until ranks that have not ended are stuck.
-            dies: Ranks whose death is no failure.
-            debugger: Looks at a rank that fails; None for none.
-
-        Raises:
-            WorkerStartError: No workers can be started; then again at every later test, at once.
+        ``make_task`` is given the rank and the file for the store. Where no workers can be started, that is a
+        WorkerStartError, then again at every later test, at once.
         """
         if self._problem is not None:
             raise self._problem

@@ -14,18 +14,7 @@ from distman._workers.worker_process import WorkerProcess
 
 
 class RankProcess(WorkerProcess):
-    """A worker process that runs one rank of a test after another.
-
-    Args:
-        server: Forks it.
-
-    Attributes:
-        connection: Tasks go there, results come back.
-        was_killed: Whether it must not get another task.
-
-    Raises:
-        WorkerStartError: It did not start.
-    """
+    """A worker process that runs one rank of a test after another; one that was killed must not get another task."""
 
     def __init__(self, server: ServerProcess) -> None:
         ours, theirs = socket.socketpair()

@@ -53,19 +53,12 @@ class WarningFilter:
 
 @dataclass(frozen=True)
 class Call:
-    """What a worker calls.
-
-    Attributes:
-        function: The test function or bound method.
-        arguments: Its arguments by name, without ``rank`` and ``world_size``.
-        parameters: Those of ``rank`` and ``world_size`` that it takes.
-        filters: The warnings filters of the pytest process, first one first.
-    """
+    """What a worker calls."""
 
     function: Callable[..., object]
     arguments: dict[str, object]
-    parameters: tuple[str, ...]
-    filters: tuple[WarningFilter, ...]
+    parameters: tuple[str, ...]  # those of ``rank`` and ``world_size`` that it takes
+    filters: tuple[WarningFilter, ...]  # the warnings filters of the pytest process, first one first
 
 
 class UnpicklableError(TypeError):
@@ -80,14 +73,7 @@ def pack(
 ) -> bytes:
     """Return a ``Call`` as one pickle, so that what function and arguments share stays shared.
 
-    Args:
-        function: The test function or bound method.
-        arguments: Its arguments by name, without ``rank`` and ``world_size``.
-        parameters: Those of ``rank`` and ``world_size`` that it takes.
-        modules: The modules whose functions and classes are pickled by value.
-
-    Raises:
-        UnpicklableError: Something cannot be pickled; the message names it.
+    Functions and classes of ``modules`` are pickled by value. What cannot be pickled is named by an UnpicklableError.
     """
     for name in sorted(_OF_THE_MAIN_PROCESS.intersection(arguments)):
         raise UnpicklableError(

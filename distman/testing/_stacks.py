@@ -12,11 +12,7 @@ _IDLE = re.compile(r"distman/_coordination/timeouts\.py.* in _do_next$")  # a th
 
 
 def readable_stacks(dump: str) -> str:
-    """Return the threads of a dump, the one that runs the test first, innermost frame last.
-
-    Args:
-        dump: The text of ``faulthandler``, innermost frame first, without source lines.
-    """
+    """Return the threads of ``faulthandler``'s dump, the one that runs the test first, innermost frame last."""
     if not dump.strip():
         return "Its stacks cannot be shown: the process did not respond to the signal that asks for them."
     test: list[str] = []

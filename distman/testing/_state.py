@@ -22,8 +22,8 @@ _Restore = Callable[[], object]
 def preserved_state() -> Iterator[None]:
     """Put back, at the end, what tests commonly change in their process.
 
-    Environment, current directory, search path, signal handlers and timers, hooks, logging levels and
-    handlers, warnings filters, and torch's modes and defaults.
+    Environment, current directory, search path, signal handlers and timers, hooks, logging levels and handlers,
+    warnings filters, and torch's modes and defaults.
     """
     with warnings.catch_warnings(), ExitStack() as stack:
         for remember in _REMEMBER:

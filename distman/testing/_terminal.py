@@ -12,11 +12,7 @@ from distman.testing._messages import Failing
 
 
 class Terminal:
-    """Where pytest's user sits.
-
-    Args:
-        config: The configuration of pytest.
-    """
+    """Where pytest's user sits."""
 
     def __init__(self, config: pytest.Config) -> None:
         self._config = config

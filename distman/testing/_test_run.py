@@ -47,14 +47,7 @@ _CHOICE_SECONDS = 1.0
 
 
 class TestRun:
-    """One test on some workers.
-
-    Args:
-        workers: One per rank, in rank order.
-        timeout: Seconds until ranks that have not ended are stuck.
-        dies: Ranks whose death is no failure.
-        debugger: Looks at a rank that fails; None for none.
-    """
+    """One test on some workers, one per rank, in rank order."""
 
     def __init__(
         self, workers: Sequence[RankProcess], timeout: float, dies: Sequence[int], debugger: Debugger | None = None

@@ -27,7 +27,6 @@ _OPERATION_TIMEOUT = 240.0  # below the seconds of silence after which the watch
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add what the command takes to its parser."""
     parser.description = (
         "Measure how long collectives take. Run it as you run your script, for example: srun -N2 -n4 python -m distman "
         "bench --max-size 1G"
@@ -64,13 +63,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run the command; rank 0 prints, and writes the files.
+    """Return 0, or 1 where ranks are missing or fail, there is one only, or files cannot be written. Collective.
 
-    Collective.
-
-    Returns:
-        The exit code: 0, or 1 where ranks are missing, there is one only, one fails or stands still, or files cannot be
-        written. What was measured until then is printed and written.
+    Rank 0 prints and writes the files, also what was measured until something failed.
     """
     from distman._cli.faults import explain, own_fault
     from distman._coordination.failure import hook
@@ -121,15 +116,7 @@ def run(arguments: argparse.Namespace) -> int:
 def sweep(
     cases: Sequence[tuple[str, int]], manager: DistributedManager, *, num_rounds: int | None = None
 ) -> Iterator[Measurement]:
-    """Yield how long operations take, one after another.
-
-    Collective. A bar on rank 0's terminal shows where it is.
-
-    Args:
-        cases: Names, of :data:`NAMES`, and sizes in bytes.
-        manager: The manager.
-        num_rounds: See :func:`distman._cli.timing.measure`.
-    """
+    """Yield how long operations take, one after another; a bar on rank 0's terminal shows where it is. Collective."""
     from distman._cli.timing import measure
 
     with progress_bar(len(cases), is_shown=manager.is_main) as begin:
@@ -149,9 +136,6 @@ def cases_of(operations: Sequence[str], sizes: Sequence[int], world_size: int) -
 
 def sizes_between(smallest: int, largest: int, factor: int) -> list[int]:
     """Return sizes, each so many times the one before.
-
-    Raises:
-        ValueError: The largest is smaller than the smallest.
 
     >>> sizes_between(8, 100, 2)
     [8, 16, 32, 64]

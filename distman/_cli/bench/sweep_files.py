@@ -19,27 +19,13 @@ SUFFIXES = (".csv", ".json", *PICTURES)
 
 
 def check_outputs(paths: Sequence[Path]) -> None:
-    """Raise now what would keep the files from being written later.
-
-    Args:
-        paths: The files.
-
-    Raises:
-        ValueError: See :func:`distman._cli.output.check_output`.
-        ImportError: The same.
-    """
+    """Raise now what would keep the files from being written later."""
     for path in paths:
         check_output(path, SUFFIXES)
 
 
 def write_output(path: Path, measurements: Sequence[Measurement], job: Mapping[str, Any]) -> None:
-    """Write a sweep into a file, in the format that its ending says.
-
-    Args:
-        path: The file; see :func:`check_outputs`.
-        measurements: The sweep.
-        job: What is to be known of the job: number of ranks and nodes, backend, device.
-    """
+    """Write a sweep into a file, in the format that its ending says, with what is to be known of the job."""
     if path.suffix == ".csv":
         _write_csv(path, measurements, job)
     elif path.suffix == ".json":
@@ -49,7 +35,6 @@ def write_output(path: Path, measurements: Sequence[Measurement], job: Mapping[s
 
 
 def as_json(measurements: Sequence[Measurement], job: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a sweep as what JSON can hold."""
     return {**job, "measurements": [dataclasses.asdict(one) for one in measurements]}
 
 

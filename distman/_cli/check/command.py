@@ -31,7 +31,6 @@ _ALONE = "One process: no other rank to talk to. Start it with torchrun, mpirun 
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add what the command takes to its parser."""
     parser.description = (
         "Connect the ranks and look for what is wrong with the cluster. Run it as you run your script, for example: "
         "srun -N2 -n4 python -m distman check"
@@ -46,14 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run the command; rank 0 prints.
-
-    Collective.
-
-    Returns:
-        The exit code: 0 where all ranks came, every collective was exact on each of them and they see the folder that
-        was named, else 1.
-    """
+    """Return 0 where all ranks came, every collective was exact and all see the named folder, else 1. Collective."""
     from distman._cli.faults import explain, own_fault
     from distman._coordination.failure import hook
     from distman.manager import DistributedManager

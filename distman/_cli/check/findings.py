@@ -28,39 +28,25 @@ _MAX_NAMED = 3  # slow ranks or links; where there are more, the median is the f
 
 @dataclasses.dataclass
 class Findings:
-    """What was found; rank 0 has all of it.
-
-    Attributes:
-        peers: All ranks.
-        backend: Backend of the process group; None where there is none.
-        launcher: Name of the launcher.
-        protection: What keeps others out of the job.
-        wrong: The ranks on which a collective was not exact, by the collective's name; what was not run is not there.
-        speeds: What all ranks together measured.
-        links: Times between two ranks.
-        compute: Seconds of a matrix product on each rank.
-        clocks: Clocks of the hosts.
-        folders: Who sees the working directory and, behind it, the folder of ``--folder``, if given.
-        step: The step that is being taken, or was last.
-        error: Why the check ended early; None where it did not.
-    """
+    """What was found; rank 0 has all of it."""
 
     peers: Sequence[Peer]
-    backend: str | None
+    backend: str | None  # None where there is no process group
     launcher: str
     protection: Protection
+    # The ranks on which a collective was not exact, by its name; what was not run is not there.
     wrong: dict[str, list[int]] = dataclasses.field(default_factory=dict)
     speeds: list[Measurement] = dataclasses.field(default_factory=list)
     links: list[Link] = dataclasses.field(default_factory=list)
-    compute: list[float] = dataclasses.field(default_factory=list)
+    compute: list[float] = dataclasses.field(default_factory=list)  # seconds of a matrix product on each rank
     clocks: list[ClockOffset] = dataclasses.field(default_factory=list)
+    # The working directory and, behind it, that of ``--folder``, if given.
     folders: list[FolderReport] = dataclasses.field(default_factory=list)
-    step: str = ""
-    error: str | None = None
+    step: str = ""  # the one that is being taken, or was last
+    error: str | None = None  # why the check ended early
 
     @property
     def num_nodes(self) -> int:
-        """Number of hosts."""
         return self.peers[0].num_nodes
 
 

@@ -24,46 +24,29 @@ _TAG = 0x636B  # keeps our messages from meeting those of the program
 
 @dataclass(frozen=True)
 class Link:
-    """Two ranks, and the shortest times that a message took between them.
-
-    Attributes:
-        first: The lower rank.
-        second: The higher rank.
-        latency: Seconds for 8 bytes, one way.
-        seconds: Seconds for 1 MiB, one way.
-    """
+    """Two ranks, the lower first, and the shortest times that a message took between them, one way."""
 
     first: int
     second: int
-    latency: float
-    seconds: float
+    latency: float  # seconds for 8 bytes
+    seconds: float  # seconds for 1 MiB
 
 
 @dataclass(frozen=True)
 class ClockOffset:
-    """How far a host's clock is ahead of rank 0's.
-
-    Attributes:
-        host: The host.
-        rank: The rank on it that was asked.
-        seconds: How far it is ahead; negative where it is behind.
-        uncertainty: How much this may be wrong, in seconds.
-    """
+    """How far a host's clock is ahead of rank 0's."""
 
     host: str
-    rank: int
-    seconds: float
-    uncertainty: float
+    rank: int  # the one on it that was asked
+    seconds: float  # negative where it is behind
+    uncertainty: float  # how much this may be wrong, in seconds
 
 
 @collective
 def measure_links(manager: DistributedManager) -> list[Link] | None:
-    """Return how fast the links between ranks are, of all pairs or, of many ranks, a part (:func:`plan_rounds`).
+    """Return on rank 0 how fast the links between ranks are, of the pairs in :func:`plan_rounds`. Collective.
 
-    Collective. Disjoint pairs measure at once; the shortest of several times counts, which others disturb least.
-
-    Returns:
-        The links on rank 0; None elsewhere.
+    Disjoint pairs measure at once; the shortest of several times counts, which others disturb least.
     """
     mine: list[tuple[int, int, float, float]] = []
     for pairs in plan_rounds([peer.node_rank for peer in manager.roll_call]):
@@ -81,13 +64,7 @@ def measure_links(manager: DistributedManager) -> list[Link] | None:
 
 @collective
 def measure_clocks(manager: DistributedManager) -> list[ClockOffset] | None:
-    """Return how far the clock of each host is ahead of rank 0's.
-
-    Collective. Rank 0 asks the last rank of each host, one after another.
-
-    Returns:
-        The offsets on rank 0, in the order of the hosts; None elsewhere. A host on which rank 0 is alone has none.
-    """
+    """Return on rank 0 how far the clock of each host is ahead of its own, asking the host's last rank. Collective."""
     offsets = []
     for rank in _last_ranks([peer.node_rank for peer in manager.roll_call]):
         if manager.rank == 0:
@@ -103,11 +80,8 @@ def measure_clocks(manager: DistributedManager) -> list[ClockOffset] | None:
 def clock_offset(trips: Sequence[tuple[float, float, float]]) -> tuple[float, float]:
     """Return how far another clock is ahead, and how much this may be wrong, from questions and their answers.
 
+    Of each question: when it left by this clock, what the other clock said, and when the answer was here, in seconds.
     The quickest answer counts: the other clock was read some time between question and answer.
-
-    Args:
-        trips: For each question when it left by this clock, what the other clock said, and when the answer was here,
-            in seconds.
 
     Source:
         F. Cristian, Probabilistic clock synchronization, Distributed Computing 3 (1989); RFC 5905 (NTP) in the same

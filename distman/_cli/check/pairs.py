@@ -17,9 +17,6 @@ def tournament(players: Sequence[int]) -> list[list[Pair]]:
 
     Of an odd number of players one rests in each round.
 
-    Args:
-        players: The players; in each pair the one that comes first here is first.
-
     Source:
         The circle method for round-robin tournaments: one player stays in place, the others go round.
 
@@ -39,11 +36,8 @@ def tournament(players: Sequence[int]) -> list[list[Pair]]:
 def plan_rounds(nodes: Sequence[int]) -> list[list[Pair]]:
     """Return rounds of disjoint pairs of ranks, few enough for any number of ranks.
 
-    Up to 16 ranks every pair is there. Of more ranks the neighbours in the ring are, and of the first ranks of
-    the nodes all pairs, or the first 31 rounds of these: in each, every node has another partner.
-
-    Args:
-        nodes: The node of each rank.
+    Up to 16 ranks every pair is there. Of more ranks the neighbours in the ring are, and of the first ranks of the
+    nodes all pairs, or the first 31 rounds of these: in each, every node has another partner.
     """
     size = len(nodes)
     if size <= _MAX_ALL_PAIRS:
@@ -56,12 +50,7 @@ def plan_rounds(nodes: Sequence[int]) -> list[list[Pair]]:
 
 
 def find_slow(seconds: Mapping[K, float], *, margin: float, factor: float = 3.0) -> list[K]:
-    """Return whose time is far above the median, slowest first.
-
-    Args:
-        seconds: The times.
-        margin: Seconds above the median that nobody would notice.
-        factor: How many times the median is still ordinary.
+    """Return whose time is above the median by a factor, and by seconds that somebody would notice, slowest first.
 
     >>> find_slow({"n1": 0.01, "n2": 0.011, "n3": 0.2}, margin=0.001)
     ['n3']

@@ -35,18 +35,9 @@ def proofs_for(manager: DistributedManager) -> dict[str, Proof]:
 
 @collective
 def prove(name: str, proof: Proof, manager: DistributedManager) -> bool:
-    """Return whether a collective is exact on this rank.
+    """Return whether a collective is exact on this rank. Collective.
 
-    Collective.
-
-    Args:
-        name: Name of the collective, for messages.
-        proof: Runs it.
-        manager: The manager.
-
-    Raises:
-        DistmanError: On the rank where the collective raised. If nobody catches it, the others raise JobFailed.
-        RuntimeError: A connection broke, and no rank is known to have failed.
+    If it raises, that is a DistmanError, and the others raise JobFailed; only a broken connection is a RuntimeError.
     """
     try:
         return proof(manager)

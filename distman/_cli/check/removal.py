@@ -14,11 +14,8 @@ from pathlib import Path
 def removed_at_the_end(file: Path) -> Iterator[None]:
     """Remove a file at the end of a ``with`` block, also where an exception, Ctrl-C or SIGTERM is what ends it.
 
-    In the main thread of a process that has no handler for SIGTERM, SIGTERM raises SystemExit within the block.
-    Wait there in Python only: in a collective no signal is heard.
-
-    Args:
-        file: The file; it need not be there.
+    In the main thread of a process that has no handler for SIGTERM, SIGTERM raises SystemExit within the block. Wait
+    there in Python only: in a collective no signal is heard.
     """
     is_free = signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
     is_ours = is_free and threading.current_thread() is threading.main_thread()

@@ -20,23 +20,7 @@ Kind = TypeVar("Kind")
 
 
 def gather_reports(manager: DistributedManager, name: str, report: Kind, kind: type[Kind]) -> list[Kind] | None:
-    """Return what all ranks report, in rank order, on rank 0.
-
-    Collective. Rank 0 waits for all, the others for nobody.
-
-    Args:
-        manager: The manager.
-        name: What is reported, for messages; the same on all ranks.
-        report: What this rank reports, as JSON can hold it.
-        kind: Its type, which is what the other ranks must report.
-
-    Returns:
-        The reports on rank 0; None elsewhere.
-
-    Raises:
-        JobFailed: On rank 0: another rank failed, or left the job.
-        BarrierTimeoutError: On rank 0: ranks did not report within the timeout of collectives.
-    """
+    """Return on rank 0, which alone waits, what all ranks report, in rank order. Collective."""
     store_group = manager._state.job.store_group()
     if store_group is None:
         return [report]
@@ -69,20 +53,7 @@ def gather_reports(manager: DistributedManager, name: str, report: Kind, kind: t
 
 
 def hand_out(manager: DistributedManager, name: str, message: Kind, kind: type[Kind]) -> Kind:
-    """Return on all ranks what rank 0 says.
-
-    Collective. Rank 0 waits for nobody, the others for rank 0.
-
-    Args:
-        manager: The manager.
-        name: What it is about, for messages; the same on all ranks.
-        message: Anything that JSON can hold; rank 0's counts.
-        kind: Its type, which is what rank 0 must say.
-
-    Raises:
-        JobFailed: On the other ranks: a rank failed, or rank 0 left the job.
-        BarrierTimeoutError: On the other ranks: rank 0 said nothing within the timeout of collectives.
-    """
+    """Return on all ranks what rank 0 says, which waits for nobody. Collective."""
     store_group = manager._state.job.store_group()
     if store_group is None:
         return message

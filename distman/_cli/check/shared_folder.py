@@ -21,40 +21,24 @@ _PAUSE = 0.05  # seconds between looks, few enough for a metadata server
 
 @dataclass(frozen=True)
 class FolderReport:
-    """Who sees a folder.
+    """Who sees a folder."""
 
-    Attributes:
-        path: The folder, as rank 0 names it.
-        problem: Why rank 0 cannot write there; None where it can.
-        unseen: The ranks that do not see what rank 0 wrote.
-        hosts: Their hosts, each once.
-    """
-
-    path: str
-    problem: str | None
-    unseen: list[int]
-    hosts: list[str]
+    path: str  # as rank 0 names it
+    problem: str | None  # why rank 0 cannot write there
+    unseen: list[int]  # the ranks that do not see what rank 0 wrote
+    hosts: list[str]  # theirs, each once
 
     @property
     def is_shared(self) -> bool:
-        """Whether all ranks see it."""
         return self.problem is None and not self.unseen
 
 
 @collective
 def check_folder(folder: str | Path, manager: DistributedManager) -> FolderReport | None:
-    """Return which ranks see a file that rank 0 writes into a folder for a moment.
+    """Return on rank 0 which ranks see a file that it writes into its folder for a moment. Collective.
 
-    Collective. The file is removed whatever happens, be it that the job is interrupted or asked to end; so that this
-    can be heard, no collective is run while the file is there. A rank looks for two seconds, since a network file
-    system may be late.
-
-    Args:
-        folder: The folder; rank 0's counts, and its path is the one that all look at.
-        manager: The manager.
-
-    Returns:
-        The report on rank 0; None elsewhere.
+    The file is removed whatever happens, be it that the job is interrupted or asked to end; so that this can be heard,
+    no collective is run while the file is there. A rank looks for two seconds, since a network file system may be late.
     """
     if not manager.is_main:
         name, word, problem = hand_out(manager, "the folder", ("", "", ""), tuple[str, str, str])

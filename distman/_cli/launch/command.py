@@ -20,7 +20,6 @@ _DEFAULTS = JobRequest(backend="slurm")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add what the command takes to its parser."""
     parser.description = _DESCRIPTION
     parser.usage = "distman launch --backend BACKEND [options]\n                      [script.py [arguments]]"
     backends = [*BACKENDS, "mpi"]
@@ -69,12 +68,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run the command.
-
-    Returns:
-        The exit code: 0, or that of the scheduler, or of the job where bash ran it; 1 where the file or the scheduler
-        is not as it must be, 2 where the options have no meaning.
-    """
+    """Return 0, 1 where file or scheduler are not as they must be, 2 for wrong options, or the code of the job."""
     try:
         request = _request(arguments)
         _check_submission(arguments, request)

@@ -33,38 +33,20 @@ _PLACEHOLDER = re.compile(r"@\{(\w+)\}")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class JobRequest:
-    """What a job asks for.
-
-    Args:
-        backend: One of `BACKENDS`.
-        nodes: Number of nodes.
-        gpus_per_node: GPUs of each node, and as many processes; 0 for a job on CPUs.
-        tasks_per_node: Processes on each node of a job on CPUs; None is 1.
-        gpu_type: What Slurm calls the GPUs, such as ``"a100"``; None takes any.
-        cpus_per_task: CPUs for each process.
-        time: Longest time that the job takes, as ``"HH:MM:SS"``.
-        account: Who pays; None leaves a line to edit.
-        partition: Where it waits, which others call a queue; None leaves a line to edit.
-        job_name: Name of the job.
-        with_torchrun: Whether ``srun`` starts one torchrun on each node.
-        program: A script, or ``-m`` and a module, with its arguments: what would follow ``python``.
-
-    Raises:
-        ValueError: A value is not of that kind, or does not go with the backend.
-    """
+    """What a job asks for; ValueError where a value does not go with the backend."""
 
     backend: str
     nodes: int = 1
-    gpus_per_node: int = 1
-    tasks_per_node: int | None = None
-    gpu_type: str | None = None
-    cpus_per_task: int = 8
-    time: str = "24:00:00"
-    account: str | None = None
-    partition: str | None = None
+    gpus_per_node: int = 1  # as many processes; 0 for a job on CPUs
+    tasks_per_node: int | None = None  # of a job on CPUs
+    gpu_type: str | None = None  # what Slurm calls the GPUs, such as "a100"
+    cpus_per_task: int = 8  # for each process
+    time: str = "24:00:00"  # HH:MM:SS
+    account: str | None = None  # None leaves a line to edit
+    partition: str | None = None  # others call it a queue; None leaves a line to edit
     job_name: str = "train"
-    with_torchrun: bool = False
-    program: tuple[str, ...] = ("train.py",)
+    with_torchrun: bool = False  # whether ``srun`` starts one torchrun on each node
+    program: tuple[str, ...] = ("train.py",)  # what would follow ``python``
 
     def __post_init__(self) -> None:
         self._check_backend()
@@ -79,7 +61,6 @@ class JobRequest:
 
     @property
     def file_name(self) -> str:
-        """What to call the script if nobody says."""
         return f"{self.job_name}.sh"
 
     def _check_backend(self) -> None:
@@ -132,14 +113,9 @@ class JobRequest:
 
 
 def read_time(text: str) -> str:
-    """Return a time as ``"HH:MM:SS"``.
+    """Return a time as ``"HH:MM:SS"``, from ``"2h30m"`` and the like, or from what Slurm takes.
 
-    Args:
-        text: ``"2h30m"`` and the like with d, h, m and s; or what Slurm takes: minutes, ``MM:SS``, ``HH:MM:SS``,
-            ``D-HH``, ``D-HH:MM`` or ``D-HH:MM:SS``.
-
-    Raises:
-        ValueError: It is none of these, or no time at all.
+    Slurm takes minutes, ``MM:SS``, ``HH:MM:SS``, ``D-HH``, ``D-HH:MM`` or ``D-HH:MM:SS``.
 
     Source:
         sbatch(1), option ``--time``.
@@ -183,12 +159,7 @@ def _option(name: str) -> str:
 
 
 def render(request: JobRequest, file_name: str | None = None) -> str:
-    """Return the job script.
-
-    Args:
-        request: What the job asks for.
-        file_name: What the script will be called, for its own comments; None names it after the job.
-    """
+    """Return the job script, whose comments call it ``file_name``."""
     name = "slurm_torchrun" if request.with_torchrun else request.backend
     template = files("distman._cli.launch").joinpath("templates", f"{name}.sh").read_text(encoding="utf-8")
     values = _values(request) | {"file": quoted(as_argument(file_name or request.file_name))}

@@ -32,11 +32,7 @@ def submission_line(backend: str, script: Path) -> str:
 
 
 def submit(backend: str, script: Path) -> subprocess.CompletedProcess[str]:
-    """Submit the script, or run it to its end; a scheduler's answer is kept, everything else is printed as it comes.
-
-    Raises:
-        FileNotFoundError: The scheduler is not installed.
-    """
+    """Submit the script, or run it to its end; a scheduler's answer is kept, everything else is printed as it comes."""
     command = [*_SCHEDULERS.get(backend, ("bash",))]
     if shutil.which(command[0]) is None:
         raise FileNotFoundError(

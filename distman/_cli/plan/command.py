@@ -19,7 +19,6 @@ _MAX_WORLD_SIZE = 10_000_000
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add what the command takes to its parser."""
     parser.usage = "distman plan --world-size RANKS\n                    (--tree TREE | --mesh MESH) [options]"
     parser.description = (
         "Draw the groups that create_groups_from_config() or initialize_mesh() would make; nothing is started. The "
@@ -37,11 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run the command.
-
-    Returns:
-        The exit code: 0, 1 where the plan does not fit or the picture cannot be drawn, 2 where an argument is wrong.
-    """
+    """Return 0, 1 where the plan does not fit or the picture cannot be drawn, or 2 where an argument is wrong."""
     try:
         layout = _read(arguments)
         if arguments.plot is not None:

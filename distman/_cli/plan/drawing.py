@@ -15,11 +15,7 @@ _MAX_GRID_COLUMNS = 16
 
 
 def draw_tree(config: ProcessGroupConfig) -> str:
-    """Return the picture of a tree, a node a line with its size.
-
-    Args:
-        config: The tree, with the sizes of all nodes.
-    """
+    """Return the picture of a tree, a node a line with its size."""
     lines = list(_branches(config, config.root.name, "", ""))
     width = max(len(label) for label, _ in lines)
     digits = max(len(str(size)) for _, size in lines)
@@ -60,12 +56,7 @@ def first_and_last(partition: Partition) -> tuple[str, str, str]:
 
 
 def where(spread: Spread, group_size: int) -> str:
-    """Return a phrase that says whether groups stay on one node.
-
-    Args:
-        spread: Over how many nodes they extend.
-        group_size: Number of ranks in each.
-    """
+    """Return a phrase that says whether groups stay on one node."""
     each = "each " if spread.num_groups > 1 else ""
     if spread.is_on_one_node:
         return f"{each}within one node"
@@ -77,15 +68,7 @@ def where(spread: Spread, group_size: int) -> str:
 
 
 def grid_table(axes: Mapping[str, int], ranks_per_node: int | None) -> tuple[list[str], list[list[object]]] | None:
-    """Return the columns and rows of a table in which every rank lies at its place on the axes.
-
-    Args:
-        axes: Lengths of the axes by name; the last one varies fastest with the rank.
-        ranks_per_node: Number of ranks on each node; None does without a column for the nodes.
-
-    Returns:
-        The table; None where it says nothing new, or would be large.
-    """
+    """Return columns and rows that show every rank at its place on the axes; None if that says nothing or is large."""
     *outer, inner = axes or ("",)
     length = axes.get(inner, 1)
     if not outer or math.prod(axes.values()) > _MAX_GRID_RANKS or length > _MAX_GRID_COLUMNS:

@@ -19,19 +19,12 @@ from distman.topology._plan import READY_MADE, check_new_names, resolve_mesh_sha
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """The groups that a job of some size would make.
-
-    Attributes:
-        world_size: Number of ranks.
-        config: The tree, with the sizes of all nodes; the axes of a mesh are the leaves below ``"world"``.
-        plan: The groups.
-        ranks_per_node: Number of ranks on each node; None where it does not matter.
-    """
+    """The groups that a job of some size would make."""
 
     world_size: int
-    config: ProcessGroupConfig
+    config: ProcessGroupConfig  # with the sizes of all nodes; the axes of a mesh are the leaves below "world"
     plan: Plan
-    ranks_per_node: int | None = None
+    ranks_per_node: int | None = None  # None where it does not matter
 
     @property
     def axes(self) -> dict[str, int]:
@@ -76,16 +69,7 @@ def _remedy(outer_axes: dict[str, int], size: int, per_node: int) -> str:
 
 
 def lay_out_tree(config: ProcessGroupConfig, world_size: int, ranks_per_node: int | None = None) -> Layout:
-    """Return what ``create_groups_from_config`` makes of a tree.
-
-    Args:
-        config: The tree, with its leaves' sizes; it gets those of the other nodes.
-        world_size: Number of ranks.
-        ranks_per_node: Number of ranks on each node, if it is known.
-
-    Raises:
-        ValueError: The tree does not fit the world, or a name is one that every job has.
-    """
+    """Return what ``create_groups_from_config`` makes of a tree, whose inner nodes get their sizes."""
     plan = tree_plan(config, world_size)
     check_new_names([config.root.name], READY_MADE)
     check_new_names(plan.partitions, (*READY_MADE, "world"))
@@ -96,16 +80,7 @@ def lay_out_tree(config: ProcessGroupConfig, world_size: int, ranks_per_node: in
 
 
 def lay_out_mesh(axes: dict[str, int], world_size: int, ranks_per_node: int | None = None) -> Layout:
-    """Return what ``initialize_mesh`` makes of axes.
-
-    Args:
-        axes: Lengths of the axes by name; one may be -1.
-        world_size: Number of ranks.
-        ranks_per_node: Number of ranks on each node, if it is known.
-
-    Raises:
-        ValueError: The mesh does not fit the world, or a name is one that every job has.
-    """
+    """Return what ``initialize_mesh`` makes of axes, one of which may be -1."""
     names, shape = tuple(axes), tuple(axes.values())
     plan = mesh_plan(shape, names, world_size)
     check_new_names(names, (*READY_MADE, "world"))

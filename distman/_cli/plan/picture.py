@@ -41,18 +41,11 @@ _GOLDEN_RATIO = (5**0.5 - 1) / 2
 
 @dataclass(frozen=True)
 class _Grid:
-    """The ranks as cells: a node, or a run of ranks, is a column.
-
-    Attributes:
-        per_column: Number of ranks in a full column.
-        columns: The columns that are shown; None is a gap.
-        rows: The rows that are shown; None is a gap.
-        world_size: Number of ranks.
-    """
+    """The ranks as cells: a node, or a run of ranks, is a column."""
 
     per_column: int
-    columns: list[int | None]
-    rows: list[int | None]
+    columns: list[int | None]  # those that are shown; None is a gap
+    rows: list[int | None]  # likewise
     world_size: int
 
     @classmethod
@@ -88,18 +81,9 @@ def _abbreviate(length: int, index: int, limit: int) -> list[int | None]:
 def draw_picture(layout: Layout, path: str | os.PathLike[str], *, rank: int = 0) -> None:
     """Draw the groups of a layout into a file.
 
-    Each name of a group has a panel, in which a cell is a rank and a column is a node; where the number of
-    ranks on a node is not known, a column is a run of ranks, along the innermost axis if that is short.
-
-    Args:
-        layout: What to draw.
-        path: The file; its ending says the format.
-        rank: The groups of this rank are outlined.
-
-    Raises:
-        ImportError: There is no matplotlib.
-        ValueError: There are no groups to draw, the ending is none of a picture, or the file cannot be written there.
-        OSError: Writing it failed.
+    Each name of a group has a panel, in which a cell is a rank and a column is a node; where the number of ranks on a
+    node is not known, a column is a run of ranks, along the innermost axis if that is short. The groups of ``rank`` are
+    outlined.
     """
     check_output(Path(path), PICTURES)
     from matplotlib.figure import Figure
