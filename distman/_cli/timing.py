@@ -94,7 +94,6 @@ def measure_compute(device: torch.device, *, allowed_seconds: float = 0.3) -> fl
 
 
 def timed(run: Callable[[], object], device: torch.device) -> float:
-    """Return the seconds that a call takes until its work on the device is done."""
     _synchronize(device)
     began = time.perf_counter()
     run()

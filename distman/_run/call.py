@@ -24,12 +24,10 @@ def call_in(folder: Path) -> tuple[str, ...]:
 
 
 def result_file(folder: Path, rank: int) -> Path:
-    """Return the file with what the function has returned on a rank, as a pickle."""
     return folder / f"result-{rank}"
 
 
 def main(folder: Path) -> None:
-    """Call the function."""
     function, args, kwargs = pickle.loads((folder / CALL).read_bytes())  # noqa: S301 - the starter's, in its own folder
     result = function(*args, **kwargs)
     from distman._workers.pickling import ModulePickler

@@ -40,8 +40,6 @@ GRACE = 30.0
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """What is started."""
-
     # what the interpreter of each rank is told: a script, or ``-m`` and a module, with its arguments
     command: tuple[str, ...]
     num_ranks: int

@@ -30,8 +30,6 @@ Source:
 
 @dataclasses.dataclass(frozen=True)
 class RankOutcome:
-    """How a rank ended."""
-
     rank: int
     pid: int
     exit_code: int  # or minus the number of the signal that ended it
@@ -49,7 +47,6 @@ class RankOutcome:
 
     @property
     def end(self) -> str:
-        """How it ended, in words."""
         if self.exit_code >= 0:
             return f"exit code {self.exit_code}"
         try:
@@ -61,8 +58,6 @@ class RankOutcome:
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """How a job ended."""
-
     ranks: tuple[RankOutcome, ...]  # in the order in which they ended
     interruption: int | None = None  # the signal that this process was sent to end the job
     overdue: tuple[int, ...] = ()  # ranks that had not ended when their time to save was over

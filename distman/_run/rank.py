@@ -75,12 +75,10 @@ class Rank:
             return b""
 
     def close(self, output: int) -> None:
-        """Close one of its outputs."""
         del self.outputs[output]
         os.close(output)
 
     def resize(self, columns: Sequence[int | None]) -> None:
-        """Let its terminals have another width."""
         for output, stream in self.outputs.items():
             width = columns[stream - 1]
             if width is not None and self._is_terminal[stream - 1]:
@@ -92,7 +90,6 @@ class Rank:
         os.close(self.end)
 
     def send(self, number: int) -> None:
-        """Send it a signal, unless it has ended."""
         if self.exit_code is None:
             self.signals.append(number)
             with contextlib.suppress(ProcessLookupError):

@@ -80,8 +80,6 @@ class Host:
 
 @dataclasses.dataclass(frozen=True)
 class _Job:
-    """What the checks look at."""
-
     environ: Mapping[str, str]
     environment: LaunchEnvironment
     host: Host

@@ -42,7 +42,6 @@ class _Launchers(Mapping[str, "Launcher"]):
         return len(self._records)
 
     def define(self, *launchers: Launcher) -> None:
-        """Set the launchers of this package, in order."""
         self._records = {launcher.name: launcher for launcher in launchers}
 
     def register(self, launcher: Launcher, before: str) -> None:

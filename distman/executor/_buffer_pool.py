@@ -28,7 +28,6 @@ class PooledBuffer:
 
     @property
     def size(self) -> int:
-        """Its size in bytes."""
         return self.memory.nbytes
 
     def was_sent(self) -> None:

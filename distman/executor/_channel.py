@@ -19,8 +19,6 @@ _HEADER = struct.Struct("<BBBQQQ")
 
 
 class Kind(IntEnum):
-    """What a message holds."""
-
     TASK = 0
     VALUE = 1
     FAILURE = 2
@@ -28,8 +26,6 @@ class Kind(IntEnum):
 
 @dataclass
 class Message:
-    """A message as it arrived."""
-
     kind: Kind
     buffer_index: int  # of the worker's pool, or ``NOT_POOLED``
     free_buffers: int  # to a worker: the buffers of its pool that nobody reads any more, one bit each

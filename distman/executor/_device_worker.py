@@ -34,7 +34,6 @@ class DeviceWorker(WorkerProcess):
             super().__init__(server, dataclasses.asdict(settings), theirs.fileno())
 
     def send(self, payload: Payload, shared_bytes: int, descriptor: int | None) -> None:
-        """Give it a task, inline or as the descriptor of shared memory."""
         free_buffers = self._mapped.take_freed()
         self.is_busy = True
         try:
@@ -116,7 +115,6 @@ class DeviceWorker(WorkerProcess):
 
     @property
     def index(self) -> int:
-        """Its place among the devices."""
         return self._settings.index
 
     @property
@@ -126,7 +124,6 @@ class DeviceWorker(WorkerProcess):
 
     @property
     def is_closed(self) -> bool:
-        """Whether this side has closed its ends."""
         return self.connection.fileno() == -1
 
     def _error(

@@ -23,8 +23,6 @@ _PLAIN_TYPES = frozenset({type(None), bool, int, float, str})
 
 @dataclass(frozen=True)
 class Payload:
-    """A packed object."""
-
     stream: bytes  # its pickle
     # what the pickle refers to: the memory of large tensors and arrays, not yet copied
     buffers: tuple[memoryview, ...] = ()

@@ -32,8 +32,6 @@ _RAISED = "raised "
 
 @dataclass(frozen=True)
 class Settings:
-    """What a worker is told at its start."""
-
     index: int  # its place among the devices
     device: str
     num_threads: int  # how many torch may use there
@@ -42,8 +40,6 @@ class Settings:
 
 @dataclass(frozen=True)
 class Task:
-    """What a worker calls."""
-
     function: Callable[..., object]
     arguments: tuple[Any, ...]
     keywords: dict[str, Any]
@@ -64,7 +60,6 @@ class Failure:
 
 @contextlib.contextmanager
 def prepare() -> Iterator[Work]:
-    """Yield what a worker does."""
     yield _work
 
 

@@ -130,7 +130,6 @@ class _Solver:
     group: Group
 
     def solve(self, x: torch.Tensor, condition: torch.Tensor | None, generator: torch.Generator) -> torch.Tensor:
-        """Return the log-density of some samples."""
         vectors = self._draw(x, generator)
 
         def rates(time: torch.Tensor, state: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:

@@ -23,7 +23,6 @@ class _OfEachRank:
 
 
 def is_given(test: object) -> bool:
-    """Return whether a test is called by Hypothesis."""
     return "hypothesis" in sys.modules and getattr(test, "is_hypothesis_test", False)
 
 

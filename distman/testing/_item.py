@@ -39,8 +39,6 @@ def run_item(item: pytest.Function, spec: RanksSpec, pool: RankPool) -> None:
 
 
 class _Call:
-    """Calls functions on the workers, one after another."""
-
     def __init__(self, item: pytest.Function, spec: RanksSpec, pool: RankPool) -> None:
         self._item = item
         self._spec = spec

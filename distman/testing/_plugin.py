@@ -18,7 +18,6 @@ _POOL = pytest.StashKey["RankPool"]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Let the user choose the rank of ``--pdb``."""
     parser.getgroup("general").addoption(
         "--pdb-rank",
         type=int,
@@ -29,7 +28,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Make the marks known."""
     config.addinivalue_line(
         "markers", "ranks(spec): the test runs on several ranks at once; set by distman.testing.ranks"
     )
@@ -41,7 +39,6 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Make one test of each world size."""
     spec = _spec_of(metafunc.definition)
     if spec is not None:
         from distman.testing._dispatch import WORLD_SIZE
@@ -69,7 +66,6 @@ def pytest_runtest_call(item: pytest.Item) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
-    """Run a marked test on the workers instead of here."""
     spec = _spec_of(pyfuncitem)
     if spec is None:
         return None

@@ -53,8 +53,6 @@ class WarningFilter:
 
 @dataclass(frozen=True)
 class Call:
-    """What a worker calls."""
-
     function: Callable[..., object]
     arguments: dict[str, object]
     parameters: tuple[str, ...]  # those of ``rank`` and ``world_size`` that it takes

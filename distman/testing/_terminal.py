@@ -37,7 +37,6 @@ class Terminal:
             capture.resume_global_capture()
 
     def write(self, text: str) -> None:
-        """Write at once."""
         self._reporter.write(text, flush=True)
 
     def read(self) -> str:

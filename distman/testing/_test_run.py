@@ -68,7 +68,6 @@ class TestRun:
         self._closed: set[int] = set()
 
     def start(self, tasks: Sequence[RankTask]) -> None:
-        """Send every rank its task."""
         for rank, task in enumerate(tasks):
             self._workers[rank].forget_output()
             self._tell([rank], task)

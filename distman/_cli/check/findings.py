@@ -120,7 +120,6 @@ def facts(findings: Findings) -> list[str]:
 
 
 def as_json(findings: Findings) -> dict[str, Any]:
-    """Return everything as what JSON can hold."""
     wrong_ranks = sorted({rank for ranks in findings.wrong.values() for rank in ranks})
     parts = ("speeds", "links", "clocks", "folders")
     return {

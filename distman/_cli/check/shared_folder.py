@@ -21,8 +21,6 @@ _PAUSE = 0.05  # seconds between looks, few enough for a metadata server
 
 @dataclass(frozen=True)
 class FolderReport:
-    """Who sees a folder."""
-
     path: str  # as rank 0 names it
     problem: str | None  # why rank 0 cannot write there
     unseen: list[int]  # the ranks that do not see what rank 0 wrote

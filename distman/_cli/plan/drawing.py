@@ -15,7 +15,6 @@ _MAX_GRID_COLUMNS = 16
 
 
 def draw_tree(config: ProcessGroupConfig) -> str:
-    """Return the picture of a tree, a node a line with its size."""
     lines = list(_branches(config, config.root.name, "", ""))
     width = max(len(label) for label, _ in lines)
     digits = max(len(str(size)) for _, size in lines)
@@ -23,7 +22,6 @@ def draw_tree(config: ProcessGroupConfig) -> str:
 
 
 def _branches(config: ProcessGroupConfig, name: str, before: str, below: str) -> Iterator[tuple[str, int]]:
-    """Yield the label and the size of a node and of those below it."""
     yield before + name, config.get_node(name).size or 1
     children = config.children(name)
     for child in children:

@@ -19,8 +19,6 @@ from distman.topology._plan import READY_MADE, check_new_names, resolve_mesh_sha
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """The groups that a job of some size would make."""
-
     world_size: int
     config: ProcessGroupConfig  # with the sizes of all nodes; the axes of a mesh are the leaves below "world"
     plan: Plan
@@ -37,7 +35,6 @@ class Layout:
         return None if self.ranks_per_node is None else -(-self.world_size // self.ranks_per_node)
 
     def group_size(self, name: str) -> int:
-        """Return the number of ranks in each group of a name."""
         return self.world_size // self.plan.partitions[name].num_blocks
 
     @functools.cached_property

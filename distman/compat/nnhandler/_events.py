@@ -64,7 +64,6 @@ class Bridge(ours.Callback):
         return self._total
 
     def on_train_begin(self, handler: ours.NNHandler) -> None:
-        """Call the callbacks."""
         self.phase = "train"
         start, total = self.done + self.offset, self._total + self.offset
         self._call(
@@ -79,7 +78,6 @@ class Bridge(ours.Callback):
         self._call("on_epoch_begin", epoch=self.epoch, logs={"epoch": self.epoch + 1})
 
     def on_step_end(self, handler: ours.NNHandler, step: int) -> None:
-        """Call the callbacks for the last batch of the step."""
         self._end_batch()
 
     def on_epoch_end(self, handler: ours.NNHandler, record: dict[str, float]) -> None:
@@ -103,12 +101,10 @@ class Bridge(ours.Callback):
         self._last = logs
 
     def on_train_end(self, handler: ours.NNHandler) -> None:
-        """Call the callbacks."""
         self._call("on_train_end", logs={**self._last, "final_epoch": self.epoch + 1})
         self.phase = ""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the states of the callbacks, by the names of their classes."""
         return {type(callback).__name__: callback.state_dict() for callback in self._nn.callbacks} | self.states
 
     def load_state_dict(self, state: Any) -> None:

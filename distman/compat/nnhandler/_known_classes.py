@@ -23,7 +23,6 @@ _used: weakref.WeakSet[type] = weakref.WeakSet()
 
 @puts_back
 def forget() -> None:
-    """Forget which classes the program has used."""
     _used.clear()
 
 
