@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from distman import _startup
 from distman._public_names import PACKAGES, missing_name
 from distman._version import VERSION as __version__  # noqa: F401, N811 - for users, by its name everywhere
-from distman.environments import explain, is_env_distributed, should_use_distributed
+from distman.environments import explain
 from distman.errors import (
     BarrierTimeoutError,
     CheckpointError,
@@ -34,7 +34,7 @@ from distman.errors import (
     WorkerDiedError,
     WorkerError,
 )
-from distman.topology import ProcessGroupConfig, ProcessGroupNode, split_sizes
+from distman.topology import split_sizes
 
 if TYPE_CHECKING:
     from distman._coordination.surviving import surviving_failure
@@ -49,8 +49,14 @@ if TYPE_CHECKING:
         rank_zero_first,
         rank_zero_only,
     )
-    from distman.executor import ParallelExecutor, parallelize_on_gpus
-    from distman.manager import DistributedManager, initialize_ddp
+    from distman.environments import is_env_distributed as is_env_distributed
+    from distman.environments import should_use_distributed as should_use_distributed
+    from distman.executor import ParallelExecutor
+    from distman.executor import parallelize_on_gpus as parallelize_on_gpus
+    from distman.manager import DistributedManager
+    from distman.manager import initialize_ddp as initialize_ddp
+    from distman.topology import ProcessGroupConfig as ProcessGroupConfig
+    from distman.topology import ProcessGroupNode as ProcessGroupNode
 
 __all__ = [
     "BarrierTimeoutError",
@@ -64,27 +70,21 @@ __all__ = [
     "ParallelExecutor",
     "Peer",
     "PlanMismatchError",
-    "ProcessGroupConfig",
-    "ProcessGroupNode",
     "RankFailedError",
     "RendezvousError",
     "UndefinedGroupError",
     "WorkerDiedError",
     "WorkerError",
     "explain",
-    "initialize_ddp",
-    "is_env_distributed",
     "local_rank_zero_first",
     "on_local_rank",
     "on_rank",
     "parallel_on_all_devices",
-    "parallelize_on_gpus",
     "pick_device",
     "rank_zero_first",
     "rank_zero_only",
     "resolve_device",
     "run",
-    "should_use_distributed",
     "split_sizes",
     "surviving_failure",
 ]
@@ -93,27 +93,35 @@ _NEEDS_TORCH = {
     "DistributedManager": "distman.manager",
     "ParallelExecutor": "distman.executor",
     "Peer": "distman._rendezvous.peers",
-    "initialize_ddp": "distman.manager",
     "local_rank_zero_first": "distman.decorators",
     "on_local_rank": "distman.decorators",
     "on_rank": "distman.decorators",
     "parallel_on_all_devices": "distman.decorators",
     "rank_zero_first": "distman.decorators",
     "rank_zero_only": "distman.decorators",
-    "parallelize_on_gpus": "distman.executor",
     "pick_device": "distman._device",
     "run": "distman._run.function",
     "resolve_device": "distman._device",
     "surviving_failure": "distman._coordination.surviving",
+}
+# Not on page one, and there for programs that import them from here: as libraries before this one call them.
+_ELSEWHERE = {
+    "ProcessGroupConfig": "distman.topology",
+    "ProcessGroupNode": "distman.topology",
+    "initialize_ddp": "distman.manager",
+    "is_env_distributed": "distman.environments",
+    "parallelize_on_gpus": "distman.executor",
+    "should_use_distributed": "distman.environments",
 }
 
 
 def __getattr__(name: str) -> Any:
     if name in PACKAGES:
         return importlib.import_module(f"distman.{name}")
-    if name not in _NEEDS_TORCH:
+    home = _NEEDS_TORCH.get(name) or _ELSEWHERE.get(name)
+    if home is None:
         raise missing_name(name, sys._getframe(1))
-    value = getattr(importlib.import_module(_NEEDS_TORCH[name]), name)
+    value = getattr(importlib.import_module(home), name)
     globals()[name] = value
     return value
 

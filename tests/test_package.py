@@ -138,6 +138,23 @@ def test_every_name_of_page_one_is_there_and_seen_by_dir(name):
     assert name in dir(distman)
 
 
+@pytest.mark.parametrize(
+    "name",
+    [
+        "ProcessGroupConfig",
+        "ProcessGroupNode",
+        "initialize_ddp",
+        "is_env_distributed",
+        "parallelize_on_gpus",
+        "should_use_distributed",
+    ],
+)
+def test_a_name_that_other_libraries_have_is_found_and_not_shown(name):
+    exec(f"from distman import {name}")  # noqa: S102 - the statement is what is tested
+    assert getattr(distman, name).__name__ == name
+    assert name not in dir(distman)
+
+
 def test_a_name_that_is_not_there_is_an_attribute_error():
     with pytest.raises(AttributeError, match="module 'distman' has no attribute 'DistributedManger'"):
         distman.DistributedManger  # noqa: B018 - the access is the test
