@@ -10,7 +10,6 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from distman._cli.ring import pass_on
 from distman._coordination.wait_scope import collective
 from distman._torch_internals import all_gather_single, reduce_scatter_single
 from distman.collectives._numbers import control_device
@@ -108,6 +107,14 @@ def largest(number: float, manager: DistributedManager) -> float:
     numbers = torch.tensor([number], dtype=torch.float64, device=device)
     dist.all_reduce(numbers, op=dist.ReduceOp.MAX)
     return numbers.item()
+
+
+def pass_on(sent: torch.Tensor, received: torch.Tensor, manager: DistributedManager) -> None:
+    """Send a tensor to the next rank of the ring, and receive that of the one before, of the same shape. Collective."""
+    following, preceding = ((manager.rank + step) % manager.world_size for step in (1, -1))
+    send, receive = dist.P2POp(dist.isend, sent, following), dist.P2POp(dist.irecv, received, preceding)
+    for work in dist.batch_isend_irecv([send, receive]):
+        work.wait()
 
 
 def _synchronize(device: torch.device) -> None:

@@ -18,8 +18,7 @@ from distman._coordination.failure.record import SILENT
 from distman._coordination.signal_names import DEFAULT_SIGNALS
 from distman._private_files import create_anew
 from distman._run.console import Console
-from distman._run.error_files import read_error_file
-from distman._run.outcome import WANTS_RESTART, Outcome, RankOutcome, last_lines
+from distman._run.outcome import WANTS_RESTART, Outcome, RankOutcome, last_lines, read_error_file
 from distman._run.placement import cpus_of_ranks, variables_of_ranks
 from distman._run.rank import Rank
 from distman._run.signals import HeardSignals, is_from_terminal

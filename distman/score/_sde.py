@@ -178,24 +178,12 @@ class VariancePreserving(SDE):
         return 1.0
 
     def drift(self, t: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        """Return the forward drift; see :meth:`SDE.drift`.
-
-        Local. Differentiable.
-        """
         return -0.5 * per_sample(self._rate(t), x) * x
 
     def diffusion(self, t: torch.Tensor) -> torch.Tensor:
-        """Return the coefficient of the noise, shape ``(batch,)``.
-
-        Local.
-        """
         return self._rate(t).sqrt()
 
     def marginal(self, t: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return scale and standard deviation of the kernel from the data to these times, shape ``(batch,)`` each.
-
-        Local.
-        """
         integral = self.beta_min * t + (self.beta_max - self.beta_min) * t.square() / (2 * self.horizon)
         return torch.exp(-0.5 * integral), (-torch.expm1(-integral)).sqrt()
 
@@ -241,25 +229,13 @@ class VarianceExploding(SDE):
         return math.sqrt(self.sigma_max**2 - self.sigma_min**2)
 
     def drift(self, t: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        """Return the forward drift, which is 0; see :meth:`SDE.drift`.
-
-        Local. Differentiable.
-        """
         return torch.zeros_like(per_sample(t, x) * x)
 
     def diffusion(self, t: torch.Tensor) -> torch.Tensor:
-        """Return the coefficient of the noise, shape ``(batch,)``.
-
-        Local.
-        """
         sigma = self.sigma_min * torch.exp(self._growth * t)
         return sigma * math.sqrt(2 * self._growth)
 
     def marginal(self, t: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return scale and standard deviation of the kernel from the data to these times, shape ``(batch,)`` each.
-
-        Local.
-        """
         return torch.ones_like(t), self.sigma_min * torch.expm1(2 * self._growth * t).sqrt()
 
     @property

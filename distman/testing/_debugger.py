@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import io
 import pdb
-from contextlib import suppress
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection
 from types import FrameType, TracebackType
-from typing import IO, TYPE_CHECKING, Any, TypeAlias, cast
+from typing import IO, Any, TypeAlias, cast
+
+import pytest
 
 from distman.testing._messages import Debug, DebuggerEnd, DebuggerInput, DebuggerOutput, Failing
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from distman.testing._terminal import Terminal
 
 _Connection: TypeAlias = "Connection[object, object]"
 
@@ -43,6 +42,43 @@ class Debugger:
                 elif isinstance(message, DebuggerInput):
                     connection.send(self._terminal.read())
             self.quits = message.quits
+
+
+class Terminal:
+    """Where pytest's user sits."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self._config = config
+        self._reporter = config.pluginmanager.getplugin("terminalreporter")
+
+    @contextmanager
+    def at_prompt(self, rank: int, failing: Failing) -> Iterator[None]:
+        """Show what failed, and give the terminal to the debugger inside."""
+        capture = self._config.pluginmanager.getplugin("capturemanager")
+        capture.suspend_global_capture(in_=True)
+        # Other plugins have clocks to stop meanwhile.
+        self._config.hook.pytest_enter_pdb(config=self._config, pdb=self)
+        try:
+            self.write("\n")
+            self._reporter.write_sep(">", "traceback")
+            self.write(f"{failing.detail}\n")
+            self._reporter.write_sep(">", f"entering PDB on rank {rank}")
+            yield
+            self._reporter.write_sep(">", "PDB continue")
+        finally:
+            self._config.hook.pytest_leave_pdb(config=self._config, pdb=self)
+            capture.resume_global_capture()
+
+    def write(self, text: str) -> None:
+        self._reporter.write(text, flush=True)
+
+    def read(self) -> str:
+        """Return the next line, with its end; nothing where there is none. Ctrl-C asks again, as in pdb."""
+        while True:
+            try:
+                return sys.stdin.readline()
+            except KeyboardInterrupt:
+                self.write("\n--KeyboardInterrupt--\n(Pdb) ")
 
 
 def offer_debugger(headline: str, detail: str, trace: TracebackType | None, connection: _Connection) -> None:

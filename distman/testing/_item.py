@@ -10,7 +10,7 @@ from contextlib import suppress
 
 import pytest
 
-from distman.testing._debugger import Debugger
+from distman.testing._debugger import Debugger, Terminal
 from distman.testing._dispatch import arguments_of, run_on_workers
 from distman.testing._failure import failure
 from distman.testing._hypothesis import draw, is_given
@@ -18,7 +18,6 @@ from distman.testing._marks import RanksSpec
 from distman.testing._messages import RankReport, RankStatus, SeenWarning
 from distman.testing._rank_pool import RankPool
 from distman.testing._report import common_types, failed, report_failure
-from distman.testing._terminal import Terminal
 
 
 def run_item(item: pytest.Function, spec: RanksSpec, pool: RankPool) -> None:

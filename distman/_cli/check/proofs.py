@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from distman import collectives
-from distman._cli.ring import pass_on
+from distman._cli.timing import pass_on
 from distman._coordination import protocol
 from distman._coordination.wait_scope import collective
 from distman._torch_internals import all_gather_single, is_lost_connection

@@ -5,11 +5,14 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
+import signal
+import sys
+import threading
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from distman._cli.check.removal import removed_at_the_end
 from distman._cli.check.reports import gather_reports, hand_out
 from distman._coordination.wait_scope import collective
 from distman._private_files import open_itself, write_new
@@ -51,6 +54,26 @@ def check_folder(folder: str | Path, manager: DistributedManager) -> FolderRepor
     unseen = [] if problem else [rank for rank, is_seen in enumerate(reports) if not is_seen]
     hosts = list(dict.fromkeys(manager.roll_call[rank].host for rank in unseen))
     return FolderReport(str(path), problem or None, unseen, hosts)
+
+
+@contextlib.contextmanager
+def removed_at_the_end(file: Path) -> Iterator[None]:
+    """Remove a file at the end of a ``with`` block, also where an exception, Ctrl-C or SIGTERM is what ends it.
+
+    In the main thread of a process that has no handler for SIGTERM, SIGTERM raises SystemExit within the block. Wait
+    there in Python only: in a collective no signal is heard.
+    """
+    is_free = signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    is_ours = is_free and threading.current_thread() is threading.main_thread()
+    if is_ours:
+        signal.signal(signal.SIGTERM, lambda number, _frame: sys.exit(128 + number))
+    try:
+        yield
+    finally:
+        with contextlib.suppress(OSError):  # it could not even be written
+            file.unlink(missing_ok=True)
+        if is_ours:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def _write(file: Path, word: str) -> str:

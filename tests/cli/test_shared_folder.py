@@ -4,12 +4,12 @@ import sys
 
 import pytest
 
-from distman._cli.check.removal import removed_at_the_end
+from distman._cli.check.shared_folder import removed_at_the_end
 
 ENDED_INSIDE = """
 import os, sys, time
 from pathlib import Path
-from distman._cli.check.removal import removed_at_the_end
+from distman._cli.check.shared_folder import removed_at_the_end
 with removed_at_the_end(file := Path(sys.argv[1])):
     file.write_text("here")
     os.kill(os.getpid(), int(sys.argv[2]))
