@@ -8,17 +8,7 @@ Source:
 
 from __future__ import annotations
 
-from distman.environments._launcher import Family, Launcher, OnFailure, Place
-
-
-def _fake(place: Place) -> dict[str, str]:
-    return {
-        "MV2_COMM_WORLD_RANK": str(place.rank),
-        "MV2_COMM_WORLD_SIZE": str(place.world_size),
-        "MV2_COMM_WORLD_LOCAL_RANK": str(place.local_rank),
-        "MV2_COMM_WORLD_LOCAL_SIZE": str(place.local_world_size),
-    }
-
+from distman.environments._launcher import Family, Launcher, OnFailure
 
 MVAPICH = Launcher(
     name="mvapich",
@@ -35,5 +25,4 @@ MVAPICH = Launcher(
     variables=("MV2_*", "MVP_*", "MPIRUN_*", "PMI_*"),
     on_failure=OnFailure.NEEDS_ABORT,
     process_names=("mpiexec", "mpirun"),
-    fake=_fake,
 )
