@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from distman.compat.nnhandler._base import refuse
 from distman.compat.nnhandler._callbacks import Callback
+from distman.compat.nnhandler._setup import refuse
 from distman.handler import TensorBoardTracker, Tracker, WandbTracker
 
 if TYPE_CHECKING:

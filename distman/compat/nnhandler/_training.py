@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from distman.compat.nnhandler._base import refuse
 from distman.compat.nnhandler._callbacks import Logs, with_suffix
-from distman.compat.nnhandler._setup import Setup
+from distman.compat.nnhandler._setup import Setup, refuse
 
 
 class Training(Setup):
