@@ -80,7 +80,6 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def commands(parser: argparse.ArgumentParser) -> Iterator[tuple[str, str, CommandParser]]:
-    """Yield the name, the summary and the parser of each command, with its arguments."""
     (subparsers,) = (one for one in parser._actions if isinstance(one, argparse._SubParsersAction))
     for name, command in subparsers.choices.items():
         command.load()

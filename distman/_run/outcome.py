@@ -44,7 +44,6 @@ class RankOutcome:
     last_lines: str = ""  # of standard error
 
     def last_words(self) -> str:
-        """Return what it said of its end, for its log."""
         if self.own is not None:
             return self.own.traceback_text
         return f"distman run: rank {self.rank} ended since {self.first.headline}\n" if self.first is not None else ""

@@ -85,7 +85,6 @@ class Rank:
                 _set_width(output, width)
 
     def reap(self) -> None:
-        """Note how it ended; it has."""
         self.exit_code = self._process.wait()
         os.close(self.end)
 

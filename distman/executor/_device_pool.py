@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from functools import partial
 
@@ -18,7 +18,6 @@ from distman.executor._collect import collect
 from distman.executor._device_worker import DeviceWorker
 from distman.executor._payload import Payload, pack
 from distman.executor._program_fork import fork_server, may_fork
-from distman.executor._shared_memory import create_shared_memory, map_shared_memory
 from distman.executor._task_loop import ENTRY, Settings, Task
 
 
@@ -50,9 +49,9 @@ class DevicePool:
             return self._ask(workers, payload)
 
     def _ask(self, workers: Sequence[DeviceWorker], payload: Payload) -> list[object]:
-        with _written(payload) as (shared_bytes, descriptor):
+        with contextlib.nullcontext() if payload.is_inline else payload.in_shared_memory() as descriptor:
             for worker in workers:
-                worker.send(payload, shared_bytes, descriptor)
+                worker.send(payload, descriptor)
         return collect(workers, self._timeout)
 
     def _initialize(self, workers: Sequence[DeviceWorker]) -> None:
@@ -128,18 +127,3 @@ def _pack(task: Task) -> Payload:
             f"func and its arguments must be picklable, got {type(error).__name__}: {error}. "
             "Create what cannot be pickled inside the function, or pass plain values."
         ) from error
-
-
-@contextlib.contextmanager
-def _written(payload: Payload) -> Iterator[tuple[int, int | None]]:
-    """Write a large payload once for all workers, and lend the memory's size and file descriptor."""
-    if payload.is_inline:
-        yield 0, None
-        return
-    size = payload.total_bytes
-    descriptor = create_shared_memory(size)
-    try:
-        payload.write(map_shared_memory(descriptor, size))
-        yield size, descriptor
-    finally:
-        os.close(descriptor)

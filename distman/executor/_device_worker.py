@@ -33,8 +33,9 @@ class DeviceWorker(WorkerProcess):
         with theirs:
             super().__init__(server, dataclasses.asdict(settings), theirs.fileno())
 
-    def send(self, payload: Payload, shared_bytes: int, descriptor: int | None) -> None:
+    def send(self, payload: Payload, descriptor: int | None) -> None:
         free_buffers = self._mapped.take_freed()
+        shared_bytes = 0 if payload.is_inline else payload.total_bytes
         self.is_busy = True
         try:
             send(self.connection, Kind.TASK, payload, shared_bytes, descriptor, free_buffers=free_buffers)
@@ -108,7 +109,6 @@ class DeviceWorker(WorkerProcess):
         return text
 
     def close(self) -> None:
-        """Close this side's ends, which ends the worker."""
         self.is_busy = False
         self.connection.close()
         super().close()

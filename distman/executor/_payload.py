@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
+import os
 import pickle
 import struct
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from distman._tensor_pickling import StoragePickler
+from distman.executor._shared_memory import create_shared_memory, map_shared_memory
 
 # A socket takes messages of up to some 200 KB by default, and below this size a copy costs less than a mapping.
 INLINE_BYTES = 64 * 1024
@@ -29,7 +33,6 @@ class Payload:
 
     @property
     def is_inline(self) -> bool:
-        """Whether it is small enough to be sent in a message."""
         return not self.buffers and len(self.stream) <= INLINE_BYTES
 
     @property
@@ -46,6 +49,16 @@ class Payload:
         for buffer in self.buffers:
             memory[start : start + buffer.nbytes] = np.frombuffer(buffer, np.uint8)
             start += _aligned(buffer.nbytes)
+
+    @contextlib.contextmanager
+    def in_shared_memory(self) -> Iterator[int]:
+        """Write it into new shared memory of ``total_bytes``, and lend the file descriptor."""
+        descriptor = create_shared_memory(self.total_bytes)
+        try:
+            self.write(map_shared_memory(descriptor, self.total_bytes))
+            yield descriptor
+        finally:
+            os.close(descriptor)
 
 
 def pack(value: object) -> Payload:

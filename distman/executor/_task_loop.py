@@ -24,7 +24,7 @@ from distman.executor._buffer_pool import BufferPool
 from distman.executor._channel import Kind, Message, receive, send
 from distman.executor._moving import as_cpu
 from distman.executor._payload import Payload, pack, unpack
-from distman.executor._shared_memory import create_shared_memory, map_shared_memory
+from distman.executor._shared_memory import map_shared_memory
 
 ENTRY = f"{__name__}:prepare"
 _RAISED = "raised "
@@ -105,21 +105,12 @@ def _send(program: socket.socket, kind: Kind, payload: Payload, pool: BufferPool
         return
     buffer = pool.take(payload.total_bytes)
     if buffer is None:
-        _send_once(program, kind, payload)
+        with payload.in_shared_memory() as descriptor:
+            send(program, kind, payload, shared_bytes=payload.total_bytes, descriptor=descriptor)
         return
     payload.write(buffer.memory)
     send(program, kind, payload, shared_bytes=buffer.size, descriptor=buffer.unsent, buffer_index=buffer.index)
     buffer.was_sent()
-
-
-def _send_once(program: socket.socket, kind: Kind, payload: Payload) -> None:
-    size = payload.total_bytes
-    descriptor = create_shared_memory(size)
-    try:
-        payload.write(map_shared_memory(descriptor, size))
-        send(program, kind, payload, shared_bytes=size, descriptor=descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _perform(message: Message, device: torch.device) -> tuple[Kind, Payload, int | None]:

@@ -82,7 +82,6 @@ class RankPool:
         return cast("Path", self._stores)  # made with the server
 
     def close(self) -> None:
-        """End all workers and the fork server, and wait until they are gone."""
         self._server.close()
         for worker in self._workers:
             worker.close()

@@ -31,11 +31,9 @@ class RankProcess(WorkerProcess):
 
     @property
     def stderr(self) -> str:
-        """The same for standard error."""
         return read_output(self._stderr.fileno())
 
     def forget_output(self) -> None:
-        """Empty the files before a new test."""
         self.forget_stacks()
         for file in (self._stdout, self._stderr):
             os.ftruncate(file.fileno(), 0)
@@ -46,7 +44,6 @@ class RankProcess(WorkerProcess):
         super().kill()
 
     def close(self) -> None:
-        """Close this side's ends, which ends the worker."""
         super().close()
         self.connection.close()
         self._stdout.close()

@@ -47,6 +47,5 @@ def submit(backend: str, script: Path) -> subprocess.CompletedProcess[str]:
 
 
 def job_id_in(backend: str, answer: str) -> str | None:
-    """Return the job's id as the scheduler's answer names it; None if it does not."""
     found = _JOB_IDS[backend].search(answer) if backend in _JOB_IDS else None
     return found[1] if found else None

@@ -143,7 +143,6 @@ def _draw_panel(axes: Axes, layout: Layout, name: str, grid: _Grid, cell: float,
 
 
 def _group_of(partition: Partition, shown: set[int]) -> dict[int, int]:
-    """Return the index of the group of each of these ranks."""
     return {rank: index for index, block in enumerate(partition.blocks()) for rank in block if rank in shown}
 
 
