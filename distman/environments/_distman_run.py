@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from distman.environments._bare import fake_bare
+from distman.environments._bare import BARE, fake_bare
 from distman.environments._launcher import Family, Launcher, OnFailure, Place
 
 RUN_ID = "DISTMAN_RUN_ID"
@@ -16,15 +16,7 @@ def _fake(place: Place) -> dict[str, str]:
 DISTMAN_RUN = Launcher(
     name="distman-run",
     family=Family.ENV,
-    fields={
-        "rank": ("RANK",),
-        "world_size": ("WORLD_SIZE",),
-        "local_rank": ("LOCAL_RANK",),
-        "local_world_size": ("LOCAL_WORLD_SIZE",),
-        "main_address": ("MASTER_ADDR",),
-        "main_port": ("MASTER_PORT",),
-        "job_id": (RUN_ID,),
-    },
+    fields={**BARE.fields, "job_id": (RUN_ID,)},
     variables=(),
     on_failure=OnFailure.ENDS_JOB,
     marks=((RUN_ID,),),

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 
-from distman.environments._bare import fake_bare
+from distman.environments._bare import BARE, fake_bare
 from distman.environments._launcher import Agent, Family, Launcher, OnFailure, Place
 
 _RUN_ID = "TORCHELASTIC_RUN_ID"
@@ -40,14 +40,9 @@ TORCHRUN = Launcher(
     name="torchrun",
     family=Family.ENV,
     fields={
-        "rank": ("RANK",),
-        "world_size": ("WORLD_SIZE",),
-        "local_rank": ("LOCAL_RANK",),
-        "local_world_size": ("LOCAL_WORLD_SIZE",),
+        **BARE.fields,
         "node_rank": ("GROUP_RANK",),
         "num_nodes": ("GROUP_WORLD_SIZE",),
-        "main_address": ("MASTER_ADDR",),
-        "main_port": ("MASTER_PORT",),
         "job_id": (_RUN_ID,),
     },
     variables=("ROLE_NAME", "ROLE_RANK", "ROLE_WORLD_SIZE", "TORCHELASTIC_*"),
