@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from distman.executor._channel import NOT_POOLED, Message
-from distman.executor._shared_memory import create_shared_memory, map_shared_memory
+from distman.executor._payload import create_shared_memory, map_shared_memory
 
 _NUM_BUFFERS = 2  # the result in use, and the one that replaces it
 # A worker keeps twice this for as long as it lives; of larger results, new memory is a small part of the work.

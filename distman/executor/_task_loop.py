@@ -23,8 +23,7 @@ from distman._workers.output import exit_code_of, flush_output, only_this_proces
 from distman.executor._buffer_pool import BufferPool
 from distman.executor._channel import Kind, Message, receive, send
 from distman.executor._moving import as_cpu
-from distman.executor._payload import Payload, pack, unpack
-from distman.executor._shared_memory import map_shared_memory
+from distman.executor._payload import Payload, map_shared_memory, pack, unpack
 
 ENTRY = f"{__name__}:prepare"
 _RAISED = "raised "

@@ -9,7 +9,7 @@ import torch
 
 from distman.executor import as_cpu
 from distman.executor._buffer_pool import MappedBuffers
-from distman.executor._shared_memory import create_shared_memory
+from distman.executor._payload import create_shared_memory
 
 Point = namedtuple("Point", "x y")
 
