@@ -61,6 +61,44 @@ def test_hosts_whose_own_name_is_the_loopback_meet_and_compute(debian_hosts, fir
     assert [(rank.returncode, rank.stdout, rank.stderr) for rank in finished] == [(0, "sum 4.0\n", "")] * len(places)
 
 
+ADOPT = """\
+import os, sys, time, torch, torch.distributed as dist
+from distman import DistributedManager
+dist.init_process_group("gloo", init_method=sys.argv[1], rank=int(os.environ["RANK"]), world_size=3)
+time.sleep(float(sys.argv[2]))
+for _ in range(2):
+    manager = DistributedManager.initialize()
+    manager.barrier()
+    hosts = len({peer.host for peer in manager.roll_call})
+    if sys.argv[3] == "dies" and manager.rank == 1:
+        os.kill(os.getpid(), 9)
+    if sys.argv[3] == "dies":
+        time.sleep(60)
+    DistributedManager.cleanup()
+print(hosts, dist.is_initialized())
+"""
+"""The ranks come to initialize() one after another, in any order."""
+
+
+@pytest.mark.parametrize("ends", ["well", "dies"])
+@pytest.mark.parametrize("kind", ["tcp", "file"])
+def test_a_group_of_other_code_on_two_hosts(namespace_hosts, tmp_path, kind, ends):
+    where = f"file://{tmp_path}/store" if kind == "file" else "env://"
+    delays = random.sample([0.0, 0.3, 0.6], 3)
+    with ExitStack() as stack:
+        ranks = []
+        for rank, host in enumerate(("n1", "n2", "n2")):
+            command = [*namespace_hosts.enter(host), PYTHON, "-c", ADOPT, where, str(delays[rank]), ends]
+            env = {**namespace_hosts.environment, **bare(rank, 3, 29533, MASTER_ADDR=namespace_hosts.addresses["n1"])}
+            ranks.append(stack.enter_context(start(command, env=env)))
+        finished = [rank.wait(timeout=LIMIT) for rank in ranks]
+    if ends == "well":
+        assert [(rank.returncode, rank.stdout) for rank in finished] == [(0, "2 True\n")] * 3
+    else:
+        assert [rank.returncode for rank in finished] == [76, -signal.SIGKILL, 76]
+        assert all(re.search(r"JobFailed: rank 1 \(n2, pid \d+\) died", finished[rank].stderr) for rank in (0, 2))
+
+
 OPENMPI_4 = {
     "OMPI_COMM_WORLD_RANK": "0",
     "OMPI_COMM_WORLD_SIZE": "2",
