@@ -48,16 +48,8 @@ def pick_device(local_rank: int = 0, local_world_size: int | None = None) -> tor
 def pick_index(visible: int, local_rank: int, local_world_size: int | None = None, *, shared: bool = False) -> int:
     """Return the index, among the devices this process sees, of the one this rank computes on.
 
-    With one visible device it is 0 whatever the local rank: the launcher has bound it.
-
-    Args:
-        visible: Number of devices that the process sees, at least 1.
-        local_rank: Index of the rank on its host.
-        local_world_size: Number of ranks on this host, where known.
-        shared: Whether several ranks may compute on one device.
-
-    Raises:
-        ValueError: More ranks than visible devices, with more than one visible, and ``shared`` is False.
+    With one visible device it is 0 whatever the local rank: the launcher has bound it. More ranks than devices, of
+    which several are visible, are a ValueError unless they may share.
     """
     if visible == 1:
         return 0
@@ -115,11 +107,7 @@ def resolve_device(device: str | torch.device) -> torch.device:
 
 
 def _named_device(device: str | torch.device) -> tuple[torch.device, int]:
-    """Return the device that a specification names, and how many of its type this process sees: one for others.
-
-    Raises:
-        TypeError, ValueError: See :func:`resolve_device`.
-    """
+    """Return the device that a specification names, and how many of its type this process sees: one for others."""
     if isinstance(device, str):
         text = device.strip().lower()
         if text == "gpu" or text.startswith("gpu:"):
@@ -140,10 +128,6 @@ def requested_device(device: str | torch.device | None) -> torch.device | None:
     """Return the device that the program asked for, or None where the rank's place on its host decides.
 
     So it does, too, among the accelerators of a type that was named without an index.
-
-    Raises:
-        TypeError: See :func:`resolve_device`.
-        ValueError: The same, and a GPU is asked for where none is visible.
     """
     if device is None:
         return None
@@ -158,11 +142,7 @@ def requested_device(device: str | torch.device | None) -> torch.device | None:
 
 
 def backend_for(device: torch.device) -> str:
-    """Return the backend of a process group whose ranks compute on such a device.
-
-    Raises:
-        ValueError: No backend is known for the device's type.
-    """
+    """Return the backend of a process group whose ranks compute on such a device."""
     backend = _BACKENDS.get(device.type)
     if backend is None:
         raise ValueError(
@@ -173,23 +153,12 @@ def backend_for(device: torch.device) -> str:
 
 
 def is_pure_gloo(backend: str) -> bool:
-    """Return whether gloo serves all devices of a group.
-
-    Args:
-        backend: The backends of the group, such as ``"cpu:gloo,cuda:nccl"``.
-    """
+    """Return whether gloo serves all devices of a group, whose backends are told as in ``"cpu:gloo,cuda:nccl"``."""
     return {part.rpartition(":")[2] for part in backend.split(",")} == {"gloo"}
 
 
 def check_backend(backend: str) -> None:
-    """Check that a process group can have a backend here.
-
-    Args:
-        backend: One name, or one for each type of device, such as ``"cpu:gloo,cuda:nccl"``.
-
-    Raises:
-        ValueError: This torch does not know the name, or was built without it.
-    """
+    """Check that a process group can have a backend here: one name, or a text such as ``"cpu:gloo,cuda:nccl"``."""
     try:
         is_here = dist.is_backend_available(backend)
     except ValueError:  # a device type is named twice, or without a backend
@@ -209,14 +178,9 @@ def wait_for(device: torch.device) -> None:
 
 
 def visible_devices(device_type: str | None = None) -> tuple[str, tuple[str, ...]]:
-    """Return the type of device this process computes on, and an identity for each device it sees.
+    """Return the type of device this process computes on, and the UUIDs of those it sees; ``("cpu", ())`` without.
 
-    Args:
-        device_type: Look at this type only; None takes the accelerator that is there, else the CPU.
-
-    Returns:
-        ``("cpu", ())``, or the type and the devices' UUIDs in the order of their indices. Two processes
-        that see the same UUID on one host see the same piece of hardware.
+    Two processes that see the same UUID on one host see the same piece of hardware.
     """
     found, count = _accelerator()
     if found == "cpu" or device_type not in (None, found):

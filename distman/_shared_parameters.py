@@ -25,13 +25,7 @@ _handles: WeakIdKeyDictionary = WeakIdKeyDictionary()  # the mark that sums each
 
 
 class SharedMark:
-    """The mark of one module.
-
-    Args:
-        group: Whose gradients are added up: the group, or its name in the job that loads a saved module.
-        names: Names of the module's own parameters.
-        use_fp32: Add 16-bit floats up in float32.
-    """
+    """The mark of one module: the names of its own parameters, and whose gradients are added up."""
 
     def __init__(self, group: Group | str, names: frozenset[str], *, use_fp32: bool) -> None:
         self._group = group
@@ -57,13 +51,8 @@ class SharedMark:
     def attach(self, module: torch.nn.Module, *, is_used: bool = True) -> None:
         """Let the gradients of the module's own parameters be summed from now on.
 
-        Args:
-            module: The module that this is the mark of.
-            is_used: Its forward pass is about to begin; else its parameters may be shards that are put together then.
-
-        Raises:
-            DistmanError: A parameter has gone.
-            TypeError: A parameter is used as a DTensor.
+        If it ``is_used``, its forward pass is about to begin; else its parameters may be shards that are put together
+        then.
         """
         parameters = own_parameters(module)
         if not self._names <= parameters.keys():

@@ -54,16 +54,9 @@ def make_group(
 ) -> dist.ProcessGroup:
     """Make a process group among its members alone, over a store of their own, with the backends of the world.
 
-    ``new_group`` is collective over the world, uses the store of the world, and counts its groups: a rank that fails
-    to make one leaves all others waiting, and the next group has another name here than there.
-
-    Args:
-        ranks: Ranks of the members in the world, ascending.
-        rank: This rank's index among them.
-        name: Part of the keys in the store, the same on all members and new.
-        description: Name of the group in torch's messages.
-        store: Where the members find each other.
-        timeout: Limit of a collective.
+    ``new_group`` is collective over the world, uses the store of the world, and counts its groups: a rank that fails to
+    make one leaves all others waiting, and the next group has another name here than there. ``name`` is part of the
+    keys in the store, the same on all members and new; ``rank`` counts among ``ranks``.
     """
     process_group: dist.ProcessGroup
     make: Any = distributed_c10d._new_process_group_helper  # some versions have a type of their own for the name
@@ -191,21 +184,13 @@ _FOR_ALL = frozenset(
 
 @dataclasses.dataclass(frozen=True)
 class TorchWait:
-    """A collective of torch's own that the main thread is in.
-
-    Attributes:
-        name: Its function.
-        line: Where the program called it.
-        group: Name of its process group.
-        number: Of the collective in that group, which tells one call from the next.
-        ranks: Those of the group, in the world.
-    """
+    """A collective of torch's own that the main thread is in."""
 
     name: str
-    line: str
+    line: str  # where the program called it
     group: str
-    number: int
-    ranks: tuple[int, ...]
+    number: int  # of the collective in that group, which tells one call from the next
+    ranks: tuple[int, ...]  # those of the group, in the world
 
     @property
     def label(self) -> str:
@@ -276,12 +261,7 @@ _beside: weakref.WeakKeyDictionary[dist.ProcessGroup, weakref.WeakMethod[Callabl
 
 
 def close_with(process_group: dist.ProcessGroup, close: Callable[[], None]) -> None:
-    """Let a method be called where the connections of a group are closed, and when the group is gone.
-
-    Args:
-        process_group: The group.
-        close: Called in any thread, maybe twice; not if its object is gone.
-    """
+    """Let a method be called, in any thread, where a group's connections are closed, and when the group is gone."""
     _beside[process_group] = reference = weakref.WeakMethod(close)
     weakref.finalize(process_group, _call, reference)
 
@@ -323,10 +303,8 @@ def close_all_connections() -> None:
 def end_group(process_group: dist.ProcessGroup | None = None, *, aborts: bool) -> None:
     """Destroy a process group, or all of them.
 
-    Args:
-        process_group: The group; None for all.
-        aborts: Do not wait for what is outstanding there, as NCCL does: after a failure nobody completes it. gloo never
-            waits.
+    If it ``aborts``, it does not wait for what is outstanding there, as NCCL does: after a failure nobody completes it.
+    gloo never waits.
     """
     if aborts:
         distributed_c10d._abort_process_group(process_group)
@@ -392,12 +370,6 @@ def is_static_rendezvous(place: tuple[str, int], run_id: str, node_rank: int, ti
     """Return whether torchrun's agents are seen to have met in this store, as they do by a static rendezvous only.
 
     By any other one they meet in a store of its own, and leave nothing in the one that they show their ranks.
-
-    Args:
-        place: Host and port of the store.
-        run_id: How torchrun calls the job.
-        node_rank: Index of the host of an agent that must have met the others there.
-        timeout: Seconds to wait for the store.
     """
     try:
         store = dist.TCPStore(*place, is_master=False, timeout=timedelta(seconds=timeout), wait_for_workers=False)
@@ -469,10 +441,6 @@ class CollectiveGuard:
     Every collective is an operation of torch's dispatcher. A kernel for a key that only the threads with regions have
     costs the others nothing, and autograd's threads have the keys of the thread whose backward pass they run. The key
     is part of what a compiled function depends on: it is compiled once more there.
-
-    Args:
-        check: Takes the name of the collective and the ranks in the world that it needs, and raises if they will not
-            come.
     """
 
     def __init__(self, check: Callable[[str, Sequence[int]], None]) -> None:
@@ -543,14 +511,7 @@ def regions() -> tuple[Any, ...]:
 
 
 def enter_regions(those: tuple[Any, ...]) -> Callable[[], None]:
-    """Put this thread, and the backward passes that it starts, into regions where a guard is asked.
-
-    Args:
-        those: All regions that it is in from now on.
-
-    Returns:
-        What puts the same thread back into those that it was in before.
-    """
+    """Put this thread and its backward passes into regions where a guard is asked; return the way back."""
     thread = threading.get_ident()
     before, was_guarded = _regions.get(thread), torch._C._dispatch_tls_is_dispatch_key_included(_GUARDED_KEY)
     _regions[thread] = those
@@ -694,10 +655,7 @@ def is_to_be_awaited(tensor: torch.Tensor) -> bool:
 
 
 def awaited(tensor: torch.Tensor) -> torch.Tensor:
-    """Return what a tensor is that torch's functional collectives still compute.
-
-    Blocking. Differentiable, without a copy.
-    """
+    """Return what a tensor is that torch's functional collectives still compute, without a copy; differentiable."""
     result: torch.Tensor = _Awaited.apply(tensor)  # type: ignore[no-untyped-call]
     return result
 
@@ -896,11 +854,7 @@ def has_been_called(module: Any) -> bool:
 
 
 def reset_step(root: Any) -> None:
-    """Let the outermost part of a sharded module forget a step that an error has ended.
-
-    Raises:
-        RuntimeError: There is such a step, and this version of torch cannot forget it.
-    """
+    """Let the outermost part of a sharded module forget a step that an error has ended."""
     if hasattr(root, "reset_iter_state"):
         root.reset_iter_state()
         return
@@ -913,11 +867,7 @@ def reset_step(root: Any) -> None:
 
 
 def check_finds_unused(*, finds_unused: bool) -> None:
-    """Refuse to look for unused parameters of a sharded module where torch cannot.
-
-    Raises:
-        ValueError: It was asked for, and this version of torch cannot do it.
-    """
+    """Refuse to look for unused parameters of a sharded module where torch cannot."""
     from torch.distributed.fsdp import FSDPModule
 
     if finds_unused and not hasattr(FSDPModule, "set_reduce_scatter_unused_params"):

@@ -305,13 +305,7 @@ def _run_alone(run: Callable[[], R], what: str, rank: int) -> R:
 
 
 class _First(AbstractContextManager[None]):
-    """One rank of a store group runs through a block before the others.
-
-    Args:
-        sections: The exclusive sections of these ranks.
-        first: Who runs first, by index in the group.
-        what: The block, for messages.
-    """
+    """One rank of a store group, given by its index in the group, runs through a block before the others."""
 
     def __init__(self, sections: ExclusiveSections, first: int, what: str) -> None:
         self._sections = sections
@@ -351,12 +345,7 @@ def _members(group: GroupLike) -> Group | None:
 def _decorator(
     where: str, run_there: Callable[[Callable[[], Any], str], Any]
 ) -> Callable[[Callable[P, R]], Callable[P, R | None]]:
-    """Return a decorator for functions, also within ``classmethod`` and ``staticmethod``.
-
-    Args:
-        where: Where they run, for messages.
-        run_there: Is given a call to run there, and what it is, for messages.
-    """
+    """Return a decorator for functions, also within ``classmethod`` and ``staticmethod``."""
 
     def decorate(func: Any) -> Any:
         if isinstance(func, classmethod | staticmethod):
@@ -403,11 +392,7 @@ def _shown(ranks: Sequence[int]) -> str:
 
 
 def _name_of(func: object) -> str:
-    """Return the name of a function that runs when it is called.
-
-    Raises:
-        TypeError: It is something else.
-    """
+    """Return the name of a function that runs when it is called."""
     if not callable(func) or isinstance(func, type):
         raise TypeError(
             f"what runs on some ranks must be a function, got {func!r}. Decorate a function: below @property and its "

@@ -44,9 +44,7 @@ class OneAtATime:
     def start(self) -> Iterator[bool]:
         """Yield True, or False where another thread has just started the job while this one waited.
 
-        Raises:
-            BaseException: Another thread tried to start the job while this one waited, and this is why it could not.
-            DistmanError: This thread is at it already.
+        The error of a thread that tried to start it meanwhile is raised here too.
         """
         queued = self._starts.get("")
         if self.is_here or (queued is not None and queued.thread == threading.get_ident()):

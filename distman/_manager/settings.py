@@ -53,11 +53,7 @@ def finds_unused_parameters() -> bool:
 
 
 def check_adopted_backend(backend: str | None) -> None:
-    """Check that the process group that is adopted has the backend that the program asks for.
-
-    Raises:
-        ValueError: It has another one.
-    """
+    """Check that the process group that is adopted has the backend that the program asks for."""
     there = dict(part.split(":") for part in dist.get_backend_config().split(",") if ":" in part)
     for part in (backend or "").split(","):
         device, _, name = part.rpartition(":")

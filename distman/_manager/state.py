@@ -22,27 +22,16 @@ View = TypeVar("View", bound="SharedState")
 
 @dataclasses.dataclass
 class ManagerState:
-    """All that :class:`distman.DistributedManager` keeps, from ``initialize()`` to ``cleanup()``.
-
-    Attributes:
-        job: The job.
-        groups: Its groups.
-        watcher: Watches the other ranks; None where there are none, or they are not watched.
-        stop: Lets all ranks stop at the same step.
-        find_unused_parameters: Whether DDP looks for unused parameters.
-        broadcast_buffers: Whether DDP broadcasts rank 0's buffers before each forward.
-        mesh: The mesh of all ranks; None before there is one.
-        mesh_dims: Length of each of its axes by its name.
-    """
+    """All that :class:`distman.DistributedManager` keeps, from ``initialize()`` to ``cleanup()``."""
 
     job: Job
     groups: Groups
-    watcher: Watcher | None
+    watcher: Watcher | None  # None where there are no other ranks, or they are not watched
     stop: StopAgreement
     find_unused_parameters: bool
     broadcast_buffers: bool = False
-    mesh: DeviceMesh | None = None
-    mesh_dims: dict[str, int] = dataclasses.field(default_factory=dict)
+    mesh: DeviceMesh | None = None  # of all ranks
+    mesh_dims: dict[str, int] = dataclasses.field(default_factory=dict)  # length of each of its axes by its name
 
 
 class SharedState:

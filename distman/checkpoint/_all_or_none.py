@@ -13,20 +13,7 @@ R = TypeVar("R")
 
 
 def on_all_ranks(func: Callable[[], R]) -> R:
-    """Run a function on every rank, and return only if it succeeded on all.
-
-    Collective. Blocking.
-
-    Args:
-        func: What to run.
-
-    Returns:
-        What it returned on this rank.
-
-    Raises:
-        Exception: The function's own error, on a rank where it failed.
-        RankFailedError: On the other ranks, with that error.
-    """
+    """Run a function on every rank, and return what it returned here only if it succeeded on all; else raise on all."""
     named = func.func if isinstance(func, functools.partial) else func
 
     @functools.wraps(named)

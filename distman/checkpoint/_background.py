@@ -19,15 +19,7 @@ _writes: dict[Location, BackgroundWrite] = {}
 
 
 class BackgroundWrite:
-    """One write in a thread; the end of the interpreter waits for it.
-
-    Args:
-        location: What is written, or the folder that it is written into.
-        work: Does the writing.
-
-    Attributes:
-        error: Why it failed; None if it has not failed.
-    """
+    """One write in a thread; the end of the interpreter waits for it."""
 
     def __init__(self, location: Location, work: Callable[[], None]) -> None:
         self._location = location
@@ -46,21 +38,12 @@ class BackgroundWrite:
             raise
 
     def join(self) -> None:
-        """Wait for the thread, whether it succeeds or fails.
-
-        Blocking. A process forked from the one that writes does not wait.
-        """
+        """Wait for the thread, however it ends; a process forked from the one that writes does not wait."""
         if os.getpid() == self._pid:
             self._thread.join()
 
     def wait(self) -> None:
-        """Wait until everything is written.
-
-        Blocking.
-
-        Raises:
-            Exception: The write failed, with this error.
-        """
+        """Wait until everything is written; raise the error of the write."""
         self.join()
         if self.error is not None:
             self.forget()
@@ -73,10 +56,7 @@ class BackgroundWrite:
         self._unregister()
 
     def end(self) -> None:
-        """At the end of the process, wait for the write, and log an error that nobody has seen.
-
-        Blocking.
-        """
+        """At the end of the process, wait for the write, and log an error that nobody has seen."""
         self.join()
         if self.error is not None and os.getpid() == self._pid:
             self.forget()
@@ -93,34 +73,19 @@ class BackgroundWrite:
 
 
 def start(location: Location, work: Callable[[], None]) -> BackgroundWrite:
-    """Start a write in the background, to a location where none is under way.
-
-    Args:
-        location: What is written, or the folder that it is written into.
-        work: Does the writing.
-    """
+    """Start a write in the background, to a location or into a folder where none is under way."""
     write = BackgroundWrite(location, work)
     write.start()
     return write
 
 
 def join(location: Location) -> None:
-    """Wait for the last write to a location.
-
-    Blocking.
-    """
     if location in _writes:
         _writes[location].join()
 
 
 def finish_before_reading(location: Location) -> None:
-    """Wait for the writes to a location, and to the folders that it is in.
-
-    Blocking.
-
-    Raises:
-        CheckpointError: The last write to it failed, and its error has not been raised yet.
-    """
+    """Wait for the writes to a location and the folders it is in; an error not raised yet is a CheckpointError."""
     for written, under_way in list(_writes.items()):
         if written.storage is location.storage and f"{location.place}/".startswith(f"{written.place}/"):
             under_way.join()
@@ -134,26 +99,14 @@ def finish_before_reading(location: Location) -> None:
 
 
 def wait(location: Location) -> None:
-    """Wait for the last write to a location.
-
-    Blocking.
-
-    Raises:
-        Exception: The last write failed, and its error has not been raised yet.
-    """
+    """Wait for the last write to a location; raise its error if that has not been raised yet."""
     write = _writes.get(location)
     if write is not None:
         write.wait()
 
 
 def refuse_after_failure(location: Location) -> None:
-    """Wait for the last write to a location, as the next one has to.
-
-    Blocking.
-
-    Raises:
-        CheckpointError: The last write failed, and its error has not been raised yet.
-    """
+    """Wait for the last write to a location, as the next one has to; an error not raised yet is a CheckpointError."""
     write = _writes.get(location)
     if write is None:
         return

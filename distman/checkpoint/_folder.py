@@ -262,11 +262,7 @@ class CheckpointFolder:
         return [one for one in found if one.saved_at >= 0]
 
     def _names(self) -> dict[str, int]:
-        """Return the names of checkpoints, and their steps.
-
-        Raises:
-            CheckpointError: They are of the other kind; else a run would begin anew without a word.
-        """
+        """Return names of checkpoints, with their steps; the other kind is refused, else a run would begin anew."""
         names = self._location.storage.list(self._location.place)
         matches = [match for match in map(_NAME.fullmatch, names) if match is not None]
         own = {match[0]: int(match[1]) for match in matches if (match[2] or "") == self._suffix}
@@ -299,15 +295,7 @@ class CheckpointFolder:
 
 
 def check_writable(folder: CheckpointFolder) -> None:
-    """Write a small file into a folder of checkpoints and remove it: this fails sooner than the first checkpoint.
-
-    Collective. Blocking. Every rank tries it where all write.
-
-    Raises:
-        OSError: On a rank that could not.
-        CheckpointError: On rank 0: it has checkpoints of the other kind.
-        RankFailedError: On the other ranks.
-    """
+    """Write a small file into a folder of checkpoints and remove it: this fails sooner than the first checkpoint."""
     rank = DistributedManager().rank
     on_rank(0)(folder._names)()
 
@@ -326,11 +314,7 @@ def check_writable(folder: CheckpointFolder) -> None:
 def read_latest(folder: CheckpointFolder, read: Callable[[Location], T]) -> T | None:
     """Return what a function makes of the checkpoint that was saved last and is not damaged; None if there is none.
 
-    Collective. Blocking.
-
-    Args:
-        folder: Where the checkpoints are.
-        read: Collective. What it raises, it raises on every rank: CheckpointError where the checkpoint is damaged.
+    What ``read`` raises, it raises on every rank: CheckpointError where the checkpoint is damaged.
     """
     location = folder._location
     names = on_rank(0, broadcast=True)(folder._names_newest_first)() or []

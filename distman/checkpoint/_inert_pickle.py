@@ -9,12 +9,7 @@ from typing import IO, Any, NamedTuple
 
 
 class Name:
-    """What a pickle calls by module and name; only the two texts.
-
-    Args:
-        module: The module.
-        name: The name in it.
-    """
+    """What a pickle calls by module and name; only the two texts."""
 
     __slots__ = ("module", "name")
 
@@ -26,15 +21,7 @@ class Name:
 
 
 class Made:
-    """What a pickle says to make by a name.
-
-    Args:
-        of: The name.
-        args: The arguments.
-
-    Attributes:
-        state: What is to be set in it; None without.
-    """
+    """What a pickle says to make by a name, and what is to be set in it."""
 
     __slots__ = ("args", "of", "state")
 
@@ -43,28 +30,14 @@ class Made:
 
 
 class Read(NamedTuple):
-    """What a pickle held, and where it ended.
+    """What a pickle held, and at which byte it ended."""
 
-    Attributes:
-        value: None, bools, numbers, strings, tuples, lists and dicts of these, :class:`Name` and :class:`Made`.
-        end: Number of its bytes.
-    """
-
-    value: Any
+    value: Any  # None, bools, numbers, strings, tuples, lists and dicts of these, Name and Made
     end: int
 
 
 def read_inert(data: bytes) -> Read:
-    """Return what a pickle of data classes says.
-
-    Local. An opcode that such a pickle does not need is refused.
-
-    Args:
-        data: The pickle; more may follow it.
-
-    Raises:
-        ValueError: It is cut off, damaged, or holds something else.
-    """
+    """Return what a pickle of data classes says; more may follow it. Whatever else is in it is a ValueError."""
     walk, end = _Walk(), 0
     try:
         for opcode, argument, place in pickletools.genops(data):
@@ -81,14 +54,7 @@ def read_inert(data: bytes) -> Read:
 def names_in(file: IO[bytes], num_pickles: int = 1) -> Iterator[str]:
     """Return the names in pickles that follow each other, whatever else they hold; nothing in them is run.
 
-    Local. The file is read to their end.
-
-    Args:
-        file: Where the first begins. They are of protocol 2, which spells out each name.
-        num_pickles: How many there are at most.
-
-    Raises:
-        ValueError: One is cut off or damaged.
+    They are of protocol 2, which spells out each name. The file is read to their end.
     """
     for _ in range(num_pickles):
         start = file.tell()

@@ -171,14 +171,7 @@ class _FolderBeside:
 
 
 class _LockBeside:
-    """A locked file beside a place, there before the folder or link that it stands for and until that has its place.
-
-    Args:
-        place: The place.
-
-    Attributes:
-        temporary: What the folder or link is called until then.
-    """
+    """A locked file beside a place, there before the folder or link that it stands for and until that has its place."""
 
     def __init__(self, place: Path) -> None:
         tried: list[Path] = []
@@ -203,12 +196,8 @@ def _create_locked(path: Path, temporaries: list[Path], *, suffix: str = "") -> 
     """Return a new temporary file beside a path, locked, so that others see that its writer is alive.
 
     Between the creation and the lock another writer may take it for abandoned and remove it: then the next one is made,
-    with another name, since that writer may be about to remove the first one.
-
-    Args:
-        path: The path.
-        temporaries: The names that were tried are added to it, each before there is a file; the last one is the file's.
-        suffix: How the names end.
+    with another name, since that writer may be about to remove the first one. Each name is in ``temporaries`` before
+    there is a file.
     """
     while True:
         temporaries.append(_beside(path, suffix))
@@ -220,13 +209,7 @@ def _create_locked(path: Path, temporaries: list[Path], *, suffix: str = "") -> 
 
 
 def _keep_mode(descriptor: int, path: Path, *, also: int = 0) -> None:
-    """Give a new file or folder the owner and the permissions of the one that it replaces, as far as the system allows.
-
-    Args:
-        descriptor: The new one.
-        path: The old one; there may be none.
-        also: Permissions that it gets besides.
-    """
+    """Give a new file or folder owner and permissions of the one it replaces, if any, as far as the system allows."""
     try:
         old = path.stat()
     except FileNotFoundError:

@@ -38,13 +38,7 @@ class Location:
 
 
 def locate(path: str | os.PathLike[str]) -> Location:
-    """Return the location that a path or URL stands for.
-
-    Raises:
-        ValueError: The scheme of the URL is unknown, or the URL has lost a slash.
-        TypeError: It is neither.
-        ImportError: A package is missing that the scheme needs.
-    """
+    """Return the location that a path or URL stands for."""
     if not isinstance(path, (str, os.PathLike)):
         raise TypeError(f"path must be a str or a Path, got {type(path).__name__}. Pass where the file or folder is.")
     text = os.fspath(path)

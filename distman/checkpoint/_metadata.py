@@ -32,14 +32,7 @@ T = TypeVar("T")
 
 
 def read_metadata(folder: Location) -> Metadata:
-    """Return the table of contents of a sharded checkpoint; nothing in it is run.
-
-    Blocking.
-
-    Raises:
-        FileNotFoundError: There is none.
-        CheckpointError: It is damaged, none, or wants to run code, or to read files outside the folder.
-    """
+    """Return the table of contents of a sharded checkpoint; nothing in it is run, nor read outside the folder."""
     path = folder / METADATA
     try:
         with path.storage.open(path.place) as file:
@@ -72,11 +65,10 @@ def _check_seal(data: bytes, found: Read) -> None:
 
 
 class _Contents:
-    """Turns what a pickle says into torch's classes.
+    """Turns what a pickle of ``num_bytes`` says into torch's classes.
 
-    Args:
-        num_bytes: Length of the pickle. It cannot describe more things without naming some of them again and again,
-            which torch does not do, and which would take memory without end.
+    It cannot describe more things than it has bytes without naming some of them again and again, which torch does not
+    do, and which would take memory without end.
     """
 
     def __init__(self, num_bytes: int) -> None:

@@ -51,12 +51,9 @@ class _Written:
 
 
 class Parts:
-    """What each rank has written of a checkpoint, told over the store.
+    """What each rank has written of a checkpoint, told over the store under a folder's name that no two saves share.
 
     Threads take no part in collectives: the calls of the program alone determine the order of these.
-
-    Args:
-        folder: Where the parts are; no two saves have the same.
     """
 
     def __init__(self, folder: str) -> None:
@@ -65,13 +62,7 @@ class Parts:
         self._group = None if manager is None else manager._state.job.store_group()
 
     def bring(self, write: Callable[[], list[WriteResult]]) -> None:
-        """Write this rank's part, not on rank 0, and tell rank 0 what is where, or why it could not be written.
-
-        Blocking.
-
-        Raises:
-            Exception: It could not be written.
-        """
+        """Write this rank's part, not on rank 0, and tell rank 0 what is where, or why it could not be written."""
         try:
             results = write()
         except BaseException as error:
@@ -87,14 +78,7 @@ class Parts:
             self._say([])
 
     def of_others(self) -> list[list[WriteResult]]:
-        """Return what the other ranks have written, on rank 0, once all have ended.
-
-        Blocking.
-
-        Raises:
-            RankFailedError: A rank could not write its part.
-            JobFailed: A rank died.
-        """
+        """Return what the other ranks have written, on rank 0, once all have ended."""
         group = self._group
         if group is None:
             return []

@@ -38,11 +38,7 @@ _ALIGNMENT = 8  # bytes, to which the table of contents is filled up by spaces
 
 
 def check_tensors(state: Mapping[str, Any]) -> None:
-    """Check that such a file can hold a state.
-
-    Raises:
-        ValueError: Something in it is no tensor, or of a data type that the format lacks; it says what.
-    """
+    """Check that such a file can hold a state: tensors alone, of data types that the format has."""
     for name, one in state.items():
         if not isinstance(one, torch.Tensor) or one.dtype not in _NAMES:
             got = one.dtype if isinstance(one, torch.Tensor) else f"a {type(one).__name__}"
@@ -50,13 +46,7 @@ def check_tensors(state: Mapping[str, Any]) -> None:
 
 
 def write_safetensors(state: Mapping[str, torch.Tensor], location: Location) -> None:
-    """Write tensors that were checked.
-
-    Blocking.
-
-    Raises:
-        OSError: The disk is full, say; what was there before is as it was.
-    """
+    """Write tensors that were checked; where that fails, what was there before is as it was."""
     ordered = dict(sorted(state.items(), key=lambda one: (-one[1].element_size(), one[0])))  # all of them aligned
     contents, end = {}, 0
     for name, one in ordered.items():

@@ -105,16 +105,10 @@ def save_in(
     background: bool,
     then: Callable[[], None] = lambda: None,
 ) -> PendingSave | None:
-    """Write a state into a folder, see :func:`save_sharded`.
+    """Write a state into a folder, as :func:`save_sharded` does.
 
-    Collective. Blocking.
-
-    Args:
-        state: The state.
-        location: The folder.
-        written_to: What one write at a time may go to: the folder, or one that it is in.
-        background: Whether threads write.
-        then: What rank 0 does when the folder has appeared, in its thread if threads write.
+    One write at a time may go to ``written_to``: the folder, or one that it is in. ``then`` is what rank 0 does when
+    the folder has appeared, in its thread if threads write.
     """
     made: list[NewFolder] = []
 
@@ -167,10 +161,6 @@ def load_sharded(state: dict[str, Any], path: str | os.PathLike[str]) -> None:
 
 
 def load_from(state: dict[str, Any], location: Location) -> None:
-    """Fill a state, see :func:`load_sharded`.
-
-    Collective. Blocking.
-    """
     on_rank(0)(location.storage.folder)(location.place)  # one rank puts an old folder back where that is needed
     folder = Location(location.storage, on_all_ranks(functools.partial(location.storage.folder, location.place)))
     metadata = on_all_ranks(functools.partial(read_metadata, folder))
@@ -178,10 +168,7 @@ def load_from(state: dict[str, Any], location: Location) -> None:
 
 
 def saved_tensors(location: Location) -> dict[str, tuple[torch.Size, torch.dtype]]:
-    """Return shapes and data types of the tensors of a sharded state by their names.
-
-    Collective. Blocking.
-    """
+    """Return shapes and data types of the tensors of a sharded state by their names."""
     folder = Location(location.storage, on_all_ranks(functools.partial(location.storage.folder, location.place)))
     metadata = on_all_ranks(functools.partial(read_metadata, folder))
     tensors = {n: one for n, one in metadata.state_dict_metadata.items() if isinstance(one, TensorStorageMetadata)}

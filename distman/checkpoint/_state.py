@@ -34,15 +34,9 @@ _LEAVES = (str, float, bool, type(None))
 
 
 def check_state(state: object, name: str = "state", *, is_sharded: bool = False) -> None:
-    """Check that a state can be loaded again by a reader that runs no code.
+    """Check that a state can be loaded again by a reader that runs no code; an error says where it cannot.
 
-    Args:
-        state: The state.
-        name: Its name, for messages.
-        is_sharded: Let tensors through of which each rank has a part.
-
-    Raises:
-        ValueError: Something in it cannot; it says where.
+    If it ``is_sharded``, tensors of which each rank has a part are let through.
     """
     _check(state, name, frozenset(), is_sharded=is_sharded)
 
@@ -95,25 +89,13 @@ def _is_plain_tensor(value: object) -> bool:
 
 
 def copy_to_host(state: Any) -> Any:
-    """Return a copy of a state whose tensors are on the CPU and share no memory with it.
-
-    Blocking. Tensors that are one, such as tied weights, stay one.
-
-    Args:
-        state: A state that was checked.
-    """
+    """Return a copy of a checked state on the CPU. Tensors that are one, such as tied weights, stay one."""
     made: dict[tuple[object, ...], torch.Tensor] = {}
     return _rebuild(state, lambda tensor: _copy_tensor(tensor, made), copy.deepcopy)
 
 
 def without_unused_memory(state: Any) -> Any:
-    """Return a state in which a tensor that is a part of a larger one is a copy: torch writes the larger one for it.
-
-    Blocking.
-
-    Args:
-        state: A state that was checked.
-    """
+    """Return a checked state with copies of the parts of larger tensors: torch would write the larger ones for them."""
     made: dict[tuple[object, ...], torch.Tensor] = {}
     return _rebuild(state, lambda one: _copy_tensor(one, made) if _is_part(one) else one, lambda value: value)
 
@@ -153,14 +135,7 @@ def _copy_tensor(tensor: torch.Tensor, made: dict[tuple[object, ...], torch.Tens
 
 
 class Stream:
-    """What torch writes to: takes every byte or raises, and remembers why it did not.
-
-    Args:
-        file: Where the bytes go.
-
-    Attributes:
-        error: What was raised while writing; torch raises another error in its place.
-    """
+    """What torch writes to: takes every byte or raises, and keeps the error, in whose place torch raises another."""
 
     def __init__(self, file: IO[bytes]) -> None:
         self.error: BaseException | None = None
@@ -201,31 +176,13 @@ def writing_to(file: IO[bytes]) -> Iterator[Stream]:
 
 
 def write_state(state: object, location: Location) -> None:
-    """Write a state that was checked.
-
-    Blocking.
-
-    Raises:
-        OSError: The disk is full, say; what was there before is as it was.
-    """
+    """Write a state that was checked; where that fails, what was there before is as it was."""
     with location.storage.create(location.place) as file, writing_to(file) as stream:
         torch.save(without_unused_memory(state), cast("IO[bytes]", stream))
 
 
 def read_state(location: Location, device: torch.device) -> Any:
-    """Return the state in a file; nothing in it is run.
-
-    Blocking.
-
-    Args:
-        location: The file.
-        device: Where its tensors go.
-
-    Raises:
-        FileNotFoundError: There is no such file.
-        IsADirectoryError: It is a directory.
-        CheckpointError: It is damaged, no checkpoint, or wants to run code.
-    """
+    """Return the state in a file; nothing in it is run."""
     try:
         file = location.storage.open(location.place)
     except (FileNotFoundError, NotADirectoryError) as error:
@@ -241,18 +198,7 @@ def read_state(location: Location, device: torch.device) -> Any:
 
 
 def read_plain(file: IO[bytes], location: Location, device: torch.device | str = "cpu") -> Any:
-    """Return the state in an open file; nothing in it is run.
-
-    Blocking.
-
-    Args:
-        file: The file.
-        location: Where it is, for messages.
-        device: Where its tensors go.
-
-    Raises:
-        CheckpointError: It is damaged, not a checkpoint, or wants to run code.
-    """
+    """Return the state in an open file; nothing in it is run."""
     try:
         check_file(file)
         return torch.load(file, map_location=device, weights_only=True)
@@ -273,15 +219,7 @@ def read_plain(file: IO[bytes], location: Location, device: torch.device | str =
 
 
 def check_file(file: IO[bytes]) -> None:
-    """Check what torch does not look at before it reads a file, and go back to the beginning.
-
-    Blocking. Nothing in it is run.
-
-    Raises:
-        zipfile.BadZipFile: It is cut off, or a checksum differs.
-        ValueError: It is damaged.
-        pickle.UnpicklingError: It names something that acts when it is made.
-    """
+    """Check what torch does not look at before it reads a file, and go back to the beginning; nothing in it is run."""
     is_archive = file.read(len(_ARCHIVE)) == _ARCHIVE
     file.seek(0)
     if is_archive:
@@ -301,10 +239,7 @@ def check_file(file: IO[bytes]) -> None:
 def check_sums(file: IO[bytes]) -> None:
     """Compare what torch wrote with its checksums, and go back to the beginning.
 
-    Blocking. Nothing is inflated: torch compresses nothing, and what it reads is no more than there is in the file.
-
-    Raises:
-        zipfile.BadZipFile: They differ; or the file is cut off, or claims to hold more than it has.
+    Nothing is inflated: torch compresses nothing, and what it reads is no more than there is in the file.
     """
     with zipfile.ZipFile(file) as archive:
         _check_sizes(archive.infolist(), file.seek(0, io.SEEK_END))

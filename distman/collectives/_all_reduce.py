@@ -22,15 +22,7 @@ _IN_INT32 = (torch.int16, torch.bool)  # no backend adds them up; a sum of truth
 
 @collective
 def all_reduce_sum(tensor: torch.Tensor, group: Group, *, use_fp32: bool) -> torch.Tensor:
-    """Return the sum of one tensor over a group, as a new tensor.
-
-    Collective. Blocking.
-
-    Args:
-        tensor: The tensor, of one shape and dtype on all ranks; never changed.
-        group: The group.
-        use_fp32: Add 16-bit floats up in float32.
-    """
+    """Return the sum over a group as a new tensor; the terms are of one shape and dtype, and are not changed."""
     tensor = still_carried(tensor, group)
     dtype = tensor.dtype
     if use_fp32 and dtype in _IN_FLOAT32:
@@ -44,14 +36,7 @@ def all_reduce_sum(tensor: torch.Tensor, group: Group, *, use_fp32: bool) -> tor
 
 @collective
 def sum_in_rank_order(term: torch.Tensor, group: Group) -> torch.Tensor:
-    """Return the sum over a group of several ranks, as a new tensor.
-
-    Collective. Blocking.
-
-    Args:
-        term: Contiguous, of one shape and dtype on all ranks; never changed.
-        group: The group.
-    """
+    """Return the sum of contiguous tensors over a group of several ranks, as a new tensor."""
     what = f"sum of {layout_of(term)}"
     if term.is_cuda:
         announce(group, what)

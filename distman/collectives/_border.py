@@ -72,18 +72,11 @@ _WITHOUT_MEMORY = (
 
 
 def carried(tensor: torch.Tensor, group: Group | None, name: str = "tensor") -> torch.Tensor:
-    """Return a tensor as one that the messages of a group can carry.
+    """Return a tensor as one that the messages of a group can carry, without a copy; differentiable.
 
-    Local; blocking where it is still computed by torch's functional collectives. Differentiable, without a copy.
-
-    Args:
-        tensor: A tensor, of torch or of a subclass that has no operations of its own.
-        group: The group; None where what travels is on another device.
-        name: What it is called in messages.
-
-    Raises:
-        TypeError: It is no such tensor.
-        ValueError: Its dtype, dims or device do not fit, or its memory was freed.
+    It waits where torch's functional collectives still compute the tensor. Without a group, what travels is on another
+    device. A subclass with operations of its own is a TypeError; a dtype, number of dims or device that does not fit,
+    and memory that was freed, a ValueError.
     """
     tensor = with_memory(tensor, name)
     if tensor.dtype not in DTYPES:
@@ -99,10 +92,7 @@ def carried(tensor: torch.Tensor, group: Group | None, name: str = "tensor") -> 
 
 
 def with_memory(tensor: torch.Tensor, name: str = "tensor") -> torch.Tensor:
-    """Return a tensor as one of torch with memory of its own, of any dtype and on any device.
-
-    The arguments and the rest are as of :func:`carried`.
-    """
+    """Return a tensor as one of torch with memory of its own, of any dtype and on any device."""
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}. Pass a tensor.")
     tracer = traced_by()
@@ -143,12 +133,7 @@ def _made_plain(tensor: torch.Tensor, name: str) -> torch.Tensor:
 
 
 def pickled(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor as one that can be pickled with what it is made of, of any class.
-
-    Raises:
-        TypeError: It has no memory that is its own.
-        ValueError: Its memory was freed.
-    """
+    """Return a tensor, of any class, as one that can be pickled with what it is made of."""
     if is_plain(tensor):
         return with_memory(tensor, "a tensor in the data")
     if is_to_be_awaited(tensor):
@@ -160,10 +145,7 @@ def pickled(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def still_carried(tensor: torch.Tensor, group: Group, name: str = "gradient") -> torch.Tensor:
-    """Return a tensor as :func:`carried` does where all ranks are in the call already, in a backward pass for example.
-
-    Collective where the tensor is refused: the ranks that wait for this one hear of it.
-    """
+    """Return what :func:`carried` does where all ranks are in the call already, and hear of a refusal."""
     try:
         return carried(tensor, group, name)
     except (TypeError, ValueError) as error:
@@ -175,16 +157,7 @@ def still_carried(tensor: torch.Tensor, group: Group, name: str = "gradient") ->
 def refuse(
     error: Exception, operation: str, group: Group, tell_others: Callable[[Exception, str, Group], None] | None
 ) -> NoReturn:
-    """Raise an error of this rank, once the others that wait for it have heard of it.
-
-    Collective. Blocking.
-
-    Args:
-        error: The error.
-        operation: Name of the collective.
-        group: The group.
-        tell_others: Tells them in the way that fits the call; None where nobody waits.
-    """
+    """Raise an error of this rank, once the others that wait for it have heard of it; with None, nobody waits."""
     with untraced():
         if _debug.is_on() and group.consensus is not None:
             with contextlib.suppress(PlanMismatchError):
@@ -196,10 +169,7 @@ def refuse(
 
 
 def refuse_in_header(error: Exception, operation: str, group: Group) -> None:
-    """Take part in the exchange of sizes with which a call begins, and let it say that this rank refuses.
-
-    Collective. Blocking.
-    """
+    """Take part in the exchange of sizes with which a call begins, and let it say that this rank refuses."""
     device = control_device(group, DistributedManager().device)
     all_gather_numbers([-1, REFUSED, *[0] * (3 + MAX_NDIM)], group, device)
     tell(refusal_text(error, operation, group), group)
@@ -207,10 +177,7 @@ def refuse_in_header(error: Exception, operation: str, group: Group) -> None:
 
 @despite_traces
 def tell(text: str, group: Group) -> list[str]:
-    """Return what all ranks have to say, in rank order.
-
-    Collective. Blocking.
-    """
+    """Return what all ranks have to say, in rank order."""
     device = control_device(group, DistributedManager().device)
     mine = torch.frombuffer(bytearray(text.encode() or b" "), dtype=torch.uint8).to(device)
     lengths = [length for (length,) in all_gather_numbers([len(mine)], group, device)]
@@ -237,7 +204,7 @@ def refusal_text(error: Exception, operation: str, group: Group) -> str:
 def refuse_beside(error: Exception, operation: str, group: Group) -> None:
     """Let the others of a call know that this rank refuses it, and exchange something with those that wait for it.
 
-    Collective. Blocking. Local without a watcher, and where the backend works by itself as NCCL does.
+    Nobody can be told without a watcher, or where the backend works by itself as NCCL does.
     """
     consensus, process_group = group.consensus, group.process_group
     if consensus is None or process_group is None or group.size == 1 or not is_watching():

@@ -20,17 +20,8 @@ def is_on() -> bool:
 def compare(operation: str, group: Group, **details: object) -> None:
     """In debug mode, go on only if all ranks of the group call the same collective in the same way.
 
-    Local; in debug mode collective over the group. It goes over the store, so that ranks which differ cannot hang
-    each other. Without it this only notes the operation, which is part of what messages are told apart by.
-
-    Args:
-        operation: Name of the collective.
-        group: The group.
-        details: What must be equal on all ranks, by name.
-
-    Raises:
-        PlanMismatchError: On every rank of the group: the calls differ; a table shows each rank's.
-        BarrierTimeoutError: On every rank that came: some did not come in time; it names them.
+    It goes over the store, so that ranks which differ cannot hang each other. Without debug mode this only notes the
+    operation, which is part of what messages are told apart by.
     """
     wait = current_wait()
     if wait is not None:

@@ -14,17 +14,7 @@ from distman.collectives._transport import carried
 
 @collective
 def gather_evenly(tensor: torch.Tensor, full: torch.Tensor, dim: int, group: Group, what: str) -> bool:
-    """Put the tensors of all ranks together along a dim; return False where :func:`exchange` is to do it.
-
-    Collective. Blocking. It is one operation of the backend, and faster than messages on GPUs.
-
-    Args:
-        tensor: The tensor, of one shape and dtype on all ranks; never changed.
-        full: Contiguous; becomes the full tensor.
-        dim: The dim.
-        group: The group.
-        what: As for :func:`exchange`.
-    """
+    """Put the equal shards of all ranks together in ``full``; return False where :func:`exchange` is to do it."""
     pg = process_group_of(group)
     if pg is None or not tensor.numel() or not collects_batches(pg, tensor.device):
         return False
@@ -40,16 +30,7 @@ def gather_evenly(tensor: torch.Tensor, full: torch.Tensor, dim: int, group: Gro
 
 @collective
 def reduce_evenly(tensor: torch.Tensor, dim: int, group: Group, what: str) -> torch.Tensor | None:
-    """Return this rank's slice of the sum of the ranks' tensors; None where :func:`exchange` is to move them.
-
-    Collective. Blocking. As :func:`gather_evenly`.
-
-    Args:
-        tensor: The tensor, of one shape and dtype on all ranks; never changed.
-        dim: Dim to split, of a length that the ranks divide.
-        group: The group.
-        what: As for :func:`exchange`.
-    """
+    """Return this rank's slice of the sum of the ranks' tensors; None where :func:`exchange` is to move them."""
     pg = process_group_of(group)
     is_summed = tensor.dtype not in (torch.int16, torch.bool)  # by no backend
     if pg is None or not is_summed or not tensor.numel() or not collects_batches(pg, tensor.device):

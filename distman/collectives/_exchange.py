@@ -22,18 +22,9 @@ from distman.collectives._transport import begin_all_reduce as begin_all_reduce_
 
 
 class SendBuffers:
-    """Tensors for what this rank is to send once, by :func:`exchange`, within a ``with`` block.
+    """Tensors for what this rank is to send once, by :func:`exchange`, within a ``with`` block, by rank in the group.
 
     What is computed into them is not copied again where ranks of this host read this rank's memory.
-
-    Args:
-        like: A tensor of their dtype, on their device.
-        shapes: Their shapes, by rank in the group, for other ranks.
-        group: The group.
-
-    Attributes:
-        tensors: The tensors, by rank in the group; contiguous.
-        segment: Where those are that others read; None where there are none.
     """
 
     def __init__(self, like: torch.Tensor, shapes: Mapping[int, Sequence[int]], group: Group) -> None:
@@ -69,14 +60,8 @@ def exchange(
 ) -> None:
     """Send the i-th tensor to the i-th rank of the group, and fill the i-th receive with what that rank sent.
 
-    Collective. Blocking. Empty pieces do not travel.
-
-    Args:
-        sends: One tensor for each rank of the group, this one included; never changed.
-        receives: One tensor for each rank, of shape and dtype of what it sends; views of an output may be strided.
-        group: The group.
-        what: What must be equal on all ranks: messages of calls that differ do not meet.
-        buffers: What holds all that is sent to others, if it was computed there.
+    Empty pieces do not travel. Receives may be strided. Messages of calls with another ``what`` do not meet.
+    ``buffers`` hold what is sent, if it was computed there.
     """
 
     def put_into_place(rank: int, piece: torch.Tensor) -> None:
@@ -88,16 +73,7 @@ def exchange(
 
 @collective
 def exchange_and_add(sends: Sequence[torch.Tensor], group: Group, what: str, *, use_fp32: bool) -> torch.Tensor:
-    """Return the sum of what the ranks send to this one, in rank order, as a new tensor.
-
-    Collective. Blocking.
-
-    Args:
-        sends: As of :func:`exchange`; what all send to one rank is of one shape and dtype.
-        group: The group.
-        what: As of :func:`exchange`.
-        use_fp32: Add 16-bit floats up in float32.
-    """
+    """Return the sum of what the ranks send to this one, in rank order, as a new tensor."""
     mine = sends[group.rank]
     total = SumInRankOrder(mine, group.rank, use_fp32=use_fp32)
     _exchange(sends, [mine] * group.size, group, what, total.add, is_filled=False)
@@ -114,17 +90,7 @@ def _exchange(
     is_filled: bool,
     buffers: SendBuffers | None = None,
 ) -> None:
-    """Exchange pieces, as :func:`exchange` and :func:`exchange_and_add` do.
-
-    Args:
-        sends: One tensor for each rank.
-        receives: The like of what each rank sends.
-        group: The group.
-        what: What must be equal on all ranks.
-        take: Called with each rank and its piece, which may be gone when that returns.
-        is_filled: Whether pieces may arrive in ``receives`` itself, this rank's among them.
-        buffers: What holds the pieces for other ranks already.
-    """
+    """Let ``take`` have each piece, which may be gone afterwards; ``is_filled``: it may be in its receive already."""
     # Before the first message, so that none is left behind. A forward pass has asked already.
     check_all_run_here(group.ranks, "the backward pass of a collective")
     transport = transport_of(group, receives[group.rank].device)
@@ -150,15 +116,7 @@ def _exchange(
 
 
 def begin_sum(message: torch.Tensor, group: Group, what: str) -> Callable[[], torch.Tensor]:
-    """Begin to add up small messages, and return what waits for their sum.
-
-    Collective. What it returns is blocking.
-
-    Args:
-        message: Contiguous, of one length and dtype on all ranks. It may become the sum.
-        group: A group of several ranks.
-        what: As of :func:`exchange`.
-    """
+    """Begin to add up small contiguous messages, and return what waits for the sum, maybe in the message."""
     check_all_run_here(group.ranks, "the backward pass of a collective")
     announce(group, what)
     with ClosedByErrors(group):
@@ -167,10 +125,7 @@ def begin_sum(message: torch.Tensor, group: Group, what: str) -> Callable[[], to
 
 
 def begin_all_reduce(tensor: torch.Tensor, op: dist.ReduceOp.RedOpType, group: Group) -> Callable[[], torch.Tensor]:
-    """Begin an all_reduce of the backend, in place, and return what waits for the result.
-
-    Collective. What it returns is blocking.
-    """
+    """Begin an all_reduce of the backend, in place, and return what waits for the result."""
     return _closing(group, begin_all_reduce_by_backend(tensor, op, group))
 
 
@@ -206,10 +161,7 @@ class ClosedByErrors:
 def announce(group: Group, what: str, pieces: tuple[Sequence[int], Sequence[int]] | None = None) -> tuple[Call, int]:
     """Let this thread be found waiting in a call of the group, and return the call and a number for its messages.
 
-    Args:
-        group: The group; every member announces the same calls in the same order.
-        what: What must be equal on all of them, beside the operation and what it has noted of its arguments.
-        pieces: As of ``Call``.
+    Every member announces the same calls in the same order, with the same ``what``.
     """
     wait = current_wait()
     note = wait.note if wait is not None else ""

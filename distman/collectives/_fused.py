@@ -145,19 +145,8 @@ def fused_all_reduce(
 
 
 class _Prepared(NamedTuple):
-    """What a call is about.
-
-    Attributes:
-        values: The tensors.
-        stacked: The same along a new first dim, where that takes less time; else None.
-        layout: How they become one buffer.
-        rebuild: Makes a structure like theirs.
-        needs_grad: Whether one of them requires a gradient.
-        group: The group.
-    """
-
     values: list[torch.Tensor]
-    stacked: torch.Tensor | None
+    stacked: torch.Tensor | None  # the values along a new first dim, where that takes less time
     layout: Layout
     rebuild: Rebuild
     needs_grad: bool

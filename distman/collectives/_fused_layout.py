@@ -38,27 +38,16 @@ _LOW_BITS = 2**22 - 1
 
 @dataclass(frozen=True)
 class Layout:
-    """How tensors become one buffer.
-
-    Attributes:
-        operation: Name of the reduction.
-        dtype: Dtype of the buffer; complex numbers are pairs of it.
-        device: Device of the buffer.
-        rows: Path, shape, dtype and device of each tensor.
-        lengths: Number of elements of the buffer that each takes.
-        is_uniform: Whether all are of one shape and one real dtype, and on one device.
-        has_tangents: Whether some carry tangents of forward-mode differentiation.
-        is_large: Whether copies of the data are worth avoiding; not in a graph of torch.compile.
-    """
+    """How tensors become one buffer."""
 
     operation: str
-    dtype: torch.dtype
+    dtype: torch.dtype  # of the buffer; complex numbers are pairs of it
     device: torch.device
-    rows: tuple[tuple[str, torch.Size, torch.dtype, torch.device], ...]
-    lengths: list[int]
-    is_uniform: bool
+    rows: tuple[tuple[str, torch.Size, torch.dtype, torch.device], ...]  # path, shape, dtype and device of each tensor
+    lengths: list[int]  # elements of the buffer that each takes
+    is_uniform: bool  # all are of one shape and one real dtype, and on one device
     has_tangents: bool
-    is_large: bool
+    is_large: bool  # copies of the data are worth avoiding; not in a graph of torch.compile
 
     @functools.cached_property
     def text(self) -> str:
@@ -181,19 +170,7 @@ def find_layout(
     *,
     has_tangents: bool,
 ) -> Layout:
-    """Return the layout for these tensors; a program asks for a few, again and again.
-
-    Args:
-        operation: Name of the reduction.
-        buffer_dtype: Dtype of the buffer; None takes the widest of the tensors.
-        device: Device of the buffer.
-        paths: Path of each tensor.
-        kinds: Kind of each tensor, or the one that all of them have.
-        has_tangents: Whether some carry tangents of forward-mode differentiation.
-
-    Raises:
-        ValueError: They cannot be reduced in one buffer, or not by this operation.
-    """
+    """Return the layout for tensors of these kinds, or of the one kind; a program asks for a few, again and again."""
     make = _make_layout.__wrapped__ if torch.compiler.is_compiling() else _make_layout
     layout: Layout = make(operation, buffer_dtype, device, paths, kinds, has_tangents)
     return layout

@@ -35,10 +35,6 @@ def signed_message(text: str, device: torch.device) -> torch.Tensor:
     """Return the message without data, in float64 whatever it is about; clone it before the ranks' are summed.
 
     Ranks that want different things must all sum numbers of one type: on NCCL nobody knows what else comes of it.
-
-    Args:
-        text: What must be equal on all ranks.
-        device: Where the message is.
     """
     digest = hashlib.sha256(text.encode()).digest()
     words = [int.from_bytes(digest[2 * word : 2 * word + 2], "big") for word in range(_SIGNATURE_WORDS)]
@@ -48,12 +44,7 @@ def signed_message(text: str, device: torch.device) -> torch.Tensor:
 
 
 def is_signed_by_all(header: Sequence[float], num_ranks: int) -> bool:
-    """Return whether the ranks' signatures were equal: then the square of a sum is that of equal terms.
-
-    Args:
-        header: The first words of the sum of the messages.
-        num_ranks: The number of ranks.
-    """
+    """Return whether the ranks' signatures were equal: then the square of a sum is that of equal terms."""
     ones, *words = header
     sums, squares = words[:_SIGNATURE_WORDS], words[_SIGNATURE_WORDS:]
     return ones == num_ranks and all(
@@ -62,17 +53,7 @@ def is_signed_by_all(header: Sequence[float], num_ranks: int) -> bool:
 
 
 def texts_of_all(text: str, group: Group) -> list[str]:
-    """Return what the ranks want whose signatures differ, in rank order.
-
-    Collective. Blocking.
-
-    Args:
-        text: What this rank has signed, as JSON: a list, of which the first entry names the operation.
-        group: The group.
-
-    Raises:
-        PlanMismatchError: A rank has refused the call.
-    """
+    """Return what the ranks want whose signatures differ, as JSON lists; raise if one has refused the call."""
     texts = all_gather_objects(text, group.process_group)
     refusals = [why for operation, why, *_ in map(json.loads, texts) if operation == _REFUSAL]
     if refusals:
@@ -81,16 +62,7 @@ def texts_of_all(text: str, group: Group) -> list[str]:
 
 
 def refuse_in_sum(what: str, error: Exception, operation: str, group: Group) -> None:
-    """Take part in the sum with which a call begins, and let the signature say that this rank refuses.
-
-    Collective. Blocking.
-
-    Args:
-        what: As of ``begin_sum``.
-        error: Why it refuses.
-        operation: Name of the collective.
-        group: The group.
-    """
+    """Take part in the sum with which a call begins, and let the signature say that this rank refuses."""
     text = json.dumps([_REFUSAL, refusal_text(error, operation, group), []])
     message = signed_message(text, control_device(group, DistributedManager().device)).clone()
     total = begin_sum(message, group, what)()
@@ -100,16 +72,7 @@ def refuse_in_sum(what: str, error: Exception, operation: str, group: Group) -> 
 
 @despite_traces
 def sum_numbers(numbers: Sequence[float], text: str, group: Group, device: torch.device) -> list[float] | None:
-    """Return the sums of numbers over a group, in double precision; None on all ranks if their texts differ.
-
-    Collective. Blocking.
-
-    Args:
-        numbers: This rank's numbers, as many as on the other ranks.
-        text: What must be equal on all ranks.
-        group: The group.
-        device: The device over which the group talks.
-    """
+    """Return the sums of numbers over a group, in double precision; None on all ranks if their texts differ."""
     if group.size == 1:
         return list(numbers)
     data = torch.tensor(numbers, dtype=torch.float64, device=device)

@@ -23,15 +23,7 @@ def control_device(group: Group, device: torch.device) -> torch.device:
 
 @collective
 def all_gather_numbers(numbers: Sequence[int], group: Group, device: torch.device) -> list[list[int]]:
-    """Return what each rank of the group brought, in rank order.
-
-    Collective. Blocking.
-
-    Args:
-        numbers: As many 64-bit integers on every rank.
-        group: The group.
-        device: See :func:`control_device`.
-    """
+    """Return the numbers that each rank of the group brought, as many on each, in rank order."""
     if group.size == 1:
         return [list(numbers)]
     mine = torch.tensor(numbers, dtype=torch.int64, device=device)
@@ -43,16 +35,7 @@ def all_gather_numbers(numbers: Sequence[int], group: Group, device: torch.devic
 
 @collective
 def broadcast_numbers(numbers: Sequence[int], src: int, group: Group, device: torch.device) -> list[int]:
-    """Return the numbers of one rank of the group on all of them.
-
-    Collective. Blocking.
-
-    Args:
-        numbers: As many 64-bit integers on every rank; read on ``src`` only.
-        src: Rank in the group.
-        group: The group.
-        device: See :func:`control_device`.
-    """
+    """Return the numbers of one rank of the group on all of them; all bring as many."""
     if group.size == 1:
         return list(numbers)
     call, sign = announce(group, f"from group rank {src}")
@@ -69,25 +52,14 @@ def broadcast_numbers(numbers: Sequence[int], src: int, group: Group, device: to
 
 
 def broadcast(tensor: torch.Tensor, src: int, group: Group) -> None:
-    """Fill a tensor with what it holds on one rank of the group, by the backend.
-
-    Collective. Blocking.
-    """
+    """Fill a tensor with what it holds on one rank of the group, by the backend."""
     with ClosedByErrors(group):
         dist.broadcast(tensor, group=process_group_of(group), group_src=src)
 
 
 @collective
 def broadcast_parts(tensor: torch.Tensor, src: int, group: Group) -> None:
-    """Fill a tensor with what it holds on one rank of the group, which writes one part while the others read another.
-
-    Collective. Blocking.
-
-    Args:
-        tensor: On the CPU, with one dim, of one length and dtype on all ranks.
-        src: Rank in the group.
-        group: The group.
-    """
+    """Fill a tensor of one dim on the CPU from one rank, which writes one part while the others read another."""
     nothing = tensor[:0]
     for part in tensor.split(_PART_BYTES // tensor.itemsize):
         # From the others comes a byte, by which the source knows that they have read the part before.

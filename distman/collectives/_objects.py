@@ -201,17 +201,11 @@ def _collect(data: T, group: Group, receivers: Sequence[int]) -> list[T] | None:
 
 @dataclasses.dataclass(frozen=True)
 class _Payload:
-    """An object on its way.
+    """An object on its way."""
 
-    Attributes:
-        pickle: The pickle; empty where pickling failed.
-        memories: The memory of tensors that was left out of it, as bytes.
-        specs: Size and place of these memories, as JSON.
-    """
-
-    pickle: bytes = b""
-    memories: Sequence[torch.Tensor] = ()
-    specs: bytes = b""
+    pickle: bytes = b""  # empty where pickling failed
+    memories: Sequence[torch.Tensor] = ()  # of tensors that were left out of it, as bytes
+    specs: bytes = b""  # size and place of these memories, as JSON
 
     def to_bytes(self) -> bytes:
         """Return the specs and the pickle, which needs to be sealed as one."""
@@ -219,12 +213,7 @@ class _Payload:
 
 
 class _Pickler(StoragePickler):
-    """Leaves large memories of tensors out, and takes small ones off their accelerator.
-
-    Args:
-        file: Where the pickle goes.
-        is_whole: Leave nothing out.
-    """
+    """Leaves large memories of tensors out unless it is whole, and takes small ones off their accelerator."""
 
     def __init__(self, file: io.BytesIO, *, is_whole: bool) -> None:
         super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)

@@ -18,13 +18,10 @@ class ForeignPickleError(DistmanError):
 
 
 class Seal:
-    """Seals the pickles of one call, under a key that only the ranks of the job know.
+    """Seals the pickles of one call, under a key that only the ranks of the job know; all make one for each call.
 
     A pickle of an earlier call, or of another rank or group, does not pass for one of this. Where the job has no key,
     since nothing protects it or other code has made its group, nothing is sealed.
-
-    Args:
-        group: The ranks that exchange pickles. All of them make a seal for each call.
     """
 
     def __init__(self, group: Group) -> None:
@@ -38,11 +35,7 @@ class Seal:
         return self._of(text, self._group.rank) + text if self._key else text
 
     def take_off(self, sealed: bytes, src: int) -> bytes:
-        """Return the pickle of a rank of the group.
-
-        Raises:
-            ForeignPickleError: That rank has not sealed it.
-        """
+        """Return the pickle of a rank of the group, if that rank has sealed it."""
         if not self._key:
             return sealed
         text = sealed[_SEAL_BYTES:]

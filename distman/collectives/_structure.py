@@ -18,9 +18,6 @@ def flatten(structure: Any, path: str = "") -> tuple[tuple[str, ...], list[torch
 
     Mappings go in the order of their sorted keys. Rebuilt they are dicts with their keys in the old order; named tuples
     and TensorDicts stay what they are.
-
-    Raises:
-        TypeError: Something in it is neither a tensor nor one of the structures.
     """
     if isinstance(structure, torch.Tensor):
         return (path,), [structure], next

@@ -10,13 +10,7 @@ _IN_FLOAT32 = (torch.float16, torch.bfloat16)
 
 
 class SumInRankOrder:
-    """The sum of one piece from each rank.
-
-    Args:
-        own: This rank's piece, which is never changed; the others are of its shape and dtype.
-        rank: This rank.
-        use_fp32: Add 16-bit floats up in float32.
-    """
+    """The sum of one piece from each rank; this rank's own is never changed."""
 
     def __init__(self, own: torch.Tensor, rank: int, *, use_fp32: bool) -> None:
         self._own = own

@@ -31,14 +31,7 @@ GroupLike = dist.ProcessGroup | str | None
 
 
 def resolve_group(group: GroupLike) -> Group:
-    """Return the group that a ``group`` argument stands for.
-
-    Raises:
-        NotInitializedError: The manager is not initialized.
-        UndefinedGroupError: There is no group of that name.
-        ValueError: This rank is no member of it.
-        DistmanError: Only some of its ranks run here.
-    """
+    """Return the group that a ``group`` argument stands for, of which this rank is a member and all ranks run here."""
     members = DistributedManager().resolve_group(group)
     if not torch.compiler.is_compiling():
         check_all_run_here(members.ranks)
@@ -54,21 +47,9 @@ def admitted(
     has_header: bool = False,
     is_local: bool = False,
 ) -> torch.Tensor:
-    """Return a tensor as one that can travel in the group.
+    """Return a tensor as one that can travel in the group; the ranks that wait for this one hear of a refusal.
 
-    Local. Where a tensor is refused, the ranks that wait for this one hear of it.
-
-    Args:
-        operation: Name of the collective.
-        tensor: The tensor.
-        group: The group.
-        name: What the tensor is called in messages.
-        has_header: The call begins with an exchange of sizes.
-        is_local: Nobody waits in the call.
-
-    Raises:
-        TypeError: It is no tensor that can travel.
-        ValueError: Its dtype, dims or memory do not fit, or the group has no backend for its device.
+    ``has_header``: the call begins with an exchange of sizes. ``is_local``: nobody waits in the call.
     """
     try:
         return carried(tensor, group, name)
@@ -89,22 +70,8 @@ def check_call(
 ) -> torch.Tensor:
     """Return a tensor as one that can travel in the group; in debug mode, check that all ranks call alike.
 
-    Local; in debug mode collective. Where a tensor is refused, the ranks that wait for this one hear of it.
-
-    Args:
-        operation: Name of the collective.
-        tensor: The tensor.
-        group: The group.
-        name: What the tensor is called in messages.
-        free_dim: The dim in which the ranks' tensors may differ in length.
-        unites_grad: The ranks tell each other their sizes, and need not agree on whether a gradient is required.
-        is_local: Nobody waits in the call.
-        details: What else must be equal on all ranks; dims among them count from either end.
-
-    Raises:
-        TypeError: It is no tensor that can travel.
-        ValueError: Its dtype, dims or memory do not fit, or the group has no backend for its device.
-        PlanMismatchError: In debug mode, on every rank: the ranks call differently.
+    The ranks' tensors may differ in length along ``free_dim``. ``unites_grad``: the ranks tell each other their sizes,
+    and need not agree on whether a gradient is required. Dims among ``details`` count from either end.
     """
     tensor = admitted(operation, tensor, group, name=name, has_header=unites_grad, is_local=is_local)
     if _debug.is_on():
@@ -129,11 +96,7 @@ def _from_front(dim: object, ndim: int) -> object:
 
 
 def normalize_dim(dim: int, ndim: int, name: str = "dim") -> int:
-    """Return a dim counted from the front.
-
-    Raises:
-        ValueError: The tensor has no such dim.
-    """
+    """Return a dim counted from the front."""
     if ndim == 0:
         raise ValueError("tensor must have at least one dim, got a scalar. Give it one with tensor.reshape(1).")
     if not is_whole_number(dim) or not -ndim <= dim < ndim:
@@ -145,11 +108,7 @@ def normalize_dim(dim: int, ndim: int, name: str = "dim") -> int:
 
 
 def check_sizes(sizes: Sequence[int], group: Group, name: str = "sizes") -> list[int]:
-    """Return the sizes of the shards as a list.
-
-    Raises:
-        ValueError: There is not one size for each rank of the group, or one is negative.
-    """
+    """Return the sizes of the shards, one for each rank, as a list."""
     try:
         numbers = [operator.index(size) for size in sizes]
     except TypeError:
@@ -163,11 +122,7 @@ def check_sizes(sizes: Sequence[int], group: Group, name: str = "sizes") -> list
 
 
 def check_matrix(sizes: Sequence[Sequence[int]], group: Group) -> list[list[int]]:
-    """Return the sizes of an exchange, a row for each sender, as lists.
-
-    Raises:
-        ValueError: It is not a square of one row and one column for each rank of the group.
-    """
+    """Return the sizes of an exchange, a row for each sender, as lists."""
     if len(sizes) != group.size:
         raise ValueError(
             f"sizes must have one row for each of the {group.size} ranks of group {group.name!r}, got {len(sizes)}. "
@@ -177,11 +132,7 @@ def check_matrix(sizes: Sequence[Sequence[int]], group: Group) -> list[list[int]
 
 
 def check_member(name: str, rank: int, group: Group) -> None:
-    """Check that a ``src`` or ``dst`` is a rank in the group.
-
-    Raises:
-        ValueError: It is not.
-    """
+    """Check that a ``src`` or ``dst`` is a rank in the group."""
     if not is_whole_number(rank) or not 0 <= rank < group.size:
         raise ValueError(
             f"{name} must be a rank in group {group.name!r}, 0 to {group.size - 1}, got {rank!r}. "
@@ -194,11 +145,7 @@ def shard_sizes(
 ) -> tuple[torch.Tensor, list[int], int]:
     """Return this rank's shard, ready to be gathered, the lengths of all shards along ``dim``, and that dim.
 
-    Local where ``sizes`` are given; else collective, and a shard requires a gradient if any rank's does.
-
-    Raises:
-        ValueError: The dim or the sizes do not fit the shard; without sizes on every rank: a rank's dim does not, or
-            the shards differ in dim, in dtype or in the length of another dim.
+    Without ``sizes`` the ranks exchange them, and a shard requires a gradient if any rank's does.
     """
     if sizes is None:
         lengths, needs_grad = _exchange_shapes(operation, tensor, dim, group)

@@ -328,11 +328,7 @@ def _positive(text: str | None) -> int:
 
 
 def length_of(dataset: Dataset[Any]) -> int:
-    """Return the number of samples.
-
-    Raises:
-        TypeError: The dataset is not a map-style dataset with a length, or is a loader.
-    """
+    """Return the number of samples of a map-style dataset."""
     if isinstance(dataset, DataLoader):
         raise TypeError(f"dataset must be a dataset, got a {type(dataset).__name__}. Pass loader.dataset.")
     if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
@@ -344,11 +340,7 @@ def length_of(dataset: Dataset[Any]) -> int:
 
 
 def check_for_evaluation(**of_training: bool | None) -> None:
-    """Refuse options that are for training only.
-
-    Args:
-        of_training: Whether each such option was given.
-    """
+    """Refuse options that are for training only, where they were given."""
     given = [name for name, value in of_training.items() if value]
     if given:
         raise TypeError(f"{given[0]} must be left out for evaluation: each sample is read once, in order.")

@@ -16,12 +16,7 @@ T = TypeVar("T")
 
 
 def length_of_sampler(name: str, sampler: Any) -> int:
-    """Return how many indices, or batches, a sampler yields in an epoch.
-
-    Raises:
-        TypeError: It has no length, or is for one rank already.
-        ValueError: It yields none.
-    """
+    """Return how many indices, or batches, a sampler for all ranks yields in an epoch, at least one."""
     inner = getattr(sampler, "sampler", None)
     if any(isinstance(one, DistributedSampler) for one in (sampler, inner)):
         raise TypeError(
@@ -37,17 +32,7 @@ def length_of_sampler(name: str, sampler: Any) -> int:
 
 
 class EpochSampler(Generic[T]):
-    """A sampler whose epochs are the same on all ranks, and in every run, whatever generators it draws from.
-
-    Args:
-        name: Name of the option that it was given by, for messages.
-        sampler: Yields indices, or lists of such.
-        seed: Seed of what it draws.
-
-    Raises:
-        TypeError: It has no length, or is for one rank already.
-        ValueError: It yields nothing.
-    """
+    """A sampler whose epochs are the same on all ranks, and in every run, whatever generators it draws from."""
 
     def __init__(self, name: str, sampler: Iterable[T], seed: int) -> None:
         self._length = length_of_sampler(name, sampler)
@@ -58,11 +43,7 @@ class EpochSampler(Generic[T]):
         return self._length
 
     def epoch(self, epoch: int) -> list[T]:
-        """Return what it yields in an epoch.
-
-        Raises:
-            ValueError: It yields another number than its length says.
-        """
+        """Return what it yields in an epoch, as many as its length says."""
         if self._latest is None or self._latest[0] != epoch:
             self._latest = epoch, self._draw(epoch)
         return self._latest[1]

@@ -11,12 +11,7 @@ from distman._seeds import seed_generators
 
 
 class Batch(list[int]):
-    """Indices of samples, and the seed of the random numbers used while they are read.
-
-    Args:
-        indices: Indices of samples.
-        seed: See :func:`~distman._seeds.seed_of`.
-    """
+    """Indices of samples, and the seed of the random numbers used while they are read."""
 
     def __init__(self, indices: Iterable[int], seed: int) -> None:
         super().__init__(indices)
@@ -28,9 +23,6 @@ class SeededDataset(Dataset[Any]):
 
     Random transforms then depend neither on the number of workers nor on what a worker has read before, and a resumed
     run repeats them. In the process of the rank itself nothing is seeded.
-
-    Args:
-        dataset: A map-style dataset.
     """
 
     def __init__(self, dataset: Dataset[Any]) -> None:

@@ -34,21 +34,13 @@ _REAL = {value: key for key, value in _COMPLEX.items()}
 
 @dataclasses.dataclass(frozen=True)
 class LocalTransform:
-    """A transform of dims that are whole on this rank.
+    """A transform of dims that are whole on this rank."""
 
-    Attributes:
-        kind: ``rfft`` gives half of a spectrum, ``irfft`` takes one, along the last of the dims.
-        dims: The dims.
-        length: Length of the signal along the last of them.
-        norm: As in ``torch.fft``.
-        is_weighted: Frequencies that stand for two are doubled after ``rfft``, halved before ``irfft``.
-    """
-
-    kind: Kind
+    kind: Kind  # rfft gives half of a spectrum, irfft takes one, along the last of the dims
     dims: tuple[int, ...]
-    length: int
+    length: int  # of the signal, along the last of the dims
     norm: str
-    is_weighted: bool = False
+    is_weighted: bool = False  # frequencies that stand for two are doubled after rfft, halved before irfft
 
     def __call__(self, block: torch.Tensor) -> torch.Tensor:
         """Return the transform of a block whose last dims are these."""
@@ -87,13 +79,7 @@ def empty_with_last(
 
 
 def indices_of_blocks(tensor: torch.Tensor, whole: Iterable[int], across: int | None = None) -> Iterator[Index]:
-    """Cut a tensor into blocks; on an accelerator it is one block.
-
-    Args:
-        tensor: The tensor.
-        whole: Dims along which a block is whole.
-        across: Dim that comes last in memory where the blocks go; it is the last one to be cut.
-    """
+    """Cut a tensor into blocks, whole along some dims; ``across`` is cut last. An accelerator gets one block."""
     if tensor.numel() == 0:
         return
     num_blocks = tensor.numel() * tensor.element_size() / (_BLOCK_BYTES * torch.get_num_threads())
@@ -123,15 +109,7 @@ def blocks_of(
     across: int | None = None,
     runs: Sequence[Run] = (),
 ) -> Iterator[tuple[Index, torch.Tensor]]:
-    """Yield the transform of a tensor block by block, each with its place.
-
-    Args:
-        tensor: The tensor.
-        local: The transform; None leaves the tensor as it is.
-        whole: Further dims along which a block is whole.
-        across: As of :func:`indices_of_blocks`.
-        runs: The order in which to take what lies along the last of its dims, where it is not in order.
-    """
+    """Yield the transform of a tensor block by block, each with its place; ``runs`` put the last dim in order."""
     dims = local.dims if local is not None else ()
     turned = _order(tensor.ndim, dims)
     back = _inverse(turned)

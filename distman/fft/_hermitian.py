@@ -28,21 +28,13 @@ Half = tuple[Index, torch.Tensor, torch.Tensor]  # place, rows, and their mirror
 
 
 class Piece(NamedTuple):
-    """Neighbours among the rows that a rank computes, which, or whose mirror images, are neighbours at their owner too.
+    """Neighbours among the rows a rank computes, which, or whose mirror images, are neighbours at their owner too."""
 
-    Attributes:
-        start: The first one, counted among the rows that the rank computes.
-        length: How many they are.
-        owner: Who owns them; the size of the group where nobody does.
-        place: Where they start among what the rank brings their owner.
-        is_image: Whether it is their mirror images, whose order is reversed.
-    """
-
-    start: int
+    start: int  # counted among the rows that the rank computes
     length: int
-    owner: int
-    place: int
-    is_image: bool
+    owner: int  # the size of the group where nobody owns them
+    place: int  # among what the rank brings their owner
+    is_image: bool  # it is their mirror images, whose order is reversed
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -51,23 +43,15 @@ class HermitianRows:
 
     What a rank brings an owner, rows and mirror images, is sorted as the owner's rows are. A pair that nobody owns is
     not computed.
-
-    Attributes:
-        runs: For each rank, the rows of the first half that it computes, as runs of neighbours.
-        runs_in_order: Where all rows of the first half lie, in their order, when the runs of all ranks follow each
-            other; what nobody computes comes last.
-        num_computed: For each rank, how many it computes.
-        pieces: Where those that this rank computes go, their mirror images first; a row that is its own is in two.
-        outgoing: How many rows this rank brings each one, and last, how many of what it computes nobody owns.
-        incoming: For each rank, where this rank's rows are that it computes.
     """
 
-    runs: tuple[tuple[Run, ...], ...]
+    runs: tuple[tuple[Run, ...], ...]  # for each rank, the rows of the first half that it computes
+    # where the rows of the first half are if the runs of all ranks follow each other; last, what nobody computes
     runs_in_order: tuple[Run, ...]
-    num_computed: tuple[int, ...]
-    pieces: tuple[Piece, ...]
-    outgoing: tuple[int, ...]
-    incoming: tuple[tuple[Run, ...], ...]
+    num_computed: tuple[int, ...]  # by each rank
+    pieces: tuple[Piece, ...]  # where this rank's rows go, their mirror images first; a row that is its own is in two
+    outgoing: tuple[int, ...]  # how many rows this rank brings each one, and last, how many nobody owns
+    incoming: tuple[tuple[Run, ...], ...]  # for each rank, where this rank's rows are that it computes
 
     @classmethod
     @functools.lru_cache(maxsize=64)
@@ -103,19 +87,7 @@ class HermitianRows:
         )
 
     def to_owners(self, halves: Iterable[Half], like: torch.Tensor, shape: Sequence[int], group: Group) -> torch.Tensor:
-        """Bring rows and mirror images to the ranks that own them.
-
-        Collective. Blocking.
-
-        Args:
-            halves: What this rank computes, block by block, the rows along dim 0; images are not yet conjugated.
-            like: A tensor of their dtype and device.
-            shape: Shape of a row.
-            group: The group.
-
-        Returns:
-            What this rank owns; rows along dim 0.
-        """
+        """Bring rows, along dim 0, and mirror images, not yet conjugated, to the ranks that own them."""
         num_owned = sum(length for runs in self.incoming for _, length in runs)
         owned = new_empty(like, [num_owned, *shape])
         receives = [self._room(owned, runs) for runs in self.incoming]
@@ -138,17 +110,7 @@ class HermitianRows:
         return owned
 
     def to_computers(self, owned: torch.Tensor, group: Group) -> list[torch.Tensor]:
-        """Bring owned rows to the ranks that compute with them and their mirror images; those nobody owns are zero.
-
-        Collective. Blocking.
-
-        Args:
-            owned: What this rank owns; rows along dim 0.
-            group: The group.
-
-        Returns:
-            What comes from each rank, as :meth:`halves` takes it.
-        """
+        """Bring owned rows to the ranks that compute with them and their mirror images; those nobody owns are zero."""
         sends = [_joined([owned.narrow(0, *run) for run in runs]) if runs else owned[:0] for runs in self.incoming]
         shape = owned.shape[1:]
         receives = [new_empty(owned, [number, *shape]) for number in self.outgoing[:-1]]
@@ -157,14 +119,7 @@ class HermitianRows:
         return [*receives, owned.new_zeros([self.outgoing[-1], *shape])]
 
     def halves(self, held: Sequence[torch.Tensor], index: Index) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return some of the rows that this rank computes, and their mirror images in reversed order.
-
-        Local. Either may be a view.
-
-        Args:
-            held: What :meth:`to_computers` returned.
-            index: Which of them, and of the other dims.
-        """
+        """Return some of the rows that ``to_computers`` brought, and their mirror images in reversed order."""
         rows, *others = index
         direct: list[torch.Tensor] = []
         images: list[torch.Tensor] = []

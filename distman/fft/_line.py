@@ -14,25 +14,14 @@ from distman.topology import split_sizes
 
 @dataclasses.dataclass(frozen=True)
 class LinePlan:
-    """A transform of one dim over a group.
-
-    Attributes:
-        local: The transform.
-        shard: The dim along which the input is sharded, the transformed one or another.
-        sizes: Lengths of the input's shards; along the transformed dim, what they lack of the full length is zero.
-        out: The dim along which the result is sharded.
-        out_sizes: Lengths of its shards; along the transformed dim, what they lack of the full length is dropped.
-        way: Another dim than the transformed one, along which the tensor is sharded meanwhile if both ``shard`` and
-            ``out`` are the transformed one.
-        group: The group.
-    """
+    """A transform of one dim over a group."""
 
     local: LocalTransform
     shard: int
-    sizes: tuple[int, ...]
+    sizes: tuple[int, ...]  # along the transformed dim, what they lack of the full length is zero
     out: int
-    out_sizes: tuple[int, ...]
-    way: int
+    out_sizes: tuple[int, ...]  # along the transformed dim, what they lack of the full length is dropped
+    way: int  # along which the tensor is sharded meanwhile if both shard and out are the transformed dim
     group: Group
 
     def adjoint(self) -> LinePlan:
@@ -49,10 +38,7 @@ class LinePlan:
         )
 
     def run(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Transform a shard, which is left as it is.
-
-        Collective, except where the input and the result are sharded along the same other dim. Blocking.
-        """
+        """Transform a shard, which is left as it is; nothing travels where shard and out are one other dim."""
         (dim,) = self.local.dims
         if self.shard != dim:
             if self.out == self.shard:

@@ -41,17 +41,10 @@ def num_columns(length: int) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class _Turn:
-    """Each number of a matrix is multiplied by ``exp(2 pi i * sign * row * column / length)``.
+    """Each number of a matrix is multiplied by ``exp(2 pi i * sign * row * column / length)``."""
 
-    Attributes:
-        first: Number of the first column that this rank has.
-        length: Of the whole line.
-        sign: Of the exponent.
-        group: The group.
-    """
-
-    first: int
-    length: int
+    first: int  # number of the first column that this rank has
+    length: int  # of the whole line
     sign: _Sign
     group: Group
 
@@ -74,17 +67,7 @@ class _Turn:
 def transform_long(
     tensor: torch.Tensor, local: LocalTransform, sizes: Sequence[int], out_sizes: Sequence[int], group: Group
 ) -> torch.Tensor:
-    """Transform a dim that stays sharded.
-
-    Collective. Blocking. Differentiable. Real data are transformed as complex ones.
-
-    Args:
-        tensor: The shard.
-        local: The transform, of a length that is no prime.
-        sizes: Lengths of the input's shards; what they lack of the full length is zero.
-        out_sizes: Lengths of the result's shards.
-        group: The group.
-    """
+    """Transform a dim that stays sharded, of a length that is no prime; real data are transformed as complex ones."""
     (dim,), kind, length = local.dims, local.kind, local.length
     if kind == "irfft":
         whole = tuple(split_sizes(length, group.size))

@@ -28,35 +28,20 @@ from distman.topology import split_sizes
 class Plan:
     """One transform over a group.
 
-    Every dim but that of the shards has its full length in the input. A spectrum of real data is halved along
-    ``dims[-1]``. The whole dims are transformed first; then the ranks exchange their parts, so that the dim of the
-    shards is whole and another one is split; then that dim is transformed. In the code, ``way`` is the dim that is
-    split on the way.
-
-    The adjoint of a plan is a plan. Of half a spectrum all frequencies but the first, and of an even length the last,
-    stand for two: an inverse counts them twice, so the adjoint of an ``rfft`` is an ``irfft`` that halves them first,
-    and the other way round. Such a plan is weighted.
-
-    Attributes:
-        kind: ``rfft`` gives half of a spectrum, ``irfft`` takes one.
-        dims: The transformed dims, counted from the front.
-        lengths: Length of the full signal along each of them.
-        shard: Along which of them the input is sharded.
-        sizes: Lengths of the input's shards; what they lack of the full length is zero.
-        out: Along which of them the result is sharded.
-        out_sizes: Lengths of the result's shards; what they lack of the full length is dropped.
-        norm: As in ``torch.fft``.
-        group: The group.
-        is_weighted: Frequencies that stand for two are halved before an ``irfft``, doubled after an ``rfft``.
+    Every dim but that of the shards has its full length in the input. The whole dims are transformed first; then the
+    ranks exchange their parts, so that the dim of the shards is whole and another one, ``way``, is split; then that dim
+    is transformed. Of half a spectrum all frequencies but the first, and of an even length the last, stand for two: an
+    inverse counts them twice, so the adjoint of an ``rfft`` is an ``irfft`` that halves them first, and the other way
+    round. Such a plan is weighted.
     """
 
-    kind: Kind
+    kind: Kind  # rfft gives half of a spectrum along dims[-1], irfft takes one
     dims: tuple[int, ...]
-    lengths: dict[int, int]
+    lengths: dict[int, int]  # of the full signal, along each of dims
     shard: int
-    sizes: tuple[int, ...]
+    sizes: tuple[int, ...]  # of the input's shards; what they lack of the full length is zero
     out: int
-    out_sizes: tuple[int, ...]
+    out_sizes: tuple[int, ...]  # of the result's shards; what they lack of the full length is dropped
     norm: str
     group: Group
     is_weighted: bool = False
@@ -75,10 +60,6 @@ class Plan:
         )
 
     def run(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Transform a shard.
-
-        Collective. Blocking.
-        """
         last = self.dims[-1]
         if self.kind == "rfft":
             is_mirrored = self.shard == last and self.out != last
@@ -152,16 +133,7 @@ class Plan:
         length: int,
         joined: int,
     ) -> torch.Tensor:
-        """Transform the whole dims, exchange, transform the dim of the shards, and go back if that is asked for.
-
-        Args:
-            tensor: The shard.
-            first: The transform before the exchange; None for none.
-            second: The transform after it.
-            way: The dim that is split meanwhile.
-            length: Its length then.
-            joined: Length of the dim of the shards then.
-        """
+        """Transform the whole dims, exchange, transform the dim of the shards, and go back if that is asked for."""
         parts = self._parts(way, length)
         tensor = move(self.group, tensor, first, way, parts, self.shard, self.sizes, joined)
         tensor = transform(tensor, second)
@@ -232,13 +204,7 @@ class Plan:
     def _full_rows(
         self, held: Sequence[torch.Tensor], rows: HermitianRows, like: torch.Tensor
     ) -> Iterator[tuple[Index, torch.Tensor]]:
-        """Yield the rows that this rank computes, made whole and transformed along the last dim, block by block.
-
-        Args:
-            held: What the ranks have sent of them.
-            rows: The rows.
-            like: A tensor of their shape.
-        """
+        """Yield the rows that this rank computes, made whole and transformed along the last dim, block by block."""
         last, way = self.dims[-1], self.shard
         others = self._others(last, way)
         length, middle = self.lengths[last], (self.lengths[last] - 1) // 2

@@ -15,14 +15,7 @@ from distman.fft._resharding import execute
 
 
 class Stretch(NamedTuple):
-    """Neighbours along the full dim, and where they go.
-
-    Attributes:
-        source: Where they start.
-        target: Where they start in the result.
-        length: How many they are.
-        is_reversed: Whether their order is reversed.
-    """
+    """Neighbours along the full dim: where they start, and where they start in the result."""
 
     source: int
     target: int
@@ -32,20 +25,12 @@ class Stretch(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Rearrangement:
-    """Stretches of one dim that change their places; what changes its rank is sent straight to it.
-
-    Attributes:
-        dim: The dim, along which the tensor is sharded.
-        sizes: Lengths of the input's shards.
-        out_sizes: Lengths of the result's shards.
-        stretches: What is moved, with neither sources nor targets that overlap; the rest of the result is zero.
-        group: The group.
-    """
+    """Stretches of one dim that change their places; what changes its rank is sent straight to it."""
 
     dim: int
     sizes: tuple[int, ...]
     out_sizes: tuple[int, ...]
-    stretches: tuple[Stretch, ...]
+    stretches: tuple[Stretch, ...]  # with neither sources nor targets that overlap; the rest of the result is zero
     group: Group
 
     def adjoint(self) -> Rearrangement:
@@ -54,10 +39,6 @@ class Rearrangement:
         return dataclasses.replace(self, sizes=self.out_sizes, out_sizes=self.sizes, stretches=stretches)
 
     def run(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Rearrange a shard, which is left as it is.
-
-        Collective. Blocking.
-        """
         rank, ranks = self.group.rank, range(self.group.size)
         shape = list(tensor.shape)
         shape[self.dim] = self.out_sizes[rank]
@@ -116,10 +97,7 @@ def rolled(dim: int, sizes: tuple[int, ...], shift: int, group: Group) -> Rearra
 def resized(
     tensor: torch.Tensor, dim: int, sizes: Sequence[int], out_sizes: Sequence[int], group: Group
 ) -> torch.Tensor:
-    """Return a tensor in shards of other lengths; what is too long is cut off, what is missing is zero.
-
-    Collective. Blocking. Differentiable.
-    """
+    """Return a tensor in shards of other lengths; what is too long is cut off, what is missing is zero."""
     if list(sizes) == list(out_sizes):
         return tensor
     stretch = Stretch(0, 0, min(sum(sizes), sum(out_sizes)))

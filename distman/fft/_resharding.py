@@ -23,10 +23,7 @@ class LinearMap(Protocol):
         """The group that the shards are spread over."""
 
     def run(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Map a shard, which is left as it is.
-
-        Collective. Blocking.
-        """
+        """Map a shard, which is left as it is."""
 
     def adjoint(self) -> LinearMap:
         """Return the adjoint map."""
@@ -46,10 +43,6 @@ class _Apply(EagerFunction):
 
 
 def execute(tensor: torch.Tensor, linear: LinearMap) -> torch.Tensor:
-    """Map a shard.
-
-    Collective. Blocking. Differentiable.
-    """
     result: torch.Tensor = _Apply.apply(tensor, linear)
     return result
 
@@ -66,15 +59,7 @@ def move(
 ) -> torch.Tensor:
     """Transform a tensor that is sharded along ``join``, and return it sharded along ``split``.
 
-    Args:
-        group: The group.
-        tensor: The shard.
-        local: A transform of dims that are whole here; None for none.
-        split: Dim that is split over the ranks.
-        parts: The lengths of the parts; what they leave is dropped.
-        join: Dim along which the shards are put together.
-        sizes: Their lengths along it.
-        length: Length of the result along it; what the shards lack is zero.
+    What ``parts`` leave of ``split`` is dropped; ``join`` gets this length, what ``sizes`` lack of it is zero.
     """
     blocks = blocks_of(tensor, local, whole=[split], across=join)
     shape, dtype = list(tensor.shape), tensor.dtype
@@ -95,20 +80,9 @@ def exchange_blocks(
     sizes: Sequence[int],
     length: int,
 ) -> torch.Tensor:
-    """Do what :func:`move` does with a tensor that comes in blocks; a part may consist of several runs.
+    """Do what :func:`move` does with a tensor that comes in blocks; a part is several runs, each a start and a length.
 
-    In memory ``join`` comes last, for what is to be transformed along it.
-
-    Args:
-        group: The group.
-        blocks: The blocks, each with its place.
-        like: A tensor of their dtype and device.
-        shape: Shape of all of them together.
-        split: Dim that is split over the ranks.
-        parts: For each rank, the start and length of the runs that it gets.
-        join: Dim along which the shards are put together.
-        sizes: Their lengths along it.
-        length: Length of the result along it; what the shards lack is zero.
+    In memory ``join`` comes last, for what is to be transformed along it. ``shape`` is that of all blocks together.
     """
     rank, shape = group.rank, list(shape)
     lengths = [sum(number for _, number in runs) for runs in parts]

@@ -97,12 +97,7 @@ def _read_children(reader: _Reader, config: ProcessGroupConfig, parent: ProcessG
 
 
 class _Reader:
-    """Reads a text from left to right.
-
-    Args:
-        what: What the text should be, for messages.
-        text: The text.
-    """
+    """Reads a text from left to right; messages call it ``what``."""
 
     def __init__(self, what: str, text: str) -> None:
         self._what = what

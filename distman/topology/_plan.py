@@ -15,16 +15,7 @@ READY_MADE = ("node", "leaders")
 
 
 def check_new_names(names: Iterable[str], taken: Container[str]) -> None:
-    """Check that the names of groups are names, and not in use.
-
-    Args:
-        names: Names of the groups to be made.
-        taken: Those that there are.
-
-    Raises:
-        TypeError: A name is no text.
-        ValueError: A name is empty, or in use.
-    """
+    """Check that the names of groups are names, and not in use."""
     for name in names:
         if not isinstance(name, str):
             raise TypeError(
@@ -91,11 +82,7 @@ def mesh_plan(mesh_shape: Sequence[int], mesh_dim_names: Sequence[str], world_si
 
 
 def resolve_mesh_shape(mesh_shape: Sequence[int], mesh_dim_names: Sequence[str], world_size: int) -> tuple[int, ...]:
-    """Return the shape of a mesh with its -1 replaced.
-
-    Raises:
-        ValueError: The mesh does not fit the world.
-    """
+    """Return the shape of a mesh with its -1 replaced, of as many ranks as the world."""
     if isinstance(mesh_dim_names, str):
         raise TypeError(f"mesh_dim_names must be a sequence of names, got {mesh_dim_names!r}. Pass a tuple of names.")
     shape = tuple(mesh_shape)

@@ -16,11 +16,7 @@ from distman.collectives._transport._segments import is_wanted
 
 
 def transport_of(group: Group, device: torch.device) -> Transport:
-    """Return what carries a group's tensors of a device, chosen once.
-
-    Raises:
-        DistmanError: The group was destroyed.
-    """
+    """Return what carries a group's tensors of a device, chosen once."""
     process_group = process_group_of(group)
     carrier = carrier_of(device, process_group)
     if carrier not in group.transports:

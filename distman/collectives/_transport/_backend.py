@@ -62,14 +62,10 @@ class Transport:
         tag: int,
         segment: Segment | None = None,  # noqa: ARG002
     ) -> Batch:
-        """Begin an exchange.
+        """Begin an exchange of these pieces, by rank in the group; messages of calls with another tag do not meet.
 
-        Args:
-            sends: The pieces for other ranks, by rank in the group; one that has none is left out.
-            receives: The like of those of others.
-            room_for: Makes room for one, contiguous and on ``carrier``.
-            tag: Messages of calls with another one do not meet.
-            segment: Where pieces to send are already; None where all have to be copied.
+        ``receives`` are the like of those of others; ``room_for`` makes room for one, contiguous and on ``carrier``.
+        Pieces to send may be in a segment already.
         """
         process_group, device = process_group_of(self.group), self.carrier
         if not self._is_connected and collects_batches(process_group, device):

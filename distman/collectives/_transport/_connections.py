@@ -236,11 +236,7 @@ class Connections:
             return self.links[rank].match(tag, size, room, is_asked=True)
 
     def wait(self, rank: int, message: Message) -> None:
-        """Wait until a message is done.
-
-        Raises:
-            RuntimeError: One of both has closed its end, or it took too long.
-        """
+        """Wait until a message is done; it is a RuntimeError if one of both has closed its end, or it took too long."""
         if message.is_done:
             return
         link, looks, deadline = self.links[rank], _LOOKS, time.monotonic() + self._timeout
