@@ -21,8 +21,8 @@ from distman._coordination.tracking import Restricted, call_site, check_all_run_
 from distman._coordination.wait_scope import WaitScope
 from distman._groups.registry import Group
 from distman._log import logger
+from distman.collectives import GroupLike
 from distman.collectives._objects import broadcast_data
-from distman.collectives._validation import GroupLike
 from distman.errors import JobFailed
 from distman.manager import DistributedManager
 

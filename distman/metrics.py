@@ -13,11 +13,11 @@ import torch
 
 from distman._coordination.wait_scope import collective
 from distman._groups.registry import Group
-from distman.collectives import _debug
+from distman.collectives import GroupLike, _debug
 from distman.collectives._border import refuse, with_memory
 from distman.collectives._headers import SUMS_OF_NUMBERS, refuse_in_sum, sum_numbers, texts_of_all
 from distman.collectives._numbers import control_device
-from distman.collectives._validation import GroupLike, check_member, resolve_group
+from distman.collectives._validation import check_member, resolve_group
 from distman.errors import PlanMismatchError
 from distman.manager import DistributedManager
 

@@ -9,6 +9,7 @@ import re
 import sys
 from html import escape
 from pathlib import Path
+from types import UnionType
 
 from docutils import nodes
 from sphinx.application import Sphinx
@@ -113,9 +114,9 @@ def shorten_signature(
     return signature and by_public_path(signature), returns and by_public_path(returns)
 
 
-def shorten_docstring(_app: Sphinx, _what: str, _name: str, _value: object, _options: object, lines: list[str]) -> None:
-    """Show public paths in the types of attributes, which napoleon adds to the docstring."""
-    lines[:] = [by_public_path(line) for line in lines]
+def shorten_docstring(_app: Sphinx, _what: str, _name: str, value: object, _options: object, lines: list[str]) -> None:
+    """Show public paths in the types of attributes, which napoleon adds, and nothing that Python says of unions."""
+    lines[:] = [] if isinstance(value, UnionType) else [by_public_path(line) for line in lines]
 
 
 def get_member(cls: type, name: str, *default: object) -> object:

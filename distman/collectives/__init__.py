@@ -9,9 +9,11 @@ from distman.collectives._gather import gather_v
 from distman.collectives._objects import all_gather_objects, broadcast_data, broadcast_if_ddp, gather_objects
 from distman.collectives._reduce_scatter import reduce_scatter_v
 from distman.collectives._scatter import scatter_v
+from distman.collectives._validation import GroupLike
 
 __all__ = [
     "FusedWork",
+    "GroupLike",
     "all_gather_objects",
     "all_gather_v",
     "all_to_all_v",

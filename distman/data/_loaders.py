@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from distman._log import logger
-from distman.collectives._validation import GroupLike
+from distman.collectives import GroupLike
 from distman.data._batches import EpochBatches, EvaluationBatches, TrainingBatches, Weights
 from distman.data._sampled_batches import SampledBatches
 from distman.data._streams import SeededDataset

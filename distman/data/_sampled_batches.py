@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 
-from distman.collectives._validation import GroupLike
+from distman.collectives import GroupLike
 from distman.data._batches import EpochBatches
 from distman.data._sampling import EpochSampler
 

@@ -7,8 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from distman import collectives
-from distman.collectives import all_gather_v, indexed_all_to_all_v, scatter_v
-from distman.collectives._validation import GroupLike
+from distman.collectives import GroupLike, all_gather_v, indexed_all_to_all_v, scatter_v
 
 __all__ = [
     "AllGatherVAutograd",

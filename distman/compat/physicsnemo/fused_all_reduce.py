@@ -9,10 +9,10 @@ import torch
 import torch.distributed as dist
 
 from distman import collectives
+from distman.collectives import GroupLike
 from distman.collectives._fused import name_of
 from distman.collectives._fused_layout import find_layout, kind_of
 from distman.collectives._structure import flatten
-from distman.collectives._validation import GroupLike
 from distman.compat.physicsnemo.manager import DistributedManager
 
 __all__ = ["fused_all_reduce"]

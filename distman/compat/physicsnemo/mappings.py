@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import torch
 
 from distman import mappings
-from distman.collectives._validation import GroupLike, check_call, normalize_dim, resolve_group
+from distman.collectives import GroupLike
+from distman.collectives._validation import check_call, normalize_dim, resolve_group
 from distman.compat.physicsnemo.utils import compute_split_shapes
 from distman.mappings import copy_to_parallel_region, reduce_from_parallel_region
 

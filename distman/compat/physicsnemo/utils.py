@@ -9,8 +9,9 @@ import torch
 import torch.distributed as dist
 
 from distman import collectives, mappings
+from distman.collectives import GroupLike
 from distman.collectives._all_reduce import all_reduce_sum
-from distman.collectives._validation import GroupLike, resolve_group
+from distman.collectives._validation import resolve_group
 from distman.compat.physicsnemo.autograd import gather_v
 from distman.metrics import reduce_loss
 
