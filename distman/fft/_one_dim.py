@@ -3,19 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Unpack
 
 import torch
 
-from distman._coordination.wait_scope import collective
 from distman._groups.registry import Group
-from distman.collectives._validation import (
-    GroupLike,
-    admitted,
-    check_call,
-    normalize_dim,
-    resolve_group,
-    shard_sizes,
-)
+from distman.collectives import GroupLike
+from distman.collectives._validation import admitted, check_call, normalize_dim, resolve_group, shard_sizes
 from distman.fft._arguments import (
     as_length,
     check_norm,
@@ -31,20 +25,20 @@ from distman.fft._line import LinePlan
 from distman.fft._long_line import num_columns, transform_long
 from distman.fft._rearrangement import resized
 from distman.fft._resharding import execute
+from distman.fft._signature import Layout, transform
+
+_along_one_dim = transform(
+    "The dim",
+    shard_dim="the transformed one",
+    out_dim="``shard_dim``",
+    out_sizes="those of the input where that is sharded\n"
+    "        along the same dim and another one is transformed, else :func:`distman.split_sizes`",
+)
 
 
-@collective
+@_along_one_dim
 def fft(
-    tensor: torch.Tensor,
-    n: int | None = None,
-    dim: int = -1,
-    norm: str | None = None,
-    *,
-    shard_dim: int | None = None,
-    out_dim: int | None = None,
-    sizes: Sequence[int] | None = None,
-    out_sizes: Sequence[int] | None = None,
-    group: GroupLike = None,
+    tensor: torch.Tensor, n: int | None = None, dim: int = -1, norm: str | None = None, **layout: Unpack[Layout]
 ) -> torch.Tensor:
     """Transform one dim of a sharded tensor, as :func:`torch.fft.fft` does a full one.
 
@@ -76,24 +70,10 @@ def fft(
         dim: The transformed dim.
         norm: ``"backward"`` (None) scales the inverse by one over the number of points, ``"forward"`` this one,
             ``"ortho"`` both by the root.
-        shard_dim: The dim along which the input is sharded; None: the transformed one.
-        out_dim: The dim along which the result shall be sharded; None: ``shard_dim``.
-        sizes: Lengths of all input shards along ``shard_dim``, the same list on all ranks; None lets the ranks
-            exchange them.
-        out_sizes: Lengths of the result's shards along ``out_dim``; None: those of the input where that is sharded
-            along the same dim and another one is transformed, else :func:`distman.split_sizes`.
-        group: A process group, the name of one, or None for the world.
 
     Returns:
         This rank's shard of the spectrum, complex64 for 32-bit input, complex128 for 64-bit input. Half-precision input
         is computed in float32 under autocast. It need not be contiguous.
-
-    Raises:
-        TypeError: The tensor is a DTensor, or of another class that messages do not carry.
-        ValueError: Dims, lengths, norm, sizes, dtype or group do not fit; without ``sizes`` on every rank: the shards
-            differ in dtype or in another dim.
-        PlanMismatchError: On every rank that waits: another one was given what messages cannot carry. In debug mode on
-            all: the ranks call differently.
 
     Example on two ranks:
         >>> signal = torch.cos(2 * torch.pi * torch.arange(6) / 6)
@@ -101,21 +81,12 @@ def fft(
         >>> all_gather_v(spectrum).abs().round()
         tensor([0., 3., 0., 0., 0., 3.])
     """
-    return _transform("fft", "fft", tensor, n, dim, norm, shard_dim, out_dim, sizes, out_sizes, group)
+    return _transform("fft", "fft", tensor, n, dim, norm, **layout)
 
 
-@collective
+@_along_one_dim
 def ifft(
-    tensor: torch.Tensor,
-    n: int | None = None,
-    dim: int = -1,
-    norm: str | None = None,
-    *,
-    shard_dim: int | None = None,
-    out_dim: int | None = None,
-    sizes: Sequence[int] | None = None,
-    out_sizes: Sequence[int] | None = None,
-    group: GroupLike = None,
+    tensor: torch.Tensor, n: int | None = None, dim: int = -1, norm: str | None = None, **layout: Unpack[Layout]
 ) -> torch.Tensor:
     """Undo :func:`fft`, as :func:`torch.fft.ifft` does.
 
@@ -126,39 +97,21 @@ def ifft(
         n: Length of the full signal, cut or filled up with zeros at the end; None keeps the length.
         dim: The transformed dim.
         norm: ``"backward"`` (None), ``"forward"`` or ``"ortho"``, as of :func:`fft`.
-        shard_dim: The dim along which the input is sharded; None: the transformed one.
-        out_dim: The dim along which the result shall be sharded; None: ``shard_dim``.
-        sizes: Lengths of all input shards along ``shard_dim``; None lets the ranks exchange them.
-        out_sizes: Lengths of the result's shards along ``out_dim``; None: as of :func:`fft`.
-        group: A process group, the name of one, or None for the world.
 
     Returns:
         This rank's shard of the signal, complex.
-
-    Raises:
-        ValueError: As of :func:`fft`.
-        PlanMismatchError: As of :func:`fft`.
 
     Example on two ranks:
         >>> part = torch.tensor([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]])[rank]
         >>> torch.allclose(ifft(fft(part)).real, part, atol=1e-6)
         True
     """
-    return _transform("ifft", "ifft", tensor, n, dim, norm, shard_dim, out_dim, sizes, out_sizes, group)
+    return _transform("ifft", "ifft", tensor, n, dim, norm, **layout)
 
 
-@collective
+@_along_one_dim
 def rfft(
-    tensor: torch.Tensor,
-    n: int | None = None,
-    dim: int = -1,
-    norm: str | None = None,
-    *,
-    shard_dim: int | None = None,
-    out_dim: int | None = None,
-    sizes: Sequence[int] | None = None,
-    out_sizes: Sequence[int] | None = None,
-    group: GroupLike = None,
+    tensor: torch.Tensor, n: int | None = None, dim: int = -1, norm: str | None = None, **layout: Unpack[Layout]
 ) -> torch.Tensor:
     """Transform real data along one dim to half of their spectrum, as :func:`torch.fft.rfft` does.
 
@@ -170,39 +123,21 @@ def rfft(
         n: Length of the full signal, cut or filled up with zeros at the end; None keeps the length.
         dim: The transformed dim.
         norm: ``"backward"`` (None), ``"forward"`` or ``"ortho"``, as of :func:`fft`.
-        shard_dim: The dim along which the input is sharded; None: the transformed one.
-        out_dim: The dim along which the result shall be sharded; None: ``shard_dim``.
-        sizes: Lengths of all input shards along ``shard_dim``; None lets the ranks exchange them.
-        out_sizes: Lengths of the result's shards along ``out_dim``; None: as of :func:`fft`.
-        group: A process group, the name of one, or None for the world.
 
     Returns:
         This rank's shard of half of the spectrum, complex, of length ``n // 2 + 1`` along ``dim``.
-
-    Raises:
-        ValueError: As of :func:`fft`.
-        PlanMismatchError: As of :func:`fft`.
 
     Example on two ranks:
         >>> signal = torch.cos(2 * torch.pi * torch.arange(6) / 6)
         >>> all_gather_v(rfft(signal.chunk(2)[rank])).abs().round()
         tensor([0., 3., 0., 0.])
     """
-    return _transform("rfft", "rfft", tensor, n, dim, norm, shard_dim, out_dim, sizes, out_sizes, group)
+    return _transform("rfft", "rfft", tensor, n, dim, norm, **layout)
 
 
-@collective
+@_along_one_dim
 def irfft(
-    tensor: torch.Tensor,
-    n: int | None = None,
-    dim: int = -1,
-    norm: str | None = None,
-    *,
-    shard_dim: int | None = None,
-    out_dim: int | None = None,
-    sizes: Sequence[int] | None = None,
-    out_sizes: Sequence[int] | None = None,
-    group: GroupLike = None,
+    tensor: torch.Tensor, n: int | None = None, dim: int = -1, norm: str | None = None, **layout: Unpack[Layout]
 ) -> torch.Tensor:
     """Transform half of a spectrum along one dim to real data, as :func:`torch.fft.irfft` does: undoes :func:`rfft`.
 
@@ -213,39 +148,21 @@ def irfft(
         n: Length of the full real signal; None: ``2 * (k - 1)`` for k frequencies in all. Pass one that is odd.
         dim: The transformed dim.
         norm: ``"backward"`` (None), ``"forward"`` or ``"ortho"``, as of :func:`fft`.
-        shard_dim: The dim along which the input is sharded; None: the transformed one.
-        out_dim: The dim along which the result shall be sharded; None: ``shard_dim``.
-        sizes: Lengths of all input shards along ``shard_dim``; None lets the ranks exchange them.
-        out_sizes: Lengths of the result's shards along ``out_dim``; None: as of :func:`fft`.
-        group: A process group, the name of one, or None for the world.
 
     Returns:
         This rank's shard of the signal, real.
-
-    Raises:
-        ValueError: As of :func:`fft`.
-        PlanMismatchError: As of :func:`fft`.
 
     Example on two ranks:
         >>> part = torch.tensor([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]])[rank]
         >>> torch.allclose(irfft(rfft(part)), part, atol=1e-6)
         True
     """
-    return _transform("irfft", "irfft", tensor, n, dim, norm, shard_dim, out_dim, sizes, out_sizes, group)
+    return _transform("irfft", "irfft", tensor, n, dim, norm, **layout)
 
 
-@collective
+@_along_one_dim
 def hfft(
-    tensor: torch.Tensor,
-    n: int | None = None,
-    dim: int = -1,
-    norm: str | None = None,
-    *,
-    shard_dim: int | None = None,
-    out_dim: int | None = None,
-    sizes: Sequence[int] | None = None,
-    out_sizes: Sequence[int] | None = None,
-    group: GroupLike = None,
+    tensor: torch.Tensor, n: int | None = None, dim: int = -1, norm: str | None = None, **layout: Unpack[Layout]
 ) -> torch.Tensor:
     """Transform half of a Hermitian signal along one dim to its real spectrum, as :func:`torch.fft.hfft` does.
 
@@ -256,39 +173,21 @@ def hfft(
         n: Length of the full spectrum; None: ``2 * (k - 1)`` for k points of the half. Pass one that is odd.
         dim: The transformed dim.
         norm: ``"backward"`` (None), ``"forward"`` or ``"ortho"``, as of :func:`fft`.
-        shard_dim: The dim along which the input is sharded; None: the transformed one.
-        out_dim: The dim along which the result shall be sharded; None: ``shard_dim``.
-        sizes: Lengths of all input shards along ``shard_dim``; None lets the ranks exchange them.
-        out_sizes: Lengths of the result's shards along ``out_dim``; None: as of :func:`fft`.
-        group: A process group, the name of one, or None for the world.
 
     Returns:
         This rank's shard of the spectrum, real.
-
-    Raises:
-        ValueError: As of :func:`fft`.
-        PlanMismatchError: As of :func:`fft`.
 
     Example on two ranks:
         >>> half = torch.tensor([[1.0, 1.0], [0.0, 0.0]])[rank]  # of the signal 1, 1, 0, 0, 0, 1
         >>> all_gather_v(hfft(half)).round()
         tensor([ 3.,  2.,  0., -1.,  0.,  2.])
     """
-    return _transform("irfft", "hfft", tensor, n, dim, norm, shard_dim, out_dim, sizes, out_sizes, group)
+    return _transform("irfft", "hfft", tensor, n, dim, norm, **layout)
 
 
-@collective
+@_along_one_dim
 def ihfft(
-    tensor: torch.Tensor,
-    n: int | None = None,
-    dim: int = -1,
-    norm: str | None = None,
-    *,
-    shard_dim: int | None = None,
-    out_dim: int | None = None,
-    sizes: Sequence[int] | None = None,
-    out_sizes: Sequence[int] | None = None,
-    group: GroupLike = None,
+    tensor: torch.Tensor, n: int | None = None, dim: int = -1, norm: str | None = None, **layout: Unpack[Layout]
 ) -> torch.Tensor:
     """Undo :func:`hfft`: transform a real spectrum along one dim to half of its signal, as :func:`torch.fft.ihfft`.
 
@@ -299,25 +198,16 @@ def ihfft(
         n: Length of the full spectrum, cut or filled up with zeros at the end; None keeps the length.
         dim: The transformed dim.
         norm: ``"backward"`` (None), ``"forward"`` or ``"ortho"``, as of :func:`fft`.
-        shard_dim: The dim along which the input is sharded; None: the transformed one.
-        out_dim: The dim along which the result shall be sharded; None: ``shard_dim``.
-        sizes: Lengths of all input shards along ``shard_dim``; None lets the ranks exchange them.
-        out_sizes: Lengths of the result's shards along ``out_dim``; None: as of :func:`fft`.
-        group: A process group, the name of one, or None for the world.
 
     Returns:
         This rank's shard of half of the signal, complex, of length ``n // 2 + 1`` along ``dim``.
-
-    Raises:
-        ValueError: As of :func:`fft`.
-        PlanMismatchError: As of :func:`fft`.
 
     Example on two ranks:
         >>> spectrum = torch.tensor([3.0, 2.0, 0.0, -1.0, 0.0, 2.0]).chunk(2)[rank]
         >>> all_gather_v(ihfft(spectrum)).real.round()
         tensor([1., 1., 0., 0.])
     """
-    return _transform("rfft", "ihfft", tensor, n, dim, norm, shard_dim, out_dim, sizes, out_sizes, group)
+    return _transform("rfft", "ihfft", tensor, n, dim, norm, **layout)
 
 
 def _transform(
@@ -327,11 +217,12 @@ def _transform(
     n: int | None,
     dim: int,
     norm: str | None,
-    shard_dim: int | None,
-    out_dim: int | None,
-    sizes: Sequence[int] | None,
-    out_sizes: Sequence[int] | None,
-    group: GroupLike,
+    *,
+    shard_dim: int | None = None,
+    out_dim: int | None = None,
+    sizes: Sequence[int] | None = None,
+    out_sizes: Sequence[int] | None = None,
+    group: GroupLike = None,
 ) -> torch.Tensor:
     members = resolve_group(group)
     stays = shard_dim is not None and (out_dim is None or is_same_dim(tensor, shard_dim, out_dim))

@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Unpack
 
 import torch
 
-from distman._coordination.wait_scope import collective
-from distman.collectives._validation import (
-    GroupLike,
-    admitted,
-    check_call,
-    resolve_group,
-    shard_sizes,
-)
+from distman.collectives import GroupLike
+from distman.collectives._validation import admitted, check_call, resolve_group, shard_sizes
 from distman.fft._arguments import (
     as_lengths,
     check_among,
@@ -28,20 +23,19 @@ from distman.fft._arguments import (
 from distman.fft._blocks import Kind
 from distman.fft._plan import Plan
 from distman.fft._resharding import execute
+from distman.fft._signature import Layout, transform
+
+_forward = transform("The transformed dim", shard_dim="the first one", out_dim="the last one that is not ``shard_dim``")
+_inverse = transform("The transformed dim", shard_dim="the last one", out_dim="the first one that is not ``shard_dim``")
 
 
-@collective
+@_forward
 def fftn(
     tensor: torch.Tensor,
     s: Sequence[int | None] | None = None,
     dim: Sequence[int] | None = None,
     norm: str | None = None,
-    *,
-    shard_dim: int | None = None,
-    out_dim: int | None = None,
-    sizes: Sequence[int] | None = None,
-    out_sizes: Sequence[int] | None = None,
-    group: GroupLike = None,
+    **layout: Unpack[Layout],
 ) -> torch.Tensor:
     """Transform a tensor that is sharded along one of the transformed dims, as :func:`torch.fft.fftn` does a full one.
 
@@ -67,23 +61,10 @@ def fftn(
         dim: The transformed dims, two or more; None: the last ``len(s)`` ones, or all.
         norm: ``"backward"`` (None) scales the inverse by one over the number of points, ``"forward"`` this one,
             ``"ortho"`` both by the root.
-        shard_dim: The one along which the input is sharded; None: the first one.
-        out_dim: The one along which the result shall be sharded; None: the last one that is not ``shard_dim``.
-        sizes: Lengths of all input shards along ``shard_dim``, the same list on all ranks; None lets the ranks
-            exchange them.
-        out_sizes: Lengths of the result's shards along ``out_dim``; None: :func:`distman.split_sizes`.
-        group: A process group, the name of one, or None for the world.
 
     Returns:
         This rank's shard of the full spectrum, complex64 for 32-bit input, complex128 for 64-bit input. Half-precision
         input is computed in float32 under autocast.
-
-    Raises:
-        TypeError: The tensor is a DTensor, or of another class that messages do not carry.
-        ValueError: Dims, lengths, norm, sizes, dtype or group do not fit; without ``sizes`` on every rank: the shards
-            differ in dtype or in another dim.
-        PlanMismatchError: On every rank that waits: another one was given what messages cannot carry. In debug mode on
-            all: the ranks call differently.
 
     Example on two ranks:
         >>> rows = torch.ones(2, 6)  # of a field of four rows
@@ -93,21 +74,16 @@ def fftn(
         >>> tuple(fftn(rows, out_dim=0).shape)
         (2, 6)
     """
-    return _transform("fft", "fftn", tensor, s, dim, norm, shard_dim, out_dim, sizes, out_sizes, group)
+    return _transform("fft", "fftn", tensor, s, dim, norm, **layout)
 
 
-@collective
+@_inverse
 def ifftn(
     tensor: torch.Tensor,
     s: Sequence[int | None] | None = None,
     dim: Sequence[int] | None = None,
     norm: str | None = None,
-    *,
-    shard_dim: int | None = None,
-    out_dim: int | None = None,
-    sizes: Sequence[int] | None = None,
-    out_sizes: Sequence[int] | None = None,
-    group: GroupLike = None,
+    **layout: Unpack[Layout],
 ) -> torch.Tensor:
     """Undo :func:`fftn`, as :func:`torch.fft.ifftn` does.
 
@@ -119,39 +95,25 @@ def ifftn(
         s: Lengths of the full signal along ``dim``, cut or filled up with zeros at the end; None keeps them.
         dim: The transformed dims, two or more; None: the last ``len(s)`` ones, or all.
         norm: ``"backward"`` (None), ``"forward"`` or ``"ortho"``, as of :func:`fftn`.
-        shard_dim: The one along which the input is sharded; None: the last one.
-        out_dim: The one along which the result shall be sharded; None: the first one that is not ``shard_dim``.
-        sizes: Lengths of all input shards along ``shard_dim``; None lets the ranks exchange them.
-        out_sizes: Lengths of the result's shards along ``out_dim``; None: :func:`distman.split_sizes`.
-        group: A process group, the name of one, or None for the world.
 
     Returns:
         This rank's shard of the signal, complex.
-
-    Raises:
-        ValueError: As of :func:`fftn`.
-        PlanMismatchError: As of :func:`fftn`.
 
     Example on two ranks:
         >>> rows = torch.arange(12.0).reshape(2, 6) + 12 * rank  # of a field of four rows
         >>> torch.allclose(ifftn(fftn(rows)).real, rows, atol=1e-5)
         True
     """
-    return _transform("ifft", "ifftn", tensor, s, dim, norm, shard_dim, out_dim, sizes, out_sizes, group)
+    return _transform("ifft", "ifftn", tensor, s, dim, norm, **layout)
 
 
-@collective
+@_forward
 def rfftn(
     tensor: torch.Tensor,
     s: Sequence[int | None] | None = None,
     dim: Sequence[int] | None = None,
     norm: str | None = None,
-    *,
-    shard_dim: int | None = None,
-    out_dim: int | None = None,
-    sizes: Sequence[int] | None = None,
-    out_sizes: Sequence[int] | None = None,
-    group: GroupLike = None,
+    **layout: Unpack[Layout],
 ) -> torch.Tensor:
     """Transform real data to half of its spectrum, as :func:`torch.fft.rfftn` does: the last of the dims is halved.
 
@@ -175,39 +137,25 @@ def rfftn(
         s: Lengths of the full signal along ``dim``, cut or filled up with zeros at the end; None keeps them.
         dim: The transformed dims, two or more; None: the last ``len(s)`` ones, or all.
         norm: ``"backward"`` (None), ``"forward"`` or ``"ortho"``, as of :func:`fftn`.
-        shard_dim: The one along which the input is sharded; None: the first one.
-        out_dim: The one along which the result shall be sharded; None: the last one that is not ``shard_dim``.
-        sizes: Lengths of all input shards along ``shard_dim``; None lets the ranks exchange them.
-        out_sizes: Lengths of the result's shards along ``out_dim``; None: :func:`distman.split_sizes`.
-        group: A process group, the name of one, or None for the world.
 
     Returns:
         This rank's shard of half of the spectrum, complex, of length ``n // 2 + 1`` along the last of the dims.
-
-    Raises:
-        ValueError: As of :func:`fftn`.
-        PlanMismatchError: As of :func:`fftn`.
 
     Example on two ranks:
         >>> rows = torch.ones(2, 6)  # of a field of four rows
         >>> tuple(rfftn(rows).shape)  # half of the spectrum is four columns wide
         (4, 2)
     """
-    return _transform("rfft", "rfftn", tensor, s, dim, norm, shard_dim, out_dim, sizes, out_sizes, group)
+    return _transform("rfft", "rfftn", tensor, s, dim, norm, **layout)
 
 
-@collective
+@_inverse
 def irfftn(
     tensor: torch.Tensor,
     s: Sequence[int | None] | None = None,
     dim: Sequence[int] | None = None,
     norm: str | None = None,
-    *,
-    shard_dim: int | None = None,
-    out_dim: int | None = None,
-    sizes: Sequence[int] | None = None,
-    out_sizes: Sequence[int] | None = None,
-    group: GroupLike = None,
+    **layout: Unpack[Layout],
 ) -> torch.Tensor:
     """Transform half of a spectrum to real data, as :func:`torch.fft.irfftn` does: the inverse of :func:`rfftn`.
 
@@ -220,39 +168,25 @@ def irfftn(
         s: Lengths of the full real signal along ``dim``; None: the spectrum's, ``2 * (n - 1)`` along the last.
         dim: The transformed dims, two or more; None: the last ``len(s)`` ones, or all.
         norm: ``"backward"`` (None), ``"forward"`` or ``"ortho"``, as of :func:`fftn`.
-        shard_dim: The one along which the input is sharded; None: the last one.
-        out_dim: The one along which the result shall be sharded; None: the first one that is not ``shard_dim``.
-        sizes: Lengths of all input shards along ``shard_dim``; None lets the ranks exchange them.
-        out_sizes: Lengths of the result's shards along ``out_dim``; None: :func:`distman.split_sizes`.
-        group: A process group, the name of one, or None for the world.
 
     Returns:
         This rank's shard of the signal, real.
-
-    Raises:
-        ValueError: As of :func:`fftn`.
-        PlanMismatchError: As of :func:`fftn`.
 
     Example on two ranks:
         >>> rows = torch.rand(2, 5)  # of a field of four rows and five columns
         >>> torch.allclose(irfftn(rfftn(rows), s=(4, 5)), rows, atol=1e-6)
         True
     """
-    return _transform("irfft", "irfftn", tensor, s, dim, norm, shard_dim, out_dim, sizes, out_sizes, group)
+    return _transform("irfft", "irfftn", tensor, s, dim, norm, **layout)
 
 
-@collective
+@_forward
 def fft2(
     tensor: torch.Tensor,
     s: Sequence[int | None] | None = None,
     dim: Sequence[int] = (-2, -1),
     norm: str | None = None,
-    *,
-    shard_dim: int | None = None,
-    out_dim: int | None = None,
-    sizes: Sequence[int] | None = None,
-    out_sizes: Sequence[int] | None = None,
-    group: GroupLike = None,
+    **layout: Unpack[Layout],
 ) -> torch.Tensor:
     """Transform two dims: :func:`fftn` with another default of ``dim``.
 
@@ -263,39 +197,25 @@ def fft2(
         s: Lengths of the full signal along ``dim``, cut or filled up with zeros at the end; None keeps them.
         dim: The two transformed dims.
         norm: ``"backward"`` (None), ``"forward"`` or ``"ortho"``, as of :func:`fftn`.
-        shard_dim: The one along which the input is sharded; None: the first one.
-        out_dim: The one along which the result shall be sharded; None: the last one that is not ``shard_dim``.
-        sizes: Lengths of all input shards along ``shard_dim``; None lets the ranks exchange them.
-        out_sizes: Lengths of the result's shards along ``out_dim``; None: :func:`distman.split_sizes`.
-        group: A process group, the name of one, or None for the world.
 
     Returns:
         This rank's shard of the full spectrum, complex.
-
-    Raises:
-        ValueError: As of :func:`fftn`.
-        PlanMismatchError: As of :func:`fftn`.
 
     Example on two ranks:
         >>> halves = torch.ones(8, 2, 6)  # of eight images of 4 x 6
         >>> tuple(fft2(halves).shape)
         (8, 4, 3)
     """
-    return _transform("fft", "fft2", tensor, s, dim, norm, shard_dim, out_dim, sizes, out_sizes, group)
+    return _transform("fft", "fft2", tensor, s, dim, norm, **layout)
 
 
-@collective
+@_inverse
 def ifft2(
     tensor: torch.Tensor,
     s: Sequence[int | None] | None = None,
     dim: Sequence[int] = (-2, -1),
     norm: str | None = None,
-    *,
-    shard_dim: int | None = None,
-    out_dim: int | None = None,
-    sizes: Sequence[int] | None = None,
-    out_sizes: Sequence[int] | None = None,
-    group: GroupLike = None,
+    **layout: Unpack[Layout],
 ) -> torch.Tensor:
     """Undo :func:`fft2`: :func:`ifftn` with another default of ``dim``.
 
@@ -306,39 +226,25 @@ def ifft2(
         s: Lengths of the full signal along ``dim``, cut or filled up with zeros at the end; None keeps them.
         dim: The two transformed dims.
         norm: ``"backward"`` (None), ``"forward"`` or ``"ortho"``, as of :func:`fftn`.
-        shard_dim: The one along which the input is sharded; None: the last one.
-        out_dim: The one along which the result shall be sharded; None: the first one that is not ``shard_dim``.
-        sizes: Lengths of all input shards along ``shard_dim``; None lets the ranks exchange them.
-        out_sizes: Lengths of the result's shards along ``out_dim``; None: :func:`distman.split_sizes`.
-        group: A process group, the name of one, or None for the world.
 
     Returns:
         This rank's shard of the signal, complex.
-
-    Raises:
-        ValueError: As of :func:`fftn`.
-        PlanMismatchError: As of :func:`fftn`.
 
     Example on two ranks:
         >>> halves = torch.rand(8, 2, 6)  # of eight images of 4 x 6
         >>> torch.allclose(ifft2(fft2(halves)).real, halves, atol=1e-6)
         True
     """
-    return _transform("ifft", "ifft2", tensor, s, dim, norm, shard_dim, out_dim, sizes, out_sizes, group)
+    return _transform("ifft", "ifft2", tensor, s, dim, norm, **layout)
 
 
-@collective
+@_forward
 def rfft2(
     tensor: torch.Tensor,
     s: Sequence[int | None] | None = None,
     dim: Sequence[int] = (-2, -1),
     norm: str | None = None,
-    *,
-    shard_dim: int | None = None,
-    out_dim: int | None = None,
-    sizes: Sequence[int] | None = None,
-    out_sizes: Sequence[int] | None = None,
-    group: GroupLike = None,
+    **layout: Unpack[Layout],
 ) -> torch.Tensor:
     """Transform two dims of real data to half of their spectrum: :func:`rfftn` with another default of ``dim``.
 
@@ -349,39 +255,25 @@ def rfft2(
         s: Lengths of the full signal along ``dim``, cut or filled up with zeros at the end; None keeps them.
         dim: The two transformed dims.
         norm: ``"backward"`` (None), ``"forward"`` or ``"ortho"``, as of :func:`fftn`.
-        shard_dim: The one along which the input is sharded; None: the first one.
-        out_dim: The one along which the result shall be sharded; None: the last one that is not ``shard_dim``.
-        sizes: Lengths of all input shards along ``shard_dim``; None lets the ranks exchange them.
-        out_sizes: Lengths of the result's shards along ``out_dim``; None: :func:`distman.split_sizes`.
-        group: A process group, the name of one, or None for the world.
 
     Returns:
         This rank's shard of half of the spectrum, complex, of length ``n // 2 + 1`` along the last of the dims.
-
-    Raises:
-        ValueError: As of :func:`fftn`.
-        PlanMismatchError: As of :func:`fftn`.
 
     Example on two ranks:
         >>> halves = torch.ones(8, 2, 6)  # of eight images of 4 x 6
         >>> tuple(rfft2(halves).shape)
         (8, 4, 2)
     """
-    return _transform("rfft", "rfft2", tensor, s, dim, norm, shard_dim, out_dim, sizes, out_sizes, group)
+    return _transform("rfft", "rfft2", tensor, s, dim, norm, **layout)
 
 
-@collective
+@_inverse
 def irfft2(
     tensor: torch.Tensor,
     s: Sequence[int | None] | None = None,
     dim: Sequence[int] = (-2, -1),
     norm: str | None = None,
-    *,
-    shard_dim: int | None = None,
-    out_dim: int | None = None,
-    sizes: Sequence[int] | None = None,
-    out_sizes: Sequence[int] | None = None,
-    group: GroupLike = None,
+    **layout: Unpack[Layout],
 ) -> torch.Tensor:
     """Undo :func:`rfft2`: :func:`irfftn` with another default of ``dim``.
 
@@ -392,25 +284,16 @@ def irfft2(
         s: Lengths of the full real signal along ``dim``; None: the spectrum's, ``2 * (n - 1)`` along the last.
         dim: The two transformed dims.
         norm: ``"backward"`` (None), ``"forward"`` or ``"ortho"``, as of :func:`fftn`.
-        shard_dim: The one along which the input is sharded; None: the last one.
-        out_dim: The one along which the result shall be sharded; None: the first one that is not ``shard_dim``.
-        sizes: Lengths of all input shards along ``shard_dim``; None lets the ranks exchange them.
-        out_sizes: Lengths of the result's shards along ``out_dim``; None: :func:`distman.split_sizes`.
-        group: A process group, the name of one, or None for the world.
 
     Returns:
         This rank's shard of the signal, real.
-
-    Raises:
-        ValueError: As of :func:`fftn`.
-        PlanMismatchError: As of :func:`fftn`.
 
     Example on two ranks:
         >>> halves = torch.rand(8, 2, 6)  # of eight images of 4 x 6
         >>> torch.allclose(irfft2(rfft2(halves)), halves, atol=1e-6)
         True
     """
-    return _transform("irfft", "irfft2", tensor, s, dim, norm, shard_dim, out_dim, sizes, out_sizes, group)
+    return _transform("irfft", "irfft2", tensor, s, dim, norm, **layout)
 
 
 def _transform(
@@ -420,11 +303,12 @@ def _transform(
     s: Sequence[int | None] | None,
     dim: Sequence[int] | None,
     norm: str | None,
-    shard_dim: int | None,
-    out_dim: int | None,
-    sizes: Sequence[int] | None,
-    out_sizes: Sequence[int] | None,
-    group: GroupLike,
+    *,
+    shard_dim: int | None = None,
+    out_dim: int | None = None,
+    sizes: Sequence[int] | None = None,
+    out_sizes: Sequence[int] | None = None,
+    group: GroupLike = None,
 ) -> torch.Tensor:
     members = resolve_group(group)
     tensor = admitted(name, tensor, members, has_header=sizes is None)
