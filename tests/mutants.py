@@ -114,7 +114,7 @@ MUTANTS = (
         ("torch.add(piece, second, out=", "torch.sub(piece, second, out="),
         ("return total.to(self._own.dtype)", "return total"),
     ),
-    *_mutants("collectives/_scatter.py", "collectives/test_scatter.py", ("if needs_grad:", "if not needs_grad:")),
+    *_mutants("collectives/_gather.py", "collectives/test_scatter.py", ("if needs_grad:", "if not needs_grad:")),
     *_mutants(
         "collectives/_all_reduce.py",
         "test_mappings.py",

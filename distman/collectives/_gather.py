@@ -1,26 +1,46 @@
-"""One rank gets the shards of all ranks."""
+"""One rank gets the shards of all ranks, or hands out the slices of a full tensor: each is the other's adjoint."""
 
 from __future__ import annotations
 
+import contextlib
+import functools
 from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 
 from distman._coordination.wait_scope import collective
 from distman._groups.registry import Group
-from distman._torch_internals import EagerFunction
-from distman.collectives import _scatter  # the module, since each of the two needs the other
-from distman.collectives._border import still_carried
+from distman._torch_internals import EagerFunction, traced_by, untraced
+from distman.collectives import _debug
+from distman.collectives._border import (
+    DTYPES,
+    MAX_NDIM,
+    REFUSED,
+    carried,
+    raise_refusals,
+    refusal_text,
+    refuse,
+    still_carried,
+    tell,
+)
 from distman.collectives._exchange import exchange, layout_of
+from distman.collectives._numbers import broadcast_numbers, control_device
 from distman.collectives._result_memory import new_empty
 from distman.collectives._validation import (
     GroupLike,
     check_call,
     check_member,
+    check_sizes,
+    has_tangent,
+    normalize_dim,
     resolve_group,
     shard_sizes,
 )
+from distman.manager import DistributedManager
+
+_NO_HEADER = [-1] * (4 + MAX_NDIM)
 
 
 @collective
@@ -68,6 +88,76 @@ def gather_v(
     return full
 
 
+@collective
+def scatter_v(
+    tensor: torch.Tensor | None,
+    sizes: Sequence[int],
+    dim: int = 0,
+    src: int = 0,
+    group: GroupLike = None,
+) -> torch.Tensor:
+    """Hand out the slices of one rank's full tensor along ``dim``, in rank order.
+
+    Collective. Blocking. Differentiable, once: the gradient on ``src`` is the slices' gradients, one behind the
+    other.
+
+    Args:
+        tensor: On ``src`` the full tensor, shape ``(*, sum(sizes), *)``; elsewhere anything, such as None.
+        sizes: Length of every rank's slice, the same list on all ranks.
+        dim: Dim along which the slices follow each other.
+        src: The rank in the group that holds the full tensor.
+        group: A process group, the name of one, or None for the world.
+
+    Returns:
+        This rank's slice, shape ``(*, sizes[group rank], *)``, a new tensor, on the manager's device or, where a
+        tensor was given, on that one's. It requires a gradient if the tensor on ``src`` does.
+
+    Raises:
+        TypeError: The tensor is a DTensor, or of another class that messages do not carry.
+        ValueError: On every rank: sizes, dim or the tensor on ``src`` do not fit. On this rank: the group does not.
+        PlanMismatchError: On every rank that waits, in debug mode on all: the ranks call differently, or another one
+            was given what messages cannot carry.
+
+    Example on two ranks:
+        >>> full = torch.arange(5) if rank == 0 else None
+        >>> part = scatter_v(full, sizes=[3, 2])
+        >>> all_gather_objects(part.tolist())
+        [[0, 1, 2], [3, 4]]
+    """
+    members = resolve_group(group)
+    tensor = _given(tensor, src, members)
+    _debug.compare("scatter_v", members, dim=dim, sizes=sizes, src=src)
+    check_member("src", src, members)
+    sizes = check_sizes(sizes, members)
+    device = tensor.device if isinstance(tensor, torch.Tensor) else DistributedManager().device
+    header, problem = _NO_HEADER, None
+    if members.rank == src:
+        try:
+            header = _describe(tensor, sizes, dim)
+        except (TypeError, ValueError, NotImplementedError) as error:
+            problem = error  # raised below, when the others know that there is one
+    with untraced() if traced_by() else contextlib.nullcontext():
+        dtype, needs_grad, axis, ndim, *shape = broadcast_numbers(header, src, members, control_device(members, device))
+    if problem is not None:
+        raise problem
+    if dtype == REFUSED:
+        raise_refusals(members)
+    if dtype < 0:
+        raise ValueError(
+            f"the tensor on rank {members.ranks[src]} must fit sizes {sizes} and dim {dim}, got one that cannot be "
+            "sent. See that rank's error."
+        )
+    if members.rank == src and tensor is not None:
+        full = tensor
+    else:
+        shape[axis] = 0
+        full = still_carried(torch.empty(shape[:ndim], dtype=DTYPES[dtype], device=device), members, "tensor")
+        if needs_grad:
+            full = _onto_graph(full, tensor)
+    part: torch.Tensor = Scatter.apply(full, sizes, axis, src, members)
+    return part
+
+
 class Gather(EagerFunction):
     """The primitive under :func:`gather_v`."""
 
@@ -87,8 +177,99 @@ class Gather(EagerFunction):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
-        return _scatter.Scatter.apply(grad, *ctx.arguments), None, None, None, None
+        return Scatter.apply(grad, *ctx.arguments), None, None, None, None
 
     @staticmethod
     def jvp(ctx: Any, tangent: torch.Tensor, *_: None) -> Any:
         return Gather.apply(tangent, *ctx.arguments)
+
+
+class Scatter(EagerFunction):
+    """The primitive under :func:`scatter_v`: the full tensor on ``src``; empty ones elsewhere say shape and dtype."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, sizes: list[int], dim: int, src: int, group: Group) -> torch.Tensor:
+        ctx.arguments = sizes, dim, src, group
+        tensor = still_carried(tensor, group)
+        shape = list(tensor.shape)
+        shape[dim] = sizes[group.rank]
+        part = new_empty(tensor, shape)
+        nothing = tensor.narrow(dim, 0, 0)
+        sends = tensor.split(sizes, dim) if group.rank == src else [nothing] * group.size
+        receives = [part if rank == src else part.narrow(dim, 0, 0) for rank in range(group.size)]
+        what = f"scatter {layout_of(tensor, dim)} dim {dim} sizes {sizes} src {src}"
+        exchange(sends, receives, group, what)
+        return part
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+        return Gather.apply(grad, *ctx.arguments), None, None, None, None
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: torch.Tensor, *_: None) -> Any:
+        return Scatter.apply(tangent, *ctx.arguments)
+
+
+class _Receiver(EagerFunction):
+    """An empty tensor in the place of what a rank that only receives has passed, whose gradient is then zero.
+
+    It keeps nothing for the backward pass: the source keeps nothing either, and under activation checkpointing a rank
+    repeats its forward pass when it needs what it kept.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, given: torch.Tensor, empty: torch.Tensor) -> torch.Tensor:
+        ctx.like = given.shape, given.dtype, given.device
+        return empty
+
+    @staticmethod
+    def backward(ctx: Any, _: torch.Tensor) -> tuple[Any, ...]:
+        shape, dtype, device = ctx.like
+        return torch.zeros(shape, dtype=dtype, device=device), None
+
+
+def _given(tensor: torch.Tensor | None, src: int, group: Group) -> torch.Tensor | None:
+    """Return what was passed: on ``src`` what messages can carry, elsewhere None if it is no such tensor."""
+    is_source = group.rank == src
+    try:
+        return carried(tensor, group) if isinstance(tensor, torch.Tensor) else tensor
+    except (TypeError, ValueError) as error:
+        if is_source:
+            refuse(error, "scatter_v", group, functools.partial(_refuse_in_header, src))
+        return None
+
+
+def _refuse_in_header(src: int, error: Exception, operation: str, group: Group) -> None:
+    header = [REFUSED, *_NO_HEADER[1:]]
+    broadcast_numbers(header, src, group, control_device(group, DistributedManager().device))
+    tell(refusal_text(error, operation, group), group)
+
+
+def _onto_graph(empty: torch.Tensor, given: torch.Tensor | None) -> torch.Tensor:
+    """Return the empty tensor as one that requires a gradient, and gives what was passed here one of zeros."""
+    if given is None or not given.requires_grad:
+        return empty.requires_grad_()
+    full: torch.Tensor = _Receiver.apply(forward_ad.unpack_dual(given).primal, empty)
+    return full
+
+
+def _describe(tensor: torch.Tensor | None, sizes: list[int], dim: int) -> list[int]:
+    """Return what the receivers must know of the full tensor."""
+    if tensor is None:
+        raise ValueError("tensor must be a tensor on rank src, got None. Pass the full tensor there.")
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(f"tensor must be a torch.Tensor, got {type(tensor).__name__}. Pass a tensor.")
+    if has_tangent(tensor):
+        raise NotImplementedError(
+            "scatter_v has no forward-mode derivative, since the other ranks have no tangents. Use all_to_all_v, or "
+            "scatter_to_parallel_region."
+        )
+    axis = normalize_dim(dim, tensor.ndim)
+    if tensor.shape[axis] != sum(sizes):
+        raise ValueError(
+            f"sizes must add up to the tensor's length {tensor.shape[axis]} along dim {dim}, got {sizes}. Pass the "
+            "lengths of the slices."
+        )
+    needs_grad = torch.is_grad_enabled() and tensor.requires_grad
+    shape = [*tensor.shape, *[0] * (MAX_NDIM - tensor.ndim)]
+    return [DTYPES.index(tensor.dtype), int(needs_grad), axis, tensor.ndim, *shape]

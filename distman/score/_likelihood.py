@@ -10,8 +10,7 @@ from typing import Any, Literal
 import torch
 
 from distman._groups.registry import Group
-from distman.collectives import GroupLike
-from distman.collectives._all_gather import all_gather_v
+from distman.collectives import GroupLike, all_gather_v
 from distman.collectives._validation import admitted, resolve_group
 from distman.score._network import Network, evaluate
 from distman.score._sde import SDE, per_sample

@@ -11,9 +11,7 @@ from typing import Literal, get_args
 import torch
 
 from distman._groups.registry import Group
-from distman.collectives import GroupLike
-from distman.collectives._all_gather import all_gather_v
-from distman.collectives._gather import gather_v
+from distman.collectives import GroupLike, all_gather_v, gather_v
 from distman.collectives._validation import admitted, check_member, resolve_group
 from distman.decorators import on_rank
 from distman.manager import DistributedManager

@@ -108,7 +108,7 @@ def test_the_host_does_not_wait_for_a_gpu(monkeypatch, rank):
         monkeypatch.setattr(f"distman.collectives.{module}.with_memory", lambda tensor, *_: tensor)
     for looks in ("are_simple", "is_plain"):
         monkeypatch.setattr(f"distman.collectives._fused.{looks}", lambda _: True)
-    for module in ("_evenly", "_transport", "_transport._backend"):
+    for module in ("_all_gather", "_transport", "_transport._backend"):
         monkeypatch.setattr(f"distman.collectives.{module}.collects_batches", lambda _, device: device == there)
     monkeypatch.setattr("distman.collectives._transport._backend.batch_isend_irecv", send)
     for module in ("_fused", "_all_to_all"):
