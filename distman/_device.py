@@ -72,7 +72,6 @@ def _has_own_devices() -> bool:
 
 
 def is_sharing_allowed(environ: Mapping[str, str]) -> bool:
-    """Return whether ``DISTMAN_ALLOW_SHARED_GPU`` lets several ranks compute on one GPU."""
     return read_flag(environ, _ALLOW_SHARED)
 
 
@@ -142,7 +141,6 @@ def requested_device(device: str | torch.device | None) -> torch.device | None:
 
 
 def backend_for(device: torch.device) -> str:
-    """Return the backend of a process group whose ranks compute on such a device."""
     backend = _BACKENDS.get(device.type)
     if backend is None:
         raise ValueError(

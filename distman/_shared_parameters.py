@@ -74,7 +74,6 @@ class SharedMark:
         self._has_looked = True
 
     def detach(self) -> None:
-        """Let no gradients be summed any more."""
         for parameter, (mark, handle) in list(_handles.items()):
             if mark is self:
                 handle.remove()
@@ -119,7 +118,6 @@ def remove_mark(module: torch.nn.Module) -> None:
 
 
 def mark_of(module: torch.nn.Module) -> SharedMark | None:
-    """Return the mark of a module, or None."""
     return next((hook for hook in forward_pre_hooks(module).values() if isinstance(hook, SharedMark)), None)
 
 

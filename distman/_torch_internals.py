@@ -245,7 +245,6 @@ def abort_backends(process_group: dist.ProcessGroup) -> None:
 
 
 def all_groups() -> list[dist.ProcessGroup]:
-    """Return the process groups that torch has."""
     return list(distributed_c10d._world.pg_map)
 
 
@@ -294,7 +293,6 @@ def close_connections(process_group: dist.ProcessGroup) -> None:
 
 
 def close_all_connections() -> None:
-    """End what this process, and others with it, wait for in any group."""
     for process_group in all_groups():
         abort_backends(process_group)
         close_connections(process_group)
@@ -462,7 +460,6 @@ class CollectiveGuard:
         distributed_c10d._process_group_name = name_guarded_group
 
     def remove(self) -> None:
-        """Let all collectives start unasked."""
         distributed_c10d._process_group_name = self._name_group
         self._collectives._destroy()
         self._others._destroy()
@@ -528,7 +525,6 @@ def enter_regions(those: tuple[Any, ...]) -> Callable[[], None]:
 
 
 def leave_all_regions() -> None:
-    """Take this thread out of all regions."""
     _regions.pop(threading.get_ident(), None)
     _set_guarded(guarded=False)
 
@@ -545,7 +541,6 @@ COMPILED = "_orig_mod"
 
 
 def is_compiled(module: torch.nn.Module | None) -> bool:
-    """Return whether ``torch.compile`` made a module."""
     compiler = sys.modules.get("torch._dynamo.eval_frame")  # its import takes a second, and compiling does it anyway
     return compiler is not None and isinstance(module, compiler.OptimizedModule)
 
@@ -885,13 +880,11 @@ def storage_info() -> Any:
 
 
 def pickle_in(file: IO[bytes]) -> bytes:
-    """Return the pickle in an archive of torch's, as torch finds it."""
     record: bytes = torch._C.PyTorchFileReader(file).get_record("data.pkl")
     return record
 
 
 def set_nested(state: dict[str, Any], path: tuple[str | int, ...], value: object) -> None:
-    """Put a value into nested dicts and lists, as ``torch.distributed.checkpoint`` does."""
     from torch.distributed.checkpoint._nested_dict import set_element
 
     set_element(state, path, value)

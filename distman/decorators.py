@@ -287,7 +287,6 @@ def _run_on(
 
 
 def _run_and_tell(section: ExclusiveSection, run: Callable[[], R], region: Restricted) -> R:
-    """Run a function, and tell the others if it fails."""
     try:
         with region:
             return run()
@@ -299,7 +298,6 @@ def _run_and_tell(section: ExclusiveSection, run: Callable[[], R], region: Restr
 
 
 def _run_alone(run: Callable[[], R], what: str, rank: int) -> R:
-    """Run a function on the only rank there is."""
     with Restricted(what, frozenset([rank])):
         return run()
 
@@ -392,7 +390,6 @@ def _shown(ranks: Sequence[int]) -> str:
 
 
 def _name_of(func: object) -> str:
-    """Return the name of a function that runs when it is called."""
     if not callable(func) or isinstance(func, type):
         raise TypeError(
             f"what runs on some ranks must be a function, got {func!r}. Decorate a function: below @property and its "

@@ -82,7 +82,6 @@ def check_shardable(
 
 
 def check_mesh(mesh: DeviceMesh, device: torch.device) -> None:
-    """Refuse a mesh that ``fully_shard`` would."""
     if mesh.ndim > 2:
         raise ValueError(
             f"mesh must have one axis, to shard along, or two, to replicate and to shard along, got {mesh.ndim}. Pass "
@@ -137,12 +136,10 @@ def shard_in_place(
 
 
 def is_on_meta(module: torch.nn.Module, *, recurse: bool = True) -> bool:
-    """Return whether parameters or buffers of a module have a shape and no memory."""
     return any(one.is_meta for one in [*module.parameters(recurse=recurse), *module.buffers(recurse=recurse)])
 
 
 def materialize(module: torch.nn.Module, device: torch.device, initialize: Initialize | None) -> list[torch.Tensor]:
-    """Initialize what of a module is on the meta device, and return that."""
     made: dict[torch.nn.Parameter, torch.nn.Parameter] = {}  # those that are tied stay so
     found: list[torch.Tensor] = []
     for part in module.modules():
@@ -207,7 +204,6 @@ def _check_parameter(name: str, parameter: torch.nn.Parameter) -> None:
 
 
 def _check_dtypes(found: Mapping[torch.dtype, str]) -> None:
-    """Refuse different data types in what is gathered together."""
     if len(found) > 1:
         got = " and ".join(f"{name} of {dtype}" for dtype, name in found.items())
         raise ValueError(

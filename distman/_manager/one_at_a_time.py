@@ -11,8 +11,6 @@ from distman.errors import DistmanError
 
 
 class _Start:
-    """A start that is under way, and how it ended."""
-
     def __init__(self) -> None:
         self.thread = threading.get_ident()
         self.is_over = threading.Event()

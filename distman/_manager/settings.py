@@ -29,7 +29,6 @@ _FIND_UNUSED = "DDP_FIND_UNUSED_PARAMETERS"
 
 
 def limits(timeout: float | datetime.timedelta | None, rendezvous_timeout: float | datetime.timedelta | None) -> Limits:
-    """Return how long to wait: what the program says, else the variables."""
     return Limits(
         collective=_seconds("timeout", timeout, *_TIMEOUT),
         rendezvous=_seconds("rendezvous_timeout", rendezvous_timeout, *_RENDEZVOUS_TIMEOUT),
@@ -48,7 +47,6 @@ def seed(value: int | None) -> int | None:
 
 
 def finds_unused_parameters() -> bool:
-    """Return whether the environment lets DDP look for unused parameters."""
     return read_flag(os.environ, _FIND_UNUSED)
 
 
@@ -65,7 +63,6 @@ def check_adopted_backend(backend: str | None) -> None:
 
 
 def environment(method: str | None, *, use_distributed: bool | None) -> LaunchEnvironment:
-    """Return what the launcher says, with its warnings in the log."""
     if use_distributed is False:
         return LaunchEnvironment.lone()
     detection = detect(os.environ, method)
@@ -77,7 +74,6 @@ def environment(method: str | None, *, use_distributed: bool | None) -> LaunchEn
 
 
 def _seconds(name: str, value: float | datetime.timedelta | None, variable: str, default: float) -> float:
-    """Return a limit in seconds: the argument, else the variable, else the default."""
     return _seconds_of(variable, default) if value is None else check_seconds(name, value)
 
 

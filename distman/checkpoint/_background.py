@@ -29,7 +29,6 @@ class BackgroundWrite:
         self._unregister = register(self.end)
 
     def start(self) -> None:
-        """Start the thread."""
         _writes[self._location] = self
         try:
             self._thread.start()

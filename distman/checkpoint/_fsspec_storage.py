@@ -36,7 +36,6 @@ class FsspecStorage:
     """
 
     def resolve(self, path: str) -> str:
-        """Return the URL."""
         scheme, _, rest = path.partition("://")
         if not rest.strip("/"):
             raise ValueError(
@@ -46,7 +45,6 @@ class FsspecStorage:
 
     @contextlib.contextmanager
     def create(self, place: str) -> Iterator[IO[bytes]]:
-        """Write a local temporary file, then upload it."""
         with tempfile.TemporaryFile() as local:
             try:
                 yield local
@@ -71,7 +69,6 @@ class FsspecStorage:
         return file
 
     def list(self, folder: str) -> list[str]:
-        """Return the names in the folder, as the store has them now."""
         return [name for name, _ in _entries(*_locate(folder)) if not name.startswith(".")]
 
     def saved_at(self, place: str) -> int:
@@ -99,7 +96,6 @@ class FsspecStorage:
         _remove_leftovers(folder, ".+")
 
     def link(self, place: str, target: str) -> None:
-        """Write a small object with the name in it."""
         with self.create(place) as file:
             file.write(_LINK + target.encode())
 
@@ -158,7 +154,6 @@ class _Generation:
 
 
 def _locate(place: str, **options: Any) -> tuple[Any, str]:
-    """Return the file system of a URL and the path in it."""
     fs, path = fsspec.core.url_to_fs(place, **options)
     return fs, path
 

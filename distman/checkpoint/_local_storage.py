@@ -46,7 +46,6 @@ class LocalStorage:
 
     @contextlib.contextmanager
     def create(self, place: str) -> Iterator[IO[bytes]]:
-        """Write beside the place, bring it to the disk, and rename."""
         path = Path(place)
         if path.is_dir():
             raise IsADirectoryError(f"the place of a file must not be a directory, got {place}. Name a file in it.")
@@ -80,7 +79,6 @@ class LocalStorage:
             return []
 
     def saved_at(self, place: str) -> int:
-        """Return the time of the last modification."""
         return Path(place).stat().st_mtime_ns
 
     def remove(self, place: str) -> None:
@@ -97,7 +95,6 @@ class LocalStorage:
         _remove_leftovers(Path(folder), "*")
 
     def link(self, place: str, target: str) -> None:
-        """Rename a new symbolic link over the one before."""
         link = Path(place)
         lock = _LockBeside(link)
         try:
@@ -120,7 +117,6 @@ class LocalStorage:
         return None if target.name in ("", "..") else target.name
 
     def new_folder(self, place: str) -> NewFolder:
-        """Return a folder beside the place."""
         return _FolderBeside(Path(place))
 
     def folder(self, place: str) -> str:
@@ -186,7 +182,6 @@ class _LockBeside:
         self.temporary = _locked_by(self._path)
 
     def release(self) -> None:
-        """Remove it."""
         with contextlib.suppress(OSError):  # what stays is a leftover, which the next save removes
             self._path.unlink()
         self._file.close()

@@ -20,8 +20,6 @@ _registered: dict[str, Storage] = dict.fromkeys(SCHEMES, _LOCAL)
 
 @dataclasses.dataclass(frozen=True)
 class Location:
-    """A place, and the storage that it is in."""
-
     storage: Storage = dataclasses.field(hash=False)  # one of a site's own may have no hash
     place: str
 
@@ -38,7 +36,6 @@ class Location:
 
 
 def locate(path: str | os.PathLike[str]) -> Location:
-    """Return the location that a path or URL stands for."""
     if not isinstance(path, (str, os.PathLike)):
         raise TypeError(f"path must be a str or a Path, got {type(path).__name__}. Pass where the file or folder is.")
     text = os.fspath(path)

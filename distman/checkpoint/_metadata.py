@@ -124,13 +124,11 @@ class _Contents:
         return {key(one): item(other) for one, other in self._all_of(dict, value).items()}
 
     def _state_of(self, value: Any, name: str) -> dict[str, Any]:
-        """Return the attributes of a data class of torch's."""
         if not _is_made(value, name):
             raise ValueError(f"{_shown(value)} is not a {name.lstrip('_')}")
         return self._all_of(dict, value.state) if value.state is not None else {}
 
     def _all_of(self, kind: type[T], value: Any) -> T:
-        """Return what holds several things, if it is of a kind."""
         found: Any = _of_type(kind, value)
         self._left -= len(found)
         if self._left < 0:

@@ -121,5 +121,4 @@ def _candidates(module: torch.nn.Module, names: list[str]) -> Iterator[dict[str,
 
 
 def without_compiled(name: str) -> str:
-    """Return a name without what ``torch.compile`` puts into it."""
     return ".".join(part for part in name.split(".") if part != COMPILED)

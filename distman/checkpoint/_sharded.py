@@ -168,7 +168,6 @@ def load_from(state: dict[str, Any], location: Location) -> None:
 
 
 def saved_tensors(location: Location) -> dict[str, tuple[torch.Size, torch.dtype]]:
-    """Return shapes and data types of the tensors of a sharded state by their names."""
     folder = Location(location.storage, on_all_ranks(functools.partial(location.storage.folder, location.place)))
     metadata = on_all_ranks(functools.partial(read_metadata, folder))
     tensors = {n: one for n, one in metadata.state_dict_metadata.items() if isinstance(one, TensorStorageMetadata)}
@@ -388,7 +387,6 @@ def _is_one_process() -> bool:
 
 @contextlib.contextmanager
 def _quiet_on_one_process() -> Iterator[None]:
-    """Keep torch from warning that there is one process only."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=NO_JOB_WARNING)
         yield

@@ -106,7 +106,6 @@ def _is_part(tensor: torch.Tensor) -> bool:
 
 
 def _rebuild(value: Any, tensor: Callable[[torch.Tensor], Any], other: Callable[[Any], Any]) -> Any:
-    """Return the same structure with what functions make of its tensors, and of what else is no plain value."""
     kind, again = type(value), functools.partial(_rebuild, tensor=tensor, other=other)
     if isinstance(value, torch.Tensor):
         return tensor(value)
@@ -182,7 +181,6 @@ def write_state(state: object, location: Location) -> None:
 
 
 def read_state(location: Location, device: torch.device) -> Any:
-    """Return the state in a file; nothing in it is run."""
     try:
         file = location.storage.open(location.place)
     except (FileNotFoundError, NotADirectoryError) as error:

@@ -128,8 +128,6 @@ def reduce_scatter_v(
 
 
 class AllGather(EagerFunction):
-    """The primitive under :func:`all_gather_v`."""
-
     @staticmethod
     def forward(
         ctx: Any,
@@ -160,8 +158,6 @@ class AllGather(EagerFunction):
 
 
 class ReduceScatter(EagerFunction):
-    """The primitive under :func:`reduce_scatter_v`, and the adjoint of ``AllGather``."""
-
     @staticmethod
     def forward(
         ctx: Any,

@@ -54,8 +54,6 @@ def sum_in_rank_order(term: torch.Tensor, group: Group) -> torch.Tensor:
 
 
 class AllReduceSum(EagerFunction):
-    """The sum as a function of all ranks' tensors: the gradient of a term is the sum of the ranks' gradients."""
-
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, group: Group, use_fp32: bool) -> torch.Tensor:
         ctx.arguments = group, use_fp32

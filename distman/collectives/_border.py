@@ -177,7 +177,6 @@ def refuse_in_header(error: Exception, operation: str, group: Group) -> None:
 
 @despite_traces
 def tell(text: str, group: Group) -> list[str]:
-    """Return what all ranks have to say, in rank order."""
     device = control_device(group, DistributedManager().device)
     mine = torch.frombuffer(bytearray(text.encode() or b" "), dtype=torch.uint8).to(device)
     lengths = [length for (length,) in all_gather_numbers([len(mine)], group, device)]
@@ -192,7 +191,6 @@ def raise_refusals(group: Group) -> NoReturn:
 
 
 def refusal_text(error: Exception, operation: str, group: Group) -> str:
-    """Return what the others raise where this rank refuses."""
     rank = group.ranks[group.rank]
     return (
         f"all ranks must pass what messages can carry to {operation}, got a refusal from rank {rank} at {call_site()}. "

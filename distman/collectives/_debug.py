@@ -13,7 +13,6 @@ _VARIABLE = "DISTMAN_DEBUG"
 
 
 def is_on() -> bool:
-    """Return whether the ranks compare their calls."""
     return read_flag(os.environ, _VARIABLE)
 
 

@@ -73,7 +73,6 @@ def exchange(
 
 @collective
 def exchange_and_add(sends: Sequence[torch.Tensor], group: Group, what: str, *, use_fp32: bool) -> torch.Tensor:
-    """Return the sum of what the ranks send to this one, in rank order, as a new tensor."""
     mine = sends[group.rank]
     total = SumInRankOrder(mine, group.rank, use_fp32=use_fp32)
     _exchange(sends, [mine] * group.size, group, what, total.add, is_filled=False)
@@ -125,7 +124,6 @@ def begin_sum(message: torch.Tensor, group: Group, what: str) -> Callable[[], to
 
 
 def begin_all_reduce(tensor: torch.Tensor, op: dist.ReduceOp.RedOpType, group: Group) -> Callable[[], torch.Tensor]:
-    """Begin an all_reduce of the backend, in place, and return what waits for the result."""
     return _closing(group, begin_all_reduce_by_backend(tensor, op, group))
 
 

@@ -296,7 +296,6 @@ def _launch(
 
 
 def _own(buffer: torch.Tensor, layout: Layout) -> torch.Tensor:
-    """Return a buffer that may be changed."""
     return new_empty(buffer, buffer.shape).copy_(buffer) if layout.is_sent_as_it_is else buffer
 
 
@@ -306,7 +305,6 @@ def _goes_through_memory(layout: Layout, group: Group) -> bool:
 
 
 def _check(message: torch.Tensor, layout: Layout, group: Group) -> None:
-    """Raise on all ranks if their signatures differ."""
     if is_signed_by_all(message[:HEADER_WORDS].tolist(), group.size):
         return
     texts = texts_of_all(layout.text, group)

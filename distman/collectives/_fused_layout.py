@@ -38,8 +38,6 @@ _LOW_BITS = 2**22 - 1
 
 @dataclass(frozen=True)
 class Layout:
-    """How tensors become one buffer."""
-
     operation: str
     dtype: torch.dtype  # of the buffer; complex numbers are pairs of it
     device: torch.device
@@ -59,12 +57,10 @@ class Layout:
 
     @property
     def is_sum(self) -> bool:
-        """Whether the ranks' buffers are added up."""
         return self.operation in ("sum", "avg")
 
     @property
     def reduce_op(self) -> Any:
-        """Torch's name of what is done with the ranks' buffers."""
         return dist.ReduceOp.SUM if self.is_sum else OPERATIONS[self.operation]
 
     def pack(self, values: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -82,7 +78,6 @@ class Layout:
         return torch.cat(flat) if flat else torch.empty(0, dtype=self.dtype, device=self.device)
 
     def flat(self, stacked: torch.Tensor) -> torch.Tensor:
-        """Return the buffer with the values that :func:`stack_alike` has stacked."""
         return stacked.to(self.device, self.dtype).reshape(-1)
 
     @property
@@ -128,7 +123,6 @@ class Layout:
 
 
 def kind_of(tensor: torch.Tensor) -> Kind:
-    """Return what is known of a tensor."""
     return tensor.shape, tensor.dtype, tensor.device
 
 

@@ -159,8 +159,6 @@ def scatter_v(
 
 
 class Gather(EagerFunction):
-    """The primitive under :func:`gather_v`."""
-
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, sizes: list[int], dim: int, dst: int, group: Group) -> torch.Tensor:
         ctx.arguments = sizes, dim, dst, group
@@ -254,7 +252,6 @@ def _onto_graph(empty: torch.Tensor, given: torch.Tensor | None) -> torch.Tensor
 
 
 def _describe(tensor: torch.Tensor | None, sizes: list[int], dim: int) -> list[int]:
-    """Return what the receivers must know of the full tensor."""
     if tensor is None:
         raise ValueError("tensor must be a tensor on rank src, got None. Pass the full tensor there.")
     if not isinstance(tensor, torch.Tensor):

@@ -23,7 +23,6 @@ def control_device(group: Group, device: torch.device) -> torch.device:
 
 @collective
 def all_gather_numbers(numbers: Sequence[int], group: Group, device: torch.device) -> list[list[int]]:
-    """Return the numbers that each rank of the group brought, as many on each, in rank order."""
     if group.size == 1:
         return [list(numbers)]
     mine = torch.tensor(numbers, dtype=torch.int64, device=device)
@@ -52,7 +51,6 @@ def broadcast_numbers(numbers: Sequence[int], src: int, group: Group, device: to
 
 
 def broadcast(tensor: torch.Tensor, src: int, group: Group) -> None:
-    """Fill a tensor with what it holds on one rank of the group, by the backend."""
     with ClosedByErrors(group):
         dist.broadcast(tensor, group=process_group_of(group), group_src=src)
 

@@ -201,8 +201,6 @@ def _collect(data: T, group: Group, receivers: Sequence[int]) -> list[T] | None:
 
 @dataclasses.dataclass(frozen=True)
 class _Payload:
-    """An object on its way."""
-
     pickle: bytes = b""  # empty where pickling failed
     memories: Sequence[torch.Tensor] = ()  # of tensors that were left out of it, as bytes
     specs: bytes = b""  # size and place of these memories, as JSON
@@ -295,7 +293,6 @@ def _unseal_and_unpickle(sealed: bytes, seal: Seal, src: int) -> tuple[Any, Exce
 
 
 def _unpickle(text: bytes, memories: Sequence[torch.Tensor]) -> tuple[Any, Exception | None]:
-    """Return the object, or why unpickling failed."""
     try:
         return _Unpickler(io.BytesIO(text), memories).load(), None
     except Exception as error:  # noqa: BLE001 - whatever a program's object raises is raised on all ranks

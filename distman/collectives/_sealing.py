@@ -31,7 +31,6 @@ class Seal:
         self._call = next(group.seals)
 
     def put_on(self, text: bytes) -> bytes:
-        """Return this rank's pickle with its seal before it."""
         return self._of(text, self._group.rank) + text if self._key else text
 
     def take_off(self, sealed: bytes, src: int) -> bytes:

@@ -28,7 +28,6 @@ class SumInRankOrder:
             self._waiting[rank] = _copied(self._waiting[rank])
 
     def result(self) -> torch.Tensor:
-        """Return the sum, a new tensor."""
         total = self._total if self._total is not None else _copied(self._own)  # there are no others
         return total.to(self._own.dtype)
 

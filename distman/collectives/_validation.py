@@ -96,7 +96,6 @@ def _from_front(dim: object, ndim: int) -> object:
 
 
 def normalize_dim(dim: int, ndim: int, name: str = "dim") -> int:
-    """Return a dim counted from the front."""
     if ndim == 0:
         raise ValueError("tensor must have at least one dim, got a scalar. Give it one with tensor.reshape(1).")
     if not is_whole_number(dim) or not -ndim <= dim < ndim:
@@ -108,7 +107,6 @@ def normalize_dim(dim: int, ndim: int, name: str = "dim") -> int:
 
 
 def check_sizes(sizes: Sequence[int], group: Group, name: str = "sizes") -> list[int]:
-    """Return the sizes of the shards, one for each rank, as a list."""
     try:
         numbers = [operator.index(size) for size in sizes]
     except TypeError:
@@ -132,7 +130,6 @@ def check_matrix(sizes: Sequence[Sequence[int]], group: Group) -> list[list[int]
 
 
 def check_member(name: str, rank: int, group: Group) -> None:
-    """Check that a ``src`` or ``dst`` is a rank in the group."""
     if not is_whole_number(rank) or not 0 <= rank < group.size:
         raise ValueError(
             f"{name} must be a rank in group {group.name!r}, 0 to {group.size - 1}, got {rank!r}. "
@@ -161,7 +158,6 @@ def shard_sizes(
 
 
 def has_tangent(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor carries a tangent of forward-mode differentiation."""
     return is_forward_mode() and forward_ad.unpack_dual(tensor).tangent is not None
 
 
@@ -170,7 +166,6 @@ def _needs_grad(tensor: torch.Tensor) -> bool:
 
 
 def _lifted(tensor: torch.Tensor) -> torch.Tensor:
-    """Return an equal tensor that requires a gradient."""
     primal, tangent = forward_ad.unpack_dual(tensor)
     lifted = primal.detach().requires_grad_()
     dual: torch.Tensor = lifted if tangent is None else forward_ad.make_dual(lifted, tangent)

@@ -403,7 +403,6 @@ class EvaluationBatches(Sampler[list[int]]):
 
 
 def _cumulate(weights: Weights, num_samples: int) -> torch.Tensor:
-    """Check the weights, and return their cumulative sums."""
     given = torch.as_tensor(weights, dtype=torch.float64)
     if given.shape != (num_samples,):
         raise ValueError(

@@ -328,7 +328,6 @@ def _positive(text: str | None) -> int:
 
 
 def length_of(dataset: Dataset[Any]) -> int:
-    """Return the number of samples of a map-style dataset."""
     if isinstance(dataset, DataLoader):
         raise TypeError(f"dataset must be a dataset, got a {type(dataset).__name__}. Pass loader.dataset.")
     if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):

@@ -16,7 +16,6 @@ from distman.manager import DistributedManager
 
 
 def generators_state() -> dict[str, Any]:
-    """Return the state of all generators, as plain values and tensors."""
     name, keys, position, has_gauss, gauss = np.random.get_state()
     state: dict[str, Any] = {
         "python": random.getstate(),
@@ -29,7 +28,6 @@ def generators_state() -> dict[str, Any]:
 
 
 def set_generators_state(state: Mapping[str, Any]) -> None:
-    """Restore such a state."""
     version, words, gauss_next = state["python"]
     random.setstate((version, tuple(words), gauss_next))
     name, keys, position, has_gauss, gauss = state["numpy"]
@@ -41,7 +39,6 @@ def set_generators_state(state: Mapping[str, Any]) -> None:
 
 @contextmanager
 def generators_preserved() -> Iterator[None]:
-    """Restore the state of the generators at the end of a ``with`` block."""
     state = generators_state()
     try:
         yield
@@ -86,7 +83,6 @@ def seed_generators_of(holder: object, seed: int) -> None:
 
 
 def states_of(generators: Mapping[str, Generator]) -> dict[str, Any]:
-    """Return the states of generators, as plain values and tensors."""
     return {name: _state_of(generator) for name, generator in generators.items()}
 
 

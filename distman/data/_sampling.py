@@ -49,7 +49,6 @@ class EpochSampler(Generic[T]):
         return self._latest[1]
 
     def checksum(self, epoch: int) -> int:
-        """Return a number that is the same for equal epochs."""
         return zlib.crc32(repr(self.epoch(epoch)).encode())
 
     def _draw(self, epoch: int) -> list[T]:

@@ -334,7 +334,6 @@ def _complex_linear(modes: torch.Tensor, weight: torch.Tensor, bias: torch.Tenso
 
 
 def _on_parts(function: Callable[[torch.Tensor], torch.Tensor], modes: torch.Tensor) -> torch.Tensor:
-    """Apply a function to real and imaginary parts."""
     return torch.view_as_complex(function(torch.view_as_real(modes)))
 
 

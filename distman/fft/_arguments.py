@@ -18,7 +18,6 @@ _NORMS = ("backward", "ortho", "forward")
 
 
 def computable(name: str, kind: Kind, tensor: torch.Tensor) -> torch.Tensor:
-    """Return the tensor in a dtype that the transform is computed in."""
     if kind == "rfft" and tensor.is_complex():
         raise ValueError(
             f"the tensor of {name} must be real, got {tensor.dtype}. Use {re.sub('[rh]', '', name, count=1)}."
@@ -51,7 +50,6 @@ def as_length(n: int | None) -> int:
 
 
 def as_dims(dim: Sequence[int], ndim: int) -> tuple[int, ...]:
-    """Return dims counted from the front."""
     try:
         return tuple(normalize_dim(operator.index(one), ndim) for one in dim)
     except TypeError:
@@ -133,7 +131,6 @@ def cut_shards(
 
 
 def fit(tensor: torch.Tensor, dim: int, length: int) -> torch.Tensor:
-    """Cut a tensor to a length along a dim, or fill it up with zeros."""
     missing = length - tensor.shape[dim]
     if missing == 0:
         return tensor

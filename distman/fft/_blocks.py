@@ -34,8 +34,6 @@ _REAL = {value: key for key, value in _COMPLEX.items()}
 
 @dataclasses.dataclass(frozen=True)
 class LocalTransform:
-    """A transform of dims that are whole on this rank."""
-
     kind: Kind  # rfft gives half of a spectrum, irfft takes one, along the last of the dims
     dims: tuple[int, ...]
     length: int  # of the signal, along the last of the dims
@@ -54,13 +52,11 @@ class LocalTransform:
         return transformed
 
     def shape(self, shape: Sequence[int]) -> list[int]:
-        """Return the shape of the transform of data of this one."""
         lengths = list(shape)
         lengths[self.dims[-1]] = self.length // 2 + 1 if self.kind == "rfft" else self.length
         return lengths
 
     def dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """Return the dtype of the transform of data of this one."""
         return {"rfft": _COMPLEX, "irfft": _REAL}.get(self.kind, {}).get(dtype, dtype)
 
 
@@ -73,7 +69,6 @@ def scale_pairs(half: torch.Tensor, dim: int, length: int, factor: float) -> tor
 def empty_with_last(
     tensor: torch.Tensor, shape: Sequence[int], last: Sequence[int], dtype: torch.dtype | None = None
 ) -> torch.Tensor:
-    """Return an empty tensor whose last dims in memory are these."""
     order = _order(len(shape), last)
     return new_empty(tensor, [shape[dim] for dim in order], dtype).permute(_inverse(order))
 

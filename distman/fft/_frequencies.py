@@ -236,7 +236,6 @@ def _shift(
 
 
 def _is_moved(tensor: torch.Tensor, dim: int | Sequence[int] | None, shard_dim: int | None) -> bool:
-    """Return whether the sharded dim is shifted."""
     if dim is None or shard_dim is None:
         return True
     return any(is_same_dim(tensor, shard_dim, one) for one in (dim if isinstance(dim, Sequence) else (dim,)))

@@ -56,7 +56,6 @@ class HermitianRows:
     @classmethod
     @functools.lru_cache(maxsize=64)
     def of(cls, length: int, sizes: tuple[int, ...], rank: int) -> HermitianRows:
-        """Return the rows of a dim of this length, of which each rank owns so many, as this rank needs them."""
         size = len(sizes)
         owner = np.repeat(np.arange(size + 1), [*sizes, length - sum(sizes)])
         computer = _computers(length, owner, size)
@@ -145,7 +144,6 @@ class HermitianRows:
 
 
 def negated(spectrum: torch.Tensor, dims: Sequence[int]) -> torch.Tensor:
-    """Return a spectrum with the frequencies of some dims negated."""
     for dim in dims:
         rest = spectrum.narrow(dim, 1, spectrum.shape[dim] - 1).flip(dim)
         spectrum = torch.cat([spectrum.narrow(dim, 0, 1), rest], dim)
@@ -169,7 +167,6 @@ def _computers(length: int, owner: IntArray, size: int) -> IntArray:
 
 
 def _runs(rows: IntArray) -> tuple[Run, ...]:
-    """Return ascending rows as runs of neighbours."""
     starts = np.flatnonzero(np.diff(rows, prepend=-2) > 1)
     return tuple((int(run[0]), len(run)) for run in np.split(rows, starts)[1:])
 

@@ -14,8 +14,6 @@ from distman.topology import split_sizes
 
 @dataclasses.dataclass(frozen=True)
 class LinePlan:
-    """A transform of one dim over a group."""
-
     local: LocalTransform
     shard: int
     sizes: tuple[int, ...]  # along the transformed dim, what they lack of the full length is zero

@@ -108,7 +108,6 @@ def _transform_matrix(
 def _completed(
     half: torch.Tensor, dim: int, sizes: tuple[int, ...], whole: tuple[int, ...], group: Group
 ) -> torch.Tensor:
-    """Return the full spectrum of real data."""
     length, num_there = sum(whole), min(sum(sizes), sum(whole) // 2 + 1)
     there = Stretch(0, 0, num_there)
     num_mirrored = min(num_there - 1, (length - 1) // 2)

@@ -47,7 +47,6 @@ class Plan:
     is_weighted: bool = False
 
     def adjoint(self) -> Plan:
-        """Return the plan of the adjoint: the exponent's sign, the layouts and the padding are swapped."""
         return dataclasses.replace(
             self,
             kind=ADJOINT[self.kind],
@@ -71,7 +70,6 @@ class Plan:
 
     @property
     def _half(self) -> int:
-        """Length of half of a spectrum."""
         return self.lengths[self.dims[-1]] // 2 + 1
 
     def _others(self, *taken: int) -> tuple[int, ...]:
@@ -93,7 +91,6 @@ class Plan:
         return self._pass(tensor, first, second, way, self.lengths[way], self.lengths[shard])
 
     def _to_half(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Transform real data to half of its spectrum."""
         shard, last = self.shard, self.dims[-1]
         if shard != last:
             way = self.out if self.out != shard else last
@@ -108,7 +105,6 @@ class Plan:
         return transform(tensor, self._local("fft", way))
 
     def _to_real(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Transform half of a spectrum to real data."""
         shard, out, last = self.shard, self.out, self.dims[-1]
         others = self._others(shard, last)
         first = self._local("ifft", *others) if others else None

@@ -34,7 +34,6 @@ class Rearrangement:
     group: Group
 
     def adjoint(self) -> Rearrangement:
-        """Return the rearrangement that brings all back; what was dropped is zero."""
         stretches = tuple(one._replace(source=one.target, target=one.source) for one in self.stretches)
         return dataclasses.replace(self, sizes=self.out_sizes, out_sizes=self.sizes, stretches=stretches)
 

@@ -30,8 +30,6 @@ class LinearMap(Protocol):
 
 
 class _Apply(EagerFunction):
-    """Applies a map; its backward applies the adjoint, and so on."""
-
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, linear: LinearMap) -> torch.Tensor:
         ctx.linear = linear

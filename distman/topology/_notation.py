@@ -121,17 +121,14 @@ class _Reader:
         raise self._error(f"have {' or '.join(map(repr, signs))} here", "Add it, or correct what stands here")
 
     def expect_end(self) -> None:
-        """Refuse what comes after the end."""
         if not self.accept(""):
             raise self._error("end here", "Remove what follows, or open its bracket")
 
     def node(self) -> ProcessGroupNode:
-        """Read a name, and the size that may follow."""
         name = self.name()
         return ProcessGroupNode(name, self._size() if self.accept("=") else None)
 
     def name(self) -> str:
-        """Read a name that is new."""
         name = self._tokens[self._index][0]
         if not name or name in _SIGNS:
             raise self._error("have a name here", "Write one")
@@ -142,7 +139,6 @@ class _Reader:
         return name
 
     def length(self) -> int:
-        """Read a size, or -1."""
         return -1 if self.accept(_REST) else self._size("a positive number of ranks or -1")
 
     def _size(self, wanted: str = "a positive number of ranks") -> int:

@@ -370,7 +370,6 @@ class ListedPartition(Partition):
 
 
 def _across(blocks: Sequence[tuple[int, ...]]) -> tuple[tuple[int, ...], ...]:
-    """Return the i-th ranks of all blocks, for each i."""
     sizes = sorted({len(block) for block in blocks})
     if len(sizes) > 1:
         raise ValueError(

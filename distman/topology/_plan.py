@@ -15,7 +15,6 @@ READY_MADE = ("node", "leaders")
 
 
 def check_new_names(names: Iterable[str], taken: Container[str]) -> None:
-    """Check that the names of groups are names, and not in use."""
     for name in names:
         if not isinstance(name, str):
             raise TypeError(

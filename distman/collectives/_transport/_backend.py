@@ -47,8 +47,6 @@ class Batch:
 
 
 class Transport:
-    """Carries the messages of a group by its backend."""
-
     def __init__(self, group: Group, carrier: torch.device) -> None:
         self.group: Group = weakref.proxy(group)  # which holds this
         self.carrier = carrier  # the device from which they travel
@@ -85,7 +83,6 @@ class Transport:
 
 
 def begin_all_reduce(tensor: torch.Tensor, op: dist.ReduceOp.RedOpType, group: Group) -> Callable[[], torch.Tensor]:
-    """Begin an all_reduce of the backend, in place, and return what waits for the result."""
     work = dist.all_reduce(tensor, op, group=process_group_of(group), async_op=True)
 
     def finish() -> torch.Tensor:

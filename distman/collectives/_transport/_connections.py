@@ -76,7 +76,6 @@ class Outgoing:
         self.is_done = False
 
     def advance(self, num_bytes: int) -> None:
-        """Drop what was written."""
         self.ancillary = []
         while self.parts and num_bytes >= len(self.parts[0]):
             num_bytes -= len(self.parts.pop(0))
@@ -119,7 +118,6 @@ class Link:
         return message
 
     def flush(self) -> None:
-        """Write what the system takes now."""
         while self.pending:
             message = self.pending[0]
             try:
@@ -175,7 +173,6 @@ class Link:
         return num_bytes
 
     def _begin(self, frame: Frame) -> None:
-        """Find out what a head is about."""
         if frame.kind == WAS_READ:
             self._segments.made[frame.slot].readers.discard(self.rank)
             return
@@ -252,7 +249,6 @@ class Connections:
                 raise RuntimeError(f"Connection timed out after {self._timeout:g} s: {what}")
 
     def look(self, ranks: Iterable[int]) -> None:
-        """Read what some processes have sent."""
         with self._lock:
             for link in [self.links[rank] for rank in ranks]:
                 while link.read():

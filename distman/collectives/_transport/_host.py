@@ -62,7 +62,6 @@ class HostTransport(Transport):
         return self.take(large) if large and _segments.is_wanted() else None
 
     def take(self, pieces: Mapping[int, tuple[int, int]]) -> Segment | None:
-        """Return a segment for pieces, see ``Segments.take``."""
         if self._connections is not None:
             self._connections.look(self.segments.readers())
         return self.segments.take(pieces)
@@ -175,7 +174,6 @@ def is_large(num_bytes: int) -> bool:
 
 
 def as_bytes(tensor: torch.Tensor) -> memoryview:
-    """Return the memory of a contiguous tensor of the CPU."""
     tensor = tensor.detach()
     if tensor.dtype == torch.bfloat16:  # which NumPy lacks
         tensor = tensor.view(torch.int16)

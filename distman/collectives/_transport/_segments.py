@@ -54,8 +54,6 @@ class Segment:
 
 
 class Segments:
-    """The segments of this rank for one group."""
-
     def __init__(self) -> None:
         self.made: dict[int, Segment] = {}
         self._lock = threading.Lock()
@@ -105,13 +103,11 @@ def is_wanted() -> bool:
 
 
 def as_tensor(memory: torch.Tensor, dtype: torch.dtype, shape: Sequence[int], offset: int = 0) -> torch.Tensor:
-    """Return a part of memory as a contiguous tensor."""
     size = math.prod(shape) * dtype.itemsize
     return memory[offset : offset + size].view(dtype).view(torch.Size(shape))
 
 
 def mapped(descriptor: int) -> torch.Tensor:
-    """Return the memory of a segment."""
     if sys.version_info >= (3, 13):
         memory = mmap.mmap(descriptor, 0, trackfd=False)
     else:  # it keeps a descriptor of its own
