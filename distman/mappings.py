@@ -18,10 +18,10 @@ import torch
 from distman._coordination.wait_scope import collective
 from distman._groups.registry import Group
 from distman._shared_parameters import add_mark, parameters_of, remove_mark
-from distman._torch_internals import EagerFunction
 from distman.collectives import GroupLike
 from distman.collectives._all_gather import AllGather
 from distman.collectives._all_reduce import all_reduce_sum
+from distman.collectives._exchange import LinearFunction
 from distman.collectives._validation import check_call, normalize_dim, resolve_group, shard_sizes
 from distman.topology import split_sizes
 
@@ -256,38 +256,30 @@ def unmark_module_as_shared(module: torch.nn.Module, recurse: bool = True) -> to
     return module
 
 
-class _Copy(EagerFunction):
+class _Copy(LinearFunction):
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, group: Group) -> torch.Tensor:
-        ctx.group = group
+        ctx.arguments = (group,)
         return tensor.view_as(tensor)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
-        return _Reduce.apply(grad, ctx.group), None
-
-    @staticmethod
-    def jvp(ctx: Any, tangent: torch.Tensor, *_: None) -> Any:
-        return _Copy.apply(tangent, ctx.group)
+        return _Reduce.apply(grad, *ctx.arguments), None
 
 
-class _Reduce(EagerFunction):
+class _Reduce(LinearFunction):
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, group: Group) -> torch.Tensor:
-        ctx.group = group
+        ctx.arguments = (group,)
         return all_reduce_sum(tensor, group, use_fp32=True)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
         # A view would let two gradients share memory: autograd keeps a gradient that nobody else holds as it is.
-        return _Copy.apply(grad, ctx.group) if torch.is_grad_enabled() else grad, None
-
-    @staticmethod
-    def jvp(ctx: Any, tangent: torch.Tensor, *_: None) -> Any:
-        return _Reduce.apply(tangent, ctx.group)
+        return _Copy.apply(grad, *ctx.arguments) if torch.is_grad_enabled() else grad, None
 
 
-class _Scatter(EagerFunction):
+class _Scatter(LinearFunction):
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, sizes: list[int], dim: int, group: Group) -> torch.Tensor:
         ctx.arguments = sizes, dim, group
@@ -298,12 +290,8 @@ class _Scatter(EagerFunction):
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
         return _Gather.apply(grad, *ctx.arguments), None, None, None
 
-    @staticmethod
-    def jvp(ctx: Any, tangent: torch.Tensor, *_: None) -> Any:
-        return _Scatter.apply(tangent, *ctx.arguments)
 
-
-class _Gather(EagerFunction):
+class _Gather(LinearFunction):
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, sizes: list[int], dim: int, group: Group) -> torch.Tensor:
         ctx.arguments = sizes, dim, group
@@ -313,7 +301,3 @@ class _Gather(EagerFunction):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
         return _Scatter.apply(grad, *ctx.arguments), None, None, None
-
-    @staticmethod
-    def jvp(ctx: Any, tangent: torch.Tensor, *_: None) -> Any:
-        return _Gather.apply(tangent, *ctx.arguments)

@@ -10,9 +10,9 @@ import torch
 from distman._coordination.tracking import check_all_run_here
 from distman._coordination.wait_scope import collective
 from distman._groups.registry import Group, process_group_of
-from distman._torch_internals import EagerFunction, all_gather_single, collects_batches, reduce_scatter_single
+from distman._torch_internals import all_gather_single, collects_batches, reduce_scatter_single
 from distman.collectives._border import still_carried
-from distman.collectives._exchange import announce, exchange, exchange_and_add, layout_of
+from distman.collectives._exchange import LinearFunction, announce, exchange, exchange_and_add, layout_of
 from distman.collectives._result_memory import new_empty
 from distman.collectives._transport import carried
 from distman.collectives._validation import (
@@ -127,7 +127,7 @@ def reduce_scatter_v(
     return part
 
 
-class AllGather(EagerFunction):
+class AllGather(LinearFunction):
     @staticmethod
     def forward(
         ctx: Any,
@@ -152,12 +152,8 @@ class AllGather(EagerFunction):
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
         return ReduceScatter.apply(grad, *ctx.arguments), None, None, None, None
 
-    @staticmethod
-    def jvp(ctx: Any, tangent: torch.Tensor, *_: None) -> Any:
-        return AllGather.apply(tangent, *ctx.arguments)
 
-
-class ReduceScatter(EagerFunction):
+class ReduceScatter(LinearFunction):
     @staticmethod
     def forward(
         ctx: Any,
@@ -180,10 +176,6 @@ class ReduceScatter(EagerFunction):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
         return AllGather.apply(grad, *ctx.arguments), None, None, None, None
-
-    @staticmethod
-    def jvp(ctx: Any, tangent: torch.Tensor, *_: None) -> Any:
-        return ReduceScatter.apply(tangent, *ctx.arguments)
 
 
 # Shards of one length on all ranks: one operation of the backend, which is faster than messages on GPUs.

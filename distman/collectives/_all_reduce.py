@@ -9,9 +9,8 @@ import torch.distributed as dist
 
 from distman._coordination.wait_scope import collective
 from distman._groups.registry import Group, process_group_of
-from distman._torch_internals import EagerFunction
 from distman.collectives._border import still_carried
-from distman.collectives._exchange import announce, exchange, exchange_and_add, layout_of
+from distman.collectives._exchange import LinearFunction, announce, exchange, exchange_and_add, layout_of
 from distman.collectives._result_memory import new_empty
 from distman.topology import split_sizes
 
@@ -53,7 +52,7 @@ def sum_in_rank_order(term: torch.Tensor, group: Group) -> torch.Tensor:
     return full
 
 
-class AllReduceSum(EagerFunction):
+class AllReduceSum(LinearFunction):
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, group: Group, use_fp32: bool) -> torch.Tensor:
         ctx.arguments = group, use_fp32
@@ -62,7 +61,3 @@ class AllReduceSum(EagerFunction):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
         return AllReduceSum.apply(grad, *ctx.arguments), None, None
-
-    @staticmethod
-    def jvp(ctx: Any, tangent: torch.Tensor, *_: None) -> Any:
-        return AllReduceSum.apply(tangent, *ctx.arguments)

@@ -10,10 +10,9 @@ import torch
 from distman._coordination.tracking import current_wait
 from distman._coordination.wait_scope import collective
 from distman._groups.registry import Group
-from distman._torch_internals import EagerFunction
 from distman.collectives import _debug
 from distman.collectives._border import refuse, refuse_beside, still_carried, with_memory
-from distman.collectives._exchange import exchange, layout_of
+from distman.collectives._exchange import LinearFunction, exchange, layout_of
 from distman.collectives._result_memory import new_empty
 from distman.collectives._validation import (
     GroupLike,
@@ -212,7 +211,7 @@ def _note(text: str) -> None:
         wait.note += f" {text}"
 
 
-class AllToAll(EagerFunction):
+class AllToAll(LinearFunction):
     """Splits a tensor along one dim over the ranks and joins what comes along another; its adjoint does the reverse."""
 
     @staticmethod
@@ -239,7 +238,3 @@ class AllToAll(EagerFunction):
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
         split_dim, outgoing, join_dim, incoming, group = ctx.arguments
         return AllToAll.apply(grad, join_dim, incoming, split_dim, outgoing, group), None, None, None, None, None
-
-    @staticmethod
-    def jvp(ctx: Any, tangent: torch.Tensor, *_: None) -> Any:
-        return AllToAll.apply(tangent, *ctx.arguments)

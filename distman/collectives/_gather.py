@@ -25,7 +25,7 @@ from distman.collectives._border import (
     still_carried,
     tell,
 )
-from distman.collectives._exchange import exchange, layout_of
+from distman.collectives._exchange import LinearFunction, exchange, layout_of
 from distman.collectives._numbers import broadcast_numbers, control_device
 from distman.collectives._result_memory import new_empty
 from distman.collectives._validation import (
@@ -158,7 +158,7 @@ def scatter_v(
     return part
 
 
-class Gather(EagerFunction):
+class Gather(LinearFunction):
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, sizes: list[int], dim: int, dst: int, group: Group) -> torch.Tensor:
         ctx.arguments = sizes, dim, dst, group
@@ -177,12 +177,8 @@ class Gather(EagerFunction):
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
         return Scatter.apply(grad, *ctx.arguments), None, None, None, None
 
-    @staticmethod
-    def jvp(ctx: Any, tangent: torch.Tensor, *_: None) -> Any:
-        return Gather.apply(tangent, *ctx.arguments)
 
-
-class Scatter(EagerFunction):
+class Scatter(LinearFunction):
     """The primitive under :func:`scatter_v`: the full tensor on ``src``; empty ones elsewhere say shape and dtype."""
 
     @staticmethod
@@ -202,10 +198,6 @@ class Scatter(EagerFunction):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
         return Gather.apply(grad, *ctx.arguments), None, None, None, None
-
-    @staticmethod
-    def jvp(ctx: Any, tangent: torch.Tensor, *_: None) -> Any:
-        return Scatter.apply(tangent, *ctx.arguments)
 
 
 class _Receiver(EagerFunction):

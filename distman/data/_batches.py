@@ -95,12 +95,8 @@ class _PlannedBatches(EpochBatches):
     """Batches whose sizes are the same in each epoch."""
 
     @abc.abstractmethod
-    def num_own(self, position: int) -> int:
-        """Return how many samples of the step at this position are this rank's."""
-
-    @abc.abstractmethod
-    def num_total(self, position: int) -> int:
-        """Return how many samples the step at this position has on all ranks."""
+    def _counts_at(self, position: int) -> tuple[int, int]:
+        """Return how many samples of the step at this position are this rank's, and how many it has on all ranks."""
 
     @abc.abstractmethod
     def _order(self, epoch: int) -> torch.Tensor:
@@ -125,7 +121,7 @@ class _PlannedBatches(EpochBatches):
             [[(2, 4), (1, 1)], [(2, 4), (0, 1)]]
         """
         for start in range(position, self.num_drawn, self.stride):
-            yield self.num_own(start), self.num_total(start)
+            yield self._counts_at(start)
 
     def parts(self, epoch: int, position: int = 0) -> Iterator[torch.Tensor]:
         """Return an iterator over the indices of this rank's samples, for each step of an epoch from a position on.
@@ -147,6 +143,36 @@ class _PlannedBatches(EpochBatches):
         order = self._order(epoch)
         for start in range(position, self.num_drawn, self.stride):
             yield self._part(order, start)
+
+    def num_own(self, position: int) -> int:
+        """Return how many samples of the step at this position are this rank's; 0 if it takes part with weight 0.
+
+        Local.
+
+        Args:
+            position: Number of samples drawn before, see :meth:`start_at`; of shards, by a rank with the largest one.
+
+        Example on two ranks:
+            >>> batches = TrainingBatches(5, batch_size=2)
+            >>> all_gather_objects([batches.num_own(position) for position in (0, 4)])
+            [[2, 1], [2, 0]]
+        """
+        return self._counts_at(position)[0]
+
+    def num_total(self, position: int) -> int:
+        """Return how many samples the step at this position has on all ranks.
+
+        Local.
+
+        Args:
+            position: As of :meth:`num_own`.
+
+        Example on two ranks:
+            >>> batches = TrainingBatches(5, batch_size=2)
+            >>> [batches.num_total(position) for position in (0, 4)]
+            [4, 1]
+        """
+        return self._counts_at(position)[1]
 
 
 class TrainingBatches(_PlannedBatches):
@@ -213,36 +239,10 @@ class TrainingBatches(_PlannedBatches):
         """Number of samples of a full step on all ranks."""
         return self.batch_size * self.num_ranks
 
-    def num_own(self, position: int) -> int:
-        """Return how many samples of the step at this position are this rank's; 0 if it takes part with weight 0.
-
-        Local.
-
-        Args:
-            position: Number of samples drawn before, see :meth:`start_at`.
-
-        Example on two ranks:
-            >>> batches = TrainingBatches(5, batch_size=2)
-            >>> all_gather_objects([batches.num_own(position) for position in (0, 4)])
-            [[2, 1], [2, 0]]
-        """
-        quotient, rest = divmod(self.num_total(position), self.num_ranks)
-        return quotient + (self._rank < rest)
-
-    def num_total(self, position: int) -> int:
-        """Return how many samples the step at this position has on all ranks.
-
-        Local.
-
-        Args:
-            position: Number of samples drawn before, see :meth:`start_at`.
-
-        Example on two ranks:
-            >>> batches = TrainingBatches(5, batch_size=2)
-            >>> [batches.num_total(position) for position in (0, 4)]
-            [4, 1]
-        """
-        return min(self.stride, self.num_drawn - position)
+    def _counts_at(self, position: int) -> tuple[int, int]:
+        num_total = min(self.stride, self.num_drawn - position)
+        quotient, rest = divmod(num_total, self.num_ranks)
+        return quotient + (self._rank < rest), num_total
 
     def _order(self, epoch: int) -> torch.Tensor:
         if self.given is not None:
@@ -323,35 +323,9 @@ class ShardBatches(_PlannedBatches):
         """Number of samples of a full step on one rank."""
         return self.batch_size
 
-    def num_own(self, position: int) -> int:
-        """Return how many samples of the step at this position are this rank's; 0 if it takes part with weight 0.
-
-        Local.
-
-        Args:
-            position: Number of samples drawn before by a rank with the largest shard, see :meth:`start_at`.
-
-        Example on two ranks:
-            >>> batches = ShardBatches([3, 2], batch_size=2)
-            >>> all_gather_objects([batches.num_own(position) for position in (0, 2)])
-            [[2, 1], [2, 0]]
-        """
-        return self._num_of(self._sizes[self._rank], position)
-
-    def num_total(self, position: int) -> int:
-        """Return how many samples the step at this position has on all ranks.
-
-        Local.
-
-        Args:
-            position: Number of samples drawn before by a rank with the largest shard, see :meth:`start_at`.
-
-        Example on two ranks:
-            >>> batches = ShardBatches([3, 2], batch_size=2)
-            >>> [batches.num_total(position) for position in (0, 2)]
-            [4, 1]
-        """
-        return sum(count * self._num_of(size, position) for size, count in self._counts.items())
+    def _counts_at(self, position: int) -> tuple[int, int]:
+        num_total = sum(count * self._num_of(size, position) for size, count in self._counts.items())
+        return self._num_of(self._sizes[self._rank], position), num_total
 
     def _num_of(self, size: int, position: int) -> int:
         return min(self.batch_size, max(0, size - position))
@@ -362,7 +336,8 @@ class ShardBatches(_PlannedBatches):
         return torch.randperm(size, generator=generator) if self._shuffle else torch.arange(size)
 
     def _part(self, order: torch.Tensor, position: int) -> torch.Tensor:
-        return order[position : position + self.num_own(position)] if self.num_own(position) else order[:1]
+        num_own = self._num_of(self._sizes[self._rank], position)
+        return order[position : position + num_own] if num_own else order[:1]
 
 
 class EvaluationBatches(Sampler[list[int]]):
