@@ -17,11 +17,11 @@ import torch
 
 from distman._coordination.wait_scope import collective
 from distman._groups.registry import Group
-from distman._shared_parameters import add_mark, parameters_of, remove_mark
 from distman.collectives import GroupLike
 from distman.collectives._all_gather import AllGather
 from distman.collectives._all_reduce import all_reduce_sum
 from distman.collectives._exchange import LinearFunction
+from distman.collectives._shared_parameters import add_mark, parameters_of, remove_mark
 from distman.collectives._validation import check_call, normalize_dim, resolve_group, shard_sizes
 from distman.topology import split_sizes
 
