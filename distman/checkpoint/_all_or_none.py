@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import TypeVar, cast
 
@@ -14,12 +13,6 @@ R = TypeVar("R")
 
 def on_all_ranks(func: Callable[[], R]) -> R:
     """Run a function on every rank, and return what it returned here only if it succeeded on all; else raise on all."""
-    named = func.func if isinstance(func, functools.partial) else func
-
-    @functools.wraps(named)
-    def call() -> R:
-        return func()
-
     manager = DistributedManager.find()
     world_size = manager.world_size if manager is not None else 1
-    return cast("R", on_rank(range(world_size))(call)())
+    return cast("R", on_rank(range(world_size))(func)())
