@@ -111,7 +111,7 @@ def test_every_module_says_in_a_sentence_what_it_is(module_name):
 
 
 def test_every_exported_function_and_class_has_a_docstring():
-    assert [name for name, value in documented().items() if not inspect.getdoc(value)] == []
+    assert [name for name, value in documented().items() if not (inspect.getdoc(value) or "").strip()] == []
 
 
 def test_every_docstring_of_a_function_says_after_its_summary_who_takes_part():

@@ -84,11 +84,38 @@ class EpochBatches(Sampler[list[int]], abc.ABC):
 
     @abc.abstractmethod
     def counts(self, epoch: int, position: int = 0) -> Iterator[tuple[int, int]]:
-        """Return an iterator over this rank's number of samples and that of all, for each step as :meth:`parts`."""
+        """Return an iterator over this rank's number of samples and that of all, for each step as :meth:`parts`.
+
+        Local.
+
+        Args:
+            epoch: Index of the epoch.
+            position: Number of samples drawn of it before, or of batches, as for :meth:`start_at`.
+
+        Example on two ranks:
+            >>> batches = TrainingBatches(5, batch_size=2)
+            >>> all_gather_objects([*batches.counts(epoch=0)])
+            [[(2, 4), (1, 1)], [(2, 4), (0, 1)]]
+        """
 
     @abc.abstractmethod
     def parts(self, epoch: int, position: int = 0) -> Iterator[torch.Tensor]:
-        """Return an iterator over the indices of this rank's samples, at least one for each step of an epoch."""
+        """Return an iterator over the indices of this rank's samples, for each step of an epoch from a position on.
+
+        Local. The next iteration is not affected.
+
+        Args:
+            epoch: Index of the epoch.
+            position: Number of samples drawn of it before, or of batches, as for :meth:`start_at`.
+
+        Returns:
+            A tensor for each step, shape ``(samples,)``.
+
+        Example on two ranks:
+            >>> batches = TrainingBatches(6, batch_size=1, shuffle=False)
+            >>> all_gather_objects([part.tolist() for part in batches.parts(epoch=0, position=2)])
+            [[[2], [4]], [[3], [5]]]
+        """
 
 
 class _PlannedBatches(EpochBatches):
@@ -107,39 +134,10 @@ class _PlannedBatches(EpochBatches):
         """Return this rank's samples of a step; at least one."""
 
     def counts(self, epoch: int, position: int = 0) -> Iterator[tuple[int, int]]:  # noqa: ARG002 - the same in each
-        """Return an iterator over this rank's number of samples and that of all, for each step as :meth:`parts`.
-
-        Local.
-
-        Args:
-            epoch: Index of the epoch.
-            position: Number of samples drawn of it before, as for :meth:`start_at`.
-
-        Example on two ranks:
-            >>> batches = TrainingBatches(5, batch_size=2)
-            >>> all_gather_objects([*batches.counts(epoch=0)])
-            [[(2, 4), (1, 1)], [(2, 4), (0, 1)]]
-        """
         for start in range(position, self.num_drawn, self.stride):
             yield self._counts_at(start)
 
     def parts(self, epoch: int, position: int = 0) -> Iterator[torch.Tensor]:
-        """Return an iterator over the indices of this rank's samples, for each step of an epoch from a position on.
-
-        Local. The next iteration is not affected.
-
-        Args:
-            epoch: Index of the epoch.
-            position: Number of samples drawn of it before, as for :meth:`start_at`.
-
-        Returns:
-            A tensor for each step, shape ``(samples,)``.
-
-        Example on two ranks:
-            >>> batches = TrainingBatches(6, batch_size=1, shuffle=False)
-            >>> all_gather_objects([part.tolist() for part in batches.parts(epoch=0, position=2)])
-            [[[2], [4]], [[3], [5]]]
-        """
         order = self._order(epoch)
         for start in range(position, self.num_drawn, self.stride):
             yield self._part(order, start)

@@ -52,39 +52,10 @@ class SampledBatches(EpochBatches):
         return self.num_ranks
 
     def counts(self, epoch: int, position: int = 0) -> Iterator[tuple[int, int]]:
-        """Return an iterator over this rank's number of samples and that of all, for each step as :meth:`parts`.
-
-        Local.
-
-        Args:
-            epoch: Index of the epoch.
-            position: Number of batches drawn of it before.
-
-        Example on two ranks:
-            >>> batches = SampledBatches([[0, 1, 2], [5], [3, 4]])
-            >>> all_gather_objects([*batches.counts(epoch=0)])
-            [[(3, 4), (2, 2)], [(1, 4), (0, 2)]]
-        """
         for step in self._steps(epoch, position):
             yield len(step[self._rank]) if self._rank < len(step) else 0, sum(map(len, step))
 
     def parts(self, epoch: int, position: int = 0) -> Iterator[torch.Tensor]:
-        """Return an iterator over the indices of this rank's samples, for each step of an epoch from a position on.
-
-        Local. The next iteration is not affected.
-
-        Args:
-            epoch: Index of the epoch.
-            position: Number of batches drawn of it before.
-
-        Returns:
-            A tensor for each step, shape ``(samples,)``.
-
-        Example on two ranks:
-            >>> batches = SampledBatches([[0, 1, 2], [5], [3, 4]])
-            >>> all_gather_objects([part.tolist() for part in batches.parts(epoch=0, position=2)])
-            [[[3, 4]], [[3]]]
-        """
         for step in self._steps(epoch, position):
             yield torch.tensor(step[self._rank] if self._rank < len(step) else step[0][:1], dtype=torch.int64)
 

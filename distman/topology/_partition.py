@@ -221,10 +221,6 @@ class GridPartition(Partition):
         )
 
     def block_of(self, rank: int) -> tuple[int, ...]:
-        """Return the ranks of the block that holds a rank, ascending.
-
-        Local. See :meth:`Partition.block_of`.
-        """
         offsets = [0]
         for stride, length, is_along in self._axes():
             if is_along:
@@ -233,10 +229,6 @@ class GridPartition(Partition):
         return tuple(start + offset for offset in offsets)
 
     def blocks(self) -> Iterator[tuple[int, ...]]:
-        """Return all blocks, ordered by their first ranks.
-
-        Local.
-        """
         return map(self.block_of, self._starts())
 
     def _starts(self) -> Iterator[int]:
@@ -253,10 +245,6 @@ class GridPartition(Partition):
         return zip(self._strides, self.grid, self.along, strict=True)
 
     def split(self, size: int) -> Partition:
-        """Return the partition into consecutive pieces of each block.
-
-        Local. See :meth:`Partition.split`.
-        """
         _check_split(self.world_size // self.num_blocks, size)
         axes: list[tuple[int, bool]] = []
         left = size
@@ -270,10 +258,6 @@ class GridPartition(Partition):
         return GridPartition.of([length for length, _ in axes], [i for i, axis in enumerate(axes) if axis[1]])
 
     def orthogonal(self, within: Partition | None = None) -> Partition:
-        """Return the partition whose i-th block holds the i-th ranks of all blocks.
-
-        Local. See :meth:`Partition.orthogonal`.
-        """
         if within is None:
             return GridPartition(self.grid, tuple(not is_along for is_along in self.along))
         ends = sorted(
@@ -335,34 +319,18 @@ class ListedPartition(Partition):
         return " ".join(str(list(block)) for block in self.listed)
 
     def block_of(self, rank: int) -> tuple[int, ...]:
-        """Return the ranks of the block that holds a rank, ascending.
-
-        Local. See :meth:`Partition.block_of`.
-        """
         return self._block_by_rank[rank]
 
     def blocks(self) -> Iterator[tuple[int, ...]]:
-        """Return all blocks, ordered by their first ranks.
-
-        Local.
-        """
         return iter(self.listed)
 
     def split(self, size: int) -> ListedPartition:
-        """Return the partition into consecutive pieces of each block.
-
-        Local. See :meth:`Partition.split`.
-        """
         for block in self.listed:
             _check_split(len(block), size)
         starts = [(block, start) for block in self.listed for start in range(0, len(block), size)]
         return ListedPartition(tuple(block[start : start + size] for block, start in starts))
 
     def orthogonal(self, within: Partition | None = None) -> ListedPartition:
-        """Return the partition whose i-th block holds the i-th ranks of all blocks.
-
-        Local. See :meth:`Partition.orthogonal`.
-        """
         if within is not None:
             parts = [[block for block in self.listed if block[0] in set(outer)] for outer in within.blocks()]
             return ListedPartition(tuple(itertools.chain(*(_across(part) for part in parts))))
