@@ -23,7 +23,7 @@ import torch
 
 from distman._groups.registry import Group
 from distman.fft._blocks import LocalTransform
-from distman.fft._line import LinePlan
+from distman.fft._plan import LinePlan
 from distman.fft._rearrangement import Rearrangement, Stretch, resized
 from distman.fft._resharding import execute
 from distman.topology import split_sizes

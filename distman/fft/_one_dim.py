@@ -21,8 +21,8 @@ from distman.fft._arguments import (
     signal_lengths,
 )
 from distman.fft._blocks import DUAL, Kind, LocalTransform
-from distman.fft._line import LinePlan
 from distman.fft._long_line import num_columns, transform_long
+from distman.fft._plan import LinePlan
 from distman.fft._rearrangement import resized
 from distman.fft._resharding import execute
 from distman.fft._signature import Layout, transform
