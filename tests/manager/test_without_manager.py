@@ -138,7 +138,8 @@ WORKS_ALONE = {
 ASKS_NOBODY = {
     *("load_model_state", "model_state", "register_storage", "unmark_module_as_shared", "parallel_on_all_devices"),
     *("EvaluationBatches", "SampledBatches", "ShardBatches", "TrainingBatches", "EvaluationLoader", "TrainingLoader"),
-    *("Hdf5Dataset", "NewFolder", "PendingSave", "Storage", "FusedWork", "default_num_workers", "random_stream"),
+    *("Hdf5Dataset", "NewFolder", "PendingSave", "Storage", "FusedWork", "GroupLike"),
+    *("default_num_workers", "random_stream"),
     *("SDE", "VarianceExploding", "VariancePreserving", "denoising_loss", "guided_score", "score"),
     *("ParallelExecutor", "as_cpu", "parallelize_on_gpus", "initialize_ddp"),
     *("Callback", "EarlyStopping", "History", "LearningRateMonitor", "ModelCheckpoint", "NNHandler", "Preempted"),
