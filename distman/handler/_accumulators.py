@@ -32,22 +32,12 @@ class StatefulMetric(Protocol):
         """Update the state with outputs and targets."""
 
     def compute(self) -> Any:
-        """Return the metric over the samples of all ranks.
-
-        Collective.
-        """
+        """Return the metric over the samples of all ranks. Collective."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Metric:
-    """Something that is measured besides the loss.
-
-    Attributes:
-        measure: A function of outputs and targets that returns the mean over their samples; or a
-            :class:`StatefulMetric`.
-        needs_all: Call the function once with all outputs and targets of an evaluation, in order, instead of batch by
-            batch: for metrics that are not a mean over samples.
-    """
+    """A function of outputs and targets that returns the mean over their samples, or a stateful metric."""
 
     measure: MetricFunction | StatefulMetric
     needs_all: bool = False
@@ -117,7 +107,6 @@ class Accumulators:
         return torch.cat([loss.double(), *[value.to(loss.device) for value in values]]) if values else loss
 
     def add(self, values: torch.Tensor, num_samples: int) -> None:
-        """Add the loss and metrics of so many samples."""
         if not num_samples:
             return
         self._num_samples += num_samples
@@ -129,10 +118,7 @@ class Accumulators:
             self._sums += torch.stack([torch.where(counts, values, 0.0), counts]) * num_samples
 
     def compute(self) -> dict[str, float]:
-        """Return the means over the samples of all ranks, ``"loss"`` first; NaN without samples.
-
-        Collective.
-        """
+        """Return the means over the samples of all ranks, ``"loss"`` first; NaN without samples. Collective."""
         total, num = fused_all_reduce(self.sums)
         means = dict(zip(self.names, (total / num).tolist(), strict=True))
         for name, stateful in self._stateful.items():

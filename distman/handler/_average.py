@@ -81,7 +81,6 @@ class Average:
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore such a state, whole or sharded."""
         values = {name.removeprefix("module."): value for name, value in state.items() if name != "n_averaged"}
         if self.module is not None:
             load_model_state(self.module, values)

@@ -284,8 +284,6 @@ def _sign(mode: Literal["min", "max"]) -> float:
 
 
 class _Best:
-    """The best value so far; None before the first."""
-
     def __init__(self, mode: Literal["min", "max"], min_delta: float) -> None:
         self._sign = _sign(mode)
         self._min_delta = min_delta

@@ -34,7 +34,6 @@ class Changes:
 
     @property
     def are_of_program(self) -> bool:
-        """Whether the program counts."""
         return self._on_change == "program"
 
     def fit(self, what: str, saved: object, own: object) -> bool:
@@ -110,7 +109,6 @@ def plain(value: Any) -> Any:
 
 
 def class_of(value: object) -> str:
-    """Return the name of an object's class."""
     return f"{type(value).__module__}.{type(value).__qualname__}"
 
 

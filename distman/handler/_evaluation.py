@@ -43,10 +43,7 @@ def evaluate(
     dtype: torch.dtype | None = None,
     num_samples: NumSamples | None = None,
 ) -> dict[str, float]:
-    """Return the loss and the metrics over all samples, the same on all ranks.
-
-    Collective. Blocking. The model is in evaluation mode meanwhile.
-    """
+    """Return the loss and the metrics over all samples, the same on all ranks. Collective."""
     accumulators = Accumulators(metrics, keeps_all=True)
     with evaluating(model, dtype):
         for batch, number in _counted(batches, num_samples):
@@ -68,10 +65,7 @@ def predict(
     all_ranks: bool = False,
     dtype: torch.dtype | None = None,
 ) -> Any:
-    """Return the model's outputs for each sample, those of rank 0 first; see :meth:`NNHandler.predict`.
-
-    Collective. Blocking. The model is in evaluation mode meanwhile.
-    """
+    """Return the model's outputs for each sample, see :meth:`NNHandler.predict`. Collective."""
     own = []
     with evaluating(model, dtype):
         for batch, number in _numbered(batches):

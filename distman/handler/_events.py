@@ -315,7 +315,6 @@ class Callbacks:
         return iter([*self._first, *self._last])
 
     def add(self, callback: Callback, *, is_last: bool) -> None:
-        """Add a callback."""
         _check_methods(callback)
         (self._last if is_last else self._first).append(callback)
 
@@ -326,7 +325,6 @@ class Callbacks:
         return [f"{name} {classes[:index].count(name)}" for index, name in enumerate(classes)]
 
     def state_dict(self) -> list[list[Any]]:
-        """Return the name of each callback's class, and its state."""
         return [[type(callback).__qualname__, callback.state_dict()] for callback in self]
 
     def load_state_dict(self, state: Iterable[Sequence[Any]]) -> None:
@@ -358,7 +356,6 @@ class Events:
     def emit(
         self, event: Callable[Concatenate[Callback, NNHandler, P], None], *args: P.args, **kwargs: P.kwargs
     ) -> None:
-        """Call every callback's method for an event, a method of :class:`Callback`."""
         self._heard.pop(event.__name__, None)
         self.emit_rest(event, *args, **kwargs)
 
@@ -377,7 +374,6 @@ class Events:
         self._heard.clear()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return who has heard of which events."""
         return {"names": self._callbacks.names, "heard": {event: [*who] for event, who in self._heard.items()}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -35,19 +35,14 @@ class FiniteCheck:
         self._unchecked: list[_Unchecked] = []
 
     def add(self, step: int, name: str, norm: torch.Tensor | None, losses: Sequence[torch.Tensor]) -> None:
-        """Keep a gradient to look at, before the optimizer steps."""
         if norm is not None and self._non_finite != "ignore":
             self._unchecked.append(_Unchecked(step, name, norm, losses))
 
     def may_be_taken(self) -> bool:
-        """Return whether the latest step may be taken, as far as has been seen; :meth:`note_taken` follows if so.
-
-        Collective every few steps.
-        """
+        """Return whether the latest step may be taken, as far as has been seen. Collective every few steps."""
         return len(self._unchecked) < self._check_every or self.look()
 
     def note_taken(self) -> None:
-        """Note that the optimizer has taken the latest step."""
         if self._unchecked:
             self._unchecked[-1].is_taken = True
 

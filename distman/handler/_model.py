@@ -39,14 +39,9 @@ _UNFINISHED = "Expected to have finished reduction in the prior iteration"
 
 
 class TrainedModel:
-    """A module that the ranks train.
+    """A module that the ranks train, moved to this rank's device, with the weights of rank 0.
 
-    Collective. The module is moved to this rank's device and gets the weights of rank 0.
-
-    Attributes:
-        module: The bare module: its calls, its state and its parameters are local, unless :attr:`is_sharded`.
-        is_sharded: Whether the module's parameters are sharded over the ranks; then it is wrapped itself.
-        average: The moving average of the weights, see :meth:`keep_average`; None without one.
+    The calls, the state and the parameters of ``module`` are local unless it is sharded, as it is wrapped itself then.
     """
 
     def __init__(
@@ -81,18 +76,12 @@ class TrainedModel:
 
     @property
     def evaluated(self) -> torch.nn.Module:
-        """The bare module with the average of the weights, if one is kept, else with the weights.
-
-        Where the model is sharded it has the average in :meth:`evaluating` alone.
-        """
+        """The bare module, or its average; a sharded one has the average in :meth:`evaluating` alone."""
         copied = None if self.average is None else self.average.module
         return self.module if copied is None else copied
 
     def wrap(self) -> None:
-        """Wrap the module, again if other parameters are trained than before.
-
-        Collective.
-        """
+        """Wrap the module, again if other parameters are trained than before. Collective."""
         trained = self._trainable()
         if [id(one) for one in trained] == [id(one) for one in self._trained]:
             return
@@ -130,10 +119,7 @@ class TrainedModel:
 
     @contextmanager
     def training(self) -> Iterator[torch.nn.Module]:
-        """Allow calls of the wrapped module within a ``with`` block, which all ranks must run.
-
-        Local; the block is collective.
-        """
+        """Allow calls of the wrapped module within a ``with`` block, which all ranks must run."""
         self._is_training = self._is_used = True
         try:
             with WaitScope("a step of the sharded model") if self.is_sharded else nullcontext():
@@ -208,7 +194,6 @@ class TrainedModel:
         return is_parallel and not self._has_buckets
 
     def without_synchronization(self) -> AbstractContextManager[None]:
-        """Return a context in which gradients are not summed over the ranks."""
         if isinstance(self._wrapped, DistributedDataParallel):
             context: AbstractContextManager[None] = self._wrapped.no_sync()
             return context
@@ -224,7 +209,6 @@ class TrainedModel:
         self.average.set_options(decay, use_buffers=use_buffers)
 
     def after_step(self) -> None:
-        """Add the present weights to the average."""
         if self.average is not None:
             self.average.update()
 
@@ -259,10 +243,7 @@ class TrainedModel:
                 self._is_training = False
 
     def own_buffers(self) -> dict[str, torch.Tensor]:
-        """Return the buffers in which this rank differs from rank 0, whose state is saved.
-
-        Collective. Blocking.
-        """
+        """Return the buffers in which this rank differs from rank 0, whose state is saved. Collective."""
         if DistributedManager().world_size == 1 or has_failed():  # then each rank saves its own state
             return {}
         buffers = self._saved_buffers()
@@ -275,7 +256,6 @@ class TrainedModel:
 
     @torch.no_grad()
     def load_own_buffers(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Restore such buffers."""
         buffers = self._saved_buffers()
         for name in state.keys() & buffers.keys():
             buffers[name].copy_(state[name])
@@ -295,7 +275,6 @@ class TrainedModel:
         return found
 
     def state_dict(self) -> dict[str, Any]:
-        """Return weights, buffers and their average."""
         if self._is_evaluated:
             raise DistmanError(
                 "a state must be taken outside of validate(), predict() and sample(), got a call within one, for which "

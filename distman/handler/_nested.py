@@ -36,8 +36,6 @@ def join(batches: Sequence[_Part], pad: Pad | None = None) -> Any:
 
 
 def on_host(tree: Any) -> Any:
-    """Return a nested structure with its tensors in host memory."""
-
     def move(leaf: Any) -> Any:
         if not isinstance(leaf, torch.Tensor):
             return leaf

@@ -26,7 +26,6 @@ class Numbers(Accumulators):
 
     @property
     def names(self) -> list[str]:
-        """Names of the numbers; empty before the first batch."""
         return self._names
 
     @property
@@ -59,16 +58,12 @@ class Numbers(Accumulators):
         return torch.cat(found) if found else self._sums.new_zeros(0)
 
     def add(self, values: torch.Tensor, num_samples: int) -> None:
-        """Add the numbers of so many samples; those that are NaN do not count."""
         if num_samples:
             counts = ~values.isnan()
             self._sums += torch.stack([torch.where(counts, values, 0.0), counts]) * num_samples
 
     def compute(self) -> dict[str, float]:
-        """Return the means over the samples of all ranks; NaN without samples.
-
-        Collective.
-        """
+        """Return the means over the samples of all ranks; NaN without samples. Collective."""
         everyone = all_gather_objects(self.names)
         differing = next((rank for rank, names in enumerate(everyone) if names != everyone[0]), None)
         if differing is not None:

@@ -17,13 +17,7 @@ LossFunction = Callable[..., torch.Tensor]
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """The results for a batch.
-
-    Attributes:
-        loss: Mean over its samples, shape ``()``.
-        outputs: The model's outputs; None if metrics do not apply.
-        targets: The desired outputs.
-    """
+    """The mean loss of a batch, shape ``()``; without outputs, metrics do not apply to it."""
 
     loss: torch.Tensor
     outputs: Any = None
@@ -34,7 +28,6 @@ Objective = Callable[[torch.nn.Module, Any], Outcome]
 
 
 def check_loss(loss: object) -> None:
-    """Refuse a loss that is not one number."""
     if not isinstance(loss, torch.Tensor):
         raise TypeError(
             f"the loss must be a tensor with one element, got a {type(loss).__name__}. Return the number to minimize; "
@@ -46,18 +39,12 @@ def check_loss(loss: object) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Supervised:
-    """The loss of outputs against targets.
-
-    Attributes:
-        forward: Takes the model and a batch, and returns outputs and targets.
-        loss_fn: Takes outputs and targets, and returns the mean loss over the samples.
-    """
+    """The loss of outputs against targets."""
 
     forward: Forward
     loss_fn: LossFunction
 
     def __call__(self, model: torch.nn.Module, batch: Any) -> Outcome:
-        """Return the results for a batch."""
         outputs, targets = self.forward(model, batch)
         with _explained(self.forward is default_forward and targets is None, "has no targets"):
             return Outcome(self.loss_fn(outputs, targets), outputs, targets)
@@ -87,7 +74,6 @@ def _explained(is_odd: bool, how: str) -> Iterator[None]:  # noqa: FBT001 - a co
 
 
 def to_device(batch: Any, device: torch.device) -> Any:
-    """Return the batch with its tensors on the device."""
     if device.type == "cpu":
         return batch
     return tree_map(lambda leaf: leaf.to(device, non_blocking=True) if isinstance(leaf, torch.Tensor) else leaf, batch)

@@ -170,10 +170,7 @@ class Optimization(abc.ABC):
         return self._is_taken
 
     def window(self, steps: Sequence[Step]) -> Generator[Any]:
-        """Yield this rank's batches of a step, on its device; for each gradients may be computed.
-
-        Collective.
-        """
+        """Yield this rank's batches of a step, on its device; for each gradients may be computed. Collective."""
         self._buffers = self._copy_buffers() if self._options.non_finite == "skip" else None
         self.num_taken, self._num_left_out = dict.fromkeys(self.optimizers, 0), 0
         num_total = max(sum(step.num_total for step in steps), 1)
@@ -238,10 +235,7 @@ class Optimization(abc.ABC):
         }
 
     def own_buffers(self) -> dict[str, torch.Tensor]:
-        """Return the model's buffers in which this rank differs from rank 0.
-
-        Collective.
-        """
+        """Return the model's buffers in which this rank differs from rank 0. Collective."""
         return self._model.own_buffers()
 
     def load_own_buffers(self, buffers: Mapping[str, torch.Tensor]) -> None:
@@ -417,10 +411,7 @@ class LossSteps(Optimization):
         self._model.wrap()
 
     def follow_freezing(self) -> None:
-        """Let the gradients be averaged of what is trained now.
-
-        Collective.
-        """
+        """Let the gradients be averaged of what is trained now. Collective."""
         self._model.wrap()
 
     def _learn(self, objective: Callable[..., Any], batch: Any, accumulators: Any) -> tuple[torch.Tensor, torch.Tensor]:

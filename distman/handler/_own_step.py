@@ -63,10 +63,7 @@ class OwnSteps(Optimization):
         return found, found[0] if len(found) else torch.tensor(math.nan, device=self._device)
 
     def window(self, steps: Sequence[Step]) -> Generator[Any]:
-        """Yield this rank's batches of a step, for which only :meth:`step` may let an optimizer step.
-
-        Collective.
-        """
+        """Yield this rank's batches of a step, for which only :meth:`step` may let an optimizer step. Collective."""
         self._num_windows += 1
         self._norms = []
         hooks = [optimizer.register_step_pre_hook(self._refuse) for optimizer in self.optimizers.values()]

@@ -15,10 +15,7 @@ from distman.handler._history import History
 def plot_history(
     history: History, names: Sequence[str], path: str | os.PathLike[str], *, title: str = "", log: bool = False
 ) -> None:
-    """Plot values of the history over the epochs into a file.
-
-    Collective. Rank 0 plots; the file's extension selects the format.
-    """
+    """Plot values of the history over the epochs into a file, on rank 0. Collective."""
     try:
         from matplotlib.figure import Figure
         from matplotlib.ticker import MaxNLocator

@@ -40,17 +40,14 @@ class Reporter:
         training_logger.propagate = False
 
     def log(self, text: str, *args: object) -> None:
-        """Log a line, on rank 0."""
         if not self._is_silent:
             training_logger.info(text, *args)
 
     def log_epoch(self, record: Mapping[str, float], num_epochs: int | None) -> None:
-        """Log the results of an epoch."""
         hidden = {"epoch"} if record["skipped"] else {"epoch", "skipped"}
         self.log("epoch %s: %s", _of(record["epoch"], num_epochs), _values(record, hidden))
 
     def log_validation(self, record: Mapping[str, float]) -> None:
-        """Log the results of a validation within an epoch."""
         self.log("step %d: %s", int(record["step"]), _values(record, {"epoch", "step"}))
 
 
@@ -72,14 +69,12 @@ class ProgressBar:
         self._bar = tqdm(total=total, desc=f"epoch {_of(epoch, num_epochs)}", unit="batch", leave=False)
 
     def advance(self, num_batches: int, accumulators: Accumulators) -> None:
-        """Count some more batches, and show the mean loss so far."""
         if self._bar is not None and self._bar.update(num_batches):
             totals, nums = accumulators.sums[:, :1].tolist()
             means = [f"{total / num:.4g}" if num else "nan" for total, num in zip(totals, nums, strict=True)]
             self._bar.set_postfix(dict(zip(accumulators.names, means, strict=False)), refresh=False)
 
     def close(self) -> None:
-        """Remove the bar."""
         if self._bar is not None:
             self._bar.close()
 

@@ -81,23 +81,15 @@ class AutoSave:
         self._every_epochs, self._every_steps = every_epochs, every_steps
 
     def is_due(self, *, step: int | None, epoch: int | None) -> bool:
-        """Return whether to save after this step, or after so many epochs."""
         after_epoch = epoch is not None and self._every_epochs is not None and epoch % self._every_epochs == 0
         after_step = step is not None and self._every_steps is not None and step % self._every_steps == 0
         return after_epoch or after_step
 
     def save(self, handler: NNHandler) -> None:
-        """Save the training in its present state.
-
-        Collective.
-        """
         save_in(self.folder, handler)
 
     def load(self, module: torch.nn.Module) -> Any:
-        """Return the state that was saved last, for a model that is sharded as this one; None if there is none.
-
-        Collective. It is kept until :meth:`finish`: the phase that it is of may come later in the program.
-        """
+        """Return the latest state, kept until :meth:`finish`: its phase may come later in the program. Collective."""
         if self._found is None:
             self._found = load_latest(self.folder, module)
         return self._found
@@ -124,7 +116,6 @@ class Progress:
 
     @property
     def num_steps(self) -> int:
-        """Number of steps that the optimizer has taken."""
         if self._loaded is not None:
             return int(self._loaded["optimization"]["num_steps"])
         if self._is_passed:
@@ -132,10 +123,7 @@ class Progress:
         return self._training.optimization.num_steps if self._training is not None else 0
 
     def check(self) -> None:
-        """Look at the gradients of the latest run.
-
-        Collective.
-        """
+        """Look at the gradients of the latest run. Collective."""
         if self._loaded is None and self._training is not None:
             self._training.optimization.check()
 
@@ -148,7 +136,6 @@ class Progress:
         self._training, self._loaded, self._is_passed = training, None, False
 
     def end_phase(self, history: History) -> None:
-        """Note how far a call of train() has come."""
         training = self._training
         if training is not None:
             self.phases.append(
@@ -173,10 +160,7 @@ class Progress:
         return True
 
     def state_dict(self) -> Mapping[str, Any] | None:
-        """Return the state of the training; None if there was none.
-
-        Collective.
-        """
+        """Return the state of the training; None if there was none. Collective."""
         if self._loaded is None and self._training is not None:
             return {**self._training.state_dict(), "phases": self.phases}
         return self._loaded

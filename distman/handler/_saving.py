@@ -342,10 +342,7 @@ def _export(state: dict[str, Any], location: Location) -> None:
 
 
 def read_checkpoint(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """Return what a handler has saved.
-
-    Collective.
-    """
+    """Return what a handler has saved. Collective."""
     state = read_rest(path)
     if state is None:
         state = checkpoint.load(path)
@@ -359,7 +356,6 @@ def read_checkpoint(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def _is_storable(value: object) -> bool:
-    """Return whether a checkpoint can hold a value."""
     try:
         check_state(value)
     except ValueError:

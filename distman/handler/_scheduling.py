@@ -45,17 +45,14 @@ class Scheduling:
 
     @property
     def learning_rate(self) -> float:
-        """Learning rate of the first parameter group."""
         return float(self._optimizer.param_groups[0]["lr"])
 
     def after_step(self, num_taken: int) -> None:
-        """Tell the scheduler how often the optimizer has stepped since."""
         if self._scheduler is not None and self._per == "step":
             for _ in range(num_taken):
                 self._scheduler.step()
 
     def after_epoch(self, record: Mapping[str, float]) -> None:
-        """Tell the scheduler that an epoch is over."""
         if isinstance(self._scheduler, ReduceLROnPlateau):
             self.after_validation(record)
         elif self._scheduler is not None and self._per == "epoch":
@@ -67,7 +64,6 @@ class Scheduling:
             self._scheduler.step(record[self._monitor])
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the scheduler's state; empty without one."""
         return {} if self._scheduler is None else self._scheduler.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any], saved: Mapping[str, Any] | None = None) -> None:
@@ -79,8 +75,6 @@ class Scheduling:
 
 
 class Schedules:
-    """The schedules of several optimizers."""
-
     def __init__(self, by_name: Mapping[str, Scheduling]) -> None:
         self._by_name = dict(by_name)
         self._is_single = [*by_name] == [UNNAMED]
@@ -91,17 +85,14 @@ class Schedules:
         return {"lr" if self._is_single else f"lr_{name}": one.learning_rate for name, one in self._by_name.items()}
 
     def after_step(self, num_taken: Mapping[str, int]) -> None:
-        """Tell the schedulers how often each optimizer has stepped since."""
         for name, one in self._by_name.items():
             one.after_step(num_taken[name])
 
     def after_epoch(self, record: Mapping[str, float]) -> None:
-        """Tell the schedulers that an epoch is over."""
         for one in self._by_name.values():
             one.after_epoch(record)
 
     def after_validation(self, record: Mapping[str, float]) -> None:
-        """Tell schedulers that monitor one of these results of it."""
         for one in self._by_name.values():
             one.after_validation(record)
 

@@ -15,7 +15,6 @@ from distman.score import SDE, VarianceExploding, VariancePreserving
 
 
 def make_sde(sde: SDE | Literal["vp", "ve"], **kwargs: Any) -> SDE:
-    """Return the equation of a name, or the equation itself."""
     if sde == "vp":
         return VariancePreserving(**kwargs)
     if sde == "ve":
@@ -58,16 +57,10 @@ class ScoreBased:
     def sample(
         self, model: torch.nn.Module, shape: Sequence[int], *, guidance: float = 1.0, **kwargs: Any
     ) -> torch.Tensor:
-        """Draw samples of this shape, ``(n, *)``; see :func:`distman.score.sample`.
-
-        Collective. Blocking.
-        """
+        """Draw samples of this shape, ``(n, *)``. Collective."""
         score_fn = functools.partial(self.score, model, guidance=guidance)
         return score.sample(score_fn, self.sde, shape, **kwargs)
 
     def log_likelihood(self, model: torch.nn.Module, x: torch.Tensor, **kwargs: Any) -> torch.Tensor:
-        """Return the log-density of samples ``(n, *)`` in nats; see :func:`distman.score.log_likelihood`.
-
-        Collective. Blocking.
-        """
+        """Return the log-density of samples ``(n, *)`` in nats. Collective."""
         return score.log_likelihood(functools.partial(self.score, model), self.sde, x, **kwargs)

@@ -452,13 +452,11 @@ def _check_numbers(options: Mapping[str, object]) -> None:
 
 
 def check_name(name: object) -> None:
-    """Refuse what cannot name an optimizer."""
     if name is not None and (not isinstance(name, str) or not name):
         raise TypeError(f"name must be a string, got {name!r}. Pass one such as 'generator', or leave it out.")
 
 
 def required(value: T | None, what: str, remedy: str) -> T:
-    """Return what has been set."""
     if value is None:
         raise DistmanError(f"the handler has no {what}. Call {remedy} first.")
     return value

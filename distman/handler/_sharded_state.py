@@ -46,10 +46,7 @@ class Unread:
 
 
 def whole(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a state with whole tensors in the place of sharded ones, on rank 0 in the host's memory; elsewhere empty.
-
-    Collective. Blocking.
-    """
+    """Return a state with sharded tensors made whole, in rank 0's host memory; elsewhere empty. Collective."""
     is_main = DistributedManager().is_main
 
     def gather(value: Any, _: str) -> Any:
@@ -63,19 +60,13 @@ def whole(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def save_in(folder: CheckpointFolder, handler: NNHandler, **options: Any) -> None:
-    """Save a training in a folder of checkpoints, whole or in parts.
-
-    Collective. Blocking. The options are those of :meth:`CheckpointFolder.save`.
-    """
+    """Save a training in a folder of checkpoints, whole or in parts. Collective."""
     state = parts_of(handler.state_dict()) if folder.sharded else handler.whole_state_dict()
     folder.save(state, handler.num_steps, **options)
 
 
 def load_latest(folder: CheckpointFolder, module: torch.nn.Module) -> Any:
-    """Return the state of a training that was saved last in a folder of checkpoints; None if there is none.
-
-    Collective. Blocking. See :func:`read_parts`.
-    """
+    """Return the latest training in a folder of checkpoints; None if there is none. Collective."""
     if not folder.sharded:
         return folder.load_latest(device="cpu")
 
@@ -86,10 +77,7 @@ def load_latest(folder: CheckpointFolder, module: torch.nn.Module) -> Any:
 
 
 def parts_of(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what :func:`distman.checkpoint.save_sharded` takes: this rank's parts of sharded tensors, and the rest.
-
-    Collective. Blocking.
-    """
+    """Return this rank's parts of sharded tensors, and the rest, for :func:`save_sharded`. Collective."""
     parts: dict[str, torch.Tensor] = {}
 
     def take(value: Any, name: str) -> Any:
@@ -109,10 +97,7 @@ def parts_of(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read_rest(path: str | os.PathLike[str]) -> Any:
-    """Return what is in such a folder, with :class:`Unread` for what is sharded; None if it is no such folder.
-
-    Collective. Blocking.
-    """
+    """Return what such a folder holds, :class:`Unread` for what is sharded; None if it is none. Collective."""
     if not on_rank(0, broadcast=True)(_is_folder)(path):
         return None
     location = locate(path)
@@ -136,10 +121,7 @@ def read_rest(path: str | os.PathLike[str]) -> Any:
 
 
 def read_parts(state: Mapping[str, Any], module: torch.nn.Module) -> dict[str, Any]:
-    """Return a state with this rank's parts of what has yet to be read, or whole tensors if the module is not sharded.
-
-    Collective. Blocking.
-    """
+    """Return a state in which what was unread is there: this rank's part, or the whole. Collective."""
     unread: dict[str, Unread] = {}
     tensors: dict[str, torch.Tensor] = {}
 

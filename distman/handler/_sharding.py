@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 
 
 def is_sharded(module: torch.nn.Module) -> bool:
-    """Return whether ``fully_shard`` sharded a module."""
     from torch.distributed.fsdp import FSDPModule
 
     return isinstance(module, FSDPModule)
@@ -39,10 +38,7 @@ def forget_step(module: torch.nn.Module) -> None:
 
 
 def put_together_once(module: torch.nn.Module) -> None:
-    """Let a sharded module see which of its parameters are trained now.
-
-    Collective.
-    """
+    """Let a sharded module see which of its parameters are trained now. Collective."""
     for unit in units(module):
         unit.unshard()
         unit.reshard()
@@ -68,10 +64,7 @@ def without_reduction(module: torch.nn.Module) -> Iterator[None]:
 
 @contextmanager
 def gathered(module: torch.nn.Module, *, reshards: bool | None) -> Iterator[None]:
-    """Let each rank have all weights of a sharded module within a ``with`` block, in which its calls are local.
-
-    Collective. Blocking.
-    """
+    """Let each rank have all weights of a sharded module within a ``with`` block. Collective."""
     parts = units(module)
     root = parts[0]
     forget_step(module)
@@ -92,10 +85,7 @@ def gathered(module: torch.nn.Module, *, reshards: bool | None) -> Iterator[None
 
 
 def norm_over_shards(own_norm: torch.Tensor, tensor: Any) -> torch.Tensor:
-    """Return the 2-norm of all parts of tensors that are sharded as one of them is, from that of this rank's parts.
-
-    Collective. Blocking.
-    """
+    """Return the 2-norm over all ranks, from that of this rank's parts of such tensors. Collective."""
     if not is_distributed_tensor(tensor):
         return own_norm
     square = own_norm.to(tensor.device_mesh.device_type).double().square()  # weights may be offloaded to the host
@@ -120,10 +110,7 @@ def own_part(tensor: Any) -> torch.Tensor:
 
 
 def placed_as(own: Any, value: Any) -> Any:
-    """Return a value, whole or sharded, sharded as another tensor is; as it is if that one is not.
-
-    Collective for sharded values.
-    """
+    """Return a value sharded as another tensor is; as it is if that one is not. Collective for sharded values."""
     if not is_distributed_tensor(own) or not isinstance(value, torch.Tensor):
         return value
     from torch.distributed.tensor import DTensor, distribute_tensor

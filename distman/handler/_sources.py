@@ -77,10 +77,7 @@ class Source(abc.ABC):
 
     @abc.abstractmethod
     def steps(self, epoch: int) -> Generator[Step]:
-        """Yield the rest of an epoch; nothing if it is over.
-
-        Local; collective where the ranks have to agree.
-        """
+        """Yield the rest of an epoch; nothing if it is over. Collective where the ranks have to agree."""
 
     @abc.abstractmethod
     def num_steps(self) -> int | None:
@@ -116,11 +113,9 @@ class LoaderSource(Source):
         self._epoch, self._position = 0, 0  # counted here: the program may iterate over the loader meanwhile
 
     def begin(self, epoch: int) -> None:
-        """Move to the start of an epoch."""
         self._epoch, self._position = epoch, 0
 
     def steps(self, epoch: int) -> Generator[Step]:
-        """Yield the rest of an epoch; nothing if the next one has been reached."""
         if self._epoch > epoch:
             return
         self.loader.load_state_dict(self.state_dict())
@@ -145,7 +140,6 @@ class LoaderSource(Source):
             )
 
     def num_steps(self) -> int:
-        """Return the number of steps of a full epoch."""
         return len(self.loader)
 
     @property
@@ -154,7 +148,6 @@ class LoaderSource(Source):
         return getattr(self.loader.batches, "batch_size", None)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position after the latest step."""
         return self.loader.state_at(self._epoch, self._position)
 
     def load_state_dict(self, state: Mapping[str, Any], *, is_same_job: bool) -> bool:
@@ -229,7 +222,6 @@ class ForeignSource(Source):
         return total
 
     def _next_total(self, num_own: int) -> int:
-        """Return the number of samples of all ranks in a later step."""
         if not self._lengths:
             return _sum_samples(num_own)
         expected = _num_in_batch(self._num_taken, *self._own_lengths)
@@ -242,15 +234,11 @@ class ForeignSource(Source):
         return sum(_num_in_batch(self._num_taken, *one) * num for one, num in self._lengths.items())
 
     def begin(self, epoch: int) -> None:
-        """Move to the start of an epoch."""
         self._epoch, self._num_taken, self._is_exhausted = epoch, 0, False
         self._at_start = self._own_at_start = None
 
     def steps(self, epoch: int) -> Generator[Step]:
-        """Yield the rest of an epoch; nothing if the next one has been reached.
-
-        Collective.
-        """
+        """Yield the rest of an epoch; nothing if the next one has been reached. Collective."""
         if self._epoch > epoch:
             return
         iterator = self._resume(epoch)
@@ -295,7 +283,6 @@ class ForeignSource(Source):
         return iter(self.batches)
 
     def num_steps(self) -> int | None:
-        """Return the number of this rank's batches; None if it cannot be known."""
         if not isinstance(self.batches, Sized):
             return None
         try:
@@ -305,12 +292,10 @@ class ForeignSource(Source):
 
     @property
     def batch_size(self) -> int | None:
-        """Number of samples in a batch of this rank; None if it cannot be known."""
         size = getattr(self.batches, "batch_size", None)
         return size if isinstance(size, int) else None
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position after the latest step."""
         generators, stateful = self._own_at_start, self._stateful
         return {
             "epoch": self._epoch,
@@ -372,7 +357,6 @@ def _checksum(batch: Any) -> int:
 
 @collective
 def _exchange(*numbers: int) -> list[list[int]]:
-    """Return the numbers of each rank."""
     members = DistributedManager().resolve_group(None)
     return all_gather_numbers(numbers, members, control_device(members, DistributedManager().device))
 
@@ -417,7 +401,6 @@ def _num_in_batch(index: int, num_all: int, size: int) -> int:
 
 
 def counted(batch: Any, num_samples: NumSamples) -> int:
-    """Return what a function says of the number of samples in a batch."""
     value = num_samples(batch)
     try:
         number = operator.index(value)

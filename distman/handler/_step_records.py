@@ -52,7 +52,6 @@ class StepRecords:
         self._since = time.perf_counter()
 
     def wait(self, seconds: float) -> None:
-        """Count the time that this rank has waited for a batch."""
         self._waited += seconds
 
     def add(
@@ -64,16 +63,12 @@ class StepRecords:
         *,
         may_lack: bool,
     ) -> None:
-        """Keep the numbers of a step."""
         now = time.perf_counter()
         self._seconds, self._since = self._seconds + now - self._since, now
         self._unread.append(_Unread(record, batches, numbers, norm, may_lack))
 
     def take(self) -> list[Record]:
-        """Return the numbers of all steps since the last call.
-
-        Collective. This waits for the device.
-        """
+        """Return the numbers of all steps since the last call. Collective; waits for the device."""
         unread, self._unread = self._unread, []
         if not unread:
             return []

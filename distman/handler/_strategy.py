@@ -14,13 +14,6 @@ from distman.manager import DistributedManager
 
 @dataclasses.dataclass(frozen=True)
 class Strategy:
-    """How the ranks share the training of a model.
-
-    Attributes:
-        name: ``"ddp"`` or ``"fsdp"``.
-        options: Options of :meth:`DistributedManager.wrap_ddp` or :meth:`DistributedManager.wrap_fsdp`.
-    """
-
     name: Literal["ddp", "fsdp"] = "ddp"
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
@@ -50,18 +43,12 @@ class Strategy:
         return module if is_on_meta else module.to(DistributedManager().device)
 
     def shard(self, module: torch.nn.Module) -> bool:
-        """Shard the module if this strategy does, and return whether it is sharded now.
-
-        Collective.
-        """
+        """Shard the module if this strategy does, and return whether it is sharded now. Collective."""
         if self.name == "fsdp":
             DistributedManager().wrap_fsdp(module, **self.options)
         return self.name == "fsdp" and is_sharded(module)
 
     def wrap(self, module: torch.nn.Module) -> torch.nn.Module:
-        """Return a module that is not sharded as DistributedDataParallel; unchanged on one process.
-
-        Collective.
-        """
+        """Return a module that is not sharded as DistributedDataParallel; unchanged on one process. Collective."""
         options = self.options if self.name == "ddp" else {}
         return DistributedManager().wrap_ddp(module, **{"gradient_as_bucket_view": True, **options})

@@ -239,7 +239,6 @@ class _Writing:
         self._thread.start()
 
     def put(self, call: Callable[[], None]) -> None:
-        """Let the thread make a call after those before it."""
         if self._is_off:
             return
         try:
@@ -287,6 +286,5 @@ def curves(kind: Kind, record: Record) -> dict[str, float]:
 
 
 def check_installed(package: str, tracker: str) -> None:
-    """Refuse a tracker without its package."""
     if importlib.util.find_spec(package) is None:
         raise ImportError(f"{tracker} needs {package}, which is not installed. Run pip install {package}.")

@@ -85,11 +85,7 @@ class Training:
         source.begin(0)
 
     def run(self, *, accumulate: int = 1, progress: bool | None = None) -> bool:
-        """Train until the limits are reached; return False if the job was asked to stop before.
-
-        Collective. When :meth:`DistributedManager.should_stop` says so, the training is saved after the current step,
-        to be resumed by another run.
-        """
+        """Train until the limits are reached; return False if the job was asked to stop before. Collective."""
         is_heard = torch.tensor(self._events.is_heard(Callback.on_step_records), device=DistributedManager().device)
         self._step_records = StepRecords(are_kept=bool(fused_all_reduce(is_heard.int()).item()))
         self._events.emit(Callback.on_train_begin)
@@ -126,10 +122,7 @@ class Training:
         self._stop_reason = reason
 
     def state_dict(self) -> dict[str, Any]:
-        """Return everything that the rest of the training depends on, except for the model and the history.
-
-        Collective.
-        """
+        """Return what the rest of the training depends on, except for model and history. Collective."""
         self._tell_step_records()  # else those of the last steps would be lost to a run that resumes from here
         self.optimization.check()
         if not (self._is_whole or has_failed()):  # then a step that is not whole is better than none
@@ -282,7 +275,6 @@ class Training:
         self._pending = ""
 
     def _keep_step_record(self, batches: Sequence[Step], rates: Mapping[str, float]) -> None:
-        """Keep the numbers of the step that was taken last, with these learning rates."""
         steps = self.optimization
         record = {"step": float(steps.num_steps), "epoch": float(self.epoch), **rates}
         self._step_records.add(record, batches, steps.numbers, steps.norm, may_lack=steps.may_lack)
@@ -316,7 +308,6 @@ class Training:
         return bool(self.reason) or self._limits.has_last(self.optimization.num_steps)
 
     def _is_over(self) -> bool:
-        """Return whether no epoch may follow."""
         return bool(self.reason) or self._limits.are_reached(self.epoch, self.optimization.num_steps)
 
     def _num_batches_expected(self) -> int | None:
@@ -363,7 +354,6 @@ class Training:
             self._save()
 
     def _validate(self) -> Record:
-        """Return loss and metrics of a validation."""
         self.optimization.check()  # before the best of the weights is chosen
         self._events.emit_rest(Callback.on_validation_start)
         return {f"val_{name}": value for name, value in self._handler.validate().items()}

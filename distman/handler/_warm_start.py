@@ -62,10 +62,7 @@ class TakenWeights:
 
 
 def take_weights(module: torch.nn.Module, path: str | os.PathLike[str], *, strict: bool) -> TakenWeights:
-    """Load weights into a model.
-
-    Collective. Blocking.
-    """
+    """Load weights into a model. Collective."""
     found = _find_weights(_read(path, module), path)
     weights = {without_compiled(name): value for name, value in found.items()}
     own = model_state(module)
@@ -89,10 +86,7 @@ def take_weights(module: torch.nn.Module, path: str | os.PathLike[str], *, stric
 
 
 def _read(path: str | os.PathLike[str], module: torch.nn.Module) -> Any:
-    """Return what is in a file, on every rank; of a sharded training the model alone, in parts if it is sharded here.
-
-    Collective.
-    """
+    """Return what is in a file; of a sharded training the model alone, in parts if it is sharded here. Collective."""
     if not os.fspath(path).endswith(".safetensors"):
         saved = read_rest(path)
         return load(path, device="cpu") if saved is None else read_parts({"model": saved["model"]}, module)
