@@ -163,9 +163,9 @@ MUTANTS = (
         ("self._loss.add_(values[:1], alpha=num_samples)", "self._loss.add_(values[:1])"),
     ),
     *_mutants(
-        "handler/_optimization.py",
+        "handler/_engine.py",
         "handler/test_optimization.py handler/test_training.py handler/test_resumption.py",
-        ("(self._share or 0.0) * self._world_size", "(self._share or 0.0)"),
+        ("share * self._world_size if self._wraps", "share if self._wraps"),
         ("index == len(steps)", "index == 1"),
         ("self.num_skipped += self._num_left_out", "self.num_skipped -= self._num_left_out"),
     ),

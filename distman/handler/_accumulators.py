@@ -49,6 +49,9 @@ class Accumulators:
     A batch for which a metric is NaN does not count in it. A loss that is NaN makes the mean NaN.
     """
 
+    told: Sequence[str] = ("loss",)  # of each step
+    may_lack = False  # whether NaN stands for a number that a batch lacks
+
     def __init__(self, metrics: Mapping[str, Metric], *, keeps_all: bool = False) -> None:
         self._by_batch: dict[str, MetricFunction] = {}
         self._stateful: dict[str, StatefulMetric] = {}

@@ -13,19 +13,21 @@ import torch
 from distman._device import resolve_device
 from distman._seeds import seed_generators, seed_of
 from distman.checkpoint._folder import check_writable
+from distman.handler._accumulators import Accumulators
 from distman.handler._changes import Changes
+from distman.handler._engine import Engine
 from distman.handler._events import Callback, Events
 from distman.handler._history import History
 from distman.handler._joint import joint
-from distman.handler._limits import Limits
 from distman.handler._model import TrainedModel
-from distman.handler._optimization import LossSteps, Optimization, StepOptions
+from distman.handler._numbers import Numbers
+from distman.handler._options import Limits, StepOptions
 from distman.handler._reporting import LoggerMode, Reporter
 from distman.handler._resumption import end_program
 from distman.handler._saved_arguments import saved_arguments
 from distman.handler._saving import Saving, read_checkpoint
 from distman.handler._setup import check_factory, required
-from distman.handler._stepper import own_steps
+from distman.handler._stepper import Stepper
 from distman.handler._strategy import Strategy
 from distman.handler._training import Training
 from distman.manager import DistributedManager
@@ -267,14 +269,17 @@ class NNHandler(Saving):
 
     def _make_training(self, options: StepOptions, limits: Limits, events: Events) -> Training:
         """Return a training that resumes from the state that was loaded, or from that of the latest run."""
-        objective, optimization = self._make_optimization(options)
+        by_loss = self._step is None
+        if by_loss or self.validates:
+            self._required_objective()
+        engine = Engine(self._model, self.optimizers, options, self._given, wraps=by_loss)
         training = Training(
             self,
-            objective=objective,
-            optimization=optimization,
+            engine=engine,
+            learn=self._learning(engine),
+            new_accumulators=functools.partial(Accumulators, self._metrics) if by_loss else Numbers,
             source=self._make_source(),
             scheduling=self._required_schedules(),
-            metrics=self._metrics,
             history=self.history,
             reporter=self._reporter,
             events=events,
@@ -284,14 +289,18 @@ class NNHandler(Saving):
         self._progress.resume(training)
         return training
 
-    def _make_optimization(self, options: StepOptions) -> tuple[Callable[..., Any], Optimization]:
-        """Return what is minimized, or the function that steps, and what takes the steps."""
-        if self._step is None:
-            return self._required_objective(), LossSteps(self._model, self.optimizers, options, self._given)
-        if self.validates:
-            self._required_objective()
-        stepper, steps = own_steps(self._model, self.optimizers, options, self._given)
-        return functools.partial(self._step, stepper), steps
+    def _learning(self, engine: Engine) -> Callable[[Any], Any]:
+        """Return what is called with each batch of a step."""
+        function = self._step
+        if function is None:
+            return functools.partial(engine.learn, self._required_objective())
+        stepper = Stepper._over(engine)
+
+        def learn(batch: Any) -> Any:
+            with engine.autocast():
+                return function(stepper, batch)
+
+        return learn
 
 
 def _manager(device: str | torch.device | None, *, use_distributed: bool | None) -> DistributedManager:

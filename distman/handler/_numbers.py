@@ -18,6 +18,8 @@ _OF_THE_RECORD = ("epoch", "step", "lr", "seconds", "skipped")
 class Numbers(Accumulators):
     """Adds up what the function of a step returns for this rank's batches; it says by what names."""
 
+    may_lack = True
+
     def __init__(self) -> None:
         super().__init__({})
         self._names: list[str] = []
@@ -27,6 +29,8 @@ class Numbers(Accumulators):
     @property
     def names(self) -> list[str]:
         return self._names
+
+    told = names
 
     @property
     def sums(self) -> torch.Tensor:
@@ -41,7 +45,7 @@ class Numbers(Accumulators):
         """Go on from sums of an epoch that was interrupted, unless the first batch says that they are of others."""
         self._names, self.sums = list(names), sums
 
-    def read(self, returned: Mapping[str, Any] | torch.Tensor | float | None) -> torch.Tensor:
+    def measure(self, returned: Any, num_samples: int) -> torch.Tensor:
         """Return the numbers for a batch, shape ``(numbers,)``."""
         given = returned if isinstance(returned, Mapping) else {} if returned is None else {"loss": returned}
         if not self._is_begun and {*given} != {*self._names}:

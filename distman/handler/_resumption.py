@@ -10,7 +10,7 @@ import torch
 from distman.checkpoint import CheckpointFolder
 from distman.handler._changes import Changes, OnChange
 from distman.handler._history import History
-from distman.handler._limits import Limits
+from distman.handler._options import Limits
 from distman.handler._reporting import Reporter
 from distman.handler._sharded_state import load_latest, save_in
 from distman.manager import DistributedManager
@@ -120,12 +120,12 @@ class Progress:
             return int(self._loaded["optimization"]["num_steps"])
         if self._is_passed:
             return int(self.phases[-1]["steps"])
-        return self._training.optimization.num_steps if self._training is not None else 0
+        return self._training.engine.num_steps if self._training is not None else 0
 
     def check(self) -> None:
         """Look at the gradients of the latest run. Collective."""
         if self._loaded is None and self._training is not None:
-            self._training.optimization.check()
+            self._training.engine.check()
 
     def resume(self, training: Training) -> None:
         """Let a new training resume from the state that was loaded, else from the latest run, and follow it."""

@@ -12,9 +12,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from distman.data import TrainingLoader
 from distman.handler._changes import Changes
+from distman.handler._engine import Closure, Engine
 from distman.handler._model import TrainedModel
-from distman.handler._optimization import StepOptions
-from distman.handler._own_step import Closure, OwnSteps
+from distman.handler._options import StepOptions
 from distman.handler._scheduling import UNNAMED
 from distman.handler._sources import ForeignSource, Step
 
@@ -55,6 +55,8 @@ class Stepper:
         8
     """
 
+    _num_passes = 0  # through loaders that do not count themselves
+
     def __init__(
         self,
         module: torch.nn.Module,
@@ -74,37 +76,39 @@ class Stepper:
             )
         named = {UNNAMED: optimizers} if isinstance(optimizers, torch.optim.Optimizer) else optimizers
         options = StepOptions(1, amp, clip_norm, ema_decay, non_finite, check_every, use_buffers)
-        model = TrainedModel(module, wraps=False)
-        self._take_over(model, OwnSteps(model, named, options))
+        self._engine = Engine(TrainedModel(module, wraps=False), named, options, wraps=False)
 
-    def _take_over(self, model: TrainedModel, steps: OwnSteps) -> None:
-        self._model, self._steps = model, steps
-        self._num_passes = 0  # through loaders that do not count themselves
+    @classmethod
+    def _over(cls, engine: Engine) -> Stepper:
+        stepper = cls.__new__(cls)
+        stepper._engine = engine
+        return stepper
 
     @property
     def module(self) -> torch.nn.Module:
         """The module."""
-        return self._model.module
+        return self._engine.model.module
 
     @property
     def ema_module(self) -> torch.nn.Module | None:
         """The module with the moving average of the weights; None if no average is kept."""
-        return None if self._model.average is None else self._model.evaluated
+        model = self._engine.model
+        return None if model.average is None else model.evaluated
 
     @property
     def optimizers(self) -> Mapping[str, torch.optim.Optimizer]:
         """The optimizers by name; one without a name is ``"optimizer"``."""
-        return self._steps.optimizers
+        return self._engine.optimizers
 
     @property
     def num_steps(self) -> int:
         """Number of steps taken: of batches, or of as many as are accumulated, however often an optimizer stepped."""
-        return self._steps.num_steps
+        return self._engine.num_steps
 
     @property
     def num_own(self) -> int:
         """Number of samples of the present batch that count on this rank; 0 if it takes part with weight 0."""
-        return self._steps.num_own
+        return self._engine.num_own
 
     def batches(self, loader: Iterable[Any], *, accumulate: int = 1) -> Generator[Any]:
         """Yield this rank's batches of the next epoch, on its device; within the loop gradients are computed.
@@ -142,7 +146,7 @@ class Stepper:
             raise ValueError(f"accumulate must be at least 1, got {accumulate}. Pass a number of batches.")
         steps = self._read(loader)
         while window := list(itertools.islice(steps, accumulate)):
-            yield from self._steps.window(window)
+            yield from self._engine.window(window)
 
     def backward(self, loss: torch.Tensor, *names: str, retain_graph: bool = False) -> None:
         """Compute the gradient of a loss, for the parameters of some optimizers and no others, and add it to theirs.
@@ -168,7 +172,7 @@ class Stepper:
             ...     stepper.step("critic")
             ...     stepper.step("encoder")
         """
-        self._steps.backward(loss, names, retain_graph=retain_graph)
+        self._engine.backward(loss, names, retain_graph=retain_graph)
 
     def step(self, name: str | None = None, closure: Closure | None = None) -> bool:
         """Step with the gradient over all ranks, after which it is forgotten.
@@ -203,7 +207,7 @@ class Stepper:
             >>> handler.set_optimizer(torch.optim.LBFGS)
             >>> handler.set_step(step)
         """
-        return self._steps.step(name, closure)
+        return self._engine.step(name, closure)
 
     def autocast(self) -> AbstractContextManager[Any]:
         """Return a context of mixed precision for what leads to a loss; it does nothing without ``amp``.
@@ -217,7 +221,7 @@ class Stepper:
             ...     print(network(torch.rand(4, 2)).dtype)
             torch.bfloat16
         """
-        return self._steps.autocast()
+        return self._engine.autocast()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the weights, their average, the states of the optimizers, and the numbers of steps and epochs.
@@ -229,9 +233,9 @@ class Stepper:
             DistmanError: The step has batches left, or a gradient has been computed, but not used.
             NonFiniteLossError: On every rank: a step has spoilt the weights, see ``check_every``.
         """
-        self._steps.conclude()
-        self._steps.check()
-        states = {"model": self._model.state_dict(), "optimization": self._steps.state_dict()}
+        self._engine.conclude()
+        self._engine.check()
+        states = {"model": self._engine.model.state_dict(), "optimization": self._engine.state_dict()}
         return {**states, "num_passes": self._num_passes}
 
     def load_state_dict(
@@ -255,9 +259,9 @@ class Stepper:
             >>> stepper = Stepper(network, torch.optim.Adam(network.parameters()))
             >>> stepper.load_state_dict(stepper.state_dict())
         """
-        self._model.load_state_dict(state["model"])
+        self._engine.model.load_state_dict(state["model"])
         changes = Changes(on_change)
-        self._steps.load_state_dict(state["optimization"], changes)
+        self._engine.load_state_dict(state["optimization"], changes)
         self._num_passes = state.get("num_passes", 0)
         changes.tell()
 
@@ -275,16 +279,3 @@ class Stepper:
 
 
 StepFunction = Callable[[Stepper, Any], Mapping[str, Any] | torch.Tensor | float | None]
-
-
-def own_steps(
-    model: TrainedModel,
-    optimizers: Mapping[str, torch.optim.Optimizer],
-    options: StepOptions,
-    given: Mapping[str, Any],
-) -> tuple[Stepper, OwnSteps]:
-    """Return what a function that steps is called with, and what takes its steps."""
-    steps = OwnSteps(model, optimizers, options, given)
-    stepper = Stepper.__new__(Stepper)
-    stepper._take_over(model, steps)
-    return stepper, steps

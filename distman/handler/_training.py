@@ -15,12 +15,12 @@ from distman.collectives._fused import fused_all_reduce
 from distman.collectives._objects import all_gather_objects
 from distman.data._randomness import generators_state, set_generators_state
 from distman.errors import DistmanError, NonFiniteLossError
-from distman.handler._accumulators import Metric
+from distman.handler._accumulators import Accumulators
 from distman.handler._changes import Changes
+from distman.handler._engine import Engine
 from distman.handler._events import Callback, Events
 from distman.handler._history import History, Record, as_numbers, turn_into_numbers
-from distman.handler._limits import Limits
-from distman.handler._optimization import Optimization
+from distman.handler._options import Limits
 from distman.handler._reporting import ProgressBar, Reporter
 from distman.handler._resumption import AutoSave
 from distman.handler._scheduling import Schedules
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 class Training:
     """The loop over epochs and steps, which can be interrupted and resumed between any two steps.
 
-    After the batches of a step come the weights, their average and the counters, which the optimization sets; then the
+    After the batches of a step come the weights, their average and the counters, which the engine sets; then the
     schedule of the learning rate; then the events. After a validation within an epoch come the schedule that monitors
     it, its record, and its events. After an epoch come its validation, the schedule, the record, the counters, and its
     events. So what a callback saves is whole, and what is left to do then is *pending*: a run that is resumed from it
@@ -51,11 +51,11 @@ class Training:
         self,
         handler: NNHandler,
         *,
-        objective: Callable[..., Any],
-        optimization: Optimization,
+        engine: Engine,
+        learn: Callable[[Any], Any],
+        new_accumulators: Callable[[], Accumulators],
         source: Source,
         scheduling: Schedules,
-        metrics: Mapping[str, Metric],
         history: History,
         reporter: Reporter,
         events: Events,
@@ -63,8 +63,8 @@ class Training:
         limits: Limits,
     ) -> None:
         self._handler = handler
-        self._objective, self.optimization, self.source = objective, optimization, source
-        self._scheduling, self._metrics, self._history = scheduling, metrics, history
+        self.engine, self._learn, self._new_accumulators = engine, learn, new_accumulators
+        self._source, self._scheduling, self._history = source, scheduling, history
         self._reporter, self._events = reporter, events
         self._auto_save, self._limits = auto_save, limits
         self.epoch = 0
@@ -75,7 +75,7 @@ class Training:
         self._validated_at = 0  # steps
         self.reason = ""
         self._stop_reason = ""
-        self._accumulators = optimization.accumulators(metrics)
+        self._accumulators = new_accumulators()
         self._seconds = 0.0
         self._step_records = StepRecords(are_kept=False)  # until it runs
         self._told: list[Record] = []  # step records that callbacks are hearing of
@@ -124,7 +124,7 @@ class Training:
     def state_dict(self) -> dict[str, Any]:
         """Return what the rest of the training depends on, except for model and history. Collective."""
         self._tell_step_records()  # else those of the last steps would be lost to a run that resumes from here
-        self.optimization.check()
+        self.engine.check()
         if not (self._is_whole or has_failed()):  # then a step that is not whole is better than none
             raise DistmanError(
                 "a training must be saved between two steps, got a call within a step, whose batches have not been "
@@ -133,7 +133,7 @@ class Training:
             )
         own = {
             "random": generators_state(),
-            "buffers": self.optimization.own_buffers(),
+            "buffers": self.engine.model.own_buffers(),
             "sums": self._accumulators.sums.cpu(),
             "source": self._source_state(),
             "stop_reason": self._stop_reason,
@@ -149,7 +149,7 @@ class Training:
             "pending": self._pending,
             "told": as_numbers(self._told),
             "record": as_numbers([] if self._record is None else [self._record]),
-            "optimization": self.optimization.state_dict(),
+            "optimization": self.engine.state_dict(),
             "scheduler": self._scheduling.state_dict(),
             "schedules": self._scheduling.described,
             "names": self._accumulators.names,
@@ -168,7 +168,7 @@ class Training:
             self._pending, self._told = state["pending"], [*state["told"]]
             self._record = next(iter(state["record"]), None)
             self._events.load_state_dict(state["events"])
-        self.optimization.load_state_dict(state["optimization"], Changes("program" if changes.are_of_program else None))
+        self.engine.load_state_dict(state["optimization"], Changes("program" if changes.are_of_program else None))
         self._scheduling.load_state_dict(state["scheduler"], state.get("schedules", {}), changes)
         manager, ranks = DistributedManager(), state["ranks"]
         is_same_job = len(ranks) == manager.world_size
@@ -179,7 +179,7 @@ class Training:
             self._accumulators.resume(state.get("names", self._accumulators.names), own)
         if is_same_job:
             self._stop_reason = ranks[manager.rank]["stop_reason"]
-            self.optimization.load_own_buffers(ranks[manager.rank]["buffers"])
+            self.engine.model.load_own_buffers(ranks[manager.rank]["buffers"])
             set_generators_state(ranks[manager.rank]["random"])
 
     def _compare(self, state: Mapping[str, Any], changes: Changes) -> None:
@@ -187,10 +187,10 @@ class Training:
         ranks, world_size = state["ranks"], DistributedManager().world_size
         if len(ranks) != world_size:
             self._reporter.log("resuming on %d ranks from a checkpoint of %d", world_size, len(ranks))
-        self.optimization.compare(state["optimization"], changes)
+        self.engine.compare(state["optimization"], changes)
         described = state.get("schedules", {})
         self._scheduling.compare([*described], described, changes)
-        saved, own = ranks[0]["source"].get("batch_size"), self.source.batch_size
+        saved, own = ranks[0]["source"].get("batch_size"), self._source.batch_size
         if saved is not None and own is not None and saved * len(ranks) != own * world_size:
             changes.note("batch_size", saved, own, suffix=", whose batches are used")
         changes.tell()
@@ -201,24 +201,24 @@ class Training:
         self._num_batches, self._pass, self._validated_at = latest._num_batches, latest._pass, latest._validated_at
         self._pending, self._record = latest._pending, latest._record
         self._events.load_state_dict(latest._events.state_dict())
-        self.optimization.go_on_from(latest.optimization)
+        self.engine.go_on_from(latest.engine)
         if self._resume_source(latest._source_state(), is_same_job=True):
             self._accumulators.resume(latest._accumulators.names, latest._accumulators.sums)
 
     def _source_state(self) -> dict[str, Any]:
         return {
-            "kind": type(self.source).__name__,
-            "position": self.source.state_dict(),
-            "batch_size": self.source.batch_size,
+            "kind": type(self._source).__name__,
+            "position": self._source.state_dict(),
+            "batch_size": self._source.batch_size,
         }
 
     def _resume_source(self, state: Mapping[str, Any], *, is_same_job: bool) -> bool:
         """Resume an epoch, and return whether the source is where it was, so that the sums are of the same epoch."""
         is_resumed = False
-        if state["kind"] == type(self.source).__name__:
-            is_resumed = self.source.load_state_dict(state["position"], is_same_job=is_same_job)
+        if state["kind"] == type(self._source).__name__:
+            is_resumed = self._source.load_state_dict(state["position"], is_same_job=is_same_job)
         else:
-            self.source.begin(self._pass)
+            self._source.begin(self._pass)
         if not is_resumed:
             self._num_batches, self._record = 0, None
         return is_resumed
@@ -226,7 +226,7 @@ class Training:
     def _run_epoch(self, accumulate: int, bar: ProgressBar) -> bool:
         """Train for the rest of an epoch; return False if the job was asked to stop."""
         self._events.emit(Callback.on_epoch_begin, self.epoch)
-        self.optimization.follow_freezing()
+        self.engine.follow_freezing()
         if self._pending == "step":
             self._conclude_step()
         self._validate_within()  # where a stop came between a step and its validation
@@ -236,29 +236,29 @@ class Training:
             is_taken = self._take_step(steps)
             bar.advance(len(steps), self._accumulators)
             must_stop = DistributedManager().should_stop()
-            if not must_stop and self._limits.validates_after_step(self.optimization.num_steps):
+            if not must_stop and self._limits.validates_after_step(self.engine.num_steps):
                 self._add_time(started)
                 self._validate_within()
                 started = time.perf_counter()
                 self._step_records.resume()
                 must_stop = DistributedManager().should_stop()  # before another step
-            if must_stop or (is_taken and self._is_save_due(step=self.optimization.num_steps)):
+            if must_stop or (is_taken and self._is_save_due(step=self.engine.num_steps)):
                 started = self._add_time(started)
                 self._save()
                 self._step_records.resume()
             if must_stop:
                 return False
         self._tell_step_records()
-        self.optimization.check()  # before the results of the epoch are recorded
+        self.engine.check()  # before the results of the epoch are recorded
         self._add_time(started)
         return True
 
     def _take_step(self, batches: Sequence[Step]) -> bool:
         """Learn from some batches; return False if that was left out."""
         rates = self._scheduling.learning_rates
-        is_taken = self.optimization.run(self._objective, batches, self._accumulators, self._events)
+        is_taken = self.engine.run(self._learn, batches, self._accumulators, self._events)
         if is_taken:
-            self._scheduling.after_step(self.optimization.num_taken)
+            self._scheduling.after_step(self.engine.num_taken)
             if self._step_records.are_kept:
                 self._keep_step_record(batches, rates)
             self._events.begin()
@@ -271,13 +271,13 @@ class Training:
     def _conclude_step(self) -> None:
         if self._step_records.are_due:
             self._tell_step_records()
-        self._events.emit_rest(Callback.on_step_end, self.optimization.num_steps)
+        self._events.emit_rest(Callback.on_step_end, self.engine.num_steps)
         self._pending = ""
 
     def _keep_step_record(self, batches: Sequence[Step], rates: Mapping[str, float]) -> None:
-        steps = self.optimization
-        record = {"step": float(steps.num_steps), "epoch": float(self.epoch), **rates}
-        self._step_records.add(record, batches, steps.numbers, steps.norm, may_lack=steps.may_lack)
+        engine = self.engine
+        record = {"step": float(engine.num_steps), "epoch": float(self.epoch), **rates}
+        self._step_records.add(record, batches, engine.numbers, engine.norm, may_lack=self._accumulators.may_lack)
 
     def _tell_step_records(self) -> None:
         if records := self._step_records.take():
@@ -289,7 +289,7 @@ class Training:
         """Yield the rest of the epoch: of a pass through the data, or as much of it as the limits allow."""
         while not (self._is_ended() or self._limits.is_full(self._num_batches)):
             if self._reading is None:
-                self._reading = self.source.steps(self._pass)
+                self._reading = self._source.steps(self._pass)
             asked = time.perf_counter()
             step = next(self._reading, None)
             self._step_records.wait(time.perf_counter() - asked)
@@ -305,13 +305,13 @@ class Training:
 
     def _is_ended(self) -> bool:
         """Return whether no step may follow, even within this epoch."""
-        return bool(self.reason) or self._limits.has_last(self.optimization.num_steps)
+        return bool(self.reason) or self._limits.has_last(self.engine.num_steps)
 
     def _is_over(self) -> bool:
-        return bool(self.reason) or self._limits.are_reached(self.epoch, self.optimization.num_steps)
+        return bool(self.reason) or self._limits.are_reached(self.epoch, self.engine.num_steps)
 
     def _num_batches_expected(self) -> int | None:
-        known = [num for num in (self.source.num_steps(), self._limits.limit_batches) if num is not None]
+        known = [num for num in (self._source.num_steps(), self._limits.limit_batches) if num is not None]
         return min(known, default=None)
 
     def _add_time(self, started: float) -> float:
@@ -324,14 +324,14 @@ class Training:
         if "val_loss" in record:
             self._events.emit_rest(Callback.on_validation_end, record)
         record |= self._scheduling.learning_rates
-        record["skipped"] = float(self.optimization.num_skipped)
+        record["skipped"] = float(self.engine.num_skipped)
         record["seconds"] = aggregate_loss(self._seconds)
         self._scheduling.after_epoch(record)
         self._history.add(record)
         self.epoch, self._num_batches = self.epoch + 1, 0
         self._pass, self._is_pass_over = self._pass + self._is_pass_over, False
-        self._accumulators, self._seconds = self.optimization.accumulators(self._metrics), 0.0
-        self.optimization.num_skipped = 0
+        self._accumulators, self._seconds = self._new_accumulators(), 0.0
+        self.engine.num_skipped = 0
         self._record, self._pending = None, "epoch"
         self._conclude_epoch()
 
@@ -354,13 +354,13 @@ class Training:
             self._save()
 
     def _validate(self) -> Record:
-        self.optimization.check()  # before the best of the weights is chosen
+        self.engine.check()  # before the best of the weights is chosen
         self._events.emit_rest(Callback.on_validation_start)
         return {f"val_{name}": value for name, value in self._handler.validate().items()}
 
     def _validate_within(self) -> None:
         """Validate within the epoch, if that is due and has not been done."""
-        num_steps = self.optimization.num_steps
+        num_steps = self.engine.num_steps
         if num_steps != self._validated_at and self._limits.validates_after_step(num_steps):
             self._tell_step_records()
             record = {"epoch": float(self.epoch), "step": float(num_steps), **self._validate()}

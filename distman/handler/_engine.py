@@ -1,0 +1,512 @@
+"""Steps of optimizers, each with the gradients of some batches of every rank."""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
+from typing import Any
+
+import torch
+
+from distman._coordination.wait_scope import WaitScope
+from distman._torch_internals import is_distributed_tensor, norms
+from distman.collectives._fused import fused_all_reduce
+from distman.data._randomness import generators_preserved
+from distman.errors import DistmanError
+from distman.handler._accumulators import Accumulators
+from distman.handler._changes import Changes
+from distman.handler._events import Callback, Events
+from distman.handler._finite import FiniteCheck
+from distman.handler._model import TrainedModel
+from distman.handler._objective import Objective, Outcome, check_loss, to_device
+from distman.handler._optimizers import Optimizers, needs_closure
+from distman.handler._options import StepOptions
+from distman.handler._scheduling import UNNAMED
+from distman.handler._sharding import clip, norm_over_shards, own_part
+from distman.handler._sources import Step
+from distman.manager import DistributedManager
+
+Closure = Callable[[], torch.Tensor]
+_STEPS_BETWEEN_CHECKS = 32
+"""Steps on an accelerator from one look at its gradients to the next: each look waits for all its work."""
+_NUM_PLACES = 8
+"""How many steps are told apart: few, since each is a layout of its own for the gradients, of which 64 are kept."""
+
+
+class _NotFiniteError(Exception):
+    """A closure has come to a loss or a gradient that is not finite."""
+
+
+class Engine:
+    """Takes steps that are the same on all ranks, whatever happens on one of them.
+
+    A step minimizes the mean loss over the samples of all its batches on all ranks. Within :meth:`window`, losses are
+    given to :meth:`backward`, and :meth:`step` lets an optimizer step with their gradient. Their average over the ranks
+    is the work of :meth:`_average`: a model that is wrapped, for :meth:`learn`, has averaged its gradients in the
+    backward pass, by DistributedDataParallel or FSDP, and all optimizers step after the last batch. The parts of a bare
+    one may be called in any order, any number of times, and its gradients are summed as an optimizer steps.
+    """
+
+    def __init__(
+        self,
+        model: TrainedModel,
+        optimizers: Mapping[str, torch.optim.Optimizer],
+        options: StepOptions,
+        given: Mapping[str, Any] | None = None,
+        *,
+        wraps: bool,
+    ) -> None:
+        model.forget_step()
+        self.model, self._options, self._wraps = model, options, wraps
+        self._device, self._world_size = DistributedManager().device, DistributedManager().world_size
+        self._optimizers = Optimizers(model.module, optimizers, given)
+        self.optimizers, self._parameters = self._optimizers.by_name, self._optimizers.parameters
+        self._prepare_model()
+        self._scaler = torch.amp.GradScaler(self._device.type, enabled=options.amp == "fp16")
+        model.keep_average(options.ema_decay, use_buffers=options.use_buffers)
+        model.module.zero_grad()  # left by a step that raised, or of parameters that another optimizer did not have
+        self.num_steps = self.num_skipped = 0  # the latter because a loss or the gradient was not finite
+        self.num_taken = dict.fromkeys(self.optimizers, 0)  # by each optimizer in the latest step
+        self.numbers: dict[str, list[torch.Tensor]] = {}  # this rank's means over its batches, on the device
+        self.norm: torch.Tensor | None = None  # of its gradient, on the device; None if nobody asked
+        self.num_own = 0  # samples of the present batch that count on this rank
+        self._events: Events | None = None  # in a loop of one's own
+        self._share: float | None = None  # of a batch, in the samples of a step on all ranks; None outside of batches
+        self._is_last, self._is_over = True, True  # the present batch; the step, to which nothing can be added then
+        self._is_stepping = False
+        self._batch = ExitStack()  # left when the batch is over
+        self._buffers: list[torch.Tensor] | None = None  # from before the step
+        self._losses: dict[str, list[torch.Tensor]] = {}  # of the gradients that wait for their optimizer's step
+        self._closures: dict[str, list[tuple[Closure, float]]] = {}
+        self._norms: list[torch.Tensor] = []  # of the optimizers' gradients in the present step
+        self._scaled: set[str] = set()  # optimizers that have stepped since the scale of the loss was updated
+        self._num_left_out = self._num_windows = 0
+        model.sort_buckets()
+        may_skip = options.non_finite == "skip" or options.amp == "fp16"
+        usual = 1 if self._device.type == "cpu" else _STEPS_BETWEEN_CHECKS
+        self._finite = FiniteCheck(self._scaler, options.non_finite, 1 if may_skip else options.check_every or usual)
+
+    def _prepare_model(self) -> None:
+        """Let the model's gradients be averaged, and refuse what cannot step so."""
+        if not self._wraps:
+            if any(map(is_distributed_tensor, self.model.module.parameters())):
+                raise TypeError(
+                    "a step of your own must train a model of which each rank has all weights, got one with parameters "
+                    "that are divided among them. Train it with a loss function: set_loss_fn()."
+                )
+            self.model.unwrap()
+            return
+        for optimizer in filter(needs_closure, self.optimizers.values()):
+            raise TypeError(
+                f"the optimizer must step without a closure, got {type(optimizer).__name__}, which computes the "
+                "loss several times per step. Pass it the closure in a step of your own: set_step()."
+            )
+        self.model.wrap()
+
+    def follow_freezing(self) -> None:
+        """Average the gradients of what is trained now: a callback may have frozen a part. Collective."""
+        if self._wraps:
+            self.model.wrap()
+
+    def run(
+        self, learn: Callable[[Any], Any], steps: Sequence[Step], accumulators: Accumulators, events: Events
+    ) -> bool:
+        """Step with some batches; return False if all of it was left out. Collective.
+
+        What was measured is added to the accumulators, unless something was left out.
+        """
+        self._events = events
+        found = []
+        with closing(self.window(steps)) as batches:
+            for batch, step in zip(batches, steps, strict=True):
+                values = accumulators.measure(learn(batch), step.num_own)
+                found.append(values)
+                loss = values[0] if len(values) else torch.tensor(math.nan, device=self._device)
+                events.emit(Callback.on_train_batch_end, step.batch, loss)
+        self.numbers = {name: [values[index] for values in found] for index, name in enumerate(accumulators.told)}
+        if not self._num_left_out:
+            for values, step in zip(found, steps, strict=True):
+                accumulators.add(values, step.num_own)
+        return self._is_taken
+
+    def window(self, steps: Sequence[Step]) -> Generator[Any]:
+        """Yield this rank's batches of a step, on its device; for each gradients may be computed. Collective."""
+        self._buffers = self._copy_buffers() if self._options.non_finite == "skip" else None
+        self.num_taken, self._num_left_out, self._norms = dict.fromkeys(self.optimizers, 0), 0, []
+        self._num_windows += 1
+        num_total = max(sum(step.num_total for step in steps), 1)
+        hooked = [] if self._wraps else self.optimizers.values()
+        hooks = [optimizer.register_step_pre_hook(self._refuse) for optimizer in hooked]
+        try:
+            for index, step in enumerate(steps, start=1):
+                self._share, self._is_last = step.num_own / num_total, index == len(steps)
+                self.num_own, self._is_over = step.num_own, False
+                self._emit(Callback.on_train_batch_start, step.batch)
+                with self._batch:
+                    if not step.num_own:
+                        self._batch.enter_context(self._without_a_trace())
+                    yield to_device(step.batch, self._device)
+            self.conclude()
+        finally:
+            self._share, self._is_over = None, True
+            self._forget([*self.optimizers])
+            for parameter in self._optimizers.not_optimized if self._wraps else ():
+                parameter.grad = None
+            self._update_scale()
+            for hook in hooks:
+                hook.remove()
+
+    def conclude(self) -> None:
+        """End a step, after its last batch, or in it when its state is taken.
+
+        This is the only place that says in which order the parts of a state change: the weights, then their average,
+        then the counters; see :class:`Training` for what follows.
+        """
+        if self._is_over:
+            return
+        if not self._is_last:
+            raise DistmanError(
+                "a state must be taken in the last batch of a step, got a call in one before it, whose gradient waits "
+                "for the others. Take it where step() returns True, or after the loop."
+            )
+        if self._wraps:
+            self._step([*self.optimizers])
+        elif self._losses:
+            raise DistmanError(
+                f"the gradient of each backward() must be used by a step(), got one for {', '.join(self._losses)} that "
+                "is not. Leave that backward() out; accumulate= gathers the gradients of several batches."
+            )
+        self.norm = _norm_of(self._norms)
+        self._batch.close()
+        if self._num_left_out:
+            self._restore_buffers(self._buffers)
+        if any(self.num_taken.values()):
+            self.model.after_step()
+        self.num_steps += self._is_taken
+        self.num_skipped += self._num_left_out
+        self._is_over = True
+
+    def learn(self, objective: Objective, batch: Any) -> Outcome:
+        """Compute the gradient of a loss of the wrapped model, for all optimizers."""
+        averages = nullcontext() if self._is_last else self.model.without_synchronization()
+        with averages, self.model.training() as model:
+            with self.autocast(), self.model.told_of_unused():
+                outcome = objective(model, batch)
+            self.backward(outcome.loss, [*self.optimizers])
+        return outcome
+
+    def backward(self, loss: torch.Tensor, names: Sequence[str], *, retain_graph: bool = False) -> None:
+        """Add the gradient of a loss to that of some optimizers' parameters; of a bare model to no others."""
+        share = self._share_of("backward()")
+        chosen = [*dict.fromkeys(map(self._resolve, names))] or [self._resolve(None)]
+        check_loss(loss)
+        self._emit(Callback.on_before_backward, loss)
+        trained = [one for name in chosen for one in self._parameters[name] if one.requires_grad]
+        is_all = len(chosen) == len(self.optimizers) and not any(
+            one.requires_grad for one in self._optimizers.not_optimized
+        )
+        waits = WaitScope("backward of the model") if self._wraps else nullcontext()
+        with torch.autocast(self._device.type, enabled=False), waits, self.model.backward_pass():
+            self._scaler.scale(loss).backward(
+                gradient=_root_of(loss, share * self._world_size if self._wraps else share),
+                retain_graph=retain_graph,
+                inputs=None if self._wraps or is_all else trained,
+            )
+        for name in chosen:
+            self._losses.setdefault(name, []).append(loss.detach())
+        self._emit(Callback.on_after_backward)
+
+    def step(self, name: str | None, closure: Closure | None) -> bool:
+        """Step with the gradients of all batches, in the last of them; return whether the optimizer has stepped."""
+        share, name = self._share_of("step()"), self._resolve(name)
+        if closure is None:
+            self._check_gradient(name)
+        else:
+            self._check_closure(name, closure)
+            self._closures.setdefault(name, []).append((closure, share))
+        return self._is_last and self._step([name])
+
+    def check(self) -> None:
+        """Look at the gradients of all steps since the last look. Collective; waits for the device."""
+        self._finite.look()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return everything that the next step depends on, except for the model."""
+        counts = {"num_steps": self.num_steps, "num_skipped": self.num_skipped}
+        return {**self._optimizers.state_dict(), "scaler": self._scaler.state_dict(), **counts}
+
+    def compare(self, state: Mapping[str, Any], changes: Changes) -> None:
+        """Note in what the optimizers differ from those of such a state."""
+        self._optimizers.compare(state, changes)
+
+    def load_state_dict(self, state: Mapping[str, Any], changes: Changes) -> None:
+        """Restore such a state, as far as it fits."""
+        self._optimizers.load_state_dict(state, changes)
+        self._load_scale(state["scaler"])
+        self.num_steps, self.num_skipped = state["num_steps"], state["num_skipped"]
+
+    def go_on_from(self, latest: Engine) -> None:
+        """Go on counting where the latest run in this program has ended; the optimizers are as they are now."""
+        latest.check()
+        self._load_scale(latest._scaler.state_dict())
+        self.num_steps, self.num_skipped = latest.num_steps, latest.num_skipped
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        """Return a context of mixed precision, if there is to be any."""
+        return torch.autocast(self._device.type, self._options.dtype) if self._options.amp else nullcontext()
+
+    def _load_scale(self, state: Mapping[str, Any]) -> None:
+        if state and self._scaler.is_enabled():
+            self._scaler.load_state_dict(dict(state))
+
+    @property
+    def _is_taken(self) -> bool:
+        return not self._num_left_out or any(self.num_taken.values())
+
+    def _share_of(self, call: str) -> float:
+        if self._share is not None and self._is_over:
+            raise DistmanError(
+                f"{call} must be called before the state of its step is taken, got a call after it, which that state "
+                "would lack. Take the state after the last step() of a batch."
+            )
+        if self._share is None:
+            raise DistmanError(
+                f"{call} must be called for a batch, got a call outside of one. Call it in the function that "
+                "set_step() was given, or in a loop over Stepper.batches()."
+            )
+        return self._share
+
+    def _resolve(self, name: str | None) -> str:
+        """Return the name of an optimizer; for None that of the only one."""
+        if name is None and len(self.optimizers) == 1:
+            return next(iter(self.optimizers))
+        if name is None or name not in self.optimizers:
+            raise ValueError(
+                f"name must be that of an optimizer, {' or '.join(map(repr, self.optimizers))}, got {name!r}. Pass it "
+                "to backward() and step()."
+            )
+        return name
+
+    def _refuse(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        if not self._is_stepping:
+            raise DistmanError(
+                "an optimizer must step by step() of the stepper, which adds up the gradients of all ranks, got a call "
+                f"of {type(optimizer).__name__}.step(). Call stepper.step() instead."
+            )
+
+    def _check_gradient(self, name: str) -> None:
+        if needs_closure(self.optimizers[name]):
+            raise TypeError(
+                f"closure must be a function, got None for {type(self.optimizers[name]).__name__}, which computes the "
+                "loss several times per step. Pass one that calls backward() and returns the loss."
+            )
+        if name not in self._losses:
+            raise DistmanError(
+                f"step() must follow a backward() for the same optimizer, got none for {name!r}. Pass its name to both."
+            )
+        if self._scaler.is_enabled() and name in self._scaled:
+            raise DistmanError(
+                f"{name!r} must step once while gradients of {', '.join(self._losses.keys() - {name})} wait for their "
+                "step, with amp='fp16', got a second step. Let them step before, or use amp='bf16'."
+            )
+
+    def _check_closure(self, name: str, closure: Closure) -> None:
+        if not callable(closure):
+            raise TypeError(f"closure must be a function, got {closure!r}. Pass one that computes the loss.")
+        given = {"clip_norm": self._options.clip_norm, "amp": "fp16" if self._scaler.is_enabled() else None}
+        for option, value in given.items():
+            if value is not None:
+                raise ValueError(
+                    f"{option} must be left out where an optimizer calls a closure, got {value!r} for {name!r}, which "
+                    "compares losses and gradients as they are. Train without it."
+                )
+
+    def _step(self, names: Sequence[str]) -> bool:
+        """Let optimizers step at once with the gradients of all batches; return whether they have."""
+        self._is_stepping = True
+        try:
+            with torch.autocast(self._device.type, enabled=False):
+                is_taken = self._take_with_closures(names[0]) if names[0] in self._closures else self._take(names)
+        finally:
+            self._is_stepping = False
+            self._forget(names)
+        torch.clear_autocast_cache()  # of weights in 16 bits, from before the step
+        for name in names:
+            self.num_taken[name] += is_taken
+        self._num_left_out += not is_taken
+        if not self._losses:  # else a gradient waits that was computed with the present scale
+            self._update_scale()
+        return is_taken
+
+    def _take(self, names: Sequence[str]) -> bool:
+        """Let optimizers step, unless the gradient, which is the same on all ranks then, says no."""
+        for name in names:
+            self._average(name)
+        self._scaled.update(names)
+        for name in names:
+            self._scaler.unscale_(self.optimizers[name])
+        self._emit(Callback.on_before_optimizer_step)
+        found = [norm for norm in map(self._clip, names) if norm is not None]
+        self._norms += found
+        self._finite.add(self._num_begun, self._label(names), _norm_of(found), self._losses[names[0]])
+        if not self._finite.may_be_taken():
+            return False
+        for name in names:
+            self._scaler.step(self.optimizers[name])
+        self._finite.note_taken()
+        return True
+
+    def _take_with_closures(self, name: str) -> bool:
+        """Let an optimizer compute the loss of all batches as often as it wants to.
+
+        It decides by losses and gradients that are the same on all ranks, so these compute equally often. Where one
+        computes once more, because its processor rounds in another way, it meets the others' next step.
+        """
+        optimizer, parameters = self.optimizers[name], self._parameters[name]
+        before = [parameter.detach().clone() for parameter in parameters]
+        try:
+            optimizer.step(lambda: self._evaluate(name))  # type: ignore[arg-type,return-value]  # torch says a float
+        except _NotFiniteError:
+            with torch.no_grad():
+                for parameter, value in zip(parameters, before, strict=True):
+                    parameter.copy_(value)
+            optimizer.state.clear()  # of the way to where the loss is not finite
+            return self._finite.look()
+        return True
+
+    def _evaluate(self, name: str) -> torch.Tensor:
+        """Return the loss of all batches of all ranks, after its gradient has been computed."""
+        self._forget_gradient(name)
+        total = torch.zeros((), dtype=torch.float64, device=self._device)
+        for closure, share in self._closures[name]:
+            self._share = share
+            with self.autocast():
+                loss = closure()
+            check_loss(loss)
+            total += loss.detach().reshape(()) * share
+        if name not in self._losses:
+            raise DistmanError(
+                f"closure must call backward() for its optimizer, got none for {name!r}. Call it with the loss, and "
+                "return the loss."
+            )
+        total = self._sum_gradients(name, total)
+        if self._options.non_finite != "ignore":
+            gradients = [parameter.grad for parameter in self._parameters[name] if parameter.grad is not None]
+            norm = torch.stack([total.abs(), *[one.abs().sum() for one in gradients]]).sum()
+            if not math.isfinite(norm.item()):
+                self._finite.add(self._num_begun, self._label([name]), norm, self._losses[name])
+                raise _NotFiniteError
+        return total
+
+    def _average(self, name: str) -> None:
+        """Let the gradient of an optimizer be that of all ranks: a wrapped model's is, since the backward pass."""
+        if self._wraps:
+            return
+        self._sum_gradients(name, torch.zeros((), device=self._device))
+        if all(parameter.grad is None for parameter in self._parameters[name]):
+            raise ValueError(
+                f"the loss must depend on the parameters of {name!r}, got one that does not. Pass the name of another "
+                "optimizer to backward() and step()."
+            )
+
+    @torch.no_grad()
+    def _sum_gradients(self, name: str, loss: torch.Tensor) -> torch.Tensor:
+        """Add up the gradients of an optimizer's parameters over the ranks, and a loss; return the latter.
+
+        A parameter that has a gradient on some ranks has one on all of them then.
+        """
+        trained = [parameter for parameter in self._parameters[name] if parameter.requires_grad]
+        gradients = [parameter.grad for parameter in trained]
+        if any(one is not None and one.layout != torch.strided for one in gradients):
+            raise TypeError(
+                "gradients must be dense in a step of your own, got a sparse one. Pass sparse=False to the embedding."
+            )
+        if self._world_size == 1:
+            return loss
+        parts = {
+            f"{name} {index}": torch.zeros_like(one) if one.grad is None else one.grad
+            for index, one in enumerate(trained)
+        }
+        is_there = torch.tensor([one is not None for one in gradients], dtype=torch.float32, device=self._device)
+        place = f"step {self._num_windows % _NUM_PLACES} (mod {_NUM_PLACES})"  # so that ranks in other steps differ
+        summed = fused_all_reduce({**parts, "loss": loss, place: is_there})
+        is_missing = any(one is None for one in gradients)
+        counts = summed[place].tolist() if is_missing else [1] * len(trained)
+        for parameter, key, count in zip(trained, parts, counts, strict=True):
+            parameter.grad = summed[key] if count else None
+        return summed["loss"]
+
+    def _clip(self, name: str) -> torch.Tensor | None:
+        """Clip an optimizer's gradient, and return its 2-norm, the same on all ranks; None if nobody asks for it."""
+        parameters = self._parameters[name]
+        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        if not gradients or (self._options.clip_norm is None and self._options.non_finite == "ignore"):
+            return None
+        parts = [own_part(one) for one in gradients]
+        dense = [one.coalesce().values() if one.is_sparse else one for one in parts]
+        norm = norm_over_shards(torch.linalg.vector_norm(torch.stack(norms(dense))), gradients[0])
+        if self._options.clip_norm is not None and self.model.is_sharded:
+            clip(parts, self._options.clip_norm, norm)
+        elif self._options.clip_norm is not None:
+            by_one_kernel = None if all(map(operator.is_, dense, gradients)) else False
+            torch.nn.utils.clip_grads_with_norm_(parameters, self._options.clip_norm, norm, foreach=by_one_kernel)
+        return norm
+
+    def _forget(self, names: Sequence[str]) -> None:
+        for name in names:
+            self._forget_gradient(name)
+            self._closures.pop(name, None)
+
+    def _forget_gradient(self, name: str) -> None:
+        self.optimizers[name].zero_grad()
+        self._losses.pop(name, None)
+
+    def _update_scale(self) -> None:
+        if self._scaled:
+            self._scaler.update()
+            self._scaled.clear()
+
+    @property
+    def _num_begun(self) -> int:
+        return self.num_steps + self.num_skipped
+
+    def _label(self, names: Sequence[str]) -> str:
+        """Return the names of optimizers for a message; empty where there is only one without a name."""
+        return "" if [*self.optimizers] == [UNNAMED] else ", ".join(names)
+
+    def _emit(self, event: Callable[..., None], *args: Any) -> None:
+        if self._events is not None:
+            self._events.emit(event, *args)
+
+    def _copy_buffers(self) -> list[torch.Tensor]:
+        return [buffer.clone() for buffer in self.model.module.buffers()]
+
+    @torch.no_grad()
+    def _restore_buffers(self, buffers: Sequence[torch.Tensor] | None) -> None:
+        for buffer, saved in zip(self.model.module.buffers(), buffers or (), strict=buffers is not None):
+            buffer.copy_(saved)
+
+    @contextmanager
+    def _without_a_trace(self) -> Iterator[None]:
+        """Leave buffers and generators as they were: a rank takes part, for the others, with a batch that counts 0."""
+        buffers = self._copy_buffers()
+        with generators_preserved():
+            yield
+        self._restore_buffers(buffers)
+
+
+def _norm_of(norms: Sequence[torch.Tensor]) -> torch.Tensor | None:
+    """Return the norm of gradients of which each has one of these; None if there are none."""
+    if len(norms) < 2:
+        return norms[0] if norms else None
+    stacked = torch.stack([*norms]).double()  # whose squares do not overflow
+    norm: torch.Tensor = torch.linalg.vector_norm(stacked)
+    return norm
+
+
+def _root_of(loss: torch.Tensor, factor: float) -> torch.Tensor:
+    """Return where a backward pass begins: with NaN if the loss is not finite, so that it is seen on all ranks."""
+    loss = loss.detach()
+    return (loss - loss) + factor
