@@ -274,7 +274,7 @@ class Setup:
         is_cached = dataloader_type is DataLoaderType.RANK_CACHED
         options = of_cache(loader_kwargs) if is_cached else loader_kwargs
         self.distman.set_train_loader(dataset, cached=is_cached, **options)
-        self.train_loader, self.train_loader_kwargs = self.distman._train_data, loader_kwargs
+        self.train_loader, self.train_loader_kwargs = self.distman._setup.train_data, loader_kwargs
 
     def set_val_loader(
         self, dataset: Dataset[Any], dataloader_type: DataLoaderType = DataLoaderType.STANDARD, **loader_kwargs: Any
@@ -286,7 +286,7 @@ class Setup:
         is_cached = dataloader_type is DataLoaderType.RANK_CACHED
         options = of_cache(loader_kwargs) if is_cached else loader_kwargs
         self.distman.set_val_loader(dataset, cached=is_cached, **options)
-        self.val_loader, self.val_loader_kwargs = self.distman._val_data, loader_kwargs
+        self.val_loader, self.val_loader_kwargs = self.distman._setup.val_data, loader_kwargs
 
     def add_metric(self, name: str, metric_fn: Callable[..., Any]) -> None:
         """Measure something besides the loss; score-based models have no metrics.

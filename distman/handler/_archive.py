@@ -1,0 +1,136 @@
+"""What a handler keeps of its training: the history, and the state that checkpoints hold."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import PurePath
+from typing import Any
+
+from distman import checkpoint
+from distman._coordination.monitor.current_watcher import has_failed
+from distman.checkpoint._location import Location, locate
+from distman.checkpoint._safetensors import SUFFIX, check_tensors, write_safetensors
+from distman.checkpoint._state import check_state
+from distman.decorators import on_rank
+from distman.errors import CheckpointError
+from distman.handler._changes import Changes
+from distman.handler._events import Callbacks
+from distman.handler._history import History
+from distman.handler._model import TrainedModel
+from distman.handler._options import Limits
+from distman.handler._reporting import Reporter
+from distman.handler._resumption import AutoSave, Progress
+from distman.handler._sharded_state import parts_of, read_parts, read_rest, whole
+from distman.manager import DistributedManager
+
+_PARTS = ("model", "model_kwargs", "training", "history", "callbacks")
+"""What a checkpoint of a handler holds."""
+
+
+class Archive:
+    """The history of a training, how far it is, and the state from which it is resumed."""
+
+    def __init__(
+        self, model: TrainedModel, callbacks: Callbacks, model_kwargs: Mapping[str, Any], reporter: Reporter
+    ) -> None:
+        self._model, self._callbacks, self._model_kwargs, self._reporter = model, callbacks, model_kwargs, reporter
+        self.history = History()
+        self.progress = Progress()
+        self.auto_save: AutoSave | None = None
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "model": self._model.state_dict(),
+            "model_kwargs": {name: value for name, value in self._model_kwargs.items() if _is_storable(value)},
+            "training": self.progress.state_dict(),
+            "history": self.history.state_dict(),
+            "callbacks": self._callbacks.state_dict(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any], changes: Changes | None = None) -> None:
+        self._model.load_state_dict(state["model"], changes)
+        self.history.load_state_dict(state["history"])
+        self._callbacks.load_state_dict(state["callbacks"])
+        self.progress.load_state_dict(state["training"], changes)
+
+    def take(self, state: dict[str, Any], changes: Changes | None = None) -> None:
+        """Restore a state that the program has loaded, so it wants to train on even where that training had stopped."""
+        if state["training"] is not None:
+            state["training"]["reason"] = ""
+        self.load_state_dict(read_parts(state, self._model.module), changes)
+
+    def save(self, state: Mapping[str, Any], path: str | os.PathLike[str], *, sharded: bool) -> None:
+        """Write a state. Collective; local once another rank has failed."""
+        if has_failed() and not (sharded or self._model.is_sharded):
+            checkpoint.save(state, _own_path(path), local=True)
+        elif sharded:
+            checkpoint.save_sharded(parts_of(state), path)
+        else:
+            checkpoint.save(whole(state), path)
+
+    def export(self, path: str | os.PathLike[str]) -> None:
+        """Write the weights alone. Collective."""
+        self.progress.check()
+        location = locate(path)
+        state = whole(self._model.evaluated_state())
+        if location.place.endswith(SUFFIX):
+            on_rank(0)(_export)(state, location)
+        else:
+            checkpoint.save(state, path)
+
+    def resume(self, limits: Limits) -> bool:
+        """Load what an earlier run of the program has saved; return True if it did all of this call of train()."""
+        auto_save = self.auto_save
+        if auto_save is None or not auto_save.is_awaited:
+            return False
+        saved = auto_save.load(self._model.module)
+        phases = saved["training"].get("phases", []) if saved is not None and saved["training"] is not None else []
+        if self.progress.passes(limits, phases):
+            self._show_phase(saved, phases[len(self.progress.phases) - 1])
+            return True
+        auto_save.finish()
+        if saved is not None:
+            self.load_state_dict(saved, Changes(auto_save.on_change))
+            self._reporter.log("resuming from step %d, saved in %s", self.progress.num_steps, auto_save.folder.path)
+        return False
+
+    def _show_phase(self, saved: Mapping[str, Any], end: Mapping[str, Any]) -> None:
+        """Let the program see the latest weights, and the history that it had after a call of train()."""
+        self._model.load_state_dict(saved["model"], Changes("program"))
+        self.history.load_state_dict({name: saved["history"][name][: end[name]] for name in ("records", "validations")})
+        self._reporter.log("train() number %d was done by an earlier run", len(self.progress.phases))
+
+
+def read_checkpoint(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """Return what a handler has saved. Collective."""
+    state = read_rest(path)
+    if state is None:
+        state = checkpoint.load(path)
+    lacking = [name for name in _PARTS if not isinstance(state, Mapping) or name not in state]
+    if lacking:
+        raise CheckpointError(
+            f"the file must hold what NNHandler.save() wrote, but has no {', '.join(lacking)}. Begin with the "
+            "weights of a file of Lightning, torch.save or another library by handler.load(path, only='model')."
+        )
+    return dict(state)
+
+
+def _export(state: dict[str, Any], location: Location) -> None:
+    check_tensors(state)
+    write_safetensors(state, location)
+
+
+def _is_storable(value: object) -> bool:
+    try:
+        check_state(value)
+    except ValueError:
+        return False
+    return True
+
+
+def _own_path(path: str | os.PathLike[str]) -> str:
+    """Return a path beside another one that belongs to this rank alone."""
+    name = os.fspath(path)  # or a URL, which is no Path
+    suffix = PurePath(name).suffix
+    return f"{name.removesuffix(suffix)}.rank{DistributedManager().rank}{suffix}"
