@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import abc
 import dataclasses
 import functools
 import operator
@@ -68,36 +67,7 @@ class Step:
     num_total: int
 
 
-class Source(abc.ABC):
-    """Steps of one epoch after another, the same number on all ranks."""
-
-    @abc.abstractmethod
-    def begin(self, epoch: int) -> None:
-        """Move to the start of an epoch."""
-
-    @abc.abstractmethod
-    def steps(self, epoch: int) -> Generator[Step]:
-        """Yield the rest of an epoch; nothing if it is over. Collective where the ranks have to agree."""
-
-    @abc.abstractmethod
-    def num_steps(self) -> int | None:
-        """Return the number of steps of a full epoch; None if unknown."""
-
-    @property
-    @abc.abstractmethod
-    def batch_size(self) -> int | None:
-        """Number of samples in a batch of this rank; None if unknown."""
-
-    @abc.abstractmethod
-    def state_dict(self) -> dict[str, Any]:
-        """Return the position after the latest step."""
-
-    @abc.abstractmethod
-    def load_state_dict(self, state: Mapping[str, Any], *, is_same_job: bool) -> bool:
-        """Resume after this position; return False if it does not apply here, so the epoch starts over."""
-
-
-class LoaderSource(Source):
+class LoaderSource:
     """Steps of a loader that distributes the samples by a plan known to all ranks."""
 
     def __init__(self, loader: TrainingLoader, num_samples: NumSamples | None = None) -> None:
@@ -158,7 +128,7 @@ class LoaderSource(Source):
         return bool(self._position == state["position"])
 
 
-class ForeignSource(Source):
+class ForeignSource:
     """Steps of batches that each rank gets in its own way, in numbers that may differ.
 
     Before the first step of an epoch the ranks exchange their numbers of samples, and before each step their total,
@@ -341,6 +311,10 @@ class ForeignSource(Source):
                 return num_samples
         self._is_exhausted = True
         return 0
+
+
+Source = LoaderSource | ForeignSource
+"""Steps of one epoch after another, the same number on all ranks."""
 
 
 def _has_state(value: object) -> bool:
