@@ -12,7 +12,7 @@ import torch
 from distman.checkpoint import CheckpointFolder
 from distman.checkpoint._folder import check_writable
 from distman.handler._events import Callback
-from distman.handler._history import Record
+from distman.handler._history import Record, sign_of
 from distman.handler._sharded_state import save_in
 from distman.topology._partition import is_whole_number
 
@@ -149,7 +149,7 @@ class ModelCheckpoint(Callback):
             raise ValueError(f"num_best must be at least 1, got {num_best}. Pass a positive number.")
         self.folder = CheckpointFolder(folder, keep=keep, sharded=sharded)
         self.best: dict[int, float] = {}
-        self._monitor, self._sign, self._num_best = monitor, _sign(mode), num_best
+        self._monitor, self._sign, self._num_best = monitor, sign_of(mode), num_best
 
     def on_train_begin(self, handler: NNHandler) -> None:
         """Try whether the folder can be written.
@@ -276,16 +276,9 @@ def _find(name: str, handler: NNHandler, record: Record) -> float | None:
     return record.get(name)
 
 
-def _sign(mode: Literal["min", "max"]) -> float:
-    """Return a factor with which smaller values are better."""
-    if mode not in ("min", "max"):
-        raise ValueError(f"mode must be 'min' or 'max', got {mode!r}. Pass 'max' if larger values are better.")
-    return 1.0 if mode == "min" else -1.0
-
-
 class _Best:
     def __init__(self, mode: Literal["min", "max"], min_delta: float) -> None:
-        self._sign = _sign(mode)
+        self._sign = sign_of(mode)
         self._min_delta = min_delta
         self.value: float | None = None
 

@@ -84,12 +84,9 @@ class History:
             >>> history.best("accuracy", mode="max")
             1
         """
-        if mode not in ("min", "max"):
-            raise ValueError(f"mode must be 'min' or 'max', got {mode!r}. Pass 'max' if larger values are better.")
-        values = [(value, index) for index, value in enumerate(self[name]) if not math.isnan(value)]
-        if not values:
-            return None
-        return min(values)[1] if mode == "min" else max(values, key=lambda pair: (pair[0], -pair[1]))[1]
+        sign = sign_of(mode)
+        values = [(sign * value, index) for index, value in enumerate(self[name]) if not math.isnan(value)]
+        return min(values)[1] if values else None
 
     def state_dict(self) -> dict[str, Any]:
         """Return the records.
@@ -114,6 +111,13 @@ class History:
         """
         self._records = [dict(record) for record in state["records"]]
         self.validations = [dict(record) for record in state["validations"]]
+
+
+def sign_of(mode: str) -> float:
+    """Return a factor with which smaller values are better."""
+    if mode not in ("min", "max"):
+        raise ValueError(f"mode must be 'min' or 'max', got {mode!r}. Pass 'max' if larger values are better.")
+    return 1.0 if mode == "min" else -1.0
 
 
 def as_numbers(records: Sequence[Record]) -> list[Record]:
