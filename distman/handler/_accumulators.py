@@ -160,7 +160,6 @@ def _gather_states(state: torch.Tensor, group: object = None) -> list[torch.Tens
 
 
 def _by_name(name: str, value: Any) -> dict[str, float]:
-    """Return the numbers of a metric, or of a collection of metrics."""
     parts = {f"{name}_{part}": one for part, one in value.items()} if isinstance(value, Mapping) else {name: value}
     return {part: as_number(part, one).item() for part, one in parts.items()}
 

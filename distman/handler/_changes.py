@@ -53,7 +53,6 @@ class Changes:
         self._found += [f"{one}{suffix}" for one in _differences(what, saved, own)]
 
     def tell(self) -> None:
-        """Say what differs, on rank 0."""
         if not self._found:
             return
         found = printable("; ".join(self._found))
@@ -72,7 +71,6 @@ class Changes:
 
 
 def options_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    """Return the options of each parameter group, as plain values."""
     return [
         {name: plain(value) for name, value in group.items() if name not in ("params", *_ABOUT_SPEED)}
         for group in optimizer.param_groups

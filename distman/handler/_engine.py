@@ -203,20 +203,25 @@ class Engine:
         chosen = [*dict.fromkeys(map(self._resolve, names))] or [self._resolve(None)]
         check_loss(loss)
         self._emit(Callback.on_before_backward, loss)
-        trained = [one for name in chosen for one in self._parameters[name] if one.requires_grad]
-        is_all = len(chosen) == len(self.optimizers) and not any(
-            one.requires_grad for one in self._optimizers.not_optimized
-        )
         waits = WaitScope("backward of the model") if self._wraps else nullcontext()
         with torch.autocast(self._device.type, enabled=False), waits, self.model.backward_pass():
             self._scaler.scale(loss).backward(
                 gradient=_root_of(loss, share * self._world_size if self._wraps else share),
                 retain_graph=retain_graph,
-                inputs=None if self._wraps or is_all else trained,
+                inputs=self._inputs_of(chosen),
             )
         for name in chosen:
             self._losses.setdefault(name, []).append(loss.detach())
         self._emit(Callback.on_after_backward)
+
+    def _inputs_of(self, names: Sequence[str]) -> list[torch.nn.Parameter] | None:
+        """Return the parameters that get a gradient; None for all, as a wrapped model needs it."""
+        if self._wraps:
+            return None
+        is_all = len(names) == len(self.optimizers)
+        if is_all and not any(one.requires_grad for one in self._optimizers.not_optimized):
+            return None
+        return [one for name in names for one in self._parameters[name] if one.requires_grad]
 
     def step(self, name: str | None, closure: Closure | None) -> bool:
         """Step with the gradients of all batches, in the last of them; return whether the optimizer has stepped."""
@@ -238,11 +243,9 @@ class Engine:
         return {**self._optimizers.state_dict(), "scaler": self._scaler.state_dict(), **counts}
 
     def compare(self, state: Mapping[str, Any], changes: Changes) -> None:
-        """Note in what the optimizers differ from those of such a state."""
         self._optimizers.compare(state, changes)
 
     def load_state_dict(self, state: Mapping[str, Any], changes: Changes) -> None:
-        """Restore such a state, as far as it fits."""
         self._optimizers.load_state_dict(state, changes)
         self._load_scale(state["scaler"])
         self.num_steps, self.num_skipped = state["num_steps"], state["num_skipped"]

@@ -56,7 +56,6 @@ def make_evaluation_loader(method: str, data: Any, options: Mapping[str, Any]) -
 
 
 def make_source(data: Any, num_samples: NumSamples | None) -> Source:
-    """Return the steps of a loader that :func:`make_loader` returned for training."""
     return LoaderSource(data, num_samples) if isinstance(data, TrainingLoader) else ForeignSource(data, num_samples)
 
 

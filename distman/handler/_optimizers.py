@@ -73,7 +73,6 @@ class Optimizers:
         return fitting
 
     def load_state_dict(self, state: Mapping[str, Any], changes: Changes) -> None:
-        """Restore such a state, as far as it fits."""
         states, described = _states_in(state), state.get("described", {})
         for name in self.compare(state, changes):
             optimizer = self.by_name[name]

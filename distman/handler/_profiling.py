@@ -119,7 +119,6 @@ class Profiler(Callback):
 
 
 def merged(traces: Mapping[int, Mapping[str, Any]]) -> dict[str, Any]:
-    """Return one trace with those of several ranks."""
     bases = {rank: trace.get("baseTimeNanoseconds", 0) for rank, trace in traces.items()}
     base = min(bases.values(), default=0)
     events = [

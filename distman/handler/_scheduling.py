@@ -107,7 +107,6 @@ class Schedules:
         return {name: one.described for name, one in self._by_name.items()}
 
     def load_state_dict(self, state: Mapping[str, Any], described: Mapping[str, Any], changes: Changes) -> None:
-        """Restore such states, as far as they fit."""
         states = state.get("schedulers", {UNNAMED: state})
         for name in self.compare(states, described, changes):
             self._by_name[name].load_state_dict(states[name], described.get(name) if changes.are_of_program else None)

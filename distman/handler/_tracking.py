@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from distman._log import logger
 from distman._text import printable
 from distman.handler._events import Callback
-from distman.handler._history import Record, turn_into_numbers
+from distman.handler._history import Record, as_numbers
 from distman.handler._resumption import Preempted
 from distman.manager import DistributedManager
 
@@ -117,12 +117,8 @@ class Tracker(Callback, abc.ABC):
 
         Example:
             >>> class Print(Tracker):
-            ...     def open(self, run, step):
-            ...         print(run)
             ...     def write(self, kind, records):
             ...         print(kind, records)
-            ...     def close(self, status):
-            ...         print(status)
         """
 
     @abc.abstractmethod
@@ -136,10 +132,6 @@ class Tracker(Callback, abc.ABC):
 
         Example:
             >>> class Print(Tracker):
-            ...     def open(self, run, step):
-            ...         print(run)
-            ...     def write(self, kind, records):
-            ...         print(kind, records)
             ...     def close(self, status):
             ...         print(status)
         """
@@ -216,9 +208,7 @@ class Tracker(Callback, abc.ABC):
     def _put(self, kind: Kind, records: Sequence[Record]) -> None:
         if self._writing is None:
             return
-        copies = [dict(record) for record in records]
-        for copy in copies:
-            turn_into_numbers(copy)
+        copies = as_numbers(records)
         self._writing.put(lambda: self.write(kind, copies))
 
     def _finish(self, status: Status, patience: float) -> None:
