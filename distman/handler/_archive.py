@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from pathlib import PurePath
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from distman import checkpoint
 from distman._coordination.monitor.current_watcher import has_failed
@@ -20,9 +20,12 @@ from distman.handler._history import History
 from distman.handler._model import TrainedModel
 from distman.handler._options import Limits
 from distman.handler._reporting import Reporter
-from distman.handler._resumption import AutoSave, Progress
+from distman.handler._resumption import AutoSave
 from distman.handler._sharded_state import parts_of, read_parts, read_rest, whole
 from distman.manager import DistributedManager
+
+if TYPE_CHECKING:
+    from distman.handler._training import Training
 
 _PARTS = ("model", "model_kwargs", "training", "history", "callbacks")
 """What a checkpoint of a handler holds."""
@@ -36,23 +39,61 @@ class Archive:
     ) -> None:
         self._model, self._callbacks, self._model_kwargs, self._reporter = model, callbacks, model_kwargs, reporter
         self.history = History()
-        self.progress = Progress()
         self.auto_save: AutoSave | None = None
+        self.training: Training | None = None  # of the latest run, or of the current one
+        self._loaded: Mapping[str, Any] | None = None  # since the latest run: the next one resumes from it
+        self._changes = Changes()
+        self._phases: list[dict[str, Any]] = []  # how far the calls of train() have come that are over
+        self._is_passed = False  # all of them by an earlier run of the program
+
+    @property
+    def num_steps(self) -> int:
+        if self._loaded is not None:
+            return int(self._loaded["optimization"]["num_steps"])
+        if self._is_passed:
+            return int(self._phases[-1]["steps"])
+        return self.training.engine.num_steps if self.training is not None else 0
+
+    def follow(self, training: Training) -> None:
+        """Let a new training resume from the state that was loaded, else from the latest run, and follow it."""
+        if self._loaded is not None:
+            training.load_state_dict(self._loaded, self._changes)
+        elif self.training is not None:
+            training.go_on_from(self.training)
+        self.training, self._loaded, self._is_passed = training, None, False
+
+    def end_phase(self) -> None:
+        """Note how far a call of train() has come."""
+        if self.training is not None:
+            self._phases.append(
+                {
+                    "epochs": self.training.epoch,
+                    "steps": self.num_steps,
+                    "reason": self.training.reason,
+                    "records": len(self.history),
+                    "validations": len(self.history.validations),
+                }
+            )
 
     def state_dict(self) -> dict[str, Any]:
         return {
             "model": self._model.state_dict(),
             "model_kwargs": {name: value for name, value in self._model_kwargs.items() if _is_storable(value)},
-            "training": self.progress.state_dict(),
+            "training": self._training_state(),
             "history": self.history.state_dict(),
             "callbacks": self._callbacks.state_dict(),
         }
+
+    def _training_state(self) -> Mapping[str, Any] | None:
+        if self._loaded is None and self.training is not None:
+            return {**self.training.state_dict(), "phases": self._phases}
+        return self._loaded
 
     def load_state_dict(self, state: Mapping[str, Any], changes: Changes | None = None) -> None:
         self._model.load_state_dict(state["model"], changes)
         self.history.load_state_dict(state["history"])
         self._callbacks.load_state_dict(state["callbacks"])
-        self.progress.load_state_dict(state["training"], changes)
+        self._loaded, self._changes = state["training"], changes or Changes()
 
     def take(self, state: dict[str, Any], changes: Changes | None = None) -> None:
         """Restore a state that the program has loaded, so it wants to train on even where that training had stopped."""
@@ -71,7 +112,8 @@ class Archive:
 
     def export(self, path: str | os.PathLike[str]) -> None:
         """Write the weights alone. Collective."""
-        self.progress.check()
+        if self._loaded is None and self.training is not None:
+            self.training.engine.check()
         location = locate(path)
         state = whole(self._model.evaluated_state())
         if location.place.endswith(SUFFIX):
@@ -86,20 +128,24 @@ class Archive:
             return False
         saved = auto_save.load(self._model.module)
         phases = saved["training"].get("phases", []) if saved is not None and saved["training"] is not None else []
-        if self.progress.passes(limits, phases):
-            self._show_phase(saved, phases[len(self.progress.phases) - 1])
-            return True
+        if len(self._phases) < len(phases):
+            end = phases[len(self._phases)]
+            if end["reason"] or limits.are_reached(end["epochs"], end["steps"]):
+                self._show_phase(saved, end)
+                return True
         auto_save.finish()
         if saved is not None:
             self.load_state_dict(saved, Changes(auto_save.on_change))
-            self._reporter.log("resuming from step %d, saved in %s", self.progress.num_steps, auto_save.folder.path)
+            self._reporter.log("resuming from step %d, saved in %s", self.num_steps, auto_save.folder.path)
         return False
 
     def _show_phase(self, saved: Mapping[str, Any], end: Mapping[str, Any]) -> None:
         """Let the program see the latest weights, and the history that it had after a call of train()."""
+        self._phases.append(dict(end))
+        self._is_passed = True
         self._model.load_state_dict(saved["model"], Changes("program"))
         self.history.load_state_dict({name: saved["history"][name][: end[name]] for name in ("records", "validations")})
-        self._reporter.log("train() number %d was done by an earlier run", len(self.progress.phases))
+        self._reporter.log("train() number %d was done by an earlier run", len(self._phases))
 
 
 def read_checkpoint(path: str | os.PathLike[str]) -> dict[str, Any]:

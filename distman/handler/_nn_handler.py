@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -18,7 +17,7 @@ from distman._seeds import seed_generators, seed_of
 from distman.checkpoint._folder import check_writable
 from distman.data._randomness import generators_preserved
 from distman.errors import DistmanError
-from distman.handler._accumulators import Accumulators, Metric, MetricFunction, StatefulMetric
+from distman.handler._accumulators import Metric, MetricFunction, StatefulMetric
 from distman.handler._archive import Archive, read_checkpoint
 from distman.handler._callbacks import ModelCheckpoint
 from distman.handler._changes import Changes
@@ -28,7 +27,6 @@ from distman.handler._history import History
 from distman.handler._joint import joint
 from distman.handler._loading import make_evaluation_loader, make_loader
 from distman.handler._model import TrainedModel
-from distman.handler._numbers import Numbers
 from distman.handler._objective import Forward, LossFunction, Supervised, default_forward
 from distman.handler._options import Limits, StepOptions
 from distman.handler._plots import plot_history
@@ -201,7 +199,7 @@ class NNHandler:
     @property
     def num_steps(self) -> int:
         """Number of steps that the optimizer has taken."""
-        return self._archive.progress.num_steps
+        return self._archive.num_steps
 
     @property
     def train_losses(self) -> list[float]:
@@ -610,7 +608,7 @@ class NNHandler:
             events.emit(Callback.on_exception, error)
             raise
         finally:
-            self._archive.progress.end_phase(self.history)
+            self._archive.end_phase()
         return self.history
 
     def stop(self, reason: str = "stop()") -> None:
@@ -631,7 +629,7 @@ class NNHandler:
             ...         if record["val_accuracy"] > 0.99:
             ...             handler.stop("the model is good enough")
         """
-        required(self._archive.progress.training, "training to stop", "train()").stop(reason)
+        required(self._archive.training, "training to stop", "train()").stop(reason)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the bare model.
@@ -1066,22 +1064,11 @@ class NNHandler:
 
     def _make_training(self, options: StepOptions, limits: Limits, events: Events) -> Training:
         """Return a training that resumes from the state that was loaded, or from that of the latest run."""
-        setup = self._setup
-        engine = setup.make_engine(self._model, options)
+        engine = self._setup.make_engine(self._model, options)
         training = Training(
-            self,
-            engine=engine,
-            learn=setup.make_learning(engine),
-            new_accumulators=functools.partial(Accumulators, setup.metrics) if setup.step is None else Numbers,
-            source=setup.make_source(),
-            scheduling=setup.make_schedules(),
-            history=self.history,
-            reporter=self._reporter,
-            events=events,
-            auto_save=self._archive.auto_save,
-            limits=limits,
+            self, self._setup, self._archive, engine, reporter=self._reporter, events=events, limits=limits
         )
-        self._archive.progress.resume(training)
+        self._archive.follow(training)
         return training
 
 

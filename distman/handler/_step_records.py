@@ -22,7 +22,7 @@ _SECONDS_UNREAD = 2.0
 
 
 @dataclasses.dataclass(frozen=True)
-class _Unread:
+class TakenStep:
     """A step: what is known of it, its batches, this rank's numbers, and the gradient's norm, if somebody asked."""
 
     record: Record
@@ -37,7 +37,7 @@ class StepRecords:
 
     def __init__(self, *, are_kept: bool) -> None:
         self.are_kept = are_kept
-        self._unread: list[_Unread] = []
+        self._unread: list[TakenStep] = []
         self._num_until_due = 1
         self._since = time.perf_counter()
         self._seconds = self._waited = 0.0
@@ -54,18 +54,10 @@ class StepRecords:
     def wait(self, seconds: float) -> None:
         self._waited += seconds
 
-    def add(
-        self,
-        record: Record,
-        batches: Sequence[Step],
-        numbers: Mapping[str, Sequence[torch.Tensor]],
-        norm: torch.Tensor | None,
-        *,
-        may_lack: bool,
-    ) -> None:
+    def add(self, step: TakenStep) -> None:
         now = time.perf_counter()
         self._seconds, self._since = self._seconds + now - self._since, now
-        self._unread.append(_Unread(record, batches, numbers, norm, may_lack))
+        self._unread.append(step)
 
     def take(self) -> list[Record]:
         """Return the numbers of all steps since the last call. Collective; waits for the device."""
@@ -91,7 +83,7 @@ class StepRecords:
         ]
 
 
-def _own_sums(unread: Sequence[_Unread]) -> dict[str, tuple[list[float], list[int]]]:
+def _own_sums(unread: Sequence[TakenStep]) -> dict[str, tuple[list[float], list[int]]]:
     """Return by name, for each step, the sum of a number over this rank's samples, and how many these are."""
     read = iter(_read([value for one in unread for values in one.numbers.values() for value in values]))
     own: dict[str, tuple[list[float], list[int]]] = {name: ([], []) for name in unread[0].numbers}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
@@ -19,17 +20,18 @@ from distman.handler._accumulators import Accumulators
 from distman.handler._changes import Changes
 from distman.handler._engine import Engine
 from distman.handler._events import Callback, Events
-from distman.handler._history import History, Record, as_numbers, turn_into_numbers
+from distman.handler._history import Record, as_numbers, turn_into_numbers
+from distman.handler._numbers import Numbers
 from distman.handler._options import Limits
 from distman.handler._reporting import ProgressBar, Reporter
-from distman.handler._resumption import AutoSave
-from distman.handler._scheduling import Schedules
-from distman.handler._sources import Source, Step
-from distman.handler._step_records import StepRecords
+from distman.handler._setup import Setup
+from distman.handler._sources import Step
+from distman.handler._step_records import StepRecords, TakenStep
 from distman.manager import DistributedManager
 from distman.metrics import aggregate_loss
 
 if TYPE_CHECKING:
+    from distman.handler._archive import Archive
     from distman.handler._nn_handler import NNHandler
 
 
@@ -50,23 +52,21 @@ class Training:
     def __init__(
         self,
         handler: NNHandler,
-        *,
+        setup: Setup,
+        archive: Archive,
         engine: Engine,
-        learn: Callable[[Any], Any],
-        new_accumulators: Callable[[], Accumulators],
-        source: Source,
-        scheduling: Schedules,
-        history: History,
+        *,
         reporter: Reporter,
         events: Events,
-        auto_save: AutoSave | None,
         limits: Limits,
     ) -> None:
-        self._handler = handler
-        self.engine, self._learn, self._new_accumulators = engine, learn, new_accumulators
-        self._source, self._scheduling, self._history = source, scheduling, history
-        self._reporter, self._events = reporter, events
-        self._auto_save, self._limits = auto_save, limits
+        self._handler, self.engine, self._learn = handler, engine, setup.make_learning(engine)
+        self._source, self._scheduling = setup.make_source(), setup.make_schedules()
+        self._new_accumulators: Callable[[], Accumulators] = Numbers
+        if setup.step is None:
+            self._new_accumulators = functools.partial(Accumulators, setup.metrics)
+        self._history, self._auto_save = archive.history, archive.auto_save
+        self._reporter, self._events, self._limits = reporter, events, limits
         self.epoch = 0
         self._num_batches = 0  # of the current epoch
         self._pass = 0  # through the data; the index of an epoch too, unless epochs end before the data
@@ -75,14 +75,14 @@ class Training:
         self._validated_at = 0  # steps
         self.reason = ""
         self._stop_reason = ""
-        self._accumulators = new_accumulators()
+        self._accumulators = self._new_accumulators()
         self._seconds = 0.0
         self._step_records = StepRecords(are_kept=False)  # until it runs
         self._told: list[Record] = []  # step records that callbacks are hearing of
         self._record: Record | None = None  # of an epoch that has been validated, and is not over
         self._pending: Literal["", "step", "validation", "epoch"] = ""
         self._is_whole = True  # nothing has been read that has not been learned
-        source.begin(0)
+        self._source.begin(0)
 
     def run(self, *, accumulate: int = 1, progress: bool | None = None) -> bool:
         """Train until the limits are reached; return False if the job was asked to stop before. Collective."""
@@ -277,7 +277,8 @@ class Training:
     def _keep_step_record(self, batches: Sequence[Step], rates: Mapping[str, float]) -> None:
         engine = self.engine
         record = {"step": float(engine.num_steps), "epoch": float(self.epoch), **rates}
-        self._step_records.add(record, batches, engine.numbers, engine.norm, may_lack=self._accumulators.may_lack)
+        may_lack = self._accumulators.may_lack
+        self._step_records.add(TakenStep(record, batches, engine.numbers, engine.norm, may_lack))
 
     def _tell_step_records(self) -> None:
         if records := self._step_records.take():
@@ -336,7 +337,6 @@ class Training:
         self._conclude_epoch()
 
     def _results(self) -> Record:
-        """Return the results of the epoch, and of its validation."""
         record = {"epoch": float(self.epoch), **self._accumulators.compute()}
         if self._limits.validates_after_epoch(self.epoch) and self._handler.validates:
             record |= self._validate()
