@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import torch
 
-from distman._groups.registry import Group
+from distman._job.groups.registry import Group
 from distman.collectives._validation import check_sizes, normalize_dim
 from distman.fft._blocks import Kind
 from distman.topology import split_sizes

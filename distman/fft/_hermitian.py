@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from distman._groups.registry import Group
+from distman._job.groups.registry import Group
 from distman.collectives._exchange import SendBuffers, exchange
 from distman.collectives._result_memory import new_empty
 from distman.fft._blocks import Index, Run

@@ -21,7 +21,7 @@ from typing import Literal
 
 import torch
 
-from distman._groups.registry import Group
+from distman._job.groups.registry import Group
 from distman.fft._blocks import LocalTransform
 from distman.fft._plan import LinePlan
 from distman.fft._rearrangement import Rearrangement, Stretch, resized

@@ -7,7 +7,7 @@ from typing import Unpack
 
 import torch
 
-from distman._groups.registry import Group
+from distman._job.groups.registry import Group
 from distman.collectives import GroupLike
 from distman.collectives._validation import admitted, check_call, normalize_dim, resolve_group, shard_sizes
 from distman.fft._arguments import (
@@ -27,16 +27,16 @@ from distman.fft._rearrangement import resized
 from distman.fft._resharding import execute
 from distman.fft._signature import Layout, transform
 
-_along_one_dim = transform(
-    "The dim",
-    shard_dim="the transformed one",
-    out_dim="``shard_dim``",
-    out_sizes="those of the input where that is sharded\n"
+_WHICH = "The dim"
+_DEFAULTS = {
+    "shard_dim": "the transformed one",
+    "out_dim": "``shard_dim``",
+    "out_sizes": "those of the input where that is sharded\n"
     "        along the same dim and another one is transformed, else :func:`distman.split_sizes`",
-)
+}
 
 
-@_along_one_dim
+@transform(_WHICH, **_DEFAULTS)
 def fft(
     tensor: torch.Tensor, n: int | None = None, dim: int = -1, norm: str | None = None, **layout: Unpack[Layout]
 ) -> torch.Tensor:
@@ -84,7 +84,7 @@ def fft(
     return _transform("fft", "fft", tensor, n, dim, norm, **layout)
 
 
-@_along_one_dim
+@transform(_WHICH, **_DEFAULTS)
 def ifft(
     tensor: torch.Tensor, n: int | None = None, dim: int = -1, norm: str | None = None, **layout: Unpack[Layout]
 ) -> torch.Tensor:
@@ -109,7 +109,7 @@ def ifft(
     return _transform("ifft", "ifft", tensor, n, dim, norm, **layout)
 
 
-@_along_one_dim
+@transform(_WHICH, **_DEFAULTS)
 def rfft(
     tensor: torch.Tensor, n: int | None = None, dim: int = -1, norm: str | None = None, **layout: Unpack[Layout]
 ) -> torch.Tensor:
@@ -135,7 +135,7 @@ def rfft(
     return _transform("rfft", "rfft", tensor, n, dim, norm, **layout)
 
 
-@_along_one_dim
+@transform(_WHICH, **_DEFAULTS)
 def irfft(
     tensor: torch.Tensor, n: int | None = None, dim: int = -1, norm: str | None = None, **layout: Unpack[Layout]
 ) -> torch.Tensor:
@@ -160,7 +160,7 @@ def irfft(
     return _transform("irfft", "irfft", tensor, n, dim, norm, **layout)
 
 
-@_along_one_dim
+@transform(_WHICH, **_DEFAULTS)
 def hfft(
     tensor: torch.Tensor, n: int | None = None, dim: int = -1, norm: str | None = None, **layout: Unpack[Layout]
 ) -> torch.Tensor:
@@ -185,7 +185,7 @@ def hfft(
     return _transform("irfft", "hfft", tensor, n, dim, norm, **layout)
 
 
-@_along_one_dim
+@transform(_WHICH, **_DEFAULTS)
 def ihfft(
     tensor: torch.Tensor, n: int | None = None, dim: int = -1, norm: str | None = None, **layout: Unpack[Layout]
 ) -> torch.Tensor:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from distman._groups.registry import Group
+from distman._job.groups.registry import Group
 from distman.fft._blocks import (
     ADJOINT,
     DUAL,

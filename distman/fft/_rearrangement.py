@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from distman._groups.registry import Group
+from distman._job.groups.registry import Group
 from distman.collectives._exchange import exchange
 from distman.collectives._result_memory import new_empty
 from distman.fft._resharding import execute

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 import torch
 
-from distman._groups.registry import Group
+from distman._job.groups.registry import Group
 from distman._torch_internals import EagerFunction
 from distman.collectives._border import still_carried
 from distman.collectives._exchange import SendBuffers, exchange

@@ -25,11 +25,12 @@ from distman.fft._plan import Plan
 from distman.fft._resharding import execute
 from distman.fft._signature import Layout, transform
 
-_forward = transform("The transformed dim", shard_dim="the first one", out_dim="the last one that is not ``shard_dim``")
-_inverse = transform("The transformed dim", shard_dim="the last one", out_dim="the first one that is not ``shard_dim``")
+_WHICH = "The transformed dim"
+_FORWARD = {"shard_dim": "the first one", "out_dim": "the last one that is not ``shard_dim``"}
+_INVERSE = {"shard_dim": "the last one", "out_dim": "the first one that is not ``shard_dim``"}
 
 
-@_forward
+@transform(_WHICH, **_FORWARD)
 def fftn(
     tensor: torch.Tensor,
     s: Sequence[int | None] | None = None,
@@ -77,7 +78,7 @@ def fftn(
     return _transform("fft", "fftn", tensor, s, dim, norm, **layout)
 
 
-@_inverse
+@transform(_WHICH, **_INVERSE)
 def ifftn(
     tensor: torch.Tensor,
     s: Sequence[int | None] | None = None,
@@ -107,7 +108,7 @@ def ifftn(
     return _transform("ifft", "ifftn", tensor, s, dim, norm, **layout)
 
 
-@_forward
+@transform(_WHICH, **_FORWARD)
 def rfftn(
     tensor: torch.Tensor,
     s: Sequence[int | None] | None = None,
@@ -149,7 +150,7 @@ def rfftn(
     return _transform("rfft", "rfftn", tensor, s, dim, norm, **layout)
 
 
-@_inverse
+@transform(_WHICH, **_INVERSE)
 def irfftn(
     tensor: torch.Tensor,
     s: Sequence[int | None] | None = None,
@@ -180,7 +181,7 @@ def irfftn(
     return _transform("irfft", "irfftn", tensor, s, dim, norm, **layout)
 
 
-@_forward
+@transform(_WHICH, **_FORWARD)
 def fft2(
     tensor: torch.Tensor,
     s: Sequence[int | None] | None = None,
@@ -209,7 +210,7 @@ def fft2(
     return _transform("fft", "fft2", tensor, s, dim, norm, **layout)
 
 
-@_inverse
+@transform(_WHICH, **_INVERSE)
 def ifft2(
     tensor: torch.Tensor,
     s: Sequence[int | None] | None = None,
@@ -238,7 +239,7 @@ def ifft2(
     return _transform("ifft", "ifft2", tensor, s, dim, norm, **layout)
 
 
-@_forward
+@transform(_WHICH, **_FORWARD)
 def rfft2(
     tensor: torch.Tensor,
     s: Sequence[int | None] | None = None,
@@ -267,7 +268,7 @@ def rfft2(
     return _transform("rfft", "rfft2", tensor, s, dim, norm, **layout)
 
 
-@_inverse
+@transform(_WHICH, **_INVERSE)
 def irfft2(
     tensor: torch.Tensor,
     s: Sequence[int | None] | None = None,
