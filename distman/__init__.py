@@ -16,7 +16,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from distman import _startup
-from distman._public_names import PACKAGES, missing_name
+from distman._base.public_names import PACKAGES, missing_name
 from distman._version import VERSION as __version__  # noqa: F401, N811 - for users, by its name everywhere
 from distman.environments import explain
 from distman.errors import (
@@ -37,10 +37,10 @@ from distman.errors import (
 from distman.topology import split_sizes
 
 if TYPE_CHECKING:
+    from distman._cli.run.function import run
     from distman._coordination.surviving import surviving_failure
-    from distman._device import pick_device, resolve_device
-    from distman._rendezvous.peers import Peer
-    from distman._run.function import run
+    from distman._job.device import pick_device, resolve_device
+    from distman._job.meeting.peers import Peer
     from distman.decorators import (
         local_rank_zero_first,
         on_local_rank,
@@ -92,16 +92,16 @@ __all__ = [
 _NEEDS_TORCH = {
     "DistributedManager": "distman.manager",
     "ParallelExecutor": "distman.executor",
-    "Peer": "distman._rendezvous.peers",
+    "Peer": "distman._job.meeting.peers",
     "local_rank_zero_first": "distman.decorators",
     "on_local_rank": "distman.decorators",
     "on_rank": "distman.decorators",
     "parallel_on_all_devices": "distman.decorators",
     "rank_zero_first": "distman.decorators",
     "rank_zero_only": "distman.decorators",
-    "pick_device": "distman._device",
-    "run": "distman._run.function",
-    "resolve_device": "distman._device",
+    "pick_device": "distman._job.device",
+    "run": "distman._cli.run.function",
+    "resolve_device": "distman._job.device",
     "surviving_failure": "distman._coordination.surviving",
 }
 # Not on page one, and there for programs that import them from here: as libraries before this one call them.

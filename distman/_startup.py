@@ -21,7 +21,7 @@ def watch() -> None:
         environment = None  # initialize() will say what is wrong
     if environment and (environment.world_size > 1 or LAUNCHERS[environment.launcher].shows_errors):
         from distman._coordination.failure import hook  # here: a program without ranks loads twice as fast without it
-        from distman._rendezvous.early_failure import tell_of
+        from distman._job.meeting.early_failure import tell_of
 
         hook.install(tell_of)
     elif sys.excepthook is sys.__excepthook__:

@@ -16,11 +16,11 @@ from typing import Any, Literal, ParamSpec, TypeVar, cast, overload
 
 import torch
 
+from distman._base.log import logger
 from distman._coordination.sections import ExclusiveSection, ExclusiveSections
 from distman._coordination.tracking import Restricted, call_site, check_all_run_here, depth, is_outside, restriction
 from distman._coordination.wait_scope import WaitScope
-from distman._groups.registry import Group
-from distman._log import logger
+from distman._job.groups.registry import Group
 from distman.collectives import GroupLike
 from distman.collectives._objects import broadcast_data
 from distman.errors import JobFailed

@@ -32,7 +32,7 @@ from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import BrokenExecutor
 from numbers import Real
 
-from distman._text import printable, printable_lines
+from distman._base.text import printable, printable_lines
 
 __all__ = [
     "BarrierTimeoutError",

@@ -16,7 +16,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from distman import _log
+from distman._base import log
+from distman._base.process_state import puts_back
+from distman._base.seeds import seed_generators
 from distman._coordination import protocol, tracking
 from distman._coordination.barrier import wait_for_all
 from distman._coordination.failure import hook
@@ -26,14 +28,12 @@ from distman._coordination.monitor.current_watcher import failure_behind, note_r
 from distman._coordination.preemption import StopAgreement, requeue
 from distman._coordination.signal_names import stop_signals
 from distman._coordination.wait_scope import WaitScope
-from distman._device import check_backend, requested_device
-from distman._groups.registry import Groups
+from distman._job.device import check_backend, requested_device
+from distman._job.groups.registry import Groups
 from distman._job.job import Job, Limits
-from distman._job.shutdown import abandon, close_kept, leave
-from distman._job.start import adopt, reporter_of, start, undo, watch
-from distman._manager import settings
-from distman._manager.ddp import check_wrappable, wrap
-from distman._manager.fsdp import (
+from distman._job.manager import settings
+from distman._job.manager.ddp import check_wrappable, wrap
+from distman._job.manager.fsdp import (
     Initialize,
     Parts,
     Precision,
@@ -42,13 +42,13 @@ from distman._manager.fsdp import (
     materialize_all,
     shard_in_place,
 )
-from distman._manager.group_creation import GroupCreation
-from distman._manager.group_queries import GroupQueries
-from distman._manager.one_at_a_time import OneAtATime
-from distman._manager.place import Place
-from distman._manager.state import ManagerState
-from distman._process_state import puts_back
-from distman._seeds import seed_generators
+from distman._job.manager.group_creation import GroupCreation
+from distman._job.manager.group_queries import GroupQueries
+from distman._job.manager.one_at_a_time import OneAtATime
+from distman._job.manager.place import Place
+from distman._job.manager.state import ManagerState
+from distman._job.shutdown import abandon, close_kept, leave
+from distman._job.start import adopt, reporter_of, start, undo, watch
 from distman._torch_internals import check_finds_unused, close_all_connections
 from distman.environments import detect
 from distman.errors import JobFailed, check_seconds
@@ -144,7 +144,7 @@ class DistributedManager(Place, GroupQueries, GroupCreation):
                 if fail_with_threads and watcher is not None:
                     hook.set_thread_reporter(watcher.fail)
             else:
-                _log.logger.warning("DistributedManager is already initialized: this call changes nothing")
+                log.logger.warning("DistributedManager is already initialized: this call changes nothing")
         return cls()
 
     @classmethod
@@ -185,7 +185,7 @@ class DistributedManager(Place, GroupQueries, GroupCreation):
             if seed is not None:
                 seed_generators(seed + job.peer.rank)
             tracking.enter_rank_process()
-            _log.set_rank(job.peer.rank if job.backend else None, job.world_size)
+            log.set_rank(job.peer.rank if job.backend else None, job.world_size)
             atexit.register(cls._cleanup_at_exit, os.getpid())
             _end_with_multiprocessing(os.getpid())
             cls._shared_state["_state"] = state  # last: other threads may ask from now on
@@ -263,7 +263,7 @@ class DistributedManager(Place, GroupQueries, GroupCreation):
         """Forget the job; a child that was forked from one of several ranks stays one."""
         cls._shared_state.clear()
         atexit.unregister(cls._cleanup_at_exit)
-        _log.set_rank(None)
+        log.set_rank(None)
         if job.rendezvous is None or not tracking.is_outside():
             tracking.leave_rank_process()
 

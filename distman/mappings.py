@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from distman._coordination.wait_scope import collective
-from distman._groups.registry import Group
+from distman._job.groups.registry import Group
 from distman.collectives import GroupLike
 from distman.collectives._all_gather import AllGather
 from distman.collectives._all_reduce import all_reduce_sum

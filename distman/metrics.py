@@ -12,7 +12,7 @@ from typing import Protocol, runtime_checkable
 import torch
 
 from distman._coordination.wait_scope import collective
-from distman._groups.registry import Group
+from distman._job.groups.registry import Group
 from distman.collectives import GroupLike, _debug
 from distman.collectives._border import refuse, with_memory
 from distman.collectives._headers import SUMS_OF_NUMBERS, refuse_in_sum, sum_numbers, texts_of_all

@@ -61,13 +61,13 @@ MUTANTS = (
         ("high - low >= MAX_RANGE", "high - low > MAX_RANGE"),
     ),
     *_mutants(
-        "_rendezvous/address.py",
+        "_job/meeting/address.py",
         "rendezvous/test_address.py",
         ('_FIRST_PORT + int.from_bytes(digest[:4], "big")', 'int.from_bytes(digest[:4], "big")'),
         ("environment.num_nodes > 1", "environment.num_nodes > 2"),
     ),
     *_mutants(
-        "_rendezvous/peers.py",
+        "_job/meeting/peers.py",
         "rendezvous/test_peers.py rendezvous/test_membership.py",
         ("if len(claims) > 1", "if len(claims) > 2"),
         ("max(len(neighbours), local_rank + 1)", "len(neighbours)"),
@@ -99,7 +99,7 @@ MUTANTS = (
         ("if first.digest != digest:", "if first.digest == digest:"),
     ),
     *_mutants(
-        "_manager/group_creation.py",
+        "_job/manager/group_creation.py",
         "groups/test_registry.py",
         ("inner.orthogonal(outer)", "inner.orthogonal()"),
     ),

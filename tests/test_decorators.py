@@ -14,7 +14,7 @@ from torch.distributed import _functional_collectives as functional_collectives
 from torch.nn.parallel import DistributedDataParallel
 
 from distman import DistmanError, DistributedManager, JobFailed, NotInitializedError, PlanMismatchError, RankFailedError
-from distman._log import logger
+from distman._base.log import logger
 from distman.collectives import all_gather_objects, all_gather_v, fused_all_reduce
 from distman.decorators import (
     local_rank_zero_first,

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from distman import DistributedManager
-from distman._device import (
+from distman._job.device import (
     backend_for,
     pick_device,
     pick_index,

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from distman import _interpreter
+from distman._base import interpreter as _interpreter
 from distman._cli.launch.job_script import BACKENDS, JobRequest, render
 
 REPOSITORY = Path(__file__).parent.parent

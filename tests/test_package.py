@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import distman
-from distman._public_names import PACKAGES
+from distman._base.public_names import PACKAGES
 from distman._version import VERSION
 
 from .launch.preloaded import PYTHON
@@ -168,8 +168,8 @@ def test_an_import_loads_neither_torch_nor_numpy_nor_mpi4py(module_name):
 
 
 def test_the_tree_on_the_page_for_contributors_names_what_there_is():
-    (tree,) = re.findall(r"^distman/\n((?:  .*\n)+)", MAP.read_text(encoding="utf-8"), re.MULTILINE)
-    named = {line.split()[0] for line in tree.splitlines()}
+    (tree,) = re.findall(r"^distman/\n((?:  .*\n|\n)+?)tests/", MAP.read_text(encoding="utf-8"), re.MULTILINE)
+    named = {line.split()[0] for line in tree.splitlines() if re.match(r"  \S", line)}
     there = {path.name + "/" * path.is_dir() for path in PACKAGE.iterdir() if path.name != "__pycache__"}
     assert named == there - {"__main__.py", "py.typed"}
 

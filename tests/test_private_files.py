@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from distman._base.private_files import create_anew, open_itself, private_folder, write_new
 from distman._cli import main
 from distman._cli.check import shared_folder
 from distman._coordination.monitor.hang import Answer, write_report
-from distman._private_files import create_anew, open_itself, private_folder, write_new
 
 
 def mode(path):

@@ -11,11 +11,11 @@ import pytest
 
 import distman
 from distman import DistributedManager
+from distman._base.log import logger
+from distman._base.process_state import puts_back, reset
 from distman._coordination import tracking
 from distman._coordination.failure import hook, pending_work
 from distman._coordination.monitor.current_watcher import is_watching
-from distman._log import logger
-from distman._process_state import puts_back, reset
 from distman.checkpoint import _background
 from distman.testing import ranks
 
@@ -182,7 +182,7 @@ def test_reset_waits_for_background_writes_and_tells_of_their_errors(tmp_path, c
 
 def test_an_error_keeps_nothing_else_from_being_put_back(monkeypatch):
     done = []
-    monkeypatch.setattr("distman._process_state._functions", [lambda: done.append("first")])
+    monkeypatch.setattr("distman._base.process_state._functions", [lambda: done.append("first")])
 
     @puts_back
     def fail():

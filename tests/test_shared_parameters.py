@@ -14,7 +14,7 @@ from torch.nn import attention
 from torch.optim.swa_utils import AveragedModel
 
 from distman import DistmanError, DistributedManager, NotInitializedError
-from distman._process_state import reset
+from distman._base.process_state import reset
 from distman.mappings import mark_module_as_shared, reduce_from_parallel_region, unmark_module_as_shared
 from distman.testing import ranks
 from tests.collectives.reference import random_tensor

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
+from distman._base.text import Line, printable, printable_lines, shortened
 from distman._coordination import protocol
 from distman._coordination.barrier import wait_for_all
 from distman._coordination.consensus import Consensus
@@ -23,10 +24,9 @@ from distman._coordination.monitor.deadlocks import reason_of
 from distman._coordination.monitor.hang import Answer, write_report
 from distman._coordination.monitor.watcher import Watcher
 from distman._coordination.sections import ExclusiveSections
-from distman._rendezvous.join_record import JoinRecord, Origin
-from distman._rendezvous.membership import _Verdict
-from distman._rendezvous.peers import complete, describe_present, find_faults
-from distman._text import Line, printable, printable_lines, shortened
+from distman._job.meeting.join_record import JoinRecord, Origin
+from distman._job.meeting.membership import _Verdict
+from distman._job.meeting.peers import complete, describe_present, find_faults
 from distman.collectives._fused import _describe
 from distman.errors import DistmanError
 from distman.executor._device_worker import DeviceWorker
@@ -229,7 +229,8 @@ def test_a_long_text_loses_its_middle():
 def test_no_codec_is_needed_that_is_not_there_yet():
     """The import of one may be cut off by the very failure that is to be shown; then it is unknown for ever."""
     program = (
-        "import codecs, encodings; from distman._text import printable; codecs.unregister(encodings.search_function)"
+        "import codecs, encodings; from distman._base.text import printable; "
+        "codecs.unregister(encodings.search_function)"
     )
     done = subprocess.run(
         [sys.executable, "-c", f"{program}; print(printable('a\\x1b\\u202e'))"],

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 
-from distman._process_state import puts_back
+from distman._base.process_state import puts_back
 
 
 class _RankPrefix(logging.Filter):

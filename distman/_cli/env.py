@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from distman._cli.host import this_host
 from distman._cli.output import print_text
-from distman._rendezvous.secret import Protection, find_protection
+from distman._job.meeting.secret import Protection, find_protection
 from distman.environments import Detection, detect, diagnose
 from distman.errors import DistmanError
 

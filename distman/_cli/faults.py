@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
+from distman._base.text import printable
 from distman._coordination import protocol
 from distman._coordination.failure.record import LEFT
 from distman._coordination.messages import decode_text
 from distman._coordination.monitor.watcher import NO_ANSWER
-from distman._text import printable
 from distman._torch_internals import is_lost_connection
 from distman.errors import BarrierTimeoutError, JobFailed, RankFailedError
 

@@ -9,7 +9,7 @@ import threading
 from collections.abc import Sequence
 from pathlib import Path
 
-from distman._rendezvous.sockets import addresses_of, is_own
+from distman._job.meeting.sockets import addresses_of, is_own
 from distman.environments._diagnostics import Host
 
 _LIMIT = 1.0

@@ -13,7 +13,7 @@ from distman._version import VERSION
 DESCRIPTION = "Start a job of many processes, look at it before it runs, and write its job script."
 
 _COMMANDS = {
-    "run": ("distman._cli.run", "start the ranks of a job on this machine"),
+    "run": ("distman._cli.run.command", "start the ranks of a job on this machine"),
     "env": ("distman._cli.env", "show what was detected, from which variables, and why, and what will go wrong"),
     "check": (
         "distman._cli.check.command",

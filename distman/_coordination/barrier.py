@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 
 import torch.distributed as dist
 
+from distman._base.text import printable
 from distman._coordination import protocol
 from distman._coordination.failure.record import FailureRecord
 from distman._coordination.messages import MalformedMessageError, add_to, decode, decode_text, no_counter
@@ -16,7 +17,6 @@ from distman._coordination.monitor.current_watcher import has_failed
 from distman._coordination.monitor.reading import read_at_once
 from distman._coordination.sync import StoreGroup
 from distman._store.connection import InvalidRequestError
-from distman._text import printable
 from distman.errors import BarrierTimeoutError
 
 _OPEN = "open"

@@ -6,12 +6,12 @@ import dataclasses
 import json
 from collections.abc import Mapping
 
+from distman._base.text import Line, printable_lines
 from distman._coordination import protocol
 from distman._coordination.barrier import wait_for_all
 from distman._coordination.failure.record import FailureRecord
 from distman._coordination.messages import MalformedMessageError, add_to, claim, decode
 from distman._coordination.sync import StoreGroup
-from distman._text import Line, printable_lines
 from distman.errors import BarrierTimeoutError, PlanMismatchError
 
 

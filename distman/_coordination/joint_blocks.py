@@ -16,6 +16,8 @@ from types import TracebackType
 
 import torch.distributed as dist
 
+from distman._base.log import logger
+from distman._base.text import printable
 from distman._coordination import protocol
 from distman._coordination.failure.record import FailureRecord
 from distman._coordination.messages import count, decode_text
@@ -23,8 +25,6 @@ from distman._coordination.monitor.current_watcher import current
 from distman._coordination.sync import KeySequence, StoreGroup
 from distman._coordination.timeouts import run_with_timeout
 from distman._coordination.tracking import is_outside, restriction
-from distman._log import logger
-from distman._text import printable
 from distman._torch_internals import close_all_connections
 from distman.errors import DistmanError, JobFailed
 

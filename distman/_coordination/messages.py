@@ -16,9 +16,9 @@ import typing
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar, Union
 
-from distman._log import logger
-from distman._process_state import puts_back
-from distman._text import printable
+from distman._base.log import logger
+from distman._base.process_state import puts_back
+from distman._base.text import printable
 from distman.errors import DistmanError
 
 if TYPE_CHECKING:

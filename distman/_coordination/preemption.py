@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
+from distman._base.log import logger
+from distman._base.text import printable
 from distman._coordination import protocol
 from distman._coordination.failure import hook
 from distman._coordination.messages import claim, count, decode, decode_text
@@ -22,8 +24,6 @@ from distman._coordination.signal_names import DEFAULT_SIGNALS
 from distman._coordination.stop_signals import StopSignals
 from distman._coordination.sync import StoreGroup
 from distman._coordination.wait_scope import WaitScope
-from distman._log import logger
-from distman._text import printable
 from distman.errors import DistmanError, PlanMismatchError
 
 if TYPE_CHECKING:

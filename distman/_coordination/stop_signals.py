@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import Any
 
-from distman._log import logger
+from distman._base.log import logger
 from distman._torch_internals import is_loader_worker
 
 Handler = Callable[[int, FrameType | None], Any] | int | None

@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable
 from types import FrameType
 
-from distman._process_state import puts_back
+from distman._base.process_state import puts_back
 
 _NUM_KEPT = 5
 """Threads that wait for work: one that publishes, one beside it that leaves the group, one that prints, and two that

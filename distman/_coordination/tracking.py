@@ -12,10 +12,10 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING
 
+from distman._base.process_state import puts_back
 from distman._coordination.internal_files import internal_folders, is_of_user
 from distman._coordination.region_guard import RegionGuard
 from distman._coordination.timeouts import is_idle
-from distman._process_state import puts_back
 from distman._torch_internals import enter_regions, leave_all_regions, regions
 from distman.errors import DistmanError
 

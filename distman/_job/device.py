@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from distman._log import logger
+from distman._base.log import logger
 from distman.environments import LAUNCHERS, detect
 from distman.environments._base import read_flag
 from distman.errors import LaunchEnvironmentError

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
+from distman._base.log import logger
 from distman._coordination.timeouts import begin
-from distman._device import wait_for
-from distman._log import logger
+from distman._job.device import wait_for
 from distman._torch_internals import abort_backends, all_groups, end_group, waits_at_end
 
 _LIMIT = 10.0

@@ -9,8 +9,8 @@ import struct
 from collections.abc import Iterable
 from pathlib import Path
 
-from distman._process_state import puts_back
-from distman._rendezvous.sockets import address_towards, addresses_of, means_loopback
+from distman._base.process_state import puts_back
+from distman._job.meeting.sockets import address_towards, addresses_of, means_loopback
 
 _VARIABLE = "GLOO_SOCKET_IFNAME"
 _SIOCGIFADDR = 0x8915  # Linux, ``linux/sockios.h``: asks for the IPv4 address of an interface

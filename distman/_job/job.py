@@ -12,9 +12,9 @@ import torch
 from distman._coordination.failure import hook
 from distman._coordination.failure.job_abort import abort_job_after, ending_of
 from distman._coordination.sync import StoreGroup
-from distman._rendezvous import mpi
-from distman._rendezvous.join import Rendezvous
-from distman._rendezvous.peers import Peer, Peers
+from distman._job.meeting import mpi
+from distman._job.meeting.join import Rendezvous
+from distman._job.meeting.peers import Peer, Peers
 from distman._store.torch_store import TorchStore
 from distman.environments import LAUNCHERS, LaunchEnvironment
 from distman.errors import JobFailed

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from distman._base.process_state import puts_back
 from distman._coordination import protocol
 from distman._coordination.failure import hook
 from distman._coordination.failure.record import FailureRecord
@@ -22,9 +23,8 @@ from distman._coordination.timeouts import run_with_timeout
 from distman._job.group_end import end_groups
 from distman._job.interface import forget_interface
 from distman._job.job import Job
-from distman._process_state import puts_back
-from distman._rendezvous.join import Rendezvous
-from distman._rendezvous.store import JobStore
+from distman._job.meeting.join import Rendezvous
+from distman._job.meeting.store import JobStore
 from distman._store.torch_store import TorchStore
 from distman._torch_internals import GLOO_THREADS
 

@@ -15,6 +15,7 @@ from urllib.parse import urlsplit
 import torch
 import torch.distributed as dist
 
+from distman._base.process_state import keep_garbage_from_children
 from distman._coordination import protocol
 from distman._coordination.failure import hook
 from distman._coordination.failure.record import FailureRecord
@@ -23,21 +24,20 @@ from distman._coordination.messages import count
 from distman._coordination.monitor.context import WatchContext, WatchLimits
 from distman._coordination.monitor.current_watcher import failure_behind, look_after_others
 from distman._coordination.monitor.watcher import Watcher, announce_unwatched
-from distman._device import backend_for, is_pure_gloo, pick_device, wait_for
+from distman._job.device import backend_for, is_pure_gloo, pick_device, wait_for
 from distman._job.group_end import end_groups
 from distman._job.interface import choose_interface, forget_interface, stay_on_this_host
 from distman._job.job import Job, Limits, abort_job
+from distman._job.meeting import mpi
+from distman._job.meeting.address import UNREACHABLE_AFTER
+from distman._job.meeting.door import UNIX
+from distman._job.meeting.join import Rendezvous, join, join_at, join_record_of
+from distman._job.meeting.join_record import JoinRecord
+from distman._job.meeting.peers import complete
+from distman._job.meeting.secret import check_adoption
+from distman._job.meeting.store import ADOPTED, keep_store, open_beside
 from distman._job.strangers import meets_on_this_host, noticed
 from distman._job.walls import within_rendezvous
-from distman._process_state import keep_garbage_from_children
-from distman._rendezvous import mpi
-from distman._rendezvous.address import UNREACHABLE_AFTER
-from distman._rendezvous.door import UNIX
-from distman._rendezvous.join import Rendezvous, join, join_at, join_record_of
-from distman._rendezvous.join_record import JoinRecord
-from distman._rendezvous.peers import complete
-from distman._rendezvous.secret import check_adoption
-from distman._rendezvous.store import ADOPTED, keep_store, open_beside
 from distman._store.torch_store import TorchStore
 from distman._torch_internals import (
     counting_no_failed_group,
@@ -71,7 +71,7 @@ def start(
         watch_limits: The same for the watcher; None where the ranks are not to watch each other.
 
     Raises:
-        RendezvousError: See :func:`distman._rendezvous.join.join`.
+        RendezvousError: See :func:`distman._job.meeting.join.join`.
         JobFailed: The same; or a rank failed while it made its process group.
     """
     if not environment.is_launched:
@@ -160,7 +160,7 @@ def adopt(
     The group says rank and size; the launcher is believed where it agrees with the group.
 
     Raises:
-        RendezvousError: See :func:`distman._rendezvous.join.join`.
+        RendezvousError: See :func:`distman._job.meeting.join.join`.
     """
     keep_garbage_from_children()
     rank, world_size = dist.get_rank(), dist.get_world_size()

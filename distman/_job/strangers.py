@@ -13,9 +13,9 @@ import struct
 from collections.abc import Iterator
 from pathlib import Path
 
-from distman._device import is_pure_gloo
+from distman._job.device import is_pure_gloo
 from distman._job.job import Job
-from distman._rendezvous.door import UNIX
+from distman._job.meeting.door import UNIX
 from distman._store.transport import is_nobody
 from distman.errors import DistmanError
 

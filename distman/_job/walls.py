@@ -9,12 +9,12 @@ from collections.abc import Callable
 
 import torch.distributed as dist
 
+from distman._base.log import logger
 from distman._coordination import protocol
 from distman._coordination.messages import unless_malformed
 from distman._coordination.monitor.peer_connection import connect, read_address
 from distman._coordination.timeouts import run_with_timeout
 from distman._job.job import Job
-from distman._log import logger
 from distman._store.torch_store import TorchStore
 from distman.errors import RendezvousError
 

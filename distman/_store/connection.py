@@ -11,12 +11,12 @@ import threading
 import traceback
 import weakref
 
-from distman._process_state import puts_back
+from distman._base.process_state import puts_back
+from distman._base.text import printable
 from distman._store import frames
 from distman._store.frames import MalformedError
 from distman._store.handshake import Answer
 from distman._store.transport import FEW_BYTES, MANY_BYTES, TIME
-from distman._text import printable
 
 _MOST_DEAF = 1  # seconds that a wait may not hear of a signal: Python's handlers run between two calls of the system
 _NUM_HIGHEST = 32  # descriptors for connections to the store: a process has a few

@@ -16,8 +16,8 @@ import time
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from distman._interpreter import without_folder
-from distman._process_state import puts_back
+from distman._base.interpreter import without_folder
+from distman._base.process_state import puts_back
 from distman._store.server import UP
 from distman._store.transport import BACKLOG
 

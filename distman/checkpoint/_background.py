@@ -8,9 +8,9 @@ import os
 import threading
 from collections.abc import Callable
 
+from distman._base.log import logger
+from distman._base.process_state import puts_back
 from distman._coordination.failure.pending_work import register
-from distman._log import logger
-from distman._process_state import puts_back
 from distman.checkpoint._location import Location
 from distman.errors import CheckpointError
 

@@ -13,8 +13,8 @@ from typing import Any, TypeVar
 
 import torch
 
-from distman._log import logger
-from distman._text import printable
+from distman._base.log import logger
+from distman._base.text import printable
 from distman.checkpoint import _background as in_background
 from distman.checkpoint._all_or_none import on_all_ranks
 from distman.checkpoint._location import Location, locate

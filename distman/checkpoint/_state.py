@@ -16,7 +16,7 @@ from typing import IO, Any, cast
 
 import torch
 
-from distman._text import printable
+from distman._base.text import printable
 from distman._torch_internals import is_distributed_tensor, pickle_in
 from distman.checkpoint._inert_pickle import names_in
 from distman.checkpoint._location import Location

@@ -9,7 +9,7 @@ import torch
 
 from distman._coordination.tracking import check_all_run_here
 from distman._coordination.wait_scope import collective
-from distman._groups.registry import Group, process_group_of
+from distman._job.groups.registry import Group, process_group_of
 from distman._torch_internals import all_gather_single, collects_batches, reduce_scatter_single
 from distman.collectives._border import still_carried
 from distman.collectives._exchange import LinearFunction, announce, exchange, exchange_and_add, layout_of

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from distman._coordination.wait_scope import collective
-from distman._groups.registry import Group, process_group_of
+from distman._job.groups.registry import Group, process_group_of
 from distman.collectives._border import still_carried
 from distman.collectives._exchange import LinearFunction, announce, exchange, exchange_and_add, layout_of
 from distman.collectives._result_memory import new_empty

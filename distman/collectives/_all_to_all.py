@@ -9,7 +9,7 @@ import torch
 
 from distman._coordination.tracking import current_wait
 from distman._coordination.wait_scope import collective
-from distman._groups.registry import Group
+from distman._job.groups.registry import Group
 from distman.collectives import _debug
 from distman.collectives._border import refuse, refuse_beside, still_carried, with_memory
 from distman.collectives._exchange import LinearFunction, exchange, layout_of

@@ -17,6 +17,7 @@ from typing import NoReturn
 
 import torch
 
+from distman._base.text import printable
 from distman._coordination import protocol
 from distman._coordination.messages import decode
 from distman._coordination.monitor.calls import end_waits
@@ -25,8 +26,7 @@ from distman._coordination.monitor.refusals import Posted, Refusal, know
 from distman._coordination.sync import StoreGroup
 from distman._coordination.tracking import call_site, current_wait
 from distman._coordination.wait_scope import collective
-from distman._groups.registry import Group
-from distman._text import printable
+from distman._job.groups.registry import Group
 from distman._torch_internals import (
     awaited,
     collects_batches,

@@ -15,7 +15,7 @@ from distman._coordination.monitor.calls import Call, end_waits
 from distman._coordination.monitor.refusals import know
 from distman._coordination.tracking import check_all_run_here, current_wait
 from distman._coordination.wait_scope import collective
-from distman._groups.registry import Group
+from distman._job.groups.registry import Group
 from distman._torch_internals import EagerFunction
 from distman.collectives._result_memory import new_empty
 from distman.collectives._sums import SumInRankOrder

@@ -11,9 +11,9 @@ from typing import Any, Literal, NamedTuple, TypeVar, overload
 import torch
 import torch.distributed as dist
 
+from distman._base.text import printable
 from distman._coordination.wait_scope import traceable_collective
-from distman._groups.registry import Group, process_group_of
-from distman._text import printable
+from distman._job.groups.registry import Group, process_group_of
 from distman._torch_internals import (
     EagerFunction,
     all_reduce_traced,

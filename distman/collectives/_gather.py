@@ -11,7 +11,7 @@ import torch
 from torch.autograd import forward_ad
 
 from distman._coordination.wait_scope import collective
-from distman._groups.registry import Group
+from distman._job.groups.registry import Group
 from distman._torch_internals import EagerFunction, traced_by, untraced
 from distman.collectives import _debug
 from distman.collectives._border import (

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from distman._groups.registry import Group
-from distman._text import printable
+from distman._base.text import printable
+from distman._job.groups.registry import Group
 from distman._torch_internals import despite_traces
 from distman.collectives._border import refusal_text
 from distman.collectives._exchange import begin_all_reduce, begin_sum

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from distman._coordination.wait_scope import collective
-from distman._groups.registry import Group, process_group_of
+from distman._job.groups.registry import Group, process_group_of
 from distman.collectives._exchange import ClosedByErrors, announce, exchange
 from distman.errors import PlanMismatchError
 

@@ -14,9 +14,9 @@ import torch
 from distman._coordination.failure.record import FailureRecord
 from distman._coordination.messages import MalformedMessageError, decode
 from distman._coordination.wait_scope import collective
-from distman._groups.registry import Group
-from distman._tensor_pickling import StoragePickler, memory_of
+from distman._job.groups.registry import Group
 from distman._torch_internals import despite_traces
+from distman._workers.tensor_pickling import StoragePickler, memory_of
 from distman.collectives import _debug
 from distman.collectives._border import pickled
 from distman.collectives._exchange import exchange

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 
 import torch
 
-from distman._process_state import puts_back
+from distman._base.process_state import puts_back
 
 _LEAST_BYTES = 2**21  # smaller ones the C library keeps for the program, once it has freed one
 _MOST_BYTES = 2**30  # that are kept: the system takes them back when memory is short

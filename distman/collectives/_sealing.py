@@ -6,7 +6,7 @@ import hashlib
 import hmac
 import json
 
-from distman._groups.registry import Group
+from distman._job.groups.registry import Group
 from distman.errors import DistmanError
 from distman.manager import DistributedManager
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
-from distman._groups.registry import Group
+from distman._job.groups.registry import Group
 from distman._torch_internals import forward_pre_hooks, is_distributed_tensor, own_parameters
 from distman.collectives._all_reduce import AllReduceSum
 from distman.collectives._validation import resolve_group

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.autograd import forward_ad
 
 from distman._coordination.tracking import check_all_run_here, current_wait
-from distman._groups.registry import Group
+from distman._job.groups.registry import Group
 from distman._torch_internals import is_forward_mode
 from distman.collectives import _debug
 from distman.collectives._border import (

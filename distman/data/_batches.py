@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.utils.data import Sampler
 
-from distman._seeds import seed_of
+from distman._base.seeds import seed_of
 from distman.collectives import GroupLike
 from distman.collectives._validation import resolve_group
 from distman.data._sampling import EpochSampler, at_least_one

@@ -9,7 +9,7 @@ from typing import Any, Literal, overload
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
-from distman._log import logger
+from distman._base.log import logger
 from distman.collectives import GroupLike
 from distman.data._batches import EpochBatches, EvaluationBatches, TrainingBatches, Weights
 from distman.data._sampled_batches import SampledBatches

@@ -9,7 +9,7 @@ from typing import Any, Generic, TypeVar
 
 from torch.utils.data import DistributedSampler
 
-from distman._seeds import seed_generators, seed_of
+from distman._base.seeds import seed_generators, seed_of
 from distman.data._randomness import generators_preserved, seed_generators_of
 
 T = TypeVar("T")

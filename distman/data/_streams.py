@@ -7,7 +7,7 @@ from typing import Any
 
 from torch.utils.data import Dataset, get_worker_info
 
-from distman._seeds import seed_generators
+from distman._base.seeds import seed_generators
 
 
 class Batch(list[int]):

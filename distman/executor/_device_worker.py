@@ -7,7 +7,7 @@ import dataclasses
 import pickle
 import signal
 
-from distman._text import printable, printable_lines
+from distman._base.text import printable, printable_lines
 from distman._workers.output import describe_exit
 from distman._workers.server_process import ServerProcess
 from distman._workers.sockets import is_readable, socket_pair

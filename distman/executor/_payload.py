@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from distman._tensor_pickling import StoragePickler
+from distman._workers.tensor_pickling import StoragePickler
 
 # A socket takes messages of up to some 200 KB by default, and below this size a copy costs less than a mapping.
 INLINE_BYTES = 64 * 1024

@@ -17,7 +17,7 @@ from typing import Any
 import cloudpickle
 import torch
 
-from distman._seeds import seed_generators
+from distman._base.seeds import seed_generators
 from distman._workers.fork_server import STACK_SIGNAL, Work
 from distman._workers.output import exit_code_of, flush_output, only_this_process
 from distman.executor._buffer_pool import BufferPool

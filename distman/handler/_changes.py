@@ -7,8 +7,8 @@ from typing import Any, Literal
 
 import torch
 
-from distman._log import logger
-from distman._text import printable
+from distman._base.log import logger
+from distman._base.text import printable
 from distman.errors import CheckpointError
 from distman.manager import DistributedManager
 

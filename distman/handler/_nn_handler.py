@@ -12,8 +12,8 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import Dataset, TensorDataset
 
 from distman import checkpoint
-from distman._device import resolve_device
-from distman._seeds import seed_generators, seed_of
+from distman._base.seeds import seed_generators, seed_of
+from distman._job.device import resolve_device
 from distman.checkpoint._folder import check_writable
 from distman.data._randomness import generators_preserved
 from distman.errors import DistmanError

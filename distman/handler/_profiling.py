@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from distman._log import logger
-from distman._text import printable
+from distman._base.log import logger
+from distman._base.text import printable
 from distman.handler._events import Callback
 from distman.manager import DistributedManager
 

@@ -23,8 +23,8 @@ from torch.utils.data import (
     default_collate,
 )
 
+from distman._base.log import logger
 from distman._coordination.wait_scope import collective
-from distman._log import logger
 from distman._torch_internals import tree_leaves
 from distman.collectives._headers import sum_numbers
 from distman.collectives._numbers import all_gather_numbers, control_device

@@ -12,8 +12,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
-from distman._log import logger
-from distman._text import printable
+from distman._base.log import logger
+from distman._base.text import printable
 from distman.handler._events import Callback
 from distman.handler._history import Record, as_numbers
 from distman.handler._resumption import Preempted

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
+from distman._base.text import printable
 from distman._coordination.monitor.current_watcher import has_failed
-from distman._text import printable
 from distman.collectives._fused import fused_all_reduce
 from distman.collectives._objects import all_gather_objects
 from distman.data._randomness import generators_state, set_generators_state

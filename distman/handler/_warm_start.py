@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from distman._text import printable
+from distman._base.text import printable
 from distman.checkpoint import load, load_model_state, model_state
 from distman.checkpoint._all_or_none import on_all_ranks
 from distman.checkpoint._model_state import without_compiled

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import torch
 
-from distman._groups.registry import Group
+from distman._job.groups.registry import Group
 from distman.collectives import GroupLike, all_gather_v
 from distman.collectives._validation import admitted, resolve_group
 from distman.score._network import Network, evaluate

@@ -10,7 +10,7 @@ from typing import Literal, get_args
 
 import torch
 
-from distman._groups.registry import Group
+from distman._job.groups.registry import Group
 from distman.collectives import GroupLike, all_gather_v, gather_v
 from distman.collectives._validation import admitted, check_member, resolve_group
 from distman.decorators import on_rank

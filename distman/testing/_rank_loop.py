@@ -23,8 +23,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from distman._process_state import reset
-from distman._seeds import seed_generators
+from distman._base.process_state import reset
+from distman._base.seeds import seed_generators
 from distman._torch_internals import count_groups_from_zero
 from distman._workers.fork_server import STACK_SIGNAL, Work
 from distman._workers.output import flush_output, only_this_process

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Sequence
 
-from distman._text import printable, printable_lines
+from distman._base.text import printable, printable_lines
 from distman.testing._messages import RankReport, RankStatus
 
 # What gloo, the stores and distman's own error say on a rank whose only trouble is that another one is gone.

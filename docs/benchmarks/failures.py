@@ -73,8 +73,8 @@ def _measure_store(num_ranks: int, num_hosts: int, seconds: float) -> None:
     from distman._coordination import protocol
     from distman._coordination.monitor.context import _INTERVALS_PER_BEAT, interval
     from distman._coordination.monitor.peer_monitor import give_sign, read_sign
-    from distman._rendezvous.address import Endpoint
-    from distman._rendezvous.store import open_store
+    from distman._job.meeting.address import Endpoint
+    from distman._job.meeting.store import open_store
 
     point = Endpoint(f"benchmark-{os.getpid()}", ("127.0.0.1",), (), "the benchmark", is_host=True)
     job_store = open_store(point, 0, 60)

@@ -119,12 +119,12 @@ def meet(store: object, name: str, size: int) -> None:
 
 def measure_membership(num_ranks: int = 1024) -> None:
     """Time the membership check of simulated ranks, threads of some processes, with a real store on TCP."""
-    from distman._rendezvous.address import Endpoint, derive_ports
-    from distman._rendezvous.join import allow_open_files
-    from distman._rendezvous.join_record import JoinRecord, Origin
-    from distman._rendezvous.membership import establish_membership
-    from distman._rendezvous.peers import Peers
-    from distman._rendezvous.store import join_store, open_store
+    from distman._job.meeting.address import Endpoint, derive_ports
+    from distman._job.meeting.join import allow_open_files
+    from distman._job.meeting.join_record import JoinRecord, Origin
+    from distman._job.meeting.membership import establish_membership
+    from distman._job.meeting.peers import Peers
+    from distman._job.meeting.store import join_store, open_store
 
     allow_open_files(FILES_PER_RANK * num_ranks)
     name = f"benchmark-{os.getpid()}"

@@ -20,8 +20,8 @@ BANDS = {
     "compat": ("whole", "tasks"),
     "decorators": ("work that", "ranks share"),
     "manager": ("the job",),
-    "_rendezvous": ("what ranks tell", "each other"),
-    "_tensor_pickling": ("processes,", "devices, torch"),
+    "_coordination": ("what ranks tell", "each other"),
+    "_workers": ("processes,", "torch"),
     "environments": ("facts, without", "torch"),
 }
 
@@ -126,7 +126,7 @@ def layers() -> Drawing:
     """Draw the layers that the linter of imports keeps, by its own table."""
     with (HERE.parents[1] / "pyproject.toml").open("rb") as file:
         contracts = tomllib.load(file)["tool"]["importlinter"]["contracts"]
-    (rows,) = ([row.split(" | ") for row in one["layers"]] for one in contracts if one["type"] == "layers")
+    rows = next([row.split(" | ") for row in one["layers"]] for one in contracts if one["name"] == "Imports go down")
     assert rows[0][0] in BANDS, "the topmost layer must have a title. Give it one in BANDS."  # noqa: S101
     assert set(BANDS) <= {row[0] for row in rows}, "titles must belong to layers. Compare BANDS."  # noqa: S101
     drawing = Drawing(WIDTH, 26 * len(rows) + 10 * len(BANDS) + 26)

@@ -18,8 +18,8 @@ from distman._cli.check.reports import gather_reports, hand_out
 from distman._cli.check.shared_folder import FolderReport, check_folder
 from distman._cli.faults import explain, own_fault
 from distman._cli.timing import measure_compute, pass_on
-from distman._rendezvous.peers import Peer
-from distman._rendezvous.secret import Protection, Source
+from distman._job.meeting.peers import Peer
+from distman._job.meeting.secret import Protection, Source
 from distman.testing import ranks
 
 

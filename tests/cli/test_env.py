@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from distman._rendezvous import agent
+from distman._job.meeting import agent
 from distman.testing import fake_environment
 
 from ..environments.recordings import recorded

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from distman._cli import main
 from distman._cli.launch.job_script import BACKENDS, JobRequest, read_time, render
 from distman._cli.launch.submission import job_id_in
-from distman._rendezvous.address import find_endpoint
-from distman._rendezvous.secret import Source, find_protection
+from distman._job.meeting.address import find_endpoint
+from distman._job.meeting.secret import Source, find_protection
 from distman.environments import LaunchEnvironment, detect
 from distman.testing import fake_environment
 

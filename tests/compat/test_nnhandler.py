@@ -12,7 +12,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from torch.utils.data import TensorDataset
 
 import distman
-from distman import _process_state
+from distman._base import process_state as _process_state
 from distman.compat import nnhandler
 from distman.compat.nnhandler import (
     Callback,

@@ -42,9 +42,9 @@ from distman._coordination.monitor.peer_monitor import PeerMonitor
 from distman._coordination.monitor.watcher import NO_ANSWER, Watcher
 from distman._coordination.preemption import StopAgreement
 from distman._coordination.sections import ExclusiveSections
-from distman._rendezvous.join_record import JoinRecord, Origin
-from distman._rendezvous.membership import _Verdict
-from distman._rendezvous.peers import Peer, complete
+from distman._job.meeting.join_record import JoinRecord, Origin
+from distman._job.meeting.membership import _Verdict
+from distman._job.meeting.peers import Peer, complete
 from distman.collectives import all_gather_v
 from distman.errors import DistmanError
 from distman.testing import ranks

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from distman import DistributedManager
-from distman._seeds import seed_of
+from distman._base.seeds import seed_of
 from distman.collectives import all_gather_objects
 from distman.data import EvaluationBatches, ShardBatches, TrainingBatches
 from distman.testing import ranks

@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from distman._rendezvous.address import find_endpoint
+from distman._job.meeting.address import find_endpoint
 from distman.environments import (
     LAUNCHERS,
     Agent,

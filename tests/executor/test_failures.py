@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from distman import ParallelExecutor, WorkerDiedError, WorkerError
-from distman._text import printable_lines
+from distman._base.text import printable_lines
 
 
 class TwoArgumentsError(Exception):

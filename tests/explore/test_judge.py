@@ -18,7 +18,7 @@ MISSED = "JobFailed: rank 2 (n3, pid 77) has been silent for 4 s"
 NOT_OPENED = "RendezvousError: rank 0 must open the job's store at tcp://n1:3 within 8 s"
 MPI_CRASHED = """Fatal Python error: Segmentation fault
   File "<frozen importlib._bootstrap>", line 1232 in _handle_fromlist
-  File "distman/_rendezvous/mpi.py", line 54 in _broadcast
+  File "distman/_job/meeting/mpi.py", line 54 in _broadcast
 """
 
 

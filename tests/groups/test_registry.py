@@ -25,9 +25,9 @@ from distman import (
     RankFailedError,
     UndefinedGroupError,
 )
+from distman._base.process_state import reset
 from distman._coordination.consensus import Consensus
-from distman._groups import connecting
-from distman._process_state import reset
+from distman._job.groups import connecting
 from distman.decorators import on_rank
 from distman.testing import ranks
 

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from distman import DistributedManager, ProcessGroupConfig, ProcessGroupNode
-from distman._process_state import reset
+from distman._base.process_state import reset
 
 SHAPES = [(16, 8, 8), (256, 8, 8), (1024, 8, 8)]
 AXES = ("data", "spatial", "channel")

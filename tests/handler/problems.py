@@ -4,7 +4,7 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from distman._seeds import seed_of
+from distman._base.seeds import seed_of
 from distman.collectives import all_gather_objects
 from distman.handler import NNHandler
 

@@ -12,7 +12,7 @@ from torch.nn.utils import clip_grad_norm_
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from distman import DistributedManager
-from distman._seeds import seed_of
+from distman._base.seeds import seed_of
 from distman.collectives import all_gather_objects
 from distman.data import distributed_loader
 from distman.errors import CheckpointError, DistmanError, NonFiniteLossError, PlanMismatchError

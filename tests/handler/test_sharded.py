@@ -11,7 +11,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 from torch.distributed.tensor import DTensor
 
 from distman import DistributedManager
-from distman._seeds import seed_of
+from distman._base.seeds import seed_of
 from distman.checkpoint import load, save_sharded
 from distman.errors import CheckpointError, DistmanError, JobFailed, NonFiniteLossError, RankFailedError
 from distman.handler import ModelCheckpoint, NNHandler

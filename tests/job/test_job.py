@@ -7,7 +7,7 @@ import torch
 
 from distman._coordination.failure.record import FailureRecord
 from distman._job.job import Job, Limits
-from distman._rendezvous.peers import complete
+from distman._job.meeting.peers import complete
 from distman.environments import LaunchEnvironment
 from tests.rendezvous.join_records import join_record
 

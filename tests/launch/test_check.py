@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from distman._cli.check.proofs import PROOFS, PROOFS_OF_TORCH
-from distman._rendezvous import agent
-from distman._rendezvous.secret import Source
+from distman._job.meeting import agent
+from distman._job.meeting.secret import Source
 
 from .mpi import without_words_of_prrte
 from .preloaded import PYTHON

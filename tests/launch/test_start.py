@@ -308,7 +308,7 @@ def test_a_process_that_a_rank_starts_may_fail_without_ending_the_job(free_port,
 WAITS = """
 import os, signal, sys
 from distman import DistributedManager
-from distman._rendezvous import early_failure, membership
+from distman._job.meeting import early_failure, membership
 
 def interrupt(*_):
     os.write(1, b"heard\\n")

@@ -2,7 +2,7 @@
 
 import pytest
 
-from distman._process_state import reset
+from distman._base.process_state import reset
 
 
 @pytest.fixture(autouse=True)

@@ -21,8 +21,8 @@ from distman import (
     RankFailedError,
     initialize_ddp,
 )
+from distman._base.log import logger
 from distman._coordination.failure import hook
-from distman._log import logger
 from distman.testing import fake_environment, ranks
 
 

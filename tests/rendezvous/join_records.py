@@ -1,6 +1,6 @@
 """Sign-ins of ranks that exist on paper only."""
 
-from distman._rendezvous.join_record import JoinRecord, Origin
+from distman._job.meeting.join_record import JoinRecord, Origin
 
 
 def join_record(rank, world_size=2, **changes):

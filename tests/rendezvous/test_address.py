@@ -5,9 +5,9 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from distman._rendezvous import mpi
-from distman._rendezvous.address import derive_ports, find_endpoint
-from distman._rendezvous.door import url_of
+from distman._job.meeting import mpi
+from distman._job.meeting.address import derive_ports, find_endpoint
+from distman._job.meeting.door import url_of
 from distman.environments import detect
 from distman.errors import RendezvousError
 from distman.testing import fake_environment

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from distman._rendezvous.membership import _Verdict
-from distman._rendezvous.peers import complete
+from distman._job.meeting.membership import _Verdict
+from distman._job.meeting.peers import complete
 
 from .join_records import join_record
 

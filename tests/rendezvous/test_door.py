@@ -13,12 +13,12 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from distman._coordination import protocol
-from distman._rendezvous import door, opening
-from distman._rendezvous.address import Endpoint
-from distman._rendezvous.door import find_store, names_here, new_name
-from distman._rendezvous.opening import start_or_enter
-from distman._rendezvous.secret import Protection, Source
-from distman._rendezvous.sockets import bind_listener
+from distman._job.meeting import door, opening
+from distman._job.meeting.address import Endpoint
+from distman._job.meeting.door import find_store, names_here, new_name
+from distman._job.meeting.opening import start_or_enter
+from distman._job.meeting.secret import Protection, Source
+from distman._job.meeting.sockets import bind_listener
 from distman._store.process import StoreProcess, listen_on_this_host
 from distman.errors import RendezvousError
 
@@ -84,10 +84,10 @@ def test_nobody_meets_by_a_secret_where_the_kernel_knows_no_users():
 
 MEETS = """
 import dataclasses, sys
-from distman._rendezvous.address import find_endpoint
-from distman._rendezvous.door import find_store
-from distman._rendezvous.opening import start_or_enter
-from distman._rendezvous.secret import find_protection
+from distman._job.meeting.address import find_endpoint
+from distman._job.meeting.door import find_store
+from distman._job.meeting.opening import start_or_enter
+from distman._job.meeting.secret import find_protection
 from distman.environments import detect
 environ = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "DISTMAN_JOB_ID": sys.argv[1]}
 environ["DISTMAN_SECRET"] = "s" * 32

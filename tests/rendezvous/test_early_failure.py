@@ -8,7 +8,7 @@ import pytest
 
 ANSWER = """
 import os
-from distman._rendezvous.early_failure import is_started_by_rank
+from distman._job.meeting.early_failure import is_started_by_rank
 print(is_started_by_rank(os.environ))
 """
 START = "import subprocess, sys; subprocess.run([sys.executable, *sys.argv[1:]], check=True)"

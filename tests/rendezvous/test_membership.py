@@ -15,15 +15,15 @@ import torch.distributed as dist
 
 from distman._coordination import messages, protocol
 from distman._coordination.failure.record import FailureRecord
-from distman._rendezvous import door, early_failure, membership, opening, store
-from distman._rendezvous.address import Endpoint, find_endpoint
-from distman._rendezvous.door import find_store
-from distman._rendezvous.early_failure import _tell
-from distman._rendezvous.membership import establish_membership
-from distman._rendezvous.opening import start_or_enter
-from distman._rendezvous.secret import Protection, Source
-from distman._rendezvous.sockets import bind_listener
-from distman._rendezvous.store import JobStore, join_store, open_or_join, open_store
+from distman._job.meeting import door, early_failure, membership, opening, store
+from distman._job.meeting.address import Endpoint, find_endpoint
+from distman._job.meeting.door import find_store
+from distman._job.meeting.early_failure import _tell
+from distman._job.meeting.membership import establish_membership
+from distman._job.meeting.opening import start_or_enter
+from distman._job.meeting.secret import Protection, Source
+from distman._job.meeting.sockets import bind_listener
+from distman._job.meeting.store import JobStore, join_store, open_or_join, open_store
 from distman._store.client import Client
 from distman._store.handshake import VISITOR, WATCHER
 from distman.environments import LaunchEnvironment, detect

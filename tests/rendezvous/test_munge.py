@@ -5,8 +5,8 @@ import subprocess
 
 import pytest
 
-from distman._rendezvous import munge
-from distman._rendezvous.munge import CredentialError, DaemonError
+from distman._job.meeting import munge
+from distman._job.meeting.munge import CredentialError, DaemonError
 
 from ..launch.conftest import require_programs
 from .munged import munge_daemon

@@ -5,8 +5,8 @@ import random
 
 import pytest
 
-from distman._rendezvous.join_record import JoinRecord, is_mixed
-from distman._rendezvous.peers import complete, describe_missing, find_faults
+from distman._job.meeting.join_record import JoinRecord, is_mixed
+from distman._job.meeting.peers import complete, describe_missing, find_faults
 
 from .join_records import join_record
 

@@ -7,10 +7,10 @@ import uuid
 
 import pytest
 
-from distman._rendezvous import agent, mpi, munge
-from distman._rendezvous.agent import Meeting
-from distman._rendezvous.munge import CredentialError
-from distman._rendezvous.secret import Protection, Source, check_adoption, find_protection
+from distman._job.meeting import agent, mpi, munge
+from distman._job.meeting.agent import Meeting
+from distman._job.meeting.munge import CredentialError
+from distman._job.meeting.secret import Protection, Source, check_adoption, find_protection
 from distman._store import transport
 from distman.environments import LaunchEnvironment, detect
 from distman.errors import LaunchEnvironmentError, RendezvousError

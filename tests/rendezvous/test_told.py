@@ -10,11 +10,11 @@ import torch.distributed as dist
 
 from distman._coordination import protocol
 from distman._coordination.messages import MalformedMessageError
-from distman._rendezvous import store as rendezvous_store
-from distman._rendezvous.address import Endpoint
-from distman._rendezvous.secret import Protection, Source
-from distman._rendezvous.store import open_or_join
-from distman._rendezvous.told import Told, UnprovedError, unseal, useful_elsewhere
+from distman._job.meeting import store as rendezvous_store
+from distman._job.meeting.address import Endpoint
+from distman._job.meeting.secret import Protection, Source
+from distman._job.meeting.store import open_or_join
+from distman._job.meeting.told import Told, UnprovedError, unseal, useful_elsewhere
 from distman.errors import RendezvousError
 
 SECRET = b"0123456789abcdef" * 4

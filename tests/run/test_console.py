@@ -3,7 +3,7 @@ import random
 
 import pytest
 
-from distman._run.console import Console
+from distman._cli.run.console import Console
 
 CLEAR = "\r\x1b[K"
 

@@ -1,7 +1,7 @@
 import signal
 
+from distman._cli.run.outcome import Outcome, RankOutcome
 from distman._coordination.failure.record import FailureRecord
-from distman._run.outcome import Outcome, RankOutcome
 
 
 def record(rank, kind="ValueError", text="boom", trace="Traceback ...\nValueError: boom\n"):

@@ -2,7 +2,7 @@ import os
 
 import pytest
 
-from distman._run.placement import cpus_of_ranks, number_of_ranks, shown_ranks, variables_of_ranks
+from distman._cli.run.placement import cpus_of_ranks, number_of_ranks, shown_ranks, variables_of_ranks
 from distman.environments import detect
 
 CPUS = len(os.sched_getaffinity(0))

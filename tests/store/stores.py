@@ -4,7 +4,7 @@ import contextlib
 import os
 import threading
 
-from distman._rendezvous.sockets import bind_listener
+from distman._job.meeting.sockets import bind_listener
 from distman._store.client import Client
 from distman._store.dialing import Door
 from distman._store.memory import Memory

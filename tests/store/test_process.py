@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from distman._base.process_state import reset
 from distman._coordination.signal_names import stop_signals
-from distman._process_state import reset
 from distman._store import process
 from distman._store.client import Client
 from distman._store.connection import StoreLostError

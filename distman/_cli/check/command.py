@@ -13,13 +13,13 @@ from distman._cli.arguments import not_empty
 from distman._cli.check.findings import Findings, as_json, facts, problems, warnings
 from distman._cli.output import print_table, print_text, progress_bar
 from distman._cli.speed_table import is_plain_under, print_speeds
-from distman._rendezvous.secret import find_protection, learn_protection
+from distman._job.meeting.secret import find_protection, learn_protection
 from distman.environments import detect
 from distman.errors import DistmanError, JobFailed
 
 if TYPE_CHECKING:
     from distman._cli.timing import Measurement
-    from distman._rendezvous.peers import Peer
+    from distman._job.meeting.peers import Peer
     from distman.manager import DistributedManager
 
 

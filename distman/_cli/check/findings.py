@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from distman._cli.check.network import ClockOffset, Link
     from distman._cli.check.shared_folder import FolderReport
     from distman._cli.timing import Measurement
-    from distman._rendezvous.peers import Peer
-    from distman._rendezvous.secret import Protection
+    from distman._job.meeting.peers import Peer
+    from distman._job.meeting.secret import Protection
 
 
 CLOCK_LIMIT = 1.0  # seconds, by which lines of two logs begin to seem out of order

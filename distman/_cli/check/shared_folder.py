@@ -13,9 +13,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from distman._base.private_files import open_itself, write_new
 from distman._cli.check.reports import gather_reports, hand_out
 from distman._coordination.wait_scope import collective
-from distman._private_files import open_itself, write_new
 from distman.manager import DistributedManager
 
 _PATIENCE = 2.0  # seconds, for a network file system that shows a new file late

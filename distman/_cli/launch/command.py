@@ -10,10 +10,10 @@ import stat
 import sys
 from pathlib import Path
 
+from distman._base.private_files import create_anew, open_itself
+from distman._base.text import printable
 from distman._cli.launch.job_script import BACKENDS, JobRequest, read_time, render
 from distman._cli.launch.submission import is_scheduled, job_id_in, submission_line, submit
-from distman._private_files import create_anew, open_itself
-from distman._text import printable
 
 _DESCRIPTION = "Write the script that starts a job of one process for each GPU, and submit it to the scheduler."
 _DEFAULTS = JobRequest(backend="slurm")

@@ -6,14 +6,14 @@ import os
 import pickle
 from pathlib import Path
 
-from distman._interpreter import program
+from distman._base.interpreter import program
 
 CALL = "call"
 """The file with a pickle of function, arguments and keyword arguments."""
 
 _PROGRAM = """
 from pathlib import Path
-from distman._run.call import main
+from distman._cli.run.call import main
 main(Path(sys.argv[1]))
 """
 

@@ -9,14 +9,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import IO
 
+from distman._base.private_files import create_anew
+from distman._base.text import printable
 from distman._cli.arguments import at_least
+from distman._cli.run.call import call_in
+from distman._cli.run.job import GRACE, Plan, open_logs, run_job
+from distman._cli.run.outcome import Outcome
+from distman._cli.run.placement import number_of_ranks
 from distman._coordination.signal_names import stop_signals
-from distman._private_files import create_anew
-from distman._run.call import call_in
-from distman._run.job import GRACE, Plan, open_logs, run_job
-from distman._run.outcome import Outcome
-from distman._run.placement import number_of_ranks
-from distman._text import printable
 from distman.environments import detect
 from distman.errors import DistmanError
 

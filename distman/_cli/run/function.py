@@ -13,10 +13,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
-from distman._interpreter import environment, options, program
-from distman._run.call import CALL, result_file
-from distman._run.outcome import OF_A_SHELL
-from distman._run.placement import shown_ranks
+from distman._base.interpreter import environment, options, program
+from distman._cli.run.call import CALL, result_file
+from distman._cli.run.outcome import OF_A_SHELL
+from distman._cli.run.placement import shown_ranks
 from distman._workers.pickling import ModulePickler
 from distman.errors import DistmanError, RankFailedError
 

@@ -14,14 +14,14 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import IO
 
+from distman._base.private_files import create_anew
+from distman._cli.run.console import Console
+from distman._cli.run.outcome import WANTS_RESTART, Outcome, RankOutcome, last_lines, read_error_file
+from distman._cli.run.placement import cpus_of_ranks, variables_of_ranks
+from distman._cli.run.rank import Rank
+from distman._cli.run.signals import HeardSignals, is_from_terminal
 from distman._coordination.failure.record import SILENT
 from distman._coordination.signal_names import DEFAULT_SIGNALS
-from distman._private_files import create_anew
-from distman._run.console import Console
-from distman._run.outcome import WANTS_RESTART, Outcome, RankOutcome, last_lines, read_error_file
-from distman._run.placement import cpus_of_ranks, variables_of_ranks
-from distman._run.rank import Rank
-from distman._run.signals import HeardSignals, is_from_terminal
 from distman._workers.supervisor import adopt_orphans, end_descendants
 
 _AFTER_FAILURE = 5.0

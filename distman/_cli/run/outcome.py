@@ -11,12 +11,12 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from distman._base.text import printable, printable_lines
+from distman._cli.run.console import COMMAND
+from distman._cli.run.placement import shown_ranks
 from distman._coordination.failure.error_file import RECORD
 from distman._coordination.failure.record import DIED, EXITED, FailureRecord
 from distman._coordination.messages import MalformedMessageError
-from distman._run.console import COMMAND
-from distman._run.placement import shown_ranks
-from distman._text import printable, printable_lines
 
 OF_A_SHELL = 128
 """What a shell adds to the number of a signal that ended a program, for its exit code."""

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from fcntl import ioctl
 from pathlib import Path
 
-from distman._interpreter import environment, options
+from distman._base.interpreter import environment, options
 
 _LIBC = ctypes.CDLL(None)  # before the fork, after which nothing may be loaded
 _PR_SET_PDEATHSIG = 1  # of linux/prctl.h

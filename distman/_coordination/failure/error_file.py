@@ -9,8 +9,8 @@ import os
 import time
 from pathlib import Path
 
+from distman._base.private_files import write_new
 from distman._coordination.failure.record import EXITED, FailureRecord
-from distman._private_files import write_new
 from distman.environments import LAUNCHERS, detect
 from distman.errors import DistmanError
 

@@ -6,7 +6,7 @@ import contextlib
 import threading
 from collections.abc import Callable, Iterator
 
-from distman._process_state import puts_back
+from distman._base.process_state import puts_back
 
 _tasks: dict[object, Callable[[], object]] = {}
 

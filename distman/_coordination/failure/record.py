@@ -10,11 +10,11 @@ import socket
 import traceback
 from typing import TYPE_CHECKING, Protocol
 
+from distman._base.text import shortened
 from distman._coordination import protocol
 from distman._coordination.failure.short_traceback import short_traceback
 from distman._coordination.messages import MalformedMessageError, claim, decode, decode_text, unless_malformed
 from distman._coordination.timeouts import run_with_timeout
-from distman._text import shortened
 from distman.errors import JobFailed, RankFailedError
 
 if TYPE_CHECKING:

@@ -11,8 +11,8 @@ from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 
+from distman._base.interpreter import is_of_program
 from distman._coordination.internal_files import is_internal, is_of_package, is_of_user
-from distman._interpreter import is_of_program
 from distman.environments._base import read_flag
 from distman.errors import DistmanError, JobFailed, RankFailedError
 

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
+from distman._base.process_state import puts_back
 from distman._coordination.failure import hook
 from distman._coordination.failure.record import FailureRecord
 from distman._coordination.failure.stack import errors_in
 from distman._coordination.monitor.deadlocks import reason_of
 from distman._coordination.tracking import TrackedWait, call_site
-from distman._process_state import puts_back
 from distman._torch_internals import is_lost_connection
 from distman.errors import DistmanError, JobFailed
 

@@ -18,6 +18,7 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from distman._base.text import Line, printable
 from distman._coordination import protocol, tracking
 from distman._coordination.failure.record import FailureRecord, Place
 from distman._coordination.failure.stack import error_in_hand
@@ -25,7 +26,6 @@ from distman._coordination.messages import count, decode, unless_malformed
 from distman._coordination.monitor.calls import Call
 from distman._coordination.monitor.reading import read_at_once
 from distman._coordination.monitor.refusals import progress
-from distman._text import Line, printable
 from distman._torch_internals import TorchWait, operations_begun, torch_wait_in
 from distman.errors import JobFailed, PlanMismatchError
 

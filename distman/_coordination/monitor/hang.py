@@ -10,14 +10,14 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
+from distman._base.log import logger
+from distman._base.private_files import private_folder, write_new
+from distman._base.text import printable, printable_lines, shortened
 from distman._coordination import protocol, tracking
 from distman._coordination.messages import claim, count, decode, decode_index, unless_malformed
 from distman._coordination.monitor.context import WatchContext
 from distman._coordination.monitor.device_watch import DeviceWait, DeviceWatch
 from distman._coordination.monitor.reading import read_at_once
-from distman._log import logger
-from distman._private_files import private_folder, write_new
-from distman._text import printable, printable_lines, shortened
 
 if TYPE_CHECKING:
     from distman._store.torch_store import TorchStore

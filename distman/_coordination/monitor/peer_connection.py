@@ -19,13 +19,13 @@ import weakref
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from distman._base.process_state import puts_back
+from distman._base.text import shortened
 from distman._coordination import protocol
 from distman._coordination.addresses import Addresses, Port
 from distman._coordination.failure.record import FailureRecord, Place
 from distman._coordination.messages import decode, unless_malformed
-from distman._process_state import puts_back
 from distman._store.transport import LONGEST_PAUSE
-from distman._text import shortened
 
 if TYPE_CHECKING:
     from distman._store.torch_store import TorchStore

@@ -12,11 +12,11 @@ import json
 import weakref
 from typing import TYPE_CHECKING
 
+from distman._base.text import Line
 from distman._coordination import protocol, tracking
 from distman._coordination.messages import add_to, count, decode, unless_malformed
 from distman._coordination.monitor.calls import Members
 from distman._coordination.monitor.reading import read_at_once
-from distman._text import Line
 from distman._torch_internals import is_registered
 
 if TYPE_CHECKING:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import logging
 import sys
 
+from distman._base.process_state import puts_back
 from distman._coordination.failure.record import LEFT
 from distman._coordination.monitor.current_watcher import failure_behind, raise_failure
 from distman._coordination.tracking import current_wait
-from distman._process_state import puts_back
 from distman._torch_internals import collective_errors
 
 

@@ -13,6 +13,9 @@ from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
+from distman._base.log import logger
+from distman._base.process_state import puts_back
+from distman._base.text import Line, printable
 from distman._coordination import protocol
 from distman._coordination.failure import hook
 from distman._coordination.failure.delivery import Delivery
@@ -36,9 +39,6 @@ from distman._coordination.monitor.peer_monitor import PeerMonitor, give_sign, r
 from distman._coordination.monitor.torch_errors import leave_collectives_alone, watch_collectives
 from distman._coordination.monitor.watchdog import Watchdog
 from distman._coordination.timeouts import run_with_timeout
-from distman._log import logger
-from distman._process_state import puts_back
-from distman._text import Line, printable
 from distman._torch_internals import is_unreachable
 from distman.errors import JobFailed
 

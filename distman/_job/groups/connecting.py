@@ -8,7 +8,7 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from distman._coordination.abortable_store import AbortableStore
-from distman._device import is_pure_gloo
+from distman._job.device import is_pure_gloo
 from distman._job.job import Job
 from distman._job.strangers import meets_on_this_host, noticed
 from distman._torch_internals import default_store, make_gloo_default, make_group

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from distman._base.log import logger
 from distman._job.job import Job
-from distman._log import logger
 from distman.topology import ListedPartition, Partition
 
 

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from distman._base.log import logger
 from distman._coordination import protocol
 from distman._coordination.consensus import Consensus
 from distman._coordination.joint_blocks import JointBlocks
@@ -21,11 +22,10 @@ from distman._coordination.monitor.calls import CallNumbers
 from distman._coordination.sections import ExclusiveSections
 from distman._coordination.tracking import call_site, check_all_run_here, check_speaks_for_rank
 from distman._coordination.wait_scope import WaitScope
-from distman._groups.connecting import connect, members_store
-from distman._groups.hosts import Neighbours, partitions_by_host, warn_of_crossing
 from distman._job.group_end import end_groups
+from distman._job.groups.connecting import connect, members_store
+from distman._job.groups.hosts import Neighbours, partitions_by_host, warn_of_crossing
 from distman._job.job import Job
-from distman._log import logger
 from distman._store.connection import GaveUpError
 from distman._store.torch_store import TorchStore
 from distman._torch_internals import device_types, is_registered, mesh_without_groups

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from distman._coordination import protocol
 from distman._coordination.tracking import call_site
 from distman._coordination.wait_scope import WaitScope
-from distman._groups.registry import Groups
+from distman._job.groups.registry import Groups
 from distman._torch_internals import is_distributed_tensor
 from distman.errors import check_options
 

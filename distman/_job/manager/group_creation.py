@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from torch.distributed.device_mesh import DeviceMesh
 
-from distman._manager.state import SharedState
+from distman._job.manager.state import SharedState
 from distman.topology import Plan, ProcessGroupConfig, ProcessGroupNode, mesh_plan, tree_plan
 from distman.topology._plan import resolve_mesh_shape
 

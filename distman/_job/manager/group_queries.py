@@ -8,9 +8,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from distman._coordination.sections import ExclusiveSections
-from distman._groups.registry import Group
-from distman._manager.instance_property import instance_property
-from distman._manager.state import SharedState
+from distman._job.groups.registry import Group
+from distman._job.manager.instance_property import instance_property
+from distman._job.manager.state import SharedState
 from distman.errors import undefined_group
 
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from distman._device import backend_for, pick_device
-from distman._manager.instance_property import instance_property
-from distman._manager.state import SharedState
-from distman._rendezvous.peers import Peers
+from distman._job.device import backend_for, pick_device
+from distman._job.manager.instance_property import instance_property
+from distman._job.manager.state import SharedState
+from distman._job.meeting.peers import Peers
 
 
 class Place(SharedState):

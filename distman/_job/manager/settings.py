@@ -8,10 +8,10 @@ import threading
 
 import torch.distributed as dist
 
+from distman._base.log import logger
 from distman._coordination.failure.interruption import Patience
 from distman._coordination.monitor.context import WatchLimits
 from distman._job.job import Limits
-from distman._log import logger
 from distman.environments import LaunchEnvironment, detect, misspelt_variables
 from distman.environments._base import read_flag
 from distman.errors import check_seconds

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from distman._coordination.monitor.watcher import Watcher
 from distman._coordination.preemption import StopAgreement
-from distman._groups.registry import Groups
+from distman._job.groups.registry import Groups
 from distman._job.job import Job
 from distman.environments import is_env_distributed
 from distman.errors import NotInitializedError

@@ -10,15 +10,15 @@ import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from distman._rendezvous import mpi
-from distman._rendezvous.ancestry import ancestors
-from distman._rendezvous.sockets import bracketed, means_loopback
+from distman._job.meeting import mpi
+from distman._job.meeting.ancestry import ancestors
+from distman._job.meeting.sockets import bracketed, means_loopback
 from distman.environments import LAUNCHERS, Family, LaunchEnvironment
 from distman.environments._base import read_host
 from distman.errors import RendezvousError
 
 if TYPE_CHECKING:
-    from distman._rendezvous.secret import Protection
+    from distman._job.meeting.secret import Protection
 
 # Derived ports: above those of well-known services, and below 32768, from where Linux gives ports to connections.
 _FIRST_PORT = 23000

@@ -14,15 +14,15 @@ from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from distman._base.log import logger
+from distman._base.text import printable
 from distman._coordination import protocol
-from distman._log import logger
-from distman._rendezvous.address import Endpoint
-from distman._rendezvous.munge import CredentialError
-from distman._rendezvous.sockets import bracketed
+from distman._job.meeting.address import Endpoint
+from distman._job.meeting.munge import CredentialError
+from distman._job.meeting.sockets import bracketed
 from distman._store.client import Client
 from distman._store.dialing import PATIENCE, CrowdedError, Door, ForeignServiceError
 from distman._store.handshake import MEMBER
-from distman._text import printable
 from distman.errors import RendezvousError
 
 if TYPE_CHECKING:

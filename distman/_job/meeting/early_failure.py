@@ -19,12 +19,12 @@ from distman._coordination.failure.error_file import write_error_file
 from distman._coordination.failure.job_abort import abort_job_after, ending_of
 from distman._coordination.failure.record import FailureRecord
 from distman._coordination.timeouts import begin
-from distman._rendezvous.address import Endpoint, find_endpoint
-from distman._rendezvous.ancestry import ancestors
-from distman._rendezvous.door import find_store
-from distman._rendezvous.munge import DaemonError
-from distman._rendezvous.opening import start_or_enter
-from distman._rendezvous.secret import find_protection
+from distman._job.meeting.address import Endpoint, find_endpoint
+from distman._job.meeting.ancestry import ancestors
+from distman._job.meeting.door import find_store
+from distman._job.meeting.munge import DaemonError
+from distman._job.meeting.opening import start_or_enter
+from distman._job.meeting.secret import find_protection
 from distman._store.client import Client
 from distman._store.handshake import VISITOR
 from distman.environments import LAUNCHERS, LaunchEnvironment, OnFailure, detect
@@ -132,7 +132,7 @@ def _tell_other_agents(
 ) -> None:
     """Tell the ranks of other hosts, whose agents do not end them with this one; it needs no secret, but torch."""
     with contextlib.suppress(ImportError, OSError, DistmanError):  # torch may be what failed
-        from distman._rendezvous.store import tell_agent
+        from distman._job.meeting.store import tell_agent
 
         point = find_endpoint(environment, environ)
         if point is not None:

@@ -11,22 +11,22 @@ from collections.abc import Callable, Mapping
 
 import torch
 
+from distman._base.log import logger
+from distman._base.text import printable
 from distman._coordination import protocol
 from distman._coordination.messages import get_ready_to_decode
 from distman._coordination.timeouts import keep_threads
-from distman._device import is_sharing_allowed, visible_devices
-from distman._log import logger
-from distman._rendezvous.address import Endpoint, find_endpoint
-from distman._rendezvous.agent import find_meeting
-from distman._rendezvous.ancestry import boot_id
-from distman._rendezvous.join_record import JoinRecord, Origin
-from distman._rendezvous.membership import establish_membership
-from distman._rendezvous.peers import Peers
-from distman._rendezvous.secret import Protection, Source, find_protection, learn_protection
-from distman._rendezvous.store import JobStore, keep_store, open_or_join, tell_over_mpi
+from distman._job.device import is_sharing_allowed, visible_devices
+from distman._job.meeting.address import Endpoint, find_endpoint
+from distman._job.meeting.agent import find_meeting
+from distman._job.meeting.ancestry import boot_id
+from distman._job.meeting.join_record import JoinRecord, Origin
+from distman._job.meeting.membership import establish_membership
+from distman._job.meeting.peers import Peers
+from distman._job.meeting.secret import Protection, Source, find_protection, learn_protection
+from distman._job.meeting.store import JobStore, keep_store, open_or_join, tell_over_mpi
 from distman._store.server import descriptors_for
 from distman._store.torch_store import TorchStore
-from distman._text import printable
 from distman._version import VERSION
 from distman.environments import LAUNCHERS, LaunchEnvironment
 from distman.errors import DistmanError

@@ -9,8 +9,8 @@ import time
 from collections.abc import Hashable, Iterable
 from pathlib import Path
 
-from distman._rendezvous.ancestry import start_time
-from distman._text import Line, printable
+from distman._base.text import Line, printable
+from distman._job.meeting.ancestry import start_time
 
 _MAX_COMMAND = 60  # characters: a message has several
 _SAME_START = 30.0  # seconds between the starts of ranks of one job, as far as they are told from those of another

@@ -19,6 +19,8 @@ from collections.abc import Callable, Hashable, Mapping
 
 import torch.distributed as dist
 
+from distman._base.log import logger
+from distman._base.text import Line
 from distman._coordination import protocol
 from distman._coordination.failure.record import DIED, FailureRecord
 from distman._coordination.messages import (
@@ -32,12 +34,10 @@ from distman._coordination.messages import (
 )
 from distman._coordination.monitor.reading import read_at_once
 from distman._coordination.timeouts import run_with_timeout
-from distman._log import logger
-from distman._rendezvous.join_record import OWN_RANK, JoinRecord, describe_claim, is_mixed
-from distman._rendezvous.peers import Peers, complete, describe_missing, describe_present, find_faults
-from distman._rendezvous.store import JobStore
+from distman._job.meeting.join_record import OWN_RANK, JoinRecord, describe_claim, is_mixed
+from distman._job.meeting.peers import Peers, complete, describe_missing, describe_present, find_faults
+from distman._job.meeting.store import JobStore
 from distman._store.torch_store import TorchStore
-from distman._text import Line
 from distman.errors import JobFailed, RendezvousError
 
 _PAUSE_PER_RANK = 500e-6  # seconds; 2,000 looks a second in all, beside ranks that are still connecting

@@ -11,8 +11,8 @@ import sys
 import threading
 from typing import TYPE_CHECKING, TypeVar, cast
 
+from distman._base.text import printable
 from distman._coordination.timeouts import run_with_timeout
-from distman._text import printable
 from distman.environments import LaunchEnvironment
 from distman.errors import RendezvousError
 

@@ -10,11 +10,11 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import TYPE_CHECKING
 
-from distman._log import logger
-from distman._rendezvous.address import Endpoint
-from distman._rendezvous.door import StillOpenError, door_at, enter, explain, new_name, show, try_all, url_of
-from distman._rendezvous.secret import DoorSecret
-from distman._rendezvous.sockets import addresses_of, bind_listener, is_own
+from distman._base.log import logger
+from distman._job.meeting.address import Endpoint
+from distman._job.meeting.door import StillOpenError, door_at, enter, explain, new_name, show, try_all, url_of
+from distman._job.meeting.secret import DoorSecret
+from distman._job.meeting.sockets import addresses_of, bind_listener, is_own
 from distman._store.client import Client
 from distman._store.dialing import PATIENCE, Door, ForeignServiceError
 from distman._store.handshake import MEMBER, VISITOR

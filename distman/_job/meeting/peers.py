@@ -8,10 +8,10 @@ from collections import defaultdict
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import TypeVar, overload
 
+from distman._base.text import Line
 from distman._coordination.messages import decode_row
-from distman._device import pick_index
-from distman._rendezvous.join_record import COMMON, OWN_RANK, JoinRecord, describe_claim
-from distman._text import Line
+from distman._job.device import pick_index
+from distman._job.meeting.join_record import COMMON, OWN_RANK, JoinRecord, describe_claim
 
 _MAX_LISTED = 16  # entries of a list in a message: two lines of a terminal
 K = TypeVar("K", bound=Hashable)

@@ -13,10 +13,10 @@ import os
 import stat
 from collections.abc import Mapping
 
-from distman._rendezvous import agent, munge
-from distman._rendezvous.address import is_on_one_host, is_told_over_mpi
-from distman._rendezvous.agent import Meeting
-from distman._rendezvous.munge import CredentialError
+from distman._job.meeting import agent, munge
+from distman._job.meeting.address import is_on_one_host, is_told_over_mpi
+from distman._job.meeting.agent import Meeting
+from distman._job.meeting.munge import CredentialError
 from distman._store.transport import is_nobody
 from distman.environments import LAUNCHERS, LaunchEnvironment
 from distman.errors import LaunchEnvironmentError, RendezvousError

@@ -23,13 +23,13 @@ from distman._coordination.failure.record import FailureRecord, Place
 from distman._coordination.messages import MalformedMessageError, add_to, decode, drop
 from distman._coordination.monitor.peer_connection import own_addresses
 from distman._coordination.monitor.reading import read_at_once
-from distman._rendezvous import mpi
-from distman._rendezvous.address import UNREACHABLE_AFTER, Endpoint
-from distman._rendezvous.door import alike, find_store, listed, try_all, url_of
-from distman._rendezvous.opening import nothing, start_or_enter
-from distman._rendezvous.secret import Protection, Source
-from distman._rendezvous.sockets import leads_here
-from distman._rendezvous.told import Told, UnprovedError, unseal, useful_elsewhere
+from distman._job.meeting import mpi
+from distman._job.meeting.address import UNREACHABLE_AFTER, Endpoint
+from distman._job.meeting.door import alike, find_store, listed, try_all, url_of
+from distman._job.meeting.opening import nothing, start_or_enter
+from distman._job.meeting.secret import Protection, Source
+from distman._job.meeting.sockets import leads_here
+from distman._job.meeting.told import Told, UnprovedError, unseal, useful_elsewhere
 from distman._store.client import Client
 from distman._store.connection import StoreLostError
 from distman._store.dialing import PATIENCE

@@ -8,7 +8,7 @@ import json
 
 from distman._coordination.addresses import Addresses, Port
 from distman._coordination.messages import decode
-from distman._rendezvous.sockets import means_loopback
+from distman._job.meeting.sockets import means_loopback
 from distman._store.handshake import door_key, mac
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from distman._groups.registry import Group, process_group_of
+from distman._job.groups.registry import Group, process_group_of
 from distman._torch_internals import collects_batches, gloo_timeout
 from distman.collectives._transport._backend import Transport
 from distman.collectives._transport._backend import begin_all_reduce as begin_all_reduce

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 import torch.distributed as dist
 
-from distman._groups.registry import Group, process_group_of
+from distman._job.groups.registry import Group, process_group_of
 from distman._torch_internals import batch_isend_irecv, collects_batches
 from distman.collectives._transport._segments import Segment
 

@@ -13,7 +13,7 @@ from functools import partial
 import numpy as np
 import torch
 
-from distman._groups.registry import Group, process_group_of
+from distman._job.groups.registry import Group, process_group_of
 from distman._torch_internals import close_with
 from distman.collectives._transport import _segments
 from distman.collectives._transport._backend import Batch, Pieces, RoomFor, Transport, packed

@@ -22,7 +22,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from distman._groups.registry import Group, process_group_of
+from distman._job.groups.registry import Group, process_group_of
 from distman._store.handshake import MAC_BYTES, NO_SECRET, NONCE_BYTES, mac
 from distman._store.transport import BACKLOG, is_of_this_user
 from distman._torch_internals import batch_isend_irecv

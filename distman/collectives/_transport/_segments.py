@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from distman._log import logger
+from distman._base.log import logger
 
 VARIABLE = "DISTMAN_SHARED_MEMORY"
 THRESHOLD = 2**17

@@ -9,8 +9,8 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from distman._device import pick_device as _pick_device
-from distman._public_names import error_of_missing
+from distman._base.public_names import error_of_missing
+from distman._job.device import pick_device as _pick_device
 from distman._version import VERSION as __version__  # noqa: N811 - its name everywhere
 from distman.compat.nnhandler._callbacks import (
     Callback,

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from distman._process_state import puts_back
+from distman._base.process_state import puts_back
 from distman.errors import CheckpointError
 
 _OF_TORCH = {

@@ -11,8 +11,8 @@ import weakref
 import torch
 import torch.distributed as dist
 
-from distman._device import resolve_device
-from distman._rendezvous.early_failure import is_started_by_rank
+from distman._job.device import resolve_device
+from distman._job.meeting.early_failure import is_started_by_rank
 from distman.environments import should_use_distributed
 from distman.manager import DistributedManager
 

@@ -5,9 +5,9 @@ import itertools
 import os
 import sys
 
-from distman._rendezvous.address import find_endpoint
-from distman._rendezvous.door import door_at
-from distman._rendezvous.secret import find_protection
+from distman._job.meeting.address import find_endpoint
+from distman._job.meeting.door import door_at
+from distman._job.meeting.secret import find_protection
 from distman._store.client import Client
 from distman._store.dialing import ForeignServiceError
 from distman._store.handshake import VISITOR

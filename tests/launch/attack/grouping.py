@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from distman import DistributedManager
-from distman._groups import registry
+from distman._job.groups import registry
 
 FOLDER, COUNT, PLACE, LATE = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3], sys.argv[4]
 PAUSE = 0.01  # seconds between two looks

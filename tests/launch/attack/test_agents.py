@@ -8,7 +8,7 @@ from contextlib import ExitStack
 
 import pytest
 
-from distman._rendezvous import agent
+from distman._job.meeting import agent
 
 from ..preloaded import PYTHON, server_variables
 from ..processes import poll

@@ -2,7 +2,7 @@
 
 from contextlib import ExitStack
 
-from distman._rendezvous.address import Endpoint, derive_ports
+from distman._job.meeting.address import Endpoint, derive_ports
 
 from ..preloaded import PYTHON
 from ..processes import start

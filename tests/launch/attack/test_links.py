@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from distman._cli import run
+from distman._base.private_files import create_anew, open_itself, write_new
 from distman._cli.check import shared_folder
 from distman._cli.launch import command
+from distman._cli.run import command as run
 from distman._coordination.monitor.hang import Answer, write_report
-from distman._private_files import create_anew, open_itself, write_new
-from distman._rendezvous.secret import find_protection
+from distman._job.meeting.secret import find_protection
 from distman.environments import LaunchEnvironment
 from distman.errors import LaunchEnvironmentError
 

@@ -5,12 +5,12 @@ import subprocess
 
 import pytest
 
-from distman._rendezvous import munge
-from distman._rendezvous.address import Endpoint
-from distman._rendezvous.door import door_at
-from distman._rendezvous.opening import start_or_enter
-from distman._rendezvous.secret import Protection, Source
-from distman._rendezvous.sockets import bind_listener
+from distman._job.meeting import munge
+from distman._job.meeting.address import Endpoint
+from distman._job.meeting.door import door_at
+from distman._job.meeting.opening import start_or_enter
+from distman._job.meeting.secret import Protection, Source
+from distman._job.meeting.sockets import bind_listener
 from distman._store.client import Client
 from distman._store.dialing import ForeignServiceError
 from distman._store.handshake import VISITOR
