@@ -13,28 +13,16 @@ class AbortableStore(Store):
     """Hands everything on to another store, but waits only as long as a key is not set there.
 
     gloo waits in its store for the addresses of the members of a new group, for the whole timeout of collectives.
-
-    Args:
-        store: The other store.
-        failure_key: The key.
-        timeout: Seconds that a wait may take, even where the caller would wait longer: the others are here already.
     """
 
     def __init__(self, store: TorchStore, failure_key: str, timeout: float) -> None:
         super().__init__()
         self._store = store
         self._failure_key = failure_key
-        self._timeout = timeout
+        self._timeout = timeout  # seconds, even where the caller would wait longer: the others are here already
 
     def wait(self, keys: list[str], timeout: timedelta = timedelta.max) -> None:
-        """Wait until the keys are set.
-
-        Blocking.
-
-        Raises:
-            GaveUpError: The failure key was set first.
-            TimeoutError: They were not set in time.
-        """
+        """Wait until the keys are set; raises GaveUpError if the failure key is first, else TimeoutError."""
         limit = min(timeout.total_seconds(), self._timeout)
         try:
             self._store.wait(keys, timedelta(seconds=limit), unless=self._store.full_key(self._failure_key))
@@ -44,19 +32,12 @@ class AbortableStore(Store):
             ) from None
 
     def get(self, key: str) -> bytes:
-        """Return the value of a key, once it is set.
-
-        Blocking.
-
-        Raises:
-            GaveUpError: The failure key was set first.
-            TimeoutError: It was not set in time.
-        """
+        """Return the value of a key once it is set, or raise as :meth:`wait`."""
         self.wait([key])
         return self._store.get(key)
 
     def multi_get(self, keys: list[str]) -> list[bytes]:
-        """Return the values of several keys, once all are set, as :meth:`get` does for one."""
+        """Return the values of several keys once all are set, or raise as :meth:`wait`."""
         self.wait(keys)
         return self._store.multi_get(keys)
 
@@ -65,13 +46,10 @@ class AbortableStore(Store):
         return True
 
     def set(self, key: str, value: str) -> None:
-        """Set a key."""
         self._store.set(key, value)
 
     def add(self, key: str, value: int) -> int:
-        """Add to the number at a key, and return the sum."""
         return self._store.add(key, value)
 
     def check(self, keys: list[str]) -> bool:
-        """Return whether all keys are set."""
         return self._store.check(keys)

@@ -32,15 +32,7 @@ Locate = Callable[[Sequence[int]], dict[int, str]]
 
 
 def wait_for_all(store_group: StoreGroup, key: str, *, timeout: float, locate: Locate | None = None) -> None:
-    """Wait until every rank of the group has called this with the same key.
-
-    Collective. Blocking. A key serves once; the last rank to leave deletes what the barrier wrote.
-
-    Args:
-        store_group: The ranks.
-        key: Name of this barrier, the same on all of them and never used before.
-        timeout: Seconds to wait for the others.
-        locate: Finds out where ranks of the world are, as far as it can.
+    """Wait until every rank of the group has called this with the same key, which serves once.
 
     Raises:
         BarrierTimeoutError: On every rank that came: some did not come within ``timeout`` seconds of one of them.
@@ -75,10 +67,7 @@ class _Barrier:
             store.delete_keys([one(self.key) for one in (protocol.arrived, protocol.outcome, protocol.passages)])
 
     def _come(self, timeout: float) -> bool:
-        """Be counted as come, and return whether there is an outcome; the store tells it, in the same call.
-
-        Blocking, for as long as nobody has to look at what else happened in the job.
-        """
+        """Be counted as come, and return whether there is an outcome; the store tells it, in the same call."""
         store, group = self.store_group.store, self.store_group
         passages, outcome = protocol.passages(self.key), protocol.outcome(self.key)
         if has_failed():

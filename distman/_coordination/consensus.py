@@ -17,7 +17,7 @@ from distman.errors import BarrierTimeoutError, PlanMismatchError
 
 @dataclasses.dataclass(frozen=True)
 class _Proposal:
-    """What a rank, by index, wants."""
+    """What a rank, by index, wants; what must be equal is the digest, and the text is for messages."""
 
     rank: int
     digest: str
@@ -26,30 +26,13 @@ class _Proposal:
 
 @dataclasses.dataclass(frozen=True)
 class Consensus:
-    """Some ranks of a job, as they take decisions over its store.
-
-    Attributes:
-        store_group: The ranks.
-        timeout: Seconds to wait for the others.
-    """
+    """Some ranks of a job, as they take decisions over its store."""
 
     store_group: StoreGroup
-    timeout: float
+    timeout: float  # seconds to wait for the others
 
     def agree(self, key: str, digest: str, text: str) -> None:
-        """Go on only if all ranks bring the same digest.
-
-        Collective. Blocking.
-
-        Args:
-            key: Name of this decision, the same on all ranks and never used before.
-            digest: What must be equal.
-            text: What this rank wants, for messages.
-
-        Raises:
-            PlanMismatchError: On every rank: two of them differ; it shows what both want.
-            BarrierTimeoutError: On every rank that came: some did not come in time; it names them.
-        """
+        """Go on only if all ranks bring the same digest, else PlanMismatchError shows what two of them want."""
         mine = json.dumps(dataclasses.asdict(_Proposal(self.store_group.rank, digest, text)))
         first = claim(
             self.store_group.store, protocol.first_proposal(key), mine, lambda found: self._proposal(found, key)
@@ -71,19 +54,7 @@ class Consensus:
             )
 
     def compare(self, key: str, mine: Mapping[str, str], *, place: str) -> None:
-        """Go on only if all ranks bring the same values.
-
-        Collective. Blocking.
-
-        Args:
-            key: Name of this comparison, the same on all ranks and never used before.
-            mine: What must be equal, by name.
-            place: Where in the program this rank is; it may differ, and is shown when something else does.
-
-        Raises:
-            PlanMismatchError: On every rank: something differs; a table shows each rank's values.
-            BarrierTimeoutError: On every rank that came: some did not come in time; it names them.
-        """
+        """Go on only if all ranks bring the same values, else PlanMismatchError shows those of each rank."""
         self.store_group.store.set(protocol.call(key, self.store_group.rank), json.dumps([dict(mine), place]))
         self._wait(key)
         keys = [protocol.call(key, rank) for rank in range(self.store_group.size)]
@@ -100,19 +71,7 @@ class Consensus:
             )
 
     def require_success(self, key: str, error: Exception | None) -> None:
-        """Go on only if no rank failed.
-
-        Collective. Blocking.
-
-        Args:
-            key: Name of this decision, the same on all ranks and never used before.
-            error: Why this rank failed; None if it did not.
-
-        Raises:
-            Exception: The given one, on the rank that brings one.
-            RankFailedError: On the other ranks: a rank failed, or gave up waiting before this one came.
-            BarrierTimeoutError: On every rank that came: some did not come in time; it names them.
-        """
+        """Go on only if no rank failed: where one did, it raises its error, and the others raise RankFailedError."""
         if error is not None:
             self._tell(key, error)
         try:

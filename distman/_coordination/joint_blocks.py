@@ -36,11 +36,7 @@ _MAX_ASKED = 8  # ranks, which answer with their stacks: mostly all of them wait
 
 
 class JointBlocks:
-    """The joint blocks of some ranks, one after another; within another one a block is a part of it.
-
-    Args:
-        store_group: The ranks.
-    """
+    """The joint blocks of some ranks, one after another; within another one a block is a part of it."""
 
     def __init__(self, store_group: StoreGroup) -> None:
         self.depth = 0
@@ -49,20 +45,10 @@ class JointBlocks:
         self._keys = KeySequence(store_group.store, name, store_group.size, beside=[protocol.arrived])
 
     def block(self, what: str) -> AbstractContextManager[None]:
-        """Return a context manager: a block that all these ranks run through.
-
-        Collective.
-
-        Args:
-            what: What is done there, for messages.
-        """
         return _JointBlock(self, what)
 
     def judge(self, error: Exception, what: str) -> None:
-        """Return once it is known whether all ranks have raised; if not, the job has failed, and this rank with it.
-
-        Blocking: milliseconds where all raise, else until another one is seen waiting.
-        """
+        """Return once it is known whether all ranks have raised; if not, the job has failed, and this rank with it."""
         # The job has failed before, or who is missing has left it, so nobody waits; or the store is gone.
         with contextlib.suppress(DistmanError, JobFailed, dist.DistError):
             key = self._keys.next()

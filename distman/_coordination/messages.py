@@ -37,11 +37,7 @@ _dropped: set[str] = set()
 
 
 class MalformedMessageError(DistmanError):
-    """What another process wrote is not what it should be.
-
-    Attributes:
-        what: What it should be, and where it was.
-    """
+    """What another process wrote is not what it should be."""
 
     def __init__(self, what: str, reason: str) -> None:
         self.what = what
@@ -52,17 +48,7 @@ class MalformedMessageError(DistmanError):
 
 
 def decode(data: str | bytes, kind: type[Kind], what: str) -> Kind:
-    """Return a message.
-
-    Args:
-        data: JSON.
-        kind: What it holds: a number, a text, a dataclass, a list, tuple or dict of such things, or one or None.
-            Fields that a dataclass does not have are left out: they are of a later release.
-        what: What is read and where from, for messages.
-
-    Raises:
-        MalformedMessageError: It holds something else.
-    """
+    """Return a message: a number, a text, a dataclass, a list, tuple or dict of such things, or one or None."""
     try:
         if len(data) > _MOST_BYTES:
             raise ValueError(f"it has {len(data)} bytes")
@@ -95,11 +81,7 @@ def checked(value: object, kind: type[Kind], what: str) -> Kind:
 
 
 def decode_index(data: str | bytes, size: int, what: str) -> int:
-    """Return a number from 0 on and below a size, such as a rank.
-
-    Raises:
-        MalformedMessageError: It is something else.
-    """
+    """Return a number from 0 on and below a size, such as a rank."""
     index = decode(data, int, what)
     if not 0 <= index < size:
         raise MalformedMessageError(what, f"it must be below {size}, got {index}")
@@ -128,14 +110,7 @@ def drop(error: MalformedMessageError) -> None:
 
 
 def claim(store: Store, key: str, mine: str | bytes, read: Callable[[bytes], Kind]) -> Kind:
-    """Set a key unless there is a message already, and return the one that is there; a malformed one is replaced.
-
-    Args:
-        store: Where.
-        key: The key.
-        mine: The message of this process.
-        read: Decodes a message.
-    """
+    """Set a key unless there is a message already, and return the one that is there; a malformed one is replaced."""
     found = store.compare_set(key, "", mine)  # type: ignore[arg-type]  # torch's stubs lack bytes, which do as well
     message = unless_malformed(lambda: read(found))
     if message is not None:
@@ -144,11 +119,7 @@ def claim(store: Store, key: str, mine: str | bytes, read: Callable[[bytes], Kin
 
 
 def add_to(store: Store, key: str, amount: int) -> int:
-    """Add to a counter, and return the sum.
-
-    Raises:
-        MalformedMessageError: It holds no number.
-    """
+    """Add to a counter, and return the sum."""
     try:
         return store.add(key, amount)
     except (ValueError, IndexError) as error:  # what stores say of a text, and of a number of more than 64 bits

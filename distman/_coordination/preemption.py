@@ -43,10 +43,6 @@ class StopAgreement:
     the step that its rank has passed last, and the rank goes no further before all have done so. All stop at the first
     step after the furthest of these, which no rank can have passed. The threads write while their ranks compute, or
     wait in a collective, so no rank is waited for that waits for this one.
-
-    Args:
-        store_group: All ranks of the job; None on one process.
-        signals: Which signals ask for a stop.
     """
 
     def __init__(self, store_group: StoreGroup | None, signals: Sequence[int] = DEFAULT_SIGNALS) -> None:
@@ -62,11 +58,6 @@ class StopAgreement:
         self._stops: bool | None = None
 
     def request(self, reason: str = "request_stop()") -> None:
-        """Ask for a stop.
-
-        Args:
-            reason: Who asks, for messages.
-        """
         self._wish = self._wish or reason
         self._events.put(_ASKED)
 
@@ -75,10 +66,7 @@ class StopAgreement:
         self._signals.listen()
 
     def leave(self) -> None:
-        """Let the others go on without this rank's answer: it comes to no further step.
-
-        Blocking, for milliseconds, unless the store is silent.
-        """
+        """Let the others go on without this rank's answer: it comes to no further step."""
         if self._thread is not None:
             self._events.put(_LEAVES)
             self._thread.join(_FAREWELL_LIMIT)
@@ -90,18 +78,7 @@ class StopAgreement:
         self._signals.restore()
 
     def decide(self, step: int | None = None) -> bool:
-        """Return whether to stop at this step, the same on all ranks.
-
-        Local. Once a rank was asked to stop it waits until all have heard of it.
-
-        Args:
-            step: Number of the step, growing, and the same on all ranks; None is the one after the last.
-
-        Raises:
-            ValueError: The step is smaller than the one before.
-            PlanMismatchError: The ranks ask at different steps.
-            JobFailed: The job failed while this rank waited.
-        """
+        """Return whether to stop at this step, the same on all ranks; after a request, wait until all have heard."""
         step = self._check_order(step)
         if self._store_group is None:
             return bool(self._wish)
@@ -190,16 +167,7 @@ def _check_same(group: StoreGroup, key: str, step: int) -> None:
 
 
 def requeue(environ: Mapping[str, str]) -> None:
-    """Put the Slurm job of these variables back into the queue; Slurm ends what still runs of it.
-
-    A job that Slurm already ends, because it was cancelled say, is left alone.
-
-    Args:
-        environ: Environment variables, usually ``os.environ``; never modified.
-
-    Raises:
-        DistmanError: There is no Slurm job, or Slurm refuses.
-    """
+    """Put this Slurm job back into the queue, unless Slurm already ends it, because it was cancelled say."""
     job = environ.get("SLURM_JOB_ID")
     if not job:
         raise DistmanError("only a Slurm job can be requeued: SLURM_JOB_ID is not set. Submit it with sbatch.")

@@ -9,13 +9,7 @@ from distman._torch_internals import CollectiveGuard, enter_regions, regions
 
 
 class RegionGuard:
-    """Asks before each of torch's collectives that is started in a region, and lets new threads inherit regions.
-
-    Regions are whatever the user says; outside of them nothing is asked.
-
-    Args:
-        check: As for ``CollectiveGuard``.
-    """
+    """Asks before each of torch's collectives that is started in a region; new threads inherit regions."""
 
     def __init__(self, check: Callable[[str, Sequence[int]], None]) -> None:
         self._collectives = CollectiveGuard(check)

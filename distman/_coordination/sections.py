@@ -16,27 +16,14 @@ from distman.errors import PlanMismatchError
 
 
 class ExclusiveSections:
-    """The exclusive sections that the ranks of a group come to, one after another.
-
-    Args:
-        store_group: The ranks.
-    """
+    """The exclusive sections that the ranks of a group come to, one after another, in the same order."""
 
     def __init__(self, store_group: StoreGroup) -> None:
         self.store_group = store_group
         self._keys: dict[int, KeySequence] = {}
 
     def begin(self, what: str, awaited: Sequence[int], *, depth: int = 0) -> ExclusiveSection:
-        """Return the next section.
-
-        All ranks of the group begin their sections in the same order. A section within another one, at a depth of
-        its own, has keys of its own: those of the outer one are still in use.
-
-        Args:
-            what: What is done, for messages; the same on all ranks.
-            awaited: Who must come to the end of it, by index in the group.
-            depth: How many sections this one is within.
-        """
+        """Return the next section. One within another has keys of its own: those of the outer one are in use."""
         if depth not in self._keys:
             name, store_group, beside = protocol.section(depth), self.store_group, [protocol.done, protocol.done_by]
             self._keys[depth] = KeySequence(store_group.store, name, store_group.size, beside)
@@ -45,25 +32,15 @@ class ExclusiveSections:
 
 @dataclasses.dataclass(frozen=True)
 class ExclusiveSection:
-    """One thing that some ranks of a group do while the others wait.
-
-    Attributes:
-        store_group: The ranks.
-        key: Where they meet in the store.
-        what: What is done, for messages.
-        awaited: Who must come to the end of it, by index in the group.
-    """
+    """One thing that some ranks of a group do while the others wait."""
 
     store_group: StoreGroup
-    key: str
-    what: str
-    awaited: Sequence[int]
+    key: str  # where they meet in the store
+    what: str  # for messages, the same on all ranks
+    awaited: Sequence[int]  # who must come to the end of it, by index
 
     def succeed(self) -> bool:
-        """Say that this rank, one of those awaited, has done its part, and return whether it was the last.
-
-        A rank that fails is not counted, so the last one to be counted knows that all succeeded.
-        """
+        """Say that this rank, one of those awaited, has done its part; return whether all have succeeded."""
         store = self.store_group.store
         if len(self.awaited) > 1:
             store.append(protocol.done_by(self.key), f"{self.store_group.rank},")
@@ -85,15 +62,7 @@ class ExclusiveSection:
         return [index for index in self.awaited if str(index) not in done]
 
     def wait(self) -> None:
-        """Wait until all that are awaited have done their part.
-
-        Collective over the group. Blocking, for as long as it takes them.
-
-        Raises:
-            RankFailedError: It raised on one of them.
-            JobFailed: One of them is gone.
-            PlanMismatchError: The ranks are at different calls.
-        """
+        """Wait until all that are awaited have done their part; raises RankFailedError if one of them raised."""
         store = self.store_group.store
 
         def is_over() -> bool:

@@ -15,14 +15,7 @@ _NEVER = {"KILL", "STOP", "ABRT", "BUS", "FPE", "ILL", "QUIT", "SEGV", "SYS", "T
 
 
 def stop_signals(environ: Mapping[str, str]) -> tuple[signal.Signals, ...]:
-    """Return the signals that ask for a stop: those that a variable names, such as ``TERM,SIGHUP``, or the default.
-
-    Args:
-        environ: Environment variables, usually ``os.environ``; never modified.
-
-    Raises:
-        ValueError: A name is not that of a signal that can ask for a stop.
-    """
+    """Return the signals that ask for a stop: those that a variable names, such as ``TERM,SIGHUP``, or the default."""
     text = environ.get(_VARIABLE)
     if not text:
         return DEFAULT_SIGNALS

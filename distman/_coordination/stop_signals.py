@@ -20,12 +20,7 @@ _LOOK_EVERY = 1.0  # seconds between two looks of a worker whether its rank is s
 
 
 class StopSignals:
-    """Lets signals ask for a stop, from :meth:`listen` to :meth:`restore`.
-
-    Args:
-        signals: Which ones.
-        request: Asks for a stop; it is told why.
-    """
+    """Lets signals ask for a stop, from :meth:`listen` to :meth:`restore`."""
 
     def __init__(self, signals: Sequence[int], request: Callable[[str], None]) -> None:
         self._signals = signals
@@ -41,10 +36,7 @@ class StopSignals:
             _leave_to_rank(self._signals)
 
     def listen(self) -> None:
-        """Handle the signals; a handler that was there before is called too, unless it would end this rank alone.
-
-        Only the main thread can, so in another one a warning says what is missing.
-        """
+        """Handle the signals; a handler that was there is called too, unless it would end this rank alone."""
         if self._previous:
             return
         if threading.current_thread() is not threading.main_thread():
@@ -65,11 +57,7 @@ class StopSignals:
             )
 
     def restore(self) -> None:
-        """Put the signal handlers back that were there before.
-
-        Only the main thread can; in others, or where a later handler calls the one that is here, this one stays and
-        hands each signal over.
-        """
+        """Put the earlier handlers back, in the main thread; where this one stays, it hands each signal over."""
         self._is_over = True
         if threading.current_thread() is not threading.main_thread():
             return

@@ -36,29 +36,22 @@ _LOOKER_PATIENCE_PER_RANK = 1e-3  # seconds; it asks the store once or twice for
 
 @dataclasses.dataclass(frozen=True)
 class StoreGroup:
-    """Some ranks of a job, as they talk over its store.
+    """Some ranks of a job, as they talk over its store."""
 
-    Attributes:
-        job_store: The part of the store that belongs to the whole job.
-        store: The part of it that belongs to these ranks.
-        rank: This process's index among them.
-        ranks: Their ranks in the world.
-        peers: All ranks of the job, in rank order.
-        look_around_every: Seconds of a wait between two looks at what else happened in the job.
-        leaving: Seconds for which a rank that left is still waited for.
-    """
-
-    job_store: TorchStore
-    store: TorchStore
-    rank: int
-    ranks: Sequence[int]
-    peers: Sequence[Place]
-    look_around_every: float = 0.5  # several calls into the store, which a wait for milliseconds should not cost
-    leaving: float = 1.5  # a launcher or parent that knows why a rank left may end the others with that error
+    job_store: TorchStore  # the part of the store that belongs to the whole job
+    store: TorchStore  # the part of it that belongs to these ranks
+    rank: int  # this process's index among them
+    ranks: Sequence[int]  # in the world
+    peers: Sequence[Place]  # all ranks of the job, in rank order
+    # Seconds of a wait between two looks at what else happened in the job: several calls into the store, which a wait
+    # for milliseconds should not cost.
+    look_around_every: float = 0.5
+    # Seconds for which a rank that left is still waited for: a launcher or parent that knows why it left may end the
+    # others with that error.
+    leaving: float = 1.5
 
     @property
     def size(self) -> int:
-        """Number of these ranks."""
         return len(self.ranks)
 
     def describe(self, index: int) -> str:
@@ -74,31 +67,14 @@ class StoreGroup:
         self,
         is_there: Callable[[], bool],
         *,
-        place: str,
-        awaited: Callable[[], Iterable[int]],
-        key: str | None = None,
-        timeout: float | None = None,
-        operation: str | None = None,
-        tell: Callable[[FailureRecord], None] | None = None,
+        place: str,  # what is waited at, for messages
+        awaited: Callable[[], Iterable[int]],  # who has yet to bring it, by index
+        key: str | None = None,  # what ``is_there`` looks for, if it is one key: the store tells when it comes
+        timeout: float | None = None,  # seconds; None: as long as the job goes on
+        operation: str | None = None,  # used once; one of the ranks that wait in it looks for ranks that left
+        tell: Callable[[FailureRecord], None] | None = None,  # tells all that wait, in a way that ``is_there`` sees
     ) -> bool:
-        """Wait until something is in the store, and return whether it came in time.
-
-        Blocking.
-
-        Args:
-            is_there: Looks for it.
-            place: What is waited at, for messages.
-            awaited: Says which of these ranks, by index, have yet to bring it.
-            key: What it is that ``is_there`` looks for, if it is one key: the store tells when it comes, and need not
-                be asked again and again.
-            timeout: Seconds to wait; None waits as long as the job goes on.
-            operation: Name of the operation, used once: one of the ranks that wait in it looks for awaited ones that
-                left the job. None where only this rank waits.
-            tell: Tells all that wait in the operation of such a rank, in a way that ``is_there`` sees.
-
-        Raises:
-            JobFailed: The job failed, by this rank perhaps; or an awaited rank left it, and there is no ``tell``.
-        """
+        """Wait until something is in the store, and return whether it came in time."""
         raise_if_failed()  # the store may have gone since, and torch would print a stack each time that it is asked
         if any(is_there() for _ in range(1 if key is not None else _LOOKS_WITHOUT_PAUSE)):
             return True
@@ -164,19 +140,13 @@ class Looker:
 
     If each looked for each, a thousand ranks would ask the store a million times. Where the answer does not come for
     long, another rank takes its place. A context manager: who is elected stands down when its own wait ends.
-
-    Args:
-        store: What the waiting ranks share.
-        key: Where the elected one stands, used by one wait.
-        rank: This process's index among them.
-        patience: Seconds for the answer.
     """
 
     def __init__(self, store: TorchStore, key: str, rank: int, patience: float) -> None:
         self._store = store
-        self._key = key
+        self._key = key  # used by one wait
         self._me = str(rank).encode()
-        self._patience = patience
+        self._patience = patience  # seconds for the answer
         self._elected = b""
         self._since = 0.0
 
@@ -252,26 +222,17 @@ class KeySequence:
 
     A rank that asks for a key is done with all keys before. So whoever is the last to begin a new page of keys
     deletes the page before it. At most two pages lie in the store, more only while ranks are further apart.
-
-    Args:
-        store: The part of the job's store that belongs to these ranks.
-        name: Beginning of the keys.
-        size: Number of ranks.
-        beside: The other keys that an operation writes, each as a function of the first one.
     """
 
     def __init__(self, store: TorchStore, name: str, size: int, beside: Sequence[Callable[[str], str]] = ()) -> None:
         self._store = store
         self._name = name
         self._size = size
-        self._beside = beside
+        self._beside = beside  # the other keys that an operation writes, each made from the first one
         self._numbers = itertools.count()
 
     def next(self) -> str:
-        """Return the key of the next operation.
-
-        All ranks must ask in the same order.
-        """
+        """Return the key of the next operation; all ranks ask in the same order."""
         number = next(self._numbers)
         page, place = divmod(number, _KEYS_PER_PAGE)
         if place == 0 and page > 0:

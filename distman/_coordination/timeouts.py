@@ -105,13 +105,7 @@ def leave(work: Callable[[], None]) -> None:
 
 
 def run_with_timeout(work: Callable[[], object], seconds: float) -> bool:
-    """Do something in another thread, see :func:`begin`, and return whether it was done in time.
-
-    Blocking.
-
-    Raises:
-        BaseException: What the work raised.
-    """
+    """Do something in another thread, see :func:`begin`; return whether it was done in time, or raise its error."""
     return begin(work)(seconds)
 
 

@@ -38,27 +38,15 @@ _is_threaded = False
 
 @dataclasses.dataclass(eq=False)
 class StoreWait:
-    """A wait for something in the store.
+    """A wait for something in the store."""
 
-    Attributes:
-        place: What is waited at: the same on all ranks that wait for the same.
-        awaited: Says which ranks of the world have yet to bring it.
-        since: When it began.
-    """
-
-    place: str
-    awaited: Callable[[], Collection[int]]
+    place: str  # the same on all ranks that wait for the same
+    awaited: Callable[[], Collection[int]]  # which ranks of the world have yet to bring it
     since: float = dataclasses.field(default_factory=time.monotonic)
 
 
 class TrackedWait:
-    """For the length of a ``with`` block this thread waits for other ranks.
-
-    Within another such block it changes nothing.
-
-    Args:
-        operation: What it waits in, such as ``all_gather_v``.
-    """
+    """For the length of the outermost such ``with`` block this thread waits for other ranks."""
 
     __slots__ = (
         "call",
@@ -75,7 +63,7 @@ class TrackedWait:
     )
 
     def __init__(self, operation: str) -> None:
-        self.operation = operation
+        self.operation = operation  # such as ``all_gather_v``
 
     def __enter__(self) -> TrackedWait:
         self.thread = threading.get_ident()
@@ -107,17 +95,9 @@ class TrackedWait:
 
 @dataclasses.dataclass(eq=False)
 class Restricted:
-    """For the length of a ``with`` block only some ranks run here, so nothing may wait for all.
+    """For the length of a ``with`` block only some ranks run here, also in threads that are started there."""
 
-    That holds for the threads that are started there, too, until the block is left.
-
-    Attributes:
-        what: The region, such as ``on_rank(0) of save()``.
-        ranks: The ranks that run in it.
-        is_over: Whether the block was left.
-    """
-
-    what: str
+    what: str  # such as ``on_rank(0) of save()``
     ranks: frozenset[int]
     is_over: bool = dataclasses.field(default=False, init=False)
 
@@ -187,7 +167,7 @@ def _forget() -> None:
 
 
 def is_outside() -> bool:
-    """Return whether this process does not speak for a rank, though it knows one.
+    """Return whether this process speaks for no rank, though it knows one.
 
     It was forked from the rank, as the workers of a data loader are, and shares connections with its parent, which must
     not be used from two sides. Or the rank has left its job at the end of the program.
@@ -196,14 +176,7 @@ def is_outside() -> bool:
 
 
 def check_speaks_for_rank(what: str) -> None:
-    """Check that this process may do what concerns the other ranks.
-
-    Args:
-        what: What it wants to do, such as ``"request_stop()"``.
-
-    Raises:
-        DistmanError: It was forked from the rank, or the rank has left its job at the end of the program.
-    """
+    """Check that this process may do what concerns the other ranks."""
     if not is_outside():
         return
     if _home == _NOBODY:
@@ -218,15 +191,7 @@ def check_speaks_for_rank(what: str) -> None:
 
 
 def check_all_run_here(ranks: Iterable[int], operation: str = "") -> None:
-    """Check that this thread may wait for these ranks: that all of them run where it runs.
-
-    Args:
-        ranks: Ranks in the world.
-        operation: What waits; empty for what this thread is found waiting in.
-
-    Raises:
-        DistmanError: It is in a region that not all of them run through, or see :func:`check_speaks_for_rank`.
-    """
+    """Check that this thread may wait for these ranks: that all of them run where it runs."""
     check_speaks_for_rank("a call that waits for others")
     region = restriction()
     if region is None or region.ranks.issuperset(ranks):
@@ -244,7 +209,6 @@ def _check_collective(name: str, ranks: Sequence[int]) -> None:
 
 
 def current_wait() -> TrackedWait | None:
-    """Return what this thread waits for."""
     return _waiting.get(threading.get_ident())
 
 
@@ -273,7 +237,6 @@ def _is_of_program(thread: int) -> bool:
 
 
 def waits() -> list[TrackedWait]:
-    """Return what the threads of this process wait for."""
     return list(_waiting.values())
 
 
@@ -296,10 +259,7 @@ def line_of(frame: FrameType) -> str:
 
 
 def line_of_main_thread() -> str:
-    """Return where in the user's program the main thread is, such as ``train.py:31 in step, in all_reduce()``.
-
-    Not for the main thread.
-    """
+    """Return where in the user's program the main thread is: ``train.py:31 in step, in all_reduce()``."""
     innermost = sys._current_frames().get(threading.main_thread().ident or 0)
     if innermost is None:
         return ""

@@ -63,10 +63,7 @@ def collective(func: Callable[P, R]) -> Callable[P, R]:
 
 
 def traceable_collective(func: Callable[P, R]) -> Callable[P, R]:
-    """Let a function that waits for other ranks be found waiting.
-
-    A graph that ``torch.compile`` makes holds the function alone.
-    """
+    """Let a function that waits for other ranks be found waiting; a graph of ``torch.compile`` holds it alone."""
 
     @functools.wraps(func)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:

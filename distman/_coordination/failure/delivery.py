@@ -20,30 +20,21 @@ class Delivery:
     """What this program has made of one failure.
 
     No error that was raised is kept: it would keep the variables of the frames that it came through.
-
-    Attributes:
-        record: The failure.
-        num_swallowed: How often its error was caught and forgotten.
-        swallowed_at: When that was first, by the monotonic clock; 0 before.
-        raised_at: When the error was raised first; 0 before.
-        is_survived: Whether the program goes on without the other ranks.
-        has_left: Whether the error has left the main program, which ends with its exit code.
     """
 
     def __init__(self, record: FailureRecord) -> None:
         self.record = record
-        self.num_swallowed = 0
-        self.swallowed_at = 0.0
-        self.raised_at = 0.0
-        self.is_survived = False
-        self.has_left = False
+        self.num_swallowed = 0  # how often its error was caught and forgotten
+        self.swallowed_at = 0.0  # when that was first, by the monotonic clock; 0 before
+        self.raised_at = 0.0  # when the error was raised first; 0 before
+        self.is_survived = False  # the program goes on without the other ranks
+        self.has_left = False  # the error has left the main program, which ends with its exit code
         self._errors: list[weakref.ref[JobFailed]] = []
         self._is_pending = False
         self._is_shown = False
         self._num_looks = 0
 
     def next_error(self, frame: FrameType | None) -> JobFailed:
-        """Return the error to raise in a frame of the main thread."""
         error = self.record.to_failure()
         self.note(error, frame)
         return error
@@ -65,10 +56,7 @@ class Delivery:
         self.has_left |= is_main and sys._getframe().f_back is None
 
     def is_in_hand(self) -> bool:
-        """Return whether the program may still let the error go on.
-
-        That is while the main thread handles it, or something else keeps it, such as a task of asyncio.
-        """
+        """Return whether the main thread handles the error, or something else keeps it, such as a task of asyncio."""
         in_hand = errors_in(error_in_hand(threading.main_thread().ident))
         return any(map(self.record.is_told_by, in_hand)) or (bool(self._errors) and not self._is_shown)
 

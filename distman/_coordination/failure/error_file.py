@@ -30,11 +30,6 @@ def write_error_file(rank: int, mine: FailureRecord, first: FailureRecord | None
 
     torchrun blames the rank with the earliest time, in whole seconds. So a rank that is not the first to fail gives the
     next second.
-
-    Args:
-        rank: This process's rank.
-        mine: What it fails of: an error of its own, or another rank's failure.
-        first: What failed first in the job, as its store says; None if it could not be asked.
     """
     own = mine if mine.rank == rank else None
     if own is not None and own.error_type == EXITED:

@@ -224,10 +224,7 @@ class _Hook:
         exit_now(code)
 
     def end_if_printing(self, is_told: threading.Event) -> None:
-        """End the process if torch still prints an error a while after it was told: nobody reads its standard error.
-
-        The hook of torch wraps this one, and writes in the main thread what it has printed.
-        """
+        """End the process if torch's hook, which wraps this one, still prints an error long after it was told."""
         is_told.wait()
         if self.is_at_exit.wait(_PRINT_PATIENCE):
             return
@@ -301,12 +298,7 @@ def _may_use_faulthandler() -> bool:
 
 
 def install(reporter: Reporter) -> None:
-    """Put the hook in place, with the reporter that serves until the job is up.
-
-    It is done early, at the import of the package, so that a rank that fails on its way to
-    ``initialize()`` leaves nobody waiting, and so that the end of the process comes after all other exit
-    handlers.
-    """
+    """Put the hook in place at import, so that an early failure is told, and other exit handlers come first."""
     global _hook
     if _hook is None:
         _hook = _Hook()
@@ -336,10 +328,7 @@ def uninstall() -> None:
 
 
 def set_reporter(reporter: Reporter | None) -> None:
-    """Let another reporter serve from now on; None tells nobody.
-
-    The hook is put in place if it was not, since the launcher became known after the import.
-    """
+    """Let another reporter serve from now on, None tells nobody; the launcher may be known only after the import."""
     if reporter is not None:
         keep_threads()  # while there is memory for them
     if _hook is not None:
@@ -433,10 +422,7 @@ def _has_finalizers() -> bool:
 
 
 def end_job_at_exit(action: Callable[[], None]) -> None:
-    """Let something end the job, or a part of it, once the exit handlers of this process have run.
-
-    For launchers that would not end it by themselves.
-    """
+    """Let something end the job, or a part of it, after the exit handlers, where the launcher would not do so."""
     if _hook is not None:
         _hook.actions.append(action)
 

@@ -31,32 +31,20 @@ _DEFERRAL = 0.005  # seconds
 
 @dataclasses.dataclass(frozen=True)
 class Patience:
-    """How long the program may take, in seconds.
+    """How long the program may take, in seconds."""
 
-    Attributes:
-        to_handle: For handlers and ``finally`` to be done with the error: DISTMAN_FAILURE_GRACE.
-        to_come: For code that does not return to the interpreter; by default half as long again.
-        to_give_in: From when the error was swallowed first. Launchers leave a process as long between SIGTERM and
-            SIGKILL (Docker 10, Slurm and torchrun 30).
-        between_looks: Between two looks what became of the error: short beside the interval of the watchers.
-    """
-
-    to_handle: float = 60.0
-    to_come: float = 90.0
+    to_handle: float = 60.0  # for handlers and ``finally`` to be done with the error: DISTMAN_FAILURE_GRACE
+    to_come: float = 90.0  # for code that does not return to the interpreter; by default half as long again
+    # From when the error was swallowed first. Launchers leave a process as long between SIGTERM and SIGKILL (Docker 10,
+    # Slurm and torchrun 30).
     to_give_in: float = 10.0
-    between_looks: float = 0.1
+    between_looks: float = 0.1  # what became of the error: short beside the interval of the watchers
 
 
 class Interruption:
     """Raises ``JobFailed`` in the main thread from another thread, until the program ends or survives.
 
     A signal handler of Python's does it, so calls of the system that wait come back.
-
-    Args:
-        announce: Shows a failure, before it is raised.
-        abort_job: Makes the launcher end the job after an error, where it would not do so by itself.
-        is_over: Set when this rank leaves the job: then nothing has to be interrupted.
-        patience: How long the program may take.
     """
 
     def __init__(
@@ -66,9 +54,9 @@ class Interruption:
         is_over: threading.Event,
         patience: Patience,
     ) -> None:
-        self._announce = announce
+        self._announce = announce  # shows a failure, before it is raised
         self._abort_job = abort_job
-        self._is_over = is_over
+        self._is_over = is_over  # set when this rank leaves the job: then nothing has to be interrupted
         self._patience = patience
         self._delivery: Delivery | None = None
         self._is_due = False
@@ -94,10 +82,7 @@ class Interruption:
             self._is_awaited = False
 
     def restore(self) -> None:
-        """Put the signal handler back that was there before.
-
-        Only the main thread can; in others this one stays, and hands each signal over.
-        """
+        """Put the earlier signal handler back, in the main thread; elsewhere this one stays, and hands signals over."""
         if self._is_installed and threading.current_thread() is threading.main_thread():
             signal.signal(_SIGNAL, self._previous if self._previous is not None else signal.SIG_DFL)
         elif self._is_installed:
@@ -121,10 +106,7 @@ class Interruption:
                 self._deliver(self._delivery)
 
     def deliver(self, record: FailureRecord) -> None:
-        """Make the main thread raise what the record says until the program ends or survives, or end the process.
-
-        Blocking. Not for the main thread.
-        """
+        """Make the main thread, not this one, raise it until the program ends or survives, or end the process."""
         with self._delivering:
             self._deliver(self._begin(record))
 

@@ -34,17 +34,16 @@ _PATIENCE = 10.0
 """Seconds that the command which cancels the job may take: the scheduler may be busy."""
 
 
-def abort_job_after(error: BaseException, environment: LaunchEnvironment, *, is_beside: bool = False) -> None:
+def abort_job_after(
+    error: BaseException,
+    environment: LaunchEnvironment,
+    *,
+    is_beside: bool = False,  # it tells of a rank that runs on this host, which is ended if it is stopped
+) -> None:
     """Let the launcher end the whole job once this process ends because of an error, if it must be asked to.
 
     A launcher that ignores exit codes is asked by every rank. One that waits for every rank would wait for ever for one
-    that is stopped or never came: then the ranks cancel the job, in turn. A process of this host that is stopped is
-    ended.
-
-    Args:
-        error: Why this process ends.
-        environment: What the launcher said.
-        is_beside: Whether it tells of a rank that is known to run on this host.
+    that is stopped or never came: then the ranks cancel the job, in turn.
     """
     if environment.world_size == 1:
         return
@@ -62,10 +61,7 @@ def abort_job_after(error: BaseException, environment: LaunchEnvironment, *, is_
 
 
 def ending_of(environment: LaunchEnvironment) -> Callable[[], None] | None:
-    """Return what ends the job, at the end of this process, under a launcher that waits for every rank.
-
-    None where the launcher ends the others when one exits with an error, and where it cannot be asked.
-    """
+    """Return what ends the job at the end of this process, where the launcher waits for every rank and can be asked."""
     launcher = LAUNCHERS[environment.launcher]
     if launcher.on_failure is OnFailure.NEEDS_ABORT:
         return _abort
@@ -77,8 +73,8 @@ def ending_of(environment: LaunchEnvironment) -> Callable[[], None] | None:
 def seconds_before_turn(rank: int, world_size: int) -> float:
     """Return how long a rank leaves it to others to end the job, all of which end with it: any of them may be stuck.
 
-    The ranks 0, 1, 2, 4, 8 and so on have a turn each, since not all of them are on the first host, whose ranks may be
-    stuck together. The others come last, and at once, so that nobody waits long and the scheduler is not flooded.
+    The ranks 0, 1, 2, 4, 8 and so on have a turn each, since not all of them are on the first host. The others come
+    last, and at once, so that nobody waits long and the scheduler is not flooded.
     """
     is_early = rank & (rank - 1) == 0
     return _TURN * (rank.bit_length() if is_early else world_size.bit_length() + 1)

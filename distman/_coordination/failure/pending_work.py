@@ -12,16 +12,7 @@ _tasks: dict[object, Callable[[], object]] = {}
 
 
 def register(wait: Callable[[], object]) -> Callable[[], None]:
-    """Let a process that ends in a hurry wait for something first.
-
-    An end of the interpreter does not need it: that waits for all threads which are no daemons.
-
-    Args:
-        wait: Waits until it is done, and says so where it failed; it raises nothing.
-
-    Returns:
-        What to call once it is done.
-    """
+    """Let a process that ends in a hurry wait first, which raises nothing; return what to call when it is done."""
     task = object()
     _tasks[task] = wait
 
@@ -44,7 +35,6 @@ def under_way() -> Iterator[None]:
 
 
 def is_anything_left() -> bool:
-    """Return whether something is not done yet."""
     return bool(_tasks)
 
 
@@ -54,9 +44,5 @@ def _forget_all() -> None:
 
 
 def complete_all() -> None:
-    """Wait until all is done.
-
-    Blocking.
-    """
     for wait in list(_tasks.values()):
         wait()

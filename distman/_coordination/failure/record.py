@@ -87,12 +87,7 @@ class FailureRecord:
 
     @classmethod
     def died(cls, place: Place, role: str = "") -> FailureRecord:
-        """Return the record of a process that ended without a word.
-
-        Args:
-            place: Where it ran.
-            role: What it did for the job, such as ``", which served the job's store,"``.
-        """
+        """Return the record of a process that ended without a word."""
         text = (
             f"{role}died: its connection broke. The launcher's output names the signal; the kernel log of the host "
             "says whether memory ran out."
@@ -101,12 +96,7 @@ class FailureRecord:
 
     @classmethod
     def left(cls, place: Place, awaited_at: str) -> FailureRecord:
-        """Return the record of a rank whose program ended though others wait for it.
-
-        Args:
-            place: Where it ran.
-            awaited_at: What they wait at.
-        """
+        """Return the record of a rank whose program ended though others wait for it."""
         text = (
             f"left the job before it came to {awaited_at}. Its program ended, by sys.exit() perhaps, or called "
             "cleanup(): let all ranks take the same way."
@@ -115,14 +105,7 @@ class FailureRecord:
 
     @classmethod
     def silent(cls, place: Place, seconds: float, *, last_seen: str = "", role: str = "") -> FailureRecord:
-        """Return the record of a rank that is there but does nothing.
-
-        Args:
-            place: Where it runs.
-            seconds: How long it has been silent.
-            last_seen: Where it was when last heard of; empty where unknown.
-            role: What it does for the job, as for :meth:`died`.
-        """
+        """Return the record of a rank that is there but does nothing."""
         text = (
             f"{role}has been silent for {seconds:.0f} s{f', last seen {last_seen}' if last_seen else ''}: it is "
             "stopped, or native code is holding the GIL, or its host is cut off. DISTMAN_SILENCE_TIMEOUT is the limit."
@@ -164,11 +147,7 @@ class FailureRecord:
 
     @classmethod
     def decoded(cls, data: bytes, what: str = "the failure in the job's store") -> FailureRecord:
-        """Return the record that a message is.
-
-        Raises:
-            MalformedMessageError: It is none.
-        """
+        """Return the record that a message is."""
         return decode(data, cls, what)
 
     def is_told_by(self, error: BaseException) -> bool:
@@ -181,7 +160,6 @@ class FailureRecord:
         return str(self.to_failure()).partition("\n")[0]
 
     def to_json(self) -> str:
-        """Return the record as text."""
         return json.dumps(dataclasses.asdict(self))
 
     def to_failure(self) -> JobFailed:

@@ -35,29 +35,18 @@ _PAUSE = 0.02  # seconds between two looks whether all have seen the failure: sh
 class JobReporter:
     """Tells the other ranks of a running job, over its store, why this one ends.
 
-    The first rank that fails leaves its record. The others, whose collectives break when it goes, print that
-    record after their own traceback, so that the cause comes last. The rank leaves the group, so that nobody waits for
-    it, and stays for a moment until the others have read: a launcher may end them as soon as it ends.
-
-    Attributes:
-        rank: This process's rank.
-        num_others: Number of ranks beside this one.
-        store: The job's store.
-        store_host: Who serves the store, for messages.
-        leave_group: Closes this process's connections to the others.
-        abort_job: Makes the launcher end the job once this process ends, where it would not do so by itself.
-        look_after: Finds out whether a rank that does nothing would keep the launcher waiting after a failure.
-        cause: Because of whom the error came that this process ends with, if that was found out before.
+    The first rank that fails leaves its record, which the others print after their own traceback. It leaves the group,
+    so that nobody waits for it, and stays until they have read: a launcher may end them as soon as it ends.
     """
 
     rank: int
-    num_others: int
+    num_others: int  # ranks beside this one
     store: TorchStore
-    store_host: str
-    leave_group: Callable[[], None]
-    abort_job: Callable[[BaseException], None]
-    look_after: Callable[[FailureRecord], object]
-    cause: FailureRecord | None = None
+    store_host: str  # who serves the store, for messages
+    leave_group: Callable[[], None]  # closes this process's connections to the others
+    abort_job: Callable[[BaseException], None]  # makes the launcher end the job once this process ends
+    look_after: Callable[[FailureRecord], object]  # finds ranks that would keep the launcher waiting
+    cause: FailureRecord | None = None  # because of whom the process ends, if that was found out before
 
     def __call__(self, error: BaseException) -> Callable[[], None]:
         """Tell of an exception that nothing caught, and return what is left to do when it is printed."""

@@ -41,8 +41,8 @@ def show(
 def short_traceback(error: BaseException) -> str:
     """Return a traceback without the frames of this package; empty if none is left out, or it is to be shown in full.
 
-    Of a failure of another rank, those of torch are left out too. Of an error that is none of this package's own, its
-    innermost frame stays: it may be a mistake here.
+    Of another rank's failure, torch's are left out too. Of an error that is not of this package, the innermost frame
+    stays: it may be a mistake here.
     """
     return _shortened(error)[0]
 

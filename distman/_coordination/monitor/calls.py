@@ -43,11 +43,7 @@ class Members(Protocol):
 
 
 class CallNumbers:
-    """The numbers of a group's calls.
-
-    Attributes:
-        last: That of the last one.
-    """
+    """The numbers of a group's calls."""
 
     __slots__ = ("last",)
 
@@ -61,20 +57,12 @@ class CallNumbers:
 
 @dataclasses.dataclass(eq=False, slots=True)
 class Call:
-    """What this rank waits in.
-
-    Attributes:
-        group: The group.
-        number: The call's number in the group, the same on all members.
-        text: What must be equal on all of them.
-        pieces: Bytes that it sends to each rank of the group, and receives from it; None if it is an operation of the
-            backend.
-        since: When it began.
-    """
+    """What this rank waits in."""
 
     group: Members
-    number: int
-    text: str
+    number: int  # in the group, the same on all members
+    text: str  # what must be equal on all of them
+    # Bytes to and from each rank of the group; None if it is an operation of the backend.
     pieces: tuple[Sequence[int], Sequence[int]] | None = None
     since: float = dataclasses.field(default_factory=time.monotonic)
 
@@ -95,11 +83,7 @@ class Call:
         return str(self.group.name or self.group.ranks)
 
     def interrupt(self) -> None:
-        """Let the wait end with an error, by closing the group's connections.
-
-        What a call that is cut short has sent would otherwise meet a later one. On a GPU the group is aborted: a part
-        of its batch may be under way, and would meet a later one.
-        """
+        """Let the wait end with an error; connections are closed, else what it has sent would meet a later call."""
         end_waits(self.group)
 
 

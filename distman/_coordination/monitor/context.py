@@ -31,10 +31,7 @@ def interval(world_size: int) -> float:
 
 
 def late_after(world_size: int) -> float:
-    """Return the seconds after which a look into the store is late: whoever waits for it does so no longer.
-
-    A watcher needs an interval to look and another to come back to it; the second beside them is for a busy host.
-    """
+    """Return the seconds after which a look is late: an interval to look, one to come back, and one for a busy host."""
     return 1.0 + 2 * interval(world_size)
 
 
@@ -50,16 +47,11 @@ _LARGEST_SHARE = 0.75
 
 @dataclasses.dataclass(frozen=True)
 class WatchLimits:
-    """How long to wait, in seconds.
+    """How long to wait, in seconds."""
 
-    Attributes:
-        silence: For a sign of life of another rank.
-        hang: For a collective of the package before all ranks are asked for their stacks; None never asks.
-        patience: For the program to end after a failure.
-    """
-
-    silence: float
-    hang: float | None = None
+    silence: float  # for a sign of life of another rank
+    hang: float | None = None  # for a collective, before all ranks are asked for their stacks; None never asks
+    # For the program to end after a failure.
     patience: Patience = dataclasses.field(default_factory=Patience)
 
     @property
@@ -70,33 +62,20 @@ class WatchLimits:
 
 @dataclasses.dataclass(frozen=True)
 class WatchContext:
-    """What a watcher knows of its job.
-
-    Attributes:
-        store: The job's store.
-        url: Where it is served.
-        rank: This process's rank.
-        peers: All ranks, in rank order.
-        is_one_host: Whether all of them run on one host.
-        opener: The rank on whose host the store's process runs; None where that is not known.
-        holds_store: Whether the store may end with this rank, which others have to be told of failures before.
-        wait_for_device: Waits until this rank's GPU has done all that it was given; None on a CPU.
-        mates: The ranks of this host that end themselves only, since no launcher ends them; none under other launchers.
-    """
+    """What a watcher knows of its job."""
 
     store: TorchStore
-    url: str
+    url: str  # where the store is served
     rank: int
     peers: Sequence[Place]
     is_one_host: bool
-    opener: int | None = None
-    holds_store: bool = False
-    wait_for_device: Callable[[], None] | None = None
-    mates: Sequence[int] = ()
+    opener: int | None = None  # the rank on whose host the store's process runs, if that is known
+    holds_store: bool = False  # the store may end with this rank; others are told of failures before
+    wait_for_device: Callable[[], None] | None = None  # for all that the GPU was given; None on a CPU
+    mates: Sequence[int] = ()  # the ranks of this host, where no launcher ends them
 
     @property
     def me(self) -> Place:
-        """This process."""
         return self.peers[self.rank]
 
     def takes_care(self) -> bool:

@@ -33,12 +33,10 @@ def set_current(watcher: Watcher | None = None) -> None:
 
 
 def current() -> Watcher | None:
-    """Return this process's watcher, if it has one."""
     return _current
 
 
 def is_watching() -> bool:
-    """Return whether this process has a watcher."""
     return _current is not None
 
 
@@ -64,14 +62,7 @@ def _warn_in_handler(error: JobFailed) -> None:
 
 
 def raise_failure(record: FailureRecord | None, error: BaseException | None) -> None:
-    """Raise the failure by which a wait of this rank ended.
-
-    If it is this rank's own, whose handler waited for the others, its error goes on as if the handler had not.
-
-    Args:
-        record: The failure; None where the wait itself raised it.
-        error: What the wait raised.
-    """
+    """Raise the failure by which a wait ended; its own error goes on as if the handler had not waited."""
     failure = error if record is None and isinstance(error, JobFailed) else record.to_failure() if record else None
     if failure is None:
         return
@@ -108,20 +99,13 @@ def has_failed() -> bool:
 
 
 def raise_if_failed() -> None:
-    """Begin nothing that waits for other ranks once one has failed, this one perhaps.
-
-    Raises:
-        JobFailed: The failure.
-    """
+    """Raise the failure if a rank has failed, this one perhaps: nothing that waits for ranks begins any more."""
     if _current is not None and _current.record is not None:
         raise note_raised(_current.record.to_failure())
 
 
 def let_others_hear_first() -> None:
-    """If the store may end with this process, wait until the others know the failure on record too.
-
-    Blocking. The program may end at once when it learns of a failure, and the others would then miss the store only.
-    """
+    """If the store may end with this process, wait until the others know the failure on record too."""
     if _current is not None and _current.holds_store:
         _current.wait_until_known()
 
@@ -137,14 +121,7 @@ def mismatch_behind(error: BaseException, wait: TrackedWait) -> str:
 
 
 def failure_behind(error: BaseException, operation: str = "a collective") -> FailureRecord | None:
-    """Return the failure on another rank because of which a connection of this one broke, as far as it is known.
-
-    Blocking, for a second at most.
-
-    Args:
-        error: The error of the connection.
-        operation: What this rank was doing.
-    """
+    """Return the failure on another rank because of which a connection broke, if known within a second."""
     if _current is None or isinstance(error, DistmanError | JobFailed) or not is_lost_connection(error):
         return None  # an error of the package knows its cause, whatever words of others it quotes
     return _current.explain(error, operation)

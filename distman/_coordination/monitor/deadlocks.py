@@ -41,35 +41,20 @@ _NO_CAUSE = (GeneratorExit, KeyboardInterrupt, StopAsyncIteration, StopIteration
 
 @dataclasses.dataclass(frozen=True)
 class _Told:
-    """What a rank waits in, as the others read it.
+    """What a rank waits in, as the others read it."""
 
-    Attributes:
-        key: What it is: the same on all ranks that wait in the same.
-        text: What it is, in words.
-        line: Rank, text, and line of the program, for messages.
-        place: The same, with the function that the program called in place of the text.
-        label: Of the group of a collective, for messages.
-        group: Name of its process group, empty for what waits in the store.
-        number: Of the collective in that group.
-        is_of_torch: Whether it is a collective of torch's own.
-        is_threaded: Whether other threads of the program may do what this one does not.
-        begun: By process group, the number of the last collective of this package that the rank has begun.
-        begun_in_torch: The same of torch's.
-        error: Fields of the ``FailureRecord`` of the error that it has in hand.
-    """
-
-    key: Line
-    text: Line
-    line: Line
-    place: Line
-    label: Line
-    group: str
-    number: int
-    is_of_torch: bool
-    is_threaded: bool
-    begun: dict[str, int]
-    begun_in_torch: dict[str, int]
-    error: FailureRecord | None
+    key: Line  # what it is: the same on all ranks that wait in the same
+    text: Line  # what it is, in words
+    line: Line  # rank, text, and line of the program, for messages
+    place: Line  # the same, with the function that the program called in place of the text
+    label: Line  # of the group of a collective, for messages
+    group: str  # name of its process group, empty for what waits in the store
+    number: int  # of the collective in that group
+    is_of_torch: bool  # it is a collective of torch's own
+    is_threaded: bool  # other threads of the program may do what this one does not
+    begun: dict[str, int]  # the last collective of this package that the rank has begun, by process group
+    begun_in_torch: dict[str, int]  # the same of torch's
+    error: FailureRecord | None  # of the error that it has in hand
 
 
 @dataclasses.dataclass(frozen=True)
@@ -146,12 +131,7 @@ class _Wait:
 
 
 class DeadlockWatch:
-    """Finds out whether this rank and another one wait for each other in different calls, and ends both waits.
-
-    Args:
-        rank: This process's rank.
-        peers: All ranks, in rank order.
-    """
+    """Finds out whether this rank and another one wait for each other in different calls, and ends both waits."""
 
     def __init__(self, rank: int, peers: Sequence[Place]) -> None:
         self._me = peers[rank]
@@ -161,12 +141,7 @@ class DeadlockWatch:
         self._unasked: list[int] = []
 
     def look(self, store: TorchStore, *, is_news: bool) -> None:
-        """Tell the others of a wait that lasts, and end it if it cannot end otherwise.
-
-        Args:
-            store: The job's store.
-            is_news: Whether another rank may have found something out.
-        """
+        """Tell the others of a wait that lasts, and end it if it cannot end otherwise."""
         now = _find()
         if now is None or not now.is_same(self._wait):
             self._forget(store)

@@ -12,15 +12,10 @@ from distman._coordination.timeouts import begin
 
 @dataclasses.dataclass(eq=False)
 class DeviceWait:
-    """The main thread waits for its GPU.
+    """The main thread waits for its GPU."""
 
-    Attributes:
-        place: Where in the user's program.
-        since: When it was seen there first.
-    """
-
-    place: str
-    since: float
+    place: str  # in the user's program
+    since: float  # when it was seen there first
 
     def __str__(self) -> str:
         return f"work of its GPU at {self.place}"
@@ -32,23 +27,16 @@ class DeviceWatch:
     A program that is slow is found at one place look after look, too. So once it was at one for half of the limit,
     another thread waits for all that the GPU was given by then: a GPU that works comes to the end of that. Nothing is
     asked of the GPU sooner, since another thread must not do so while CUDA records a graph.
-
-    Args:
-        limit: Seconds that a wait may last.
-        wait_for_device: Waits until the GPU has done all that it was given.
     """
 
     def __init__(self, limit: float, wait_for_device: Callable[[], None]) -> None:
-        self._limit = limit
+        self._limit = limit  # seconds that a wait may last
         self._wait_for_device = wait_for_device
         self._has_device_come: Callable[[float | None], bool] | None = None
         self._wait = DeviceWait("", 0.0)
 
     def look(self) -> DeviceWait | None:
-        """Return what the main thread seems to wait for; how long it did so says whether that is true.
-
-        Not for the main thread.
-        """
+        """Return what the main thread, not this one, seems to wait for; only its length proves that it does."""
         place, now = tracking.line_of_main_thread(), time.monotonic()
         if place != self._wait.place or self._is_device_done():
             self._wait = DeviceWait(place, now)

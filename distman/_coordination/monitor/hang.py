@@ -33,26 +33,16 @@ Key = TypeVar("Key")
 
 @dataclasses.dataclass(frozen=True)
 class Answer:
-    """Where a rank is.
+    """Where a rank is."""
 
-    Attributes:
-        waiting: What it waits in, or waited in last, in words; empty if it never did.
-        stacks: The stacks of its threads.
-        line: Where in the user's program its main thread is.
-        seconds: How long it has been waiting for others; 0 if it does not.
-    """
-
-    waiting: str
-    stacks: str
-    line: str
-    seconds: float = 0.0
+    waiting: str  # what it waits in, or waited in last, in words; empty if it never did
+    stacks: str  # of its threads
+    line: str  # where in the user's program its main thread is
+    seconds: float = 0.0  # how long it has been waiting for others; 0 if it does not
 
     @classmethod
     def here(cls) -> Answer:
-        """Return where this process is.
-
-        Not for the main thread, whose stack is wanted.
-        """
+        """Return where this process is. Not for the main thread, whose stack is wanted."""
         stacks = shortened(tracking.stacks(), _MAX_STACKS)
         seconds = max((time.monotonic() - wait.since for wait in tracking.waits()), default=0.0)
         return cls(tracking.describe_here(), stacks, tracking.line_of_main_thread(), seconds)
@@ -67,27 +57,12 @@ class Answer:
 
 @dataclasses.dataclass
 class StackQueries:
-    """The stack queries of a job, numbered.
-
-    Attributes:
-        store: The job's store.
-        rank: This process's rank.
-        num_seen: How many of the queries this rank has looked at.
-    """
-
     store: TorchStore
     rank: int
-    num_seen: int = 0
+    num_seen: int = 0  # queries that this rank has looked at
 
     def ask(self, ranks: Sequence[int], timeout: float) -> dict[int, Answer]:
-        """Return where these ranks are, as far as they answer.
-
-        Blocking.
-
-        Args:
-            ranks: Whom to ask.
-            timeout: Seconds to wait for answers.
-        """
+        """Return where these ranks are, as far as they answer."""
         number = count(self.store, protocol.QUERY_NUMBERS, 1)
         self.store.set(protocol.query(number), json.dumps(list(ranks)))
         # Listed once it is there: a watcher that another query wakes looks at it once.
@@ -125,29 +100,18 @@ class StackQueries:
 
 
 class HangWatch:
-    """Asks all ranks for their stacks when this one waits too long for others, or for its GPU, which may wait for them.
-
-    One rank of the job reports at a time, and it stays the one as long as its wait lasts.
-
-    Args:
-        context: The job.
-        limit: Seconds that a wait may last.
-        patience: Seconds to wait for the answers.
-    """
+    """Asks all ranks for their stacks when this one waits too long, and is the job's reporter while its wait lasts."""
 
     def __init__(self, context: WatchContext, limit: float, patience: float) -> None:
         self._context = context
-        self._limit = limit
-        self._patience = patience
+        self._limit = limit  # seconds that a wait may last
+        self._patience = patience  # seconds for the answers
         self._reported: tracking.TrackedWait | DeviceWait | None = None
         wait_for_device = context.wait_for_device
         self._device = DeviceWatch(limit, wait_for_device) if wait_for_device is not None else None
 
     def look(self, stack_queries: StackQueries) -> None:
-        """Report a wait of this process that lasts too long, unless one of this job is being reported.
-
-        Blocking while the others answer. Not for the main thread, whose stack is wanted.
-        """
+        """Report a wait that lasts too long, unless one of this job is. Not for the main thread: it wants its stack."""
         waits: list[tracking.TrackedWait | DeviceWait] = [*tracking.waits()]
         if self._device is not None and (wait := self._device.look()) is not None:
             waits.append(wait)
@@ -181,17 +145,7 @@ class HangWatch:
 
 
 def write_report(reason: str, asker: int, answers: Mapping[int, Answer], names: Sequence[str], folder: Path) -> None:
-    """Write down where the ranks are, and log a line that says where to read it.
-
-    Ranks with equal stacks are shown together, the fewest first.
-
-    Args:
-        reason: Who waits where.
-        asker: The rank that waits.
-        answers: What the ranks answered, by rank; that of the asker among them.
-        names: Who each rank is.
-        folder: Where the file goes; a folder of this user's in the temporary one, if it cannot be written there.
-    """
+    """Write down where the ranks are, the rarest stacks first, and log a line that says where to read it."""
     silent = [rank for rank in range(len(names)) if rank not in answers]
     alike = _grouped(answers, lambda answer: (_without_seconds(answer.place), answer.stacks))
     parts = [

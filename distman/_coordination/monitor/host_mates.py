@@ -22,15 +22,7 @@ _PAUSE = 0.1  # seconds between two looks who is still there
 
 
 class HostMates:
-    """Ends the ranks of this host that do not react to a failure, where no launcher does.
-
-    One rank that has reacted stays for them at its end.
-
-    Args:
-        context: The job.
-        record: Why it failed.
-        seconds: How long a process may take to come back to the interpreter.
-    """
+    """Ends the ranks of this host that do not react to a failure, where no launcher does."""
 
     def __init__(self, context: WatchContext, record: FailureRecord, seconds: float) -> None:
         self._store = context.store
@@ -38,13 +30,10 @@ class HostMates:
         self._size = len(context.peers)
         self._failed = record
         self._mates = [context.peers[rank] for rank in context.mates if rank != context.rank]
-        self._until = time.monotonic() + seconds
+        self._until = time.monotonic() + seconds  # by when they must have come back to the interpreter
 
     def look_after(self) -> None:
-        """See to it that this process ends them at its end, if there are any and no other rank does.
-
-        Blocking, for as long as a healthy rank may need to read of the failure.
-        """
+        """See to it that this process ends them at its end, if there are any and no other rank does."""
         with contextlib.suppress(dist.DistError, MalformedMessageError):
             run_with_timeout(self._look, 2 * late_after(self._size))
 

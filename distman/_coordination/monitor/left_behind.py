@@ -33,13 +33,6 @@ class LeftBehind:
     latter one may only be slow, so it gets the time for which a rank may be silent.
 
     It may outlive the job in this process, whose store it does not keep.
-
-    Args:
-        context: The job.
-        record: Why it failed.
-        silence: Seconds for which a rank may be silent.
-        end_job: Ends the job.
-        is_awaited: Whether the rank that failed is gone, and the ends of all others wait for it nevertheless.
     """
 
     def __init__(
@@ -49,7 +42,7 @@ class LeftBehind:
         silence: float,
         end_job: Callable[[], None],
         *,
-        is_awaited: bool = False,
+        is_awaited: bool = False,  # the rank that failed is gone, and the ends of all others wait for it nevertheless
     ) -> None:
         self._others = [place.rank for place in context.peers if place.rank != context.rank]
         self._late_after = late_after(len(context.peers))
@@ -64,11 +57,7 @@ class LeftBehind:
         self._addresses: dict[int, bytes] = {}
 
     def find(self, store: TorchStore) -> bool:
-        """Find out who does not react, and where the other ranks are; return whether there is anyone to wait for.
-
-        Blocking, for as long as a healthy rank may need to read of the failure. It asks the store, which may be gone at
-        the end of this process.
-        """
+        """Find out who does not react, and where the others are; return whether there is anyone to wait for."""
         until = time.monotonic() + self._late_after
         late = set(self._others) - {self._failed}
         while (late := {rank for rank in late if _is_unaware(store, rank)}) and time.monotonic() < until:
@@ -83,10 +72,7 @@ class LeftBehind:
         return is_anyone
 
     def end_job_without(self) -> None:
-        """End the job once all others have ended or left it, if one is there that does nothing.
-
-        Blocking, for as long as the handlers of the other ranks take.
-        """
+        """End the job once all others have ended or left it, if one is there that does nothing."""
         connections = self._connect()
         while True:
             there = {rank for rank, connection in connections.items() if connection is None or _is_open(connection)}
@@ -102,11 +88,7 @@ class LeftBehind:
                 connection.close()
 
     def end_job_unseen(self) -> None:
-        """End the job where nobody knows who is still there, since the store is silent itself.
-
-        Blocking, for a minute: handlers of other ranks may be saving something. After an error that was not handled,
-        the job is ended as after any.
-        """
+        """End the job where the store is silent too, after a minute: other ranks may be saving something."""
         if not hook.has_failed():
             time.sleep(_PATIENCE + self._turn)
             self._end_job()

@@ -49,19 +49,7 @@ class PeerConnection:
     """This rank's ends of the connections: one to the next rank, and those of ranks that watch over this one.
 
     The system closes them when a process dies; one that leaves says so in the store first. A host that is gone is
-    found by the system's keep-alive probes, which the system answers for a process that is stopped or busy.
-
-    Args:
-        store: The job's store, where the addresses are.
-        rank: This process's rank.
-        peers: All ranks, in rank order.
-        is_one_host: Whether all of them run on one host; then no other host can connect.
-        patience: Seconds for which a host may leave probes unanswered.
-        towards: Where all hosts of the job have met; None where that is not known.
-
-    Attributes:
-        is_unanswered: Whether the host of the next rank did not answer the probes, nor anything since.
-        notice: Why the job fails, as a neighbour told; None as long as none did.
+    found by the system's keep-alive probes, which it answers for a process that is stopped or busy.
     """
 
     def __init__(
@@ -70,12 +58,12 @@ class PeerConnection:
         rank: int,
         peers: Sequence[Place],
         *,
-        is_one_host: bool,
-        patience: float,
-        towards: str | None = None,
+        is_one_host: bool,  # then no other host can connect
+        patience: float,  # seconds for which a host may leave probes unanswered
+        towards: str | None = None,  # where all hosts of the job have met, if known
     ) -> None:
-        self.is_unanswered = False
-        self.notice: FailureRecord | None = None
+        self.is_unanswered = False  # the next rank's host did not answer the probes, nor anything since
+        self.notice: FailureRecord | None = None  # why the job fails, as a neighbour told
         self._probe_every = max(1, round(min(patience / (1 + _NUM_PROBES), LONGEST_PAUSE)))
         self._store = store
         self._is_one_host = is_one_host
@@ -106,19 +94,14 @@ class PeerConnection:
         return rank if rank != self._rank else None
 
     def use(self, store: TorchStore) -> None:
-        """Ask over another connection to the store from now on."""
         self._store = store
 
     def wake(self) -> None:
-        """End a wait under way in another thread."""
         with contextlib.suppress(OSError):
             self._wake_end.send(b"!")
 
     def wait(self, seconds: float) -> Place | None:
-        """Wait for so many seconds, and return the rank that died meanwhile, if one did.
-
-        Blocking; :meth:`wake` ends it.
-        """
+        """Wait for so many seconds, or until :meth:`wake`, and return the rank that died meanwhile, if one did."""
         if self._connection is None and not self._connect() and self.watched is not None:
             return self._peers[self.watched]
         for key, _ in self._selector.select(seconds):
@@ -143,7 +126,6 @@ class PeerConnection:
         self._selector.register(self._listener, selectors.EVENT_READ)
 
     def tell(self, record: FailureRecord) -> None:
-        """Tell the neighbours why the job fails."""
         record = dataclasses.replace(
             record,
             error_text=shortened(record.error_text, _MAX_NOTICE),
@@ -157,10 +139,7 @@ class PeerConnection:
                     end.send(record.to_json().encode() + b"\n")
 
     def hear(self, seconds: float) -> FailureRecord | None:
-        """Return why the job fails, as a neighbour tells within so many seconds; None if none does.
-
-        Blocking. The connections are not used any more after it.
-        """
+        """Return why the job fails, as a neighbour tells in time; the connections are not used after it."""
         until = time.monotonic() + seconds
         while self.notice is None and time.monotonic() < until:
             while self._admit():
@@ -173,18 +152,15 @@ class PeerConnection:
         return self.notice
 
     def close(self) -> None:
-        """Close all connections."""
         for end in (*self._guests, self._listener, self._connection, self._wake_end, self._woken_end):
             if end is not None:
                 end.close()
         self._selector.close()
 
     def _connect(self) -> bool:
-        """Connect to the next rank, as soon as it says where; return False if it must be dead.
-
-        Only a host that refuses to connect to itself is proof: elsewhere a firewall may be the reason.
-        """
+        """Connect to the next rank, as soon as it says where; return False if it must be dead."""
         rank = self.watched
+        # Only a host that refuses to connect to itself is proof of a death: elsewhere a firewall may be the reason.
         if rank is None or time.monotonic() < self._next_try or not self._store.check([protocol.peer_address(rank)]):
             return True
         address = unless_malformed(lambda: read_address(self._store.get(protocol.peer_address(rank)), rank))
@@ -238,16 +214,13 @@ class PeerConnection:
         return guest not in self._members and not said.startswith(f"{self._word}\n".encode())
 
     def _read(self, connection: socket.socket) -> Place | None:
-        """Return the watched rank if its end is closed and it did not leave.
-
-        A network that does not answer is no proof: then it is connected to again, and its silence decides.
-        """
+        """Return the watched rank if its end is closed and it did not leave."""
         rank = self.watched
         try:
             is_closed = not self._take_notice(connection, None)
         except ConnectionError:
             is_closed = True
-        except OSError:  # timed out, or there is no way to the host
+        except OSError:  # timed out, or no way there: no proof; it is connected to again, and its silence decides
             is_closed = False
             self.is_unanswered = True
             self._let_go()
@@ -303,28 +276,18 @@ def _is_closed(connection: socket.socket) -> bool:
 
 
 def read_address(message: bytes, rank: int) -> tuple[Addresses, Port, str]:
-    """Return the names and addresses of a rank's host, the port there, and the word that opens it.
-
-    Raises:
-        MalformedMessageError: They are not such that one can connect there.
-    """
+    """Return the names and addresses of a rank's host, the port there, and the word that opens it."""
     return decode(message, tuple[Addresses, Port, str], f"the address of rank {rank}")
 
 
 def connect(addresses: Sequence[str], port: int, *, is_one_host: bool) -> socket.socket:
-    """Return a connection to a rank, by the first of its addresses that answers.
-
-    Blocking, for two seconds if none does: a watcher that is held up for longer would itself be missed.
-
-    Args:
-        addresses: Names and addresses of its host.
-        port: Its port.
-        is_one_host: Whether all ranks run on one host.
+    """Return a connection to a rank, by the first of its addresses that answers within two seconds.
 
     Raises:
         ConnectionRefusedError: It is not there any more, or a firewall says so.
         OSError: Nobody answers.
     """
+    # Two seconds in all: a watcher that is held up for longer would itself be missed.
     refused = OSError("it has no address that other hosts may use")
     # The loopback would be this host's own, which says nothing of the other one.
     usable = [address for address in addresses if is_one_host or not address.startswith(_LOOPBACK)]
@@ -339,11 +302,8 @@ def connect(addresses: Sequence[str], port: int, *, is_one_host: bool) -> socket
 
 
 def own_addresses(towards: str | None = None) -> list[str]:
-    """Return names and addresses by which other hosts may reach this one, the likeliest first.
-
-    Args:
-        towards: Where all hosts of the job have met: the way there may be the only one that this host has.
-    """
+    """Return names and addresses by which other hosts may reach this one, the likeliest first."""
+    # The way to where all hosts of the job have met may be the only one that this host has.
     host = socket.gethostname()
     found = [host]
     try:

@@ -29,19 +29,7 @@ _PAUSE = 0.02  # seconds between two looks whether the others know: short beside
 
 
 class PeerMonitor:
-    """Finds out what happened to the other ranks, as often as it is asked to look.
-
-    Args:
-        store: The job's store.
-        context: The job.
-        limits: How long to wait for signs of life.
-        hangs: Reports waits that last too long; None does not.
-        is_stopping: Set when this rank leaves: then no other one is said to have failed.
-        clock: Tells the seconds, from any moment on.
-
-    Attributes:
-        is_closing: Whether the rank that holds the store leaves, so that nobody can be watched any more.
-    """
+    """Finds out what happened to the other ranks, as often as it is asked to look."""
 
     def __init__(
         self,
@@ -52,12 +40,12 @@ class PeerMonitor:
         is_stopping: threading.Event,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.is_closing = False
+        self.is_closing = False  # the rank that holds the store leaves, so that nobody can be watched any more
         self._store = store
         self._context = context
         self._limits = limits
         self._hangs = hangs
-        self._is_stopping = is_stopping
+        self._is_stopping = is_stopping  # set when this rank leaves: then no other one is said to have failed
         self._clock = clock
         self._stack_queries = StackQueries(store, context.rank)
         self._connection = PeerConnection(
@@ -81,10 +69,7 @@ class PeerMonitor:
         self._connection.use(store)
 
     def look(self) -> FailureRecord | None:
-        """Look around once, wait for an interval, or for news, and return what failed, if something did.
-
-        Blocking; :meth:`wake` ends the wait.
-        """
+        """Look around once, wait for an interval, news or :meth:`wake`, and return what failed, if something did."""
         num_news = count(self._store, protocol.NEWS)
         is_news = num_news != self._num_news
         if is_news:
@@ -111,10 +96,7 @@ class PeerMonitor:
         return self._publish(verdict)
 
     def first_cause(self, verdict: FailureRecord) -> FailureRecord:
-        """Return why the job fails where the store cannot be asked: what a neighbour tells, else this rank's verdict.
-
-        Blocking, for half a second.
-        """
+        """Return why the job fails where the store cannot be asked: a neighbour's notice, or else the verdict."""
         return self._connection.hear(_PATIENCE) or verdict
 
     def tell(self, record: FailureRecord) -> None:
@@ -122,10 +104,7 @@ class PeerMonitor:
         self._connection.tell(record)
 
     def wait_until_others_know(self) -> None:
-        """Wait until all other ranks that can know why the job fails do, except the one that failed.
-
-        Blocking, not longer than it takes all of them to look.
-        """
+        """Wait until all other ranks that can know why the job fails do, or have had the time to look."""
         num_others, until = len(self._context.peers) - 1, self._clock() + late_after(len(self._context.peers))
         while self._clock() < until and not self._is_stopping.is_set():
             if count(self._store, protocol.FAILURE_SEEN) + count(self._store, protocol.GONE) >= num_others:
@@ -138,11 +117,9 @@ class PeerMonitor:
             self._hangs.let_others_report(self._store)
 
     def wake(self) -> None:
-        """End the wait of a look under way in another thread."""
         self._connection.wake()
 
     def close(self) -> None:
-        """Close the connections."""
         self._connection.close()
 
     def _read_news(self) -> FailureRecord | None:

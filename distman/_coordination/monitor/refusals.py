@@ -41,21 +41,13 @@ def progress() -> dict[str, int]:
 
 @dataclasses.dataclass(frozen=True)
 class Refusal:
-    """A call that one rank does not make.
+    """A call that one rank does not make."""
 
-    Attributes:
-        rank: Who refuses.
-        ranks: The members of the group.
-        group: The name of its process group.
-        call: The call's number in the group.
-        text: What the others raise.
-    """
-
-    rank: int
-    ranks: tuple[int, ...]
-    group: str
-    call: int
-    text: Line
+    rank: int  # who refuses
+    ranks: tuple[int, ...]  # the members of the group
+    group: str  # the name of its process group
+    call: int  # its number in the group
+    text: Line  # what the others raise
 
     def publish(self, store: TorchStore) -> int:
         """Ask the others what they exchange with this rank in the call, and return the number of the question."""
@@ -68,27 +60,16 @@ class Refusal:
 
 @dataclasses.dataclass(frozen=True)
 class Posted:
-    """What a rank exchanges in a call with the one that refuses it.
+    """What a rank exchanges in a call with the one that refuses it."""
 
-    Attributes:
-        call: What must be equal on all ranks of the call; empty if it exchanges nothing with that rank.
-        sent: Bytes that go to that rank.
-        received: Bytes that are to come from it.
-        is_closed: Whether the rank has given up the group's connections: it waits for something else than messages.
-    """
-
-    call: str = ""
-    sent: int = 0
-    received: int = 0
-    is_closed: bool = False
+    call: str = ""  # what must be equal on all ranks of the call; empty if it exchanges nothing with that rank
+    sent: int = 0  # bytes that go to that rank
+    received: int = 0  # bytes that are to come from it
+    is_closed: bool = False  # it has given up the group's connections: it waits for something else than messages
 
 
 class RefusalWatch:
-    """Answers ranks that refuse a call, once this rank has come to it.
-
-    Args:
-        rank: This process's rank.
-    """
+    """Answers ranks that refuse a call, once this rank has come to it."""
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
@@ -96,12 +77,7 @@ class RefusalWatch:
         self._open: dict[int, Refusal] = {}
 
     def look(self, store: TorchStore, *, is_news: bool) -> None:
-        """Answer what can be answered by now.
-
-        Args:
-            store: The job's store.
-            is_news: Whether another rank may have refused a call.
-        """
+        """Answer what can be answered by now."""
         if is_news:
             self._read(store)
         for number, refusal in list(self._open.items()):

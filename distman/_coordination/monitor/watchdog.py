@@ -11,32 +11,22 @@ _TICKS_PER_LIMIT = 4  # so a short limit is overrun by a quarter of itself at mo
 
 
 class Watchdog:
-    """Notices that another thread does not come back from a call.
-
-    It counts its own ticks, not the time: when the whole process was suspended, nobody is late.
-
-    Args:
-        limit: Seconds that a call may take.
-        on_silence: Called with the seconds that passed, once, when one takes longer.
-    """
+    """Notices that another thread does not come back from a call."""
 
     def __init__(self, limit: float, on_silence: Callable[[float], None]) -> None:
         self._limit = limit
-        self._on_silence = on_silence
+        self._on_silence = on_silence  # called once, with the seconds that passed
         self._tick = min(_LONGEST_TICK, limit / _TICKS_PER_LIMIT)
+        # It counts its own ticks, not the time: when the whole process was suspended, nobody is late.
         self._num_changes = 0
         self._is_stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="distman-watchdog", daemon=True)
 
     def start(self) -> None:
-        """Begin to watch."""
         self._thread.start()
 
     def stop(self) -> None:
-        """Watch no longer.
-
-        Blocks until the thread has ended, unless it is the one that calls, or was never started.
-        """
+        """Watch no longer, and wait for the thread's end."""
         self._is_stopping.set()
         if self._thread.ident is not None and threading.current_thread() is not self._thread:
             self._thread.join()

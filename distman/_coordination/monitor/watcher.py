@@ -56,24 +56,7 @@ _MAX_ERRORS = 10  # looks that fail for no known reason; one may be bad luck, an
 
 
 class Watcher:
-    """Learns of failures on other ranks, and ends this one's work with them.
-
-    A thread looks at the other ranks several times a second, over a connection to the store of its own.
-
-    Args:
-        context: The job.
-        limits: How long to wait.
-        abort_job: Makes the launcher end the job after an error, where it would not do so by itself.
-        end_job: Ends the job, under a launcher that would wait for a rank that does nothing; None under others.
-        awaits_dead: Whether the ends of the ranks wait for one that died, too.
-        patience: Seconds for a failure to become known, and for another watcher to answer.
-
-    Attributes:
-        record: What failed; None as long as nothing did.
-        untold: The same, if it failed when the program had left the job, and had to hear of nothing.
-        has_let_go: Whether the rank that holds the store said that it closes it.
-        is_counted: Whether the rank that holds the store does not wait for this one any more.
-    """
+    """Learns of failures on other ranks several times a second, in a thread, and ends this one's work with them."""
 
     def __init__(
         self,
@@ -81,14 +64,14 @@ class Watcher:
         limits: WatchLimits,
         abort_job: Callable[[BaseException], None],
         *,
-        end_job: Callable[[], None] | None = None,
-        awaits_dead: bool = False,
-        patience: float = _PATIENCE,
+        end_job: Callable[[], None] | None = None,  # where the launcher would wait for a rank that does nothing
+        awaits_dead: bool = False,  # the ends of the ranks wait for one that died, too
+        patience: float = _PATIENCE,  # seconds for a failure to become known, and for another watcher to answer
     ) -> None:
-        self.record: FailureRecord | None = None
-        self.untold: FailureRecord | None = None
-        self.has_let_go = False
-        self.is_counted = False
+        self.record: FailureRecord | None = None  # what failed
+        self.untold: FailureRecord | None = None  # the same, if the program had left, and had to hear of nothing
+        self.has_let_go = False  # the rank that holds the store said that it closes it
+        self.is_counted = False  # the rank that holds the store does not wait for this one any more
         self._context = context
         self._limits = limits
         self._patience = patience
@@ -110,15 +93,10 @@ class Watcher:
 
     @property
     def rank(self) -> int:
-        """This process's rank."""
         return self._context.rank
 
     def start(self) -> None:
-        """Begin to watch.
-
-        When it returns, the first sign of life is there, and the address at which the rank before connects: from then
-        on this rank is missed if it falls silent or dies.
-        """
+        """Begin to watch: from now on this rank gives signs of life, and is missed if it falls silent or dies."""
         set_current(self)
         watch_collectives()
         give_sign(self._context.store, self._context.rank)
@@ -128,10 +106,7 @@ class Watcher:
         self._thread.start()  # last, since a failure may be raised here at once
 
     def let_program_be(self) -> None:
-        """Watch on, but interrupt the program no more: it leaves the job.
-
-        It has to handle a failure all the same that is known before it has left.
-        """
+        """Watch on, but interrupt the program only by failures that were known before: it leaves the job."""
         self._is_program_done.set()
 
     def leave(self) -> None:
@@ -139,11 +114,7 @@ class Watcher:
         self._has_left = True
 
     def learn(self, record: FailureRecord) -> None:
-        """Take note of a failure that the program has not heard of, though it was known when it left the job.
-
-        Args:
-            record: The failure on record; a wait may have raised it, or another one of that rank.
-        """
+        """Take note of a failure on record that the program has not heard of, though it was known when it left."""
         if self.record is not None:
             return
         if record.rank != self.rank and (self._last_raised is None or record.rank != self._last_raised.rank):
@@ -162,10 +133,7 @@ class Watcher:
         return self.record is None and self._thread.is_alive()
 
     def stop(self) -> None:
-        """Watch no longer.
-
-        Blocks until the threads have ended, for milliseconds; one that waits for a silent store is left.
-        """
+        """Watch no longer, and wait for the threads' ends; one that waits for a silent store is left."""
         set_current()
         leave_collectives_alone()
         self._is_program_done.set()
@@ -190,10 +158,7 @@ class Watcher:
             self._monitor.close()  # a thread that the store holds up still uses them: they go with it
 
     def explain(self, error: BaseException, operation: str) -> FailureRecord | None:
-        """Return because of whom a connection broke: a rank that failed, or left, or held the store.
-
-        Blocking, for a second, or as long as the watcher needs to learn what is on record.
-        """
+        """Return because of whom a connection broke: a rank that failed, or left, or held the store."""
         with self._interruption.awaited():
             self._is_known.wait(self._patience)
             verdict = self.record or self._verdict(error)
@@ -204,10 +169,7 @@ class Watcher:
         return self.record or verdict or self._departure(operation)
 
     def wait_until_known(self) -> None:
-        """Wait until the watcher, which has to learn of a failure now, lets this rank act on it.
-
-        Blocking, for as long as two looks into the store may take.
-        """
+        """Wait until the watcher, which has to learn of a failure now, lets this rank act on it."""
         until = time.monotonic() + 2 * late_after(len(self._context.peers))
         while self._thread.is_alive() and time.monotonic() < until and not self._is_known.wait(_PAUSE):
             pass
@@ -245,13 +207,7 @@ class Watcher:
         return self._context.holds_store
 
     def look_after_others(self, record: FailureRecord) -> None:
-        """At the end of this process, end the job if a rank that does nothing would keep the launcher waiting.
-
-        Blocking, for seconds at most.
-
-        Args:
-            record: Why the job failed; the others have had the time to read it.
-        """
+        """At the end of this process, end the job if a rank that does nothing would keep the launcher waiting."""
         if self._end_job is None or self._is_looking_after:
             return
         self._is_looking_after = True
@@ -270,10 +226,7 @@ class Watcher:
             run_with_timeout(look, limit)
 
     def look_after_mates(self, record: FailureRecord) -> None:
-        """At the end of this process, end ranks of its host that do not react to a failure, where no launcher does.
-
-        Blocking, for seconds at most.
-        """
+        """At the end of this process, end ranks of its host that do not react, where no launcher does."""
         has_exited = record.rank == self.rank and record.error_type == EXITED  # as a handler of SIGTERM does
         if self._context.mates and not (self._is_stuck or has_exited):
             HostMates(self._context, record, self._limits.patience.to_come).look_after()
@@ -284,10 +237,7 @@ class Watcher:
         self._publish(FailureRecord.of(error, self._context.rank))
 
     def waits_of(self, ranks: Sequence[int]) -> list[float]:
-        """Return for how many seconds ranks have been waiting for others, of those that answer.
-
-        Blocking. Not for ranks that wait at a known operation: see :meth:`locate`.
-        """
+        """Return for how many seconds ranks have been waiting for others, of those that answer."""
         answers = StackQueries(self._context.store, self._context.rank).ask(ranks, self._answer_patience)
         return [answer.seconds for answer in answers.values()]
 
@@ -317,7 +267,6 @@ class Watcher:
 
     @property
     def store(self) -> TorchStore:
-        """The job's store."""
         return self._context.store
 
     @property
@@ -326,14 +275,7 @@ class Watcher:
         return 2 * self._context.interval + self._patience
 
     def locate(self, operation: str, ranks: Sequence[int]) -> dict[int, str]:
-        """Return where ranks are, such as ``in all_gather_v at train.py:31 for 12 s``, as far as they answer.
-
-        Blocking. Of all ranks that want to know it of one operation, one asks.
-
-        Args:
-            operation: What they are awaited at: the same on all ranks, and used once.
-            ranks: Whom to look for.
-        """
+        """Return where ranks are, such as ``in all_gather_v at train.py:31 for 12 s``; one rank asks for all."""
         store, me, found = self._context.store, self._context.rank, protocol.places(operation)
         size, what = len(self._context.peers), f"who asks and what it found out at {operation}"
         if me == claim(store, protocol.asker(operation), str(me), lambda asker: decode_index(asker, size, what)):
