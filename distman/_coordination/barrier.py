@@ -12,9 +12,8 @@ import torch.distributed as dist
 from distman._base.text import printable
 from distman._coordination import protocol
 from distman._coordination.failure.record import FailureRecord
-from distman._coordination.messages import MalformedMessageError, add_to, decode, decode_text, no_counter
+from distman._coordination.messages import MalformedMessageError, add_to, decode, decode_text, no_counter, read_at_once
 from distman._coordination.monitor.current_watcher import has_failed
-from distman._coordination.monitor.reading import read_at_once
 from distman._coordination.sync import StoreGroup
 from distman._store.connection import InvalidRequestError
 from distman.errors import BarrierTimeoutError

@@ -10,6 +10,7 @@ import dataclasses
 import functools
 import json
 import math
+import re
 import reprlib
 import types
 import typing
@@ -29,11 +30,34 @@ _MOST_BYTES = 32 << 20  # more than where 100,000 ranks are, which is the longes
 _MOST_WARNINGS = 100  # of a process: ever new nonsense must not fill its log
 _INTEGERS = range(-(1 << 63), 1 << 63)  # what other libraries take
 _MOST_FLOAT = float(1 << 53)  # seconds and the like: clocks and sums of them stay exact and can be shown
+_ADDRESS = re.compile(r"[\w.:%-]{1,253}", re.ASCII)  # what a resolver takes without raising of its own
+_MOST_ADDRESSES = 32  # of a host; each may take seconds to try
+_PORTS = range(1, 1 << 16)
+_NOTHING = "-"  # no value of the protocol
 
 Kind = TypeVar("Kind")
 _Reader = Callable[[Any], Any]
 
 _dropped: set[str] = set()
+
+
+def _checked_addresses(addresses: tuple[str, ...]) -> tuple[str, ...]:
+    if len(addresses) > _MOST_ADDRESSES or not all(map(_ADDRESS.fullmatch, addresses)):
+        raise ValueError(f"it must be {_MOST_ADDRESSES} names or addresses of a host at most")
+    return addresses
+
+
+def _checked_port(port: int) -> int:
+    if port not in _PORTS:
+        raise ValueError("it must be a port")
+    return port
+
+
+Addresses = Annotated[tuple[str, ...], _checked_addresses]
+"""A field of a message: names or addresses of one host."""
+
+Port = Annotated[int, _checked_port]
+"""A field of a message."""
 
 
 class MalformedMessageError(DistmanError):
@@ -93,6 +117,14 @@ def decode_text(data: bytes) -> str:
     return data[:_MOST_BYTES].decode(errors="backslashreplace")
 
 
+def read_at_once(store: Store, key: str) -> str | None:
+    """Return what a key holds, or None where there is none now: another rank may delete it at any moment."""
+    # ``check`` and then ``get`` would wait for the store's timeout if the key was deleted in between. Comparing with a
+    # value that is never there leaves the store as it is, and a key that is not there gives back that value.
+    found = decode_text(store.compare_set(key, _NOTHING, _NOTHING))
+    return found if found != _NOTHING else None
+
+
 def unless_malformed(read: Callable[[], Kind]) -> Kind | None:
     """Return what a function reads; None if that is malformed, of which a warning tells once."""
     try:
@@ -116,6 +148,17 @@ def claim(store: Store, key: str, mine: str | bytes, read: Callable[[bytes], Kin
     if message is not None:
         return message
     return read(store.compare_set(key, found, mine))  # type: ignore[arg-type]  # as above
+
+
+def decode_at_once(store: Store, key: str, kind: type[Kind], what: str) -> Kind | None:
+    """Return the message at a key; None where there is none now, or one that is malformed, of which a warning tells."""
+    found = read_at_once(store, key)
+    return unless_malformed(lambda: decode(found, kind, what)) if found is not None else None
+
+
+def claim_rank(store: Store, key: str, rank: int, size: int, what: str) -> int:
+    """Return the one rank that a key names: this one, unless another was first."""
+    return claim(store, key, str(rank), lambda found: decode_index(found, size, what))
 
 
 def add_to(store: Store, key: str, amount: int) -> int:

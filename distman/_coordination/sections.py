@@ -9,8 +9,7 @@ from collections.abc import Sequence
 from distman._base.text import Line, printable
 from distman._coordination import protocol
 from distman._coordination.failure.record import FailureRecord
-from distman._coordination.messages import add_to, decode
-from distman._coordination.monitor.reading import read_at_once
+from distman._coordination.messages import add_to, decode, read_at_once
 from distman._coordination.sync import KeySequence, StoreGroup
 from distman.errors import PlanMismatchError
 

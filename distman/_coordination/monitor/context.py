@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from distman._coordination import protocol
 from distman._coordination.failure.interruption import Patience
 from distman._coordination.failure.record import DIED, LEFT, SILENT, FailureRecord, Place
-from distman._coordination.messages import claim, decode_index
+from distman._coordination.messages import claim_rank
 
 if TYPE_CHECKING:
     from distman._store.torch_store import TorchStore
@@ -80,9 +80,8 @@ class WatchContext:
 
     def takes_care(self) -> bool:
         """Return whether this rank, which knows of a failure, is to look after the others: the first one that asks."""
-        size, what = len(self.peers), "who looks after the others"
-        first = claim(self.store, protocol.CARETAKER, str(self.rank), lambda found: decode_index(found, size, what))
-        return first == self.rank
+        what = "who looks after the others"
+        return claim_rank(self.store, protocol.CARETAKER, self.rank, len(self.peers), what) == self.rank
 
     @property
     def interval(self) -> float:

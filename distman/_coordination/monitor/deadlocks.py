@@ -22,9 +22,8 @@ from distman._base.text import Line, printable
 from distman._coordination import protocol, tracking
 from distman._coordination.failure.record import FailureRecord, Place
 from distman._coordination.failure.stack import error_in_hand
-from distman._coordination.messages import count, decode, unless_malformed
+from distman._coordination.messages import count, decode, decode_at_once, read_at_once, unless_malformed
 from distman._coordination.monitor.calls import Call
-from distman._coordination.monitor.reading import read_at_once
 from distman._coordination.monitor.refusals import progress
 from distman._torch_internals import TorchWait, operations_begun, torch_wait_in
 from distman.errors import JobFailed, PlanMismatchError
@@ -214,10 +213,7 @@ class DeadlockWatch:
 
 def reason_told(store: TorchStore, key: str) -> str:
     """Return why those that wait in something wait for ever, or nothing."""
-    found = read_at_once(store, protocol.deadlock(key))
-    if found is None:
-        return ""
-    return "\n".join(unless_malformed(lambda: decode(found, list[Line], f"why {key} does not end")) or ())
+    return "\n".join(decode_at_once(store, protocol.deadlock(key), list[Line], f"why {key} does not end") or ())
 
 
 def reason_of(store: TorchStore, call: Call) -> str:
@@ -238,8 +234,7 @@ def _error_in_hand(rank: int, thread: int | None) -> FailureRecord | None:
 
 
 def _told(store: TorchStore, rank: int) -> _Told | None:
-    found = read_at_once(store, protocol.waiting(rank))
-    return unless_malformed(lambda: decode(found, _Told, f"what rank {rank} waits in")) if found is not None else None
+    return decode_at_once(store, protocol.waiting(rank), _Told, f"what rank {rank} waits in")
 
 
 def _describe(mine: _Told, other: _Told) -> str:

@@ -14,10 +14,9 @@ from distman._base.log import logger
 from distman._base.private_files import private_folder, write_new
 from distman._base.text import printable, printable_lines, shortened
 from distman._coordination import protocol, tracking
-from distman._coordination.messages import claim, count, decode, decode_index, unless_malformed
+from distman._coordination.messages import claim_rank, count, decode, decode_at_once, read_at_once, unless_malformed
 from distman._coordination.monitor.context import WatchContext
 from distman._coordination.monitor.device_watch import DeviceWait, DeviceWatch
-from distman._coordination.monitor.reading import read_at_once
 
 if TYPE_CHECKING:
     from distman._store.torch_store import TorchStore
@@ -95,8 +94,8 @@ class StackQueries:
         self.num_seen = len(numbers)
 
     def _asked(self, number: int) -> list[int]:
-        found = read_at_once(self.store, protocol.query(number))  # who asked may give up just now
-        return (unless_malformed(lambda: decode(found, list[int], "a query")) if found is not None else None) or []
+        # Who asked may give up just now.
+        return decode_at_once(self.store, protocol.query(number), list[int], "a query") or []
 
 
 class HangWatch:
@@ -126,9 +125,7 @@ class HangWatch:
 
     def _is_reporter(self, store: TorchStore) -> bool:
         rank, size = self._context.rank, len(self._context.peers)
-        return rank == claim(
-            store, protocol.HANG_REPORTER, str(rank), lambda found: decode_index(found, size, "who reports a hang")
-        )
+        return rank == claim_rank(store, protocol.HANG_REPORTER, rank, size, "who reports a hang")
 
     def let_others_report(self, store: TorchStore) -> None:
         """Let another rank report a hang, if this one did: its wait is over, or it does not look any more."""

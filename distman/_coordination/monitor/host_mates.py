@@ -14,7 +14,7 @@ import torch.distributed as dist
 from distman._coordination import protocol
 from distman._coordination.failure import hook
 from distman._coordination.failure.record import SILENT, FailureRecord, Place
-from distman._coordination.messages import MalformedMessageError, claim, decode_index
+from distman._coordination.messages import MalformedMessageError, claim_rank
 from distman._coordination.monitor.context import WatchContext, late_after
 from distman._coordination.timeouts import run_with_timeout
 
@@ -46,13 +46,8 @@ class HostMates:
 
     def _is_keeper(self) -> bool:
         first = min(self._rank, *(mate.rank for mate in self._mates))
-        keeper = claim(
-            self._store,
-            protocol.keeper(first),
-            str(self._rank),
-            lambda found: decode_index(found, self._size, "who ends the ranks of a host"),
-        )
-        return keeper == self._rank
+        what = "who ends the ranks of a host"
+        return claim_rank(self._store, protocol.keeper(first), self._rank, self._size, what) == self._rank
 
     def _unaware(self) -> Sequence[Place]:
         """Return those that have not read of the failure: they would have deleted their sign of life."""

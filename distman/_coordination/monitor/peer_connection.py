@@ -22,9 +22,8 @@ from typing import TYPE_CHECKING, Any
 from distman._base.process_state import puts_back
 from distman._base.text import shortened
 from distman._coordination import protocol
-from distman._coordination.addresses import Addresses, Port
 from distman._coordination.failure.record import FailureRecord, Place
-from distman._coordination.messages import decode, unless_malformed
+from distman._coordination.messages import Addresses, Port, decode, unless_malformed
 from distman._store.transport import LONGEST_PAUSE
 
 if TYPE_CHECKING:

@@ -12,12 +12,11 @@ from urllib.parse import urlsplit
 
 from distman._coordination import protocol, tracking
 from distman._coordination.failure.record import FailureRecord
-from distman._coordination.messages import count
+from distman._coordination.messages import count, read_at_once
 from distman._coordination.monitor.context import WatchContext, WatchLimits, late_after
 from distman._coordination.monitor.deadlocks import DeadlockWatch
 from distman._coordination.monitor.hang import HangWatch, StackQueries
 from distman._coordination.monitor.peer_connection import PeerConnection
-from distman._coordination.monitor.reading import read_at_once
 from distman._coordination.monitor.refusals import RefusalWatch
 
 if TYPE_CHECKING:

@@ -14,9 +14,8 @@ from typing import TYPE_CHECKING
 
 from distman._base.text import Line
 from distman._coordination import protocol, tracking
-from distman._coordination.messages import add_to, count, decode, unless_malformed
+from distman._coordination.messages import add_to, count, decode_at_once, read_at_once
 from distman._coordination.monitor.calls import Members
-from distman._coordination.monitor.reading import read_at_once
 from distman._torch_internals import is_registered
 
 if TYPE_CHECKING:
@@ -89,15 +88,11 @@ class RefusalWatch:
     def _read(self, store: TorchStore) -> None:
         numbers = (read_at_once(store, protocol.REFUSALS) or "").split(",")[:-1]
         for number in numbers[self._num_seen :]:
-            refusal = _refusal_in(store, int(number))
+            # Who asked may have given up.
+            refusal = decode_at_once(store, protocol.refusal(int(number)), Refusal, "a refusal")
             if refusal is not None and self._rank in refusal.ranks and self._rank != refusal.rank:
                 self._open[int(number)] = refusal
         self._num_seen = len(numbers)
-
-
-def _refusal_in(store: TorchStore, number: int) -> Refusal | None:
-    found = read_at_once(store, protocol.refusal(number))  # who asked may have given up
-    return unless_malformed(lambda: decode(found, Refusal, "a refusal")) if found is not None else None
 
 
 def _posted_with(refusal: Refusal) -> Posted | None:

@@ -23,7 +23,7 @@ from distman._coordination.failure.interruption import Interruption
 from distman._coordination.failure.record import DIED, EXITED, LEFT, FailureRecord
 from distman._coordination.messages import (
     MalformedMessageError,
-    claim,
+    claim_rank,
     count,
     decode,
     decode_index,
@@ -278,7 +278,7 @@ class Watcher:
         """Return where ranks are, such as ``in all_gather_v at train.py:31 for 12 s``; one rank asks for all."""
         store, me, found = self._context.store, self._context.rank, protocol.places(operation)
         size, what = len(self._context.peers), f"who asks and what it found out at {operation}"
-        if me == claim(store, protocol.asker(operation), str(me), lambda asker: decode_index(asker, size, what)):
+        if me == claim_rank(store, protocol.asker(operation), me, size, what):
             answers = StackQueries(store, self._context.rank).ask(ranks, self._answer_patience)
             places = {rank: answers[rank].place if rank in answers else self._last_seen(rank) for rank in ranks}
             store.set(found, json.dumps(list(places.items())))

@@ -30,9 +30,9 @@ from distman._coordination.messages import (
     count,
     decode,
     decode_index,
+    read_at_once,
     unless_malformed,
 )
-from distman._coordination.monitor.reading import read_at_once
 from distman._coordination.timeouts import run_with_timeout
 from distman._job.meeting.join_record import OWN_RANK, JoinRecord, describe_claim, is_mixed
 from distman._job.meeting.peers import Peers, complete, describe_missing, describe_present, find_faults

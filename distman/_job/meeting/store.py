@@ -20,9 +20,8 @@ import torch.distributed as dist
 
 from distman._coordination import protocol
 from distman._coordination.failure.record import FailureRecord, Place
-from distman._coordination.messages import MalformedMessageError, add_to, decode, drop
+from distman._coordination.messages import MalformedMessageError, add_to, decode, drop, read_at_once
 from distman._coordination.monitor.peer_connection import own_addresses
-from distman._coordination.monitor.reading import read_at_once
 from distman._job.meeting import mpi
 from distman._job.meeting.address import UNREACHABLE_AFTER, Endpoint
 from distman._job.meeting.door import alike, find_store, listed, try_all, url_of

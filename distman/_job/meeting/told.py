@@ -6,8 +6,7 @@ import dataclasses
 import hmac
 import json
 
-from distman._coordination.addresses import Addresses, Port
-from distman._coordination.messages import decode
+from distman._coordination.messages import Addresses, Port, decode
 from distman._job.meeting.sockets import means_loopback
 from distman._store.handshake import door_key, mac
 

@@ -3,7 +3,7 @@
 import pytest
 import torch.distributed as dist
 
-from distman._coordination.monitor.reading import read_at_once
+from distman._coordination.messages import read_at_once
 
 
 def tcp_store(_):
