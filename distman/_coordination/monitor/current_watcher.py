@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import sys
 from typing import TYPE_CHECKING
 
@@ -10,11 +11,11 @@ import torch.distributed as dist
 
 from distman._base.process_state import puts_back
 from distman._coordination.failure import hook
-from distman._coordination.failure.record import FailureRecord
+from distman._coordination.failure.record import LEFT, FailureRecord
 from distman._coordination.failure.stack import errors_in
 from distman._coordination.monitor.deadlocks import reason_of
-from distman._coordination.tracking import TrackedWait, call_site
-from distman._torch_internals import is_lost_connection
+from distman._coordination.tracking import TrackedWait, call_site, current_wait
+from distman._torch_internals import collective_errors, is_lost_connection
 from distman.errors import DistmanError, JobFailed
 
 if TYPE_CHECKING:
@@ -125,3 +126,35 @@ def failure_behind(error: BaseException, operation: str = "a collective") -> Fai
     if _current is None or isinstance(error, DistmanError | JobFailed) or not is_lost_connection(error):
         return None  # an error of the package knows its cause, whatever words of others it quotes
     return _current.explain(error, operation)
+
+
+class _FailureFirst(logging.Filter):
+    """Raises the failure of the job in place of an error that a collective of torch is about to report of it.
+
+    Such collectives break when another rank dies, often before its death is known.
+    """
+
+    def filter(self, record: logging.LogRecord) -> bool:  # noqa: ARG002 - the interface of logging
+        error = sys.exc_info()[1]
+        is_ours = current_wait() is not None  # a call of this package finds the cause itself
+        if error is None or is_ours:
+            return True
+        cause = failure_behind(error, "a collective of torch")
+        is_late = "timed out" in str(error).lower()  # which may have nothing to do with a rank that left
+        if cause is not None and not (cause.error_type == LEFT and is_late):
+            raise_failure(cause, error)
+        return True
+
+
+_FILTER = _FailureFirst()
+
+
+def watch_collectives() -> None:
+    """Let torch's collectives raise the failure of the job from now on, where one breaks them."""
+    collective_errors().addFilter(_FILTER)
+
+
+@puts_back
+def leave_collectives_alone() -> None:
+    """Let torch's collectives raise their own errors again."""
+    collective_errors().removeFilter(_FILTER)

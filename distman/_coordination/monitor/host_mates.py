@@ -16,6 +16,7 @@ from distman._coordination.failure import hook
 from distman._coordination.failure.record import SILENT, FailureRecord, Place
 from distman._coordination.messages import MalformedMessageError, claim_rank
 from distman._coordination.monitor.context import WatchContext, late_after
+from distman._coordination.monitor.left_behind import is_unaware
 from distman._coordination.timeouts import run_with_timeout
 
 _PAUSE = 0.1  # seconds between two looks who is still there
@@ -56,8 +57,7 @@ class HostMates:
     def _is_unaware(self, mate: Place) -> bool:
         if mate.rank == self._failed.rank:
             return self._failed.error_type == SILENT
-        is_watching = self._store.check([protocol.beat(mate.rank)])
-        return bool(is_watching) and not self._store.check([protocol.left(mate.rank)])
+        return is_unaware(self._store, mate.rank)
 
     def _end(self) -> None:
         while (late := self._unaware()) and time.monotonic() < self._until:

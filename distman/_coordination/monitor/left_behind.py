@@ -60,7 +60,7 @@ class LeftBehind:
         """Find out who does not react, and where the others are; return whether there is anyone to wait for."""
         until = time.monotonic() + self._late_after
         late = set(self._others) - {self._failed}
-        while (late := {rank for rank in late if _is_unaware(store, rank)}) and time.monotonic() < until:
+        while (late := {rank for rank in late if is_unaware(store, rank)}) and time.monotonic() < until:
             time.sleep(_PAUSE)
         self._late = late
         is_anyone = bool(self._silent or self._late or self._is_awaited)
@@ -111,7 +111,7 @@ class LeftBehind:
         return found
 
 
-def _is_unaware(store: TorchStore, rank: int) -> bool:
+def is_unaware(store: TorchStore, rank: int) -> bool:
     """Return whether a rank is in the job, and has not read of its failure: it would have deleted its sign of life."""
     return bool(store.check([protocol.beat(rank)])) and not store.check([protocol.left(rank)])
 

@@ -31,12 +31,16 @@ from distman._coordination.messages import (
     unless_malformed,
 )
 from distman._coordination.monitor.context import WatchContext, WatchLimits, late_after
-from distman._coordination.monitor.current_watcher import current, set_current
+from distman._coordination.monitor.current_watcher import (
+    current,
+    leave_collectives_alone,
+    set_current,
+    watch_collectives,
+)
 from distman._coordination.monitor.hang import HangWatch, StackQueries
 from distman._coordination.monitor.host_mates import HostMates
 from distman._coordination.monitor.left_behind import LeftBehind
 from distman._coordination.monitor.peer_monitor import PeerMonitor, give_sign, read_sign
-from distman._coordination.monitor.torch_errors import leave_collectives_alone, watch_collectives
 from distman._coordination.monitor.watchdog import Watchdog
 from distman._coordination.timeouts import run_with_timeout
 from distman._torch_internals import is_unreachable
