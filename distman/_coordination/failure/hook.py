@@ -119,7 +119,7 @@ class _Hook:
                 finish = reporter(error)
         finally:  # memory may be out, say
             try:
-                _flush_in_time()
+                run_with_timeout(_flush, _PATIENCE)
                 show()
             finally:
                 if finish is not None:
@@ -471,10 +471,6 @@ def _write(text: str) -> None:
     with contextlib.suppress(Exception):  # a program's own stream may raise anything
         sys.stderr.write(text)
     _flush()
-
-
-def _flush_in_time() -> None:
-    run_with_timeout(_flush, _PATIENCE)
 
 
 def _flush() -> None:

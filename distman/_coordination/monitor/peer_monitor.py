@@ -178,11 +178,8 @@ class _Neighbour:
 
 def give_sign(store: TorchStore, rank: int) -> None:
     """Say that a rank is alive, and what it waits in."""
-    store.set(protocol.beat(rank), _sign_of_life())
-
-
-def _sign_of_life() -> bytes:
-    return f"{time.time()} {tracking.describe_here()}".encode(errors="backslashreplace")
+    sign = f"{time.time()} {tracking.describe_here()}"
+    store.set(protocol.beat(rank), sign.encode(errors="backslashreplace"))
 
 
 def read_sign(store: TorchStore, rank: int) -> str:
