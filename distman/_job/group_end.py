@@ -18,15 +18,9 @@ _LIMIT = 10.0
 
 
 def end_groups(process_groups: Sequence[dist.ProcessGroup] | None, device: torch.device, *, aborts: bool) -> None:
-    """Destroy process groups, and wait for nobody for long.
-
-    NCCL first waits for what this rank has begun there, and then for the other ranks of the host, where it aborts, too.
-
-    Args:
-        process_groups: The groups; None for all.
-        device: Device of this rank.
-        aborts: Do not wait for what is outstanding: the job has failed.
-    """
+    """Destroy process groups, and wait for nobody for long."""
+    # NCCL first waits for what this rank has begun there, and then for the other ranks of the host, where it aborts,
+    # too.
     is_late = threading.Event()
 
     def end(*, aborts: bool) -> None:

@@ -23,14 +23,9 @@ _is_set = False
 
 
 def choose_interface(others: Iterable[str]) -> None:
-    """Let gloo use the interface towards the other hosts, where it would tell them an address of the loopback.
-
-    gloo takes the address that this host's name has here. Debian gives it 127.0.1.1, at which every host finds itself.
-    A variable that is set already is left alone.
-
-    Args:
-        others: Names or addresses of other hosts, tried in turn.
-    """
+    """Let gloo use the interface towards the other hosts, where it would tell them an address of the loopback."""
+    # gloo takes the address that this host's name has here. Debian gives it 127.0.1.1, at which every host finds
+    # itself. A variable that is set already is left alone.
     if os.environ.get(_VARIABLE) or not _is_name_loopback():
         return
     own = next((address for address in map(address_towards, others) if address is not None), None)
@@ -39,11 +34,9 @@ def choose_interface(others: Iterable[str]) -> None:
 
 
 def stay_on_this_host() -> None:
-    """Let gloo listen where no other host reaches it: it asks nobody who he is.
-
-    Only for ranks that have met without a network, so that the loopback of all is one. A variable that is set already
-    is left alone.
-    """
+    """Let gloo listen where no other host reaches it: it asks nobody who he is."""
+    # Only for ranks that have met without a network, so that the loopback of all is one. A variable that is set already
+    # is left alone.
     if not os.environ.get(_VARIABLE):
         _use(_interface_of(_LOOPBACK))
 

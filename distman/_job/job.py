@@ -22,54 +22,33 @@ from distman.errors import JobFailed
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
-    """How long to wait, in seconds.
+    """How long to wait, in seconds."""
 
-    Attributes:
-        collective: For a collective to end.
-        rendezvous: For all ranks to arrive, and for the members of a group to make it.
-    """
-
-    collective: float
-    rendezvous: float
+    collective: float  # for a collective to end
+    rendezvous: float  # for all ranks to arrive, and for the members of a group to make it
 
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """What is known of a job that is up.
+    """What is known of a job that is up."""
 
-    Attributes:
-        peer: This rank.
-        world_size: Number of ranks.
-        device: Device of this rank.
-        backend: Backend of the process group; None where there is none.
-        limits: How long to wait.
-        roll_call: All ranks, in rank order.
-        environment: What the launcher said.
-        rendezvous: Where the ranks met; None on one process without a group.
-        is_adopted: Whether other code made the process group.
-        barriers: Numbers of the barriers to come, for each name by itself.
-    """
-
-    peer: Peer
+    peer: Peer  # this rank
     world_size: int
     device: torch.device
-    backend: str | None
+    backend: str | None  # backend of the process group; None where there is none
     limits: Limits
-    roll_call: Peers
+    roll_call: Peers  # all ranks, in rank order
     environment: LaunchEnvironment
-    rendezvous: Rendezvous | None = None
-    is_adopted: bool = False
+    rendezvous: Rendezvous | None = None  # where the ranks met; None on one process without a group
+    is_adopted: bool = False  # whether other code made the process group
+    # numbers of the barriers to come, for each name by itself
     barriers: Mapping[str | None, Iterator[int]] = dataclasses.field(
         default_factory=lambda: collections.defaultdict(itertools.count)
     )
 
     def store_group(self, ranks: Sequence[int] | None = None, store: TorchStore | None = None) -> StoreGroup | None:
-        """Return ranks that exchange messages over the store of the job; None on one process without a group.
-
-        Args:
-            ranks: Their ranks in the world, this one among them; None is all.
-            store: The part of the store that belongs to them; None is that of the job.
-        """
+        """Return ranks that exchange messages over the store of the job; None on one process without a group."""
+        # ``ranks`` has this one among them.
         if self.rendezvous is None:
             return None
         ranks = range(self.world_size) if ranks is None else ranks
@@ -83,10 +62,8 @@ class Job:
 
     @property
     def holds_store(self) -> bool:
-        """Whether the launcher may end the process that serves the store with the last rank of this host.
-
-        Then this process stays until the others are done with it.
-        """
+        """Whether the launcher may end the process that serves the store with the last rank of this host."""
+        # Then this process stays until the others are done with it.
         if self.rendezvous is None:
             return False
         is_ended = self.peer.num_nodes > 1 and LAUNCHERS[self.environment.launcher].ends_leftovers

@@ -58,17 +58,10 @@ _kept: list[tuple[int, JobStore]] = []
 
 
 def leave(job: Job, watcher: Watcher | None) -> None:
-    """Tell the others, destroy the process group, unless other code made it, and close the store.
-
-    It waits some seconds at most for ranks that are still starting: they connect to this one, and would take it for
-    dead. A rank that holds the store waits as long for the others to leave, unless one of them fails, or an exception
-    ends the program.
-
-    Args:
-        job: What is left.
-        watcher: Who watches the others, and interrupts the program no more; it stops when the store is closed. None
-            where nobody does.
-    """
+    """Tell the others, destroy the process group, unless other code made it, and close the store."""
+    # It waits some seconds at most for ranks that are still starting: they connect to this one, and would take it for
+    # dead. A rank that holds the store waits as long for the others to leave, unless one of them fails, or an exception
+    # ends the program.
     rendezvous = job.rendezvous
     if rendezvous is None:
         return
@@ -195,11 +188,10 @@ def _wait_for_all_at(store: TorchStore, counter: str, number: int, limit: float)
 
 
 def wait_for_gloo() -> None:
-    """Wait until gloo's threads have released the tensors of the last collectives, a second at most.
-
-    They do so some time after the collective is over, and need the interpreter for it: if it is already shutting down,
-    the process is aborted. A thread that sleeps at two looks in a row, with the interpreter free in between, is done.
-    """
+    """Wait until gloo's threads have released the tensors of the last collectives, a second at most."""
+    # They do so some time after the collective is over, and need the interpreter for it: if it is already shutting
+    # down, the process is aborted. A thread that sleeps at two looks in a row, with the interpreter free in between, is
+    # done.
     until = time.monotonic() + _GLOO_LIMIT
     num_asleep = 0
     while num_asleep < 2 and time.monotonic() < until:

@@ -59,21 +59,9 @@ def start(
     limits: Limits,
     watch_limits: WatchLimits | None,
 ) -> tuple[Job, Watcher | None]:
-    """Bring the ranks together and make the process group; on one process without a launcher, make none.
-
-    The ranks watch each other while they make it: each waits for all others then, in native code.
-
-    Args:
-        environment: What the launcher said.
-        backend: Backend that the program asked for; None leaves it to the device.
-        requested: Device that the program asked for; None leaves it to the rank's place on its host.
-        limits: How long to wait.
-        watch_limits: The same for the watcher; None where the ranks are not to watch each other.
-
-    Raises:
-        RendezvousError: See :func:`distman._job.meeting.join.join`.
-        JobFailed: The same; or a rank failed while it made its process group.
-    """
+    """Bring the ranks together and make the process group; on one process without a launcher, make none."""
+    # The ranks watch each other while they make it: each waits for all others then, in native code. Without
+    # ``watch_limits`` they do not watch each other.
     if not environment.is_launched:
         return _job_of_one(environment, requested, limits), None
     keep_garbage_from_children()
@@ -125,14 +113,7 @@ def start(
 
 
 def undo(job: Job, watcher: Watcher | None, error: BaseException, cause: FailureRecord | None = None) -> None:
-    """Tell the others why a start failed after all, and leave no trace of it; what other code made stays.
-
-    Args:
-        job: What was started.
-        watcher: Who watches the others, if somebody does.
-        error: Why it failed.
-        cause: Because of whom, if that is known.
-    """
+    """Tell the others why a start failed after all, and leave no trace of it; what other code made stays."""
     if job.rendezvous is None:
         return
     tell = dataclasses.replace(reporter_of(job, job.rendezvous, cause), abort_job=_let_launcher_be)
@@ -155,13 +136,8 @@ def adopt(
     limits: Limits,
     watch_limits: WatchLimits | None,
 ) -> Job:
-    """Take over the default process group that other code made.
-
-    The group says rank and size; the launcher is believed where it agrees with the group.
-
-    Raises:
-        RendezvousError: See :func:`distman._job.meeting.join.join`.
-    """
+    """Take over the default process group that other code made."""
+    # The group says rank and size; the launcher is believed where it agrees with the group.
     keep_garbage_from_children()
     rank, world_size = dist.get_rank(), dist.get_world_size()
     if world_size > 1:
@@ -320,14 +296,8 @@ def _leave_group(job: Job) -> None:
 def reporter_of(
     job: Job, rendezvous: Rendezvous, cause: FailureRecord | None = None, watcher: Watcher | None = None
 ) -> JobReporter:
-    """Return what tells the other ranks of an error that ends this one.
-
-    Args:
-        job: The job.
-        rendezvous: Where the others are told.
-        cause: Because of whom the error came, if that is known.
-        watcher: Who looks after the others, if this process has left the job; None is who watches then.
-    """
+    """Return what tells the other ranks of an error that ends this one."""
+    # The watcher is needed where this process has left the job; else it is who watches then.
     job_store = rendezvous.job_store
     return JobReporter(
         rank=job.peer.rank,

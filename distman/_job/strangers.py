@@ -47,17 +47,8 @@ def meets_on_this_host(job: Job) -> bool:
 
 @contextlib.contextmanager
 def noticed(group: str, num_others: int) -> Iterator[None]:
-    """Notice strangers of this host who take a connection of a group that is made meanwhile.
-
-    Blocking, for a moment. For groups of gloo alone, whose members are all on this host.
-
-    Args:
-        group: What the group is called, for messages.
-        num_others: Number of its other members.
-
-    Raises:
-        DistmanError: A stranger holds a connection.
-    """
+    """Notice strangers of this host who take a connection of a group that is made meanwhile."""
+    # For groups of gloo alone, whose members are all on this host. It blocks for a moment.
     before = _sockets()
     yield
     if not is_nobody() and not os.environ.get(_IS_LAZY):
@@ -67,16 +58,10 @@ def noticed(group: str, num_others: int) -> Iterator[None]:
 
 
 def _check(new: dict[int, int], group: str, num_others: int) -> None:
-    """Raise if gloo listens to a process of another user instead of a member.
-
-    A stranger who came too late, or says what nobody waits for, does no harm. Nothing is concluded from a missing
-    connection alone: other threads may have opened and closed files meanwhile.
-
-    Args:
-        new: Sockets that were opened while the group was made: descriptors by inode.
-        group: What the group is called.
-        num_others: Number of its other members.
-    """
+    """Raise if gloo listens to a process of another user instead of a member."""
+    # ``new`` has the descriptors, by inode, of sockets that were opened while the group was made. A stranger who came
+    # too late, or says what nobody waits for, does no harm. Nothing is concluded from a missing connection alone: other
+    # threads may have opened and closed files meanwhile.
     ports, ends = _ends(new)
     heard = {inode: ends[inode] for inode in ends.keys() & _polled()}
     users = {
@@ -115,14 +100,8 @@ def _ends(sockets: dict[int, int]) -> tuple[set[int], dict[int, tuple[Address, A
 
 
 def _user_of(own: Address, other: Address) -> int | None:
-    """Return the user who has this end of a connection on this host; None where no process has it any more.
-
-    Raises:
-        OSError: Linux does not tell.
-
-    Source:
-        sock_diag(7). ``/proc/net/tcp`` says the same, but takes milliseconds.
-    """
+    """Return the user who has this end of a connection on this host; None where no process has it any more."""
+    # It asks by sock_diag(7). ``/proc/net/tcp`` says the same, but takes milliseconds.
     ends = _ENDS.pack(own[1], other[1], socket.inet_aton(own[0]), socket.inet_aton(other[0]), 0, _NO_COOKIE)
     question = _QUESTION.pack(socket.AF_INET, socket.IPPROTO_TCP, 0, 0, _ANY_STATE) + ends
     with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, _SOCK_DIAG) as linux:
@@ -146,10 +125,8 @@ def _descriptors() -> set[int]:
 
 
 def _polled() -> set[int]:
-    """Return the inodes of what this process's threads listen to, as gloo's do to the connections of its pairs.
-
-    A connection whose number somebody else has said before is polled no more, but still in the table.
-    """
+    """Return the inodes of what this process's threads listen to, as gloo's do to the connections of its pairs."""
+    # A connection whose number somebody else has said before is polled no more, but still in the table.
     found = set()
     for descriptor in _descriptors():
         with contextlib.suppress(OSError):  # closed meanwhile, or not shown

@@ -29,18 +29,8 @@ _REMEDY = (
 
 
 def within_rendezvous(make: Callable[[], None], job: Job, store: TorchStore) -> None:
-    """Make the group of all ranks, which are on several hosts, in another thread: whatever makes it has no limit.
-
-    Say after a while which host cannot be reached.
-
-    Args:
-        make: Makes it.
-        job: The job.
-        store: Where the ranks tell their addresses.
-
-    Raises:
-        RendezvousError: It was not made in the time of the rendezvous.
-    """
+    """Make the group of all ranks, which are on several hosts, in another thread: whatever makes it has no limit."""
+    # Say after a while which host cannot be reached. The ranks tell their addresses in ``store``.
     is_over, found = threading.Event(), list[str]()
     threading.Thread(target=_look, args=(job, store, is_over, found), name="distman-walls", daemon=True).start()
     try:

@@ -29,17 +29,7 @@ _MOST_MILLISECONDS = 1 << 53  # longer than anybody waits, and exact as a number
 
 
 class Client:
-    """A process's access to the store of its job.
-
-    Args:
-        door: Where the store is, and what lets in there.
-        role: MEMBER, WATCHER or VISITOR of :mod:`handshake`.
-        rank: This process's rank; -1 where it is not known.
-
-    Raises:
-        ForeignServiceError: What listens there is not the store of this job.
-        OSError: Nothing listens there, or it cannot be reached.
-    """
+    """A process's access to the store of its job."""
 
     def __init__(self, door: Door, role: int = MEMBER, rank: int = -1) -> None:
         self.door = door
@@ -85,11 +75,7 @@ class Client:
         return number
 
     def again(self, role: int) -> Client:
-        """Return another access to the same store, with connections of its own.
-
-        Raises:
-            StoreLostError: The store lets nobody in any more, or this access is lost.
-        """
+        """Return another access to the same store, with connections of its own."""
         self._first.raise_if_lost()  # a forked child must not dial for itself
         return self._until_let_in(lambda: Client(self.door, role, self._rank))
 
@@ -128,46 +114,21 @@ class Client:
         self._call(frames.MULTI_SET, *[part for pair in pairs for part in pair])
 
     def get(self, key: bytes, limit: float) -> bytes:
-        """Return the value of a key, once it is set.
-
-        Blocking, for so many seconds at most.
-
-        Raises:
-            StoreTimeoutError: It was not set in time.
-        """
+        """Return the value of a key, once it is set; raise StoreTimeoutError after so many seconds."""
         return self._wait_for(frames.GET, key, _limit(limit))
 
     def multi_get(self, keys: Sequence[bytes], limit: float) -> list[bytes]:
-        """Return the values of several keys at one time, once all of them are set.
-
-        Blocking, for so many seconds at most.
-
-        Raises:
-            StoreTimeoutError: They were not set in time.
-        """
+        """Return the values of several keys at one time, once all of them are set, as :meth:`get` does."""
         return frames.unpack(self._wait_for(frames.MULTI_GET, _limit(limit), *keys))
 
     def wait(self, keys: Sequence[bytes], limit: float, unless: bytes = b"") -> None:
-        """Wait until all keys are set, or one that ends the wait.
-
-        Blocking, for so many seconds at most.
-
-        Raises:
-            StoreTimeoutError: They were not set in time.
-            GaveUpError: The other key was set first; the error has its value.
-        """
+        """Wait until all keys are set; raise StoreTimeoutError in the end, GaveUpError as soon as ``unless`` is set."""
         self._wait_for(frames.WAIT, _limit(limit), unless, *keys)
 
     def arrive(self, counter: bytes, size: int, outcome: tuple[bytes, bytes], limit: float) -> bytes:
-        """Count this one as come, wait until so many have, and return the outcome.
-
-        Blocking, for so many seconds at most. The last one to come sets the key of the outcome to its value, unless
-        somebody has set it before, who gives up: all that come hear the same.
-
-        Raises:
-            StoreTimeoutError: There was no outcome in time; this one is still counted as come.
-            InvalidRequestError: The counter is no number.
-        """
+        """Count this one as come, wait until so many have, and return the outcome."""
+        # The last one to come sets the key of the outcome to its value, unless somebody has set it before, who gives
+        # up: all that come hear the same. Who gives up with StoreTimeoutError is still counted as come.
         return self._wait_for(frames.ARRIVE, counter, NUMBER.pack(size), *outcome, _limit(limit))
 
     def register_will(
@@ -252,13 +213,8 @@ class Client:
         return dial(self.door, Hello(role, self._rank, os.getpid()))
 
     def _until_let_in(self, enter: Callable[[], T]) -> T:
-        """Return what comes of dialling a store that is known, though a flood of strangers may push this one out.
-
-        As long as its host may be silent, so may it: a flood must not end the job.
-
-        Raises:
-            StoreLostError: It is not there any more, or takes nobody else.
-        """
+        """Return what comes of dialling a store that is known, though a flood of strangers may push this one out."""
+        # As long as its host may be silent, so may it: a flood must not end the job.
         deadline = time.monotonic() + self.door.unreachable_after
         while True:
             try:

@@ -35,11 +35,7 @@ class StoreTimeoutError(TimeoutError):
 
 
 class GaveUpError(Exception):
-    """A wait was ended by the key that ends it.
-
-    Attributes:
-        value: The value of that key.
-    """
+    """A wait was ended by the key that ends it."""
 
     def __init__(self, value: bytes) -> None:
         super().__init__("the wait was given up")
@@ -51,27 +47,18 @@ class InvalidRequestError(ValueError):
 
 
 class Connection:
-    """A connection whose other end has proved that it is the store of the job.
+    """A connection whose other end has proved that it is the store of the job."""
 
-    An error that is raised in the middle of a call, by a signal say, harms no later call. It comes between two steps of
-    the interpreter: so what is sent or received is noted within one step, by ``extend`` and ``map``. A reply that
-    nobody waited for is known by its number.
-
-    A signal ends a call of the system only where the thread that waits receives it, and receives it in that call, not
-    just before. So a wait looks up once in a while, for the handler of a signal to run.
-
-    Args:
-        connected: The socket.
-        answer: What the store said.
-
-    Attributes:
-        answer: What the store said.
-        has_unanswered: Whether something was sent since the last reply that needs none.
-    """
+    # An error that is raised in the middle of a call, by a signal say, harms no later call. It comes between two steps
+    # of the interpreter: so what is sent or received is noted within one step, by ``extend`` and ``map``. A reply that
+    # nobody waited for is known by its number.
+    #
+    # A signal ends a call of the system only where the thread that waits receives it, and receives it in that call, not
+    # just before. So a wait looks up once in a while, for the handler of a signal to run.
 
     def __init__(self, connected: socket.socket, answer: Answer) -> None:
         self.answer = answer
-        self.has_unanswered = False
+        self.has_unanswered = False  # whether something was sent since the last reply that needs none
         connected.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, TIME.pack(_MOST_DEAF, 0))
         self._socket = connected
         self._lock = threading.Lock()
@@ -83,16 +70,7 @@ class Connection:
         _connections.add(self)
 
     def call(self, operation: int, *fields: bytes) -> bytes:
-        """Return the reply to a request.
-
-        Blocking.
-
-        Raises:
-            StoreLostError: The store is gone.
-            StoreTimeoutError: What it waits for did not come in time.
-            GaveUpError: The key that ends the wait was set.
-            InvalidRequestError: The request means nothing.
-        """
+        """Return the reply to a request; the errors above say why there is none."""
         status, value = self._take_turn(operation, fields, is_answered=True)
         if status == frames.OK:
             return value
@@ -103,19 +81,11 @@ class Connection:
         raise InvalidRequestError(_shown(value))
 
     def post(self, operation: int, *fields: bytes) -> None:
-        """Send a request that has no reply.
-
-        Raises:
-            StoreLostError: The store is gone.
-        """
+        """Send a request that has no reply."""
         self._take_turn(operation, fields, is_answered=False)
 
     def raise_if_lost(self) -> None:
-        """Refuse to be used when the connection is known to be of no use.
-
-        Raises:
-            StoreLostError: It was lost or closed, or belongs to the process that forked this one.
-        """
+        """Refuse to be used when the connection was lost or closed, or belongs to the process that forked this one."""
         if self._loss:
             raise StoreLostError(self._loss)
 
@@ -133,10 +103,8 @@ class Connection:
         self._lock = threading.Lock()
 
     def _take_turn(self, operation: int, fields: tuple[bytes, ...], *, is_answered: bool) -> tuple[int, bytes]:
-        """Keep other threads out during an exchange, and close at its end what was to be closed meanwhile.
-
-        Who closes must not wait for that: it may be the handler of a signal, in the thread that it has interrupted.
-        """
+        """Keep other threads out during an exchange, and close at its end what was to be closed meanwhile."""
+        # Who closes must not wait for that: it may be the handler of a signal, in the thread that it has interrupted.
         try:
             with self._lock:
                 self.has_unanswered = self.has_unanswered or not is_answered
@@ -256,11 +224,9 @@ class _RefusedError(Exception):
 
 
 def is_of_a_handler(error: BaseException) -> bool:
-    """Return whether the handler of a signal has raised an error in the middle of this folder's code.
-
-    It may run inside of any call, that of a socket for instance, and raise whatever it likes: only the functions tell,
-    through which the error has come to who asks.
-    """
+    """Return whether the handler of a signal has raised an error in the middle of this folder's code."""
+    # It may run inside of any call, that of a socket for instance, and raise whatever it likes: only the functions
+    # tell, through which the error has come to who asks.
     modules = {str(frame.f_globals.get("__name__")) for frame, _ in traceback.walk_tb(error.__traceback__)}
     return not all(module == socket.__name__ or module.startswith(_HERE) for module in modules)
 
@@ -281,11 +247,9 @@ def new_socket(family: int) -> socket.socket:
 
 
 def _moved_up(created: socket.socket) -> socket.socket:
-    """Return a socket with one of the highest descriptors that this process may have, or the same where none is free.
-
-    Of a process that dies, Linux closes the highest ones first: so the store knows of a death before another connection
-    breaks, and whoever is surprised by that, and leaves, finds it there.
-    """
+    """Return a socket with one of the highest descriptors that this process may have; the same where none is free."""
+    # Of a process that dies, Linux closes the highest ones first: so the store knows of a death before another
+    # connection breaks, and whoever is surprised by that, and leaves, finds it there.
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = _MOST_DESCRIPTORS if soft == resource.RLIM_INFINITY else min(soft, _MOST_DESCRIPTORS)
     try:

@@ -49,40 +49,25 @@ class CrowdedError(TimeoutError):
 
 @dataclasses.dataclass(frozen=True)
 class Door:
-    """Where the store of a job is, and what lets in there.
+    """Where the store of a job is, and what lets in there."""
 
-    Attributes:
-        address: A name of this host's own, which begins with a zero byte, or host and port.
-        job: Name of the job.
-        secret: Its secret; None where there is none, or it has to be read.
-        asks_kernel: Whether the kernel tells, at a name of this host, if another user listens there.
-        read: Returns the secret from what the store sends before any proof; None where it is known. It raises
-            ForeignServiceError where this cannot be the store of this job.
-        unreachable_after: Seconds after which the store's host is given up when it acknowledges nothing.
-        patience: Seconds for a connection to be made and proved.
-        in_line: Seconds, of these, to stand in line at a name of this host, where strangers may let nobody pass; None
-            for all of them.
-    """
-
-    address: Address
+    address: Address  # a name of this host's own, which begins with a zero byte, or host and port
     job: str
-    secret: bytes | None = dataclasses.field(repr=False)
-    unreachable_after: float
-    patience: float = PATIENCE
+    secret: bytes | None = dataclasses.field(repr=False)  # its secret; None where there is none, or it has to be read
+    unreachable_after: float  # seconds after which the store's host is given up when it acknowledges nothing
+    patience: float = PATIENCE  # seconds for a connection to be made and proved
+    # seconds, of these, to stand in line at a name of this host, where strangers may let nobody pass; None is all
     in_line: float | None = None
-    asks_kernel: bool = True
+    asks_kernel: bool = True  # the kernel tells, at a name of this host, if another user listens there
+    # returns the secret from what the store sends before any proof; None where it is known. It raises
+    # ForeignServiceError where this cannot be the store of this job
     read: Callable[[bytes], bytes | None] | None = None
 
 
 def dial(door: Door, hello: Hello) -> tuple[Connection, bytes | None]:
-    """Return a connection to the store of a job, once both sides have proved what they know, and the secret of the job.
-
-    Blocking.
-
-    Raises:
-        ForeignServiceError: What listens there is not the store of this job.
-        OSError: Nothing listens there, or it cannot be reached, or it sends everybody away at the moment.
-    """
+    """Return a connection to the store of a job, once both sides have proved what they know, and its secret."""
+    # ForeignServiceError: what listens there is not that store. OSError: nothing listens there, or it cannot be
+    # reached, or it sends everybody away at the moment.
     deadline = time.monotonic() + door.patience
     connected = _connect(door.address, door.patience, door.patience if door.in_line is None else door.in_line)
     try:
@@ -101,16 +86,9 @@ def dial(door: Door, hello: Hello) -> tuple[Connection, bytes | None]:
 
 
 def _connect_to_port(host: str, port: int, timeout: float) -> socket.socket:
-    """Return a connection by IPv4 where the host has it, as the store listens to that; else by IPv6.
-
-    Another user's program may listen to the other one, at the same port. An address that does not answer holds the next
-    one up for a moment only.
-
-    Blocking, for ``timeout`` seconds at most for each of the two.
-
-    Raises:
-        OSError: There is none.
-    """
+    """Return a connection by IPv4 where the host has it, as the store listens to that; else by IPv6."""
+    # Another user's program may listen to the other one, at the same port. An address that does not answer holds the
+    # next one up for a moment only. Each of the two may take ``timeout`` seconds.
     name = host.encode() if host.isascii() else host  # for a text, Python loads the codec of other alphabets: 3 ms
     found: dict[int, list[Any]] = {}
     for family, _, _, _, place in socket.getaddrinfo(name, port, type=socket.SOCK_STREAM):
@@ -127,11 +105,8 @@ def _connect_to_port(host: str, port: int, timeout: float) -> socket.socket:
 
 
 def _connect_to_first(family: int, places: Sequence[Any], timeout: float) -> socket.socket:
-    """Return a connection to the first place that answers; each one but the first has to wait for its turn.
-
-    Source:
-        RFC 8305, "Happy Eyeballs Version 2", section 5.
-    """
+    """Return a connection to the first place that answers; each one but the first has to wait for its turn."""
+    # Source: RFC 8305, "Happy Eyeballs Version 2", section 5.
     deadline, begins_at = time.monotonic() + timeout, 0.0
     waiting, begun, poll = list(places), dict[int, socket.socket](), select.poll()
     error: OSError = TimeoutError("timed out")
@@ -183,11 +158,9 @@ def _connect(address: Address, patience: float, in_line: float) -> socket.socket
 
 
 def _stand_in_line(connected: socket.socket, name: str, seconds: float) -> None:
-    """Connect to a name of this host within a time.
-
-    A limit of Python's would make the connection fail at once while a flood of strangers stands in the queue. And
-    Python takes a connect that a signal has interrupted for one that goes on, which it does not at such a name.
-    """
+    """Connect to a name of this host within a time."""
+    # A limit of Python's would make the connection fail at once while a flood of strangers stands in the queue. And
+    # Python takes a connect that a signal has interrupted for one that goes on, which it does not at such a name.
     connected.settimeout(None if seconds > 0 else 0)
     deadline = time.monotonic() + seconds
     while not _is_connected(connected):

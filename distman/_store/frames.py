@@ -60,11 +60,7 @@ def pack(fields: Sequence[bytes]) -> bytes:
 
 
 def unpack(packed: bytes | memoryview, at: int = 0, end: int | None = None) -> list[bytes]:
-    """Return the byte strings in a packed one, or in a part of it.
-
-    Raises:
-        MalformedError: It is none.
-    """
+    """Return the byte strings in a packed one, or in a part of it."""
     end = len(packed) if end is None else end
     num_fields = LENGTH.unpack_from(packed, at)[0] if at + LENGTH.size <= end else end
     start = at + LENGTH.size * (1 + num_fields)
@@ -80,11 +76,7 @@ def unpack(packed: bytes | memoryview, at: int = 0, end: int | None = None) -> l
 
 
 def request(number: int, operation: int, fields: Sequence[bytes]) -> bytes:
-    """Return a request.
-
-    Raises:
-        ValueError: It is too long.
-    """
+    """Return a request."""
     lengths = [*map(len, fields)]
     num_fields = len(lengths)
     length = _HEAD_REST + LENGTH.size * (1 + num_fields) + sum(lengths)
@@ -97,11 +89,7 @@ def request(number: int, operation: int, fields: Sequence[bytes]) -> bytes:
 
 
 def check_total(num_bytes: int) -> None:
-    """Refuse values that are asked for together and would not fit into a reply.
-
-    Raises:
-        TooLongError: They have too many bytes.
-    """
+    """Refuse values that are asked for together and would not fit into a reply."""
     if num_bytes > MOST_VALUE_BYTES:
         raise TooLongError(f"values of a reply must have less than {MOST_BYTES} bytes, got {num_bytes}. {_INSTEAD}")
 
@@ -113,14 +101,7 @@ def reply(number: int, status: int, value: bytes = b"") -> Sequence[bytes]:
 
 
 def next_request(received: bytes | memoryview, at: int) -> tuple[int, int, list[bytes], int] | None:
-    """Return the request that begins at a place in what was received, and where the next one begins.
-
-    Returns:
-        Number, operation, fields and the next place; None while the request is not complete.
-
-    Raises:
-        MalformedError: It is no request.
-    """
+    """Return number, operation and fields of the request at a place, and the next place; None if it is incomplete."""
     start = at + _HEAD.size
     if len(received) < start:
         return None
@@ -131,14 +112,7 @@ def next_request(received: bytes | memoryview, at: int) -> tuple[int, int, list[
 
 
 def next_reply(received: bytes) -> tuple[int, int, bytes, int] | None:
-    """Return the reply that what was received begins with: number, status, value, and where the next one begins.
-
-    Returns:
-        None while it is not complete.
-
-    Raises:
-        MalformedError: It is no reply.
-    """
+    """Return number, status and value of the first reply, and where the next begins; None if it is incomplete."""
     if len(received) < _HEAD.size:
         return None
     length, number, status = _HEAD.unpack_from(received)
@@ -148,11 +122,7 @@ def next_reply(received: bytes) -> tuple[int, int, bytes, int] | None:
 
 
 def num_missing(received: bytes | bytearray) -> int:
-    """Return how many bytes of the first message are still to come at least.
-
-    Raises:
-        MalformedError: It has no length of a message.
-    """
+    """Return how many bytes of the first message are still to come at least."""
     if len(received) < LENGTH.size:
         return _HEAD.size - len(received)
     length: int = LENGTH.unpack_from(received)[0]

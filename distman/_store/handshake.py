@@ -61,12 +61,7 @@ def mac(key: bytes, *fields: bytes) -> bytes:
 
 
 def door_key(secret: bytes | None, job: bytes) -> bytes:
-    """Return what both sides of a handshake have to know.
-
-    Args:
-        secret: The secret of the job, of any length; None where there is none.
-        job: Name of the job.
-    """
+    """Return what both sides of a handshake have to know."""
     return mac(blake2b(secret).digest() if secret else NO_SECRET, b"door", job)
 
 
@@ -76,19 +71,13 @@ def job_key(secret: bytes, session: bytes) -> bytes:
 
 
 class Hello:
-    """Who dials.
-
-    Args:
-        role: MEMBER, WATCHER or VISITOR.
-        rank: Its rank; -1 where it has none yet.
-        pid: Its process.
-    """
+    """Who dials."""
 
     __slots__ = ("pid", "rank", "role")
 
     def __init__(self, role: int, rank: int, pid: int) -> None:
-        self.role = role
-        self.rank = rank
+        self.role = role  # MEMBER, WATCHER or VISITOR
+        self.rank = rank  # -1 where it has none yet
         self.pid = pid
 
     def pack(self) -> bytes:
@@ -97,33 +86,23 @@ class Hello:
 
     @classmethod
     def unpack(cls, packed: bytes) -> Hello:
-        """Return it from bytes.
-
-        Raises:
-            MalformedError: They are none.
-        """
+        """Return it from bytes."""
         if len(packed) != _HELLO.size or packed[0] not in (MEMBER, WATCHER, VISITOR):
             raise MalformedError("no hello")
         return cls(*_HELLO.unpack(packed))
 
 
 class Answer:
-    """What a client is told that has proved itself.
-
-    Args:
-        session: Name of this opening of the store.
-        pid: The process that serves it.
-        drawn_key: A key that the store has drawn for the job, where nobody can read it on the way; empty elsewhere.
-        failure: What a rank that failed has left; empty without one.
-    """
+    """What a client is told that has proved itself."""
 
     __slots__ = ("drawn_key", "failure", "pid", "session")
 
     def __init__(self, session: bytes, pid: int, drawn_key: bytes, failure: bytes) -> None:
-        self.session = session
-        self.pid = pid
+        self.session = session  # name of this opening of the store
+        self.pid = pid  # of the process that serves it
+        # drawn for the job by the store, where nobody can read it on the way; empty elsewhere
         self.drawn_key = drawn_key
-        self.failure = failure
+        self.failure = failure  # what a rank that failed has left; empty without one
 
     def pack(self) -> bytes:
         """Return it as bytes."""
@@ -131,11 +110,7 @@ class Answer:
 
     @classmethod
     def unpack(cls, packed: bytes) -> Answer:
-        """Return it from bytes.
-
-        Raises:
-            MalformedError: They are none.
-        """
+        """Return it from bytes."""
         fields = unpack(packed)
         if len(fields) != 4 or len(fields[1]) != LENGTH.size:
             raise MalformedError("no answer")
@@ -143,18 +118,12 @@ class Answer:
 
 
 class ClientSide:
-    """The side that dials.
-
-    Args:
-        key: The key of the door.
-        where: Where the store was dialled.
-        find_key: Returns the key from the store's credential; None where it is known.
-    """
+    """The side that dials."""
 
     def __init__(self, key: bytes, where: bytes, find_key: Callable[[bytes], bytes] | None = None) -> None:
         self._key = key
         self._where = where
-        self._find_key = find_key
+        self._find_key = find_key  # returns the key from the store's credential; None where it is known
         self._nonces = urandom(NONCE_BYTES)
 
     def opening(self) -> bytes:
@@ -162,11 +131,7 @@ class ClientSide:
         return MAGIC + self._nonces
 
     def proof(self, challenge: bytes, hello: Hello) -> bytes:
-        """Return the second message, in answer to the store's proof.
-
-        Raises:
-            HandshakeError: It proves nothing.
-        """
+        """Return the second message, in answer to the store's proof."""
         nonces = self._nonces + challenge[:NONCE_BYTES]
         credential = challenge[CHALLENGE_HEAD_BYTES:-MAC_BYTES]
         if self._find_key is not None:
@@ -178,28 +143,13 @@ class ClientSide:
         return mac(self._key, b"client", nonces, self._where, packed) + LENGTH.pack(len(packed)) + packed
 
     def answer(self, proof: bytes, packed: bytes) -> Answer:
-        """Return what the store answers.
-
-        Raises:
-            HandshakeError: It is not the store that proved itself.
-            MalformedError: It is no answer.
-        """
+        """Return what the store answers."""
         _check(proof, mac(self._key, b"welcome", self._nonces, self._where, packed))
         return Answer.unpack(packed)
 
 
 class ServerSide:
-    """The side that is dialled.
-
-    Args:
-        key: The key of the door.
-        where: Where the store is bound.
-        opening: The client's first message.
-        credential: What clients may need to find out the secret; empty for nothing.
-
-    Raises:
-        MalformedError: It is none.
-    """
+    """The side that is dialled."""
 
     def __init__(self, key: bytes, where: bytes, opening: bytes, credential: bytes = b"") -> None:
         if len(opening) != OPENING_BYTES or not opening.startswith(MAGIC):
@@ -216,12 +166,7 @@ class ServerSide:
         return self._nonce + LENGTH.pack(len(self._credential)) + self._credential + proof
 
     def hello(self, proof: bytes, packed: bytes) -> Hello:
-        """Return who dials.
-
-        Raises:
-            HandshakeError: It proves nothing.
-            MalformedError: It says nothing.
-        """
+        """Return who dials."""
         _check(proof, mac(self._key, b"client", self._nonces, self._where, packed))
         return Hello.unpack(packed)
 

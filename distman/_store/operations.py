@@ -22,21 +22,11 @@ _MILLISECONDS = 1000
 
 
 class Operations:
-    """Carries out the requests of clients on a table.
-
-    Args:
-        table: The table.
-        shut: Lets nobody in any more.
-        failure: What all who come are told; empty for nothing.
-
-    Attributes:
-        failure: The same, or what a client that failed has left.
-        num_unproved: How many began a handshake and did not end it: they may have another secret.
-    """
+    """Carries out the requests of clients on a table."""
 
     def __init__(self, table: Table, shut: Callable[[], None], failure: bytes = b"") -> None:
-        self.failure = failure
-        self.num_unproved = 0
+        self.failure = failure  # what all who come are told, or what a client that failed has left; empty for nothing
+        self.num_unproved = 0  # how many began a handshake and did not end it: they may have another secret
         self._table = table
         self._shut = shut
         self._functions: dict[int, Callable[[Peer, int, Fields], bytes | None]] = {
@@ -59,13 +49,8 @@ class Operations:
         }
 
     def carry_out(self, peer: Peer, number: int, operation: int, fields: Fields) -> None:
-        """Do what a request asks for, and reply, now or when a wait is over.
-
-        A client that asks for something else while it waits does not wait any more: it was interrupted.
-
-        Raises:
-            MalformedError: There is no such request.
-        """
+        """Do what a request asks for, and reply, now or when a wait is over."""
+        # A client that asks for something else while it waits does not wait any more: it was interrupted.
         if peer.wait is not None:
             self._table.cancel(peer.wait)
             peer.wait = None

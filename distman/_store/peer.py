@@ -18,19 +18,7 @@ if TYPE_CHECKING:
 
 
 class Peer:
-    """One connection.
-
-    Attributes:
-        socket: Its socket.
-        number: The number under which that is polled.
-        side: Its handshake, once it has begun.
-        hello: Who it is, once it has proved that; None for a guest.
-        wait: The wait that it has not been answered yet.
-        will: What is to be done at its end; None for nothing.
-        received: What has come of a message that is not complete.
-        is_behind: Whether it has yet to take what was sent; until then nothing more is read from it.
-        error: How sending failed; kept until the end of the connection is read.
-    """
+    """One connection."""
 
     __slots__ = (
         "_poll",
@@ -48,14 +36,14 @@ class Peer:
 
     def __init__(self, socket: socket, poll: epoll) -> None:
         self.socket = socket
-        self.number = socket.fileno()
-        self.side: ServerSide | None = None
-        self.hello: Hello | None = None
-        self.wait: Wait | None = None
-        self.will: Will | None = None
-        self.received = bytearray()
-        self.is_behind = False
-        self.error: OSError | None = None
+        self.number = socket.fileno()  # the number under which that is polled
+        self.side: ServerSide | None = None  # its handshake, once it has begun
+        self.hello: Hello | None = None  # who it is, once it has proved that; None for a guest
+        self.wait: Wait | None = None  # the wait that it has not been answered yet
+        self.will: Will | None = None  # what is to be done at its end; None for nothing
+        self.received = bytearray()  # what has come of a message that is not complete
+        self.is_behind = False  # whether it has yet to take what was sent; until then nothing more is read from it
+        self.error: OSError | None = None  # how sending failed; kept until the end of the connection is read
         self._unsent: list[memoryview] = []
         self._poll = poll
         poll.register(self.number, EPOLLIN)
@@ -79,11 +67,7 @@ class Peer:
             self._poll.modify(self.number, EPOLLIN)
 
     def receive(self) -> bytes | None:
-        """Return what has come; nothing at the end of the connection, None if nothing has come yet.
-
-        Raises:
-            OSError: The connection broke.
-        """
+        """Return what has come; nothing at the end of the connection, None if nothing has come yet."""
         if self.error is not None:
             raise self.error
         num_bytes = FEW_BYTES
@@ -100,10 +84,8 @@ class Peer:
         self.socket.close()
 
     def _send(self, pieces: Sequence[bytes | memoryview]) -> int:
-        """Return how much was sent.
-
-        An error is kept until the end of the connection is read: whoever sends may be in the middle of telling many.
-        """
+        """Return how much was sent."""
+        # An error is kept until the end of the connection is read: whoever sends may be in the middle of telling many.
         try:
             return self.socket.send(pieces[0]) if len(pieces) == 1 else self.socket.sendmsg(pieces)
         except BlockingIOError:

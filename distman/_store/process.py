@@ -45,12 +45,7 @@ _NUM_STANDARD = 3
 
 
 class StoreProcess:
-    """The process of a store, as seen by the one that started it.
-
-    Args:
-        process: The process.
-        word: The end of a pipe where it says that it is up; it has the only other end.
-    """
+    """The process of a store, as seen by the one that started it."""
 
     def __init__(self, process: subprocess.Popen[bytes], word: BinaryIO) -> None:
         self._process = process
@@ -62,16 +57,7 @@ class StoreProcess:
         return self._process.pid
 
     def wait_until_up(self, timeout: float) -> None:
-        """Wait until the process serves, which takes some ten milliseconds from its start.
-
-        Blocking.
-
-        Args:
-            timeout: Seconds to wait.
-
-        Raises:
-            StoreStartError: It ended, or is not there in time.
-        """
+        """Wait until the process serves, which takes some ten milliseconds from its start."""
         with self._word as word, self._process.stderr as errors:  # type: ignore[union-attr]  # it is a pipe
             is_up, said = _is_up(word.fileno(), errors.fileno(), time.monotonic() + timeout)
         if not is_up:
@@ -87,25 +73,14 @@ class StoreProcess:
             self._process.wait()
 
     def wait(self, timeout: float) -> int:
-        """Wait for its end, and return its exit code.
-
-        Blocking.
-
-        Raises:
-            subprocess.TimeoutExpired: It goes on.
-        """
+        """Wait for its end, and return its exit code; raise subprocess.TimeoutExpired if it goes on."""
         return self._process.wait(timeout)
 
 
 def listen_on_this_host(name: str) -> socket.socket:
-    """Return a socket that listens at a name which only this host knows, in the kernel and not in a folder.
-
-    It reaches as far as 127.0.0.1 does, and the kernel says who is at the other end. A process of any user can take a
-    name first, and is known by that word.
-
-    Raises:
-        OSError: The name is taken.
-    """
+    """Return a socket that listens at a name which only this host knows, in the kernel and not in a folder."""
+    # It reaches as far as 127.0.0.1 does, and the kernel says who is at the other end. A process of any user can take a
+    # name first, and is known by that word.
     listener = socket.socket(socket.AF_UNIX)
     try:
         listener.bind(name)
@@ -127,24 +102,9 @@ def start_store(
     unreachable_after: float,
     failure: bytes = b"",
 ) -> StoreProcess:
-    """Start the process that serves a store, and do not wait for it: it is dialled like any other.
-
-    The process holds nothing of this one: no files, no terminal, no session. The secret goes through a pipe.
-
-    Args:
-        listener: A listening socket, which belongs to the process from now on, and is closed here.
-        job: Name of the job.
-        secret: Its secret; None where there is none.
-        credential: What it sends to all who come, for them to find out the secret; empty for nothing.
-        opener: The rank that starts it and will dial it: until then it does not end, though others may have come and
-            gone. None waits for nobody.
-        entry_limit: Seconds within which a first member must come.
-        unreachable_after: Seconds after which a host is given up that acknowledges nothing.
-        failure: What all who come are told, as if a rank that failed had left it; empty for nothing.
-
-    Raises:
-        StoreStartError: It did not start.
-    """
+    """Start the process that serves a store, and do not wait for it: it is dialled like any other."""
+    # The process holds nothing of this one: no files, no terminal, no session. The secret goes through a pipe. The
+    # listener belongs to the process from now on, and is closed here. The arguments are those of :class:`Server`.
     reap()
     settings = {
         "listener": listener.fileno(),

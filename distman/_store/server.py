@@ -58,20 +58,12 @@ _UNREACHABLE = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH)
 
 
 class Server:
-    """Serves one store until its last member is gone.
+    """Serves one store until its last member is gone."""
 
-    Args:
-        listener: A listening socket.
-        job: Name of the job.
-        secret: Its secret; None where the kernel's word has to do.
-        credential: What is sent to all who come, before any proof; empty for nothing.
-        opener: Rank and process of who has started it and comes too: others may have come and gone before. None waits
-            for nobody.
-        entry_limit: Seconds within which a first member must come.
-        failure: What all who come are told, as if a rank that failed had left it; empty for nothing.
-        unreachable_after: Seconds after which a host is given up that acknowledges nothing.
-        most_descriptors: How many the process may have.
-    """
+    # ``secret`` is None where the kernel's word has to do. ``credential`` is sent to all who come, before any proof.
+    # ``opener`` is rank and process of who has started it and comes too: others may have come and gone before; None
+    # waits for nobody. A first member must come within ``entry_limit`` seconds. ``failure`` is what all who come are
+    # told, as if a rank that failed had left it.
 
     def __init__(
         self,

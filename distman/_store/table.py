@@ -24,43 +24,29 @@ class NotANumberError(Exception):
 
 
 class Wait:
-    """A wait that is not over.
-
-    Args:
-        keys: What has to be set, all at the same time.
-        unless: A key that ends the wait when it is set first.
-        answer: Takes how it ended, and the values of the keys, or of the one that ended it, or none.
-    """
+    """A wait that is not over."""
 
     __slots__ = ("answer", "is_over", "keys", "missing", "unless")
 
     def __init__(self, keys: Sequence[bytes], unless: bytes | None, answer: Answer) -> None:
-        self.keys = keys
-        self.unless = unless
-        self.answer = answer
+        self.keys = keys  # have to be set, all at the same time
+        self.unless = unless  # ends the wait when it is set first
+        self.answer = answer  # takes how it ended, and the values of the keys, or of the one that ended it, or none
         self.missing: set[bytes] = set()
         self.is_over = False
 
 
 class Will:
-    """What is to be done when a client is gone: a key, if it is not set, is set to some last words.
-
-    Args:
-        key: The key.
-        counter: Is raised then.
-        unless: A key that prevents it: the client has left.
-        if_closed: The words, where its connection was closed, as the end of a process does, or broke.
-        if_unreachable: The same, where its host did not answer any more.
-    """
+    """What is to be done when a client is gone: a key, if it is not set, is set to some last words."""
 
     __slots__ = ("counter", "if_closed", "if_unreachable", "key", "unless")
 
     def __init__(self, key: bytes, counter: bytes, unless: bytes, if_closed: bytes, if_unreachable: bytes) -> None:
         self.key = key
-        self.counter = counter
-        self.unless = unless
-        self.if_closed = if_closed
-        self.if_unreachable = if_unreachable
+        self.counter = counter  # is raised then
+        self.unless = unless  # prevents it: the client has left
+        self.if_closed = if_closed  # where its connection was closed, as the end of a process does, or broke
+        self.if_unreachable = if_unreachable  # where its host did not answer any more
 
 
 class Table:
@@ -87,22 +73,14 @@ class Table:
                 self._wake(key)
 
     def append(self, key: bytes, value: bytes) -> None:
-        """Add to the end of a value.
-
-        Raises:
-            MalformedError: It would be longer than a message.
-        """
+        """Add to the end of a value."""
         before = self._values.get(key, b"")
         if len(before) + len(value) > MOST_VALUE_BYTES:
             raise MalformedError(f"an addition to a value, which would have {len(before) + len(value)} bytes")
         self.set(key, before + value)
 
     def add(self, key: bytes, amount: int) -> int:
-        """Add to the number at a key, which begins at 0, and return the sum.
-
-        Raises:
-            NotANumberError: There is none, or the sum has more than 64 bits.
-        """
+        """Add to the number at a key, which begins at 0, and return the sum."""
         value = self._values.get(key)
         total = amount if value is None else _number(value) + amount
         if not -MOST_NUMBER <= total <= MOST_NUMBER:
@@ -111,11 +89,8 @@ class Table:
         return total
 
     def compare_set(self, key: bytes, expected: bytes, desired: bytes) -> bytes:
-        """Replace a value that is the expected one, or nothing where nothing is expected.
-
-        Returns:
-            The value from now on, or the expected one where there is none.
-        """
+        """Replace a value that is the expected one, or nothing where nothing is expected; return what holds then."""
+        # Where nothing does, that is the expected one.
         value = self._values.get(key)
         if value == expected or (value is None and not expected):
             self.set(key, desired)
@@ -135,11 +110,7 @@ class Table:
         return len(self._values)
 
     def wait(self, keys: Sequence[bytes], unless: bytes | None, until: float, answer: Answer) -> Wait | None:
-        """Answer when all keys are set, or the other one is, or in time; at once, where that is so.
-
-        Returns:
-            The wait, to be cancelled; None if it was answered at once.
-        """
+        """Answer when all keys are set, or the other one, or in time; return the wait, None if it was over at once."""
         wait = Wait(keys, unless, answer)
         if self._is_answered(wait):
             return None
@@ -157,13 +128,8 @@ class Table:
         until: float,
         answer: Answer,
     ) -> Wait | None:
-        """Count one more that has come, and wait for the outcome: a key, and what the last one to come sets it to.
-
-        Who gives up sets that key to something else, if it is not set yet, and all hear that.
-
-        Raises:
-            NotANumberError: The counter is none.
-        """
+        """Count one more that has come, and wait for the outcome: a key, and what the last one to come sets it to."""
+        # Who gives up sets that key to something else, if it is not set yet, and all hear that.
         key, value = outcome
         if self.add(counter, 1) == size:
             self.compare_set(key, b"", value)

@@ -34,15 +34,10 @@ def _with_errors_of_torch(method: Callable[P, T]) -> Callable[P, T]:
 
 
 class TorchStore(dist.Store):
-    """A part of the store of a job, or all of it.
+    """A part of the store of a job, or all of it."""
 
-    torch holds the half of a store that is written in C++; when the other half, this object, is collected, calls fail.
-    So whoever opens the store keeps it, and it keeps its parts and clones.
-
-    Args:
-        client: This process's access to the store.
-        prefix: What the keys of this part begin with.
-    """
+    # torch holds the half of a store that is written in C++; when the other half, this object, is collected, calls
+    # fail. So whoever opens the store keeps it, and it keeps its parts and clones.
 
     def __init__(self, client: Client | Memory, prefix: str = "") -> None:
         super().__init__()
@@ -64,11 +59,7 @@ class TorchStore(dist.Store):
 
     @_with_errors_of_torch
     def again(self, role: int) -> TorchStore:
-        """Return the same part over connections of its own; the caller keeps it.
-
-        Raises:
-            DistNetworkError: The store lets nobody in any more.
-        """
+        """Return the same part over connections of its own; the caller keeps it."""
         other = TorchStore(self.client.again(role), self._prefix)
         other.set_timeout(self._timeout)
         return other
@@ -106,27 +97,13 @@ class TorchStore(dist.Store):
 
     @_with_errors_of_torch
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None, *, unless: bytes = b"") -> None:
-        """Wait until all keys are set.
-
-        Blocking.
-
-        Args:
-            keys: The keys.
-            timeout: How long to wait; None for the store's timeout.
-            unless: The :meth:`full_key` of one that ends the wait, of whatever part.
-
-        Raises:
-            GaveUpError: That key was set first.
-        """
+        """Wait until all keys are set, or ``unless``, the :meth:`full_key` of one that ends the wait: GaveUpError."""
         limit = self._timeout if timeout is None else timeout
         self.client.wait(self._keys(keys), limit.total_seconds(), unless)
 
     @_with_errors_of_torch
     def has_come(self, keys: Sequence[str], limit: float) -> bool:
-        """Wait until all keys are set, for ``limit`` seconds at most, and return whether they are.
-
-        Blocking.
-        """
+        """Wait until all keys are set, for ``limit`` seconds at most, and return whether they are."""
         try:
             self.client.wait(self._keys(keys), limit)
         except StoreTimeoutError:
@@ -135,10 +112,7 @@ class TorchStore(dist.Store):
 
     @_with_errors_of_torch
     def arrive(self, counter: str, size: int, outcome: tuple[str, str], limit: float) -> bytes:
-        """Count this one as come, wait until so many have, and return the outcome; see :meth:`Client.arrive`.
-
-        Blocking, for ``limit`` seconds at most.
-        """
+        """Count this one as come, wait until so many have, and return the outcome; see :meth:`Client.arrive`."""
         key, value = outcome
         return self.client.arrive(self.full_key(counter), size, (self.full_key(key), value.encode()), limit)
 

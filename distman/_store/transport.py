@@ -39,10 +39,8 @@ def other_place(connected: _socket.socket) -> bytes:
 
 
 def _place_of(family: int, name: Any) -> bytes:
-    """Return a name of this host's own as it is; else port and version of IP, whatever the host is called.
-
-    One port may belong to two programs, of one user for IPv4 and of another one for IPv6.
-    """
+    """Return a name of this host's own as it is; else port and version of IP, whatever the host is called."""
+    # One port may belong to two programs, of one user for IPv4 and of another one for IPv6.
     if family == _socket.AF_UNIX:
         return b"unix " + bytes(name)
     version = 4 if family == _socket.AF_INET or name[0].startswith(_IPV4_SEEN_BY_IPV6) else 6
@@ -50,10 +48,8 @@ def _place_of(family: int, name: Any) -> bytes:
 
 
 def is_nobody() -> bool:
-    """Return whether this process's user cannot be told from others by the kernel's word.
-
-    A namespace shows one number for all users whom it does not know: it is equal to nobody, not even to itself.
-    """
+    """Return whether this process's user cannot be told from others by the kernel's word."""
+    # A namespace shows one number for all users whom it does not know: it is equal to nobody, not even to itself.
     try:
         shown = open(_OVERFLOW_UID, O_RDONLY)
     except OSError:
@@ -65,21 +61,17 @@ def is_nobody() -> bool:
 
 
 def is_of_this_user(connection: _socket.socket) -> bool:
-    """Return whether the kernel says that a process of this user is at the other end of a Unix socket.
-
-    It names who listened and who connected, whoever has the sockets since.
-    """
+    """Return whether the kernel says that a process of this user is at the other end of a Unix socket."""
+    # It names who listened and who connected, whoever has the sockets since.
     packed = connection.getsockopt(_socket.SOL_SOCKET, _socket.SO_PEERCRED, _CREDENTIALS.size)
     uid: int = _CREDENTIALS.unpack(packed)[1]
     return uid == geteuid() and not is_nobody()
 
 
 def prepare(connection: _socket.socket, unreachable_after: float) -> None:
-    """Let a connection break when the other host does not acknowledge anything for so many seconds.
-
-    The system acknowledges for a process that is stopped or busy, so that a host which does not has lost power or its
-    network. On one host there is nothing to lose.
-    """
+    """Let a connection break when the other host does not acknowledge anything for so many seconds."""
+    # The system acknowledges for a process that is stopped or busy, so that a host which does not has lost power or its
+    # network. On one host there is nothing to lose.
     if connection.family == _socket.AF_UNIX:
         return
     connection.setsockopt(_socket.IPPROTO_TCP, _socket.TCP_NODELAY, 1)

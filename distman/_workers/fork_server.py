@@ -40,10 +40,8 @@ _POLL_SECONDS = 0.5
 
 
 def serve_requests(control: int, supervisor: int, work: Work) -> None:
-    """Fork a worker for every request until the program closes the control socket or the supervisor is gone.
-
-    The workers and what they started are left to the caller.
-    """
+    """Fork a worker for every request until the program closes the control socket or the supervisor is gone."""
+    # The workers and what they started are left to the caller.
     gc.freeze()  # a collection in a worker would write to, and so copy, every page that it shares with the server
     with socket.socket(fileno=control) as connection:
         _ForkServer(connection, work).serve(supervisor)

@@ -79,11 +79,7 @@ def _end_copy(error: BaseException | None) -> NoReturn:
 
 
 def describe_exit(exit_code: int | None) -> str:
-    """Return how a process ended, such as ``"died of SIGKILL"``.
-
-    Args:
-        exit_code: Its exit code, or minus the number of a signal; None if its server was killed.
-    """
+    """Return how a process ended, such as ``"died of SIGKILL"``; the exit code is None if its server was killed."""
     if exit_code is None:
         return "was killed with its server"
     if exit_code >= 0:

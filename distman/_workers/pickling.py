@@ -11,11 +11,10 @@ import cloudpickle
 
 
 class ModulePickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no types
-    """Takes lambdas, closures and what ``__main__`` defines by value, with their files, and every module by name.
+    """Takes lambdas, closures and what ``__main__`` defines by value, with their files, and every module by name."""
 
-    cloudpickle itself takes a module of a class of its own, such as ``torch.backends.cudnn``, for a mere object, and
-    fails; and from 3.1.3 on it replaces the name of the file, which messages and tracebacks show.
-    """
+    # cloudpickle itself takes a module of a class of its own, such as ``torch.backends.cudnn``, for a mere object, and
+    # fails; and from 3.1.3 on it replaces the name of the file, which messages and tracebacks show.
 
     def reducer_override(self, obj: Any) -> Any:
         if isinstance(obj, ModuleType) and type(obj) is not ModuleType and obj is sys.modules.get(obj.__name__):

@@ -38,22 +38,15 @@ class WorkerStartError(RuntimeError):
 
 
 class ServerProcess:
-    """The supervisor and its fork server.
-
-    Args:
-        control: The socket for the server's requests.
-        pid: Process id of the supervisor.
-        wait: Waits for the supervisor's end.
-        output: A file that has what the two write; None if they write where the program does.
-    """
+    """The supervisor and its fork server."""
 
     def __init__(
         self, control: socket.socket, pid: int, wait: Callable[[], object], output: IO[bytes] | None = None
     ) -> None:
-        self.control = control
-        self.pid = pid
+        self.control = control  # for the server's requests
+        self.pid = pid  # of the supervisor
         self._wait = wait
-        self._output = output
+        self._output = output  # has what the two write; None if they write where the program does
 
     @property
     def has_ended(self) -> bool:
@@ -84,14 +77,10 @@ def spawn_server(
     environ: Mapping[str, str] | None = None,
     output: IO[bytes] | None = None,
 ) -> ServerProcess:
-    """Start supervisor and server in a new interpreter.
-
-    Args:
-        entry: ``"package.module:function"``, see the package's docstring.
-        options: Arguments of that function, as JSON can hold them.
-        environ: Environment variables; None for those of the program.
-        output: A file for what supervisor, server and workers write; closed with the server. None for the program's.
-    """
+    """Start supervisor and server in a new interpreter."""
+    # ``entry`` is explained in the package's docstring; it takes ``options``, which JSON must be able to hold.
+    # ``output`` takes what supervisor, server and workers write, and is closed with the server; None is where the
+    # program writes.
     control, theirs = socket_pair()
     arguments = json.dumps([theirs.fileno(), os.getpid(), entry, options])
     with theirs:
@@ -108,11 +97,7 @@ def spawn_server(
 
 
 class ResidentServer:
-    """A server that is started when it is needed, and replaced when it was killed; threads may share it.
-
-    Args:
-        start: Starts a server.
-    """
+    """A server that is started when it is needed, and replaced when it was killed; threads may share it."""
 
     def __init__(self, start: Callable[[], ServerProcess]) -> None:
         self._start = start
@@ -130,14 +115,7 @@ class ResidentServer:
             self._open()
 
     def start_worker(self, make: Callable[[ServerProcess], W]) -> W:
-        """Return a new worker.
-
-        Args:
-            make: Starts it with the server that it is given.
-
-        Raises:
-            WorkerStartError: It did not start.
-        """
+        """Return a new worker."""
         with self._lock:
             is_new = self._server is None
             try:

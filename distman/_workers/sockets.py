@@ -23,16 +23,8 @@ def is_readable(*sockets: socket.socket, seconds: float = 0.0) -> bool:
 def receive_with_descriptors(
     connection: socket.socket, num_bytes: int, num_descriptors: int, flags: int = 0
 ) -> tuple[bytes, list[int]]:
-    """Return a message and the file descriptors sent with it, which programs started here do not inherit.
-
-    ``socket.recv_fds`` of Python 3.11 ignores its flags, and so cannot set the one that closes descriptors on exec.
-
-    Args:
-        connection: Where the message comes from.
-        num_bytes: The most bytes to take.
-        num_descriptors: The most file descriptors to take.
-        flags: As for ``recv``.
-    """
+    """Return a message and the file descriptors sent with it, which programs started here do not inherit."""
+    # ``socket.recv_fds`` of Python 3.11 ignores its flags, and so cannot set the one that closes descriptors on exec.
     descriptors = array.array("i")
     ancillary_bytes = socket.CMSG_SPACE(num_descriptors * descriptors.itemsize)
     data, ancillary, _, _ = connection.recvmsg(num_bytes, ancillary_bytes, flags | socket.MSG_CMSG_CLOEXEC)

@@ -26,16 +26,9 @@ _END_SECONDS = 1.0
 
 
 def main(control: int, program: int, entry: str, options: Sequence[object]) -> None:
-    """Start the fork server, and wait until it has ended or the program is gone.
-
-    The caller has one thread, and ends when this returns.
-
-    Args:
-        control: File descriptor of the socket on which the server gets its requests.
-        program: Process id of the program.
-        entry: ``"package.module:function"``; imported here, since a fork ends the threads that an import may start.
-        options: Arguments of that function.
-    """
+    """Start the fork server, and wait until it has ended or the program is gone."""
+    # The caller has one thread, and ends when this returns. The entry is imported here, since a fork ends the threads
+    # that an import may start.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})
     module, _, name = entry.partition(":")

@@ -21,29 +21,15 @@ END_SECONDS = 30.0
 
 
 class WorkerProcess:
-    """A worker process.
-
-    Args:
-        server: Forks it.
-        settings: What it is told at its start, as JSON can hold it.
-        descriptors: Files that it gets, for its work.
-
-    Attributes:
-        pid: Process id.
-        life: Readable when it has ended.
-        exit_code: None while it lives, or if its server was killed; then its exit code, or minus the number of the
-            signal that ended it.
-
-    Raises:
-        WorkerStartError: The server has ended, or did not answer in time; then the worker is closed.
-    """
+    """A worker process."""
 
     def __init__(self, server: ServerProcess, settings: Mapping[str, object], *descriptors: int) -> None:
         self.pid = 0
+        # None while it lives, or if its server was killed; minus the number of a signal that ended it
         self.exit_code: int | None = None
         self._has_ended = False
         self._stacks = -1
-        self.life, life = socket_pair()
+        self.life, life = socket_pair()  # readable when the worker has ended
         try:
             with life, contextlib.suppress(BrokenPipeError, ConnectionResetError):
                 self._stacks = open_stacks()

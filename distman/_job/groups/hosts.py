@@ -31,12 +31,7 @@ class Neighbours:
 
 
 def warn_of_crossing(job: Job, ranks_of: Mapping[str, tuple[int, ...]]) -> None:
-    """Warn where a group crosses hosts though it would fit on one, and no group as large stays on one.
-
-    Args:
-        job: The job.
-        ranks_of: The ranks of this rank's groups that were made together, by their names.
-    """
+    """Warn where a group crosses hosts though it would fit on one, and no group as large stays on one."""
     peers = job.roll_call
     if job.peer.num_nodes < 2:
         return

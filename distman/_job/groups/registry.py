@@ -36,39 +36,22 @@ from distman.topology._plan import READY_MADE, check_new_names
 
 @dataclass(frozen=True)
 class Group:
-    """A group that this rank is a member of.
+    """A group that this rank is a member of."""
 
-    Attributes:
-        name: Its name; empty for a group that other code made.
-        ranks: Its members' ranks in the world, ascending.
-        rank: This rank's index among them.
-        reference: Weak, to the process group: torch owns it, and the connections close when torch lets go.
-        neighbours: The ranks of this host.
-        device_types: Types of devices whose tensors it carries; empty without a process group.
-        consensus: Agreement of its members over the store; None where there are no others to reach.
-        sections: What some of its members do while the others wait; None where there are no others to reach.
-        joint_blocks: What its members do together, and fail in together; None where there are no others to reach.
-        calls: Numbers of the next collectives, where ranks compare their calls.
-        exchanges: Numbers of the exchanges of messages.
-        seals: Numbers of the next calls that exchange pickles.
-        store: The store under the process group: if it is written in Python, it must live as long.
-        transports: What carries its messages, by the device from which they travel.
-    """
-
-    name: str
-    ranks: tuple[int, ...]
-    rank: int
-    reference: Callable[[], dist.ProcessGroup | None]
-    neighbours: Neighbours
-    device_types: tuple[str, ...] = ()
-    consensus: Consensus | None = None
-    sections: ExclusiveSections | None = None
-    joint_blocks: JointBlocks | None = None
-    calls: Iterator[int] = field(default_factory=itertools.count)
-    exchanges: CallNumbers = field(default_factory=CallNumbers)
-    seals: Iterator[int] = field(default_factory=itertools.count)
-    store: dist.Store | None = None
-    transports: dict[torch.device, Any] = field(default_factory=dict, compare=False)
+    name: str  # empty for a group that other code made
+    ranks: tuple[int, ...]  # its members' ranks in the world, ascending
+    rank: int  # this rank's index among them
+    reference: Callable[[], dist.ProcessGroup | None]  # weak: torch owns it; its connections close when torch lets go
+    neighbours: Neighbours  # the ranks of this host
+    device_types: tuple[str, ...] = ()  # types of devices whose tensors it carries; empty without a process group
+    consensus: Consensus | None = None  # of its members over the store; None, like the next two, where nobody else is
+    sections: ExclusiveSections | None = None  # what some of its members do while the others wait
+    joint_blocks: JointBlocks | None = None  # what its members do together, and fail in together
+    calls: Iterator[int] = field(default_factory=itertools.count)  # of collectives, where ranks compare their calls
+    exchanges: CallNumbers = field(default_factory=CallNumbers)  # numbers of the exchanges of messages
+    seals: Iterator[int] = field(default_factory=itertools.count)  # numbers of the next calls that exchange pickles
+    store: dist.Store | None = None  # under the process group: if it is written in Python, it must live as long
+    transports: dict[torch.device, Any] = field(default_factory=dict, compare=False)  # by the device of the messages
 
     @property
     def process_group(self) -> dist.ProcessGroup | None:
@@ -82,11 +65,8 @@ class Group:
 
 
 def process_group_of(group: Group) -> dist.ProcessGroup | None:
-    """Return what carries the collectives of a group; None on one process without a process group.
-
-    Raises:
-        DistmanError: It was destroyed; torch would take None for the world.
-    """
+    """Return what carries the collectives of a group; None on one process without a process group."""
+    # It raises if that was destroyed: torch would take None for the world.
     process_group = group.process_group
     if process_group is None and group.size > 1:
         raise DistmanError(
@@ -97,17 +77,10 @@ def process_group_of(group: Group) -> dist.ProcessGroup | None:
 
 
 class Groups:
-    """The groups of one job, by name.
+    """The groups of one job, by name."""
 
-    ``"node"`` (the ranks of this host) and ``"leaders"`` (the first rank of each host) are there from the start, and
-    made by their members at their first use.
-
-    Args:
-        job: The job.
-
-    Attributes:
-        world: The group of all ranks.
-    """
+    # ``"node"`` (the ranks of this host) and ``"leaders"`` (the first rank of each host) are there from the start, and
+    # made by their members at their first use.
 
     def __init__(self, job: Job) -> None:
         self._job = job
@@ -130,15 +103,7 @@ class Groups:
         return tuple(self._made)
 
     def get(self, name: str) -> Group:
-        """Return a group by its name.
-
-        Local; a ready-made group is made by its members at its first use.
-
-        Raises:
-            UndefinedGroupError: There is no group of that name.
-            ValueError: This rank is no member of it.
-            BarrierTimeoutError: Not all of its members asked for a group that is made at its first use.
-        """
+        """Return a group by its name; a ready-made group is made by its members at its first use."""
         if name in self._made:
             return self._alive(self._made[name])
         if name in self._world_names:
@@ -165,23 +130,14 @@ class Groups:
         return self._made[name]
 
     def ranks(self, name: str) -> tuple[int, ...]:
-        """Return the ranks in the world of the group of that name that this rank belongs to.
-
-        ``"leaders"`` gives the same ranks everywhere.
-
-        Raises:
-            UndefinedGroupError: There is no group of that name.
-        """
+        """Return the ranks in the world of the group of that name that this rank belongs to."""
+        # ``"leaders"`` gives the same ranks everywhere.
         if name == "leaders":
             return tuple(block[0] for block in self.partition("node").blocks())
         return self.partition(name).block_of(self._job.peer.rank)
 
     def partition(self, name: str | None) -> Partition:
-        """Return the partition of the world behind a name; None is the world in one block.
-
-        Raises:
-            UndefinedGroupError: There is no group of that name.
-        """
+        """Return the partition of the world behind a name; None is the world in one block."""
         if name is None or name in self._world_names:
             return self._world_partition
         if name in self._ready_made:
@@ -196,11 +152,7 @@ class Groups:
         return self._partitions[name]
 
     def name_of(self, process_group: dist.ProcessGroup | None) -> str:
-        """Return the name of a process group; the world's own name is ``"world"``.
-
-        Raises:
-            UndefinedGroupError: It was not made here.
-        """
+        """Return the name of a process group; the world's own name is ``"world"``."""
         if process_group is None or process_group is dist.group.WORLD:
             return "world"
         for name, group in self._made.items():
@@ -209,11 +161,7 @@ class Groups:
         raise undefined_group(process_group.group_name, self._made, "a group that the manager made")
 
     def of(self, process_group: dist.ProcessGroup) -> Group:
-        """Return what is known of a process group, whoever made it.
-
-        Raises:
-            ValueError: This rank is no member of it.
-        """
+        """Return what is known of a process group, whoever made it."""
         if process_group is self.world.process_group:
             return self._alive(self.world)
         for made in self._made.values():
@@ -232,11 +180,7 @@ class Groups:
         return self._seen[process_group]
 
     def _alive(self, group: Group) -> Group:
-        """Return a group that torch still has; other code may have destroyed it.
-
-        Raises:
-            UndefinedGroupError: It was destroyed.
-        """
+        """Return a group that torch still has; other code may have destroyed it."""
         if self._job.backend is not None and not torch.compiler.is_compiling():
             process_group = group.process_group
             if process_group is None or not is_registered(process_group):
@@ -262,13 +206,8 @@ class Groups:
         return ranks_of
 
     def plan_only(self, name: str, partition: Partition) -> None:
-        """Give a partition a name; its groups are made by their members when they are first used.
-
-        All ranks must do it alike.
-
-        Raises:
-            ValueError: The name is taken.
-        """
+        """Give a partition a name; its groups are made by their members when they are first used."""
+        # All ranks must do it alike.
         self._check_new([name])
         self._partitions[name] = partition
 
@@ -280,23 +219,9 @@ class Groups:
         verbose: bool = False,
         place_matters: bool = True,
     ) -> None:
-        """Make all groups of a plan, or none.
-
-        Collective over all ranks of the job.
-
-        Args:
-            make_plan: Returns the groups; what it raises is shown to the other ranks too.
-            world_name: Another name for the world.
-            verbose: Log the ranks of each group on rank 0, at level INFO.
-            place_matters: Warn where a group that would fit on a host crosses hosts.
-
-        Raises:
-            ValueError: A name is taken; or what the plan raised, on all ranks alike.
-            PlanMismatchError: On every rank: the ranks plan differently, or not all of them can.
-            RankFailedError: On every other rank: a rank could not make its groups.
-            BarrierTimeoutError: On every rank that came: some did not come in time; it names them.
-            DistmanError: Called where only some ranks run, or in a process forked from the rank.
-        """
+        """Make all groups of a plan, or none."""
+        # What ``make_plan`` raises is shown to the other ranks too, and raised on all ranks alike. ``place_matters``
+        # warns where a group that would fit on a host crosses hosts.
         with WaitScope("group creation"):
             check_all_run_here(range(self._job.world_size))
             self._create(make_plan, world_name, verbose=verbose, place_matters=place_matters)
@@ -340,14 +265,8 @@ class Groups:
         return plan
 
     def destroy(self, name: str) -> None:
-        """Destroy a group, with those orthogonal to it that were planned beside it, and forget its name.
-
-        Every member does it, when none of its collectives is under way.
-
-        Raises:
-            UndefinedGroupError: There is no group of that name.
-            ValueError: It is the world.
-        """
+        """Destroy a group, with those orthogonal to it that were planned beside it, and forget its name."""
+        # Every member does it, when none of its collectives is under way.
         check_speaks_for_rank("destroy_group()")
         self.partition(name)
         if name in self._world_names:
@@ -360,11 +279,7 @@ class Groups:
                 self.destroy(companion)
 
     def close(self, *, aborts: bool = False) -> None:
-        """Destroy all groups.
-
-        Args:
-            aborts: Wait for nothing that is outstanding there: the job has failed.
-        """
+        """Destroy all groups."""
         self._end(self._made.values(), aborts=aborts)
         self._made.clear()
 
@@ -384,12 +299,7 @@ class Groups:
         return DeviceMesh.from_group(members, device_type, mesh=ranks, mesh_dim_names=names)
 
     def over_axes(self, dims: Mapping[str, int], names: Sequence[str]) -> str:
-        """Return the name of the groups over several axes of a mesh; it is given at the first call.
-
-        Args:
-            dims: Length of each axis of the mesh by its name.
-            names: Names of the axes.
-        """
+        """Return the name of the groups over several axes of a mesh; it is given at the first call."""
         axes = sorted(list(dims).index(name) for name in names)
         partition = GridPartition.of(list(dims.values()), axes)
         name = "*".join(list(dims)[axis] for axis in axes)

@@ -30,33 +30,19 @@ UNREACHABLE_AFTER = 45.0  # seconds, where nobody watches: a network that is rep
 
 @dataclasses.dataclass(frozen=True)
 class Endpoint:
-    """Where the ranks of a job meet.
+    """Where the ranks of a job meet."""
 
-    Attributes:
-        job_id: Name of the job, the same on all its ranks.
-        addresses: Hosts to try, in order; they are names of one host.
-        ports: Ports to try, in order; empty lets the host take any and tell it by other means.
-        source: Where address and port came from, for messages.
-        is_host: Whether this process opens the store.
-        host: Who opens the store, for messages, such as ``"rank 0"``.
-        has_agent: Whether a launcher's agent serves a store there, where rank 0 tells the others its address.
-        restart: How often the agent of this host has started its ranks again; each agent counts for itself.
-        is_on_one_host: Whether all ranks run on this host: then they meet at a name that only this host knows.
-        protection: What keeps others out; None where there is nothing.
-        unreachable_after: Seconds after which a host is given up that acknowledges nothing.
-    """
-
-    job_id: str
-    addresses: tuple[str, ...]
-    ports: tuple[int, ...]
-    source: str
+    job_id: str  # name of the job, the same on all its ranks
+    addresses: tuple[str, ...]  # to try, in order; they are names of one host
+    ports: tuple[int, ...]  # to try, in order; empty lets the host take any and tell it by other means
+    source: str  # where address and port came from, for messages
     is_host: bool
-    host: str = "rank 0"
-    has_agent: bool = False
-    restart: str = "0"
-    is_on_one_host: bool = False
-    protection: Protection | None = None
-    unreachable_after: float = UNREACHABLE_AFTER
+    host: str = "rank 0"  # who opens the store, for messages
+    has_agent: bool = False  # a launcher's agent serves a store there, where rank 0 tells the others its address
+    restart: str = "0"  # how often the agent of this host has started its ranks again; each agent counts for itself
+    is_on_one_host: bool = False  # then its ranks meet at a name that only this host knows
+    protection: Protection | None = None  # what keeps others out; None where there is nothing
+    unreachable_after: float = UNREACHABLE_AFTER  # seconds after which a host is given up that acknowledges nothing
 
     @property
     def local_name(self) -> str:
@@ -76,16 +62,7 @@ class Endpoint:
 def find_endpoint(
     environment: LaunchEnvironment, environ: Mapping[str, str], secret: bytes | None = None
 ) -> Endpoint | None:
-    """Return where the ranks meet, or None where only a broadcast over MPI can tell.
-
-    Args:
-        environment: What the launcher says.
-        environ: Environment variables, usually ``os.environ``; never modified.
-        secret: What all ranks know beforehand, and nobody else; None where there is nothing.
-
-    Raises:
-        RendezvousError: The address cannot be the one of all ranks, or nothing tells it.
-    """
+    """Return where the ranks meet, or None where only a broadcast over MPI can tell."""
     launcher = LAUNCHERS[environment.launcher]
     job_id = environment.job_id or _anonymous_job(environment)
     if launcher.agent is not None and launcher.agent.is_serving(environ):
@@ -129,11 +106,9 @@ def is_told_over_mpi(environment: LaunchEnvironment, environ: Mapping[str, str])
 
 
 def derive_ports(job_id: str, secret: bytes | None = None) -> tuple[int, ...]:
-    """Return the ports at which a job of this name may meet, in the order in which they are tried.
-
-    They lie below the range from which Linux gives ports to outgoing connections. Where the ranks know a secret
-    beforehand, nobody else can tell which they are.
-    """
+    """Return the ports at which a job of this name may meet, in the order in which they are tried."""
+    # They lie below the range from which Linux gives ports to outgoing connections. Where the ranks know a secret
+    # beforehand, nobody else can tell which they are.
     names = (f"{job_id}/{i}".encode() for i in range(_NUM_CANDIDATES))
     digests = (hmac.digest(secret, name, "sha256") if secret else hashlib.sha256(name).digest() for name in names)
     ports = (_FIRST_PORT + int.from_bytes(digest[:4], "big") % _NUM_PORTS for digest in digests)

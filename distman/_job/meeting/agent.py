@@ -29,12 +29,7 @@ class Meeting(enum.Enum):
 
 
 def find_meeting(environment: LaunchEnvironment, environ: Mapping[str, str]) -> Meeting | None:
-    """Return how the launcher's agents meet, as far as the variables tell; None where it has no agents.
-
-    Args:
-        environment: What the launcher says.
-        environ: Environment variables, usually ``os.environ``; never modified.
-    """
+    """Return how the launcher's agents meet, as far as the variables tell; None where it has no agents."""
     agent = LAUNCHERS[environment.launcher].agent
     if agent is None:
         return None
@@ -43,12 +38,7 @@ def find_meeting(environment: LaunchEnvironment, environ: Mapping[str, str]) -> 
 
 
 def ask_agent(environment: LaunchEnvironment, environ: Mapping[str, str]) -> Meeting:
-    """Return how the launcher's agents meet, as the store of the one on the first host tells. It takes torch.
-
-    Args:
-        environment: What the launcher says.
-        environ: Environment variables, usually ``os.environ``; never modified.
-    """
+    """Return how the launcher's agents meet, as the store of the one on the first host tells. It takes torch."""
     from distman._torch_internals import is_static_rendezvous
 
     if environment.main_address is None or environment.main_port is None or environment.node_rank is None:

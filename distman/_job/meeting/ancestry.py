@@ -11,27 +11,16 @@ from pathlib import Path
 
 @dataclasses.dataclass(frozen=True)
 class Process:
-    """A process of this host.
-
-    Attributes:
-        pid: Its process id.
-        parent: That of its parent.
-        name: Name of its program, shortened by the system.
-        started: When it started, in seconds of :func:`time.time`.
-    """
+    """A process of this host."""
 
     pid: int
-    parent: int
-    name: str
-    started: float
+    parent: int  # its process id
+    name: str  # of its program, shortened by the system
+    started: float  # in seconds of time.time
 
     @classmethod
     def of(cls, pid: int) -> Process:
-        """Return what is known of a process.
-
-        Raises:
-            OSError: There is none, or the system does not show it.
-        """
+        """Return what is known of a process; raise OSError if there is none, or the system does not show it."""
         stat = (_folder(pid) / "stat").read_text(encoding="utf-8", errors="replace")
         name, _, rest = stat.partition("(")[2].rpartition(")")
         fields = rest.split()

@@ -74,11 +74,8 @@ def _of_other_users(point: Endpoint) -> dict[str, str]:
 
 
 def _names() -> Iterator[str] | None:
-    """Return the names, of no file, at which sockets of this host listen; None where the system does not show them.
-
-    Source:
-        proc(5), /proc/net/unix: the fourth word has the flags, the eighth is the name.
-    """
+    """Return the names, of no file, at which sockets of this host listen; None where the system does not show them."""
+    # Source: proc(5), /proc/net/unix: the fourth word has the flags, the eighth is the name.
     try:
         table = Path("/proc/self/net/unix").read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
@@ -110,18 +107,8 @@ def door_at(address: Address, point: Endpoint, patience: float = PATIENCE) -> Do
 
 
 def find_store(point: Endpoint, rank: int, timeout: float, *, role: int = MEMBER, left: Collection[str] = ()) -> Client:
-    """Try every place of the endpoint until the job's store answers.
-
-    Args:
-        point: Where to look.
-        rank: Who looks.
-        timeout: Seconds to go on looking.
-        role: As what to enter.
-        left: Sessions that this process has taken part in before: those stores are about to close.
-
-    Raises:
-        RendezvousError: None answered within ``timeout`` seconds.
-    """
+    """Try every place of the endpoint until the job's store answers."""
+    # ``left`` has the sessions that this process has taken part in before: those stores are about to close.
     started = time.monotonic()
     deadline = started + timeout
     pause = _FIRST_PAUSE
@@ -148,23 +135,11 @@ def find_store(point: Endpoint, rank: int, timeout: float, *, role: int = MEMBER
 
 
 def enter(found: Door, role: int, rank: int, left: Collection[str], *, shuts: bool = False) -> Client:
-    """Return a connection to the store behind a door; the arguments are those of :func:`find_store`.
-
-    A job that has started, and in which a rank has left or failed since, is over for whoever comes now. Its store stays
-    as long as one of its ranks does, which saves something, or is stopped.
-
-    Args:
-        found: The door.
-        role: As what to enter.
-        rank: Who enters.
-        left: Sessions that this process has taken part in before: those stores are about to close.
-        shuts: Whether the store of a job that is over must let nobody in any more, and leave its place.
-
-    Raises:
-        StillOpenError: It is the store of an earlier start.
-        ForeignServiceError: What listens there is not the store of this job.
-        OSError: Nothing listens there, or it cannot be reached.
-    """
+    """Return a connection to the store behind a door; the arguments are those of :func:`find_store`."""
+    # A job that has started, and in which a rank has left or failed since, is over for whoever comes now:
+    # StillOpenError. Its store stays as long as one of its ranks does, which saves something, or is stopped. With
+    # ``shuts``, it lets nobody in any more, and leaves its place. Other errors are ForeignServiceError and OSError, as
+    # of :func:`dial`.
     client = Client(found, role, rank)
     try:
         is_over = client.check([_STARTED, _FIRST_TO_LEAVE]) or client.check([_STARTED, _FAILURE])
@@ -182,15 +157,9 @@ def enter(found: Door, role: int, rank: int, left: Collection[str], *, shuts: bo
 def try_all(
     point: Endpoint, rank: int, patience: float, *, role: int = MEMBER, left: Collection[str] = ()
 ) -> tuple[Client | None, dict[str, str], dict[str, str]]:
-    """Try every place of the endpoint once; the arguments are those of :func:`find_store`.
-
-    Those come last where one would have to stand in line, and share the patience: another user's process may listen at
-    any number of names of this job's, and let nobody pass.
-
-    Returns:
-        A connection to the store, or None; why there is none, by place; and those of the reasons that tell of something
-        else that listens there, be it the store of an earlier start.
-    """
+    """Try every place of the endpoint once: a connection or None, why there is none, and what else listens there."""
+    # Those come last where one would have to stand in line, and share the patience: another user's process may listen
+    # at any number of names of this job's, and let nobody pass. What else listens may be the store of an earlier start.
     reasons: dict[str, str] = {}
     in_the_way: dict[str, str] = {}
     places, in_line = list(_places(point)), 0.0

@@ -58,14 +58,9 @@ def tell_of(error: BaseException) -> Callable[[], object]:
 
 
 def is_started_by_rank(environ: Mapping[str, str]) -> bool:
-    """Return whether a rank started this process, which inherits its variables, for some work of its own.
-
-    Such a process does not speak for the rank. A parent that the launcher told the same place is that rank if it runs
-    Python, unless it was told to run this very program, as a wrapper such as ``conda run python train.py`` is.
-
-    Args:
-        environ: Environment variables, usually ``os.environ``; never modified.
-    """
+    """Return whether a rank started this process, which inherits its variables, for some work of its own."""
+    # Such a process does not speak for the rank. A parent that the launcher told the same place is that rank if it runs
+    # Python, unless it was told to run this very program, as a wrapper such as ``conda run python train.py`` is.
     place = _place(environ)
     program = next((word for word in sys.orig_argv[1:] if not word.startswith("-")), None)
     for ancestor in ancestors():
@@ -86,19 +81,10 @@ def _place(environ: Mapping[str, str]) -> tuple[str, int, int] | None:
 
 
 def tell_waiting_ranks(failure: dict[str, Any], environ: Mapping[str, str], *, patience: float = _PATIENCE) -> bool:
-    """Leave the failure with the store of the job, or open it for some seconds to tell who comes.
-
-    Nothing is done where the other ranks end with this one, nor where no endpoint is known. It needs no torch, so
-    it also serves a rank that failed to import it.
-
-    Args:
-        failure: The fields of a ``JobFailed``.
-        environ: Environment variables, usually ``os.environ``; never modified.
-        patience: Seconds to wait for ranks that come later; 0 tells those that are there.
-
-    Returns:
-        Whether the others would listen to this rank; not where it cannot prove that it is one.
-    """
+    """Tell the ranks of a failure, the fields of a ``JobFailed``, and return whether they would listen to this rank."""
+    # It is left with the store of the job, or that is opened for ``patience`` seconds to tell who comes. Nothing is
+    # done where the other ranks end with this one, nor where no endpoint is known. It needs no torch, so it also serves
+    # a rank that failed to import it. The others do not listen where it cannot prove that it is a rank.
     try:
         environment = detect(environ).environment
     except DistmanError:

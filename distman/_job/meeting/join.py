@@ -38,17 +38,11 @@ _FILES_BESIDE = 512  # for data, libraries and the program itself
 
 @dataclasses.dataclass(frozen=True)
 class Rendezvous:
-    """A job whose ranks have met.
-
-    Attributes:
-        job_store: Where the ranks met.
-        store: The part of its store that belongs to this job.
-        peers: All ranks, in rank order.
-    """
+    """A job whose ranks have met."""
 
     job_store: JobStore
-    store: TorchStore
-    peers: Peers
+    store: TorchStore  # the part of its store that belongs to this job
+    peers: Peers  # all ranks, in rank order
 
 
 def join(
@@ -61,24 +55,9 @@ def join(
     unreachable_after: float,
     on_meeting: Callable[[], None],
 ) -> Rendezvous:
-    """Meet the other ranks of the job and exchange join records.
-
-    Collective.
-
-    Args:
-        environment: What the launcher says.
-        environ: Environment variables, usually ``os.environ``; never modified.
-        device: The device that the program asked for; None leaves the choice to the rank's place.
-        backend: The backend that the program asked for; None leaves the choice to the device.
-        timeout: Seconds to wait for the others.
-        unreachable_after: Seconds after which a host is given up that acknowledges nothing.
-        on_meeting: Called when this rank can be heard: from then on it is done here to tell the others of a failure.
-
-    Raises:
-        RendezvousError: Ranks are missing, double, unlike or share a GPU, or the address is not reachable.
-        DistmanError: The process of the store may not open files enough.
-        JobFailed: A rank raised on its way here.
-    """
+    """Meet the other ranks of the job and exchange join records."""
+    # ``on_meeting`` is called when this rank can be heard: from then on it is done here to tell the others of a
+    # failure.
     allow_open_files(_FILES_PER_RANK * environment.world_size + _FILES_BESIDE)
     is_alone = environment.world_size == 1
     protection = None if is_alone else find_protection(environment, environ)
@@ -152,13 +131,7 @@ def join_at(
     source: str,
     environ: Mapping[str, str],
 ) -> Peers:
-    """Exchange join records over a store that every rank has already reached.
-
-    Collective.
-
-    Raises:
-        RendezvousError: See :func:`join`.
-    """
+    """Exchange join records over a store that every rank has already reached."""
     expected_hosts = LAUNCHERS[me.launcher].expected_hosts
     expected = {} if expected_hosts is None else dict(enumerate(expected_hosts(environ)))
     return establish_membership(job_store, store, me, timeout=timeout, source=source, expected=expected)

@@ -28,21 +28,13 @@ COMMON = {
 
 @dataclasses.dataclass(frozen=True)
 class Origin:
-    """Where a process comes from. None of it must be alike on all ranks of a job; it speaks where two claim one rank.
+    """Where a process comes from; may differ between the ranks of a job, and speaks where two claim one rank."""
 
-    Attributes:
-        started: When the process started, in seconds of :func:`time.time`.
-        command: The program and its arguments, fit to be printed.
-        folder: Its working directory.
-        parent: Process id of its parent.
-        session: Id of its session, such as that of a terminal.
-    """
-
-    started: float
-    command: Line
-    folder: Line
-    parent: int
-    session: int
+    started: float  # in seconds of time.time
+    command: Line  # the program and its arguments, fit to be printed
+    folder: Line  # its working directory
+    parent: int  # process id of its parent
+    session: int  # id of its session, such as that of a terminal
 
     @classmethod
     def of_this_process(cls) -> Origin:
@@ -63,56 +55,30 @@ class Origin:
 
 @dataclasses.dataclass(frozen=True)
 class JoinRecord:
-    """What a rank says of itself when it arrives; ``None`` where its launcher is silent.
-
-    Attributes:
-        rank: Its rank.
-        world_size: The number of ranks it believes in.
-        local_rank: Its index on its host.
-        local_world_size: Number of ranks on its host.
-        node_rank: Index of its host.
-        num_nodes: Number of hosts.
-        host: Name of its host.
-        boot_id: What tells that host from others of the same name; empty where the system does not show it.
-        pid: Its process id there.
-        launcher: Who started it.
-        backend: Backend of the process group that it is about to make.
-        device_type: Type of device it computes on.
-        device: The device that the program asked for; None leaves the choice to the rank's place.
-        visible: UUIDs of the devices it sees, in the order of their indices; empty for the CPU.
-        has_own_devices: Whether the launcher says that no other rank sees these devices.
-        is_sharing_allowed: Whether it accepts to share its GPU with other ranks.
-        torch: Version of torch.
-        distman: Version of distman.
-        origin: Where its process comes from, which may tell its job from another one.
-    """
+    """What a rank says of itself when it arrives; ``None`` where its launcher is silent."""
 
     rank: int
-    world_size: int
+    world_size: int  # the number of ranks it believes in
     local_rank: int | None
     local_world_size: int | None
     node_rank: int | None
     num_nodes: int | None
     host: Line
-    boot_id: Line
+    boot_id: Line  # what tells that host from others of the same name; empty where the system does not show it
     pid: int
     launcher: Line
-    backend: Line
-    device_type: Line
-    device: Line | None
-    visible: tuple[Line, ...]
-    has_own_devices: bool
-    is_sharing_allowed: bool
+    backend: Line  # of the process group that it is about to make
+    device_type: Line  # type of device it computes on
+    device: Line | None  # the device that the program asked for; None leaves the choice to the rank's place
+    visible: tuple[Line, ...]  # UUIDs of the devices it sees, in the order of their indices; empty for the CPU
+    has_own_devices: bool  # whether the launcher says that no other rank sees these devices
+    is_sharing_allowed: bool  # whether it accepts to share its GPU with other ranks
     torch: Line
     distman: Line
-    origin: Origin
+    origin: Origin  # where its process comes from, which may tell its job from another one
 
     def __post_init__(self) -> None:
-        """Refuse what no process can say of itself.
-
-        Raises:
-            ValueError: It is of another process, perhaps of another program.
-        """
+        """Refuse what no process can say of itself: it is of another process, perhaps of another program."""
         places = (self.rank, self.local_rank, self.node_rank)
         sizes = (self.world_size, self.local_world_size, self.num_nodes)
         if any((place or 0) < 0 for place in places) or any((1 if size is None else size) < 1 for size in sizes):
@@ -139,17 +105,10 @@ def describe_claim(claim: JoinRecord) -> str:
 
 
 def is_mixed(surplus: JoinRecord, holder: JoinRecord, members: Iterable[JoinRecord]) -> bool:
-    """Return whether a complete job may consist of ranks of two, now that another process claims one of its ranks.
-
-    A job that was complete long before is not blamed for a later one that takes the same port. Two that start together
-    may have met in any order: unless each other member of the job is more like the holder of the rank than like the
-    process that came too late, nobody can tell which of them belongs to it.
-
-    Args:
-        surplus: The process that came too late.
-        holder: The one that holds its rank.
-        members: All of the job.
-    """
+    """Return whether a complete job may consist of ranks of two, now that another process claims one of its ranks."""
+    # A job that was complete long before is not blamed for a later one that takes the same port. Two that start
+    # together may have met in any order: unless each other member of the job is more like the holder of the rank than
+    # like the process that came too late, nobody can tell which of them belongs to it.
     if abs(surplus.origin.started - holder.origin.started) > _SAME_START:
         return False
     others = (member for member in members if member.rank != holder.rank)

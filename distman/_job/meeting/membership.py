@@ -62,25 +62,9 @@ def establish_membership(
     source: str,
     expected: Mapping[int, str],
 ) -> Peers:
-    """Join, wait for all ranks of the job, and return them.
-
-    Collective.
-
-    Args:
-        job_store: Where the ranks meet.
-        store: The part of its store that belongs to this start alone.
-        me: What this rank says of itself.
-        timeout: Seconds to wait for the others.
-        source: Where the address came from, for messages.
-        expected: Host of each rank, as far as the launcher tells.
-
-    Returns:
-        One peer per rank, in rank order, the same on all ranks.
-
-    Raises:
-        RendezvousError: On every rank that arrived: ranks are missing, double, unlike or share a GPU.
-        JobFailed: On every rank that arrived: a rank raised before it got here.
-    """
+    """Join, wait for all ranks of the job, and return them in rank order, the same on all ranks."""
+    # ``store`` is the part that belongs to this start alone; ``expected`` has the host of each rank, as far as the
+    # launcher tells. The errors are those of :func:`distman._job.meeting.join.join`, on every rank that arrived.
     membership = _Membership(job_store, store, me, timeout, source, expected)
     peers: list[Peers] = []
 
@@ -136,11 +120,7 @@ class _Verdict:
 
     @classmethod
     def unpack(cls, data: bytes) -> _Verdict:
-        """Return the verdict that a message is.
-
-        Raises:
-            MalformedMessageError: It is none.
-        """
+        """Return the verdict that a message is."""
         what = "the verdict on who takes part"
         stream = zlib.decompressobj()
         try:
@@ -310,10 +290,8 @@ class _Membership:
         timeout: float,
         report: Callable[[], None] = lambda: None,
     ) -> _Verdict | None:
-        """Return what ``look`` finds, or None after ``timeout`` seconds without a find.
-
-        It looks again when the next key is set, or after a pause: the key may hold nonsense.
-        """
+        """Return what ``look`` finds, or None after ``timeout`` seconds without a find."""
+        # It looks again when the next key is set, or after a pause: the key may hold nonsense.
         pause = min(max(_SHORTEST_LIMIT, _PAUSE_PER_RANK * self.me.world_size), _LONGEST_LIMIT)
         next_report = _PROGRESS_EVERY
         while (found := look()) is None:
@@ -395,13 +373,7 @@ class _Membership:
         raise error
 
     def _part(self, error: BaseException, seconds: float, *, with_all: bool) -> None:
-        """Leave a failed start: who opened the store stays until the others have heard of it.
-
-        Args:
-            error: Why it failed.
-            seconds: How long to stay at most.
-            with_all: Wait for ranks that are still on their way, too.
-        """
+        """Leave a failed start: who opened the store stays until the others have heard of it."""
         if not self.has_heard:  # one that is interrupted here parts once more
             self.has_heard = True
             self.store.revoke_will()
@@ -425,9 +397,5 @@ class _Membership:
 
 
 def _join(text: bytes, place: int) -> JoinRecord:
-    """Return the join record that a message is.
-
-    Raises:
-        MalformedMessageError: It is none.
-    """
+    """Return the join record that a message is."""
     return decode(text, JoinRecord, f"the join record of the process that came as number {place}")

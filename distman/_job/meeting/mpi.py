@@ -36,21 +36,10 @@ def is_installed() -> bool:
 
 
 def broadcast_from_rank_zero(environment: LaunchEnvironment, make: Callable[[], T], timeout: float) -> T:
-    """Return what ``make`` gives on rank 0, on every rank, by a broadcast over MPI.
-
-    Collective. MPI is initialized where it is not yet, and stays so: a program may go on to use it.
-
-    Args:
-        environment: What the launcher says; MPI itself must agree.
-        make: Called on rank 0 only. If it raises, the error is raised there and a RendezvousError on the
-            other ranks.
-        timeout: Seconds. MPI itself waits forever, and nothing can interrupt it: a process that waits longer
-            says so and aborts, which ends the job.
-
-    Raises:
-        RendezvousError: mpi4py is missing, finds no MPI, finds another MPI than the one that started the
-            ranks, or ``make`` raised on rank 0.
-    """
+    """Return what ``make`` gives on rank 0, on every rank, by a broadcast over MPI."""
+    # MPI is initialized where it is not yet, and stays so: a program may go on to use it. It waits forever, and nothing
+    # can interrupt it: a process that waits longer than ``timeout`` says so and aborts, which ends the job. If ``make``
+    # raises, the error is raised on rank 0 and a RendezvousError on the other ranks.
     with _exit_after(timeout, environment):
         return _broadcast(environment, make)
 
@@ -86,10 +75,8 @@ def _broadcast(environment: LaunchEnvironment, make: Callable[[], T]) -> T:
 
 
 def _initialized() -> ModuleType:
-    """Return mpi4py's module, with MPI initialized as mpi4py does at its import, but without the GIL.
-
-    MPI waits there for all ranks, and a thread of this process must be able to give up meanwhile.
-    """
+    """Return mpi4py's module, with MPI initialized as mpi4py does at its import, but without the GIL."""
+    # MPI waits there for all ranks, and a thread of this process must be able to give up meanwhile.
     import mpi4py
 
     wants, mpi4py.rc.initialize = mpi4py.rc.initialize, False
@@ -131,10 +118,8 @@ def is_up() -> bool:
 
 
 def abort() -> None:
-    """End the whole MPI job, where MPI is up, and this process with it.
-
-    Blocking, for some seconds where MPI itself is stuck; then this process has to end in another way.
-    """
+    """End the whole MPI job, where MPI is up, and this process with it."""
+    # It takes some seconds where MPI itself is stuck; then this process has to end in another way.
     if is_up():
         run_with_timeout(functools.partial(sys.modules["mpi4py.MPI"].COMM_WORLD.Abort, 1), _PATIENCE)
 

@@ -40,11 +40,7 @@ class DaemonError(RendezvousError):
 
 
 def find_socket(environ: Mapping[str, str]) -> str | None:
-    """Return where the munge daemon of this host listens for Slurm; None without it, or without libmunge.
-
-    Args:
-        environ: Environment variables, usually ``os.environ``; never modified.
-    """
+    """Return where the munge daemon of this host listens for Slurm; None without it, or without libmunge."""
     try:
         library = _load()
     except OSError:
@@ -54,15 +50,7 @@ def find_socket(environ: Mapping[str, str]) -> str | None:
 
 
 def seal(payload: bytes, path: str) -> bytes:
-    """Return a credential that only processes of this user can open.
-
-    Args:
-        payload: What they shall read.
-        path: The daemon's socket.
-
-    Raises:
-        DaemonError: The daemon does not answer, or refuses.
-    """
+    """Return a credential that only processes of this user can open; raise DaemonError if the daemon does not help."""
     library = _load()
     made = ctypes.c_char_p()
     with _context(library, path) as context:
@@ -76,16 +64,7 @@ def seal(payload: bytes, path: str) -> bytes:
 
 
 def unseal(credential: bytes, path: str) -> bytes:
-    """Return what a process of this user has sealed, on whatever host and whenever.
-
-    Args:
-        credential: What somebody sent.
-        path: The daemon's socket.
-
-    Raises:
-        CredentialError: It is no credential, was made by another user, or for another one.
-        DaemonError: The daemon does not answer.
-    """
+    """Return what a process of this user has sealed, on whatever host and whenever; else raise CredentialError."""
     library = _load()
     text, length, uid = ctypes.c_void_p(), ctypes.c_int(), ctypes.c_uint32()
     with _context(library, path) as context:

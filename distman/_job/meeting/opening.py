@@ -32,19 +32,12 @@ _ENTRY_GRACE = 10.0  # seconds longer than the ranks try to come: then nobody do
 
 @dataclasses.dataclass(frozen=True)
 class _Opening:
-    """What belongs to opening the store, beside the place.
+    """What belongs to opening the store, beside the place."""
 
-    Attributes:
-        timeout: Seconds for the process to start.
-        left: Sessions that this process has taken part in before: those stores are about to close.
-        failure: What all who come are told, if this process starts it.
-        meanwhile: Does what else takes milliseconds, while the process starts.
-    """
-
-    timeout: float
-    left: Collection[str]
-    failure: bytes
-    meanwhile: Callable[[], None]
+    timeout: float  # seconds for the process to start
+    left: Collection[str]  # sessions that this process has taken part in before: those stores are about to close
+    failure: bytes  # what all who come are told, if this process starts it
+    meanwhile: Callable[[], None]  # does what else takes milliseconds, while the process starts
 
 
 def nothing() -> None:
@@ -60,23 +53,7 @@ def start_or_enter(
     failure: bytes = b"",
     meanwhile: Callable[[], None] = nothing,
 ) -> tuple[Client, bool]:
-    """Start the store of the job, or enter the one that another process of the job has started.
-
-    Args:
-        point: Where the ranks meet.
-        rank: Who opens it.
-        timeout: Seconds for the process to start.
-        left: Sessions that this process has taken part in before: those stores are about to close.
-        failure: What all who come are told, if this process starts it.
-        meanwhile: Does what else takes milliseconds, while the process starts.
-
-    Returns:
-        A connection to it, and whether it was started here.
-
-    Raises:
-        RendezvousError: The port that the user named is taken, or the others look for it on another host, or its
-            process does not start.
-    """
+    """Start the store of the job, or enter that of another process of it; return also whether it was started here."""
     opening = _Opening(timeout, left, failure, meanwhile)
     return _open_on_this_host(point, rank, opening) if point.is_on_one_host else _open_at_port(point, rank, opening)
 
@@ -197,11 +174,7 @@ def _started(
 
 
 def _enter_own(door: Door, point: Endpoint, rank: int) -> Client:
-    """Enter a store that was started here.
-
-    Raises:
-        RendezvousError: It is gone already, or another program answers in its place.
-    """
+    """Enter a store that was started here."""
     try:
         return Client(door, rank=rank)
     except (OSError, ForeignServiceError) as error:
@@ -213,11 +186,9 @@ def _enter_own(door: Door, point: Endpoint, rank: int) -> Client:
 
 
 def _check_is_found(point: Endpoint, port: int) -> None:
-    """Refuse to wait for ranks that look for the store on another host.
-
-    An address that is not this host's own may lead here all the same, through a translation of addresses: so it is
-    tried. A name that this host does not know is left to the others.
-    """
+    """Refuse to wait for ranks that look for the store on another host."""
+    # An address that is not this host's own may lead here all the same, through a translation of addresses: so it is
+    # tried. A name that this host does not know is left to the others.
     address = point.addresses[0]
     try:
         addresses = addresses_of(address)

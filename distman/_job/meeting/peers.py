@@ -66,11 +66,7 @@ class Peer:
 
 
 class Peers(Sequence[Peer]):
-    """All ranks of a job, in rank order; a rank becomes an object when somebody asks for it.
-
-    Args:
-        rows: The fields of each peer as JSON, in rank order: as they travelled, for a job may have many.
-    """
+    """All ranks of a job, in rank order; a rank becomes an object when somebody asks for it."""
 
     def __init__(self, rows: Sequence[bytes]) -> None:
         self.rows = tuple(rows)
@@ -112,12 +108,8 @@ class Peers(Sequence[Peer]):
 
 
 def find_faults(arrived: Sequence[JoinRecord], world_size: int) -> list[str]:
-    """Return a sentence for each thing that keeps these ranks from being one job; absence is none.
-
-    Args:
-        arrived: All join records so far, in the order of their arrival.
-        world_size: Number of ranks of the job.
-    """
+    """Return a sentence for each thing that keeps these ranks from being one job; absence is none."""
+    # ``arrived`` is in the order of arrival.
     by_rank = _grouped((join_record.rank, join_record) for join_record in arrived)
     faults = [
         f"rank {rank} must be one process, got {len(claims)}: {_listed(map(describe_claim, claims))}. {OWN_RANK}"
@@ -132,36 +124,21 @@ def find_faults(arrived: Sequence[JoinRecord], world_size: int) -> list[str]:
 
 
 def describe_missing(arrived: Iterable[JoinRecord], world_size: int, expected: Mapping[int, str]) -> str:
-    """Return who is missing, such as ``rank 2 (expected on n2)``; an empty text where nobody is.
-
-    Args:
-        arrived: All join records so far.
-        world_size: Number of ranks of the job.
-        expected: Host of each rank, as far as the launcher tells.
-    """
+    """Return who is missing, such as ``rank 2 (expected on n2)``; an empty text where nobody is."""
     missing = sorted(set(range(world_size)) - {join_record.rank for join_record in arrived})
     places = (f"{rank} (expected on {expected[rank]})" if rank in expected else f"{rank}" for rank in missing)
     return f"rank{'s' * (len(missing) > 1)} {_listed(places)}" if missing else ""
 
 
 def describe_present(arrived: Iterable[JoinRecord]) -> str:
-    """Return who is there, such as ``0 (n1, pid 812), 1 (n1, pid 813)``.
-
-    Args:
-        arrived: All join records so far.
-    """
+    """Return who is there, such as ``0 (n1, pid 812), 1 (n1, pid 813)``."""
     ranked = sorted(arrived, key=lambda join_record: join_record.rank)
     return _listed(f"{join_record.rank} ({join_record.host}, pid {join_record.pid})" for join_record in ranked)
 
 
 def complete(arrived: Sequence[JoinRecord]) -> Peers:
-    """Return the ranks of a job without faults, in rank order, with what the launcher did not say derived.
-
-    Hosts are counted in the order of their first rank; so are ranks within a host.
-
-    Args:
-        arrived: One join record of each rank, in any order.
-    """
+    """Return the ranks of a job without faults, in rank order, with what the launcher did not say derived."""
+    # Hosts are counted in the order of their first rank; so are ranks within a host.
     ranked = sorted(arrived, key=lambda join_record: join_record.rank)
     by_machine = _grouped((join_record.machine, join_record) for join_record in ranked)
     node_ranks = {machine: index for index, machine in enumerate(by_machine)}
@@ -197,10 +174,8 @@ def complete(arrived: Sequence[JoinRecord]) -> Peers:
 def _place_at_devices(
     me: JoinRecord, neighbours: Sequence[JoinRecord], local_rank: int, local_world_size: int
 ) -> tuple[int, int]:
-    """Return the index of a rank among those of its host that see the same devices, and their number.
-
-    They are all ranks of the host, unless the launcher has given each task, or some of them, devices of its own.
-    """
+    """Return the index of a rank among those of its host that see the same devices, and their number."""
+    # They are all ranks of the host, unless the launcher has given each task, or some of them, devices of its own.
     if me.has_own_devices:
         return 0, 1
     mine = set(me.visible)

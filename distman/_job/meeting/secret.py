@@ -48,34 +48,22 @@ class Source(enum.Enum):
 
 @dataclasses.dataclass(frozen=True)
 class DoorSecret:
-    """What the process that opens the store needs.
+    """What the process that opens the store needs."""
 
-    Attributes:
-        key: The secret; None where there is none.
-        credential: What it sends to everyone who comes, before any proof; empty but for munge.
-    """
-
-    key: bytes | None = dataclasses.field(repr=False)
+    key: bytes | None = dataclasses.field(repr=False)  # the secret; None where there is none
+    # what it sends to everyone who comes, before any proof; empty but for munge
     credential: bytes = dataclasses.field(default=b"", repr=False)
 
 
 @dataclasses.dataclass(frozen=True)
 class Protection:
-    """What keeps others out of the job.
-
-    Attributes:
-        source: Where the secret comes from.
-        key: The secret, where every rank has it beforehand.
-        socket: That of the munge daemon, if it is asked.
-        lack: Why there is no source, in words.
-        meeting: How the launcher's agents meet, who start programs as the user; None where it has none.
-    """
+    """What keeps others out of the job."""
 
     source: Source
-    key: bytes | None = dataclasses.field(default=None, repr=False)
-    socket: str = ""
-    lack: str = ""
-    meeting: Meeting | None = None
+    key: bytes | None = dataclasses.field(default=None, repr=False)  # the secret, where every rank has it beforehand
+    socket: str = ""  # that of the munge daemon, if it is asked
+    lack: str = ""  # why there is no source, in words
+    meeting: Meeting | None = None  # of the launcher's agents, who start programs as the user; None where it has none
 
     @property
     def has_secret(self) -> bool:
@@ -105,14 +93,7 @@ class Protection:
         return f"{self.source.value}, {agent.UNTOLD}" if self.meeting is Meeting.UNTOLD else self.source.value
 
     def draw(self, job_id: str) -> DoorSecret:
-        """Return what the process that opens the store needs; it is drawn anew where nobody has it beforehand.
-
-        Args:
-            job_id: Name of the job.
-
-        Raises:
-            RendezvousError: munge makes no credential.
-        """
+        """Return what the process that opens the store needs; it is drawn anew where nobody has it beforehand."""
         if self.source not in (Source.MPI, Source.TOLD, Source.MUNGE):
             return DoorSecret(self.key)
         key = os.urandom(_KEY_BYTES)
@@ -120,16 +101,8 @@ class Protection:
         return DoorSecret(key, credential)
 
     def read(self, job_id: str, credential: bytes) -> bytes | None:
-        """Return the secret that the other side has to prove, or None where there is none. Not for MPI, which tells it.
-
-        Args:
-            job_id: Name of the job.
-            credential: What it has sent before its proof; empty if it sent none.
-
-        Raises:
-            CredentialError: What it sent is not what this job's store would send.
-            RendezvousError: This host's munge daemon does not answer.
-        """
+        """Return the secret that the other side has to prove; None where there is none."""
+        # Not for MPI, which tells it. CredentialError: the other side has not sent what this job's store would send.
         if bool(credential) is not (self.source is Source.MUNGE):
             theirs = "sends one of munge" if credential else "sends no credential of munge"
             raise CredentialError(
@@ -148,32 +121,14 @@ class Protection:
 
 
 def find_protection(environment: LaunchEnvironment, environ: Mapping[str, str]) -> Protection:
-    """Return what keeps others out of the job, as far as the variables tell.
-
-    Args:
-        environment: What the launcher says.
-        environ: Environment variables, usually ``os.environ``; never modified.
-
-    Raises:
-        LaunchEnvironmentError: A secret is too short, or its file is not as it must be.
-        RendezvousError: A source is required, and there is none, or the ranks would not find each other without one.
-    """
+    """Return what keeps others out of the job, as far as the variables tell."""
     found = _find_source(environment, environ)
     found = dataclasses.replace(found, meeting=agent.find_meeting(environment, environ))
     return _checked_if_required(found, environ)
 
 
 def learn_protection(found: Protection, environment: LaunchEnvironment, environ: Mapping[str, str]) -> Protection:
-    """Return what keeps others out of the job, after a look at what the variables do not tell. It takes torch.
-
-    Args:
-        found: What the variables tell.
-        environment: What the launcher says, of rank 0.
-        environ: Environment variables, usually ``os.environ``; never modified.
-
-    Raises:
-        RendezvousError: Protection is required, and strangers can run code as the user.
-    """
+    """Return what keeps others out of the job, after a look at what the variables do not tell. It takes torch."""
     if found.meeting is Meeting.UNTOLD:
         found = dataclasses.replace(found, meeting=agent.ask_agent(environment, environ))
     return _checked_if_required(found, environ)
@@ -206,11 +161,7 @@ def _is_required(environ: Mapping[str, str]) -> bool:
 
 
 def check_adoption(environ: Mapping[str, str]) -> None:
-    """Refuse to take part in a process group that other code made, where the user wants to be protected.
-
-    Raises:
-        RendezvousError: He does, and nothing protects the store of that group.
-    """
+    """Refuse to take part in a process group that other code made, where the user wants to be protected."""
     if _is_required(environ):
         raise RendezvousError(
             f"the process group must be made by DistributedManager.initialize() where {_VARIABLE} is {_REQUIRED!r}, "

@@ -10,19 +10,10 @@ _LOOPBACK_NAMES = ("localhost", "localhost.localdomain", "localhost4", "localhos
 
 
 def bind_listener(address: str, port: int) -> socket.socket:
-    """Return a socket that listens at the port; port 0 takes any free one.
-
-    IPv4 is preferred where the address has both; who comes tries all addresses. One of the loopback is listened to
-    alone, so that nobody outside reaches the port, unless it is one to this host only: Debian lets the name of each
-    host mean 127.0.1.1 there, and others come by that name.
-
-    Args:
-        address: Name of this host, or one of its addresses.
-        port: The port.
-
-    Raises:
-        OSError: The port is taken, or the address is not known.
-    """
+    """Return a socket that listens at the port; port 0 takes any free one."""
+    # IPv4 is preferred where the address has both; who comes tries all addresses. One of the loopback is listened to
+    # alone, so that nobody outside reaches the port, unless it is one to this host only: Debian lets the name of each
+    # host mean 127.0.1.1 there, and others come by that name.
     family, resolved = min(_resolve(address), key=lambda place: place[0] != socket.AF_INET)
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:
@@ -46,11 +37,7 @@ def bracketed(host: str) -> str:
 
 
 def addresses_of(name: str) -> list[str]:
-    """Return the addresses of a name as this host sees them.
-
-    Raises:
-        OSError: The name is not known.
-    """
+    """Return the addresses of a name as this host sees them; raise OSError if it is not known."""
     return list(dict.fromkeys(address for _, address in _resolve(name)))
 
 
@@ -74,10 +61,8 @@ def leads_here(name: str) -> bool:
 
 
 def address_towards(name: str) -> str | None:
-    """Return the address of this host on the way to another one; None where there is no way, or it is the loopback.
-
-    The name of a host at which others meet leads back to it: then it is the address by which they come.
-    """
+    """Return the address of this host on the way to another one; None where there is no way, or it is the loopback."""
+    # The name of a host at which others meet leads back to it: then it is the address by which they come.
     try:
         family, address = _resolve(name)[0]
         with socket.socket(family, socket.SOCK_DGRAM) as probe:

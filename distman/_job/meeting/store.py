@@ -52,22 +52,15 @@ _told_by_agent = itertools.count()
 
 @dataclasses.dataclass
 class JobStore:
-    """This process's connection to the store of its job.
-
-    Attributes:
-        store: The connection.
-        url: Where the ranks met, such as ``tcp://n1:23145``.
-        secret: What who enters it has to prove; None where there is nothing.
-        is_opened_here: Whether this process has opened it: then it stays for others where the start fails.
-        opener: The rank that opened it, once the verdict has told; None where none did.
-        find_failure: Asks rank 0's agent, until the verdict, for a rank that failed on its way here.
-    """
+    """This process's connection to the store of its job."""
 
     store: TorchStore
-    url: str
+    url: str  # where the ranks met, such as ``tcp://n1:23145``
+    # what who enters it has to prove; None where there is nothing
     secret: bytes | None = dataclasses.field(default=None, repr=False)
-    is_opened_here: bool = False
-    opener: int | None = None
+    is_opened_here: bool = False  # then it stays for others where the start fails
+    opener: int | None = None  # the rank that opened it, once the verdict has told; None where none did
+    # asks rank 0's agent, until the verdict, for a rank that failed on its way here
     find_failure: Callable[[], FailureRecord | None] = lambda: None
 
     @property
@@ -85,16 +78,7 @@ class JobStore:
         *,
         unless: str,
     ) -> None:
-        """Let the process that serves the store tell of the end of this one, at once.
-
-        Args:
-            store: The part of the store where the keys are.
-            me: This process.
-            key: Where it tells, if nothing is there yet.
-            counter: Is raised then.
-            pack: Makes a message of what it tells.
-            unless: A key that prevents it.
-        """
+        """Let the process that serves the store tell of the end of this one, at once, as a :class:`Will` does."""
         died = FailureRecord.died(me)
         unreachable = FailureRecord.unreachable(me, self.store.client.unreachable_after)
         store.register_will(key, counter, unless=unless, if_closed=pack(died), if_unreachable=pack(unreachable))
@@ -111,20 +95,8 @@ def keep_store() -> JobStore:
 
 
 def open_or_join(point: Endpoint, rank: int, timeout: float, meanwhile: Callable[[], None] = nothing) -> JobStore:
-    """Return the store of the job that meets at this point.
-
-    Collective.
-
-    Args:
-        point: Where the ranks meet.
-        rank: This rank.
-        timeout: Seconds for the store to be there.
-        meanwhile: Does what else takes milliseconds, while the process of the store starts.
-
-    Raises:
-        RendezvousError: It could not be opened, or did not appear within ``timeout`` seconds.
-        JobFailed: A rank failed on its way here.
-    """
+    """Return the store of the job that meets at this point."""
+    # ``meanwhile`` does what else takes milliseconds, while the process of the store starts.
     if point.is_host and not point.has_agent:
         return open_store(point, rank, timeout, meanwhile)
     meanwhile()
@@ -132,15 +104,9 @@ def open_or_join(point: Endpoint, rank: int, timeout: float, meanwhile: Callable
 
 
 def open_store(point: Endpoint, rank: int, timeout: float, meanwhile: Callable[[], None] = nothing) -> JobStore:
-    """Start the store of the job, at a name of this host's own or at the first free port of the endpoint.
-
-    Where another process of the same job has done so already, join it: the verdict will say that this rank came twice.
-
-    Raises:
-        RendezvousError: The port that the user named is taken, or the others look for it on another host, or its
-            process does not start.
-        JobFailed: A rank failed on its way here.
-    """
+    """Start the store of the job, at a name of this host's own or at the first free port of the endpoint."""
+    # Where another process of the same job has done so already, join it: the verdict will say that this rank came
+    # twice.
     client, is_own = start_or_enter(point, rank, timeout, left=_left, meanwhile=meanwhile)
     if not is_own:
         return _entered(client, timeout)
@@ -151,25 +117,12 @@ def open_store(point: Endpoint, rank: int, timeout: float, meanwhile: Callable[[
 
 
 def join_store(point: Endpoint, rank: int, timeout: float) -> JobStore:
-    """Find the store of the job, as soon as it is opened.
-
-    Collective.
-
-    Raises:
-        RendezvousError: It did not appear within ``timeout`` seconds.
-        JobFailed: A rank failed on its way here.
-    """
+    """Find the store of the job, as soon as it is opened."""
     return _entered(find_store(point, rank, timeout, left=_left), timeout)
 
 
 def tell_over_mpi(environment: LaunchEnvironment, point: Endpoint, timeout: float) -> JobStore:
-    """Open the store on rank 0, at any free port, and tell the others over MPI where it is.
-
-    Collective.
-
-    Raises:
-        RendezvousError: MPI cannot be used, or the store cannot be reached.
-    """
+    """Open the store on rank 0, at any free port, and tell the others over MPI where it is."""
     opened: list[JobStore] = []
 
     def open_here() -> tuple[Told, bytes | None]:
@@ -189,20 +142,8 @@ def tell_over_mpi(environment: LaunchEnvironment, point: Endpoint, timeout: floa
 def open_beside(
     group_store: dist.Store, job: str, rank: int, timeout: float, unreachable_after: float = UNREACHABLE_AFTER
 ) -> JobStore:
-    """Open the store of a job whose process group other code has made, and tell the others over that group's store.
-
-    Collective. The first rank to come opens it. Who reads the group's store is let in.
-
-    Args:
-        group_store: The store of the process group.
-        job: Name of the job, which begins the keys there.
-        rank: This rank.
-        timeout: Seconds for the store to be there.
-        unreachable_after: Seconds after which a host is given up that acknowledges nothing.
-
-    Raises:
-        RendezvousError: It could not be opened, or did not appear within ``timeout`` seconds.
-    """
+    """Open the store of a job whose process group other code has made, and tell the others over that group's store."""
+    # The first rank to come opens it. Who reads the group's store is let in.
     claimed, key = protocol.opening_beside(job), protocol.store_beside(job)
     point = Endpoint(job, (), (), ADOPTED, is_host=False, protection=Protection(Source.TOLD))
     point = dataclasses.replace(point, unreachable_after=unreachable_after)
@@ -232,10 +173,8 @@ def open_beside(
 
 
 def _tell_over_agent(point: Endpoint, rank: int, timeout: float) -> JobStore:
-    """Open the store on rank 0, at any free port, and tell the others in the agent's store where it is.
-
-    Anybody can write there. It leads a rank to a store, which has to prove that it is this job's, or ends the start.
-    """
+    """Open the store on rank 0, at any free port, and tell the others in the agent's store where it is."""
+    # Anybody can write there. It leads a rank to a store, which has to prove that it is this job's, or ends the start.
     agent = _connect(point, timeout)
     start = next(_told_by_agent)
     key = protocol.store_address(point.job_id, start)
@@ -297,11 +236,7 @@ def _find_over_agent(
 
 
 def tell_agent(point: Endpoint, failure: str, timeout: float) -> None:
-    """Leave word with the launcher's agent that this rank failed on its way to the job's store.
-
-    Raises:
-        RendezvousError: The agent's store cannot be reached.
-    """
+    """Leave word with the launcher's agent that this rank failed on its way to the job's store."""
     agent = _connect(point, timeout)
     with contextlib.suppress(dist.DistError):  # it has ended, and so do the others
         agent.compare_set(protocol.start_failure(point.job_id, point.restart), "", failure)
@@ -327,11 +262,7 @@ def _place_told(told: Told, point: Endpoint, secret: bytes | None = None) -> End
 
 
 def _entered(client: Client, timeout: float) -> JobStore:
-    """Return the connection to a store that another process has opened.
-
-    Raises:
-        JobFailed: A rank failed on its way here, and has left word.
-    """
+    """Return the connection to a store that another process has opened."""
     if client.failure:
         with contextlib.closing(client), contextlib.suppress(StoreLostError):  # then nobody counts any more
             client.add(protocol.in_job(protocol.TURNED_AWAY).encode(), 1)

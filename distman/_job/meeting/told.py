@@ -17,28 +17,16 @@ class UnprovedError(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class Told:
-    """Where the store is.
-
-    Attributes:
-        addresses: Those of its host.
-        port: Where it is there.
-        job: Name that rank 0 has given to this start.
-    """
+    """Where the store is."""
 
     addresses: Addresses
     port: Port
-    job: str
+    job: str  # the name that rank 0 has given to this start
 
     def seal(self, key: str, secret: bytes | None) -> str:
-        """Return it as a message for a place where anybody can write.
-
-        The handshake proves to which port a connection leads, and not to which host. So an answer that is not proved
-        could lead to a program on another host that passes everything on.
-
-        Args:
-            key: Where it is written.
-            secret: The secret of the job; None where there is none.
-        """
+        """Return it as a message for a place where anybody can write."""
+        # The handshake proves to which port a connection leads, and not to which host. So an answer that is not proved
+        # could lead to a program on another host that passes everything on.
         return json.dumps({"told": dataclasses.asdict(self), "proof": self._proof(key, secret)})
 
     def _proof(self, key: str, secret: bytes | None) -> str:
@@ -47,26 +35,13 @@ class Told:
 
 
 def useful_elsewhere(addresses: list[str]) -> tuple[str, ...]:
-    """Return the addresses of a host without those that mean every other host itself, unless there are no others.
-
-    There, another user's program may listen, and pass on what it hears.
-    """
+    """Return the addresses of a host without those that mean every other host itself, unless there are no others."""
+    # There, another user's program may listen, and pass on what it hears.
     return tuple(address for address in addresses if not means_loopback(address)) or tuple(addresses)
 
 
 def unseal(message: bytes, key: str, secret: bytes | None, what: str) -> Told:
-    """Return what rank 0 has told.
-
-    Args:
-        message: What was written.
-        key: Where.
-        secret: The secret of the job; None where there is none.
-        what: What it is, for messages.
-
-    Raises:
-        MalformedMessageError: It is something else.
-        UnprovedError: Somebody else has told it.
-    """
+    """Return what rank 0 has told; raise UnprovedError if it was somebody else, MalformedMessageError if nobody."""
     sealed = decode(message, _Sealed, what)
     if not hmac.compare_digest(sealed.proof.encode(), sealed.told._proof(key, secret).encode()):
         raise UnprovedError
