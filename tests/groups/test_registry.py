@@ -27,7 +27,7 @@ from distman import (
 )
 from distman._base.process_state import reset
 from distman._coordination.consensus import Consensus
-from distman._job.groups import connecting
+from distman._job.groups import registry
 from distman.decorators import on_rank
 from distman.testing import ranks
 
@@ -370,7 +370,7 @@ def test_a_rank_that_makes_no_groups_is_named(rank):
 
 def fail_on(failing, rank, monkeypatch, after=0):
     """Let the making of groups fail on one rank, after some that succeed."""
-    make, calls = connecting.make_group, iter(range(100))
+    make, calls = registry.make_group, iter(range(100))
 
     def fail(*arguments, **options):
         if next(calls) >= after:
@@ -378,7 +378,7 @@ def fail_on(failing, rank, monkeypatch, after=0):
         return make(*arguments, **options)
 
     if rank == failing:
-        monkeypatch.setattr(connecting, "make_group", fail)
+        monkeypatch.setattr(registry, "make_group", fail)
 
 
 @pytest.mark.parametrize("size", [1, 2])

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import itertools
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -16,19 +18,28 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from distman._base.log import logger
 from distman._coordination import protocol
+from distman._coordination.abortable_store import AbortableStore
 from distman._coordination.consensus import Consensus
 from distman._coordination.joint_blocks import JointBlocks
 from distman._coordination.monitor.calls import CallNumbers
 from distman._coordination.sections import ExclusiveSections
 from distman._coordination.tracking import call_site, check_all_run_here, check_speaks_for_rank
 from distman._coordination.wait_scope import WaitScope
+from distman._job.device import is_pure_gloo
 from distman._job.group_end import end_groups
-from distman._job.groups.connecting import connect, members_store
 from distman._job.groups.hosts import Neighbours, partitions_by_host, warn_of_crossing
 from distman._job.job import Job
+from distman._job.strangers import meets_on_this_host, noticed
 from distman._store.connection import GaveUpError
 from distman._store.torch_store import TorchStore
-from distman._torch_internals import device_types, is_registered, mesh_without_groups
+from distman._torch_internals import (
+    default_store,
+    device_types,
+    is_registered,
+    make_gloo_default,
+    make_group,
+    mesh_without_groups,
+)
 from distman.errors import DistmanError, UndefinedGroupError, undefined_group
 from distman.topology import GridPartition, Partition, Plan
 from distman.topology._plan import READY_MADE, check_new_names
@@ -126,7 +137,7 @@ class Groups:
         consensus = self._consensus(ranks, self._job.limits.rendezvous)
         if consensus is not None and len(ranks) > 1:
             consensus.require_success(step, None)
-        self._made[name] = self._make(name, ranks, key, members_store(self._job, protocol.failure_of(step)))
+        self._made[name] = self._make(name, ranks, key, self._members_store(protocol.failure_of(step)))
         return self._made[name]
 
     def ranks(self, name: str) -> tuple[int, ...]:
@@ -316,7 +327,7 @@ class Groups:
 
     def _make_all(self, plan: Plan, number: int) -> tuple[dict[str, Group], Exception | None]:
         made: dict[str, Group] = {}
-        store = members_store(self._job, protocol.failure_of(protocol.groups_made(number)))
+        store = self._members_store(protocol.failure_of(protocol.groups_made(number)))
         try:
             for name, partition in plan.partitions.items():
                 ranks = partition.block_of(self._job.peer.rank)
@@ -328,8 +339,34 @@ class Groups:
         return made, None
 
     def _make(self, name: str, ranks: tuple[int, ...], key: str, store: dist.Store | None) -> Group:
-        """Make one group; only its members take part."""
-        return replace(self._group(name, ranks, connect(self._job, name, ranks, key, store)), store=store)
+        """Make one group; only its members take part, with the same new ``key``."""
+        job = self._job
+        if job.backend is None:
+            return self._group(name, ranks, None)
+        with noticed(f"group {name!r}", len(ranks) - 1) if meets_on_this_host(job) else contextlib.nullcontext():
+            process_group = make_group(
+                ranks,
+                ranks.index(job.peer.rank),
+                name=f"distman/{key}",
+                description=name,
+                store=store,
+                timeout=timedelta(seconds=job.limits.collective),
+            )
+        if is_pure_gloo(dist.get_backend()):
+            make_gloo_default(process_group)
+        return replace(self._group(name, ranks, process_group), store=store)
+
+    def _members_store(self, failure_key: str) -> dist.Store | None:
+        """Return the store over which members of a new group find each other; None on one process."""
+        # Over gloo alone they wait there no longer than the rendezvous may take, or until the key is set. Other
+        # backends use the store from threads of their own, which must not call into Python.
+        job = self._job
+        if job.backend is None:
+            return None
+        if job.rendezvous is None:
+            return default_store()
+        store = job.rendezvous.store
+        return AbortableStore(store, failure_key, job.limits.rendezvous) if is_pure_gloo(job.backend) else store
 
     def _group(self, name: str, ranks: tuple[int, ...], process_group: dist.ProcessGroup | None) -> Group:
         consensus = None
