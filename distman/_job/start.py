@@ -270,13 +270,7 @@ def _join_in_group(me: JoinRecord, limits: Limits, unreachable_after: float) -> 
         job_store = keep_store()
     else:
         job_store = open_beside(default_store(), name, me.rank, limits.rendezvous, unreachable_after)
-    try:
-        store = job_store.store.part(protocol.job())
-        peers = join_at(job_store, store, me, timeout=limits.rendezvous, source=ADOPTED, environ=os.environ)
-    except BaseException:  # Ctrl-C too: a connection that is left open would count as a member
-        job_store.close()
-        raise
-    return Rendezvous(job_store, store, peers)
+    return join_at(job_store, me, timeout=limits.rendezvous, source=ADOPTED, environ=os.environ)
 
 
 def _let_launcher_be(_: BaseException) -> None:

@@ -22,6 +22,7 @@ from distman._job.meeting.agent import find_meeting
 from distman._job.meeting.ancestry import boot_id
 from distman._job.meeting.join_record import JoinRecord, Origin
 from distman._job.meeting.membership import establish_membership
+from distman._job.meeting.opening import nothing
 from distman._job.meeting.peers import Peers
 from distman._job.meeting.secret import Protection, Source, find_protection, learn_protection
 from distman._job.meeting.store import JobStore, keep_store, open_or_join, tell_over_mpi
@@ -78,14 +79,7 @@ def join(
     else:
         point = dataclasses.replace(point, protection=protection, unreachable_after=unreachable_after)
         job_store, source = open_or_join(point, environment.rank, timeout, _get_ready), point.source
-    try:
-        store = job_store.store.part(protocol.job())
-        on_meeting()
-        peers = join_at(job_store, store, me, timeout=timeout, source=source, environ=environ)
-    except BaseException:  # Ctrl-C too: a connection that is left open would count as a member
-        job_store.close()
-        raise
-    return Rendezvous(job_store, store, peers)
+    return join_at(job_store, me, timeout=timeout, source=source, environ=environ, on_meeting=on_meeting)
 
 
 def _warn_of_strangers(found: Protection | None, environment: LaunchEnvironment, environ: Mapping[str, str]) -> None:
@@ -124,17 +118,24 @@ def check_room(world_size: int, most: int) -> None:
 
 def join_at(
     job_store: JobStore,
-    store: TorchStore,
     me: JoinRecord,
     *,
     timeout: float,
     source: str,
     environ: Mapping[str, str],
-) -> Peers:
-    """Exchange join records over a store that every rank has already reached."""
-    expected_hosts = LAUNCHERS[me.launcher].expected_hosts
-    expected = {} if expected_hosts is None else dict(enumerate(expected_hosts(environ)))
-    return establish_membership(job_store, store, me, timeout=timeout, source=source, expected=expected)
+    on_meeting: Callable[[], None] = nothing,
+) -> Rendezvous:
+    """Exchange join records over a store that every rank has already reached; close it if that fails."""
+    try:
+        store = job_store.store.part(protocol.job())
+        on_meeting()
+        expected_hosts = LAUNCHERS[me.launcher].expected_hosts
+        expected = {} if expected_hosts is None else dict(enumerate(expected_hosts(environ)))
+        peers = establish_membership(job_store, store, me, timeout=timeout, source=source, expected=expected)
+    except BaseException:  # Ctrl-C too: a connection that is left open would count as a member
+        job_store.close()
+        raise
+    return Rendezvous(job_store, store, peers)
 
 
 def join_record_of(
