@@ -72,8 +72,8 @@ def dial(door: Door, hello: Hello) -> tuple[Connection, bytes | None]:
     connected = _connect(door.address, door.patience, door.patience if door.in_line is None else door.in_line)
     try:
         transport.prepare(connected, door.unreachable_after)
-        if door.asks_kernel:
-            _ask_kernel(connected)
+        if door.asks_kernel and connected.family == socket.AF_UNIX and not transport.is_of_this_user(connected):
+            raise ForeignServiceError("a program of another user listens there")
         answer, secret = _shake_hands(connected, door, hello, deadline)
         connected.settimeout(None)
         return Connection(connected, answer), secret
@@ -165,9 +165,8 @@ def _stand_in_line(connected: socket.socket, name: str, seconds: float) -> None:
     deadline = time.monotonic() + seconds
     while not _is_connected(connected):
         left = max(deadline - time.monotonic(), _SHORTEST_PATIENCE)
-        connected.setsockopt(
-            socket.SOL_SOCKET, socket.SO_SNDTIMEO, transport.TIME.pack(*_seconds_and_microseconds(left))
-        )
+        limit = divmod(math.ceil(left * _MICROSECONDS), _MICROSECONDS)
+        connected.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, transport.TIME.pack(*limit))
         connected.connect(name)
     connected.settimeout(None)
     connected.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, transport.TIME.pack(0, 0))
@@ -181,15 +180,6 @@ def _is_connected(connected: socket.socket) -> bool:
             raise
         return False
     return True
-
-
-def _seconds_and_microseconds(seconds: float) -> tuple[int, int]:
-    return divmod(math.ceil(seconds * _MICROSECONDS), _MICROSECONDS)
-
-
-def _ask_kernel(connected: socket.socket) -> None:
-    if connected.family == socket.AF_UNIX and not transport.is_of_this_user(connected):
-        raise ForeignServiceError("a program of another user listens there")
 
 
 def _shake_hands(connected: socket.socket, door: Door, hello: Hello, deadline: float) -> tuple[Answer, bytes | None]:

@@ -191,14 +191,9 @@ def _anonymous_job(environment: LaunchEnvironment) -> str:
     """Name a job whose launcher does not: by the process that started its ranks, where it is on this host."""
     process_names = LAUNCHERS[environment.launcher].process_names
     if process_names and environment.is_on_one_node:
-        return f"{environment.launcher}-{_launcher_pid(process_names)}"
+        named = (ancestor.pid for ancestor in ancestors() if ancestor.name.startswith(process_names))  # not shells
+        return f"{environment.launcher}-{next(named, os.getppid())}"
     return environment.launcher
-
-
-def _launcher_pid(process_names: tuple[str, ...]) -> int:
-    """Return the pid of the launcher's process on this host, passing over shells in between."""
-    named = (ancestor.pid for ancestor in ancestors() if ancestor.name.startswith(process_names))
-    return next(named, os.getppid())
 
 
 def _no_address(environment: LaunchEnvironment) -> str:
