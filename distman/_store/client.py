@@ -93,7 +93,6 @@ class Client:
         self._post(frames.APPEND, key, value)
 
     def check(self, keys: Sequence[bytes]) -> bool:
-        """Return whether all keys are set."""
         return self._call(frames.CHECK, *keys) == _YES
 
     def compare_set(self, key: bytes, expected: bytes, desired: bytes) -> bytes:
@@ -105,7 +104,6 @@ class Client:
         return self._call(frames.DELETE, *keys) == _YES
 
     def num_keys(self) -> int:
-        """Return how many keys are set."""
         number: int = NUMBER.unpack(self._call(frames.NUM_KEYS))[0]
         return number
 

@@ -76,7 +76,6 @@ def unpack(packed: bytes | memoryview, at: int = 0, end: int | None = None) -> l
 
 
 def request(number: int, operation: int, fields: Sequence[bytes]) -> bytes:
-    """Return a request."""
     lengths = [*map(len, fields)]
     num_fields = len(lengths)
     length = _HEAD_REST + LENGTH.size * (1 + num_fields) + sum(lengths)

@@ -81,12 +81,10 @@ class Hello:
         self.pid = pid
 
     def pack(self) -> bytes:
-        """Return it as bytes."""
         return _HELLO.pack(self.role, self.rank, self.pid)
 
     @classmethod
     def unpack(cls, packed: bytes) -> Hello:
-        """Return it from bytes."""
         if len(packed) != _HELLO.size or packed[0] not in (MEMBER, WATCHER, VISITOR):
             raise MalformedError("no hello")
         return cls(*_HELLO.unpack(packed))
@@ -105,12 +103,10 @@ class Answer:
         self.failure = failure  # what a rank that failed has left; empty without one
 
     def pack(self) -> bytes:
-        """Return it as bytes."""
         return pack([self.session, LENGTH.pack(self.pid), self.drawn_key, self.failure])
 
     @classmethod
     def unpack(cls, packed: bytes) -> Answer:
-        """Return it from bytes."""
         fields = unpack(packed)
         if len(fields) != 4 or len(fields[1]) != LENGTH.size:
             raise MalformedError("no answer")
@@ -166,7 +162,6 @@ class ServerSide:
         return self._nonce + LENGTH.pack(len(self._credential)) + self._credential + proof
 
     def hello(self, proof: bytes, packed: bytes) -> Hello:
-        """Return who dials."""
         _check(proof, mac(self._key, b"client", self._nonces, self._where, packed))
         return Hello.unpack(packed)
 

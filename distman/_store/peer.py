@@ -79,7 +79,6 @@ class Peer:
             return None
 
     def close(self) -> None:
-        """Close the connection."""
         self._poll.unregister(self.number)
         self.socket.close()
 

@@ -53,7 +53,6 @@ class StoreProcess:
 
     @property
     def pid(self) -> int:
-        """Its process id."""
         return self._process.pid
 
     def wait_until_up(self, timeout: float) -> None:

@@ -73,7 +73,6 @@ class Table:
                 self._wake(key)
 
     def append(self, key: bytes, value: bytes) -> None:
-        """Add to the end of a value."""
         before = self._values.get(key, b"")
         if len(before) + len(value) > MOST_VALUE_BYTES:
             raise MalformedError(f"an addition to a value, which would have {len(before) + len(value)} bytes")
@@ -102,11 +101,9 @@ class Table:
         return self._values.pop(key, None) is not None
 
     def check(self, keys: Sequence[bytes]) -> bool:
-        """Return whether all keys are set."""
         return all(key in self._values for key in keys)
 
     def num_keys(self) -> int:
-        """Return how many keys are set."""
         return len(self._values)
 
     def wait(self, keys: Sequence[bytes], unless: bytes | None, until: float, answer: Answer) -> Wait | None:

@@ -77,7 +77,6 @@ class TorchStore(dist.Store):
 
     @_with_errors_of_torch
     def set(self, key: str, value: str | bytes) -> None:
-        """Set a key."""
         self.client.set(self.full_key(key), _bytes(value))
 
     @_with_errors_of_torch
@@ -92,7 +91,6 @@ class TorchStore(dist.Store):
 
     @_with_errors_of_torch
     def check(self, keys: Sequence[str]) -> bool:
-        """Return whether all keys are set."""
         return self.client.check(self._keys(keys))
 
     @_with_errors_of_torch
@@ -146,7 +144,6 @@ class TorchStore(dist.Store):
 
     @_with_errors_of_torch
     def delete_keys(self, keys: Sequence[str]) -> None:
-        """Delete several keys."""
         self.client.delete(*self._keys(keys))
 
     @_with_errors_of_torch
@@ -156,7 +153,6 @@ class TorchStore(dist.Store):
 
     @_with_errors_of_torch
     def append(self, key: str, value: str | bytes) -> None:
-        """Add to the end of a value."""
         self.client.append(self.full_key(key), _bytes(value))
 
     @_with_errors_of_torch

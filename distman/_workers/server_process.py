@@ -115,7 +115,6 @@ class ResidentServer:
             self._open()
 
     def start_worker(self, make: Callable[[ServerProcess], W]) -> W:
-        """Return a new worker."""
         with self._lock:
             is_new = self._server is None
             try:

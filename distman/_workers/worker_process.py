@@ -21,8 +21,6 @@ END_SECONDS = 30.0
 
 
 class WorkerProcess:
-    """A worker process."""
-
     def __init__(self, server: ServerProcess, settings: Mapping[str, object], *descriptors: int) -> None:
         self.pid = 0
         # None while it lives, or if its server was killed; minus the number of a signal that ended it
@@ -63,16 +61,13 @@ class WorkerProcess:
         return self._has_ended
 
     def request_stacks(self) -> None:
-        """Have it write its stacks."""
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
             self.life.send(SHOW_STACKS)
 
     def read_stacks(self) -> str:
-        """Return the stacks that it wrote."""
         return read_output(self._stacks)
 
     def forget_stacks(self) -> None:
-        """Drop the stacks that it wrote."""
         os.ftruncate(self._stacks, 0)
 
     def kill(self) -> None:

@@ -71,7 +71,6 @@ class Group:
 
     @property
     def size(self) -> int:
-        """Number of members."""
         return len(self.ranks)
 
 

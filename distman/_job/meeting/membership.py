@@ -120,7 +120,6 @@ class _Verdict:
 
     @classmethod
     def unpack(cls, data: bytes) -> _Verdict:
-        """Return the verdict that a message is."""
         what = "the verdict on who takes part"
         stream = zlib.decompressobj()
         try:
@@ -397,5 +396,4 @@ class _Membership:
 
 
 def _join(text: bytes, place: int) -> JoinRecord:
-    """Return the join record that a message is."""
     return decode(text, JoinRecord, f"the join record of the process that came as number {place}")

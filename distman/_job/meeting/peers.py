@@ -73,7 +73,6 @@ class Peers(Sequence[Peer]):
 
     @classmethod
     def of(cls, peers: Iterable[Peer]) -> Peers:
-        """Return these peers as one sequence."""
         return cls([json.dumps(dataclasses.astuple(peer)).encode() for peer in peers])
 
     def __len__(self) -> int:
