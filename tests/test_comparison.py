@@ -11,7 +11,7 @@ SHOWN_BY = {
     "GPUs and NCCL": ("not yet run", ["tests/test_gpu_report.py::test_without_a_gpu_it_says_so_and_what_to_do"]),
     "FSDP, DeepSpeed, TPUs": (
         "FSDP2, tried on gloo alone",
-        ["tests/manager/test_fsdp.py::test_gradients_are_those_of_one_process"],
+        ["tests/job/manager/test_fsdp.py::test_gradients_are_those_of_one_process"],
     ),
     "experiment trackers": (
         "TensorBoard, MLflow, W&B, lines of JSON",
@@ -23,7 +23,7 @@ SHOWN_BY = {
     ),
     "starts the processes": (
         "`distman run`, on one machine",
-        ["tests/run/test_run.py::test_every_rank_runs_the_script_with_its_arguments"],
+        ["tests/cli/run/test_run.py::test_every_rank_runs_the_script_with_its_arguments"],
     ),
     "reads the launchers": (
         "[ten](docs/launchers.md)",

@@ -49,7 +49,7 @@ from distman.collectives import all_gather_v
 from distman.errors import DistmanError
 from distman.testing import ranks
 
-from ..rendezvous.join_records import join_record
+from ..job.meeting.join_records import join_record
 from ..store.stores import MemoryStore
 from .ranks import at_once, failure_on, places, store_groups
 

@@ -9,7 +9,7 @@ from distman._coordination.failure.record import FailureRecord
 from distman._job.job import Job, Limits
 from distman._job.meeting.peers import complete
 from distman.environments import LaunchEnvironment
-from tests.rendezvous.join_records import join_record
+from tests.job.meeting.join_records import join_record
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from distman._store.dialing import ForeignServiceError
 from distman._store.handshake import VISITOR
 from distman._store.process import start_store
 
-from ...rendezvous.munged import munge_daemon
+from ...job.meeting.munged import munge_daemon
 from ..conftest import require_namespaces, require_programs
 from .attacking import AS_ANOTHER_USER, LIMIT, NOBODY, TRIES
 

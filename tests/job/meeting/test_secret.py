@@ -16,7 +16,7 @@ from distman.environments import LaunchEnvironment, detect
 from distman.errors import LaunchEnvironmentError, RendezvousError
 from distman.testing import fake_environment
 
-from ..launch.conftest import require_programs
+from ...launch.conftest import require_programs
 from .munged import munge_daemon
 
 SECRET = "0123456789abcdef" * 2

@@ -12,7 +12,7 @@ import pytest
 from distman._base import interpreter as _interpreter
 from distman._cli.launch.job_script import BACKENDS, JobRequest, render
 
-REPOSITORY = Path(__file__).parent.parent
+REPOSITORY = Path(__file__).parents[2]
 DISTMAN = Path(sys.executable).with_name("distman")
 PLANTED = {
     *sys.stdlib_module_names,

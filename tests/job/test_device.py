@@ -18,7 +18,7 @@ from distman._job.device import (
 from distman.environments import detect
 from distman.testing import fake_environment
 
-from .environments.recordings import recorded
+from ..environments.recordings import recorded
 
 ALLOW_SHARED = "DISTMAN_ALLOW_SHARED_GPU"
 

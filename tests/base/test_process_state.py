@@ -19,7 +19,7 @@ from distman._coordination.monitor.current_watcher import is_watching
 from distman.checkpoint import _background
 from distman.testing import ranks
 
-from .test_docs import read, rows
+from ..test_docs import read, rows
 
 PACKAGE = Path(distman.__file__).parent
 # These run in processes of the package's own.

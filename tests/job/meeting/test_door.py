@@ -22,8 +22,8 @@ from distman._job.meeting.sockets import bind_listener
 from distman._store.process import StoreProcess, listen_on_this_host
 from distman.errors import RendezvousError
 
-from ..launch.conftest import require_programs
-from ..ports import find_free_port
+from ...launch.conftest import require_programs
+from ...ports import find_free_port
 
 NOBODY = 65534
 LIMIT = 60

@@ -29,7 +29,7 @@ from distman._store.handshake import VISITOR, WATCHER
 from distman.environments import LaunchEnvironment, detect
 from distman.errors import JobFailed, RendezvousError
 
-from ..store.stores import MemoryStore
+from ...store.stores import MemoryStore
 from .join_records import join_record
 
 

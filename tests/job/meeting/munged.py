@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..launch.processes import poll
+from ...launch.processes import poll
 
 _ANY_GROUP = 0xFFFFFFFF
 

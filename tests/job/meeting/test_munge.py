@@ -8,7 +8,7 @@ import pytest
 from distman._job.meeting import munge
 from distman._job.meeting.munge import CredentialError, DaemonError
 
-from ..launch.conftest import require_programs
+from ...launch.conftest import require_programs
 from .munged import munge_daemon
 
 ME = os.geteuid()

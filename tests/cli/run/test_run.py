@@ -10,8 +10,8 @@ import textwrap
 import psutil
 import pytest
 
-from ..launch.preloaded import PYTHON
-from ..launch.torchrun import Torchrun
+from ...launch.preloaded import PYTHON
+from ...launch.torchrun import Torchrun
 
 LIMIT = 60
 

@@ -33,9 +33,9 @@ from distman.executor._device_worker import DeviceWorker
 from distman.testing._messages import RankReport, RankStatus
 from distman.testing._report import report_failure
 
-from .coordination.ranks import at_once, places, store_groups
-from .rendezvous.join_records import join_record
-from .store.stores import MemoryStore
+from ..coordination.ranks import at_once, places, store_groups
+from ..job.meeting.join_records import join_record
+from ..store.stores import MemoryStore
 
 ESCAPES = [
     "\x1b[2J",

@@ -14,7 +14,7 @@ from distman._job.meeting.peers import complete
 
 from .join_records import join_record
 
-BENCHMARKS = Path(__file__).parents[2] / "docs" / "benchmarks"
+BENCHMARKS = Path(__file__).parents[3] / "docs" / "benchmarks"
 RANKS_PER_HOST = 8
 UNITS = {"kB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12, "PB": 1e15}
 

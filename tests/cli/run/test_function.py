@@ -15,8 +15,8 @@ import torch
 
 import distman
 
-from ..launch import preloaded
-from ..notebooks import outputs_of_cells
+from ...launch import preloaded
+from ...notebooks import outputs_of_cells
 
 
 @pytest.fixture
