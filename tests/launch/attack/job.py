@@ -84,7 +84,7 @@ def open_ports():
 def show_what_is_public(manager):
     """Write down what anybody can find out, or record, about the store."""
     job_store = manager._state.job.rendezvous.job_store
-    door = job_store.client.door
+    door = job_store.store.client.door
     public = {"url": job_store.url, "job": door.job, "recorded": record(door), "ports": open_ports()}
     (FOLDER / "public.new").write_text(json.dumps(public))
     (FOLDER / "public.new").rename(FOLDER / "public")
