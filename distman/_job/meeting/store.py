@@ -145,8 +145,8 @@ def open_beside(
     """Open the store of a job whose process group other code has made, and tell the others over that group's store."""
     # The first rank to come opens it. Who reads the group's store is let in.
     claimed, key = protocol.opening_beside(job), protocol.store_beside(job)
-    point = Endpoint(job, (), (), ADOPTED, is_host=False, protection=Protection(Source.TOLD))
-    point = dataclasses.replace(point, unreachable_after=unreachable_after)
+    protection = Protection(Source.TOLD)
+    point = Endpoint(job, (), (), ADOPTED, is_host=False, protection=protection, unreachable_after=unreachable_after)
     if add_to(group_store, claimed, 1) == 1:
         opened, told = _open_anywhere(point, timeout, rank)
         try:
@@ -165,11 +165,12 @@ def open_beside(
             )
         time.sleep(_PAUSE)
     what = "where the job's store is, in that of the group"
-    told, secret = decode(group_store.get(key), tuple[Told, str], what)
+    told, hexadecimal = decode(group_store.get(key), tuple[Told, str], what)
     try:
-        return join_store(_place_told(told, point, bytes.fromhex(secret)), rank, timeout)
+        secret = bytes.fromhex(hexadecimal)
     except ValueError as error:
         raise MalformedMessageError(what, str(error)) from None
+    return join_store(_place_told(told, point, secret), rank, timeout)
 
 
 def _tell_over_agent(point: Endpoint, rank: int, timeout: float) -> JobStore:
