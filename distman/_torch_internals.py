@@ -29,6 +29,7 @@ from typing import IO, Any, ParamSpec, TypeVar
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
+from torch.distributed import utils as distributed_utils
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._pytree import (  # noqa: F401 - for other modules
     TreeSpec,
@@ -165,6 +166,7 @@ def operations_begun() -> dict[str, int]:
 
 _FOR_ALL = frozenset(
     {
+        "_verify_param_shape_across_processes",
         "all_gather",
         "all_gather_coalesced",
         "all_gather_into_tensor",
@@ -179,42 +181,62 @@ _FOR_ALL = frozenset(
         "reduce_scatter_tensor",
     }
 )
-"""Collectives that no rank leaves before all ranks of the group have begun them."""
+"""Collectives that no rank leaves before all ranks of the group have begun them; the first is of DDP's constructor."""
+
+_FROM_ONE, _TO_ONE = frozenset({"broadcast", "scatter"}), frozenset({"gather", "reduce"})
+"""Those in which the others wait for one rank, and in which one rank waits for the others."""
+
+_FILES_OF_COLLECTIVES = {distributed_c10d.__file__, distributed_utils.__file__}
 
 
 @dataclasses.dataclass(frozen=True)
 class TorchWait:
-    """A collective of torch's own that the main thread is in."""
+    """A collective of torch's own that a thread of the program is in."""
 
     name: str
     line: str  # where the program called it
     group: str
     number: int  # of the collective in that group, which tells one call from the next
-    ranks: tuple[int, ...]  # those of the group, in the world
+    members: tuple[int, ...]  # of the group, in the world
+    ranks: tuple[int, ...]  # those of them that it is sure to wait for
 
     @property
     def label(self) -> str:
         """The group, for messages."""
-        return str(self.ranks)
+        return str(self.members)
 
 
 def torch_wait_in(frame: FrameType | None, line_of: Callable[[FrameType], str]) -> TorchWait | None:
-    """Return the collective in which the innermost function of a stack waits for all ranks of its group.
+    """Return the collective that the innermost function of a stack is in.
 
     None where the backend does not count its collectives, so that nothing tells one call from the next. The frame
     would, but whoever keeps a frame keeps the program's files open.
     """
     code = frame.f_code if frame is not None else None
-    if frame is None or code is None or code.co_filename != distributed_c10d.__file__ or code.co_name not in _FOR_ALL:
+    if frame is None or code is None or code.co_filename not in _FILES_OF_COLLECTIVES:
         return None
-    group = frame.f_locals.get("group") or dist.group.WORLD
+    if code.co_name not in _FOR_ALL | _FROM_ONE | _TO_ONE:
+        return None
+    group = frame.f_locals.get("group") or frame.f_locals.get("process_group") or dist.group.WORLD
     if not isinstance(group, dist.ProcessGroup):
         return None
     number = operations_begun().get(group.group_name, 0)
     if number == 0:
         return None
-    ranks = tuple(dist.get_process_group_ranks(group))
-    return TorchWait(code.co_name, line_of(frame), group.group_name, number, ranks)
+    members = tuple(dist.get_process_group_ranks(group))
+    name = "DistributedDataParallel" if code.co_name.startswith("_") else code.co_name
+    awaited = _awaited_in(code.co_name, frame.f_locals, members, group.rank())
+    return TorchWait(name, line_of(frame), group.group_name, number, members, awaited)
+
+
+def _awaited_in(name: str, variables: Mapping[str, Any], members: tuple[int, ...], me: int) -> tuple[int, ...]:
+    """Return the ranks without which a collective cannot end on this rank, as far as that is sure."""
+    if name in _FOR_ALL:
+        return members
+    one = variables.get("group_src" if name in _FROM_ONE else "group_dst")
+    if not isinstance(one, int):
+        return ()
+    return (members[one],) * (me != one) if name in _FROM_ONE else members * (me == one)
 
 
 if hasattr(dist, "all_gather_single"):

@@ -81,6 +81,10 @@ class _Wait:
         """Return whether this is what the rank has waited in before."""
         return other is not None and self.what == other.what
 
+    def __str__(self) -> str:
+        _, _, text, line = self._place()
+        return f"{text} at {line}"
+
     def tell(self, me: Place) -> _Told:
         """Return what the others are to know."""
         group, number, text, line = self._place()
@@ -138,6 +142,11 @@ class DeadlockWatch:
         self._most_asked = max(1, _ASKED_IN_ALL // len(peers))
         self._wait: _Wait | None = None
         self._unasked: list[int] = []
+
+    @property
+    def in_torch(self) -> list[_Wait]:
+        """The collective of torch's own that the program is in, if it is in one."""
+        return [self._wait] if self._wait is not None and isinstance(self._wait.what, TorchWait) else []
 
     def look(self, store: TorchStore, *, is_news: bool) -> None:
         """Tell the others of a wait that lasts, and end it if it cannot end otherwise."""
@@ -259,6 +268,7 @@ def _find() -> _Wait | None:
         what = tracked.store_wait or tracked.call
         return _Wait(what, tracked, tracked.thread) if what is not None else None
     main, frames = threading.main_thread().ident, sys._current_frames()
+    del frames[threading.get_ident()]  # this very frame, which would keep all of them, and the program's files open
     for thread in sorted(frames, key=lambda one: one != main):
         in_torch = torch_wait_in(frames[thread], tracking.line_of)
         if in_torch is not None:

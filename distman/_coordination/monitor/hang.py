@@ -8,7 +8,7 @@ import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from distman._base.log import logger
 from distman._base.private_files import private_folder, write_new
@@ -16,7 +16,7 @@ from distman._base.text import printable, printable_lines, shortened
 from distman._coordination import protocol, tracking
 from distman._coordination.messages import claim_rank, count, decode, decode_at_once, read_at_once, unless_malformed
 from distman._coordination.monitor.context import WatchContext
-from distman._coordination.monitor.device_watch import DeviceWait, DeviceWatch
+from distman._coordination.monitor.device_watch import DeviceWatch
 
 if TYPE_CHECKING:
     from distman._store.torch_store import TorchStore
@@ -98,6 +98,13 @@ class StackQueries:
         return decode_at_once(self.store, protocol.query(number), list[int], "a query") or []
 
 
+class LongWait(Protocol):
+    """What may be waited in for too long; as a text, what it is and where."""
+
+    @property
+    def since(self) -> float: ...
+
+
 class HangWatch:
     """Asks all ranks for their stacks when this one waits too long, and is the job's reporter while its wait lasts."""
 
@@ -105,13 +112,13 @@ class HangWatch:
         self._context = context
         self._limit = limit  # seconds that a wait may last
         self._patience = patience  # seconds for the answers
-        self._reported: tracking.TrackedWait | DeviceWait | None = None
+        self._reported: LongWait | None = None
         wait_for_device = context.wait_for_device
         self._device = DeviceWatch(limit, wait_for_device) if wait_for_device is not None else None
 
-    def look(self, stack_queries: StackQueries) -> None:
+    def look(self, stack_queries: StackQueries, more: Sequence[LongWait] = ()) -> None:
         """Report a wait that lasts too long, unless one of this job is. Not for the main thread: it wants its stack."""
-        waits: list[tracking.TrackedWait | DeviceWait] = [*tracking.waits()]
+        waits: list[LongWait] = [*tracking.waits(), *more]
         if self._device is not None and (wait := self._device.look()) is not None:
             waits.append(wait)
         if self._reported not in waits:
@@ -133,7 +140,7 @@ class HangWatch:
             self._reported = None
             store.delete_key(protocol.HANG_REPORTER)
 
-    def _report(self, wait: tracking.TrackedWait | DeviceWait, stack_queries: StackQueries) -> None:
+    def _report(self, wait: LongWait, stack_queries: StackQueries) -> None:
         rank, peers = self._context.rank, self._context.peers
         reason = f"{self._context.me} waits in {wait} for {time.monotonic() - wait.since:.0f} s"
         answers = stack_queries.ask([peer.rank for peer in peers if peer.rank != rank], self._patience)

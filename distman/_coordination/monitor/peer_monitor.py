@@ -85,7 +85,7 @@ class PeerMonitor:
         self._refusals.look(self._store, is_news=is_news)
         self._deadlocks.look(self._store, is_news=is_news)
         if self._hangs is not None:
-            self._hangs.look(self._stack_queries)
+            self._hangs.look(self._stack_queries, self._deadlocks.in_torch)
         died = self._connection.wait(self._context.interval)
         if self._is_stopping.is_set():
             return None

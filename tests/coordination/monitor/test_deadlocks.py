@@ -33,6 +33,15 @@ OF_TORCH = {
     "barrier of torch": dist.barrier,
 }
 ALL = OURS | OF_TORCH
+FOR_SOME = {
+    "broadcast": lambda: dist.broadcast(torch.ones(1), 0),
+    "broadcast_object_list": lambda: dist.broadcast_object_list([1], 2),
+    "DDP": lambda: torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2)),
+    "gather": lambda: dist.gather(torch.ones(1), [torch.ones(1) for _ in range(3)], dst=1),
+    "reduce": lambda: dist.reduce(torch.ones(1), 1),
+    "scatter": lambda: dist.scatter(torch.ones(1), src=2),
+}
+"""In which rank 1 waits for others, that may not wait for it there."""
 
 DONE_BY_RANK_0 = {"on_rank(0)", "save"}  # where it waits for nobody
 PAIRS = DRAWN.sample([pair for pair in itertools.permutations(sorted(OURS), 2) if pair[0] not in DONE_BY_RANK_0], 12)
@@ -70,6 +79,40 @@ def test_the_error_of_a_rank_that_waits_in_its_handler_is_that_of_the_job(monkey
     else:
         with pytest.raises(JobFailed, match=r"rank 1 .*raised ValueError: boom"):
             ALL[other]()
+
+
+@pytest.mark.parametrize("one", sorted(FOR_SOME))
+@ranks(3, manager=False)
+def test_so_it_is_where_its_handler_waits_for_some(monkeypatch, tmp_path, rank, one):
+    other = random.Random(one).choice(["all_gather_v", "all_reduce", "barrier", "barrier of torch"])  # noqa: S311
+    begin(monkeypatch, tmp_path)
+    if rank == 1:
+        with pytest.raises((ValueError, RuntimeError)) as caught:  # of a constructor's connection, as it raises it
+            fail_and_then(FOR_SOME[one])
+        assert "boom" in f"{caught.value} {caught.value.__context__}"
+    else:
+        with pytest.raises(JobFailed, match=r"rank 1 .*raised ValueError: boom"):
+            ALL[other]()
+
+
+@pytest.mark.parametrize("one", sorted(set(FOR_SOME) - {"DDP"}))
+@ranks(3, manager=False)
+def test_nothing_fails_where_who_sends_or_receives_is_late(monkeypatch, tmp_path, rank, one):
+    begin(monkeypatch, tmp_path)
+    calls = {
+        "broadcast": lambda: dist.broadcast(torch.ones(1), 0),
+        "broadcast_object_list": lambda: dist.broadcast_object_list([1], 2),
+        "gather": lambda: dist.gather(torch.ones(1), [torch.ones(1) for _ in range(3)] if rank == 1 else None, dst=1),
+        "reduce": lambda: dist.reduce(torch.ones(1), 1),
+        "scatter": lambda: dist.scatter(torch.ones(1), [torch.ones(1)] * 3 if rank == 2 else None, src=2),
+    }
+    for late in range(3):
+        try:
+            raise KeyError("in hand")
+        except KeyError:
+            time.sleep(10 * SHORT * (rank == late))
+            calls[one]()
+    dist.all_reduce(torch.ones(1))
 
 
 @pytest.mark.parametrize(("one", "other"), DRAWN.sample(WITH_ERROR, 4))

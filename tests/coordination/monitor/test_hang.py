@@ -5,12 +5,16 @@ import os
 import re
 import tempfile
 import threading
+import time
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
+from distman import DistributedManager
 from distman._coordination.monitor.hang import Answer, write_report
+from distman.testing import ranks
 
 NAMES = [f"rank {rank} (n{rank // 8}, pid {rank})" for rank in range(16)]
 MAIN = 'thread MainThread\n  File "/train.py", line {line}, in main\n    step()\n\nthread other\n  File "x"'
@@ -34,6 +38,26 @@ def test_ranks_with_equal_stacks_are_shown_together(tmp_path, caplog):
     assert "rank 3 (n0, pid 3) at /train.py:99 in load, after all_gather_v at /train.py:7" in logged
     assert "rank 5 (n0, pid 5) without an answer" in logged
     assert str(path) in logged
+
+
+@pytest.mark.parametrize("collective", ["all_reduce", "broadcast"])
+@ranks(2, manager=False)
+def test_a_collective_of_torch_that_lasts_is_reported_once(monkeypatch, tmp_path, rank, collective):
+    monkeypatch.setenv("DISTMAN_WATCH", "1")
+    monkeypatch.setenv("DISTMAN_HANG_TIMEOUT", "1")
+    monkeypatch.chdir(tmp_path)
+    DistributedManager.initialize(timeout=60)
+    if rank == 1:
+        time.sleep(4)
+    if collective == "all_reduce":
+        dist.all_reduce(torch.ones(1))
+    else:
+        dist.broadcast(torch.ones(1), 1)
+    if rank == 0:
+        (report,) = tmp_path.glob("distman-hang-*.txt")
+        assert re.match(
+            rf"rank 0 .* waits in torch's {collective} at \S*test_hang.py:\d+ for [12] s", report.read_text()
+        )
 
 
 def test_a_folder_that_cannot_be_written_is_passed_over(tmp_path, caplog, monkeypatch):
