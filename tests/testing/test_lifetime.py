@@ -124,7 +124,7 @@ def busy(project, mark, tmp_path):
 
 def test_nothing_outlives_a_killed_pytest(busy, mark, tmp_path):
     assert sum("sleep 61" in command for command in living(mark)) == 2
-    assert len(living(mark)) == 7  # pytest, supervisor, server, two workers, and what those started
+    assert len(living(mark)) == 8  # pytest, supervisor, server, two workers, what those started, their store
     busy.kill()
     busy.wait()
     wait_until(lambda: not living(mark), 5)

@@ -25,7 +25,7 @@ class Delivery:
     def __init__(self, record: FailureRecord) -> None:
         self.record = record
         self.num_swallowed = 0  # how often its error was caught and forgotten
-        self.swallowed_at = 0.0  # when that was first, by the monotonic clock; 0 before
+        self.swallowed_at = self.last_swallowed_at = 0.0  # when that was first and last, by the monotonic clock
         self.raised_at = 0.0  # when the error was raised first; 0 before
         self.is_survived = False  # the program goes on without the other ranks
         self.has_left = False  # the error has left the main program, which ends with its exit code
@@ -43,6 +43,8 @@ class Delivery:
         """Take note of an error that is raised in a frame of the main thread."""
         if any(one() is error for one in self._errors):
             return
+        if self._is_pending and not self._errors and not self._is_shown:
+            self._count_swallowed()  # the program waits again, and has forgotten the error of its last wait
         self._errors.append(weakref.ref(error, self._on_end))
         self._is_pending = True
         self._num_looks = 0
@@ -76,6 +78,10 @@ class Delivery:
         if self._is_shown:
             self.is_survived = True
         elif not self.has_left:
-            self.num_swallowed += 1
-            self.swallowed_at = self.swallowed_at or time.monotonic()
+            self._count_swallowed()
         return False
+
+    def _count_swallowed(self) -> None:
+        self.num_swallowed += 1
+        self.last_swallowed_at = time.monotonic()
+        self.swallowed_at = self.swallowed_at or self.last_swallowed_at

@@ -123,10 +123,11 @@ class Interruption:
             is_in_hand, now = delivery.look(), time.monotonic()
             if self._is_done(delivery):
                 return
+            is_forgotten = not is_in_hand or now - delivery.last_swallowed_at < _LONGEST_PAUSE  # by a loop, say
+            if delivery.num_swallowed and now - delivery.swallowed_at > self._patience.to_give_in and is_forgotten:
+                self._exit(delivery, f"This process swallowed it {delivery.num_swallowed} times:")
             if is_in_hand and now - delivery.raised_at > self._patience.to_handle and not is_anything_left():
                 self._exit(delivery, "This process did not end by it within DISTMAN_FAILURE_GRACE:")
-            if delivery.num_swallowed and now - delivery.swallowed_at > self._patience.to_give_in and not is_in_hand:
-                self._exit(delivery, f"This process swallowed it {delivery.num_swallowed} times:")
             if not is_in_hand and not self._interrupt() and now - known_at > self._patience.to_come:
                 self._exit(delivery, "This process could not be interrupted:")
             self._abort_groups()

@@ -288,6 +288,18 @@ def swallowed_and_left():
     interruption.restore()
 
 
+def for_ever_by_a_loop_of_waits_that_raise_it():
+    while True:
+        try:
+            work(0.001)
+            if interruption._delivery is not None:
+                error = RECORD.to_failure()
+                interruption.note(error)
+                raise error
+        except:  # noqa: E722
+            error = None
+
+
 @again_and_again
 def for_ever_by_a_bare_except():
     try:

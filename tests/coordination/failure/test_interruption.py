@@ -176,6 +176,11 @@ def test_a_program_that_does_not_end_by_it_is_ended(ended, name):
     assert ":\nthread MainThread" in stderr
 
 
+def test_a_loop_of_waits_that_raise_it_is_ended_as_soon_as_any_other(ended):
+    _, stderr, _ = ended["for_ever_by_a_loop_of_waits_that_raise_it"]
+    assert "This process swallowed it" in stderr
+
+
 @pytest.mark.parametrize("name", SURVIVED)
 def test_a_program_that_says_so_survives_it(ended, name):
     stdout, stderr, code = ended[name]
