@@ -14,6 +14,8 @@ from .conftest import require_namespaces
 
 SEED = 748  # each fault is drawn once
 FOUND = (  # once, by other seeds
+    "launcher=env hosts=1 ranks=3 fault=raise-and-wait@barrier:0 around=thread",
+    "launcher=env hosts=1 ranks=3 fault=raise-and-wait@collective:2 around=asyncio",
     "launcher=env hosts=1 ranks=3 fault=sys.exit(3)@on_rank:2 around=bare",
     "launcher=env hosts=1 ranks=2 fault=sys.exit(3)@on_rank:0 around=callback",
     "launcher=env hosts=1 ranks=3 fault=sys.exit(0)@barrier:1 around=retry",
