@@ -60,16 +60,19 @@ def start_failure(job_id: str, restart: str) -> str:
     return f"distman/{job_id}/start failure {restart}"
 
 
-def opening_beside(job: str) -> str:
-    """In the store of a process group of other code: counter of ranks that came; the first opens the job's own store.
+def opener_beside(job: str) -> str:
+    """In the store of a process group of other code: who opens the job's own, in words. The first to come writes it.
 
-    It lives on.
+    All read it; it lives on.
     """
-    return f"{job}/opening"
+    return f"{job}/opener"
 
 
 def store_beside(job: str) -> str:
-    """In the same store: where the job's own is, and what lets in there. Who opened it writes it; it lives on."""
+    """In the same store: where the job's own is and what lets in there, or why it could not be opened.
+
+    The opener writes it, the others read it; it lives on.
+    """
     return f"{job}/store"
 
 
@@ -110,8 +113,8 @@ VERDICT_HEARD = "verdict heard"
 it."""
 
 EARLY_FAILURE = "early failure"
-"""Fields of the ``FailureRecord`` of a rank that failed before it joined. That rank writes it; rank 0 reads it, and
-so do the others where rank 0 does not judge."""
+"""Fields of the ``FailureRecord`` of a rank that failed before it joined. That rank writes it, or for the opener the
+process of the store; rank 0 reads it, and so do the others where rank 0 does not judge."""
 
 TURNED_AWAY = "turned away"
 """Counter of processes that did not join, because they failed before, or were told that another one had. Each adds

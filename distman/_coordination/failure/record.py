@@ -49,6 +49,18 @@ class Place(Protocol):
 
 
 @dataclasses.dataclass(frozen=True)
+class Here:
+    """This process, as the place of a rank that has not joined yet."""
+
+    rank: int
+    host: str = dataclasses.field(default_factory=socket.gethostname)
+    pid: int = dataclasses.field(default_factory=os.getpid)
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} ({self.host}, pid {self.pid})"
+
+
+@dataclasses.dataclass(frozen=True)
 class FailureRecord:
     """What is said of a rank that failed; the fields are those of ``JobFailed`` and ``RankFailedError``."""
 

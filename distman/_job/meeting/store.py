@@ -18,9 +18,10 @@ from urllib.parse import urlsplit
 
 import torch.distributed as dist
 
+from distman._base.text import printable
 from distman._coordination import protocol
-from distman._coordination.failure.record import FailureRecord, Place
-from distman._coordination.messages import MalformedMessageError, add_to, decode, drop, read_at_once
+from distman._coordination.failure.record import FailureRecord, Here, Place
+from distman._coordination.messages import MalformedMessageError, decode, decode_text, drop, read_at_once
 from distman._coordination.monitor.peer_connection import own_addresses
 from distman._job.meeting import mpi
 from distman._job.meeting.address import UNREACHABLE_AFTER, Endpoint
@@ -39,6 +40,7 @@ from distman.errors import RendezvousError
 
 _PAUSE = 0.01  # seconds between two looks whether rank 0 has told its address: it starts within milliseconds
 _LONGEST_PAUSE = 0.5  # seconds between two looks at an address where it is not
+_OPEN_LIMIT = 30.0  # seconds to find a store that was open when its place was told
 
 ADOPTED = "the process group that existed before"
 """Where such ranks meet, for messages."""
@@ -111,6 +113,9 @@ def open_store(point: Endpoint, rank: int, timeout: float, meanwhile: Callable[[
     if not is_own:
         return _entered(client, timeout)
     job_store = _connected(client, timeout, is_opened_here=True)  # of a failure that was left since, all hear from it
+    # Before anybody is told where it is: who enters waits for this rank, which may die before it has joined.
+    part, event = job_store.store.part(protocol.job()), protocol.MEMBERSHIP_EVENT
+    job_store.leave_will(part, Here(rank), protocol.EARLY_FAILURE, event, unless=protocol.VERDICT)
     if not isinstance(client.door.address, str):
         job_store.url = url_of((point.addresses[0], client.door.address[1]))  # it has dialled itself
     return job_store
@@ -139,38 +144,74 @@ def tell_over_mpi(environment: LaunchEnvironment, point: Endpoint, timeout: floa
     return opened[0] if opened else join_store(_place_told(told, point, secret), environment.rank, timeout)
 
 
+@dataclasses.dataclass(frozen=True)
+class _Beside:
+    """What the rank that opens the store beside a group of other code tells the others."""
+
+    told: Told | None = None
+    secret: str = ""  # hexadecimal
+    failure: FailureRecord | None = None  # why it could not
+
+    @property
+    def key(self) -> bytes:
+        try:
+            return bytes.fromhex(self.secret)
+        except ValueError as error:
+            raise MalformedMessageError("the secret of the job's store", str(error)) from None
+
+
 def open_beside(
     group_store: dist.Store, job: str, rank: int, timeout: float, unreachable_after: float = UNREACHABLE_AFTER
 ) -> JobStore:
     """Open the store of a job whose process group other code has made, and tell the others over that group's store."""
     # The first rank to come opens it. Who reads the group's store is let in.
-    claimed, key = protocol.opening_beside(job), protocol.store_beside(job)
+    try:
+        return _open_beside(group_store, job, rank, timeout, unreachable_after)
+    except dist.DistError as error:
+        raise RendezvousError(
+            f"joining failed: the store of the process group was lost: {str(error).splitlines()[0]} [{ADOPTED}]. See "
+            "what ended the process that serves it, which is mostly rank 0."
+        ) from error
+
+
+def _open_beside(group_store: dist.Store, job: str, rank: int, timeout: float, unreachable_after: float) -> JobStore:
+    me, key = str(Here(rank)), protocol.store_beside(job)
     protection = Protection(Source.TOLD)
     point = Endpoint(job, (), (), ADOPTED, is_host=False, protection=protection, unreachable_after=unreachable_after)
-    if add_to(group_store, claimed, 1) == 1:
-        opened, told = _open_anywhere(point, timeout, rank)
+    opener = decode_text(group_store.compare_set(protocol.opener_beside(job), "", me))
+    if opener == me:
         try:
-            group_store.set(key, json.dumps([dataclasses.asdict(told), (opened.secret or b"").hex()]))
+            opened, told = _open_anywhere(point, timeout, rank)
+        except BaseException as error:  # Ctrl-C too: the others would wait for it
+            group_store.set(key, json.dumps(dataclasses.asdict(_Beside(failure=FailureRecord.of(error, rank)))))
+            raise
+        try:
+            group_store.set(key, json.dumps(dataclasses.asdict(_Beside(told, (opened.secret or b"").hex()))))
         except BaseException:  # Ctrl-C too: it would keep the store, where no rank can find it
             opened.close()
             raise
         return opened
-    until = time.monotonic() + timeout
-    while not group_store.check([key]):  # not a wait, which nothing could interrupt
+    beside = _read_beside(group_store, key, printable(opener), timeout)
+    if beside.failure is not None:
+        raise beside.failure.to_failure()
+    if beside.told is None:
+        raise MalformedMessageError(key, "it tells no place")
+    place = _place_told(beside.told, point, beside.key)
+    return _entered(find_store(place, rank, min(timeout, _OPEN_LIMIT), left=_left), timeout)
+
+
+def _read_beside(group_store: dist.Store, key: str, opener: str, timeout: float) -> _Beside:
+    until, pause = time.monotonic() + timeout, _PAUSE
+    while not group_store.check([key]):  # torch's stores have no wait that Ctrl-C interrupts
         if time.monotonic() > until:
             raise RendezvousError(
-                f"the first rank to call DistributedManager.initialize() must tell the others where it has opened the "
-                f"job's store within {timeout:g} s, got nothing in the store of the process group [{ADOPTED}]. See its "
+                f"{opener}, the first to call DistributedManager.initialize(), must tell where it has opened the job's "
+                f"store within {timeout:g} s, got nothing in the store of the process group [{ADOPTED}]. See its "
                 "error; set rendezvous_timeout for slow starts."
             )
-        time.sleep(_PAUSE)
-    what = "where the job's store is, in that of the group"
-    told, hexadecimal = decode(group_store.get(key), tuple[Told, str], what)
-    try:
-        secret = bytes.fromhex(hexadecimal)
-    except ValueError as error:
-        raise MalformedMessageError(what, str(error)) from None
-    return join_store(_place_told(told, point, secret), rank, timeout)
+        time.sleep(pause)
+        pause = min(2 * pause, _LONGEST_PAUSE)
+    return decode(group_store.get(key), _Beside, "where the job's store is, in that of the group")
 
 
 def _tell_over_agent(point: Endpoint, rank: int, timeout: float) -> JobStore:
