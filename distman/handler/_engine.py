@@ -121,9 +121,11 @@ class Engine:
         found = []
         with closing(self.window(steps)) as batches:
             for batch, step in zip(batches, steps, strict=True):
-                values = accumulators.measure(learn(batch), step.num_own)
+                outcome = learn(batch)
+                values = accumulators.measure(outcome, step.num_own)
                 found.append(values)
-                loss = values[0] if len(values) else torch.tensor(math.nan, device=self._device)
+                nan = torch.tensor(math.nan, device=self._device)
+                loss = outcome.loss.detach() if isinstance(outcome, Outcome) else next(iter(values), nan)
                 events.emit(Callback.on_train_batch_end, step.batch, loss)
         self.numbers = {name: [values[index] for values in found] for index, name in enumerate(accumulators.told)}
         if not self._num_left_out:

@@ -46,6 +46,26 @@ def test_callbacks_are_called_in_order():
     assert calls == ["train_begin", "epoch_begin", *step, *validation, *step, "epoch_end", "train_end"]
 
 
+class Losses(Callback):
+    def __init__(self):
+        self.losses = []
+
+    def on_train_batch_end(self, handler, batch, loss):
+        self.losses.append(loss)
+
+
+@ranks(1, 2)
+@pytest.mark.parametrize("with_metric", [False, True])
+def test_the_loss_of_a_batch_is_as_the_loss_function_returned_it(with_metric):
+    handler, losses = make_handler(24), Losses()
+    handler.set_loss_fn(lambda output, target: torch.nn.functional.mse_loss(output, target).float())
+    if with_metric:
+        handler.add_metric("error", torch.nn.functional.l1_loss)
+    handler.add_callback(losses)
+    handler.train(1)
+    assert {(loss.dtype, loss.shape, loss.requires_grad) for loss in losses.losses} == {(torch.float32, (), False)}
+
+
 class Halves(Callback):
     """Halves the gradient, as half the learning rate would."""
 
