@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import typing
 from collections.abc import Callable, Sequence
@@ -62,11 +63,19 @@ def transform(
             inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
             for name, annotation in _LAYOUT.items()
         ]
-        func.__signature__ = signature.replace(parameters=[*own, *layout])  # type: ignore[attr-defined]
+        func.__signature__ = signature.replace(parameters=[*own, *layout])  # type: ignore[attr-defined]  # inspect's
         del func.__annotations__["layout"]
         func.__annotations__ |= _LAYOUT
         text = inspect.cleandoc(func.__doc__ or "")
         func.__doc__ = text.replace("\n\nReturns:\n", args).replace("\n\nExample on two ranks:\n", _RAISES)
-        return collective(func)
+        known = {*func.__signature__.parameters}  # type: ignore[attr-defined]  # as above
+
+        @functools.wraps(func)
+        def call(*args: P.args, **kwargs: P.kwargs) -> R:
+            for name in kwargs.keys() - known:
+                raise TypeError(f"{func.__name__}() got an unexpected keyword argument {name!r}")
+            return func(*args, **kwargs)
+
+        return collective(call)
 
     return complete

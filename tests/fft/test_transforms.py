@@ -409,3 +409,9 @@ def test_debug_mode_shows_ranks_that_call_differently(monkeypatch, rank):
     monkeypatch.setenv("DISTMAN_DEBUG", "1")
     with pytest.raises(PlanMismatchError, match="operation rfft2"):
         fft.rfft2(torch.ones(2, 4), norm=["ortho", "forward"][rank], sizes=[2, 2])
+
+
+@pytest.mark.parametrize("name", ["fft", "irfft2", "rfftn"])
+def test_an_argument_that_it_does_not_have_is_told_by_its_own_name(name):
+    with pytest.raises(TypeError, match=rf"^{name}\(\) got an unexpected keyword argument 'sharded_dim'"):
+        getattr(fft, name)(torch.ones(4, 4), sharded_dim=0)
