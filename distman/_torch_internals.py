@@ -186,6 +186,7 @@ _FOR_ALL = frozenset(
 _FROM_ONE, _TO_ONE = frozenset({"broadcast", "scatter"}), frozenset({"gather", "reduce"})
 """Those in which the others wait for one rank, and in which one rank waits for the others."""
 
+_COLLECTIVES = _FOR_ALL | _FROM_ONE | _TO_ONE
 _FILES_OF_COLLECTIVES = {distributed_c10d.__file__, distributed_utils.__file__}
 
 
@@ -215,7 +216,7 @@ def torch_wait_in(frame: FrameType | None, line_of: Callable[[FrameType], str]) 
     code = frame.f_code if frame is not None else None
     if frame is None or code is None or code.co_filename not in _FILES_OF_COLLECTIVES:
         return None
-    if code.co_name not in _FOR_ALL | _FROM_ONE | _TO_ONE:
+    if code.co_name not in _COLLECTIVES:
         return None
     group = frame.f_locals.get("group") or frame.f_locals.get("process_group") or dist.group.WORLD
     if not isinstance(group, dist.ProcessGroup):

@@ -179,10 +179,11 @@ class LinearFunction(EagerFunction):
     """A linear function of one tensor, with its other arguments in ``ctx.arguments``: tangents are mapped alike."""
 
     def __init_subclass__(cls) -> None:
+        # One for each class: torch calls it without the class, as a static method.
         def jvp(ctx: Any, tangent: torch.Tensor, *_: None) -> Any:
             return cls.apply(tangent, *ctx.arguments)
 
-        cls.jvp = staticmethod(jvp)  # type: ignore[method-assign]
+        cls.jvp = staticmethod(jvp)  # type: ignore[method-assign]  # torch declares it
         super().__init_subclass__()
 
 

@@ -104,7 +104,7 @@ def create_shared_memory(num_bytes: int) -> int:
     descriptor = os.memfd_create("distman-executor")
     try:
         os.ftruncate(descriptor, num_bytes)
-    except BaseException:
+    except BaseException:  # Ctrl-C too: memory that nobody else has heard of
         os.close(descriptor)
         raise
     return descriptor
