@@ -69,9 +69,18 @@ class Rank:
         if os.getpid() == self.pid:
             self.records.write(self.rank, "end", code=self.exit_code)
 
-    def record_hard_exits(self) -> None:
-        """Record an exit that runs no exit handlers too."""
-        leave = os._exit
+    def record_other_exits(self) -> None:
+        """Record an exit that runs no exit handlers too, and one that an exception hook makes of an error."""
+        from distman._coordination.failure.hook import _Outermost
+
+        leave, call = os._exit, _Outermost.__call__
+
+        def record_and_call(hook: _Outermost, *error: Any) -> None:
+            try:
+                call(hook, *error)
+            except SystemExit as leaving:
+                self.exit_code = leaving.code
+                raise
 
         def record_and_leave(code: int) -> None:
             if os.getpid() == self.pid:
@@ -80,6 +89,7 @@ class Rank:
             leave(code)
 
         os._exit = record_and_leave  # type: ignore[assignment]
+        _Outermost.__call__ = record_and_call  # type: ignore[method-assign]
 
 
 def initialize() -> Any:
@@ -255,7 +265,7 @@ def main(line: str, folder: str) -> None:
     case = Case.parse(line)
     logging.basicConfig(level=logging.INFO)
     rank = Rank(case, number, records)
-    rank.record_hard_exits()
+    rank.record_other_exits()
     ranks.append(rank)
     rank.play()
 
