@@ -19,7 +19,6 @@ class Memory:
     """Has the methods of :class:`distman._store.client.Client`, for the threads of one process."""
 
     session = ""
-    failure = b""
     job_key = b""
     num_unproved = 0
     unreachable_after = 0.0
