@@ -239,7 +239,7 @@ def test_few_open_files_are_enough_or_all_ranks_are_told(free_port, limit, is_en
 
 
 RESTARTED = """
-import os, signal, sys, time
+import json, os, signal, socket, sys, time
 from pathlib import Path
 rank, count = int(os.environ["RANK"]), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
 dying, times, when = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
@@ -252,19 +252,31 @@ from distman.collectives import all_gather_objects
 
 def tell_and_die(store, key, value, tell=dist.TCPStore.set):
     tell(store, key, value)
-    Path("told").touch()
+    Path("told.new").write_text(value)
+    Path("told.new").rename("told")
+    time.sleep(3 if when == "while awaited" else 0)
     os.kill(os.getpid(), signal.SIGKILL)
+
+def is_gone():
+    place = "n1", json.loads(Path("told").read_text())["told"]["port"]
+    try:
+        socket.create_connection(place).close()
+    except ConnectionRefusedError:
+        return True
 
 if is_dying:
     dist.TCPStore.set = tell_and_die  # of the agent's store, where rank 0 tells its place
-while when == "after telling" and rank != dying and not Path("told").exists():
+while when == "after telling" and rank != dying and not (Path("told").exists() and is_gone()):
     time.sleep(0.05)
 manager = DistributedManager.initialize(rendezvous_timeout=60)
 print(sorted(all_gather_objects((manager.rank, count))), flush=True)
 """
 
 
-@pytest.mark.parametrize(("dying", "times", "when"), [(0, 1, "before"), (1, 2, "before"), (0, 1, "after telling")])
+@pytest.mark.parametrize(
+    ("dying", "times", "when"),
+    [(0, 1, "before"), (1, 2, "before"), (0, 1, "after telling"), (0, 1, "while awaited")],
+)
 def test_ranks_whose_agents_have_restarted_them_unlike_often_meet(namespace_hosts, tmp_path, dying, times, when):
     (tmp_path / "train.py").write_text(RESTARTED)
     options = ["--master-addr=n1", "--max-restarts=3", "--monitor-interval=0.2"]
@@ -275,7 +287,7 @@ def test_ranks_whose_agents_have_restarted_them_unlike_often_meet(namespace_host
             running = namespace_hosts.start(agent, host=host, env={"DISTMAN_SECRET": "s" * 32}, cwd=tmp_path)
             nodes.append(stack.enter_context(running))
         finished = [node.wait(timeout=LIMIT) for node in nodes]
-    counts = [times if rank == dying else 0 for rank in range(2)]
+    counts = [times if rank == dying or when == "while awaited" else 0 for rank in range(2)]
     assert [(node.returncode, node.stdout) for node in finished] == [(0, f"{list(enumerate(counts))}\n")] * 2
 
 
