@@ -9,10 +9,10 @@ import os
 import sys
 from collections.abc import Sequence
 
-from distman._cli.host import this_host
+from distman._cli.diagnostics import diagnose, this_host
 from distman._cli.output import print_text
 from distman._job.meeting.secret import Protection, find_protection
-from distman.environments import Detection, detect, diagnose
+from distman.environments import Detection, detect
 from distman.errors import DistmanError
 
 

@@ -68,7 +68,7 @@ def _has_own_devices() -> bool:
         launcher = LAUNCHERS[detect(os.environ).environment.launcher]
     except (LaunchEnvironmentError, ValueError):  # initialize() says what is wrong
         return False
-    return launcher.gives_own_gpus(os.environ)
+    return launcher.has_own_gpus(os.environ)
 
 
 def is_sharing_allowed(environ: Mapping[str, str]) -> bool:

@@ -8,9 +8,9 @@ from distman.environments._detect import (
     is_env_distributed,
     should_use_distributed,
 )
-from distman.environments._diagnostics import Host, diagnose, misspelt_variables
 from distman.environments._launcher import Agent, Allocation, Family, Launcher, OnFailure, Place
 from distman.environments._registry import LAUNCHERS, register_launcher
+from distman.environments._spelling import misspelt_variables
 
 __all__ = [
     "LAUNCHERS",
@@ -18,13 +18,11 @@ __all__ = [
     "Allocation",
     "Detection",
     "Family",
-    "Host",
     "LaunchEnvironment",
     "Launcher",
     "OnFailure",
     "Place",
     "detect",
-    "diagnose",
     "explain",
     "is_env_distributed",
     "misspelt_variables",

@@ -1,17 +1,47 @@
-"""What a launcher says about one process, as a value."""
+"""What a launcher says about one process, as a value, and how it is read from a table of variables.
+
+The table serves twice: to read the values, and to say afterwards where each value came from.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from distman.environments._registry import LAUNCHERS
 from distman.errors import LaunchEnvironmentError
 
-_BARE, _NONE = "env", "single"
+Environ = Mapping[str, str]
+
+Fields = Mapping[str, tuple[str, ...]]
+"""Field of LaunchEnvironment -> spellings of the variable that holds it, the preferred one first."""
+
+JOB_ID = "DISTMAN_JOB_ID"
+"""The user's own job id; it stands above every launcher's."""
 
 MAX_DIGITS = 18
 """Longer numbers are typing errors: every launcher's own numbers fit into 64 bits."""
+
+_BARE, _NONE = "env", "single"
+
+_LEAST = {
+    "rank": 0,
+    "world_size": 1,
+    "local_rank": 0,
+    "local_world_size": 1,
+    "node_rank": 0,
+    "num_nodes": 1,
+    "main_port": 1,
+}
+"""The fields that are numbers, each with its smallest value."""
+
+_RELATIONS = (
+    ("rank", "below", "world_size"),
+    ("local_rank", "below", "local_world_size"),
+    ("node_rank", "below", "num_nodes"),
+    ("local_world_size", "at most", "world_size"),
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,30 +80,7 @@ class LaunchEnvironment:
     def __post_init__(self) -> None:
         if self.launcher not in LAUNCHERS:
             raise ValueError(f"launcher must be one of {', '.join(LAUNCHERS)}, got {self.launcher!r}.")
-        self._check_index("rank", self.rank, "world_size", self.world_size)
-        self._check_index("local_rank", self.local_rank, "local_world_size", self.local_world_size)
-        self._check_index("node_rank", self.node_rank, "num_nodes", self.num_nodes)
-        if self.local_world_size is not None and self.local_world_size > self.world_size:
-            raise LaunchEnvironmentError(
-                f"local_world_size must be at most world_size, got {self.local_world_size} of "
-                f"{self.world_size} from {self.launcher}. Start the job with one launcher only."
-            )
-        if self.main_port is not None and not 0 < self.main_port < 65536:
-            raise LaunchEnvironmentError(
-                f"main_port must be between 1 and 65535, got {self.main_port} from {self.launcher}. "
-                "Set MASTER_PORT to a free port, or unset it."
-            )
-
-    def _check_index(self, name: str, index: int | None, count_name: str, count: int | None) -> None:
-        if count is not None and count < 1:
-            raise LaunchEnvironmentError(
-                f"{count_name} must be at least 1, got {count} from {self.launcher}. Check how the job was started."
-            )
-        if index is not None and (index < 0 or (count is not None and index >= count)):
-            raise LaunchEnvironmentError(
-                f"{name} must be at least 0 and below {count_name}, got {name} {index} of "
-                f"{count_name} {count} from {self.launcher}. Check how the job was started."
-            )
+        _check(vars(self), lambda field: f"{field}={getattr(self, field)}", self.launcher)
 
     @classmethod
     def lone(cls) -> LaunchEnvironment:
@@ -113,42 +120,94 @@ class LaunchEnvironment:
         return self.world_size == 1 or self.num_nodes == 1 or self.local_world_size == self.world_size
 
 
-def read_text(environ: Mapping[str, str], *names: str) -> str | None:
+FIELD_NAMES = tuple(field.name for field in dataclasses.fields(LaunchEnvironment) if field.name != "launcher")
+
+
+def read_text(environ: Environ, *names: str) -> str | None:
     """Return the first of the variables ``names`` that is set and not blank."""
     values = (environ.get(name, "").strip() for name in names)
     return next((value for value in values if value), None)
 
 
-def read_host(environ: Mapping[str, str], *names: str) -> str | None:
+def read_host(environ: Environ, *names: str) -> str | None:
     """Return such a text where it is the name or address of a host; one of IPv6 may be in brackets, as in a URL."""
     text = read_text(environ, *names)
     return text[1:-1] if text is not None and text.startswith("[") and text.endswith("]") else text
 
 
-def read_flag(environ: Mapping[str, str], name: str, *, default: bool = False) -> bool:
+def read_flag(environ: Environ, name: str, *, default: bool = False) -> bool:
     """Return whether the variable says yes: ``1``, ``true`` or ``yes``, in any case."""
     text = read_text(environ, name)
     return default if text is None else text.lower() in ("1", "true", "yes")
 
 
-def read_index(environ: Mapping[str, str], *names: str) -> int | None:
-    """Return the first of the variables that is set, as a number of at least 0."""
-    return _read_number(environ, names, minimum=0)
-
-
-def read_count(environ: Mapping[str, str], *names: str) -> int | None:
-    """Return the first of the variables that is set, as a number of at least 1."""
-    return _read_number(environ, names, minimum=1)
-
-
-def _read_number(environ: Mapping[str, str], names: tuple[str, ...], *, minimum: int) -> int | None:
-    name = next((name for name in names if environ.get(name, "").strip()), None)
+def read_number(environ: Environ, *names: str, least: int = 0) -> int | None:
+    """Return the first of the variables that is set, as a number of at least ``least``."""
+    name = next((name for name in names if read_text(environ, name)), None)
     if name is None:
         return None
     text = environ[name].strip()
-    if not (text.isascii() and text.isdigit() and len(text) <= MAX_DIGITS) or int(text) < minimum:
+    if not (text.isascii() and text.isdigit() and len(text) <= MAX_DIGITS) or int(text) < least:
         raise LaunchEnvironmentError(
-            f"{name} must be a whole number of at least {minimum}, got {name}={text!r} from the environment. "
+            f"{name} must be a whole number of at least {least}, got {name}={text!r} from the environment. "
             "Correct or unset it."
         )
     return int(text)
+
+
+def read_fields(
+    launcher: str, fields: Fields, derived: Mapping[str, Callable[[Environ], int | str | None]], environ: Environ
+) -> LaunchEnvironment | None:
+    """Return the launcher's values, or None where it gives no rank or no world size.
+
+    ``derived`` replaces the plain reading of a field.
+    """
+    values = {
+        field: derived[field](environ) if field in derived else _read(field, names, environ)
+        for field, names in fields.items()
+    }
+    if values.get("rank") is None or values.get("world_size") is None:
+        return None
+    # A derived value may have no variable of its own.
+    _check(values, lambda field: source_of(field, fields, environ) or f"{field}={values[field]}", "the environment")
+    said: dict[str, Any] = values | {"job_id": read_text(environ, JOB_ID) or values.get("job_id")}
+    return LaunchEnvironment(launcher, **said)
+
+
+def _read(field: str, names: tuple[str, ...], environ: Environ) -> int | str | None:
+    if field in _LEAST:
+        return read_number(environ, *names, least=_LEAST[field])
+    return read_host(environ, *names) if field == "main_address" else read_text(environ, *names)
+
+
+def source_of(field: str, fields: Fields, environ: Environ) -> str | None:
+    """Return ``NAME=value`` of the variable that holds ``field``, or None where none is set."""
+    names = (JOB_ID, *fields.get(field, ())) if field == "job_id" else fields.get(field, ())
+    name = next((name for name in names if read_text(environ, name)), None)
+    return None if name is None else f"{name}={read_text(environ, name)}"
+
+
+def _check(values: Mapping[str, Any], said: Callable[[str], str], source: str) -> None:
+    """Raise LaunchEnvironmentError where values cannot be; ``said`` returns ``NAME=value`` of a field's variable."""
+    known = {field: value for field, value in values.items() if value is not None}
+    for field, least in _LEAST.items():
+        if known.get(field, least) < least:
+            raise LaunchEnvironmentError(
+                f"{_name(said(field))} must be at least {least}, got {said(field)} from {source}. Correct or unset it."
+            )
+    for first, relation, second in _RELATIONS:
+        if {first, second} <= known.keys() and known[first] >= known[second] + (relation == "at most"):
+            names = f"{_name(said(first))} must be {relation} {_name(said(second))}"
+            raise LaunchEnvironmentError(
+                f"{names}, got {said(first)} and {said(second)} from {source}. Correct or unset them; one launcher "
+                "sets both."
+            )
+    if known.get("main_port", 1) > 65535:
+        port = said("main_port")
+        raise LaunchEnvironmentError(
+            f"{_name(port)} must be between 1 and 65535, got {port} from {source}. Set it to a free port, or unset it."
+        )
+
+
+def _name(source: str) -> str:
+    return source.partition("=")[0]

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 from distman.environments._bare import BARE, is_complete
-from distman.environments._base import LaunchEnvironment, read_count, read_text
+from distman.environments._base import (
+    FIELD_NAMES,
+    Environ,
+    LaunchEnvironment,
+    read_number,
+    read_text,
+    source_of,
+)
 from distman.environments._distman_run import DISTMAN_RUN
-from distman.environments._fields import FIELD_NAMES, source_of
 from distman.environments._flux import FLUX
 from distman.environments._hydra import HYDRA
 from distman.environments._jsrun import JSRUN
@@ -43,7 +48,7 @@ class Detection:
     Attributes:
         environment: What the chosen launcher says.
         warnings: Sentences that a user should see without asking.
-        reasons: Gives the explanation; called once, when somebody asks for it.
+        explanation: Sentences: what was chosen, from which variables, what was passed over and why.
 
     Example:
         >>> detection = detect({"RANK": "1", "WORLD_SIZE": "2", "PMI_RANK": "3"})
@@ -55,12 +60,7 @@ class Detection:
 
     environment: LaunchEnvironment
     warnings: tuple[str, ...]
-    reasons: Callable[[], tuple[str, ...]] = dataclasses.field(repr=False, compare=False)
-
-    @functools.cached_property
-    def explanation(self) -> tuple[str, ...]:
-        """Sentences: what was chosen, from which variables, what was passed over and why."""
-        return self.reasons()
+    explanation: tuple[str, ...] = dataclasses.field(repr=False)
 
     def require_launcher(self) -> None:
         """Refuse to be distributed where no launcher started this process.
@@ -128,7 +128,7 @@ def explain(environ: Mapping[str, str] | None = None, method: str | None = None)
     return "\n".join(detect(os.environ if environ is None else environ, method).explanation)
 
 
-def spoken(environ: Mapping[str, str]) -> list[LaunchEnvironment]:
+def spoken(environ: Environ) -> list[LaunchEnvironment]:
     """Return what each launcher says whose variables have a meaning, the innermost first; bare ones where complete."""
     found = []
     for launcher in _asked():
@@ -186,69 +186,71 @@ def _asked() -> list[Launcher]:
     return [launcher for launcher in LAUNCHERS.values() if launcher is not SINGLE]
 
 
-def _search(environ: Mapping[str, str]) -> Detection:
+def _allocations() -> list[Allocation]:
+    return [launcher.allocation for launcher in _asked() if launcher.allocation is not None]
+
+
+def _search(environ: Environ) -> Detection:
     environ = dict(environ)
     for launcher in _asked():
         environment = launcher.read(environ)
         if environment is not None:
-            launcher, environment = _behind_imitated(launcher, environment, environ)
-            chosen, warnings = _settle_contradiction(launcher, environment, environ)
-            if chosen is BARE:
-                environment = BARE.read(environ) or environment
-            warnings = warnings or tuple(_size_warnings(chosen, environ))
-            warnings = (*warnings, *_lone_warnings(chosen, environment, environ))
-            explain_choice = functools.partial(_explain_search, launcher, chosen, environment, environ, warnings)
-            return Detection(environment, warnings, explain_choice)
+            return _found(*_behind_imitated(launcher, environment, environ), environ)
     _check_complete(environ)
-    for allocation in [launcher.allocation for launcher in _asked()]:
-        environment = None if allocation is None else _task_without_step(allocation, environ)
-        if allocation is not None and environment is not None:
-            size_warnings = _size_warnings(LAUNCHERS[allocation.name], environ)
-            warnings = (_believed_without_step(allocation, environ), *size_warnings)
-            sentences = (_chosen(allocation, environment, environ), *warnings)
-            return Detection(environment, warnings, functools.partial(tuple, sentences))
+    for allocation in _allocations():
+        environment = _task_without_step(allocation, environ)
+        if environment is not None:
+            place, step = _place(allocation, environ), _missing_step(allocation, environ)
+            warnings = (
+                f"{place} are believed, although {step} are not set: what started this process does not hand on all "
+                f"variables of {allocation.title}. To run one process, set {METHOD}={SINGLE.name}.",
+                *_size_warnings(LAUNCHERS[allocation.name], environ),
+            )
+            return Detection(environment, warnings, (_chosen(allocation, environment, environ), *warnings))
     warnings = tuple(_allocation_warnings(environ))
-    return Detection(LaunchEnvironment.lone(), warnings, functools.partial(_explain_single, environ, warnings))
+    passed_over = (_passed_over(launcher, environ) for launcher in _asked())
+    explanation = (f"{SINGLE.name} was chosen: no launcher speaks.", *warnings, *passed_over)
+    return Detection(LaunchEnvironment.lone(), warnings, explanation)
 
 
-def _explain_search(
-    first: Launcher,
-    chosen: Launcher,
-    environment: LaunchEnvironment,
-    environ: Mapping[str, str],
-    warnings: tuple[str, ...],
-) -> tuple[str, ...]:
-    """Explain the choice; ``first`` is the first launcher that spoke, which bare variables may overrule."""
-    others = [launcher for launcher in _asked() if launcher not in (first, chosen)]
-    overruled = [f"{first.name} was passed over: {warnings[0]}"] if first is not chosen else []
-    return (
-        _chosen(chosen, environment, environ),
-        *overruled,
-        *(_passed_over(launcher, environ, chosen.name) for launcher in others),
+def _found(launcher: Launcher, environment: LaunchEnvironment, environ: Environ) -> Detection:
+    """Return what the first launcher that spoke says, unless bare variables overrule it."""
+    chosen, overruled = _settle_contradiction(launcher, environment, environ)
+    if chosen is BARE:
+        environment = BARE.read(environ) or environment
+    warnings = (
+        *(overruled or _size_warnings(chosen, environ)),
+        *_lone_warnings(chosen, environment, environ),
     )
+    explanation = (
+        _chosen(chosen, environment, environ),
+        *(f"{launcher.name} was passed over: {warning}" for warning in overruled),
+        *(_passed_over(other, environ, chosen) for other in _asked() if other not in (launcher, chosen)),
+    )
+    return Detection(environment, warnings, explanation)
 
 
-def _explain_single(environ: Mapping[str, str], warnings: tuple[str, ...]) -> tuple[str, ...]:
-    passed_over = (_passed_over(launcher, environ, None) for launcher in _asked())
-    return (f"{SINGLE.name} was chosen: no launcher speaks.", *warnings, *passed_over)
-
-
-def _believe(method: str, source: str, environ: Mapping[str, str]) -> Detection:
+def _believe(method: str, source: str, environ: Environ) -> Detection:
     if not isinstance(method, str):
         raise TypeError(f"method must be the name of a launcher, got {method!r} from {source}. Pass 'slurm', say.")
     name = method.strip().lower()
     asked = f"{method} was asked for by {source}."
     if name == SINGLE.name:
-        return Detection(LaunchEnvironment.lone(), (), lambda: (f"{name} was chosen: one process.", asked))
-    candidates = _named(name)
-    if not candidates:
+        return Detection(LaunchEnvironment.lone(), (), (f"{name} was chosen: one process.", asked))
+    launchers = [
+        launcher
+        for launcher in _asked()
+        if launcher.name == name or (launcher.family in _FAMILIES and launcher.family.value == name)
+    ]
+    if not launchers:
         valid = ", ".join(sorted({*LAUNCHERS, *(family.value for family in _FAMILIES)}))
         raise ValueError(f"method must be one of {valid} (any case), got {method!r} from {source}. Correct the name.")
+    allocations = [one for one in _allocations() if one.tells_place and LAUNCHERS[one.name] in launchers]
+    candidates = [*launchers, *allocations]
     for candidate in candidates:
         environment = candidate.read(environ)
         if environment is not None:
-            sentences = (_chosen(candidate, environment, environ), asked)
-            return Detection(environment, (), functools.partial(tuple, sentences))
+            return Detection(environment, (), (_chosen(candidate, environment, environ), asked))
     reasons = "; ".join(f"{candidate.name}: {_why_silent(candidate, environ)}" for candidate in candidates)
     raise LaunchEnvironmentError(
         f"method must name the launcher that started this process, got {method!r} from {source} ({reasons}). "
@@ -256,21 +258,10 @@ def _believe(method: str, source: str, environ: Mapping[str, str]) -> Detection:
     )
 
 
-def _named(method: str) -> list[Launcher | Allocation]:
-    """Return what may be believed where the user asks for a launcher or a family by name, the first choice first."""
-    launchers = [
-        launcher
-        for launcher in _asked()
-        if launcher.name == method or (launcher.family in _FAMILIES and launcher.family.value == method)
-    ]
-    allocations = [launcher.allocation for launcher in launchers if launcher.allocation is not None]
-    return [*launchers, *(allocation for allocation in allocations if allocation.tells_place)]
-
-
 def _behind_imitated(
-    imitated: Launcher, environment: LaunchEnvironment, environ: Mapping[str, str]
+    imitated: Launcher, environment: LaunchEnvironment, environ: Environ
 ) -> tuple[Launcher, LaunchEnvironment]:
-    """Return who set the variables of a launcher that others imitate: those others say more themselves."""
+    """Return the launcher that set the variables of one that others imitate: those others say more themselves."""
     for launcher in (LAUNCHERS[name] for name in imitated.imitated_by):
         other = launcher.read(environ)
         if other is not None and (other.rank, other.world_size) == (environment.rank, environment.world_size):
@@ -279,9 +270,9 @@ def _behind_imitated(
 
 
 def _settle_contradiction(
-    launcher: Launcher, environment: LaunchEnvironment, environ: Mapping[str, str]
+    launcher: Launcher, environment: LaunchEnvironment, environ: Environ
 ) -> tuple[Launcher, tuple[str, ...]]:
-    """Return who is right where complete bare variables stand beside a launcher's own."""
+    """Return which launcher is right where complete bare variables stand beside a launcher's own."""
     if launcher.family is Family.ENV or not is_complete(environ):
         return launcher, ()
     other = BARE.read(environ)
@@ -304,17 +295,17 @@ def _settle_contradiction(
     )
 
 
-def _size_warnings(chosen: Launcher, environ: Mapping[str, str]) -> Iterator[str]:
+def _size_warnings(chosen: Launcher, environ: Environ) -> Iterator[str]:
     """Tell a rank that ``WORLD_SIZE`` is not the number of tasks that a scheduler says beside it.
 
     Where ``WORLD_SIZE`` is believed it may be a multiple: a launcher in each task started several ranks.
     """
-    size = read_text(environ, *BARE.fields["world_size"])
-    for allocation in [launcher.allocation for launcher in _asked()]:
-        if allocation is None or not allocation.tells_place or chosen.name not in (allocation.name, BARE.name):
+    size = read_text(environ, *BARE.fields["world_size"]) or ""
+    for allocation in _allocations():
+        if not allocation.tells_place or chosen.name not in (allocation.name, BARE.name):
             continue
-        num_tasks = read_text(environ, *allocation.fields["world_size"])
-        if not (size and size.isdecimal() and num_tasks and num_tasks.isdecimal()) or int(num_tasks) == int(size):
+        num_tasks = read_text(environ, *allocation.fields["world_size"]) or ""
+        if not (size.isdecimal() and num_tasks.isdecimal()) or int(num_tasks) == int(size):
             continue
         if chosen is not BARE or (int(num_tasks) > 1 and int(size) % int(num_tasks)):
             tasks = source_of("world_size", allocation.fields, environ)
@@ -324,7 +315,7 @@ def _size_warnings(chosen: Launcher, environ: Mapping[str, str]) -> Iterator[str
             )
 
 
-def _lone_warnings(chosen: Launcher, environment: LaunchEnvironment, environ: Mapping[str, str]) -> Iterator[str]:
+def _lone_warnings(chosen: Launcher, environment: LaunchEnvironment, environ: Environ) -> Iterator[str]:
     """Tell the one rank of a launcher that an outer one has started more of them."""
     if environment.world_size > 1 or chosen.family is not Family.ENV:
         return
@@ -337,7 +328,7 @@ def _lone_warnings(chosen: Launcher, environment: LaunchEnvironment, environ: Ma
         )
 
 
-def _task_without_step(allocation: Allocation, environ: Mapping[str, str]) -> LaunchEnvironment | None:
+def _task_without_step(allocation: Allocation, environ: Environ) -> LaunchEnvironment | None:
     """Return the place of a task whose step is not told, as where a container hands on only some variables.
 
     Whatever else runs in an allocation knows its job, and is task 0 or none. A task other than 0 that knows its job but
@@ -361,40 +352,30 @@ def _task_without_step(allocation: Allocation, environ: Mapping[str, str]) -> La
     )
 
 
-def _believed_without_step(allocation: Allocation, environ: Mapping[str, str]) -> str:
-    return (
-        f"{_place(allocation, environ)} are believed, although {_missing_step(allocation, environ)} are not set: what "
-        f"started this process does not hand on all variables of {allocation.title}. To run one process, set "
-        f"{METHOD}={SINGLE.name}."
-    )
-
-
-def _missing_step(allocation: Allocation, environ: Mapping[str, str]) -> str:
+def _missing_step(allocation: Allocation, environ: Environ) -> str:
     return " and ".join(_spelled(names) for names in LAUNCHERS[allocation.name].missing(environ))
 
 
-def _allocation_warnings(environ: Mapping[str, str]) -> Iterator[str]:
+def _allocation_warnings(environ: Environ) -> Iterator[str]:
     """Tell a process of an allocation of several tasks or nodes that it is alone in it."""
-    for allocation in (launcher.allocation for launcher in _asked()):
-        job_id = None if allocation is None else read_text(environ, *allocation.fields.get("job_id", ()))
-        if allocation is None or job_id is None:
+    for allocation in _allocations():
+        job_id = read_text(environ, *allocation.fields.get("job_id", ()))
+        if job_id is None:
             continue
-        num_tasks = read_count(environ, *allocation.fields.get("world_size", ()))
-        num_nodes = read_count(environ, *allocation.fields.get("num_nodes", ()))
-        if max(num_tasks or 1, num_nodes or 1) > 1:
-            size = [_counted(count, noun) for count, noun in ((num_tasks, "task"), (num_nodes, "node")) if count]
+        counts = {
+            noun: read_number(environ, *allocation.fields.get(field, ()), least=1)
+            for field, noun in (("world_size", "task"), ("num_nodes", "node"))
+        }
+        if max(count or 1 for count in counts.values()) > 1:
+            size = " on ".join(f"{count} {noun}{'s' * (count > 1)}" for noun, count in counts.items() if count)
             yield (
-                f"This is one process: it runs in {allocation.title} allocation "
-                f"{job_id} ({' on '.join(size)}), but {allocation.command} did not start it. To use the whole "
-                f"allocation, start it with: {allocation.command} python ..."
+                f"This is one process: it runs in {allocation.title} allocation {job_id} ({size}), but "
+                f"{allocation.command} did not start it. To use the whole allocation, start it with: "
+                f"{allocation.command} python ..."
             )
 
 
-def _counted(count: int, noun: str) -> str:
-    return f"{count} {noun}{'s' * (count > 1)}"
-
-
-def _chosen(candidate: Launcher | Allocation, environment: LaunchEnvironment, environ: Mapping[str, str]) -> str:
+def _chosen(candidate: Launcher | Allocation, environment: LaunchEnvironment, environ: Environ) -> str:
     values = {name: getattr(environment, name) for name in FIELD_NAMES}
     known = [
         f"{name} {value} ({source_of(name, candidate.fields, environ)})"
@@ -404,12 +385,12 @@ def _chosen(candidate: Launcher | Allocation, environment: LaunchEnvironment, en
     return f"{candidate.name} was chosen: {', '.join(known)}."
 
 
-def _check_complete(environ: Mapping[str, str]) -> None:
+def _check_complete(environ: Environ) -> None:
     """Refuse a rank without a world size: half an environment is not one process by another name."""
     for launcher in _asked():
         rank, world_size = (_spelled(launcher.fields[field]) for field in ("rank", "world_size"))
         is_half = launcher.missing(environ) == [launcher.fields["world_size"]]
-        if is_half and launcher.denial(environ) is None:
+        if is_half and launcher.why_not(environ) is None:
             raise LaunchEnvironmentError(
                 f"{world_size} must be set where {rank} is, got {source_of('rank', launcher.fields, environ)} and no "
                 f"{world_size} from the environment. Set it to the number of processes, or unset {rank} to run one "
@@ -417,22 +398,22 @@ def _check_complete(environ: Mapping[str, str]) -> None:
             )
 
 
-def _passed_over(launcher: Launcher, environ: Mapping[str, str], chosen: str | None) -> str:
-    reason = _why_silent(launcher, environ) or f"{chosen} comes first ({_place(launcher, environ)})"
+def _passed_over(launcher: Launcher, environ: Environ, chosen: Launcher = SINGLE) -> str:
+    reason = _why_silent(launcher, environ) or f"{chosen.name} comes first ({_place(launcher, environ)})"
     return f"{launcher.name} was passed over: {reason}."
 
 
-def _why_silent(candidate: Launcher | Allocation, environ: Mapping[str, str]) -> str | None:
+def _why_silent(candidate: Launcher | Allocation, environ: Environ) -> str | None:
     """Return why this launcher did not start this process, or None where its variables say that it did."""
     missing = [_spelled(names) for names in candidate.missing(environ)]
     if missing:
         return f"{', '.join(missing)} {'is' if len(missing) == 1 else 'are'} not set"
-    return candidate.denial(environ)
+    return candidate.why_not(environ)
 
 
 def _spelled(names: Iterable[str]) -> str:
     return " or ".join(names)
 
 
-def _place(launcher: Launcher | Allocation, environ: Mapping[str, str]) -> str:
+def _place(launcher: Launcher | Allocation, environ: Environ) -> str:
     return " and ".join(str(source_of(field, launcher.fields, environ)) for field in ("rank", "world_size"))

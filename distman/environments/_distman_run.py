@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from distman.environments._bare import BARE, fake_bare
-from distman.environments._launcher import Family, Launcher, OnFailure, Place
+from distman.environments._bare import BARE
+from distman.environments._launcher import Family, Launcher, OnFailure
 
 RUN_ID = "DISTMAN_RUN_ID"
 """The variable that names one start of the ranks."""
-
-
-def _fake(place: Place) -> dict[str, str]:
-    return fake_bare(place) | {"MASTER_PORT": str(place.main_port), RUN_ID: place.job_id}
 
 
 DISTMAN_RUN = Launcher(
@@ -22,5 +18,4 @@ DISTMAN_RUN = Launcher(
     marks=((RUN_ID,),),
     may_bind_gpus=False,
     shows_errors=True,
-    fake=_fake,
 )

@@ -6,18 +6,7 @@ Source:
 
 from __future__ import annotations
 
-from distman.environments._launcher import Family, Launcher, OnFailure, Place
-
-
-def _fake(place: Place) -> dict[str, str]:
-    return {
-        "FLUX_JOB_ID": f"f{place.job_id}",  # Flux writes its ids in letters and digits after an f
-        "FLUX_JOB_NNODES": str(place.num_nodes),
-        "FLUX_JOB_SIZE": str(place.world_size),
-        "FLUX_TASK_LOCAL_ID": str(place.local_rank),
-        "FLUX_TASK_RANK": str(place.rank),
-    }
-
+from distman.environments._launcher import Family, Launcher, OnFailure
 
 FLUX = Launcher(
     name="flux",
@@ -31,5 +20,5 @@ FLUX = Launcher(
     },
     variables=("FLUX_*", "PMI_*"),
     on_failure=OnFailure.WAITS,
-    fake=_fake,
+    fake=lambda place: {"FLUX_JOB_ID": f"f{place.job_id}"},  # letters and digits after an f
 )

@@ -8,19 +8,7 @@ Source:
 
 from __future__ import annotations
 
-from distman.environments._launcher import Family, Launcher, OnFailure, Place
-
-
-def _fake(place: Place) -> dict[str, str]:
-    return {
-        "PMI_RANK": str(place.rank),
-        "PMI_SIZE": str(place.world_size),
-        "PMI_FD": "9",
-        "PMI_HOSTNAME": place.host,
-        "MPI_LOCALRANKID": str(place.local_rank),
-        "MPI_LOCALNRANKS": str(place.local_world_size),
-    }
-
+from distman.environments._launcher import Family, Launcher, OnFailure
 
 HYDRA = Launcher(
     name="hydra",
@@ -36,5 +24,6 @@ HYDRA = Launcher(
     on_failure=OnFailure.NEEDS_ABORT,
     marks=(("MPI_LOCALRANKID",),),
     process_names=("hydra_pmi_proxy", "hydra_bstrap_pro", "mpiexec", "mpirun"),
-    fake=_fake,
+    # Only Intel MPI names the job.
+    fake=lambda place: {"PMI_FD": "9", "PMI_HOSTNAME": place.host, "I_MPI_HYDRA_UUID": ""},
 )

@@ -29,14 +29,7 @@ def _first_host(environ: Mapping[str, str]) -> str | None:
 
 def _fake(place: Place) -> dict[str, str]:
     slots = " ".join(f"n{node + 1} {count}" for node, count in enumerate(place.counts))
-    return {
-        "JSM_NAMESPACE_RANK": str(place.rank),
-        "JSM_NAMESPACE_SIZE": str(place.world_size),
-        "JSM_NAMESPACE_LOCAL_RANK": str(place.local_rank),
-        "JSM_NAMESPACE_LOCAL_SIZE": str(place.local_world_size),
-        "LSB_JOBID": place.job_id,
-        "LSB_MCPU_HOSTS": f"launch1 1 {slots}" if min(place.counts) > 1 else slots,
-    }
+    return {"LSB_MCPU_HOSTS": f"launch1 1 {slots}" if min(place.counts) > 1 else slots}
 
 
 JSRUN = Launcher(

@@ -8,10 +8,7 @@ import fnmatch
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from distman.environments._base import LaunchEnvironment, read_text
-from distman.environments._fields import FIELD_NAMES, Fields, read_fields
-
-Environ = Mapping[str, str]
+from distman.environments._base import FIELD_NAMES, Environ, Fields, LaunchEnvironment, read_fields, read_text
 
 _NAME = re.compile(r"[a-z][a-z0-9_-]*")
 
@@ -81,7 +78,7 @@ class Agent:
         Local.
 
         Args:
-            environ: Environment variables, usually ``os.environ``; never modified.
+            environ: Environment variables, usually ``os.environ``.
 
         Example:
             >>> LAUNCHERS["torchrun"].agent.is_serving({"TORCHELASTIC_USE_AGENT_STORE": "True"})
@@ -96,7 +93,7 @@ class Agent:
         Local.
 
         Args:
-            environ: Environment variables, usually ``os.environ``; never modified.
+            environ: Environment variables, usually ``os.environ``.
             job_id: Name of the job, as the launcher says it.
 
         Example:
@@ -164,7 +161,8 @@ class _Variables:
     fields: Fields
     marks: tuple[tuple[str, ...], ...] = ()
     derived: Mapping[str, Callable[[Environ], int | str | None]] = dataclasses.field(default_factory=dict)
-    why_not: Callable[[Environ], str | None] | None = None
+    # By a factory: a function on the class would be a method.
+    why_not: Callable[[Environ], str | None] = dataclasses.field(default_factory=lambda: lambda _environ: None)
 
     def __post_init__(self) -> None:
         _check_names("fields", self.fields, FIELD_NAMES, self.name)
@@ -173,10 +171,10 @@ class _Variables:
     def read(self, environ: Environ) -> LaunchEnvironment | None:
         """Return what the launcher says about this process, or None where it did not start it.
 
-        Local. Pure.
+        Local.
 
         Args:
-            environ: Environment variables, usually ``os.environ``; never modified.
+            environ: Environment variables, usually ``os.environ``.
 
         Raises:
             LaunchEnvironmentError: A variable is not a number, or two contradict each other.
@@ -186,42 +184,24 @@ class _Variables:
             >>> environment.rank, environment.world_size, LAUNCHERS["slurm"].read({})
             (1, 2, None)
         """
-        if not all(read_text(environ, *names) for names in self.marks) or self.denial(environ) is not None:
+        if not all(read_text(environ, *names) for names in self.marks) or self.why_not(environ) is not None:
             return None
         return read_fields(self.name, self.fields, self.derived, environ)
 
-    def denial(self, environ: Environ) -> str | None:
-        """Return why the launcher did not start this process although its variables are set, or None.
-
-        Local.
-
-        Args:
-            environ: Environment variables, usually ``os.environ``; never modified.
-
-        Example:
-            >>> LAUNCHERS["slurm"].denial({"SLURM_STEP_ID": "4294967291"})  # of the batch script itself
-            "the step is Slurm's own (the shell of salloc, a batch script), not srun's"
-        """
-        return None if self.why_not is None else self.why_not(environ)
-
-    @property
-    def required(self) -> list[tuple[str, ...]]:
-        """The variables without which the launcher did not start a process, rank and world size last."""
-        return [*self.marks, self.fields["rank"], self.fields["world_size"]]
-
     def missing(self, environ: Environ) -> list[tuple[str, ...]]:
-        """Return those of the required variables that are not set, each with all its spellings.
+        """Return the variables, each with all its spellings, for want of which the launcher is not believed.
 
         Local.
 
         Args:
-            environ: Environment variables, usually ``os.environ``; never modified.
+            environ: Environment variables, usually ``os.environ``.
 
         Example:
             >>> LAUNCHERS["slurm"].missing({"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "2"})
             [('SLURM_STEP_ID', 'SLURM_STEPID')]
         """
-        return [names for names in self.required if read_text(environ, *names) is None]
+        required = (*self.marks, self.fields["rank"], self.fields["world_size"])
+        return [names for names in required if read_text(environ, *names) is None]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -280,14 +260,14 @@ class Launcher(_Variables):
         cancel_command: Returns the command that ends the job, for a launcher that waits although a rank is stuck;
             nothing where the job is not known.
         may_bind_gpus: Whether it may show each rank a GPU of its own.
-        has_own_gpus: Says whether no other rank sees the GPUs that this process sees; None where it does not say.
+        has_own_gpus: Returns whether it is known that no other rank sees the GPUs that this process sees.
         gives_terminals: Whether a rank's standard output is a terminal of its own, wherever that of the job goes.
         uses_munge: Whether munge may run on its hosts, by which its scheduler knows users.
         shows_errors: Whether it prints at the end why a rank failed, as it reads in the rank's error file: then the
             rank need not.
         ends_leftovers: Whether it ends what is left on a host when the last rank there has ended.
-        fake: Returns the variables that it would set, for :func:`distman.testing.fake_environment`; None sets the
-            first spelling of each field to the plain value.
+        fake: Returns what it sets beside the first spelling of each field, or instead of the field's plain value, for
+            :func:`distman.testing.fake_environment`; a variable that is empty is left out.
 
     Example:
         >>> launcher = LAUNCHERS["torchrun"]
@@ -303,15 +283,15 @@ class Launcher(_Variables):
     meets_on_first_node: bool = False
     agent: Agent | None = None
     process_names: tuple[str, ...] = ()
-    expected_hosts: Callable[[Environ], list[str]] | None = None
+    expected_hosts: Callable[[Environ], list[str]] = dataclasses.field(default_factory=lambda: lambda _environ: [])
     cancel_command: Callable[[Environ], Sequence[str]] | None = None
     may_bind_gpus: bool = True
-    has_own_gpus: Callable[[Environ], bool] | None = None
+    has_own_gpus: Callable[[Environ], bool] = dataclasses.field(default_factory=lambda: lambda _environ: False)
     gives_terminals: bool = False
     uses_munge: bool = False
     shows_errors: bool = False
     ends_leftovers: bool = False
-    fake: Callable[[Place], dict[str, str]] | None = None
+    fake: Callable[[Place], dict[str, str]] = dataclasses.field(default_factory=lambda: lambda _place: {})
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -338,20 +318,6 @@ class Launcher(_Variables):
             fnmatch.fnmatchcase(name, pattern) for pattern in self.variables
         )
 
-    def gives_own_gpus(self, environ: Environ) -> bool:
-        """Return whether it says that no other rank sees the GPUs that this process sees.
-
-        Local.
-
-        Args:
-            environ: Environment variables, usually ``os.environ``; never modified.
-
-        Example:
-            >>> LAUNCHERS["slurm"].gives_own_gpus({"SLURMD_TRES_BIND": "gpu:per_task:1"})
-            True
-        """
-        return self.has_own_gpus is not None and self.has_own_gpus(environ)
-
     def fake_variables(self, place: Place) -> dict[str, str]:
         """Return the variables that it would set for a rank.
 
@@ -365,9 +331,8 @@ class Launcher(_Variables):
             >>> LAUNCHERS["slurm"].fake_variables(place)["SLURM_PROCID"]
             '3'
         """
-        if self.fake is not None:
-            return self.fake(place)
-        return {names[0]: str(getattr(place, field)) for field, names in self.fields.items() if names}
+        plain = {names[0]: str(getattr(place, field)) for field, names in self.fields.items() if names}
+        return {name: value for name, value in (plain | self.fake(place)).items() if value}
 
 
 def _check_names(what: str, names: Iterable[str], valid: Iterable[str], launcher: str) -> None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-from distman.environments._base import read_count, read_text
+from distman.environments._base import read_number, read_text
 from distman.environments._launcher import Family, Launcher, OnFailure, Place
 
 _LAUNCH_NODE = "OMPI_MCA_orte_hnp_uri"
@@ -20,8 +20,8 @@ _IPV4 = re.compile(r"tcp4?://(\d+\.\d+\.\d+\.\d+)")
 
 
 def _launch_node(environ: Mapping[str, str]) -> str | None:
-    local = read_count(environ, "OMPI_COMM_WORLD_LOCAL_SIZE")
-    if local is not None and local == read_count(environ, "OMPI_COMM_WORLD_SIZE"):
+    local = read_number(environ, "OMPI_COMM_WORLD_LOCAL_SIZE")
+    if local is not None and local == read_number(environ, "OMPI_COMM_WORLD_SIZE"):
         return None
     match = _IPV4.search(read_text(environ, _LAUNCH_NODE) or "")
     return match[1] if match else None
@@ -29,10 +29,7 @@ def _launch_node(environ: Mapping[str, str]) -> str | None:
 
 def _fake(place: Place) -> dict[str, str]:
     return {
-        "OMPI_COMM_WORLD_RANK": str(place.rank),
-        "OMPI_COMM_WORLD_SIZE": str(place.world_size),
-        "OMPI_COMM_WORLD_LOCAL_RANK": str(place.local_rank),
-        "OMPI_COMM_WORLD_LOCAL_SIZE": str(place.local_world_size),
+        _LAUNCH_NODE: "",
         "OMPI_COMM_WORLD_NODE_RANK": str(place.local_rank),
         "PMIX_HOSTNAME": place.host,
         "PMIX_NAMESPACE": "prterun-n1-1000@1",

@@ -14,9 +14,8 @@ from distman.environments._launcher import Family, Launcher, OnFailure, Place
 def _fake(place: Place) -> dict[str, str]:
     return {
         "PALS_APID": "00000000-0000-4000-8000-000000000000",
-        "PALS_RANKID": str(place.rank),
-        "PALS_NODEID": str(place.node_rank),
-        "PALS_LOCAL_RANKID": str(place.local_rank),
+        "PALS_SIZE": "",
+        "PALS_LOCAL_SIZE": "",
         "PMI_RANK": str(place.rank),
         "PMI_SIZE": str(place.world_size),
         "PMI_LOCAL_RANK": str(place.local_rank),

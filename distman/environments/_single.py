@@ -2,16 +2,7 @@
 
 from __future__ import annotations
 
-from distman.environments._launcher import Family, Launcher, OnFailure, Place
-
-
-def _fake(place: Place) -> dict[str, str]:
-    if place.world_size > 1:
-        raise ValueError(
-            f"tasks must be 1 for one process without a launcher, got {place.world_size}. Name a launcher."
-        )
-    return {}
-
+from distman.environments._launcher import Family, Launcher, OnFailure
 
 SINGLE = Launcher(
     name="single",
@@ -19,5 +10,4 @@ SINGLE = Launcher(
     fields={},
     variables=(),
     on_failure=OnFailure.ENDS_JOB,
-    fake=_fake,
 )

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from distman.environments._base import read_index, read_text
+from distman.environments._base import read_number, read_text
 from distman.environments._hostlist import first_host, parse_hostlist, parse_tasks_per_node
 from distman.environments._launcher import Allocation, Family, Launcher, OnFailure, Place
 
@@ -28,7 +28,7 @@ _JOB_ID = ("SLURM_JOB_ID", "SLURM_JOBID")
 
 
 def _why_not(environ: Mapping[str, str]) -> str | None:
-    step = read_index(environ, *_STEP_ID)
+    step = read_number(environ, *_STEP_ID)
     is_own = step is not None and step > _MAX_STEP_ID
     return "the step is Slurm's own (the shell of salloc, a batch script), not srun's" if is_own else None
 
@@ -38,7 +38,7 @@ def _expected_hosts(environ: Mapping[str, str]) -> list[str]:
     nodes, tasks = environ.get("SLURM_STEP_NODELIST"), environ.get("SLURM_STEP_TASKS_PER_NODE")
     if not nodes or not tasks or not environ.get("SLURM_DISTRIBUTION", "block").startswith("block"):
         return []
-    counts, node = parse_tasks_per_node(tasks), read_index(environ, "SLURM_NODEID")
+    counts, node = parse_tasks_per_node(tasks), read_number(environ, "SLURM_NODEID")
     if node is None or node >= len(counts):
         return []
     first = sum(counts[:node])
@@ -51,28 +51,25 @@ def _local_world_size(environ: Mapping[str, str]) -> int | None:
     tasks_here = read_text(environ, "SLURM_GTIDS")
     if tasks_here is not None:
         return len(tasks_here.split(","))
-    per_node, node = read_text(environ, "SLURM_STEP_TASKS_PER_NODE"), read_index(environ, "SLURM_NODEID")
+    per_node, node = read_text(environ, "SLURM_STEP_TASKS_PER_NODE"), read_number(environ, "SLURM_NODEID")
     counts = parse_tasks_per_node(per_node) if per_node is not None else []
     return counts[node] if node is not None and node < len(counts) else None
 
 
 def _first_of_step(environ: Mapping[str, str]) -> str | None:
-    return _first(environ, "SLURM_STEP_NODELIST")
+    nodes = read_text(environ, "SLURM_STEP_NODELIST")
+    return None if nodes is None else first_host(nodes)
 
 
 def _first_of_allocation(environ: Mapping[str, str]) -> str | None:
-    return _first(environ, "SLURM_JOB_NODELIST") or _first(environ, "SLURM_NODELIST")
-
-
-def _first(environ: Mapping[str, str], name: str) -> str | None:
-    nodes = read_text(environ, name)
+    nodes = read_text(environ, "SLURM_JOB_NODELIST", "SLURM_NODELIST")
     return None if nodes is None else first_host(nodes)
 
 
 def _job_id(environ: Mapping[str, str]) -> str | None:
     """Name the step: two steps of one job may run side by side. The parts of a heterogeneous step share it."""
     job = read_text(environ, "SLURM_HET_JOB_ID", *_JOB_ID)
-    return None if job is None else f"slurm-{job}.{read_index(environ, *_STEP_ID) or 0}"
+    return None if job is None else f"slurm-{job}.{read_number(environ, *_STEP_ID) or 0}"
 
 
 def _has_own_gpus(environ: Mapping[str, str]) -> bool:
@@ -91,17 +88,11 @@ def _fake(place: Place) -> dict[str, str]:
     return {
         "SLURMD_NODENAME": place.host,
         "SLURM_GTIDS": ",".join(map(str, range(first, first + place.local_world_size))),
-        "SLURM_JOB_ID": place.job_id,
         "SLURM_JOB_NODELIST": hosts,
         "SLURM_JOB_NUM_NODES": str(place.num_nodes),
-        "SLURM_LOCALID": str(place.local_rank),
-        "SLURM_NODEID": str(place.node_rank),
         "SLURM_NTASKS": str(place.world_size),
-        "SLURM_PROCID": str(place.rank),
         "SLURM_STEP_ID": "0",
         "SLURM_STEP_NODELIST": hosts,
-        "SLURM_STEP_NUM_NODES": str(place.num_nodes),
-        "SLURM_STEP_NUM_TASKS": str(place.world_size),
         "SLURM_STEP_TASKS_PER_NODE": ",".join(map(str, place.counts)),
     }
 

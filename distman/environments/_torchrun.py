@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import re
 
-from distman.environments._bare import BARE, fake_bare
-from distman.environments._launcher import Agent, Family, Launcher, OnFailure, Place
+from distman.environments._bare import BARE
+from distman.environments._launcher import Agent, Family, Launcher, OnFailure
 
 _RUN_ID = "TORCHELASTIC_RUN_ID"
 """The variable that only the elastic agent sets."""
@@ -22,18 +22,6 @@ _AGENT = Agent(
     restart_count="TORCHELASTIC_RESTART_COUNT",
     drawn_job_id=_UUID,
 )
-
-
-def _fake(place: Place) -> dict[str, str]:
-    name, value = _AGENT.serves
-    return fake_bare(place) | {
-        "GROUP_RANK": str(place.node_rank),
-        "GROUP_WORLD_SIZE": str(place.num_nodes),
-        "MASTER_PORT": str(place.main_port),
-        _RUN_ID: "fake",
-        _AGENT.restart_count: "0",
-        name: value,
-    }
 
 
 TORCHRUN = Launcher(
@@ -50,5 +38,5 @@ TORCHRUN = Launcher(
     marks=((_RUN_ID,),),
     agent=_AGENT,
     may_bind_gpus=False,
-    fake=_fake,
+    fake=lambda _place: {_RUN_ID: "fake", _AGENT.restart_count: "0"} | dict([_AGENT.serves]),
 )

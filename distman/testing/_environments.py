@@ -27,6 +27,8 @@ def fake_environment(launcher: str, *, nodes: int = 1, tasks: int = 1) -> list[d
         raise ValueError(f"launcher must be one of {', '.join(LAUNCHERS)}, got {launcher!r}. Name one of these.")
     if not 1 <= nodes <= tasks:
         raise ValueError(f"nodes must be between 1 and tasks, got {nodes} nodes and {tasks} tasks. Add tasks.")
+    if tasks > 1 and not LAUNCHERS[launcher].fields:
+        raise ValueError(f"tasks must be 1 without a launcher, got {tasks}. Name a launcher.")
     counts = tuple(tasks // nodes + (node < tasks % nodes) for node in range(nodes))
     places = [(local, node) for node, count in enumerate(counts) for local in range(count)]
     return [LAUNCHERS[launcher].fake_variables(Place(rank, *place, counts)) for rank, place in enumerate(places)]

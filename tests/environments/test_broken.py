@@ -142,16 +142,19 @@ def test_a_method_chosen_by_name_that_finds_half_of_its_variables_names_the_othe
 @pytest.mark.parametrize(
     ("values", "expected"),
     [
-        ({"rank": 2}, "rank must be at least 0 and below world_size, got rank 2 of world_size 2 from slurm."),
-        ({"rank": -1}, "got rank -1 of world_size 2"),
-        ({"world_size": 0}, "world_size must be at least 1, got 0 from slurm."),
-        ({"local_rank": 1, "local_world_size": 1}, "got local_rank 1 of local_world_size 1"),
-        ({"local_rank": -1}, "got local_rank -1"),
-        ({"node_rank": 3, "num_nodes": 2}, "got node_rank 3 of num_nodes 2"),
-        ({"num_nodes": 0}, "num_nodes must be at least 1, got 0"),
-        ({"local_world_size": 3}, "local_world_size must be at most world_size, got 3 of 2"),
-        ({"main_port": 0}, "main_port must be between 1 and 65535, got 0"),
-        ({"main_port": 65536}, "main_port must be between 1 and 65535, got 65536"),
+        ({"rank": 2}, "rank must be below world_size, got rank=2 and world_size=2 from slurm."),
+        ({"rank": -1}, "rank must be at least 0, got rank=-1 from slurm."),
+        ({"world_size": 0}, "world_size must be at least 1, got world_size=0 from slurm."),
+        ({"local_rank": 1, "local_world_size": 1}, "got local_rank=1 and local_world_size=1"),
+        ({"local_rank": -1}, "got local_rank=-1"),
+        ({"node_rank": 3, "num_nodes": 2}, "got node_rank=3 and num_nodes=2"),
+        ({"num_nodes": 0}, "num_nodes must be at least 1, got num_nodes=0"),
+        (
+            {"local_world_size": 3},
+            "local_world_size must be at most world_size, got local_world_size=3 and world_size=2",
+        ),
+        ({"main_port": 0}, "main_port must be at least 1, got main_port=0"),
+        ({"main_port": 65536}, "main_port must be between 1 and 65535, got main_port=65536"),
     ],
 )
 def test_a_launch_environment_checks_its_values(values, expected):

@@ -5,6 +5,7 @@ import random
 
 import pytest
 
+from distman._cli.diagnostics import diagnose
 from distman._job.meeting.address import find_endpoint
 from distman.environments import (
     LAUNCHERS,
@@ -14,15 +15,14 @@ from distman.environments import (
     Launcher,
     OnFailure,
     detect,
-    diagnose,
     explain,
     register_launcher,
 )
-from distman.environments._fields import FIELD_NAMES
+from distman.environments._base import FIELD_NAMES
 from distman.errors import LaunchEnvironmentError, RendezvousError
 from distman.testing import fake_environment
 
-from .test_diagnostics import host
+from ..cli.test_diagnostics import host
 
 NUM_RECORDS = 100
 RANK = {"rank": ("SITE_RANK",), "world_size": ("SITE_WORLD_SIZE",)}

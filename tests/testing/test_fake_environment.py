@@ -72,7 +72,7 @@ def test_the_caller_may_change_what_it_gets():
         ({"launcher": "slurm", "nodes": 0}, "nodes must be between 1 and tasks, got 0 nodes and 1 tasks"),
         ({"launcher": "slurm", "nodes": 3, "tasks": 2}, "got 3 nodes and 2 tasks"),
         ({"launcher": "slurm", "tasks": 0}, "got 1 nodes and 0 tasks"),
-        ({"launcher": "single", "tasks": 2}, "tasks must be 1 for one process without a launcher, got 2"),
+        ({"launcher": "single", "tasks": 2}, "tasks must be 1 without a launcher, got 2"),
     ],
 )
 def test_a_job_that_cannot_be_is_an_error(arguments, message):

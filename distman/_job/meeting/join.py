@@ -129,8 +129,7 @@ def join_at(
     try:
         store = job_store.store.part(protocol.job())
         on_meeting()
-        expected_hosts = LAUNCHERS[me.launcher].expected_hosts
-        expected = {} if expected_hosts is None else dict(enumerate(expected_hosts(environ)))
+        expected = dict(enumerate(LAUNCHERS[me.launcher].expected_hosts(environ)))
         peers = establish_membership(job_store, store, me, timeout=timeout, source=source, expected=expected)
     except BaseException:  # Ctrl-C too: a connection that is left open would count as a member
         job_store.close()
@@ -162,7 +161,7 @@ def join_record_of(
         device_type=device_type,
         device=str(device) if device else None,
         visible=visible,
-        has_own_devices=LAUNCHERS[environment.launcher].gives_own_gpus(environ),
+        has_own_devices=LAUNCHERS[environment.launcher].has_own_gpus(environ),
         is_sharing_allowed=is_sharing_allowed(environ),
         torch=str(torch.__version__),
         distman=VERSION,

@@ -5,12 +5,13 @@ import re
 
 import pytest
 
-from distman.environments import LAUNCHERS, Host, detect, diagnose
-from distman.environments._diagnostics import VARIABLES
+from distman._cli.diagnostics import Host, diagnose
+from distman.environments import LAUNCHERS, detect
+from distman.environments._spelling import VARIABLES
 from distman.testing import fake_environment
 
+from ..environments.recordings import RECORDINGS, recorded
 from ..test_docs import rows
-from .recordings import RECORDINGS, recorded
 
 ADDRESSES = {"n1": "10.0.0.1", "n2": "10.0.0.2", "localhost": "127.0.0.1", "lonely": "127.0.1.1"}
 UNTHREADED = {"OMP_NUM_THREADS": "1"}
@@ -242,13 +243,6 @@ def test_a_port_is_one_that_a_user_may_open(port, sentence):
 
 def test_the_administrator_may_open_any_port():
     assert warnings(on("slurm", MASTER_PORT="80"), host(first_open_port=1)) == []
-
-
-@pytest.mark.parametrize("name", ["NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_ASYNC_ERROR_HANDLING"])
-def test_errors_of_nccl_end_a_process(name):
-    assert one({name: "0"}).startswith(f"{name}=0 keeps errors of NCCL from ending a process")
-    assert warnings({name: "0", "TORCH_NCCL_BLOCKING_WAIT": "1"}) == []
-    assert warnings({name: "1", "TORCH_NCCL_BLOCKING_WAIT": "0"}) == []
 
 
 def test_the_limit_of_open_files_goes_by_the_size_of_the_job():

@@ -2,83 +2,97 @@
 
 from __future__ import annotations
 
-import dataclasses
-import difflib
 import itertools
+import os
+import resource
+import socket
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 
+from distman._job.meeting.sockets import addresses_of, is_own
+from distman.environments import LAUNCHERS, LaunchEnvironment, Launcher, misspelt_variables
 from distman.environments._bare import BARE
-from distman.environments._base import LaunchEnvironment, read_flag, read_host, read_text
+from distman.environments._base import read_flag, read_host, read_text
 from distman.environments._detect import METHOD, spoken
-from distman.environments._launcher import Allocation, Launcher
-from distman.environments._registry import LAUNCHERS
 
-VARIABLES = (
-    "DISTMAN_ALLOW_SHARED_GPU",
-    "DISTMAN_DEBUG",
-    "DISTMAN_FAILURE_GRACE",
-    "DISTMAN_FORBID_SKIP",
-    "DISTMAN_HANG_TIMEOUT",
-    "DISTMAN_INITIALIZATION_METHOD",
-    "DISTMAN_JOB_ID",
-    "DISTMAN_RENDEZVOUS_TIMEOUT",
-    "DISTMAN_REQUEUE",
-    "DISTMAN_SECRET",
-    "DISTMAN_SECRET_FILE",
-    "DISTMAN_SHARED_MEMORY",
-    "DISTMAN_SILENCE_TIMEOUT",
-    "DISTMAN_STOP_SIGNALS",
-    "DISTMAN_TIMEOUT",
-    "DISTMAN_WATCH",
-)
-"""All variables that begin like this; any other is misspelt."""
+_LIMIT = 1.0
+"""Seconds that a question over the network may take."""
 
-_PREFIX = "DISTMAN_"
 _LOOPBACK_NAMES = ("localhost", "ip6-localhost")
 _VISIBLE_DEVICES = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")  # ROCm knows both
-_NO_DEVICES = ("NoDevFiles", "none", "void")
+_NO_DEVICES = ("", "-1", "NoDevFiles", "none", "void")
 _FILES_PER_RANK = 2  # connections that collectives open to each rank
 _FILES_BESIDES = 100
 """Files that a rank has open beside its connections: libraries, data, logs."""
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class Host:
-    """What this host answers, asked only where a check needs it.
-
-    Attributes:
-        name: The name of this host.
-        interfaces: Names of its network interfaces.
-        num_cores: Number of its cores.
-        num_usable_cores: Number of the cores that this process may use.
-        num_gpus: Number of its GPUs, visible or not.
-        first_open_port: Number of the first port that this user may open.
-        max_open_files: Number of files and connections that this process may have open; None without a limit.
-        resolve: Returns the addresses of a name: none where there is no such name, None without an answer in time.
-        is_own: Returns whether an address is this host's.
-        is_reachable: Returns whether an address and a port answer, be it by refusing.
-
-    Example:
-        >>> cores, gpus, first_port, files = (8, 8), 4, 1024, 65536
-        >>> answers = (lambda name: ["10.0.0.2"], lambda address: address == "10.0.0.2", lambda address, port: True)
-        >>> host = Host("n2", ["lo", "eth0"], *cores, gpus, first_port, files, *answers)
-        >>> host.resolve("n2"), host.is_own("10.0.0.1")
-        (['10.0.0.2'], False)
-    """
+    """What this host answers, asked only where a check needs it."""
 
     name: str
     interfaces: Sequence[str]
     num_cores: int
     num_usable_cores: int
-    num_gpus: int
-    first_open_port: int
-    max_open_files: int | None
-    resolve: Callable[[str], Sequence[str] | None]
+    num_gpus: int  # visible or not
+    first_open_port: int  # that this user may open
+    max_open_files: int | None  # None without a limit
+    resolve: Callable[[str], Sequence[str] | None]  # a name's addresses; None without an answer in time
     is_own: Callable[[str], bool]
-    is_reachable: Callable[[str, int], bool]
+    is_reachable: Callable[[str, int], bool]  # whether an address and a port answer, be it by refusing
 
 
-@dataclasses.dataclass(frozen=True)
+def this_host() -> Host:
+    """Return what this host answers; what a check asks over the network takes a second at most."""
+    soft_limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return Host(
+        name=socket.gethostname(),
+        interfaces=[name for _, name in socket.if_nameindex()],
+        num_cores=os.cpu_count() or 1,
+        num_usable_cores=len(os.sched_getaffinity(0)),
+        num_gpus=len([*Path("/dev").glob("nvidia[0-9]*")]),
+        first_open_port=_first_open_port(),
+        max_open_files=None if soft_limit == resource.RLIM_INFINITY else soft_limit,
+        resolve=_resolve,
+        is_own=is_own,
+        is_reachable=_is_reachable,
+    )
+
+
+def _first_open_port() -> int:
+    limit = Path("/proc/sys/net/ipv4/ip_unprivileged_port_start")
+    return int(limit.read_text()) if os.geteuid() != 0 and limit.exists() else 1
+
+
+def _resolve(name: str) -> Sequence[str] | None:
+    """Ask in a thread, which is abandoned where no answer arrives: the library knows no time limit."""
+    found: list[Sequence[str]] = []
+
+    def ask() -> None:
+        try:
+            found.append(addresses_of(name))
+        except OSError:
+            found.append([])
+
+    thread = threading.Thread(target=ask, daemon=True)
+    thread.start()
+    thread.join(_LIMIT)
+    return found[0] if found else None
+
+
+def _is_reachable(address: str, port: int) -> bool:
+    try:
+        socket.create_connection((address, port), timeout=_LIMIT).close()
+    except ConnectionRefusedError:
+        return True
+    except OSError:
+        return False
+    return True
+
+
+@dataclass(frozen=True)
 class _Job:
     environ: Mapping[str, str]
     environment: LaunchEnvironment
@@ -120,52 +134,10 @@ class _Job:
 
 
 def diagnose(environ: Mapping[str, str], environment: LaunchEnvironment, host: Host) -> tuple[str, ...]:
-    """Return what will go wrong, a sentence with its remedy each.
-
-    Local. Nothing is read but the arguments.
-
-    Args:
-        environ: Environment variables, usually ``os.environ``; never modified.
-        environment: What the chosen launcher says.
-        host: What this host answers.
-
-    Example:
-        >>> answers = (lambda name: [], lambda address: False, lambda address, port: False)  # no name has an address
-        >>> host = Host("n2", ["lo", "eth0"], 8, 8, 4, 1024, 65536, *answers)
-        >>> environ = fake_environment("slurm", nodes=2, tasks=2)[1] | {"OMP_NUM_THREADS": "1"}
-        >>> print(*diagnose(environ, detect(environ).environment, host))
-        This host cannot resolve the main address 'n1' (from slurm), so the ranks cannot meet there...
-    """
+    """Return what will go wrong, a sentence with its remedy each."""
     job = _Job(environ, environment, host)
-    return tuple(itertools.chain.from_iterable(check(job) for check in _CHECKS))
-
-
-def misspelt_variables(environ: Mapping[str, str]) -> tuple[str, ...]:
-    """Return a sentence for each variable that begins like distman's, but is not one of them.
-
-    Local.
-
-    Args:
-        environ: Environment variables, usually ``os.environ``; never modified.
-
-    Example:
-        >>> print(*misspelt_variables({"DISTMAN_TIMOUT": "60"}))
-        DISTMAN_TIMOUT has no effect, because distman reads no such variable: did you mean DISTMAN_TIMEOUT?
-    """
-    unknown = (name for name in sorted(environ) if name.startswith(_PREFIX) and not _is_known(name))
-    return tuple(
-        f"{name} has no effect, because distman reads no such variable: {_meant_instead(name)}" for name in unknown
-    )
-
-
-def _is_known(name: str) -> bool:
-    return name in VARIABLES or any(launcher.sets(name) for launcher in LAUNCHERS.values())
-
-
-def _meant_instead(name: str) -> str:
-    ends = [known.removeprefix(_PREFIX) for known in VARIABLES]
-    close = difflib.get_close_matches(name.removeprefix(_PREFIX), ends, n=1)
-    return f"did you mean {_PREFIX}{close[0]}?" if close else f"distman reads {', '.join(VARIABLES)}."
+    checks = itertools.chain.from_iterable(check(job) for check in _CHECKS)
+    return (*misspelt_variables(environ), *checks)
 
 
 def _other_launchers(job: _Job) -> Iterator[str]:
@@ -177,8 +149,11 @@ def _other_launchers(job: _Job) -> Iterator[str]:
     num_nodes = chosen.num_nodes or -(-chosen.world_size // job.local_world_size)
     for other in spoken(job.environ):
         is_same = (other.rank, other.world_size) == (chosen.rank, chosen.world_size)
-        is_around = other.world_size in (1, num_nodes) or _is_step_of_daemons(job, other)
-        if other.launcher != chosen.launcher and not is_same and not is_around:
+        is_around = other.world_size in (1, num_nodes)
+        # Of mpirun's daemons there is one on each node but that of mpirun itself.
+        num_allocated = _num_allocated(job, LAUNCHERS[other.launcher])
+        are_daemons = num_allocated is not None and other.world_size == other.num_nodes == num_allocated - 1
+        if other.launcher != chosen.launcher and not (is_same or is_around or are_daemons):
             yield (
                 f"{other.launcher} says rank {other.rank} of {other.world_size}, but {chosen.launcher} says rank "
                 f"{chosen.rank} of {chosen.world_size} and is believed: if one launcher started the other, there are "
@@ -187,32 +162,27 @@ def _other_launchers(job: _Job) -> Iterator[str]:
             )
 
 
-def _is_step_of_daemons(job: _Job, other: LaunchEnvironment) -> bool:
-    """Return whether a scheduler speaks of mpirun's daemons: one on each node but that of mpirun itself."""
-    allocation = LAUNCHERS[other.launcher].allocation
-    num_nodes = None if allocation is None else _num_nodes(job, allocation)
-    return num_nodes is not None and other.world_size == other.num_nodes == num_nodes - 1
-
-
 def _idle_nodes(job: _Job) -> Iterator[str]:
     """A launcher in a batch script, without the scheduler's own, uses one node of several."""
     if not job.environment.is_launched or not job.environment.is_on_one_node:
         return
     speaking = {job.environment.launcher, *(one.launcher for one in spoken(job.environ))}
     for launcher in LAUNCHERS.values():
-        if launcher.name in speaking or launcher.allocation is None:
+        num_nodes = _num_allocated(job, launcher)
+        if launcher.name in speaking or launcher.allocation is None or num_nodes is None or num_nodes < 2:
             continue
-        num_nodes, command = _num_nodes(job, launcher.allocation), launcher.allocation.command
-        if num_nodes is not None and num_nodes > 1:
-            yield (
-                f"The {launcher.allocation.title} allocation has {num_nodes} nodes, but {job.environment.launcher} "
-                f"runs all {job.environment.world_size} ranks on one: no step of {command} was started. Start it with "
-                f"{command}, one {job.environment.launcher} on each node, or start the ranks by {command} itself."
-            )
+        command = launcher.allocation.command
+        yield (
+            f"The {launcher.allocation.title} allocation has {num_nodes} nodes, but {job.environment.launcher} "
+            f"runs all {job.environment.world_size} ranks on one: no step of {command} was started. Start it with "
+            f"{command}, one {job.environment.launcher} on each node, or start the ranks by {command} itself."
+        )
 
 
-def _num_nodes(job: _Job, allocation: Allocation) -> int | None:
-    return _number(read_text(job.environ, *allocation.fields.get("num_nodes", ())) or "")
+def _num_allocated(job: _Job, launcher: Launcher) -> int | None:
+    """Return the number of nodes that a scheduler has allocated."""
+    fields = {} if launcher.allocation is None else launcher.allocation.fields
+    return _number(read_text(job.environ, *fields.get("num_nodes", ())) or "")
 
 
 def _gpus(job: _Job) -> Iterator[str]:
@@ -222,9 +192,9 @@ def _gpus(job: _Job) -> Iterator[str]:
         return
     text = job.environ[name]
     devices = [device.strip() for device in text.split(",")]
-    visible = list(itertools.takewhile(lambda device: device not in ("", "-1", *_NO_DEVICES), devices))
+    visible = list(itertools.takewhile(lambda device: device not in _NO_DEVICES, devices))
     ranks = job.local_world_size
-    has_its_own = job.launcher.gives_own_gpus(job.environ) or (len(visible) == 1 and job.launcher.may_bind_gpus)
+    has_its_own = job.launcher.has_own_gpus(job.environ) or (len(visible) == 1 and job.launcher.may_bind_gpus)
     if not visible and job.host.num_gpus:
         yield (
             f"{name}={text!r} hides all GPUs of this host: the job computes on the CPU. Unset it, or ask "
@@ -310,15 +280,10 @@ def _interfaces(job: _Job) -> Iterator[str]:
 
 def _matches_for_nccl(text: str, interfaces: Sequence[str]) -> bool:
     """Return whether interfaces are left: NCCL takes beginnings of names, ``=`` for whole ones, ``^`` for others."""
-    is_excluded = text.startswith("^")
-    text = text.removeprefix("^")
-    is_exact = text.startswith("=")
-    names = [name for name in text.removeprefix("=").split(",") if name]
-
-    def is_named(interface: str) -> bool:
-        return any(interface == name if is_exact else interface.startswith(name) for name in names)
-
-    return any(is_named(interface) is not is_excluded for interface in interfaces)
+    others, is_exact = text.startswith("^"), text.removeprefix("^").startswith("=")
+    names = [name for name in text.removeprefix("^").removeprefix("=").split(",") if name]
+    named = [one for one in interfaces if (one in names if is_exact else one.startswith(tuple(names)))]
+    return len(named) < len(interfaces) if others else bool(named)
 
 
 def _port(job: _Job) -> Iterator[str]:
@@ -336,18 +301,6 @@ def _port(job: _Job) -> Iterator[str]:
         )
 
 
-def _nccl_errors(job: _Job) -> Iterator[str]:
-    """Errors of NCCL would not end a process that waits."""
-    names = ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "NCCL_ASYNC_ERROR_HANDLING")
-    waits = ("TORCH_NCCL_BLOCKING_WAIT", "NCCL_BLOCKING_WAIT")
-    name = next((name for name in names if read_text(job.environ, name) is not None), None)
-    if name is not None and read_text(job.environ, name) == "0" and read_text(job.environ, *waits) in (None, "0"):
-        yield (
-            f"{name}=0 keeps errors of NCCL from ending a process, and TORCH_NCCL_BLOCKING_WAIT is not on: a rank "
-            "whose peer is gone would wait forever. Unset it."
-        )
-
-
 def _open_files(job: _Job) -> Iterator[str]:
     """The limit of open files is too low for connections to all other ranks."""
     size, limit = job.environment.world_size, job.host.max_open_files
@@ -357,11 +310,6 @@ def _open_files(job: _Job) -> Iterator[str]:
             f"The limit of open files is {limit}, but rank {job.environment.rank} of {size} needs about {needed}, most "
             f"of them connections to other ranks. Run ulimit -n {needed} before the program, in the job script."
         )
-
-
-def _misspelt(job: _Job) -> Iterator[str]:
-    """A variable begins like distman's, but is not one of them."""
-    yield from misspelt_variables(job.environ)
 
 
 def _is_loopback(address: str) -> bool:
@@ -374,7 +322,6 @@ def _number(text: str) -> int | None:
 
 
 _CHECKS: tuple[Callable[[_Job], Iterator[str]], ...] = (
-    _misspelt,
     _other_launchers,
     _idle_nodes,
     _main_address,
@@ -382,6 +329,5 @@ _CHECKS: tuple[Callable[[_Job], Iterator[str]], ...] = (
     _gpus,
     _threads,
     _interfaces,
-    _nccl_errors,
     _open_files,
 )
