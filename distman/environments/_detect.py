@@ -246,7 +246,7 @@ def _believe(method: str, source: str, environ: Environ) -> Detection:
         valid = ", ".join(sorted({*LAUNCHERS, *(family.value for family in _FAMILIES)}))
         raise ValueError(f"method must be one of {valid} (any case), got {method!r} from {source}. Correct the name.")
     allocations = [one for one in _allocations() if one.tells_place and LAUNCHERS[one.name] in launchers]
-    candidates = [*launchers, *allocations]
+    candidates: list[Launcher | Allocation] = [*launchers, *allocations]
     for candidate in candidates:
         environment = candidate.read(environ)
         if environment is not None:

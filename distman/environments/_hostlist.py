@@ -8,7 +8,6 @@ meaning only. Order and repetitions are kept, as ``scontrol show hostnames`` kee
 from __future__ import annotations
 
 import itertools
-import math
 import re
 from collections.abc import Iterator
 
@@ -24,11 +23,8 @@ MAX_ENTRIES = 1_048_576
 _HOST = re.compile(r"(?:[^\s,\[\]()]|\[[^\[\]()]*\])+")
 _SEPARATORS = re.compile(r"[\s,]*")
 _BRACKET = re.compile(r"\[([^\]]*)\]")
-_RANGE = re.compile(rf"(\d{{1,{MAX_DIGITS}}})(?:-(\d{{1,{MAX_DIGITS}}}))?", re.ASCII)
-_TASKS = re.compile(rf"(\d{{1,{MAX_DIGITS}}})(?:\(x(\d{{1,{MAX_DIGITS}}})\))?", re.ASCII)
-
-Range = tuple[int, int, int]
-"""First number, last number, digits to which shorter numbers are padded with zeros."""
+_RANGE = re.compile(rf"\s*(\d{{1,{MAX_DIGITS}}})(?:-(\d{{1,{MAX_DIGITS}}}))?\s*", re.ASCII)
+_TASKS = re.compile(rf"\s*(\d{{1,{MAX_DIGITS}}})(?:\(x(\d{{1,{MAX_DIGITS}}})\))?\s*", re.ASCII)
 
 
 def parse_hostlist(text: str) -> list[str]:
@@ -40,9 +36,10 @@ def parse_hostlist(text: str) -> list[str]:
     >>> parse_hostlist("node[08-10],gpu5")
     ['node08', 'node09', 'node10', 'gpu5']
     """
-    names = [_pieces(name, text) for name in _split(text)]
-    _check_size(sum(math.prod(_size(ranges) for ranges in brackets) for _, brackets in names), text)
-    return [host for texts, brackets in names for host in _expand(texts, brackets)]
+    hosts = list(itertools.islice(_hosts(text), MAX_ENTRIES + 1))
+    if len(hosts) > MAX_ENTRIES:
+        raise _invalid(text, f"it has more than {MAX_ENTRIES:,} entries")
+    return hosts
 
 
 def first_host(text: str) -> str:
@@ -51,10 +48,7 @@ def first_host(text: str) -> str:
     >>> first_host("node[08-10],gpu5")
     'node08'
     """
-    names = [_pieces(name, text) for name in _split(text)]
-    _check_size(sum(math.prod(_size(ranges) for ranges in brackets) for _, brackets in names), text)
-    texts, brackets = names[0]
-    return next(_expand(texts, [ranges[:1] for ranges in brackets]))
+    return next(_hosts(text))
 
 
 def parse_tasks_per_node(text: str) -> list[int]:
@@ -66,78 +60,45 @@ def parse_tasks_per_node(text: str) -> list[int]:
     >>> parse_tasks_per_node("2(x3),1")
     [2, 2, 2, 1]
     """
-    matches = [_TASKS.fullmatch(part.strip()) for part in text.split(",")]
+    matches = [_TASKS.fullmatch(part) for part in text.split(",")]
     counts = [(int(match[1]), int(match[2] or 1)) for match in matches if match]
-    if len(counts) < len(matches):
+    if len(counts) < len(matches) or sum(nodes for _, nodes in counts) > MAX_ENTRIES:
         raise LaunchEnvironmentError(
             f"tasks per node must look like '2(x3),1', got {_shown(text)}. Correct or unset the variable."
         )
-    _check_size(sum(nodes for _, nodes in counts), text)
     return [tasks for tasks, nodes in counts for _ in range(nodes)]
 
 
-def _split(text: str) -> list[str]:
-    """The names of the list, unexpanded; commas inside brackets do not separate."""
-    names = []
-    position = _end_of(_SEPARATORS, text, 0)
-    while position < len(text):
-        end = _end_of(_HOST, text, position)
-        if end == position:
-            raise _invalid(text, f"{text[position]!r} at position {position} is not part of a name")
-        names.append(text[position:end])
-        position = _end_of(_SEPARATORS, text, end)
-    if not names:
-        raise _invalid(text, "there is no name in it")
-    return names
+def _hosts(text: str) -> Iterator[str]:
+    """Return the hosts of a list, each made when it is asked for; the text is checked at once."""
+    names = _HOST.findall(text)
+    if not names or _SEPARATORS.fullmatch(_HOST.sub("", text)) is None:
+        raise _invalid(text, "it names no host, or has a bracket too many")
+    # Around the brackets of a name are plain texts, and in each bracket are numbers.
+    pieces = [_BRACKET.split(name) for name in names]
+    numbers = [[_numbers(bracket, text) for bracket in parts[1::2]] for parts in pieces]
+    hosts = (_expand(parts[::2], brackets) for parts, brackets in zip(pieces, numbers, strict=True))
+    return itertools.chain.from_iterable(hosts)
 
 
-def _end_of(pattern: re.Pattern[str], text: str, position: int) -> int:
-    match = pattern.match(text, position)
-    return match.end() if match else position
+def _numbers(bracket: str, text: str) -> list[str]:
+    """Return the numbers of a bracket; shorter ones are padded with zeros to the digits of the first of their range."""
+    numbers: list[str] = []
+    for part in bracket.split(","):
+        match = _RANGE.fullmatch(part)
+        low, high = (int(match[1]), int(match[2] or match[1])) if match else (1, 0)
+        if match is None or not 0 <= high - low < MAX_RANGE:
+            raise _invalid(text, f"{_shown(part)} is not a number, nor a range of at most {MAX_RANGE:,} numbers")
+        numbers += [f"{number:0{len(match[1])}}" for number in range(low, high + 1)]
+    return numbers
 
 
-def _pieces(name: str, text: str) -> tuple[list[str], list[list[Range]]]:
-    """The plain texts around the brackets of a name, and the ranges in each bracket."""
-    parts = _BRACKET.split(name)
-    return parts[::2], [[_range(part, text) for part in bracket.split(",")] for bracket in parts[1::2]]
-
-
-def _range(part: str, text: str) -> Range:
-    match = _RANGE.fullmatch(part.strip())
-    if match is None:
-        raise _invalid(text, f"{_shown(part)} is not a number or a range")
-    low, high = int(match[1]), int(match[2] or match[1])
-    if low > high:
-        raise _invalid(text, f"the range {part.strip()} runs backwards")
-    if high - low >= MAX_RANGE:
-        raise _invalid(text, f"the range {part.strip()} has more than {MAX_RANGE:,} numbers")
-    return low, high, len(match[1])
-
-
-def _size(ranges: list[Range]) -> int:
-    return sum(high - low + 1 for low, high, _ in ranges)
-
-
-def _expand(texts: list[str], brackets: list[list[Range]]) -> Iterator[str]:
-    """The hosts of one name, in Slurm's order: the last bracket runs fastest, then the first, the second, ..."""
-    if not brackets:
-        return iter(texts)
-    *leading, fastest = brackets
-    choices = itertools.product(*(_numbers(ranges) for ranges in reversed(leading)), _numbers(fastest))
-    return (_join(texts, (*reversed(choice[:-1]), choice[-1])) for choice in choices)
-
-
-def _numbers(ranges: list[Range]) -> list[str]:
-    return [f"{number:0{width}}" for low, high, width in ranges for number in range(low, high + 1)]
-
-
-def _join(texts: list[str], numbers: tuple[str, ...]) -> str:
-    return texts[0] + "".join(number + text for number, text in zip(numbers, texts[1:], strict=True))
-
-
-def _check_size(entries: int, text: str) -> None:
-    if entries > MAX_ENTRIES:
-        raise _invalid(text, f"it has {entries:,} entries, more than {MAX_ENTRIES:,}")
+def _expand(texts: list[str], brackets: list[list[str]]) -> Iterator[str]:
+    """Return the hosts of one name, in Slurm's order: the last bracket runs fastest, then the first, the second, ..."""
+    *leading, fastest = brackets or [[""]]
+    for choice in itertools.product(*reversed(leading), fastest):
+        numbers = (*reversed(choice[:-1]), choice[-1])
+        yield "".join(itertools.chain.from_iterable(itertools.zip_longest(texts, numbers, fillvalue="")))
 
 
 def _invalid(text: str, reason: str) -> LaunchEnvironmentError:
