@@ -22,11 +22,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(argv: Sequence[str]) -> int:
-    parser = make_parser()
-    if not argv or list(argv) == ["help"]:
-        parser.print_help()
-        return 0
-    arguments = parser.parse_args([*argv[1:], "--help"] if argv[0] == "help" else argv)
+    arguments = make_parser().parse_args(argv or ["help"])
     try:
         code: int = arguments.run(arguments)
         sys.stdout.flush()

@@ -56,9 +56,9 @@ class _Parser(argparse.ArgumentParser):
 class CommandParser(_Parser):
     """The parser of a command, which imports the command's module when something is parsed or help is shown."""
 
-    def __init__(self, *, module: str, **kwargs: Any) -> None:
+    def __init__(self, *, module: str | None = None, **kwargs: Any) -> None:
         super().__init__(**kwargs)
-        self._module: str | None = module
+        self._module = module
 
     def load(self) -> None:
         module, self._module = self._module, None
@@ -76,18 +76,15 @@ def make_parser() -> argparse.ArgumentParser:
     subparsers = parser.add_subparsers(required=True, metavar="COMMAND", parser_class=CommandParser)
     for name, (module, summary) in _COMMANDS.items():
         subparsers.add_parser(name, module=module, help=summary)
+    more = subparsers.add_parser("help", help="say more of a command")
+    more.add_argument("command", nargs="?", choices=[*_COMMANDS], metavar="COMMAND", help=", ".join(_COMMANDS))
+    more.set_defaults(run=lambda arguments: make_parser().parse_args([*filter(None, [arguments.command]), "--help"]))
     return parser
 
 
 def commands(parser: argparse.ArgumentParser) -> Iterator[tuple[str, str, CommandParser]]:
+    """Yield each command with its summary and its parser, which knows its options."""
     (subparsers,) = (one for one in parser._actions if isinstance(one, argparse._SubParsersAction))
-    for name, command in subparsers.choices.items():
-        command.load()
-        yield name, _COMMANDS[name][1], command
-
-
-def options(parser: argparse.ArgumentParser) -> Iterator[tuple[argparse.Action, str]]:
-    """Yield the options that a parser shows, with their help."""
-    for action in parser._actions:
-        if action.option_strings and action.help not in (None, argparse.SUPPRESS):
-            yield action, str(action.help) % {**vars(action), "prog": parser.prog}
+    for name, (_, summary) in _COMMANDS.items():
+        subparsers.choices[name].load()
+        yield name, summary, subparsers.choices[name]

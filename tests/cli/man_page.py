@@ -7,7 +7,7 @@ import sys
 import textwrap
 from collections.abc import Iterator
 
-from distman._cli.parser import DESCRIPTION, commands, make_parser, options
+from distman._cli.parser import DESCRIPTION, commands, make_parser
 from distman._version import VERSION
 
 _WIDTH = 60
@@ -31,6 +31,13 @@ _VARIABLES = {
     "NO_COLOR": "Without colours and lines of tables, if it is set.",
     "DISTMAN_DEBUG": "Show tracebacks in full, with the lines of torch and distman, if it is 1.",
 }
+
+
+def options(parser: argparse.ArgumentParser) -> Iterator[tuple[argparse.Action, str]]:
+    """Yield the options that a parser shows, with their help."""
+    for action in parser._actions:
+        if action.option_strings and action.help not in (None, argparse.SUPPRESS):
+            yield action, str(action.help) % {**vars(action), "prog": parser.prog}
 
 
 def man_page() -> str:
