@@ -41,6 +41,29 @@ def check_output(path: Path, suffixes: Sequence[str]) -> None:
             raise ImportError(f"matplotlib must be installed to draw {path}. Run pip install matplotlib.") from error
 
 
+def shorten_ranks(ranks: Sequence[int], most: int | None = None) -> str:
+    """Return ascending ranks as a short text, such as ``0-3`` or ``0-1, 8-9``; of many runs the first and the last.
+
+    >>> shorten_ranks(range(0, 1024, 64), most=4)
+    '0, 64, 128, ..., 960'
+    """
+    runs: list[list[int]] = []
+    for rank in ranks:
+        if runs and runs[-1][-1] == rank - 1:
+            runs[-1][1:] = [rank]
+        else:
+            runs.append([rank])
+    shown = ["-".join(map(str, run)) for run in runs]
+    if most is not None and len(shown) > most:
+        shown[most - 1 : -1] = ["..."]
+    return ", ".join(shown)
+
+
+def shown_ranks(ranks: Sequence[int]) -> str:
+    """Return ranks in words, such as ``rank 3`` or ``ranks 0, 2-5``."""
+    return f"rank{'s' * (len(ranks) > 1)} {shorten_ranks(sorted(ranks))}"
+
+
 def print_table(
     columns: Sequence[str], rows: Sequence[Sequence[object]], *, title: str = "", is_plain: bool = False
 ) -> None:

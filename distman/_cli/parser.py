@@ -5,10 +5,12 @@ from __future__ import annotations
 import argparse
 import difflib
 import importlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from distman._version import VERSION
+
+_MAX_DIGITS = 18
 
 DESCRIPTION = "Start a job of many processes, look at it before it runs, and write its job script."
 
@@ -19,7 +21,7 @@ _COMMANDS = {
         "distman._cli.check.command",
         "start the job under any launcher; check collectives, network, clocks and folders",
     ),
-    "bench": ("distman._cli.bench.command", "measure collectives over message sizes"),
+    "bench": ("distman._cli.bench", "measure collectives over message sizes"),
     "plan": ("distman._cli.plan.command", "draw the groups or the mesh of a job of any size, without its processes"),
     "launch": (
         "distman._cli.launch.command",
@@ -27,6 +29,18 @@ _COMMANDS = {
     ),
     "completion": ("distman._cli.completion", "print what lets a shell complete this command"),
 }
+
+
+def at_least(smallest: int) -> Callable[[str], int]:
+    """Return a type of argument: whole numbers of up to 18 digits; longer ones are typing errors."""
+
+    def read(text: str) -> int:
+        is_number = text.isascii() and text.isdigit() and len(text) <= _MAX_DIGITS
+        if not is_number or int(text) < smallest:
+            raise argparse.ArgumentTypeError(f"it must be a whole number of at least {smallest}, got {text[:40]!r}")
+        return int(text)
+
+    return read
 
 
 class _Parser(argparse.ArgumentParser):

@@ -18,14 +18,7 @@ from distman.manager import DistributedManager
 _ITEM_BYTES = 4  # of a float32
 _FEWEST, _MOST = 5, 100  # rounds: enough for a median, and no more than small messages need
 _MATRIX_SIZE = {"cpu": 512, "cuda": 4096}
-
-
-@dataclass(frozen=True)
-class Operation:
-    # Takes the number of bytes of all ranks or of one, as nccl-tests count them; returns what to call.
-    prepare: Callable[[int, DistributedManager], Callable[[], object]]
-    bus_factor: Callable[[int], float]  # from the algorithm bandwidth to that of the wires, for a number of ranks
-    is_shared_out: bool = False  # whether each rank has an equal part of the bytes
+_SHARED_OUT = ("all_gather", "all_to_all", "reduce_scatter")  # each rank has an equal part of the bytes
 
 
 @dataclass(frozen=True)
@@ -47,7 +40,7 @@ def measure(
     num_rounds: int | None = None,
     allowed_seconds: float = 0.2,
 ) -> Measurement:
-    """Return how long an operation of :data:`OPERATIONS` takes. Collective.
+    """Return how long one of the operations that ``distman bench`` knows takes. Collective.
 
     Three rounds warm up, and say how many fit into ``allowed_seconds``, of 5 to 100.
 
@@ -55,15 +48,16 @@ def measure(
         nccl-tests, doc/PERFORMANCE.md: sizes, algorithm bandwidth and bus bandwidth.
     """
     num_bytes = rounded_up(operation, num_bytes, manager.world_size)
-    run = OPERATIONS[operation].prepare(num_bytes, manager)
+    run = _prepare(operation, num_bytes, manager)
     run()
     estimate = largest(min(timed(run, manager.device) for _ in range(2)), manager)
     rounds = num_rounds or min(max(_FEWEST, int(allowed_seconds / max(estimate, 1e-9))), _MOST)
     own = statistics.median(timed(run, manager.device) for _ in range(rounds))
     seconds = largest(own, manager)
     bandwidth = num_bytes / seconds
-    bus = bandwidth * OPERATIONS[operation].bus_factor(manager.world_size)
-    return Measurement(operation, num_bytes, rounds, seconds, bandwidth, bus)
+    share_of_others = (manager.world_size - 1) / manager.world_size
+    factors = {"all_reduce": 2 * share_of_others, **dict.fromkeys(_SHARED_OUT, share_of_others)}
+    return Measurement(operation, num_bytes, rounds, seconds, bandwidth, bandwidth * factors.get(operation, 1.0))
 
 
 def rounded_up(operation: str, num_bytes: int, world_size: int) -> int:
@@ -72,7 +66,7 @@ def rounded_up(operation: str, num_bytes: int, world_size: int) -> int:
     >>> rounded_up("all_gather", 8, 4), rounded_up("all_reduce", 9, 4)
     (16, 12)
     """
-    step = _ITEM_BYTES * (world_size if OPERATIONS[operation].is_shared_out else 1)
+    step = _ITEM_BYTES * (world_size if operation in _SHARED_OUT else 1)
     return -(-num_bytes // step) * step
 
 
@@ -93,10 +87,11 @@ def measure_compute(device: torch.device, *, allowed_seconds: float = 0.3) -> fl
 
 
 def timed(run: Callable[[], object], device: torch.device) -> float:
-    _synchronize(device)
+    synchronize = torch.cuda.synchronize if device.type == "cuda" else lambda: None
+    synchronize()
     began = time.perf_counter()
     run()
-    _synchronize(device)
+    synchronize()
     return time.perf_counter() - began
 
 
@@ -117,62 +112,22 @@ def pass_on(sent: torch.Tensor, received: torch.Tensor, manager: DistributedMana
         work.wait()
 
 
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+def _prepare(operation: str, num_bytes: int, manager: DistributedManager) -> Callable[[], object]:
+    """Return what to call, on buffers of the number of bytes of all ranks or of one, as nccl-tests count them."""
 
+    def buffer(size: int) -> torch.Tensor:
+        return torch.zeros(size // _ITEM_BYTES, dtype=torch.float32, device=manager.device)
 
-def _prepare_all_reduce(num_bytes: int, manager: DistributedManager) -> Callable[[], object]:
-    whole = _buffer(num_bytes, manager)
-    return lambda: dist.all_reduce(whole)
-
-
-def _prepare_broadcast(num_bytes: int, manager: DistributedManager) -> Callable[[], object]:
-    whole = _buffer(num_bytes, manager)
-    return lambda: dist.broadcast(whole, src=0)
-
-
-def _prepare_all_gather(num_bytes: int, manager: DistributedManager) -> Callable[[], object]:
-    whole, part = _buffer(num_bytes, manager), _buffer(num_bytes // manager.world_size, manager)
-    return lambda: all_gather_single(whole, part)
-
-
-def _prepare_reduce_scatter(num_bytes: int, manager: DistributedManager) -> Callable[[], object]:
-    whole, part = _buffer(num_bytes, manager), _buffer(num_bytes // manager.world_size, manager)
-    return lambda: reduce_scatter_single(part, whole)
-
-
-def _prepare_all_to_all(num_bytes: int, manager: DistributedManager) -> Callable[[], object]:
-    sent, received = _buffer(num_bytes, manager), _buffer(num_bytes, manager)
-    return lambda: dist.all_to_all_single(received, sent)
-
-
-def _prepare_ring(num_bytes: int, manager: DistributedManager) -> Callable[[], object]:
-    sent, received = _buffer(num_bytes, manager), _buffer(num_bytes, manager)
-    return lambda: pass_on(sent, received, manager)
-
-
-def _buffer(num_bytes: int, manager: DistributedManager) -> torch.Tensor:
-    return torch.zeros(num_bytes // _ITEM_BYTES, dtype=torch.float32, device=manager.device)
-
-
-def _share_of_others(num_ranks: int) -> float:
-    return (num_ranks - 1) / num_ranks
-
-
-def _there_and_back(num_ranks: int) -> float:
-    return 2 * _share_of_others(num_ranks)
-
-
-def _as_it_is(_num_ranks: int) -> float:
-    return 1.0
-
-
-OPERATIONS = {
-    "all_reduce": Operation(_prepare_all_reduce, _there_and_back),
-    "all_gather": Operation(_prepare_all_gather, _share_of_others, is_shared_out=True),
-    "all_to_all": Operation(_prepare_all_to_all, _share_of_others, is_shared_out=True),
-    "broadcast": Operation(_prepare_broadcast, _as_it_is),
-    "p2p": Operation(_prepare_ring, _as_it_is),
-    "reduce_scatter": Operation(_prepare_reduce_scatter, _share_of_others, is_shared_out=True),
-}
+    whole = buffer(num_bytes)
+    if operation == "all_reduce":
+        return lambda: dist.all_reduce(whole)
+    if operation == "broadcast":
+        return lambda: dist.broadcast(whole, src=0)
+    if operation in ("all_gather", "reduce_scatter"):
+        part = buffer(num_bytes // manager.world_size)
+        is_gather = operation == "all_gather"
+        return lambda: all_gather_single(whole, part) if is_gather else reduce_scatter_single(part, whole)
+    received = buffer(num_bytes)
+    if operation == "all_to_all":
+        return lambda: dist.all_to_all_single(received, whole)
+    return lambda: pass_on(whole, received, manager)

@@ -1,10 +1,20 @@
-"""Sizes, times and bandwidths, as people write and read them."""
+"""Sizes, times and bandwidths, as people write and read them, and the table of what was measured."""
 
 from __future__ import annotations
 
+import argparse
 import re
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-_PREFIXES = ("", "Ki", "Mi", "Gi")
+from distman._cli.output import print_table
+from distman.environments import LAUNCHERS
+
+if TYPE_CHECKING:
+    from distman._cli.timing import Measurement
+
+
+_COLUMNS = ("operation", "size", "rounds", "time", "algorithm bandwidth", "bus bandwidth")
 _SIZE = re.compile(r"(\d+)\s*([kmg]?)i?b?", re.IGNORECASE)
 
 
@@ -18,9 +28,10 @@ def parse_size(text: str) -> int:
     """
     match = _SIZE.fullmatch(text.strip())
     if match is None or int(match[1]) == 0:
-        raise ValueError(f"a size must be a whole number of bytes, k, M or G, got {text!r}. Write it like 64k or 4M.")
-    power: int = " kmg".index(match[2].lower() or " ")
-    return int(match[1]) * int(1024**power)
+        raise argparse.ArgumentTypeError(
+            f"a size must be a whole number of bytes, k, M or G, got {text!r}. Write it like 64k or 4M."
+        )
+    return int(match[1]) << 10 * " kmg".index(match[2].lower() or " ")
 
 
 def show_size(num_bytes: int) -> str:
@@ -29,8 +40,7 @@ def show_size(num_bytes: int) -> str:
     >>> show_size(8), show_size(65536), show_size(1536)
     ('8 B', '64 KiB', '1.5 KiB')
     """
-    power = max((power for power in range(len(_PREFIXES)) if num_bytes >= 1024**power), default=0)
-    return f"{num_bytes / 1024**power:.4g} {_PREFIXES[power]}B"
+    return _scaled(num_bytes, 4, {"GiB": 1 << 30, "MiB": 1 << 20, "KiB": 1 << 10, "B": 1})
 
 
 def show_seconds(seconds: float) -> str:
@@ -39,10 +49,7 @@ def show_seconds(seconds: float) -> str:
     >>> show_seconds(0.0000123), show_seconds(0.25), show_seconds(3)
     ('12.3 us', '250 ms', '3 s')
     """
-    factor, unit = next(
-        ((factor, unit) for factor, unit in ((1, "s"), (1e3, "ms")) if abs(seconds) * factor >= 1), (1e6, "us")
-    )
-    return f"{seconds * factor:.3g} {unit}" if abs(seconds) < 1000 else f"{seconds:.0f} s"
+    return f"{seconds:.0f} s" if abs(seconds) >= 1000 else _scaled(seconds, 3, {"s": 1, "ms": 1e-3, "us": 1e-6})
 
 
 def show_bandwidth(bytes_per_second: float) -> str:
@@ -51,7 +58,25 @@ def show_bandwidth(bytes_per_second: float) -> str:
     >>> show_bandwidth(1.25e9), show_bandwidth(2e5)
     ('1.25 GB/s', '200 kB/s')
     """
-    factor, unit = next(
-        ((factor, unit) for factor, unit in ((1e9, "GB/s"), (1e6, "MB/s")) if bytes_per_second >= factor), (1e3, "kB/s")
-    )
-    return f"{float(f'{bytes_per_second / factor:.3g}'):g} {unit}"
+    return _scaled(bytes_per_second, 3, {"GB/s": 1e9, "MB/s": 1e6, "kB/s": 1e3})
+
+
+def _scaled(number: float, num_digits: int, units: dict[str, float]) -> str:
+    """Return a number in the largest of the units that it reaches, or else in the last."""
+    unit = next((unit for unit, size in units.items() if abs(number) >= size), [*units][-1])
+    return f"{float(f'{number / units[unit]:.{num_digits}g}'):g} {unit}"
+
+
+def print_speeds(measurements: Sequence[Measurement], launcher: str) -> None:
+    rows = [
+        (
+            one.operation,
+            show_size(one.num_bytes),
+            one.num_rounds,
+            show_seconds(one.seconds),
+            show_bandwidth(one.algorithm_bandwidth),
+            show_bandwidth(one.bus_bandwidth),
+        )
+        for one in measurements
+    ]
+    print_table(_COLUMNS, rows, is_plain=LAUNCHERS[launcher].gives_terminals)

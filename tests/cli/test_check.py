@@ -10,13 +10,20 @@ import torch.distributed as dist
 from distman import DistributedManager, collectives
 from distman._cli import main
 from distman._cli.check import proofs
-from distman._cli.check.findings import Findings, as_json, facts, problems, warnings
-from distman._cli.check.network import ClockOffset, Link, clock_offset, measure_clocks, measure_links
-from distman._cli.check.pairs import find_slow, plan_rounds, tournament
+from distman._cli.check.findings import Findings, as_json, facts, find_slow, problems, warnings
+from distman._cli.check.network import (
+    ClockOffset,
+    Link,
+    clock_offset,
+    measure_clocks,
+    measure_links,
+    plan_rounds,
+    tournament,
+)
 from distman._cli.check.proofs import PROOFS, PROOFS_OF_TORCH, proofs_for, prove
 from distman._cli.check.reports import gather_reports, hand_out
 from distman._cli.check.shared_folder import FolderReport, check_folder
-from distman._cli.faults import explain, own_fault
+from distman._cli.own_job import explain, own_fault
 from distman._cli.timing import measure_compute, pass_on
 from distman._job.meeting.peers import Peer
 from distman._job.meeting.secret import Protection, Source
@@ -173,7 +180,7 @@ def test_a_folder_that_was_named_must_be_shared_and_the_working_directory_need_n
     assert problems(findings) == []
     assert warnings(findings)[0].startswith("the working directory is not shared: ")
     (problem,) = problems(found(folders=[unseen, unseen]))
-    assert problem.endswith("/here, which is not that of rank 0 on n2 (ranks 2, 3).")
+    assert problem.endswith("/here, which is not that of rank 0 on n2 (ranks 2-3).")
 
 
 def test_wrong_collectives_and_an_early_end_are_problems():

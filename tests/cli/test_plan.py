@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from distman import DistributedManager
 from distman._cli import main
-from distman._cli.plan.drawing import shorten_ranks
+from distman._cli.output import shorten_ranks
 from distman.testing import ranks
 from distman.topology import parse_mesh, parse_tree
 
@@ -90,7 +90,7 @@ def test_groups_and_nodes_are_those_of_an_array(shape, data, per_node):
 
 @given(st.sets(st.integers(0, 30), min_size=1))
 def test_short_ranks_are_those_ranks_unless_there_are_many_runs(chosen):
-    text = shorten_ranks(sorted(chosen))
+    text = shorten_ranks(sorted(chosen), most=4)
     read = [range(int(run.split("-")[0]), int(run.split("-")[-1]) + 1) for run in text.split(", ") if run != "..."]
     assert len(read) <= 4
     assert ("..." in text) or {rank for run in read for rank in run} == chosen

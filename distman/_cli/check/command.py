@@ -9,16 +9,14 @@ import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from distman._cli.arguments import not_empty
 from distman._cli.check.findings import Findings, as_json, facts, problems, warnings
 from distman._cli.output import print_table, print_text, progress_bar
-from distman._cli.speed_table import is_plain_under, print_speeds
+from distman._cli.units import print_speeds
 from distman._job.meeting.secret import find_protection, learn_protection
-from distman.environments import detect
+from distman.environments import LAUNCHERS, LaunchEnvironment, detect
 from distman.errors import DistmanError, JobFailed
 
 if TYPE_CHECKING:
-    from distman._cli.timing import Measurement
     from distman._job.meeting.peers import Peer
     from distman.manager import DistributedManager
 
@@ -39,37 +37,40 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--timeout", type=float, metavar="SECONDS", help="time to wait for all ranks, 300, and in each step, 60"
     )
-    parser.add_argument("--folder", type=not_empty, metavar="DIR", help="a folder that all ranks must see")
+    parser.add_argument("--folder", type=_not_empty, metavar="DIR", help="a folder that all ranks must see")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.set_defaults(run=run)
 
 
+def _not_empty(text: str) -> str:
+    if not text.strip():
+        raise argparse.ArgumentTypeError(f"it must be a name, got {text!r}")
+    return text
+
+
 def run(arguments: argparse.Namespace) -> int:
     """Return 0 where all ranks came, every collective was exact and all see the named folder, else 1. Collective."""
-    from distman._cli.faults import explain, own_fault
-    from distman._coordination.failure import hook
-    from distman.manager import DistributedManager
+    from distman._cli.own_job import explain, own_fault, start_job
 
-    limit = arguments.timeout or _COLLECTIVE_TIMEOUT
+    environment: LaunchEnvironment | None = None
     try:
         environment = detect(os.environ, arguments.method).environment
         protection = find_protection(environment, os.environ)
-        manager = DistributedManager.initialize(
-            method=arguments.method, rendezvous_timeout=arguments.timeout, timeout=limit
-        )
-        hook.expect_exits(1, 2)  # verdicts, which all ranks give
+        manager = start_job(arguments.method, arguments.timeout, _COLLECTIVE_TIMEOUT)
     except (DistmanError, ValueError) as error:
         print(f"distman check: {error}", file=sys.stderr)
-        if arguments.json:
-            _tell_without_job(str(error), arguments.method)
+        if arguments.json and (environment is None or environment.rank == 0):
+            _tell_without_job(str(error), environment)
         return 1
     if manager.is_main:
         protection = learn_protection(protection, environment, os.environ)
     findings = Findings(manager.roll_call, manager.backend, manager.initialization_method, protection)
     if manager.is_main and not arguments.json:
-        print_table(_COLUMNS, [_row(peer) for peer in findings.peers], is_plain=is_plain_under(findings.launcher))
+        print_table(
+            _COLUMNS, [_row(peer) for peer in findings.peers], is_plain=LAUNCHERS[findings.launcher].gives_terminals
+        )
     try:
-        _examine(manager, findings, arguments.folder, limit)
+        _examine(manager, findings, arguments.folder)
     # Whatever it is, what was found is told first, and it is raised again if it is our own. That of another rank is
     # named, or it would be raised again in any case.
     except (JobFailed, Exception) as error:
@@ -88,16 +89,17 @@ def run(arguments: argparse.Namespace) -> int:
     return 1 if problems(findings) else 0
 
 
-def _examine(manager: DistributedManager, findings: Findings, folder: str | None, limit: float) -> None:
+def _examine(manager: DistributedManager, findings: Findings, folder: str | None) -> None:
     """Take all steps, and fill in what they find; what is told about many ranks is filled in on rank 0 only."""
     steps = _steps(manager, findings, folder)
+    timeout = manager._state.job.limits.collective
     with progress_bar(len(steps), is_shown=manager.is_main) as begin:
         for name, step in steps.items():
             begin(name)
             findings.step = name
-            manager.barrier(f"distman check: {name}", timeout=limit)
+            manager.barrier(f"distman check: {name}", timeout=timeout)
             step()
-    manager.barrier("distman check: end", timeout=limit)
+    manager.barrier("distman check: end", timeout=timeout)
 
 
 def _steps(manager: DistributedManager, findings: Findings, folder: str | None) -> dict[str, Callable[[], None]]:
@@ -105,7 +107,7 @@ def _steps(manager: DistributedManager, findings: Findings, folder: str | None) 
     from distman._cli.check.proofs import proofs_for, prove
     from distman._cli.check.reports import gather_reports
     from distman._cli.check.shared_folder import check_folder
-    from distman._cli.timing import measure_compute
+    from distman._cli.timing import measure, measure_compute
 
     def prove_all() -> None:
         exact = {name: prove(name, proof, manager) for name, proof in proofs_for(manager).items()}
@@ -113,8 +115,12 @@ def _steps(manager: DistributedManager, findings: Findings, folder: str | None) 
         by_rank = {manager.rank: exact} if reports is None else dict(enumerate(reports))
         findings.wrong = {name: [rank for rank, one in by_rank.items() if not one.get(name)] for name in exact}
 
-    def time_compute() -> None:
-        findings.compute = gather_reports(manager, "computing", measure_compute(manager.device), float) or []
+    def time_speeds() -> None:
+        for operation in ("all_reduce", "p2p"):
+            for num_bytes in _SIZES:
+                findings.speeds.append(measure(operation, num_bytes, manager))
+                if findings.speeds[-1].seconds > _LONGEST_SPEED:
+                    break
 
     def time_links() -> None:
         findings.links = measure_links(manager) or []
@@ -122,14 +128,12 @@ def _steps(manager: DistributedManager, findings: Findings, folder: str | None) 
     def compare_clocks() -> None:
         findings.clocks = measure_clocks(manager) or []
 
-    def look_at_folders() -> None:
-        for path in (".", *([folder] if folder else [])):
-            report = check_folder(path, manager)
-            findings.folders += [report] if report else []
+    def time_compute() -> None:
+        findings.compute = gather_reports(manager, "computing", measure_compute(manager.device), float) or []
 
-    def time_speeds() -> None:
-        for operation in ("all_reduce", "p2p"):
-            _measure_speeds(operation, findings.speeds, manager)
+    def look_at_folders() -> None:
+        reports = [check_folder(path, manager) for path in (".", *([folder] if folder else []))]
+        findings.folders = [report for report in reports if report is not None]
 
     several = {"network": time_speeds, "links": time_links, "clocks": compare_clocks}
     return {
@@ -140,26 +144,9 @@ def _steps(manager: DistributedManager, findings: Findings, folder: str | None) 
     }
 
 
-def _measure_speeds(operation: str, speeds: list[Measurement], manager: DistributedManager) -> None:
-    from distman._cli.timing import measure
-
-    for num_bytes in _SIZES:
-        speeds.append(measure(operation, num_bytes, manager))
-        if speeds[-1].seconds > _LONGEST_SPEED:
-            return
-
-
-def _tell_without_job(problem: str, method: str | None) -> None:
-    """Print the JSON object of a job whose ranks did not come together, unless this is surely not rank 0."""
-    known: dict[str, object] = {}
-    try:
-        launched = detect(os.environ, method).environment
-    except (DistmanError, ValueError):  # that may be the problem
-        pass
-    else:
-        if launched.rank != 0:
-            return
-        known = {"world_size": launched.world_size, "initialization_method": launched.launcher}
+def _tell_without_job(problem: str, environment: LaunchEnvironment | None) -> None:
+    """Print the JSON object of a job whose ranks did not meet."""
+    known = {"world_size": environment.world_size, "initialization_method": environment.launcher} if environment else {}
     print(json.dumps({**known, "problems": [problem], "is_ok": False}), flush=True)
 
 
@@ -169,7 +156,7 @@ def _tell(findings: Findings, *, is_json: bool) -> None:
         return
     if findings.speeds:
         print()
-        print_speeds(findings.speeds, is_plain=is_plain_under(findings.launcher))
+        print_speeds(findings.speeds, findings.launcher)
     warned = [f"warning: {sentence}" for sentence in warnings(findings)]
     wrong = [f"WRONG: {sentence}" for sentence in problems(findings)]
     alone = [_ALONE] if findings.backend is None else []

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import statistics
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Hashable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from distman._cli.check.pairs import find_slow
+from distman._cli.output import shown_ranks
 from distman._cli.units import show_seconds
 
 if TYPE_CHECKING:
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from distman._job.meeting.secret import Protection
 
 
+K = TypeVar("K", bound=Hashable)
 CLOCK_LIMIT = 1.0  # seconds, by which lines of two logs begin to seem out of order
 # Seconds above the median below which a difference is the noise of a busy host, and nobody is called slow.
 _LATENCY_MARGIN = 1e-3
@@ -183,7 +184,7 @@ def _times(seconds: float, every: Any) -> str:
 def _who_sees(folder: FolderReport) -> str:
     if folder.problem is not None:
         return f"{folder.path}, where rank 0 cannot write ({folder.problem})"
-    return f"{folder.path}, which is not that of rank 0 on {', '.join(folder.hosts)} (ranks {_list(folder.unseen)})"
+    return f"{folder.path}, which is not that of rank 0 on {', '.join(folder.hosts)} ({shown_ranks(folder.unseen)})"
 
 
 def _named(ranks: Sequence[int], peers: Sequence[Peer]) -> str:
@@ -191,5 +192,14 @@ def _named(ranks: Sequence[int], peers: Sequence[Peer]) -> str:
     return ", ".join(str(peers[rank]) for rank in ranks[:8]) + more
 
 
-def _list(ranks: Sequence[int]) -> str:
-    return ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
+def find_slow(seconds: Mapping[K, float], *, margin: float, factor: float = 3.0) -> list[K]:
+    """Return whose time is above the median by a factor, and by seconds that somebody would notice, slowest first.
+
+    >>> find_slow({"n1": 0.01, "n2": 0.011, "n3": 0.2}, margin=0.001)
+    ['n3']
+    """
+    if not seconds:
+        return []
+    median = statistics.median_low(seconds.values())
+    limit = max(factor * median, median + margin)
+    return sorted((key for key, value in seconds.items() if value > limit), key=lambda key: -seconds[key])

@@ -9,16 +9,18 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from distman._cli.check.pairs import plan_rounds
 from distman._cli.check.reports import gather_reports
 from distman._cli.timing import timed
 from distman._coordination.wait_scope import collective
 from distman.collectives._numbers import control_device
 from distman.manager import DistributedManager
 
-LARGE_BYTES = 1 << 20
+Pair = tuple[int, int]
+_MAX_ALL_PAIRS = 16  # ranks up to which every pair is measured
+_MAX_ROUNDS = 31  # as many as all pairs of 32 ranks would take: a few seconds, however large the job
+
 _SMALL_TRIPS, _LARGE_TRIPS, _CLOCK_TRIPS = 20, 8, 10  # of which the fastest counts: a few find a quiet moment
-_SMALL_BYTES = 8
+_SMALL_BYTES, _LARGE_BYTES = 8, 1 << 20
 _TAG = 0x636B  # keeps our messages from meeting those of the program
 
 
@@ -54,7 +56,7 @@ def measure_links(manager: DistributedManager) -> list[Link] | None:
             if manager.rank in pair:
                 latency, seconds = (
                     _shortest_trip(pair, num_bytes, num_trips, manager) / 2
-                    for num_bytes, num_trips in ((_SMALL_BYTES, _SMALL_TRIPS), (LARGE_BYTES, _LARGE_TRIPS))
+                    for num_bytes, num_trips in ((_SMALL_BYTES, _SMALL_TRIPS), (_LARGE_BYTES, _LARGE_TRIPS))
                 )
                 if manager.rank == pair[0]:
                     mine.append((*pair, latency, seconds))
@@ -75,6 +77,43 @@ def measure_clocks(manager: DistributedManager) -> list[ClockOffset] | None:
             for _ in range(_CLOCK_TRIPS):
                 _answer(manager)
     return offsets if manager.rank == 0 else None
+
+
+def tournament(players: Sequence[int]) -> list[list[Pair]]:
+    """Return rounds of disjoint pairs in which each player meets each other one once.
+
+    Of an odd number of players one rests in each round.
+
+    Source:
+        The circle method for round-robin tournaments: one player stays in place, the others go round.
+
+    >>> tournament([0, 1, 2, 3])
+    [[(0, 3), (1, 2)], [(0, 2), (1, 3)], [(0, 1), (2, 3)]]
+    """
+    size = len(players) + len(players) % 2
+    seats = list(range(size))
+    rounds = []
+    for _ in range(size - 1):
+        matches = [sorted((seats[i], seats[-1 - i])) for i in range(size // 2)]
+        rounds.append([(players[a], players[b]) for a, b in sorted(matches) if b < len(players)])
+        seats = [seats[0], seats[-1], *seats[1:-1]]
+    return rounds
+
+
+def plan_rounds(nodes: Sequence[int]) -> list[list[Pair]]:
+    """Return rounds of disjoint pairs of ranks, few enough for any number of ranks.
+
+    Up to 16 ranks every pair is there. Of more ranks the neighbours in the ring are, and of the first ranks of the
+    nodes all pairs, or the first 31 rounds of these: in each, every node has another partner.
+    """
+    size = len(nodes)
+    if size <= _MAX_ALL_PAIRS:
+        return tournament(range(size))
+    leaders = [nodes.index(node) for node in sorted(set(nodes))]
+    ring = [*([(rank, rank + 1) for rank in range(first, size - 1, 2)] for first in (0, 1)), [(0, size - 1)]]
+    known = {pair for pairs in ring for pair in pairs}
+    matches = [[pair for pair in pairs if pair not in known] for pairs in tournament(leaders)[:_MAX_ROUNDS]]
+    return [*ring, *filter(None, matches)]
 
 
 def clock_offset(trips: Sequence[tuple[float, float, float]]) -> tuple[float, float]:

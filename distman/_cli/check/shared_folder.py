@@ -5,11 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
-import signal
-import sys
-import threading
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -38,42 +34,24 @@ class FolderReport:
 def check_folder(folder: str | Path, manager: DistributedManager) -> FolderReport | None:
     """Return on rank 0 which ranks see a file that it writes into its folder for a moment. Collective.
 
-    The file is removed whatever happens, be it that the job is interrupted or asked to end; so that this can be heard,
-    no collective is run while the file is there. A rank looks for two seconds, since a network file system may be late.
+    The file is removed whatever happens, even where the job is interrupted; so that this can be noticed, no collective
+    is run while the file is there. A rank looks for two seconds, since a network file system may be late.
     """
-    if not manager.is_main:
-        name, word, problem = hand_out(manager, "the folder", ("", "", ""), tuple[str, str, str])
-        gather_reports(manager, "the folder", not problem and _reads(Path(name), word), bool)
-        return None
     path, word = Path(folder).absolute(), secrets.token_hex(16)
     file = path / f".distman-check-{secrets.token_hex(8)}"
-    with removed_at_the_end(file):
-        problem = _write(file, word)
-        hand_out(manager, "the folder", (str(file), word, problem), tuple[str, str, str])
-        reports = gather_reports(manager, "the folder", not problem and _reads(file, word), bool) or []
-    unseen = [] if problem else [rank for rank, is_seen in enumerate(reports) if not is_seen]
-    hosts = list(dict.fromkeys(manager.roll_call[rank].host for rank in unseen))
-    return FolderReport(str(path), problem or None, unseen, hosts)
-
-
-@contextlib.contextmanager
-def removed_at_the_end(file: Path) -> Iterator[None]:
-    """Remove a file at the end of a ``with`` block, also where an exception, Ctrl-C or SIGTERM is what ends it.
-
-    In the main thread of a process that has no handler for SIGTERM, SIGTERM raises SystemExit within the block. Wait
-    there in Python only: in a collective no signal is heard.
-    """
-    is_free = signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
-    is_ours = is_free and threading.current_thread() is threading.main_thread()
-    if is_ours:
-        signal.signal(signal.SIGTERM, lambda number, _frame: sys.exit(128 + number))
     try:
-        yield
+        problem = _write(file, word) if manager.is_main else ""
+        told = hand_out(manager, "the folder", (str(file), word, problem), tuple[str, str, str])
+        is_seen = not told[2] and _reads(Path(told[0]), told[1])
+        reports = gather_reports(manager, "the folder", is_seen, bool)
     finally:
         with contextlib.suppress(OSError):  # it could not even be written
             file.unlink(missing_ok=True)
-        if is_ours:
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    if reports is None:
+        return None
+    unseen = [] if problem else [rank for rank, is_seen in enumerate(reports) if not is_seen]
+    hosts = list(dict.fromkeys(manager.roll_call[rank].host for rank in unseen))
+    return FolderReport(str(path), problem or None, unseen, hosts)
 
 
 def _write(file: Path, word: str) -> str:

@@ -8,10 +8,18 @@ import json
 import sys
 from typing import Any
 
-from distman._cli.arguments import at_least
 from distman._cli.output import UsageError, print_table, print_text
-from distman._cli.plan.drawing import draw_tree, first_and_last, grid_table, shorten_ranks, where
-from distman._cli.plan.layout import Layout, lay_out_mesh, lay_out_tree
+from distman._cli.parser import at_least
+from distman._cli.plan.layout import (
+    Layout,
+    draw_tree,
+    first_and_last,
+    grid_table,
+    lay_out_mesh,
+    lay_out_tree,
+    shorten,
+    where,
+)
 from distman.topology import NotationError, parse_mesh, parse_tree
 
 _MAX_WORLD_SIZE = 10_000_000
@@ -108,12 +116,9 @@ def _print(layout: Layout, rank: int) -> None:
         print_table(*grid, title="The ranks:")
     if groups:
         own = {name: each.block_of(rank) for name, each in groups.items()}
+        rows = [[name, ranks.index(rank), shorten(ranks)] for name, ranks in own.items()]
         print()
-        print_table(
-            ["group", "index", "ranks"],
-            [[name, ranks.index(rank), shorten_ranks(ranks)] for name, ranks in own.items()],
-            title=f"Rank {rank} is in:",
-        )
+        print_table(["group", "index", "ranks"], rows, title=f"Rank {rank} is in:")
     for warning in layout.warnings():
         print_text(f"\nwarning: {warning}")
 

@@ -1,11 +1,16 @@
-"""The groups that a job of some size would make, as a value."""
+"""The groups that a job of some size would make: as a value, and as text."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
+import math
+from collections.abc import Iterator, Mapping, Sequence
 
+from distman._cli.output import shorten_ranks
 from distman.topology import (
+    Partition,
     Plan,
     ProcessGroupConfig,
     ProcessGroupNode,
@@ -15,6 +20,11 @@ from distman.topology import (
     tree_plan,
 )
 from distman.topology._plan import READY_MADE, check_new_names, resolve_mesh_shape
+
+_SHOWN_RUNS = 4  # runs of ranks in a line; a line of a terminal holds no more
+# Ranks and columns up to which a grid of all ranks is drawn: it has to fit on a screen of 80 columns.
+_MAX_GRID_RANKS = 64
+_MAX_GRID_COLUMNS = 16
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,23 +56,21 @@ class Layout:
 
     def warnings(self) -> list[str]:
         """Return what is wrong with the plan although it fits: an innermost axis that crosses nodes."""
-        axes, per_node = {name: size for name, size in self.axes.items() if size > 1}, self.ranks_per_node
-        if per_node is None or len(axes) < 2:
+        outer, per_node = {name: size for name, size in self.axes.items() if size > 1}, self.ranks_per_node
+        if per_node is None or len(outer) < 2:
             return []
-        innermost, size = axes.popitem()
+        innermost, size = outer.popitem()
         if self.spreads[innermost].is_on_one_node:
             return []
+        fitting = [name for name, length in outer.items() if per_node % length == 0]
+        if size < per_node:
+            remedy = f"Start a multiple of {size} ranks on each node, or choose a length that divides {per_node}."
+        elif fitting:
+            remedy = f"Put {fitting[-1]!r} last, whose groups fit into a node."
+        else:
+            remedy = f"Choose a length that divides {per_node}, so that the axis with most messages stays within nodes."
         problem = f"the innermost axis {innermost!r} crosses nodes: its groups have {size} ranks, a node has {per_node}"
-        return [f"{problem}. {_remedy(axes, size, per_node)}"]
-
-
-def _remedy(outer_axes: dict[str, int], size: int, per_node: int) -> str:
-    if size < per_node:
-        return f"Start a multiple of {size} ranks on each node, or choose a length that divides {per_node}."
-    fitting = [name for name, length in outer_axes.items() if per_node % length == 0]
-    if fitting:
-        return f"Put {fitting[-1]!r} last, whose groups fit into a node."
-    return f"Choose a length that divides {per_node}, so that the axis with most messages stays within nodes."
+        return [f"{problem}. {remedy}"]
 
 
 def lay_out_tree(config: ProcessGroupConfig, world_size: int, ranks_per_node: int | None = None) -> Layout:
@@ -85,3 +93,56 @@ def lay_out_mesh(axes: dict[str, int], world_size: int, ranks_per_node: int | No
     for name, length in zip(names, resolve_mesh_shape(shape, names, world_size), strict=True):
         config.add_node(ProcessGroupNode(name, length), "world")
     return Layout(world_size, config, plan, ranks_per_node)
+
+
+def draw_tree(config: ProcessGroupConfig) -> str:
+    def branches(name: str, before: str, below: str) -> Iterator[tuple[str, int]]:
+        yield before + name, config.get_node(name).size or 1
+        children = config.children(name)
+        for child in children[:-1]:
+            yield from branches(child.name, f"{below}├── ", f"{below}│   ")
+        for child in children[-1:]:
+            yield from branches(child.name, f"{below}└── ", f"{below}    ")
+
+    lines = list(branches(config.root.name, "", ""))
+    width = max(len(label) for label, _ in lines)
+    digits = max(len(str(size)) for _, size in lines)
+    return "\n".join(f"{label:<{width}}  {size:>{digits}}" for label, size in lines)
+
+
+def shorten(ranks: Sequence[int]) -> str:
+    return shorten_ranks(ranks, most=_SHOWN_RUNS)
+
+
+def first_and_last(partition: Partition) -> tuple[str, str, str]:
+    """Return the ranks of the first group, the second and the last, as short texts; empty where there are fewer."""
+    first, *second = (shorten(block) for block in itertools.islice(partition.blocks(), 2))
+    last = shorten(partition.block_of(partition.world_size - 1)) if second else ""
+    return first, second[0] if partition.num_blocks > 2 else "", last
+
+
+def where(spread: Spread, group_size: int) -> str:
+    """Return a phrase that says whether groups stay on one node."""
+    each = "each " if spread.num_groups > 1 else ""
+    if spread.is_on_one_node:
+        return f"{each}within one node"
+    nodes = "-".join(map(str, sorted({max(spread.min_nodes, 2), spread.max_nodes})))
+    if spread.num_on_one_node:
+        others = spread.num_groups - spread.num_on_one_node
+        return f"{spread.num_on_one_node} within one node, {others} across {nodes} nodes"
+    return f"{each}across {nodes} nodes" + (", one rank on each" if spread.min_nodes == group_size else "")
+
+
+def grid_table(axes: Mapping[str, int], ranks_per_node: int | None) -> tuple[list[str], list[list[object]]] | None:
+    """Return columns and rows that show every rank at its place on the axes; None if that says nothing or is large."""
+    *outer, inner = axes or ("",)
+    length = axes.get(inner, 1)
+    if not outer or math.prod(axes.values()) > _MAX_GRID_RANKS or length > _MAX_GRID_COLUMNS:
+        return None
+    columns = [*outer, f"{inner} 0", *map(str, range(1, length)), *(["node"] if ranks_per_node else [])]
+    rows: list[list[object]] = []
+    for first, place in enumerate(itertools.product(*(range(axes[name]) for name in outer))):
+        ranks = range(first * length, (first + 1) * length)
+        nodes = sorted({rank // ranks_per_node for rank in ranks}) if ranks_per_node else []
+        rows.append([*place, *ranks, *([shorten(nodes)] if nodes else [])])
+    return columns, rows

@@ -11,7 +11,7 @@ from typing import IO
 
 from distman._base.private_files import create_anew
 from distman._base.text import printable
-from distman._cli.arguments import at_least
+from distman._cli.parser import at_least
 from distman._cli.run.call import call_in
 from distman._cli.run.job import GRACE, Plan, open_logs, run_job
 from distman._cli.run.outcome import Outcome

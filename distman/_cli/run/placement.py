@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
 from distman.environments import LAUNCHERS, Family, Place
@@ -85,14 +85,3 @@ def _free_port() -> int:
         probe.bind((_LOCALHOST, 0))
         port: int = probe.getsockname()[1]
     return port
-
-
-def shown_ranks(ranks: Sequence[int]) -> str:
-    """Return ranks in words, such as ``"rank 3"`` or ``"ranks 0, 2-5"``."""
-    spans: list[list[int]] = []
-    for rank in sorted(ranks):
-        if spans and spans[-1][-1] == rank - 1:
-            spans[-1][1:] = [rank]
-        else:
-            spans.append([rank])
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join('-'.join(map(str, span)) for span in spans)}"

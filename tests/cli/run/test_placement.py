@@ -2,7 +2,8 @@ import os
 
 import pytest
 
-from distman._cli.run.placement import cpus_of_ranks, number_of_ranks, shown_ranks, variables_of_ranks
+from distman._cli.output import shown_ranks
+from distman._cli.run.placement import cpus_of_ranks, number_of_ranks, variables_of_ranks
 from distman.environments import detect
 
 CPUS = len(os.sched_getaffinity(0))

@@ -8,7 +8,6 @@ import torch.distributed as dist
 
 from distman import _cli, collectives
 from distman._cli import timing
-from distman._cli.check import shared_folder
 
 
 def add_one(call):
@@ -44,7 +43,6 @@ FAULTS = {
     "wrong": (collectives, "all_gather_v", add_one),
     "raise": (collectives, "all_gather_v", raise_error),
     "stop": (timing, "pass_on", late(stop, 4)),
-    "stop at the folder": (shared_folder, "check_folder", stop),
     "raise late": (dist, "all_to_all_single", raise_error),
 }
 

@@ -1,24 +1,29 @@
-"""Why a step of a command ended early because of other ranks, found out over the store, in one sentence."""
+"""The job that a command is itself: its start, and why a step of it ended early, in one sentence."""
 
 from __future__ import annotations
-
-from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
 from distman._base.text import printable
 from distman._coordination import protocol
+from distman._coordination.failure import hook
 from distman._coordination.failure.record import LEFT
 from distman._coordination.messages import decode_text
 from distman._coordination.monitor.watcher import NO_ANSWER
 from distman._torch_internals import is_lost_connection
 from distman.errors import BarrierTimeoutError, JobFailed, RankFailedError
-
-if TYPE_CHECKING:
-    from distman.manager import DistributedManager
-
+from distman.manager import DistributedManager
 
 _MAX_NAMED = 8  # ranks named in a sentence
+
+
+def start_job(method: str | None, timeout: float | None, default_timeout: float) -> DistributedManager:
+    """Return the manager of a job whose ranks all end with the command's exit code, which is a verdict."""
+    manager = DistributedManager.initialize(
+        method=method, rendezvous_timeout=timeout, timeout=timeout or default_timeout
+    )
+    hook.expect_exits(1, 2)
+    return manager
 
 
 def explain(error: BaseException, step: str, manager: DistributedManager) -> str | None:
@@ -29,31 +34,33 @@ def explain(error: BaseException, step: str, manager: DistributedManager) -> str
     """
     if isinstance(error, JobFailed):
         error.acknowledge()  # the command ends with a verdict
-    if isinstance(error, JobFailed | RankFailedError | BarrierTimeoutError):
-        has_left = isinstance(error, JobFailed) and error.error_type == LEFT
-        return (_verdict(manager) if has_left else None) or _first_line(error)  # it may have left with a verdict
+        return (_shared_verdict(manager) if error.error_type == LEFT else None) or _first_line(error)
+    if isinstance(error, RankFailedError | BarrierTimeoutError):
+        return _first_line(error)
     if not is_lost_connection(error):
         return None
-    return _verdict(manager, f"{step} failed: ", _first_line(error))
+    reason = _first_line(error)
+    return _shared_verdict(manager, f"{step} failed: ", reason) or f"{step} failed: {reason}"
 
 
 def own_fault(error: BaseException, manager: DistributedManager) -> str:
     return f"{manager.roll_call[manager.rank]} raised {type(error).__name__}: {_first_line(error)}"
 
 
-def _verdict(manager: DistributedManager, beginning: str = "", reason: str = "") -> str | None:
-    """Return what the first rank found out, or find it out; without a beginning, only the former."""
+def _shared_verdict(manager: DistributedManager, beginning: str = "", reason: str = "") -> str | None:
+    """Return what the first rank found out; where a beginning is given and nobody has, find it out."""
     store_group = manager._state.job.store_group()
     key = protocol.STANDING_STILL
+    if store_group is None:
+        return None
+    store = store_group.job_store
     try:
-        if store_group is not None and beginning and not store_group.job_store.check([key]):
+        if beginning and not store.check([key]):
             text = f"{beginning}{_who_stands_still(manager, reason)}"
-            store_group.job_store.compare_set(key, "", text.encode(errors="backslashreplace").decode())  # of paths, say
-        if store_group is not None and store_group.job_store.check([key]):
-            return printable(decode_text(store_group.job_store.get(key)))
-    except dist.DistError:  # who served the store has gone
-        pass
-    return f"{beginning}{reason}" if beginning else None
+            store.compare_set(key, "", text.encode(errors="backslashreplace").decode())  # of paths, say
+        return printable(decode_text(store.get(key))) if store.check([key]) else None
+    except dist.DistError:  # the process that served the store has gone
+        return None
 
 
 def _who_stands_still(manager: DistributedManager, reason: str) -> str:

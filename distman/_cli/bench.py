@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import csv
+import dataclasses
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from distman._cli.arguments import at_least
-from distman._cli.bench.sweep_files import SUFFIXES, as_json, check_outputs, write_output
-from distman._cli.output import progress_bar
-from distman._cli.speed_table import is_plain_under, print_speeds
-from distman._cli.units import parse_size, show_size
+from distman._cli.output import PICTURES, check_output, progress_bar
+from distman._cli.parser import at_least
+from distman._cli.units import parse_size, print_speeds, show_size
 from distman.errors import DistmanError, JobFailed, RankFailedError
 
 if TYPE_CHECKING:
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 NAMES = ("all_reduce", "all_gather", "all_to_all", "broadcast", "p2p", "reduce_scatter")
 _DEFAULT = ("all_reduce", "all_gather", "all_to_all", "p2p")
+_SUFFIXES = (".csv", ".json", *PICTURES)
 _OPERATION_TIMEOUT = 240.0  # below the seconds of silence after which the watchers end the job, and lose the sweep
 
 
@@ -34,8 +35,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--operations", nargs="+", choices=NAMES, default=_DEFAULT, metavar="NAME", help=f"of {', '.join(NAMES)}"
     )
-    parser.add_argument("--min-size", type=_size, default=8, metavar="SIZE", help="smallest size, such as 8 or 1k")
-    parser.add_argument("--max-size", type=_size, default=64 << 20, metavar="SIZE", help="largest size, such as 64M")
+    parser.add_argument("--min-size", type=parse_size, default=8, metavar="SIZE", help="smallest size, such as 8 or 1k")
+    parser.add_argument(
+        "--max-size", type=parse_size, default=64 << 20, metavar="SIZE", help="largest size, such as 64M"
+    )
     parser.add_argument(
         "--factor", type=at_least(2), default=2, metavar="N", help="each size is N times the one before"
     )
@@ -49,7 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=Path,
         default=[],
         metavar="FILE",
-        help=f"ends in {', '.join(SUFFIXES)}",
+        help=f"ends in {', '.join(_SUFFIXES)}",
     )
     parser.add_argument("--method", help="believe this launcher")
     parser.add_argument(
@@ -67,18 +70,11 @@ def run(arguments: argparse.Namespace) -> int:
 
     Rank 0 prints and writes the files, also what was measured until something failed.
     """
-    from distman._cli.faults import explain, own_fault
-    from distman._coordination.failure import hook
+    from distman._cli.own_job import explain, own_fault, start_job
     from distman.decorators import on_rank
-    from distman.manager import DistributedManager
 
     try:
-        manager = DistributedManager.initialize(
-            method=arguments.method,
-            rendezvous_timeout=arguments.timeout,
-            timeout=arguments.timeout or _OPERATION_TIMEOUT,
-        )
-        hook.expect_exits(1, 2)  # verdicts, which all ranks give
+        manager = start_job(arguments.method, arguments.timeout, _OPERATION_TIMEOUT)
     except (DistmanError, ValueError) as error:
         return _refuse(str(error))
     try:
@@ -94,7 +90,7 @@ def run(arguments: argparse.Namespace) -> int:
     cases = cases_of(arguments.operations, sizes, manager.world_size)
     measurements: list[Measurement] = []
     try:
-        measurements.extend(sweep(cases, manager, num_rounds=arguments.rounds))  # an error leaves those before it
+        measurements.extend(_sweep(cases, manager, arguments.rounds))  # an error leaves those before it
     # Whatever it is, what was measured is told first, and it is raised again if it is our own. That of another rank is
     # named, or it would be raised again in any case.
     except (JobFailed, Exception) as error:
@@ -113,8 +109,8 @@ def run(arguments: argparse.Namespace) -> int:
     return code
 
 
-def sweep(
-    cases: Sequence[tuple[str, int]], manager: DistributedManager, *, num_rounds: int | None = None
+def _sweep(
+    cases: Sequence[tuple[str, int]], manager: DistributedManager, num_rounds: int | None
 ) -> Iterator[Measurement]:
     """Yield how long operations take, one after another; a bar on rank 0's terminal shows where it is. Collective."""
     from distman._cli.timing import measure
@@ -152,34 +148,74 @@ def _tell(measurements: Sequence[Measurement], arguments: argparse.Namespace, ma
     """Print and write on rank 0, and return the exit code."""
     if not manager.is_main or not measurements:
         return 0
-    if arguments.json:
-        print(json.dumps(as_json(measurements, _describe(manager))), flush=True)
-    else:
-        print_speeds(measurements, is_plain=is_plain_under(manager.initialization_method))
-    try:
-        for path in arguments.output:
-            write_output(path, measurements, _describe(manager))
-    except OSError as error:
-        return _refuse(f"the files must be written, got {error}. What was measured stands above.")
-    return 0
-
-
-def _describe(manager: DistributedManager) -> dict[str, Any]:
-    return {
+    job = {
         "num_ranks": manager.world_size,
         "num_nodes": manager.num_nodes,
         "backend": manager.backend,
         "device": manager.device.type,
     }
+    if arguments.json:
+        print(json.dumps({**job, "measurements": [dataclasses.asdict(one) for one in measurements]}), flush=True)
+    else:
+        print_speeds(measurements, manager.initialization_method)
+    try:
+        for path in arguments.output:
+            write_output(path, measurements, job)
+    except OSError as error:
+        return _refuse(f"the files must be written, got {error}. What was measured stands above.")
+    return 0
+
+
+def check_outputs(paths: Sequence[Path]) -> None:
+    """Raise now what would keep the files from being written later."""
+    for path in paths:
+        check_output(path, _SUFFIXES)
+
+
+def write_output(path: Path, measurements: Sequence[Measurement], job: Mapping[str, Any]) -> None:
+    """Write a sweep into a file, in the format that its ending says, with what is to be known of the job."""
+    rows = [dataclasses.asdict(one) for one in measurements]
+    if path.suffix == ".csv":
+        with path.open("w", newline="", encoding="utf-8") as file:
+            writer = csv.DictWriter(file, [*rows[0], *job])
+            writer.writeheader()
+            writer.writerows({**row, **job} for row in rows)
+    elif path.suffix == ".json":
+        text = json.dumps({**job, "measurements": rows}, indent=1)
+        path.write_text(f"{text}\n", encoding="utf-8")
+    else:
+        _draw(path, measurements, job)
+
+
+def _draw(path: Path, measurements: Sequence[Measurement], job: Mapping[str, Any]) -> None:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9.0, 4.0), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    for operation in dict.fromkeys(one.operation for one in measurements):
+        own = [one for one in measurements if one.operation == operation]
+        sizes = [one.num_bytes for one in own]
+        left.plot(sizes, [one.seconds * 1e6 for one in own], marker="o", markersize=3, label=operation)
+        right.plot(sizes, [one.bus_bandwidth / 1e9 for one in own], marker="o", markersize=3, label=operation)
+    left.set(ylabel="time (\N{MICRO SIGN}s)", title="time, median of the slowest rank")
+    right.set(ylabel="bus bandwidth (GB/s)", title="bus bandwidth")
+    # Powers of two that people know: 1, 32 and 1,024 times 1 B, 1 KiB, 1 MiB and so on.
+    every = [one.num_bytes for one in measurements]
+    marks = [2**power for power in range(0, 45, 5) if min(every) <= 2**power <= max(every)] or [min(every)]
+    for axes in (left, right):
+        axes.set(xscale="log", yscale="log", xlabel="size")
+        axes.set_xticks(marks, [show_size(mark) for mark in marks], minor=False)
+        axes.set_xticks([], minor=True)
+        axes.grid(visible=True, which="major", alpha=0.3)
+    left.legend(frameon=False)
+    figure.suptitle(
+        f"{job['num_ranks']} ranks, {job['num_nodes']} node{'s' * (job['num_nodes'] > 1)}, {job['device']} "
+        f"({job['backend']})",
+        fontsize="medium",
+    )
+    figure.savefig(path, dpi=150)
 
 
 def _refuse(reason: str) -> int:
     print(f"distman bench: {reason}", file=sys.stderr)
     return 1
-
-
-def _size(text: str) -> int:
-    try:
-        return parse_size(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
