@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from distman._cli import main
+from distman._cli.launch.command import job_id_in
 from distman._cli.launch.job_script import BACKENDS, JobRequest, read_time, render
-from distman._cli.launch.submission import job_id_in
 from distman._job.meeting.address import find_endpoint
 from distman._job.meeting.secret import Source, find_protection
 from distman.environments import LaunchEnvironment, detect
@@ -143,10 +143,10 @@ def test_no_name_and_no_argument_becomes_a_line_of_the_script(backend, file, arg
 @settings(max_examples=1_000)
 def test_what_stands_in_a_line_for_the_scheduler_is_one_word(backend, name, value):
     try:
-        script = job_script(backend, **{name: value})
+        script = job_script(backend, **{name: read_time(value) if name == "time" else value})
     except ValueError:
         return
-    assert re.fullmatch(r"[A-Za-z0-9_.+@:-]+", value)
+    assert name == "time" or re.fullmatch(r"[A-Za-z0-9_.+@:-]+", value)
     assert len(script.split("\n")) == len(job_script(backend, **({} if name == "time" else {name: "x"})).split("\n"))
 
 
@@ -343,9 +343,6 @@ def test_a_folder_that_is_missing_is_one_line(capsys, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (["--nodes=0"], "--nodes must be at least 1, got 0. "),
-        (["--gpus-per-node=-1"], "--gpus-per-node must be at least 0, got -1. "),
-        (["--cpus-per-task=0"], "--cpus-per-task must be at least 1, got 0. "),
         (["--tasks-per-node=2"], "--tasks-per-node must be left out where there are GPUs, got 2 with 1 GPUs. "),
         (["--time=1 hour"], "--time must be a time such as 90m, 2h30m, 01:30:00 or 1-12:00:00, got '1 hour'. "),
         (["--time=00:00:00"], "--time must be a time such as 90m, 2h30m, 01:30:00 or 1-12:00:00, got '00:00:00'. "),
@@ -380,6 +377,15 @@ def test_options_without_meaning_are_one_sentence(capsys, arguments, sentence):
     assert (code, printed) == (2, "")
     assert complaint.startswith(f"distman launch: {sentence}")
     assert complaint.count("\n") == 1
+
+
+@pytest.mark.parametrize("option", ["--nodes=0", "--gpus-per-node=-1", "--cpus-per-task=0", "--tasks-per-node=x"])
+def test_numbers_without_meaning_are_refused(capsys, option):
+    code, printed, complaint = launch(capsys, "--backend=slurm", option)
+    assert (code, printed) == (2, "")
+    name, _, value = option.partition("=")
+    assert f"argument {name}: it must be a whole number of at least" in complaint
+    assert complaint.endswith(f"got {value!r}\n")
 
 
 @pytest.mark.parametrize(

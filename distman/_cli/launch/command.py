@@ -6,17 +6,28 @@ import argparse
 import dataclasses
 import json
 import os
-import stat
+import re
+import shutil
+import subprocess
 import sys
 from pathlib import Path
 
 from distman._base.private_files import create_anew, open_itself
 from distman._base.text import printable
-from distman._cli.launch.job_script import BACKENDS, JobRequest, read_time, render
-from distman._cli.launch.submission import is_scheduled, job_id_in, submission_line, submit
+from distman._cli.launch.job_script import BACKENDS, JobRequest, as_argument, quoted, read_time, render
+from distman._cli.parser import at_least
 
 _DESCRIPTION = "Write the script that starts a job of one process for each GPU, and submit it to the scheduler."
 _DEFAULTS = JobRequest(backend="slurm")
+_SCHEDULERS = {"slurm": "sbatch", "pbs": "qsub", "lsf": "bsub <", "flux": "flux batch"}
+"""Backends whose scripts a scheduler takes, with its command; scripts of others are run here by bash."""
+
+_JOB_IDS = {
+    "slurm": re.compile(r"Submitted batch job (\d+)"),
+    "lsf": re.compile(r"Job <(\d+)>"),
+    "pbs": re.compile(r"^(\S+)$", re.MULTILINE),
+    "flux": re.compile(r"^(\S+)$", re.MULTILINE),
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -31,19 +42,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"who starts the processes: {', '.join(backends)}",
     )
     parser.add_argument("--with-torchrun", action="store_true", help="let srun start one torchrun on each node")
-    parser.add_argument("--nodes", type=int, default=_DEFAULTS.nodes, metavar="N", help="number of nodes (%(default)s)")
+    parser.add_argument(
+        "--nodes", type=at_least(1), default=_DEFAULTS.nodes, metavar="N", help="number of nodes (%(default)s)"
+    )
     parser.add_argument(
         "--gpus-per-node",
-        type=int,
+        type=at_least(0),
         default=_DEFAULTS.gpus_per_node,
         metavar="N",
         help="GPUs of each node, and as many processes (%(default)s); 0 for a job on CPUs",
     )
-    parser.add_argument("--tasks-per-node", type=int, metavar="N", help="processes on each node of a job on CPUs (1)")
+    parser.add_argument(
+        "--tasks-per-node", type=at_least(1), metavar="N", help="processes on each node of a job on CPUs (1)"
+    )
     parser.add_argument("--gpu-type", metavar="NAME", help="what Slurm calls the GPUs, such as a100")
     parser.add_argument(
         "--cpus-per-task",
-        type=int,
+        type=at_least(1),
         default=_DEFAULTS.cpus_per_task,
         metavar="N",
         help="CPUs for each process (%(default)s)",
@@ -99,7 +114,7 @@ def _request(arguments: argparse.Namespace) -> JobRequest:
 
 
 def _check_submission(arguments: argparse.Namespace, request: JobRequest) -> None:
-    if not arguments.submit or is_scheduled(request.backend):
+    if not arguments.submit or request.backend in _SCHEDULERS:
         return
     if arguments.json:
         raise ValueError(
@@ -114,12 +129,7 @@ def _check_submission(arguments: argparse.Namespace, request: JobRequest) -> Non
 
 
 def _write(path: Path, script: str, *, force: bool) -> None:
-    """Write the file, which its owner can run and nobody else can read: a command line may hold a token.
-
-    One that is there stays as it is unless it may be replaced; then the new one has the permissions that this user had
-    given it.
-    """
-    permissions = _given_permissions(path)
+    """Write the file, which its owner can run and nobody else can read: a command line may hold a token."""
     try:
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
         descriptor = create_anew(path, 0o700) if force else open_itself(path, flags, 0o700)
@@ -129,23 +139,24 @@ def _write(path: Path, script: str, *, force: bool) -> None:
         ) from error
     with os.fdopen(descriptor, "w", encoding="utf-8") as file:
         file.write(script)
-        os.fchmod(file.fileno(), os.fstat(file.fileno()).st_mode | permissions | stat.S_IXUSR)
-
-
-def _given_permissions(path: Path) -> int:
-    """Return the permissions of a file of this user's; none where it is somebody else's, or not there."""
-    try:
-        found = path.lstat()
-    except OSError:
-        return 0
-    return stat.S_IMODE(found.st_mode) if stat.S_ISREG(found.st_mode) and found.st_uid == os.geteuid() else 0
 
 
 def _submit(arguments: argparse.Namespace, request: JobRequest, path: Path, script: str) -> int:
-    finished = submit(request.backend, path)
-    if is_scheduled(request.backend) and finished.returncode != 0 and not arguments.force:
+    """Submit the script and tell the job's id, or run it to its end; return the exit code."""
+    line = _submission_line(request.backend, path)
+    scheduler = _SCHEDULERS.get(request.backend)
+    program = line.split()[0]
+    if shutil.which(program) is None:
+        raise FileNotFoundError(
+            f"{program} must be installed to submit a job, got no such program. Run this where it is, such as on a "
+            f"login node: {line}"
+        )
+    finished = subprocess.run(
+        ["/bin/bash", "-c", line], stdout=subprocess.PIPE if scheduler else None, text=True, check=False
+    )
+    if scheduler and finished.returncode != 0 and not arguments.force:
         path.unlink()  # made a moment ago; it would only be in the way of the next try
-    if is_scheduled(request.backend) and finished.returncode == 0:
+    if scheduler and finished.returncode == 0:
         job_id = job_id_in(request.backend, finished.stdout)
         if arguments.json:
             _report(arguments, request, path, script, job_id=job_id)
@@ -154,10 +165,20 @@ def _submit(arguments: argparse.Namespace, request: JobRequest, path: Path, scri
     return finished.returncode
 
 
+def _submission_line(backend: str, script: Path) -> str:
+    """Return the line of a shell that submits the script, or runs it."""
+    return f"{_SCHEDULERS.get(backend, 'bash')} {quoted(as_argument(str(script)))}"
+
+
+def job_id_in(backend: str, answer: str) -> str | None:
+    found = _JOB_IDS[backend].search(answer)
+    return found[1] if found else None
+
+
 def _report(
     arguments: argparse.Namespace, request: JobRequest, path: Path | None, script: str, *, job_id: str | None = None
 ) -> None:
-    line = submission_line(request.backend, path or Path(request.file_name))
+    line = _submission_line(request.backend, path or Path(request.file_name))
     if arguments.json:
         file = None if path is None else str(path)
         answer = {"backend": request.backend, "file": file, "submit": line, "job_id": job_id, "script": script}
@@ -165,10 +186,7 @@ def _report(
     elif path is None:
         print(script, end="")
     else:
-        shown = printable(str(path))
-        print(
-            f"{shown} is written. Submit it: {line}" if is_scheduled(request.backend) else f"{shown} is written: {line}"
-        )
+        print(f"{printable(str(path))} is written{'. Submit it' * (request.backend in _SCHEDULERS)}: {line}")
 
 
 def _complain(error: Exception, *, code: int) -> int:

@@ -9,20 +9,11 @@ import shlex
 import string
 from importlib.resources import files
 
-BACKENDS = {
-    "slurm": "srun under Slurm, or with torchrun one of these on each node",
-    "openmpi": "mpirun of Open MPI",
-    "mpich": "mpiexec of MPICH and Intel MPI",
-    "pbs": "mpiexec of HPE Cray PALS under PBS",
-    "lsf": "jsrun under LSF",
-    "flux": "flux run",
-    "torchrun": "torchrun, run on each node by hand",
-}
-"""Who starts the processes, by the name of the template."""
+BACKENDS = ("slurm", "openmpi", "mpich", "pbs", "lsf", "flux", "torchrun")
+"""Schedulers and launchers for which there is a template of this name."""
 
 _WORD = re.compile(r"\w[\w.+@-]*", re.ASCII)
 _PYTHON = re.compile(r"(.*/)?python[\d.]*")
-_TIME = re.compile(r"(\d{2,3}):([0-5]\d):([0-5]\d)", re.ASCII)
 _SLURM_TIME = re.compile(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", re.ASCII)
 _TIME_WITH_UNITS = re.compile(r"(?:(\d+)d)?(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s)?", re.ASCII)
 _PLAIN = frozenset(string.printable.encode()) - frozenset(string.whitespace.encode()) - set(b"\\'") | set(b" ")
@@ -49,10 +40,32 @@ class JobRequest:
     program: tuple[str, ...] = ("train.py",)  # what would follow ``python``
 
     def __post_init__(self) -> None:
-        self._check_backend()
-        self._check_numbers()
-        self._check_words()
-        self._check_program()
+        if self.with_torchrun and self.backend != "slurm":
+            raise ValueError(f"--with-torchrun must be used with --backend slurm, got {self.backend}. Leave it out.")
+        if self.gpu_type is not None and (self.backend != "slurm" or not self.gpus_per_node):
+            raise ValueError(
+                f"--gpu-type must be used with --backend slurm and at least one GPU, got {self.gpu_type!r} with "
+                f"{self.backend} and {self.gpus_per_node} GPUs. Leave it out."
+            )
+        if self.tasks_per_node is not None and self.gpus_per_node:
+            raise ValueError(
+                f"--tasks-per-node must be left out where there are GPUs, got {self.tasks_per_node} with "
+                f"{self.gpus_per_node} GPUs. Each GPU has one process; pass --gpus-per-node=0 for a job on CPUs."
+            )
+        for name in ("job_name", "account", "partition", "gpu_type"):
+            value = getattr(self, name)
+            if value is not None and not _WORD.fullmatch(value):
+                raise ValueError(
+                    f"--{name.replace('_', '-')} must consist of letters, digits and . _ + @ -, got {value!r}. Choose "
+                    "another name."
+                )
+        first, *rest = self.program or ("",)
+        is_module = first == "-m" and rest
+        if not is_module and (not first or first.startswith("-") or _PYTHON.fullmatch(first)):
+            raise ValueError(
+                f"the program must begin with a script, or with -m and a module, got {first!r}. Name what would follow "
+                "python."
+            )
 
     @property
     def tasks(self) -> int:
@@ -62,54 +75,6 @@ class JobRequest:
     @property
     def file_name(self) -> str:
         return f"{self.job_name}.sh"
-
-    def _check_backend(self) -> None:
-        if self.backend not in BACKENDS:
-            raise ValueError(
-                f"--backend must be one of {', '.join(BACKENDS)}, got {self.backend!r}. Choose one of these."
-            )
-        if self.with_torchrun and self.backend != "slurm":
-            raise ValueError(f"--with-torchrun must be used with --backend slurm, got {self.backend}. Leave it out.")
-        if self.gpu_type is not None and (self.backend != "slurm" or not self.gpus_per_node):
-            raise ValueError(
-                f"--gpu-type must be used with --backend slurm and at least one GPU, got {self.gpu_type!r} with "
-                f"{self.backend} and "
-                f"{self.gpus_per_node} GPUs. Leave it out."
-            )
-
-    def _check_numbers(self) -> None:
-        for name, least in (("nodes", 1), ("gpus_per_node", 0), ("cpus_per_task", 1), ("tasks_per_node", 1)):
-            value = getattr(self, name)
-            if value is not None and value < least:
-                raise ValueError(f"{_option(name)} must be at least {least}, got {value}. Raise it.")
-        if self.tasks_per_node is not None and self.gpus_per_node:
-            raise ValueError(
-                f"--tasks-per-node must be left out where there are GPUs, got {self.tasks_per_node} with "
-                f"{self.gpus_per_node} GPUs. Each GPU has one process; pass --gpus-per-node=0 for a job on CPUs."
-            )
-
-    def _check_words(self) -> None:
-        for name in ("job_name", "account", "partition", "gpu_type"):
-            value = getattr(self, name)
-            if value is not None and not _WORD.fullmatch(value):
-                raise ValueError(
-                    f"{_option(name)} must consist of letters, digits and . _ + @ -, got {value!r}. Choose another "
-                    "name."
-                )
-        if not _TIME.fullmatch(self.time) or not self.time.strip("0:"):
-            raise ValueError(
-                f"--time must have the form HH:MM:SS and be more than 0, got {self.time!r}. Write one hour as 01:00:00."
-            )
-
-    def _check_program(self) -> None:
-        first = self.program[0] if self.program else ""
-        if first == "-m" and len(self.program) > 1:
-            return
-        if not first or first.startswith("-") or _PYTHON.fullmatch(first):
-            raise ValueError(
-                f"the program must begin with a script, or with -m and a module, got {first!r}. Name what would follow "
-                "python."
-            )
 
 
 def read_time(text: str) -> str:
@@ -154,24 +119,14 @@ def as_argument(path: str) -> str:
     return f"./{path}" if path.startswith("-") else path
 
 
-def _option(name: str) -> str:
-    return f"--{name.replace('_', '-')}"
-
-
 def render(request: JobRequest, file_name: str | None = None) -> str:
-    """Return the job script, whose comments call it ``file_name``."""
+    """Return the job script, whose comments call it ``file_name``; a line goes where one of its values is None."""
     name = "slurm_torchrun" if request.with_torchrun else request.backend
     template = files("distman._cli.launch").joinpath("templates", f"{name}.sh").read_text(encoding="utf-8")
     values = _values(request) | {"file": quoted(as_argument(file_name or request.file_name))}
-    return "".join(_filled(line, values) for line in template.splitlines(keepends=True))
-
-
-def _filled(line: str, values: dict[str, str | None]) -> str:
-    """Return a line with its values; nothing where one of them is None."""
-    found = [values[name] for name in _PLACEHOLDER.findall(line)]
-    if None in found:
-        return ""
-    return _PLACEHOLDER.sub(lambda match: values[match[1]] or "", line)
+    lines = template.splitlines(keepends=True)
+    kept = [line for line in lines if None not in [values[name] for name in _PLACEHOLDER.findall(line)]]
+    return _PLACEHOLDER.sub(lambda match: values[match[1]] or "", "".join(kept))
 
 
 def _values(request: JobRequest) -> dict[str, str | None]:
@@ -202,19 +157,15 @@ def _values(request: JobRequest) -> dict[str, str | None]:
         "account_off": "" if request.account else "#",
         "partition": request.partition or "PARTITION",
         "partition_off": "" if request.partition else "#",
-        **_meeting(request),
+        # How to tell torchrun's agents where they meet.
+        "torchrun_where": (
+            " on each node at about the same time, with the name of one of them and a number"
+            if request.nodes > 1
+            else ""
+        ),
+        "torchrun_first": " node1 0" if request.nodes > 1 else "",
         "program": f"python {script}",
         "script": script,
-    }
-
-
-def _meeting(request: JobRequest) -> dict[str, str | None]:
-    """Return how to tell torchrun's agents where they meet."""
-    if request.nodes == 1:
-        return {"torchrun_where": "", "torchrun_first": ""}
-    return {
-        "torchrun_where": " on each node at about the same time, with the name of one of them and a number",
-        "torchrun_first": " node1 0",
     }
 
 

@@ -12,7 +12,7 @@ from typing import IO
 from distman._base.private_files import create_anew
 from distman._base.text import printable
 from distman._cli.parser import at_least
-from distman._cli.run.call import call_in
+from distman._cli.run.function import program_of_rank
 from distman._cli.run.job import GRACE, Plan, open_logs, run_job
 from distman._cli.run.outcome import Outcome
 from distman._cli.run.placement import number_of_ranks
@@ -119,12 +119,9 @@ def _plan(arguments: argparse.Namespace) -> Plan:
     if arguments.nnodes is not None:
         error(f"it starts ranks on this machine only. {_EPILOG}")
     command = _command(arguments)
-    if arguments.report is not None and not arguments.report.absolute().parent.is_dir():
-        error(f"--report must be in a folder that exists, got {arguments.report}")
-    if arguments.report is not None and arguments.report.is_dir():
-        error(f"--report must be a file, got the folder {arguments.report}")
-    if arguments.report is not None and arguments.report.is_symlink():
-        error(f"--report must be a file, got the link {arguments.report}")
+    report: Path | None = arguments.report
+    if report is not None and (report.is_dir() or report.is_symlink() or not report.absolute().parent.is_dir()):
+        error(f"--report must be a file, and no link, in a folder that exists, got {report}")
     try:
         number = number_of_ranks(arguments.ranks, arguments.cpus_per_rank)
         signals = stop_signals(os.environ)
@@ -145,7 +142,7 @@ def _plan(arguments: argparse.Namespace) -> Plan:
 def _command(arguments: argparse.Namespace) -> tuple[str, ...]:
     """Return what the interpreter of each rank is told."""
     if arguments.call is not None:
-        return call_in(arguments.call)
+        return program_of_rank(arguments.call)
     command = arguments.command[1:] if arguments.command[:1] == ["--"] else arguments.command
     if not command:
         arguments.parser.error("name the script to start, or -m and a module")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import pickle
 import signal
 import subprocess
@@ -15,7 +16,6 @@ from typing import Any, TypeVar
 
 from distman._base.interpreter import environment, options, program
 from distman._cli.output import shown_ranks
-from distman._cli.run.call import CALL, result_file
 from distman._cli.run.outcome import OF_A_SHELL
 from distman._workers.pickling import ModulePickler
 from distman.errors import DistmanError, RankFailedError
@@ -23,9 +23,17 @@ from distman.errors import DistmanError, RankFailedError
 T = TypeVar("T")
 
 _NUMBERS = ("gpu", "cpu", "auto")
-_PROGRAM = """
+_CALL = "call"
+"""The file with a pickle of function, arguments and keyword arguments."""
+
+_STARTER = """
 from distman._cli import main
 sys.exit(main())
+"""
+_RANK = """
+from pathlib import Path
+from distman._cli.run.function import call
+call(Path(sys.argv[1]))
 """
 
 
@@ -68,7 +76,7 @@ def run(function: Callable[..., T], *args: Any, n: int | str = "auto", **kwargs:
         raise ValueError(f"n must be a number of at least 1, 'gpu', 'cpu' or 'auto', got {n!r}. Choose one of these.")
     with tempfile.TemporaryDirectory(prefix="distman-run-") as name:
         folder = Path(name)
-        with (folder / CALL).open("wb") as file:
+        with (folder / _CALL).open("wb") as file:
             ModulePickler(file).dump((function, args, kwargs))
         report = folder / "report.json"
         code = _start(["run", "-n", str(n), "--report", str(report), "--call", name])
@@ -83,7 +91,7 @@ def run(function: Callable[..., T], *args: Any, n: int | str = "auto", **kwargs:
             raise RankFailedError(**said["failure"])
         if code:
             raise DistmanError(f"the job {_end(code)}.")
-        files = [result_file(folder, rank) for rank in range(len(said["ranks"]))]
+        files = [_result_file(folder, rank) for rank in range(len(said["ranks"]))]
         if lacking := [rank for rank, file in enumerate(files) if not file.exists()]:
             raise DistmanError(
                 f"{shown_ranks(lacking)} ended with exit code 0 before the function returned: it must return, and not "
@@ -103,7 +111,7 @@ def _start(arguments: list[str]) -> int:
     """Start the job, and show what it writes where this program writes, be that a notebook's cell."""
     is_own = _is_the_process_s(sys.stdout)
     with subprocess.Popen(
-        [sys.executable, *options(), *program(_PROGRAM), *arguments],
+        [sys.executable, *options(), *program(_STARTER), *arguments],
         env=environment(),
         stdout=None if is_own else subprocess.PIPE,
         stderr=None if is_own else subprocess.STDOUT,
@@ -125,3 +133,20 @@ def _is_the_process_s(stream: Any) -> bool:
         return bool(stream.fileno() == 1)
     except (AttributeError, OSError, ValueError):  # a notebook's, or a test's
         return False
+
+
+def program_of_rank(folder: Path) -> tuple[str, ...]:
+    """Return what the interpreter of a rank is told to call what is in a folder."""
+    return (*program(_RANK), str(folder))
+
+
+def call(folder: Path) -> None:
+    """Call the function from its pickle, and leave what it returns; the program of each rank."""
+    function, args, kwargs = pickle.loads((folder / _CALL).read_bytes())  # noqa: S301 - the starter's, in its own folder
+    result = function(*args, **kwargs)
+    with _result_file(folder, int(os.environ["RANK"])).open("wb") as file:
+        ModulePickler(file).dump(result)
+
+
+def _result_file(folder: Path, rank: int) -> Path:
+    return folder / f"result-{rank}"

@@ -6,10 +6,11 @@ import dataclasses
 import os
 import selectors
 import signal
+import socket
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import IO
@@ -19,7 +20,6 @@ from distman._cli.run.console import Console
 from distman._cli.run.outcome import WANTS_RESTART, Outcome, RankOutcome, last_lines, read_error_file
 from distman._cli.run.placement import cpus_of_ranks, variables_of_ranks
 from distman._cli.run.rank import Rank
-from distman._cli.run.signals import HeardSignals, is_from_terminal
 from distman._coordination.failure.record import SILENT
 from distman._coordination.signal_names import DEFAULT_SIGNALS
 from distman._workers.supervisor import adopt_orphans, end_descendants
@@ -29,6 +29,9 @@ _AFTER_FAILURE = 5.0
 
 _AFTER_INTERRUPT = 5.0
 """Seconds from Ctrl-C to SIGKILL: somebody waits at the terminal."""
+
+_HEARD = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGWINCH)
+"""Signals that are heard beside those that ask ranks to stop."""
 
 _ERRORS = 2  # number of the stream
 _KEPT_BYTES = 1 << 14  # of what a rank wrote last to standard error: a traceback has as much
@@ -56,11 +59,11 @@ def run_job(plan: Plan, logs: Sequence[IO[bytes]] = ()) -> Outcome:
     Where one cannot be started, or a file cannot be written, that is an OSError, and none is left.
     """
     adopt_orphans()
-    consoles = _consoles(plan)
-    with _private_folder() as folder, HeardSignals(plan.stop_signals) as signals:
-        job = _Job(plan, consoles, logs, signals)
+    folder = tempfile.TemporaryDirectory(prefix="distman-run-", ignore_cleanup_errors=True)
+    with folder as name, _heard({*_HEARD, *plan.stop_signals}) as signals:
+        job = _Job(plan, logs, signals)
         try:
-            job.start(folder)
+            job.start(Path(name))
             outcome = job.wait()
         finally:
             end_descendants()
@@ -70,39 +73,51 @@ def run_job(plan: Plan, logs: Sequence[IO[bytes]] = ()) -> Outcome:
 
 
 @contextmanager
-def _private_folder() -> Iterator[Path]:
-    with tempfile.TemporaryDirectory(prefix="distman-run-", ignore_cleanup_errors=True) as folder:
-        yield Path(folder)
-
-
-@contextmanager
 def open_logs(plan: Plan) -> Iterator[list[IO[bytes]]]:
     """Make a new file for what each rank writes, which only this user can read; none without a folder for them."""
-    with ExitStack() as stack:
-        yield [stack.enter_context(os.fdopen(create_anew(path), "wb", buffering=0)) for path in _log_files(plan)]
-
-
-def _log_files(plan: Plan) -> Iterator[Path]:
+    files: list[Path] = []
     if plan.log_dir is not None:
         plan.log_dir.mkdir(parents=True, exist_ok=True)
         width = len(str(plan.num_ranks - 1))
-        for rank in range(plan.num_ranks):
-            yield plan.log_dir / f"rank-{rank:0{width}}.log"
+        files = [plan.log_dir / f"rank-{rank:0{width}}.log" for rank in range(plan.num_ranks)]
+    with ExitStack() as stack:
+        yield [stack.enter_context(os.fdopen(create_anew(path), "wb", buffering=0)) for path in files]
 
 
-def _consoles(plan: Plan) -> dict[int, Console]:
-    """Return where each stream of the ranks is shown: one terminal is one console."""
-    errors = Console(sys.stderr.buffer, plan.num_ranks)
-    output = errors if plan.is_quiet else Console(sys.stdout.buffer, plan.num_ranks)
-    return {1: output, 2: output if output.is_terminal and errors.is_terminal else errors}
+@contextmanager
+def _heard(numbers: Iterable[int]) -> Iterator[socket.socket]:
+    """Yield a socket with a byte for each signal that arrives meanwhile: its number. It has no other effect."""
+    wake, waker = socket.socketpair()
+    with wake, waker:
+        for end in (wake, waker):
+            end.settimeout(0)
+        previous_fd = signal.set_wakeup_fd(waker.fileno(), warn_on_full_buffer=False)
+        previous = {number: signal.signal(number, lambda _number, _frame: None) for number in numbers}
+        try:
+            yield wake
+        finally:
+            for number, handler in previous.items():
+                signal.signal(number, handler)
+            signal.set_wakeup_fd(previous_fd)
+
+
+def _is_from_terminal() -> bool:
+    """Return whether Ctrl-C may have been pressed: then the terminal has told all processes of this group."""
+    for descriptor in (0, 1, 2):
+        try:
+            return os.tcgetpgrp(descriptor) == os.getpgrp()
+        except OSError:
+            continue
+    return False
 
 
 class _Job:
-    def __init__(
-        self, plan: Plan, consoles: Mapping[int, Console], logs: Sequence[IO[bytes]], signals: HeardSignals
-    ) -> None:
+    def __init__(self, plan: Plan, logs: Sequence[IO[bytes]], signals: socket.socket) -> None:
+        errors = Console(sys.stderr.buffer, plan.num_ranks)
+        output = errors if plan.is_quiet else Console(sys.stdout.buffer, plan.num_ranks)
+        # Where each stream of the ranks is shown: one terminal is one console.
+        self._consoles = {1: output, 2: output if output.is_terminal and errors.is_terminal else errors}
         self._plan = plan
-        self._consoles = consoles
         self._logs = logs
         self._signals = signals
         self._num_shown = plan.num_ranks if plan.shows_all else 1
@@ -118,7 +133,7 @@ class _Job:
         plan = self._plan
         environments = variables_of_ranks(os.environ, plan.num_ranks, plan.cpus_per_rank)
         cpus = cpus_of_ranks(plan.num_ranks, plan.cpus_per_rank) if plan.cpus_per_rank else [[]] * plan.num_ranks
-        self._selector.register(self._signals.wake, selectors.EVENT_READ)
+        self._selector.register(self._signals, selectors.EVENT_READ)
         for number, environ in enumerate(environments):
             columns = self._columns() if number < self._num_shown else (None, None)
             rank = Rank(number, plan.command, environ, folder / f"{number}.json", cpus=cpus[number], columns=columns)
@@ -132,7 +147,7 @@ class _Job:
     def wait(self) -> Outcome:
         with self._selector:
             while self._running:
-                self._attend(self._seconds_to_next_step())
+                self._attend(max(0.0, self._steps[0][0] - time.monotonic()) if self._steps else None)
                 self._heed_signals()
                 self._take_steps()
             while self._attend(0.0):  # what they have written last
@@ -182,7 +197,11 @@ class _Job:
             self._send(signal.SIGKILL, [one for one in self._running if one.rank == first.rank])
 
     def _heed_signals(self) -> None:
-        for number in self._signals.take():
+        try:
+            received = self._signals.recv(4096)
+        except BlockingIOError:
+            return
+        for number in received:
             if number == signal.SIGWINCH:
                 for rank in self._running:
                     rank.resize(self._columns())
@@ -197,13 +216,10 @@ class _Job:
         if self._interruption is not None:
             self._steps = [(now, signal.SIGKILL)]
         else:
-            first = [] if number == signal.SIGINT and is_from_terminal() else [(now, number)]
+            first = [] if number == signal.SIGINT and _is_from_terminal() else [(now, number)]
             is_hurried = number == signal.SIGINT and number not in self._plan.stop_signals
             self._steps = [*first, (now + (_AFTER_INTERRUPT if is_hurried else self._plan.grace), signal.SIGKILL)]
         self._interruption = number
-
-    def _seconds_to_next_step(self) -> float | None:
-        return max(0.0, self._steps[0][0] - time.monotonic()) if self._steps else None
 
     def _take_steps(self) -> None:
         while self._steps and self._steps[0][0] <= time.monotonic():

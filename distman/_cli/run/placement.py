@@ -28,15 +28,10 @@ def number_of_ranks(wanted: str, cpus_per_rank: int | None = None) -> int:
         raise ValueError("-n must be a number, cpu or auto where there is no GPU, got gpu. torch sees none here.")
     else:
         raise ValueError(f"-n must be a number of at least 1, gpu, cpu or auto, got {wanted!r}. Choose one of these.")
-    if cpus_per_rank and number > num_cpus:
-        raise ValueError(
-            f"--cpus-per-rank must be left out for {number} ranks on {num_cpus} CPUs, got {cpus_per_rank}. Ranks that "
-            "share CPUs are not bound."
-        )
     if cpus_per_rank and number * cpus_per_rank > num_cpus:
         raise ValueError(
-            f"--cpus-per-rank must be at most {num_cpus // number} for {number} ranks on {num_cpus} CPUs, got "
-            f"{cpus_per_rank}. Start fewer ranks, or give each of them fewer CPUs."
+            f"--cpus-per-rank must leave each of {number} ranks CPUs of its own, got {cpus_per_rank} on {num_cpus} "
+            "CPUs. Start fewer ranks, or leave it out: then they share all CPUs."
         )
     return number
 

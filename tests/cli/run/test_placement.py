@@ -25,12 +25,12 @@ def test_anything_else_is_refused(text):
 
 
 def test_more_cpus_than_there_are_are_refused():
-    with pytest.raises(ValueError, match=f"--cpus-per-rank must be at most {CPUS // 2} for 2 ranks on {CPUS} CPUs"):
+    with pytest.raises(ValueError, match=f"must leave each of 2 ranks CPUs of its own, got {CPUS} on {CPUS} CPUs"):
         number_of_ranks("2", CPUS)
 
 
 def test_more_ranks_than_cpus_are_not_bound():
-    with pytest.raises(ValueError, match=f"must be left out for {CPUS + 1} ranks on {CPUS} CPUs, got 1"):
+    with pytest.raises(ValueError, match=f"must leave each of {CPUS + 1} ranks CPUs of its own, got 1 on {CPUS} CPUs"):
         number_of_ranks(str(CPUS + 1), 1)
 
 

@@ -359,8 +359,14 @@ def test_several_that_a_launcher_has_started_are_told_once(script, monkeypatch):
         (["-n", "0", __file__], "-n must be a number of at least 1"),
         (["--nnodes", "2", __file__], "it starts ranks on this machine only. For several hosts, start the ranks with"),
         (["--nnodes=1:2", "-n", "2", __file__], "it starts ranks on this machine only"),
-        (["--cpus-per-rank", "4096", "-n", "1", __file__], "--cpus-per-rank must be at most"),
-        (["--report", "/nowhere/x.json", __file__], "--report must be in a folder that exists, got /nowhere/x.json"),
+        (
+            ["--cpus-per-rank", "4096", "-n", "1", __file__],
+            "--cpus-per-rank must leave each of 1 ranks CPUs of its own",
+        ),
+        (
+            ["--report", "/nowhere/x.json", __file__],
+            "--report must be a file, and no link, in a folder that exists, got /nowhere/x.json",
+        ),
         (["--rank", "2", __file__], "unrecognized arguments: --rank"),
     ],
 )
