@@ -55,10 +55,10 @@ MUTANTS = (
     *_mutants(
         "environments/_hostlist.py",
         "environments/test_hostlist.py",
-        ("sum(high - low + 1 for", "sum(high - low for"),
+        ("MAX_ENTRIES + 1))", "MAX_ENTRIES))"),
         ("range(low, high + 1)]", "range(low, high)]"),
-        ("for ranges in reversed(leading))", "for ranges in leading)"),
-        ("high - low >= MAX_RANGE", "high - low > MAX_RANGE"),
+        ("(*reversed(leading), fastest)", "(*leading, fastest)"),
+        ("0 <= high - low < MAX_RANGE", "0 <= high - low <= MAX_RANGE"),
     ),
     *_mutants(
         "_job/meeting/address.py",
@@ -180,7 +180,7 @@ MUTANTS = (
         "executor/test_moving.py",
         ('obj.device.type == "cpu" and not obj.requires_grad', 'obj.device.type == "cpu"'),
     ),
-    *_mutants("_cli/units.py", "cli", ("if num_bytes >= 1024**power)", "if num_bytes > 1024**power)")),
+    *_mutants("_cli/units.py", "cli", ("if abs(number) >= size)", "if abs(number) > size)")),
     *_mutants(
         "_cli/timing.py",
         "cli/test_bench.py cli/test_check.py",

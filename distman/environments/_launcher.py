@@ -53,56 +53,25 @@ class OnFailure(enum.Enum):
     WAITS = "waits"
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Agent:
     """A process of the launcher on each host, one of which may serve a store, and which may start the ranks again.
 
     Attributes:
-        serves: A variable and the value by which it says that it serves a store.
+        is_serving: Returns whether there is a store in which rank 0 can tell the others where it has opened the job's
+            own.
+        may_be_safe: Returns, of the environment and the name of the job, whether strangers may be unable to run code as
+            the user; False where the variables tell otherwise.
         restart_count: The variable that counts how often the ranks were started again.
-        drawn_job_id: What job ids look like that it draws itself, which it does only where its agents find each other
-            in a way that trusts all comers; None where there are no such ids.
 
     Example:
         >>> LAUNCHERS["torchrun"].agent.restart_count
         'TORCHELASTIC_RESTART_COUNT'
     """
 
-    serves: tuple[str, str]
+    is_serving: Callable[[Environ], bool]
+    may_be_safe: Callable[[Environ, str], bool]
     restart_count: str
-    drawn_job_id: re.Pattern[str] | None = None
-
-    def is_serving(self, environ: Environ) -> bool:
-        """Return whether there is a store in which rank 0 can tell the others where it has opened the job's own.
-
-        Local.
-
-        Args:
-            environ: Environment variables, usually ``os.environ``.
-
-        Example:
-            >>> LAUNCHERS["torchrun"].agent.is_serving({"TORCHELASTIC_USE_AGENT_STORE": "True"})
-            True
-        """
-        name, value = self.serves
-        return environ.get(name) == value
-
-    def may_be_safe(self, environ: Environ, job_id: str) -> bool:
-        """Return whether strangers may be unable to run code as the user; False where the variables tell otherwise.
-
-        Local.
-
-        Args:
-            environ: Environment variables, usually ``os.environ``.
-            job_id: Name of the job, as the launcher says it.
-
-        Example:
-            >>> agent, serving = LAUNCHERS["torchrun"].agent, {"TORCHELASTIC_USE_AGENT_STORE": "True"}
-            >>> agent.may_be_safe(serving, "none"), agent.may_be_safe({}, "none")
-            (True, False)
-        """
-        is_drawn = self.drawn_job_id is not None and self.drawn_job_id.fullmatch(job_id) is not None
-        return self.is_serving(environ) and not is_drawn
 
 
 @dataclasses.dataclass(frozen=True)

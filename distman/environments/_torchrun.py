@@ -9,19 +9,25 @@ from __future__ import annotations
 import re
 
 from distman.environments._bare import BARE
+from distman.environments._base import Environ
 from distman.environments._launcher import Agent, Family, Launcher, OnFailure
 
 _RUN_ID = "TORCHELASTIC_RUN_ID"
 """The variable that only the elastic agent sets."""
 
+_USES_STORE = "TORCHELASTIC_USE_AGENT_STORE"
+_RESTART_COUNT = "TORCHELASTIC_RESTART_COUNT"
+
 _UUID = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 """What torchrun draws with ``--standalone`` and, on one node, without a port or a rendezvous: both mean c10d."""
 
-_AGENT = Agent(
-    serves=("TORCHELASTIC_USE_AGENT_STORE", "True"),
-    restart_count="TORCHELASTIC_RESTART_COUNT",
-    drawn_job_id=_UUID,
-)
+
+def _is_serving(environ: Environ) -> bool:
+    return environ.get(_USES_STORE) == "True"
+
+
+def _may_be_safe(environ: Environ, job_id: str) -> bool:
+    return _is_serving(environ) and not _UUID.fullmatch(job_id)
 
 
 TORCHRUN = Launcher(
@@ -36,7 +42,7 @@ TORCHRUN = Launcher(
     variables=("ROLE_NAME", "ROLE_RANK", "ROLE_WORLD_SIZE", "TORCHELASTIC_*"),
     on_failure=OnFailure.ENDS_JOB,
     marks=((_RUN_ID,),),
-    agent=_AGENT,
+    agent=Agent(is_serving=_is_serving, may_be_safe=_may_be_safe, restart_count=_RESTART_COUNT),
     may_bind_gpus=False,
-    fake=lambda _place: {_RUN_ID: "fake", _AGENT.restart_count: "0"} | dict([_AGENT.serves]),
+    fake=lambda _place: {_RUN_ID: "fake", _RESTART_COUNT: "0", _USES_STORE: "True"},
 )

@@ -34,6 +34,13 @@ def registered_for_one_test(monkeypatch):
         monkeypatch.setattr(LAUNCHERS, name, getattr(LAUNCHERS, name))
 
 
+AGENT = Agent(
+    is_serving=lambda environ: environ.get("SITE_AGENT") == "1",
+    may_be_safe=lambda _environ, _job_id: True,
+    restart_count="SITE_RESTARTS",
+)
+
+
 def site(**traits):
     return Launcher(
         **{"name": "site", "family": Family.STEP, "fields": RANK, "variables": ("SITE_*",)}
@@ -71,7 +78,7 @@ def random_site(chance):
         "imitated_by": ("slurm", "openmpi"),
         "allocation": allocation(random_fields(chance, "SITEALLOC")),
         "meets_on_first_node": True,
-        "agent": Agent(serves=("SITE_AGENT", "1"), restart_count="SITE_RESTARTS"),
+        "agent": AGENT,
         "process_names": ("siterun",),
         "expected_hosts": lambda _environ: ["n1"],
         "cancel_command": lambda _environ: ["sitecancel"],
@@ -139,7 +146,7 @@ def test_an_allocation_that_tells_no_rank_is_not_believed():
 
 
 def test_an_agent_needs_an_address_and_a_port_that_the_launcher_gives():
-    register_launcher(site(agent=Agent(serves=("SITE_AGENT", "1"), restart_count="SITE_RESTARTS")))
+    register_launcher(site(agent=AGENT))
     environ = {"SITE_RANK": "0", "SITE_WORLD_SIZE": "2", "SITE_AGENT": "1"}
     with pytest.raises(RendezvousError, match="main_address and main_port must be set under site, got None and None"):
         find_endpoint(detect(environ).environment, environ)

@@ -28,11 +28,6 @@ _FEW, _MANY = torch.arange(1000), torch.arange((4 << 20) // 8)
 _LATE = 0.1  # seconds that a rank comes late to the barrier
 
 
-def proofs_for(manager: DistributedManager) -> dict[str, Proof]:
-    """Return what can be proved in this job, by name: on one rank, what distman does alone."""
-    return {**PROOFS, **(PROOFS_OF_TORCH if manager.world_size > 1 else {})}
-
-
 @collective
 def prove(name: str, proof: Proof, manager: DistributedManager) -> bool:
     """Return whether a collective is exact on this rank. Collective.
@@ -51,16 +46,12 @@ def prove(name: str, proof: Proof, manager: DistributedManager) -> bool:
         ) from error
 
 
-def _num_rows(rank: int) -> int:
-    return (rank + 1) % 3
-
-
 def _sizes(manager: DistributedManager) -> list[int]:
-    return [_num_rows(rank) for rank in range(manager.world_size)]
+    return [(rank + 1) % 3 for rank in range(manager.world_size)]
 
 
 def _shard(rank: int, manager: DistributedManager) -> torch.Tensor:
-    return _rows([1000 * rank + row for row in range(_num_rows(rank))], manager)
+    return _rows([1000 * rank + row for row in range((rank + 1) % 3)], manager)
 
 
 def _rows(values: list[int], manager: DistributedManager) -> torch.Tensor:
@@ -96,22 +87,23 @@ def _reduce_scatter_v(manager: DistributedManager) -> bool:
     return torch.equal(collectives.reduce_scatter_v(full, sizes), expected)
 
 
-def _slices(size: int) -> list[list[int]]:
-    return [[(i + j) % 3 for j in range(size)] for i in range(size)]
+def _exchanged(manager: DistributedManager) -> tuple[list[list[int]], torch.Tensor]:
+    """Return how many rows each rank sends to each, and what this one must receive: row number size * sender + me."""
+    size, rank = manager.world_size, manager.rank
+    slices = [[(i + j) % 3 for j in range(size)] for i in range(size)]
+    return slices, _rows([size * i + rank for i in range(size) for _ in range(slices[i][rank])], manager)
 
 
 def _all_to_all_v(manager: DistributedManager) -> bool:
-    size, rank, slices = manager.world_size, manager.rank, _slices(manager.world_size)
+    size, rank, (slices, expected) = manager.world_size, manager.rank, _exchanged(manager)
     sent = _rows([size * rank + j for j in range(size) for _ in range(slices[rank][j])], manager)
-    expected = _rows([size * i + rank for i in range(size) for _ in range(slices[i][rank])], manager)
     return torch.equal(collectives.all_to_all_v(sent, slices), expected)
 
 
 def _indexed_all_to_all_v(manager: DistributedManager) -> bool:
-    size, rank, slices = manager.world_size, manager.rank, _slices(manager.world_size)
+    size, rank, (slices, expected) = manager.world_size, manager.rank, _exchanged(manager)
     mine = _rows([size * rank + row for row in range(size)], manager)
     indices = [torch.full((length,), j, device=manager.device) for j, length in enumerate(slices[rank])]
-    expected = _rows([size * i + rank for i in range(size) for _ in range(slices[i][rank])], manager)
     return torch.equal(collectives.indexed_all_to_all_v(mine, indices, slices), expected)
 
 
@@ -151,30 +143,26 @@ def _all_gather_objects(manager: DistributedManager) -> bool:
 
 
 def _all_reduce(manager: DistributedManager) -> bool:
-    return all(_adds_up(items, manager) for items in (_FEW, _MANY))
-
-
-def _adds_up(items: torch.Tensor, manager: DistributedManager) -> bool:
-    size, items = manager.world_size, items.to(manager.device)
-    total = items + manager.rank
-    dist.all_reduce(total)
-    return torch.equal(total, items * size + size * (size - 1) // 2)
+    size, is_exact = manager.world_size, True
+    for items in (_FEW.to(manager.device), _MANY.to(manager.device)):
+        total = items + manager.rank
+        dist.all_reduce(total)
+        is_exact &= torch.equal(total, items * size + size * (size - 1) // 2)
+    return is_exact
 
 
 def _all_gather(manager: DistributedManager) -> bool:
-    return all(_comes_together(len(items) // manager.world_size + 1, manager) for items in (_FEW, _MANY))
-
-
-def _comes_together(length: int, manager: DistributedManager) -> bool:
-    expected = torch.arange(length * manager.world_size, device=manager.device)
-    own = torch.split(expected, length)[manager.rank].clone()
-    whole = torch.zeros_like(expected)
-    all_gather_single(whole, own)
-    return torch.equal(whole, expected)
+    is_exact = True
+    for length in (len(_FEW) // manager.world_size + 1, len(_MANY) // manager.world_size + 1):
+        expected = torch.arange(length * manager.world_size, device=manager.device)
+        whole = torch.zeros_like(expected)
+        all_gather_single(whole, torch.split(expected, length)[manager.rank].clone())
+        is_exact &= torch.equal(whole, expected)
+    return is_exact
 
 
 def _barrier(manager: DistributedManager) -> bool:
-    """The last rank comes late, when all others are there: whoever has left the barrier must know that it came."""
+    """The last rank arrives late, when all others wait: a rank that has left the barrier must see that it arrived."""
     name = "of the check"
     store_group, number = manager._state.job.store_group(), next(manager._state.job.barriers[name])
     if store_group is None:
@@ -197,13 +185,12 @@ def _barrier(manager: DistributedManager) -> bool:
 
 
 def _send_and_recv(manager: DistributedManager) -> bool:
-    return all(_goes_around(items.to(manager.device), manager) for items in (_FEW, _MANY))
-
-
-def _goes_around(items: torch.Tensor, manager: DistributedManager) -> bool:
-    received = torch.zeros_like(items)
-    pass_on(items + manager.rank, received, manager)
-    return torch.equal(received, items + (manager.rank - 1) % manager.world_size)
+    is_exact = True
+    for items in (_FEW.to(manager.device), _MANY.to(manager.device)):
+        received = torch.zeros_like(items)
+        pass_on(items + manager.rank, received, manager)
+        is_exact &= torch.equal(received, items + (manager.rank - 1) % manager.world_size)
+    return is_exact
 
 
 PROOFS: Mapping[str, Proof] = {
@@ -225,3 +212,8 @@ PROOFS_OF_TORCH: Mapping[str, Proof] = {
     "barrier": _barrier,
     "send and recv": _send_and_recv,
 }
+
+
+def proofs_for(manager: DistributedManager) -> dict[str, Proof]:
+    """Return what can be proved in this job, by name: on one rank, what distman does alone."""
+    return {**PROOFS, **(PROOFS_OF_TORCH if manager.world_size > 1 else {})}
