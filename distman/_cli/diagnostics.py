@@ -8,10 +8,10 @@ import resource
 import socket
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
-from distman._job.meeting.sockets import addresses_of, is_own
+from distman._job.meeting.sockets import addresses_of, is_own, means_loopback
 from distman.environments import LAUNCHERS, LaunchEnvironment, Launcher, misspelt_variables
 from distman.environments._bare import BARE
 from distman.environments._base import read_flag, read_host, read_text
@@ -20,7 +20,6 @@ from distman.environments._detect import METHOD, spoken
 _LIMIT = 1.0
 """Seconds that a question over the network may take."""
 
-_LOOPBACK_NAMES = ("localhost", "ip6-localhost")
 _VISIBLE_DEVICES = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")  # ROCm knows both
 _NO_DEVICES = ("", "-1", "NoDevFiles", "none", "void")
 _FILES_PER_RANK = 2  # connections that collectives open to each rank
@@ -28,42 +27,14 @@ _FILES_BESIDES = 100
 """Files that a rank has open beside its connections: libraries, data, logs."""
 
 
-@dataclass(frozen=True)
-class Host:
-    """What this host answers, asked only where a check needs it."""
-
-    name: str
-    interfaces: Sequence[str]
-    num_cores: int
-    num_usable_cores: int
-    num_gpus: int  # visible or not
-    first_open_port: int  # that this user may open
-    max_open_files: int | None  # None without a limit
-    resolve: Callable[[str], Sequence[str] | None]  # a name's addresses; None without an answer in time
-    is_own: Callable[[str], bool]
-    is_reachable: Callable[[str, int], bool]  # whether an address and a port answer, be it by refusing
-
-
-def this_host() -> Host:
-    """Return what this host answers; what a check asks over the network takes a second at most."""
-    soft_limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return Host(
-        name=socket.gethostname(),
-        interfaces=[name for _, name in socket.if_nameindex()],
-        num_cores=os.cpu_count() or 1,
-        num_usable_cores=len(os.sched_getaffinity(0)),
-        num_gpus=len([*Path("/dev").glob("nvidia[0-9]*")]),
-        first_open_port=_first_open_port(),
-        max_open_files=None if soft_limit == resource.RLIM_INFINITY else soft_limit,
-        resolve=_resolve,
-        is_own=is_own,
-        is_reachable=_is_reachable,
-    )
-
-
 def _first_open_port() -> int:
     limit = Path("/proc/sys/net/ipv4/ip_unprivileged_port_start")
     return int(limit.read_text()) if os.geteuid() != 0 and limit.exists() else 1
+
+
+def _max_open_files() -> int | None:
+    soft_limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return None if soft_limit == resource.RLIM_INFINITY else soft_limit
 
 
 def _resolve(name: str) -> Sequence[str] | None:
@@ -93,6 +64,22 @@ def _is_reachable(address: str, port: int) -> bool:
 
 
 @dataclass(frozen=True)
+class Host:
+    """What this host answers; what a check asks over the network takes a second at most."""
+
+    name: str = field(default_factory=socket.gethostname)
+    interfaces: Sequence[str] = field(default_factory=lambda: [name for _, name in socket.if_nameindex()])
+    num_cores: int = field(default_factory=lambda: os.cpu_count() or 1)
+    num_usable_cores: int = field(default_factory=lambda: len(os.sched_getaffinity(0)))
+    num_gpus: int = field(default_factory=lambda: len([*Path("/dev").glob("nvidia[0-9]*")]))  # visible or not
+    first_open_port: int = field(default_factory=_first_open_port)  # that this user may open
+    max_open_files: int | None = field(default_factory=_max_open_files)  # None without a limit
+    resolve: Callable[[str], Sequence[str] | None] = _resolve  # a name's addresses; None without an answer in time
+    is_own: Callable[[str], bool] = is_own
+    is_reachable: Callable[[str, int], bool] = _is_reachable  # whether it answers, be it by refusing
+
+
+@dataclass(frozen=True)
 class _Job:
     environ: Mapping[str, str]
     environment: LaunchEnvironment
@@ -105,10 +92,9 @@ class _Job:
     @property
     def main_address(self) -> tuple[str, str] | None:
         """Name of the host on which the ranks meet, and who says it; None where MPI will tell."""
-        given = read_host(self.environ, "MASTER_ADDR")
+        given, address = read_host(self.environ, "MASTER_ADDR"), self.environment.main_address
         if given is not None:
             return given, "MASTER_ADDR"
-        address = self.environment.main_address
         return (address, self.launcher.name) if self.launcher.meets_on_first_node and address is not None else None
 
     @property
@@ -119,18 +105,10 @@ class _Job:
         return self.environment.rank == 0
 
     @property
-    def is_on_several_nodes(self) -> bool:
-        if self.environment.num_nodes is not None:
-            return self.environment.num_nodes > 1
-        local = self.environment.local_world_size
-        return local is not None and local < self.environment.world_size
-
-    @property
     def local_world_size(self) -> int:
         """Number of ranks on this host, 1 where it is not known."""
-        if self.environment.local_world_size is not None:
-            return self.environment.local_world_size
-        return self.environment.world_size if self.environment.is_on_one_node else 1
+        known = self.environment.world_size if self.environment.is_on_one_node else 1
+        return self.environment.local_world_size or known
 
 
 def diagnose(environ: Mapping[str, str], environment: LaunchEnvironment, host: Host) -> tuple[str, ...]:
@@ -221,7 +199,7 @@ def _main_address(job: _Job) -> Iterator[str]:
         yield f"Resolving {what} took too long: each rank will wait for it. Repair DNS, or use an IP address."
     elif not addresses:
         yield f"This host cannot resolve {what}, so the ranks cannot meet there. Correct it, or use an IP address."
-    elif job.is_on_several_nodes:
+    elif not job.environment.is_on_one_node and (job.environment.num_nodes or job.environment.local_world_size):
         yield from _wrong_host(job, name, what, addresses)
 
 
@@ -230,7 +208,7 @@ def _wrong_host(job: _Job, name: str, what: str, addresses: Sequence[str]) -> It
     is_own = any(map(job.host.is_own, addresses))
     is_at_home = job.is_main_host or job.environment.node_rank == 0 or name == job.host.name
     port = _number(job.environ.get("MASTER_PORT", ""))
-    if all(map(_is_loopback, addresses)) and (not is_at_home or name in (*_LOOPBACK_NAMES, *addresses)):
+    if all(map(means_loopback, addresses)) and (not is_at_home or means_loopback(name)):
         yield (
             f"In a job on several nodes {what} must not be a loopback address, but it is {addresses[0]}: each "
             "node would look for rank 0 on itself. Set MASTER_ADDR to the name of rank 0's node, or unset it."
@@ -310,10 +288,6 @@ def _open_files(job: _Job) -> Iterator[str]:
             f"The limit of open files is {limit}, but rank {job.environment.rank} of {size} needs about {needed}, most "
             f"of them connections to other ranks. Run ulimit -n {needed} before the program, in the job script."
         )
-
-
-def _is_loopback(address: str) -> bool:
-    return address.startswith("127.") or address == "::1"
 
 
 def _number(text: str) -> int | None:

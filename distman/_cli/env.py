@@ -9,7 +9,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from distman._cli.diagnostics import diagnose, this_host
+from distman._cli.diagnostics import Host, diagnose
 from distman._cli.output import print_text
 from distman._job.meeting.secret import Protection, find_protection
 from distman.environments import Detection, detect
@@ -41,7 +41,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _warnings(detection: Detection, protection: Protection) -> tuple[str, ...]:
-    told = diagnose(os.environ, detection.environment, this_host())
+    told = diagnose(os.environ, detection.environment, Host())
     return (*detection.warnings, *told, *protection.warnings)
 
 

@@ -12,6 +12,8 @@ from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 
+_MAX_NAMED = 8  # in a sentence
+
 PICTURES = (".pdf", ".png", ".svg")
 """Endings of the pictures that commands draw."""
 
@@ -26,14 +28,8 @@ def check_output(path: Path, suffixes: Sequence[str]) -> None:
         raise UsageError(
             f"the output must end in {', '.join(suffixes)}, got {str(path)!r}. Choose one of these formats."
         )
-    if not path.absolute().parent.is_dir():
-        raise UsageError(
-            f"the output must be in a directory that exists, got {path}. Create {path.absolute().parent} first."
-        )
-    if path.is_dir():
-        raise UsageError(f"the output must be a file, got the directory {path}. Name a file in it.")
-    if not os.access(path if path.exists() else path.absolute().parent, os.W_OK):
-        raise UsageError(f"the output must be writable, got {path}. Choose another place.")
+    if path.is_dir() or not os.access(path if path.exists() else path.absolute().parent, os.W_OK):
+        raise UsageError(f"the output must be a file that can be written, got {path}. Choose another place.")
     if path.suffix in PICTURES:
         try:
             import matplotlib  # noqa: F401 - to see whether it can be
@@ -62,6 +58,12 @@ def shorten_ranks(ranks: Sequence[int], most: int | None = None) -> str:
 def shown_ranks(ranks: Sequence[int]) -> str:
     """Return ranks in words, such as ``rank 3`` or ``ranks 0, 2-5``."""
     return f"rank{'s' * (len(ranks) > 1)} {shorten_ranks(sorted(ranks))}"
+
+
+def named(things: Sequence[str], separator: str = ", ") -> str:
+    """Return the first eight of some names, and how many more there are."""
+    more = [f"and {len(things) - _MAX_NAMED} more"] if len(things) > _MAX_NAMED else []
+    return separator.join([*things[:_MAX_NAMED], *more])
 
 
 def print_table(

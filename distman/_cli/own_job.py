@@ -1,20 +1,28 @@
-"""The job that a command is itself: its start, and why a step of it ended early, in one sentence."""
+"""The job that a command is itself: its start, what its ranks report, and why a step of it ended early.
+
+Reports go over the store, which works where collectives do not. While a rank waits for one, signals reach it: the wait
+is one of Python, not of gloo.
+"""
 
 from __future__ import annotations
+
+import json
+from typing import TypeVar
 
 import torch.distributed as dist
 
 from distman._base.text import printable
+from distman._cli.output import named
 from distman._coordination import protocol
 from distman._coordination.failure import hook
 from distman._coordination.failure.record import LEFT
-from distman._coordination.messages import decode_text
+from distman._coordination.messages import decode, decode_text
 from distman._coordination.monitor.watcher import NO_ANSWER
 from distman._torch_internals import is_lost_connection
 from distman.errors import BarrierTimeoutError, JobFailed, RankFailedError
 from distman.manager import DistributedManager
 
-_MAX_NAMED = 8  # ranks named in a sentence
+Kind = TypeVar("Kind")
 
 
 def start_job(method: str | None, timeout: float | None, default_timeout: float) -> DistributedManager:
@@ -24,6 +32,36 @@ def start_job(method: str | None, timeout: float | None, default_timeout: float)
     )
     hook.expect_exits(1, 2)
     return manager
+
+
+def gather_reports(manager: DistributedManager, name: str, report: Kind, kind: type[Kind]) -> list[Kind] | None:
+    """Return on rank 0 what all ranks report, in rank order. Collective."""
+    store_group = manager._state.job.store_group()
+    if store_group is None:
+        return [report]
+    number = next(manager._state.job.barriers[name])  # the next act of all ranks, which no other one has
+    keys = [protocol.report(number, name, rank) for rank in range(store_group.size)]
+    store_group.store.set(keys[manager.rank], json.dumps(report))
+    manager.barrier(f"distman check: {name}", timeout=manager._state.job.limits.collective)
+    if not manager.is_main:
+        return None
+    found = store_group.store.multi_get(keys)
+    store_group.store.delete_keys(keys)
+    return [
+        decode(text, kind, f"the report of {name} by {store_group.describe(rank)}") for rank, text in enumerate(found)
+    ]
+
+
+def hand_out(manager: DistributedManager, name: str, message: Kind, kind: type[Kind]) -> Kind:
+    """Return on all ranks what rank 0 says. Collective."""
+    store_group = manager._state.job.store_group()
+    if store_group is None:
+        return message
+    key = protocol.message(next(manager._state.job.barriers[name]), name)
+    if manager.is_main:
+        store_group.store.set(key, json.dumps(message))
+    manager.barrier(f"distman check: {name}", timeout=manager._state.job.limits.collective)
+    return decode(store_group.store.get(key), kind, f"the message of {name} by {store_group.describe(0)}")
 
 
 def explain(error: BaseException, step: str, manager: DistributedManager) -> str | None:
@@ -69,10 +107,10 @@ def _who_stands_still(manager: DistributedManager, reason: str) -> str:
     places = watcher.locate(protocol.STANDING_STILL, others) if watcher is not None else {}
     silent = {rank: place for rank, place in places.items() if place.startswith(NO_ANSWER)}
     shown = [f"{manager.roll_call[rank]}, {place}" for rank, place in (silent or places).items()]
-    named = "; ".join(shown[:_MAX_NAMED]) + (f"; and {len(shown) - _MAX_NAMED} more" if len(shown) > _MAX_NAMED else "")
+    where = named(shown, "; ")
     if silent:
-        return f"no end on {named}. See what stopped it there."
-    return f"{reason}. The others answer over the store: {named}. See the network between them." if named else reason
+        return f"no end on {where}. See what stopped it there."
+    return f"{reason}. The others answer over the store: {where}. See the network between them." if where else reason
 
 
 def _first_line(error: BaseException) -> str:

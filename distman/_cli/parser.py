@@ -43,14 +43,21 @@ def at_least(smallest: int) -> Callable[[str], int]:
     return read
 
 
-class _Parser(argparse.ArgumentParser):
-    """A parser whose subparsers refuse what they do not know by themselves."""
+class CommandParser(argparse.ArgumentParser):
+    """A parser that refuses what it does not know by itself, and imports its command's module when it is needed."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **(kwargs | {"allow_abbrev": False}))
+    def __init__(self, *, module: str | None = None, **kwargs: Any) -> None:
+        super().__init__(**(kwargs | {"allow_abbrev": False}))
+        self._module = module
+
+    def load(self) -> None:
+        module, self._module = self._module, None
+        if module is not None:
+            importlib.import_module(module).add_arguments(self)
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
         """Parse; what is left over is an error with the usage of this very command."""
+        self.load()
         arguments, unknown = super().parse_known_args(args, namespace)
         if unknown:
             close = difflib.get_close_matches(unknown[0].partition("=")[0], self._option_string_actions, n=1)
@@ -67,27 +74,10 @@ class _Parser(argparse.ArgumentParser):
         raise argparse.ArgumentError(action, f"there is no {value!r}; {meant}")
 
 
-class CommandParser(_Parser):
-    """The parser of a command, which imports the command's module when something is parsed or help is shown."""
-
-    def __init__(self, *, module: str | None = None, **kwargs: Any) -> None:
-        super().__init__(**kwargs)
-        self._module = module
-
-    def load(self) -> None:
-        module, self._module = self._module, None
-        if module is not None:
-            importlib.import_module(module).add_arguments(self)
-
-    def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
-        self.load()
-        return super().parse_known_args(args, namespace)
-
-
 def make_parser() -> argparse.ArgumentParser:
-    parser = _Parser(prog="distman", description=DESCRIPTION, epilog="`distman help COMMAND` says more.")
+    parser = CommandParser(prog="distman", description=DESCRIPTION, epilog="`distman help COMMAND` says more.")
     parser.add_argument("-V", "--version", action="version", version=f"%(prog)s {VERSION}")
-    subparsers = parser.add_subparsers(required=True, metavar="COMMAND", parser_class=CommandParser)
+    subparsers = parser.add_subparsers(required=True, metavar="COMMAND")
     for name, (module, summary) in _COMMANDS.items():
         subparsers.add_parser(name, module=module, help=summary)
     more = subparsers.add_parser("help", help="say more of a command")

@@ -38,7 +38,7 @@ _FAMILIES = (Family.ENV, Family.MPI)
 """Families whose name is a method too."""
 
 # Innermost first: mpirun inside a Slurm job hands its ranks Slurm's variables too.
-LAUNCHERS.define(TORCHRUN, DISTMAN_RUN, OPENMPI, HYDRA, MVAPICH, PALS, SUBMITIT, JSRUN, FLUX, SLURM, BARE, SINGLE)
+LAUNCHERS.put(TORCHRUN, DISTMAN_RUN, OPENMPI, HYDRA, MVAPICH, PALS, SUBMITIT, JSRUN, FLUX, SLURM, BARE, SINGLE)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -200,7 +200,7 @@ def _search(environ: Environ) -> Detection:
     for allocation in _allocations():
         environment = _task_without_step(allocation, environ)
         if environment is not None:
-            place, step = _place(allocation, environ), _missing_step(allocation, environ)
+            place, step = _place(allocation, environ), _spelled(_missing(LAUNCHERS[allocation.name], environ))
             warnings = (
                 f"{place} are believed, although {step} are not set: what started this process does not hand on all "
                 f"variables of {allocation.title}. To run one process, set {METHOD}={SINGLE.name}.",
@@ -346,14 +346,10 @@ def _task_without_step(allocation: Allocation, environ: Environ) -> LaunchEnviro
     if environment.rank == 0:
         return None
     raise LaunchEnvironmentError(
-        f"{_missing_step(allocation, environ)} must be set in a task of {allocation.command}, got "
+        f"{_spelled(_missing(LAUNCHERS[allocation.name], environ))} must be set in a task of {allocation.command}, got "
         f"{_place(allocation, environ)} alone. Hand on all variables of {allocation.title}, or choose: "
         f"{METHOD}={allocation.name} or {METHOD}={SINGLE.name}."
     )
-
-
-def _missing_step(allocation: Allocation, environ: Environ) -> str:
-    return " and ".join(_spelled(names) for names in LAUNCHERS[allocation.name].missing(environ))
 
 
 def _allocation_warnings(environ: Environ) -> Iterator[str]:
@@ -376,11 +372,10 @@ def _allocation_warnings(environ: Environ) -> Iterator[str]:
 
 
 def _chosen(candidate: Launcher | Allocation, environment: LaunchEnvironment, environ: Environ) -> str:
-    values = {name: getattr(environment, name) for name in FIELD_NAMES}
     known = [
         f"{name} {value} ({source_of(name, candidate.fields, environ)})"
-        for name, value in values.items()
-        if value is not None
+        for name in FIELD_NAMES
+        if (value := getattr(environment, name)) is not None
     ]
     return f"{candidate.name} was chosen: {', '.join(known)}."
 
@@ -388,8 +383,8 @@ def _chosen(candidate: Launcher | Allocation, environment: LaunchEnvironment, en
 def _check_complete(environ: Environ) -> None:
     """Refuse a rank without a world size: half an environment is not one process by another name."""
     for launcher in _asked():
-        rank, world_size = (_spelled(launcher.fields[field]) for field in ("rank", "world_size"))
-        is_half = launcher.missing(environ) == [launcher.fields["world_size"]]
+        rank, world_size = (" or ".join(launcher.fields[field]) for field in ("rank", "world_size"))
+        is_half = _missing(launcher, environ) == [launcher.fields["world_size"]]
         if is_half and launcher.why_not(environ) is None:
             raise LaunchEnvironmentError(
                 f"{world_size} must be set where {rank} is, got {source_of('rank', launcher.fields, environ)} and no "
@@ -405,14 +400,20 @@ def _passed_over(launcher: Launcher, environ: Environ, chosen: Launcher = SINGLE
 
 def _why_silent(candidate: Launcher | Allocation, environ: Environ) -> str | None:
     """Return why this launcher did not start this process, or None where its variables say that it did."""
-    missing = [_spelled(names) for names in candidate.missing(environ)]
+    missing = _missing(candidate, environ)
     if missing:
-        return f"{', '.join(missing)} {'is' if len(missing) == 1 else 'are'} not set"
+        return f"{_spelled(missing, ', ')} {'is' if len(missing) == 1 else 'are'} not set"
     return candidate.why_not(environ)
 
 
-def _spelled(names: Iterable[str]) -> str:
-    return " or ".join(names)
+def _missing(candidate: Launcher | Allocation, environ: Environ) -> list[tuple[str, ...]]:
+    """Return the variables, each with its spellings, for want of which a launcher is not believed."""
+    required = (*candidate.marks, candidate.fields["rank"], candidate.fields["world_size"])
+    return [names for names in required if read_text(environ, *names) is None]
+
+
+def _spelled(variables: Iterable[Iterable[str]], conjunction: str = " and ") -> str:
+    return conjunction.join(map(" or ".join, variables))
 
 
 def _place(launcher: Launcher | Allocation, environ: Environ) -> str:

@@ -157,21 +157,6 @@ class _Variables:
             return None
         return read_fields(self.name, self.fields, self.derived, environ)
 
-    def missing(self, environ: Environ) -> list[tuple[str, ...]]:
-        """Return the variables, each with all its spellings, for want of which the launcher is not believed.
-
-        Local.
-
-        Args:
-            environ: Environment variables, usually ``os.environ``.
-
-        Example:
-            >>> LAUNCHERS["slurm"].missing({"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "2"})
-            [('SLURM_STEP_ID', 'SLURM_STEPID')]
-        """
-        required = (*self.marks, self.fields["rank"], self.fields["world_size"])
-        return [names for names in required if read_text(environ, *names) is None]
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Allocation(_Variables):
@@ -287,21 +272,11 @@ class Launcher(_Variables):
             fnmatch.fnmatchcase(name, pattern) for pattern in self.variables
         )
 
-    def fake_variables(self, place: Place) -> dict[str, str]:
-        """Return the variables that it would set for a rank.
 
-        Local.
-
-        Args:
-            place: Where the rank stands.
-
-        Example:
-            >>> place = Place(rank=3, local_rank=1, node_rank=1, counts=(2, 2))
-            >>> LAUNCHERS["slurm"].fake_variables(place)["SLURM_PROCID"]
-            '3'
-        """
-        plain = {names[0]: str(getattr(place, field)) for field, names in self.fields.items() if names}
-        return {name: value for name, value in (plain | self.fake(place)).items() if value}
+def fake_variables(launcher: Launcher, place: Place) -> dict[str, str]:
+    """Return the variables that a launcher would set for a rank."""
+    plain = {names[0]: str(getattr(place, field)) for field, names in launcher.fields.items() if names}
+    return {name: value for name, value in (plain | launcher.fake(place)).items() if value}
 
 
 def _check_names(what: str, names: Iterable[str], valid: Iterable[str], launcher: str) -> None:

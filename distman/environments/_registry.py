@@ -16,8 +16,8 @@ GROUP = "distman.launchers"
 _BARE = "env"
 """The launcher before which others are put unless told: bare variables speak only where no launcher does."""
 
-_RESERVED = ("mpi",)
-"""Names that ``method`` understands already, beside those of the launchers."""
+_MPI = "mpi"
+"""The name that ``method`` understands beside those of the launchers."""
 
 
 class _Launchers(Mapping[str, "Launcher"]):
@@ -26,7 +26,6 @@ class _Launchers(Mapping[str, "Launcher"]):
     def __init__(self) -> None:
         self._records: dict[str, Launcher] = {}
         self._is_discovered = False
-        self._broken: LaunchEnvironmentError | None = None
 
     def __getitem__(self, name: str) -> Launcher:
         if name not in self._records:
@@ -41,31 +40,15 @@ class _Launchers(Mapping[str, "Launcher"]):
         self._discover()
         return len(self._records)
 
-    def define(self, *launchers: Launcher) -> None:
-        self._records = {launcher.name: launcher for launcher in launchers}
-
-    def register(self, launcher: Launcher, before: str) -> None:
-        name = launcher.name
-        if self._records.get(name) == launcher:
-            return  # its module is imported by the program, and named by an entry point too
-        if name in self._records or name in _RESERVED:
-            taken = ", ".join((*self._records, *_RESERVED))
-            raise ValueError(f"launcher.name must be none of {taken}, got {name!r}. Choose another name.")
-        self._check_known("before", before)
-        for other in launcher.imitated_by:
-            self._check_known("launcher.imitated_by", other)
+    def put(self, *launchers: Launcher, before: str | None = None) -> None:
+        """Enter launchers before another one, or as the last ones."""
         records = list(self._records.items())
-        records.insert(list(self._records).index(before), (name, launcher))
+        place = len(records) if before is None else list(self._records).index(before)
+        records[place:place] = [(launcher.name, launcher) for launcher in launchers]
         self._records = dict(records)
-
-    def _check_known(self, what: str, name: str) -> None:
-        if name not in self._records:
-            raise ValueError(f"{what} must name one of {', '.join(self._records)}, got {name!r}. Register that first.")
 
     def _discover(self) -> None:
         """Load the entry points, once: their modules register launchers when they are imported."""
-        if self._broken is not None:
-            raise self._broken
         if self._is_discovered:
             return
         self._is_discovered = True  # before the loading: what is loaded may look into this mapping
@@ -75,11 +58,11 @@ class _Launchers(Mapping[str, "Launcher"]):
             try:
                 entry_point.load()
             except Exception as error:  # whatever a foreign module raises; the user must learn whose module it is
-                self._broken = LaunchEnvironmentError(
+                self._is_discovered = False
+                raise LaunchEnvironmentError(
                     f"Loading the launcher {entry_point.name} = {entry_point.value} (an entry point of {GROUP}) "
                     f"failed: {type(error).__name__}: {error}. Repair or uninstall the package that provides it."
-                )
-                raise self._broken from error
+                ) from error
 
 
 LAUNCHERS = _Launchers()
@@ -114,4 +97,14 @@ def register_launcher(launcher: Launcher, *, before: str | None = None) -> None:
                 f"launcher.fields must name the variables of rank and world_size, got none of {field} from "
                 f"{launcher.name}. Add them."
             )
-    LAUNCHERS.register(launcher, _BARE if before is None else before)
+    before = _BARE if before is None else before
+    known = LAUNCHERS._records
+    if known.get(launcher.name) == launcher:
+        return  # its module is imported by the program, and named by an entry point too
+    if launcher.name in (*known, _MPI):
+        taken = ", ".join((*known, _MPI))
+        raise ValueError(f"launcher.name must be none of {taken}, got {launcher.name!r}. Choose another name.")
+    for what, other in (("before", before), *(("launcher.imitated_by", other) for other in launcher.imitated_by)):
+        if other not in known:
+            raise ValueError(f"{what} must name one of {', '.join(known)}, got {other!r}. Register that first.")
+    LAUNCHERS.put(launcher, before=before)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from distman.environments import LAUNCHERS, Place
+from distman.environments._launcher import fake_variables
 
 
 def fake_environment(launcher: str, *, nodes: int = 1, tasks: int = 1) -> list[dict[str, str]]:
@@ -31,4 +32,4 @@ def fake_environment(launcher: str, *, nodes: int = 1, tasks: int = 1) -> list[d
         raise ValueError(f"tasks must be 1 without a launcher, got {tasks}. Name a launcher.")
     counts = tuple(tasks // nodes + (node < tasks % nodes) for node in range(nodes))
     places = [(local, node) for node, count in enumerate(counts) for local in range(count)]
-    return [LAUNCHERS[launcher].fake_variables(Place(rank, *place, counts)) for rank, place in enumerate(places)]
+    return [fake_variables(LAUNCHERS[launcher], Place(rank, *place, counts)) for rank, place in enumerate(places)]

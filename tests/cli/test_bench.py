@@ -99,10 +99,10 @@ def test_outputs_that_cannot_be_written_are_refused(monkeypatch, tmp_path):
     check_outputs([tmp_path / "a.csv", tmp_path / "a.png"])
     with pytest.raises(ValueError, match=r"must end in .csv, .json, .pdf, .png, .svg, got "):
         check_outputs([tmp_path / "a.txt"])
-    with pytest.raises(ValueError, match="must be in a directory that exists, got "):
+    with pytest.raises(ValueError, match="must be a file that can be written, got "):
         check_outputs([tmp_path / "missing" / "a.csv"])
     (tmp_path / "folder.csv").mkdir()
-    with pytest.raises(ValueError, match=r"must be a file, got the directory .*folder\.csv"):
+    with pytest.raises(ValueError, match=r"must be a file that can be written, got .*folder\.csv"):
         check_outputs([tmp_path / "folder.csv"])
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     check_outputs([tmp_path / "a.csv"])

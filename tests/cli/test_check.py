@@ -21,9 +21,8 @@ from distman._cli.check.network import (
     tournament,
 )
 from distman._cli.check.proofs import PROOFS, PROOFS_OF_TORCH, proofs_for, prove
-from distman._cli.check.reports import gather_reports, hand_out
 from distman._cli.check.shared_folder import FolderReport, check_folder
-from distman._cli.own_job import explain, own_fault
+from distman._cli.own_job import explain, gather_reports, hand_out, own_fault
 from distman._cli.timing import measure_compute, pass_on
 from distman._job.meeting.peers import Peer
 from distman._job.meeting.secret import Protection, Source

@@ -197,7 +197,7 @@ def test_large_worlds_stay_readable():
         (
             ["--mesh", "data=1024", "--plot", "/nowhere/x.png"],
             2,
-            "the output must be in a directory that exists, got /nowhere/x.png. ",
+            "the output must be a file that can be written, got /nowhere/x.png. ",
         ),
         (["--mesh", "data=1024", "--plot", ""], 2, "the output must end in .pdf, .png, .svg, got '.'. "),
         (

@@ -31,7 +31,7 @@ OURRUN = Launcher(
 
 @pytest.fixture(autouse=True)
 def registered_for_one_test(monkeypatch):
-    for name in ("_records", "_is_discovered", "_broken"):
+    for name in ("_records", "_is_discovered"):
         monkeypatch.setattr(LAUNCHERS, name, getattr(LAUNCHERS, name))
 
 

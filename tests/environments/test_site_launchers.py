@@ -30,7 +30,7 @@ RANK = {"rank": ("SITE_RANK",), "world_size": ("SITE_WORLD_SIZE",)}
 
 @pytest.fixture(autouse=True)
 def registered_for_one_test(monkeypatch):
-    for name in ("_records", "_is_discovered", "_broken"):
+    for name in ("_records", "_is_discovered"):
         monkeypatch.setattr(LAUNCHERS, name, getattr(LAUNCHERS, name))
 
 

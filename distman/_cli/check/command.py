@@ -105,8 +105,8 @@ def _examine(manager: DistributedManager, findings: Findings, folder: str | None
 def _steps(manager: DistributedManager, findings: Findings, folder: str | None) -> dict[str, Callable[[], None]]:
     from distman._cli.check.network import measure_clocks, measure_links
     from distman._cli.check.proofs import proofs_for, prove
-    from distman._cli.check.reports import gather_reports
     from distman._cli.check.shared_folder import check_folder
+    from distman._cli.own_job import gather_reports
     from distman._cli.timing import measure, measure_compute
 
     def prove_all() -> None:

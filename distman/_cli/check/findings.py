@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Hashable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from distman._cli.output import shown_ranks
+from distman._cli.output import named, shown_ranks
 from distman._cli.units import show_seconds
 
 if TYPE_CHECKING:
@@ -46,15 +46,11 @@ class Findings:
     step: str = ""  # the one that is being taken, or was last
     error: str | None = None  # why the check ended early
 
-    @property
-    def num_nodes(self) -> int:
-        return self.peers[0].num_nodes
-
 
 def problems(findings: Findings) -> list[str]:
     """Return a sentence for each thing that is wrong, for which the exit code is 1."""
     sentences = [
-        f"{name} must be exact, got other values on {_named(ranks, findings.peers)}."
+        f"{name} must be exact, got other values on {named([str(findings.peers[rank]) for rank in ranks])}."
         for name, ranks in findings.wrong.items()
         if ranks
     ]
@@ -110,13 +106,15 @@ def facts(findings: Findings) -> list[str]:
             f"clocks: {clock.host} differs most from rank 0, by {show_seconds(clock.seconds)} "
             f"(+- {show_seconds(clock.uncertainty)})"
         )
-    num_ranks = len(findings.peers)
+    num_ranks, num_nodes = len(findings.peers), findings.peers[0].num_nodes
     whom = f"all {num_ranks} ranks see" if num_ranks > 1 else "rank 0 can write to"
     lines += [f"folder {folder.path}: {whom} it" for folder in findings.folders if folder.is_shared]
     if findings.protection.protected_by is not None:
         lines.append(f"protected by {findings.protection.protected_by}")
     if findings.wrong and not any(findings.wrong.values()) and findings.error is None:
-        lines.append(_exact(findings))
+        where = f"{num_ranks} rank{'s' * (num_ranks > 1)}, {num_nodes} node{'s' * (num_nodes > 1)}"
+        backend = findings.backend or "no process group"
+        lines.append(f"all {len(findings.wrong)} collectives exact on {where} ({backend})")
     return lines
 
 
@@ -125,7 +123,7 @@ def as_json(findings: Findings) -> dict[str, Any]:
     parts = ("speeds", "links", "clocks", "folders")
     return {
         "world_size": len(findings.peers),
-        "num_nodes": findings.num_nodes,
+        "num_nodes": findings.peers[0].num_nodes,
         "backend": findings.backend,
         "initialization_method": findings.launcher,
         "protected_by": findings.protection.protected_by,
@@ -138,12 +136,6 @@ def as_json(findings: Findings) -> dict[str, Any]:
         "warnings": warnings(findings),
         "is_ok": not problems(findings),
     }
-
-
-def _exact(findings: Findings) -> str:
-    num_ranks, num_nodes = len(findings.peers), findings.num_nodes
-    where = f"{num_ranks} rank{'s' * (num_ranks > 1)}, {num_nodes} node{'s' * (num_nodes > 1)}"
-    return f"all {len(findings.wrong)} collectives exact on {where} ({findings.backend or 'no process group'})"
 
 
 def _by_kind(findings: Findings) -> Mapping[str, list[Link]]:
@@ -185,11 +177,6 @@ def _who_sees(folder: FolderReport) -> str:
     if folder.problem is not None:
         return f"{folder.path}, where rank 0 cannot write ({folder.problem})"
     return f"{folder.path}, which is not that of rank 0 on {', '.join(folder.hosts)} ({shown_ranks(folder.unseen)})"
-
-
-def _named(ranks: Sequence[int], peers: Sequence[Peer]) -> str:
-    more = f" and {len(ranks) - 8} more" if len(ranks) > 8 else ""
-    return ", ".join(str(peers[rank]) for rank in ranks[:8]) + more
 
 
 def find_slow(seconds: Mapping[K, float], *, margin: float, factor: float = 3.0) -> list[K]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from distman._cli.check.reports import gather_reports
+from distman._cli.own_job import gather_reports
 from distman._cli.timing import timed
 from distman._coordination.wait_scope import collective
 from distman.collectives._numbers import control_device

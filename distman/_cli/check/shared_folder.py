@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from distman._base.private_files import open_itself, write_new
-from distman._cli.check.reports import gather_reports, hand_out
+from distman._cli.own_job import gather_reports, hand_out
 from distman._coordination.wait_scope import collective
 from distman.manager import DistributedManager
 

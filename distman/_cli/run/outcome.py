@@ -6,7 +6,6 @@ import dataclasses
 import json
 import signal
 import socket
-from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -76,25 +75,19 @@ class Outcome:
         """What failed first, as the ranks say, or as their ends do; None where nothing did, or the job was ended."""
         if self.interruption is not None or self.wants_restart:
             return None
-        told = self._told()
-        if told is None:
-            return next((_unexplained(one) for one in self.ranks if one.exit_code), None)
+        known = {one.rank for one in self.ranks}
+        failed = [one for one in self.ranks if one.exit_code]
+        firsts = [one.first for one in failed if one.first is not None and one.first.rank in known]
+        owns = [dataclasses.replace(one.own, rank=one.rank) for one in failed if one.own is not None]
+        if not firsts and not owns:
+            return _unexplained(failed[0]) if failed else None
+        told = (firsts or owns)[0]
         guilty = next(one for one in self.ranks if one.rank == told.rank)
         if guilty.own is not None and guilty.exit_code:
             return dataclasses.replace(guilty.own, rank=guilty.rank, pid=guilty.pid)
         if told.error_type in (DIED, EXITED) and guilty.exit_code:  # its starter knows better how
             return _unexplained(guilty)
         return told
-
-    def _told(self) -> FailureRecord | None:
-        """Return what most ranks told as the job's first failure, or else what the first to end told of itself."""
-        known = {one.rank for one in self.ranks}
-        failed = [one for one in self.ranks if one.exit_code]
-        firsts = [one.first for one in failed if one.first is not None and one.first.rank in known]
-        if firsts:
-            (rank, _), *_ = Counter(first.rank for first in firsts).most_common()
-            return next(first for first in firsts if first.rank == rank)
-        return next((dataclasses.replace(one.own, rank=one.rank) for one in failed if one.own is not None), None)
 
     @property
     def exit_code(self) -> int:
@@ -136,10 +129,10 @@ class Outcome:
             first = f"{headline}: it {printable(failure.error_text)}"
         return "\n".join([first, *self._others(failure), *self._killed()])
 
-    def _killed(self) -> Iterable[str]:
-        if self.overdue:
-            ranks, grace = shown_ranks(sorted(self.overdue)), f"{self.grace:g} s"
-            yield f"Still running {grace} after SIGTERM, and killed: {ranks}. --grace SECONDS gives them longer."
+    def _killed(self) -> list[str]:
+        ranks, grace = shown_ranks(self.overdue), f"{self.grace:g} s"
+        told = f"Still running {grace} after SIGTERM, and killed: {ranks}. --grace SECONDS gives them longer."
+        return [told] if self.overdue else []
 
     def _others(self, failure: FailureRecord) -> Iterable[str]:
         ends: dict[str, list[int]] = {}
@@ -157,11 +150,8 @@ class Outcome:
 def _unexplained(one: RankOutcome) -> FailureRecord:
     """Return what is known of a rank that said nothing, as where Python could not even read its script."""
     is_killed = one.exit_code == -signal.SIGKILL and not one.was_ended
-    text = (
-        "was killed; the kernel's log (dmesg) says whether memory ran out."
-        if is_killed
-        else "wrote nothing to standard error."
-    )
+    killed = "was killed; the kernel's log (dmesg) says whether memory ran out."
+    text = killed if is_killed else "wrote nothing to standard error."
     return FailureRecord(one.rank, socket.gethostname(), one.pid, DIED, text, "" if is_killed else one.last_lines)
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from distman.environments import LAUNCHERS, Family, Place
 from distman.environments._distman_run import DISTMAN_RUN
+from distman.environments._launcher import fake_variables
 
 _THREADS = "OMP_NUM_THREADS"
 _LOCALHOST = "127.0.0.1"
@@ -71,7 +72,7 @@ def variables_of_ranks(environ: Mapping[str, str], number: int, cpus_per_rank: i
         common.setdefault(_THREADS, str(max(1, len(os.sched_getaffinity(0)) // number)))
     job_id, port = f"run-{uuid.uuid4().hex}", _free_port()
     places = [Place(rank, rank, 0, (number,), _LOCALHOST, port, job_id) for rank in range(number)]
-    return [common | DISTMAN_RUN.fake_variables(place) for place in places]
+    return [common | fake_variables(DISTMAN_RUN, place) for place in places]
 
 
 def _free_port() -> int:
