@@ -79,7 +79,8 @@ def run(arguments: argparse.Namespace) -> int:
         return _refuse(str(error))
     try:
         sizes = sizes_between(arguments.min_size, arguments.max_size, arguments.factor)
-        on_rank(0)(check_outputs)(arguments.output)
+        for path in arguments.output:
+            on_rank(0)(check_output)(path, _SUFFIXES)
     except (RankFailedError, ValueError, ImportError) as error:
         if manager.is_main:
             _refuse(str(error))
@@ -95,11 +96,11 @@ def run(arguments: argparse.Namespace) -> int:
     # named, or it would be raised again in any case.
     except (JobFailed, Exception) as error:
         operation, num_bytes = cases[len(measurements)]
-        what = f"{operation} of {show_size(num_bytes)}"
         reason = explain(error, "it", manager)
         _tell(measurements, arguments, manager)
         if manager.rank < 2:  # rank 0 may be the one that failed
-            _refuse(f"{what} was not measured: {reason or own_fault(error, manager)}")
+            why = reason or own_fault(error, manager)
+            _refuse(f"{operation} of {show_size(num_bytes)} was not measured: {why}")
         if reason is None:
             raise  # the traceback is wanted, and the others hear of it
         return 1
@@ -125,9 +126,7 @@ def cases_of(operations: Sequence[str], sizes: Sequence[int], world_size: int) -
     """Return what to measure, each once: sizes that the ranks cannot share out are rounded up, and may become equal."""
     from distman._cli.timing import rounded_up
 
-    return list(
-        dict.fromkeys((name, rounded_up(name, num_bytes, world_size)) for name in operations for num_bytes in sizes)
-    )
+    return [*dict.fromkeys((name, rounded_up(name, size, world_size)) for name in operations for size in sizes)]
 
 
 def sizes_between(smallest: int, largest: int, factor: int) -> list[int]:
@@ -164,12 +163,6 @@ def _tell(measurements: Sequence[Measurement], arguments: argparse.Namespace, ma
     except OSError as error:
         return _refuse(f"the files must be written, got {error}. What was measured stands above.")
     return 0
-
-
-def check_outputs(paths: Sequence[Path]) -> None:
-    """Raise now what would keep the files from being written later."""
-    for path in paths:
-        check_output(path, _SUFFIXES)
 
 
 def write_output(path: Path, measurements: Sequence[Measurement], job: Mapping[str, Any]) -> None:

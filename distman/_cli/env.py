@@ -29,7 +29,8 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         detection = detect(os.environ, arguments.method)
         protection = find_protection(detection.environment, os.environ)
-        warnings = _warnings(detection, protection)
+        told = diagnose(os.environ, detection.environment, Host())
+        warnings = (*detection.warnings, *told, *protection.warnings)
     except (DistmanError, ValueError) as error:
         print(f"distman env: {error}", file=sys.stderr)
         return 1
@@ -38,11 +39,6 @@ def run(arguments: argparse.Namespace) -> int:
     else:
         print_text(_as_text(detection, protection, warnings))
     return 1 if warnings and arguments.strict else 0
-
-
-def _warnings(detection: Detection, protection: Protection) -> tuple[str, ...]:
-    told = diagnose(os.environ, detection.environment, Host())
-    return (*detection.warnings, *told, *protection.warnings)
 
 
 def _as_json(detection: Detection, protection: Protection, warnings: Sequence[str]) -> str:

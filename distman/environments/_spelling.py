@@ -42,14 +42,11 @@ def misspelt_variables(environ: Mapping[str, str]) -> tuple[str, ...]:
         >>> print(*misspelt_variables({"DISTMAN_TIMOUT": "60"}))
         DISTMAN_TIMOUT has no effect, because distman reads no such variable: did you mean DISTMAN_TIMEOUT?
     """
-    known = (*VARIABLES, *(name for name in environ if any(launcher.sets(name) for launcher in LAUNCHERS.values())))
-    unknown = sorted(name for name in environ if name.startswith(_PREFIX) and name not in known)
-    return tuple(
-        f"{name} has no effect, because distman reads no such variable: {_meant_instead(name)}" for name in unknown
-    )
-
-
-def _meant_instead(name: str) -> str:
-    ends = [known.removeprefix(_PREFIX) for known in VARIABLES]
-    close = difflib.get_close_matches(name.removeprefix(_PREFIX), ends, n=1)
-    return f"did you mean {_PREFIX}{close[0]}?" if close else f"distman reads {', '.join(VARIABLES)}."
+    sentences = []
+    for name in sorted(name for name in environ if name.startswith(_PREFIX)):
+        if name not in VARIABLES and not any(launcher.sets(name) for launcher in LAUNCHERS.values()):
+            ends = [known.removeprefix(_PREFIX) for known in VARIABLES]
+            close = difflib.get_close_matches(name.removeprefix(_PREFIX), ends, n=1)
+            meant = f"did you mean {_PREFIX}{close[0]}?" if close else f"distman reads {', '.join(VARIABLES)}."
+            sentences.append(f"{name} has no effect, because distman reads no such variable: {meant}")
+    return tuple(sentences)

@@ -10,12 +10,14 @@ import pytest
 
 from distman import DistributedManager
 from distman._cli import bench, main
-from distman._cli.bench import NAMES, check_outputs, write_output
+from distman._cli.bench import NAMES, write_output
+from distman._cli.output import check_output
 from distman._cli.timing import Measurement, largest, measure
 from distman._cli.units import parse_size, show_bandwidth, show_seconds, show_size
 from distman.testing import ranks
 
 JOB = {"num_ranks": 2, "num_nodes": 1, "backend": "cpu:gloo", "device": "cpu"}
+SUFFIXES = (".csv", ".json", ".pdf", ".png", ".svg")
 SWEEP = [Measurement("all_reduce", size, 5, 1e-4 * size, 1e4, 1e4) for size in (8, 64, 512)]
 
 
@@ -96,20 +98,20 @@ def test_a_plot_is_drawn(tmp_path, name, start):
 
 
 def test_outputs_that_cannot_be_written_are_refused(monkeypatch, tmp_path):
-    check_outputs([tmp_path / "a.csv", tmp_path / "a.png"])
+    check_output(tmp_path / "a.csv", SUFFIXES)
     with pytest.raises(ValueError, match=r"must end in .csv, .json, .pdf, .png, .svg, got "):
-        check_outputs([tmp_path / "a.txt"])
+        check_output(tmp_path / "a.txt", SUFFIXES)
     with pytest.raises(ValueError, match="must be a file that can be written, got "):
-        check_outputs([tmp_path / "missing" / "a.csv"])
+        check_output(tmp_path / "missing" / "a.csv", SUFFIXES)
     (tmp_path / "folder.csv").mkdir()
     with pytest.raises(ValueError, match=r"must be a file that can be written, got .*folder\.csv"):
-        check_outputs([tmp_path / "folder.csv"])
+        check_output(tmp_path / "folder.csv", SUFFIXES)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    check_outputs([tmp_path / "a.csv"])
+    check_output(tmp_path / "a.csv", SUFFIXES)
     with pytest.raises(
         ImportError, match=r"matplotlib must be installed to draw .*a.png. Run pip install matplotlib\."
     ):
-        check_outputs([tmp_path / "a.png"])
+        check_output(tmp_path / "a.png", SUFFIXES)
 
 
 @ranks(1, manager=False)

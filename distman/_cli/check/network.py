@@ -15,7 +15,6 @@ from distman._coordination.wait_scope import collective
 from distman.collectives._numbers import control_device
 from distman.manager import DistributedManager
 
-Pair = tuple[int, int]
 _MAX_ALL_PAIRS = 16  # ranks up to which every pair is measured
 _MAX_ROUNDS = 31  # as many as all pairs of 32 ranks would take: a few seconds, however large the job
 
@@ -68,7 +67,8 @@ def measure_links(manager: DistributedManager) -> list[Link] | None:
 def measure_clocks(manager: DistributedManager) -> list[ClockOffset] | None:
     """Return on rank 0 how far the clock of each host is ahead of its own, asking the host's last rank. Collective."""
     offsets = []
-    for rank in _last_ranks([peer.node_rank for peer in manager.roll_call]):
+    last = {peer.node_rank: rank for rank, peer in enumerate(manager.roll_call)}
+    for rank in (rank for _, rank in sorted(last.items()) if rank != 0):
         if manager.rank == 0:
             trips = [_ask(rank, manager) for _ in range(_CLOCK_TRIPS)]
             seconds, uncertainty = clock_offset(trips)
@@ -79,7 +79,7 @@ def measure_clocks(manager: DistributedManager) -> list[ClockOffset] | None:
     return offsets if manager.rank == 0 else None
 
 
-def tournament(players: Sequence[int]) -> list[list[Pair]]:
+def tournament(players: Sequence[int]) -> list[list[tuple[int, int]]]:
     """Return rounds of disjoint pairs in which each player meets each other one once.
 
     Of an odd number of players one rests in each round.
@@ -100,7 +100,7 @@ def tournament(players: Sequence[int]) -> list[list[Pair]]:
     return rounds
 
 
-def plan_rounds(nodes: Sequence[int]) -> list[list[Pair]]:
+def plan_rounds(nodes: Sequence[int]) -> list[list[tuple[int, int]]]:
     """Return rounds of disjoint pairs of ranks, few enough for any number of ranks.
 
     Up to 16 ranks every pair is there. Of more ranks the neighbours in the ring are, and of the first ranks of the
@@ -131,11 +131,6 @@ def clock_offset(trips: Sequence[tuple[float, float, float]]) -> tuple[float, fl
     """
     left, theirs, back = min(trips, key=lambda trip: trip[2] - trip[0])
     return theirs - (left + back) / 2, (back - left) / 2
-
-
-def _last_ranks(nodes: Sequence[int]) -> list[int]:
-    last = {node: rank for rank, node in enumerate(nodes)}
-    return [rank for _, rank in sorted(last.items()) if rank != 0]
 
 
 def _ask(rank: int, manager: DistributedManager) -> tuple[float, float, float]:

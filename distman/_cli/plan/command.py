@@ -4,26 +4,25 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import itertools
 import json
+import math
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 from distman._cli.output import UsageError, print_table, print_text
 from distman._cli.parser import at_least
-from distman._cli.plan.layout import (
-    Layout,
-    draw_tree,
-    first_and_last,
-    grid_table,
-    lay_out_mesh,
-    lay_out_tree,
-    shorten,
-    where,
-)
-from distman.topology import NotationError, parse_mesh, parse_tree
+from distman._cli.plan.layout import Layout, lay_out_mesh, lay_out_tree, shorten, where
+from distman.topology import NotationError, Partition, ProcessGroupConfig, parse_mesh, parse_tree
 
 _MAX_WORLD_SIZE = 10_000_000
 """More ranks than any machine has; their groups still fit into memory."""
+
+
+# Ranks and columns up to which a grid of all ranks is drawn: it has to fit on a screen of 80 columns.
+_MAX_GRID_RANKS = 64
+_MAX_GRID_COLUMNS = 16
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -101,16 +100,16 @@ def _as_json(layout: Layout, rank: int) -> dict[str, Any]:
 
 
 def _print(layout: Layout, rank: int) -> None:
-    print(draw_tree(layout.config))
+    print(_draw_tree(layout.config))
     groups = layout.plan.partitions
     if groups:
         rows = [
-            [name, each.num_blocks, layout.group_size(name), *first_and_last(each)] for name, each in groups.items()
+            [name, each.num_blocks, layout.group_size(name), *_first_and_last(each)] for name, each in groups.items()
         ]
         print()
         print_table(["group", "groups", "size", "first", "second", "last"], rows)
     _print_nodes(layout)
-    grid = grid_table(layout.axes, layout.ranks_per_node)
+    grid = _grid_table(layout.axes, layout.ranks_per_node)
     if grid is not None:
         print()
         print_table(*grid, title="The ranks:")
@@ -135,3 +134,40 @@ def _print_nodes(layout: Layout) -> None:
         size = layout.group_size(name)
         what = f"{spread.num_groups} group{'s' * (spread.num_groups > 1)} of {size} rank{'s' * (size > 1)}"
         print_text(f"{name}: {what}, {where(spread, size)}")
+
+
+def _draw_tree(config: ProcessGroupConfig) -> str:
+    def branches(name: str, before: str, below: str) -> Iterator[tuple[str, int]]:
+        yield before + name, config.get_node(name).size or 1
+        children = config.children(name)
+        for child in children[:-1]:
+            yield from branches(child.name, f"{below}├── ", f"{below}│   ")
+        for child in children[-1:]:
+            yield from branches(child.name, f"{below}└── ", f"{below}    ")
+
+    lines = list(branches(config.root.name, "", ""))
+    width = max(len(label) for label, _ in lines)
+    digits = max(len(str(size)) for _, size in lines)
+    return "\n".join(f"{label:<{width}}  {size:>{digits}}" for label, size in lines)
+
+
+def _first_and_last(partition: Partition) -> tuple[str, str, str]:
+    """Return the ranks of the first group, the second and the last, as short texts; empty where there are fewer."""
+    first, *second = (shorten(block) for block in itertools.islice(partition.blocks(), 2))
+    last = shorten(partition.block_of(partition.world_size - 1)) if second else ""
+    return first, second[0] if partition.num_blocks > 2 else "", last
+
+
+def _grid_table(axes: dict[str, int], ranks_per_node: int | None) -> tuple[list[str], list[list[object]]] | None:
+    """Return columns and rows that show every rank at its place on the axes; None if that says nothing or is large."""
+    *outer, inner = axes or ("",)
+    length = axes.get(inner, 1)
+    if not outer or math.prod(axes.values()) > _MAX_GRID_RANKS or length > _MAX_GRID_COLUMNS:
+        return None
+    columns = [*outer, f"{inner} 0", *map(str, range(1, length)), *(["node"] if ranks_per_node else [])]
+    rows: list[list[object]] = []
+    for first, place in enumerate(itertools.product(*(range(axes[name]) for name in outer))):
+        ranks = range(first * length, (first + 1) * length)
+        nodes = sorted({rank // ranks_per_node for rank in ranks}) if ranks_per_node else []
+        rows.append([*place, *ranks, *([shorten(nodes)] if nodes else [])])
+    return columns, rows

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
-import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 
 from distman._cli.output import shorten_ranks
 from distman.topology import (
-    Partition,
     Plan,
     ProcessGroupConfig,
     ProcessGroupNode,
@@ -22,9 +19,6 @@ from distman.topology import (
 from distman.topology._plan import READY_MADE, check_new_names, resolve_mesh_shape
 
 _SHOWN_RUNS = 4  # runs of ranks in a line; a line of a terminal holds no more
-# Ranks and columns up to which a grid of all ranks is drawn: it has to fit on a screen of 80 columns.
-_MAX_GRID_RANKS = 64
-_MAX_GRID_COLUMNS = 16
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,30 +89,8 @@ def lay_out_mesh(axes: dict[str, int], world_size: int, ranks_per_node: int | No
     return Layout(world_size, config, plan, ranks_per_node)
 
 
-def draw_tree(config: ProcessGroupConfig) -> str:
-    def branches(name: str, before: str, below: str) -> Iterator[tuple[str, int]]:
-        yield before + name, config.get_node(name).size or 1
-        children = config.children(name)
-        for child in children[:-1]:
-            yield from branches(child.name, f"{below}├── ", f"{below}│   ")
-        for child in children[-1:]:
-            yield from branches(child.name, f"{below}└── ", f"{below}    ")
-
-    lines = list(branches(config.root.name, "", ""))
-    width = max(len(label) for label, _ in lines)
-    digits = max(len(str(size)) for _, size in lines)
-    return "\n".join(f"{label:<{width}}  {size:>{digits}}" for label, size in lines)
-
-
 def shorten(ranks: Sequence[int]) -> str:
     return shorten_ranks(ranks, most=_SHOWN_RUNS)
-
-
-def first_and_last(partition: Partition) -> tuple[str, str, str]:
-    """Return the ranks of the first group, the second and the last, as short texts; empty where there are fewer."""
-    first, *second = (shorten(block) for block in itertools.islice(partition.blocks(), 2))
-    last = shorten(partition.block_of(partition.world_size - 1)) if second else ""
-    return first, second[0] if partition.num_blocks > 2 else "", last
 
 
 def where(spread: Spread, group_size: int) -> str:
@@ -131,18 +103,3 @@ def where(spread: Spread, group_size: int) -> str:
         others = spread.num_groups - spread.num_on_one_node
         return f"{spread.num_on_one_node} within one node, {others} across {nodes} nodes"
     return f"{each}across {nodes} nodes" + (", one rank on each" if spread.min_nodes == group_size else "")
-
-
-def grid_table(axes: Mapping[str, int], ranks_per_node: int | None) -> tuple[list[str], list[list[object]]] | None:
-    """Return columns and rows that show every rank at its place on the axes; None if that says nothing or is large."""
-    *outer, inner = axes or ("",)
-    length = axes.get(inner, 1)
-    if not outer or math.prod(axes.values()) > _MAX_GRID_RANKS or length > _MAX_GRID_COLUMNS:
-        return None
-    columns = [*outer, f"{inner} 0", *map(str, range(1, length)), *(["node"] if ranks_per_node else [])]
-    rows: list[list[object]] = []
-    for first, place in enumerate(itertools.product(*(range(axes[name]) for name in outer))):
-        ranks = range(first * length, (first + 1) * length)
-        nodes = sorted({rank // ranks_per_node for rank in ranks}) if ranks_per_node else []
-        rows.append([*place, *ranks, *([shorten(nodes)] if nodes else [])])
-    return columns, rows

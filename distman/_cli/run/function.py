@@ -17,12 +17,12 @@ from typing import Any, TypeVar
 from distman._base.interpreter import environment, options, program
 from distman._cli.output import shown_ranks
 from distman._cli.run.outcome import OF_A_SHELL
+from distman._cli.run.placement import number_of_ranks
 from distman._workers.pickling import ModulePickler
 from distman.errors import DistmanError, RankFailedError
 
 T = TypeVar("T")
 
-_NUMBERS = ("gpu", "cpu", "auto")
 _CALL = "call"
 """The file with a pickle of function, arguments and keyword arguments."""
 
@@ -72,18 +72,13 @@ def run(function: Callable[..., T], *args: Any, n: int | str = "auto", **kwargs:
     """
     if not callable(function):
         raise TypeError(f"function must be callable, got {function!r}. To run a script, type `distman run` in a shell.")
-    if n not in _NUMBERS and not (str(n).isdecimal() and int(n) > 0):
-        raise ValueError(f"n must be a number of at least 1, 'gpu', 'cpu' or 'auto', got {n!r}. Choose one of these.")
+    number = number_of_ranks(str(n))
     with tempfile.TemporaryDirectory(prefix="distman-run-") as name:
         folder = Path(name)
         with (folder / _CALL).open("wb") as file:
             ModulePickler(file).dump((function, args, kwargs))
         report = folder / "report.json"
-        code = _start(["run", "-n", str(n), "--report", str(report), "--call", name])
-        if code == 2 and not report.exists():
-            raise ValueError(
-                f"n must be a number of ranks that can be started here, 'gpu', 'cpu' or 'auto', got {n!r}."
-            )
+        code = _start(["run", "-n", str(number), "--report", str(report), "--call", name])
         if not report.exists():
             raise DistmanError(f"the process that started the ranks {_end(code)}, and they with it.")
         said = json.loads(report.read_bytes())
@@ -91,7 +86,7 @@ def run(function: Callable[..., T], *args: Any, n: int | str = "auto", **kwargs:
             raise RankFailedError(**said["failure"])
         if code:
             raise DistmanError(f"the job {_end(code)}.")
-        files = [_result_file(folder, rank) for rank in range(len(said["ranks"]))]
+        files = [_result_file(folder, rank) for rank in range(number)]
         if lacking := [rank for rank, file in enumerate(files) if not file.exists()]:
             raise DistmanError(
                 f"{shown_ranks(lacking)} ended with exit code 0 before the function returned: it must return, and not "

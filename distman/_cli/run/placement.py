@@ -19,15 +19,16 @@ _LOCALHOST = "127.0.0.1"
 def number_of_ranks(wanted: str, cpus_per_rank: int | None = None) -> int:
     """Return how many ranks a number, ``"gpu"``, ``"cpu"`` or ``"auto"`` mean; ValueError where it cannot be."""
     num_cpus = len(os.sched_getaffinity(0))
-    if wanted.isascii() and wanted.isdigit() and int(wanted) > 0:
-        number = int(wanted)
-    elif wanted in ("gpu", "auto") and (num_gpus := _num_gpus()):
-        number = num_gpus
-    elif wanted in ("cpu", "auto"):
-        number = max(1, num_cpus // (cpus_per_rank or 1))
-    elif wanted == "gpu":
+    number = int(wanted) if wanted.isascii() and wanted.isdigit() else 0
+    if wanted in ("gpu", "auto"):
+        import torch  # here: it takes longer to load than all the rest
+
+        number = torch.accelerator.device_count()
+    if wanted == "gpu" and not number:
         raise ValueError("-n must be a number, cpu or auto where there is no GPU, got gpu. torch sees none here.")
-    else:
+    if wanted == "cpu" or (wanted == "auto" and not number):
+        number = max(1, num_cpus // (cpus_per_rank or 1))
+    if not number:
         raise ValueError(f"-n must be a number of at least 1, gpu, cpu or auto, got {wanted!r}. Choose one of these.")
     if cpus_per_rank and number * cpus_per_rank > num_cpus:
         raise ValueError(
@@ -35,12 +36,6 @@ def number_of_ranks(wanted: str, cpus_per_rank: int | None = None) -> int:
             "CPUs. Start fewer ranks, or leave it out: then they share all CPUs."
         )
     return number
-
-
-def _num_gpus() -> int:
-    import torch  # here: it takes longer to load than all the rest
-
-    return torch.accelerator.device_count()
 
 
 def cpus_of_ranks(number: int, cpus_per_rank: int) -> list[list[int]]:
@@ -70,14 +65,9 @@ def variables_of_ranks(environ: Mapping[str, str], number: int, cpus_per_rank: i
         common[_THREADS] = str(cpus_per_rank)
     else:
         common.setdefault(_THREADS, str(max(1, len(os.sched_getaffinity(0)) // number)))
-    job_id, port = f"run-{uuid.uuid4().hex}", _free_port()
+    job_id = f"run-{uuid.uuid4().hex}"
+    with socket.socket() as probe:  # for scripts that open torch's own store; ranks of this package need no port
+        probe.bind((_LOCALHOST, 0))
+        port = probe.getsockname()[1]
     places = [Place(rank, rank, 0, (number,), _LOCALHOST, port, job_id) for rank in range(number)]
     return [common | fake_variables(DISTMAN_RUN, place) for place in places]
-
-
-def _free_port() -> int:
-    """Return a port for scripts that open torch's own store; ranks of this package meet without one."""
-    with socket.socket() as probe:
-        probe.bind((_LOCALHOST, 0))
-        port: int = probe.getsockname()[1]
-    return port

@@ -45,7 +45,6 @@ class Rank:
         self.exit_code: int | None = None
         self.signals: list[int] = []
         self.outputs: dict[int, int] = {}
-        self._is_terminal = [width is not None for width in columns]
         ends = [_open_terminal(width) if width is not None else os.pipe() for width in columns]
         try:
             self._process = subprocess.Popen(
@@ -81,7 +80,7 @@ class Rank:
     def resize(self, columns: Sequence[int | None]) -> None:
         for output, stream in self.outputs.items():
             width = columns[stream - 1]
-            if width is not None and self._is_terminal[stream - 1]:
+            if width is not None and os.isatty(output):
                 _set_width(output, width)
 
     def reap(self) -> None:
