@@ -6,17 +6,16 @@ is one of Python, not of gloo.
 
 from __future__ import annotations
 
+import contextlib
 import json
 from typing import TypeVar
 
 import torch.distributed as dist
 
-from distman._base.text import printable
 from distman._cli.output import named
 from distman._coordination import protocol
 from distman._coordination.failure import hook
-from distman._coordination.failure.record import LEFT
-from distman._coordination.messages import decode, decode_text
+from distman._coordination.messages import decode
 from distman._coordination.monitor.watcher import NO_ANSWER
 from distman._torch_internals import is_lost_connection
 from distman.errors import BarrierTimeoutError, JobFailed, RankFailedError
@@ -67,38 +66,24 @@ def hand_out(manager: DistributedManager, name: str, message: Kind, kind: type[K
 def explain(error: BaseException, step: str, manager: DistributedManager) -> str | None:
     """Return why a step ended early, in one sentence; None where the fault is this rank's own.
 
-    Blocking, for a few seconds: where a collective got no answer, the ranks are asked over the store where they are.
-    The first rank to ask tells the others, so that all say the same.
+    Blocking, for a few seconds: where a collective got no answer, ranks 0 and 1, which tell it, ask the others over the
+    store where they are.
     """
     if isinstance(error, JobFailed):
         error.acknowledge()  # the command ends with a verdict
-        return (_shared_verdict(manager) if error.error_type == LEFT else None) or _first_line(error)
-    if isinstance(error, RankFailedError | BarrierTimeoutError):
+    if isinstance(error, JobFailed | RankFailedError | BarrierTimeoutError):
         return _first_line(error)
     if not is_lost_connection(error):
         return None
     reason = _first_line(error)
-    return _shared_verdict(manager, f"{step} failed: ", reason) or f"{step} failed: {reason}"
+    if manager.rank < 2:
+        with contextlib.suppress(dist.DistError):  # the process that served the store has gone
+            reason = _who_stands_still(manager, reason)
+    return f"{step} failed: {reason}"
 
 
 def own_fault(error: BaseException, manager: DistributedManager) -> str:
     return f"{manager.roll_call[manager.rank]} raised {type(error).__name__}: {_first_line(error)}"
-
-
-def _shared_verdict(manager: DistributedManager, beginning: str = "", reason: str = "") -> str | None:
-    """Return what the first rank found out; where a beginning is given and nobody has, find it out."""
-    store_group = manager._state.job.store_group()
-    key = protocol.STANDING_STILL
-    if store_group is None:
-        return None
-    store = store_group.job_store
-    try:
-        if beginning and not store.check([key]):
-            text = f"{beginning}{_who_stands_still(manager, reason)}"
-            store.compare_set(key, "", text.encode(errors="backslashreplace").decode())  # of paths, say
-        return printable(decode_text(store.get(key))) if store.check([key]) else None
-    except dist.DistError:  # the process that served the store has gone
-        return None
 
 
 def _who_stands_still(manager: DistributedManager, reason: str) -> str:

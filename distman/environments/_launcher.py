@@ -255,22 +255,12 @@ class Launcher(_Variables):
                 f"{self.name!r}. Choose such a name."
             )
 
-    def sets(self, name: str) -> bool:
-        """Return whether a variable of this name is the launcher's.
 
-        Local.
-
-        Args:
-            name: Name of an environment variable.
-
-        Example:
-            >>> LAUNCHERS["torchrun"].sets("TORCHELASTIC_RUN_ID"), LAUNCHERS["torchrun"].sets("PATH")
-            (True, False)
-        """
-        spellings = (*self.fields.values(), *self.marks)
-        return any(name in names for names in spellings) or any(
-            fnmatch.fnmatchcase(name, pattern) for pattern in self.variables
-        )
+def sets(launcher: Launcher, name: str) -> bool:
+    """Return whether a variable of this name is a launcher's."""
+    return any(name in names for names in (*launcher.fields.values(), *launcher.marks)) or any(
+        fnmatch.fnmatchcase(name, pattern) for pattern in launcher.variables
+    )
 
 
 def fake_variables(launcher: Launcher, place: Place) -> dict[str, str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Mapping
 
+from distman.environments._launcher import sets
 from distman.environments._registry import LAUNCHERS
 
 _PREFIX = "DISTMAN_"
@@ -44,7 +45,7 @@ def misspelt_variables(environ: Mapping[str, str]) -> tuple[str, ...]:
     """
     sentences = []
     for name in sorted(name for name in environ if name.startswith(_PREFIX)):
-        if name not in VARIABLES and not any(launcher.sets(name) for launcher in LAUNCHERS.values()):
+        if name not in VARIABLES and not any(sets(launcher, name) for launcher in LAUNCHERS.values()):
             ends = [known.removeprefix(_PREFIX) for known in VARIABLES]
             close = difflib.get_close_matches(name.removeprefix(_PREFIX), ends, n=1)
             meant = f"did you mean {_PREFIX}{close[0]}?" if close else f"distman reads {', '.join(VARIABLES)}."

@@ -14,6 +14,7 @@ import pytest
 
 from distman.environments import LAUNCHERS
 from distman.environments._detect import METHOD
+from distman.environments._launcher import sets
 from distman.testing._coverage import coverage_config
 from distman.testing._messages import RankReport, RankTask
 from distman.testing._serialization import pack
@@ -103,7 +104,7 @@ def _worker_environ() -> dict[str, str]:
 
 def _says_launcher(name: str) -> bool:
     """Return whether whoever started pytest set the variable: it has not started the workers."""
-    return name == METHOD or any(launcher.sets(name) for launcher in LAUNCHERS.values())
+    return name == METHOD or any(sets(launcher, name) for launcher in LAUNCHERS.values())
 
 
 def _place(rank: int, world_size: int) -> dict[str, str]:

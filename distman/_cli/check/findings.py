@@ -179,8 +179,8 @@ def _who_sees(folder: FolderReport) -> str:
     return f"{folder.path}, which is not that of rank 0 on {', '.join(folder.hosts)} ({shown_ranks(folder.unseen)})"
 
 
-def find_slow(seconds: Mapping[K, float], *, margin: float, factor: float = 3.0) -> list[K]:
-    """Return whose time is above the median by a factor, and by seconds that somebody would notice, slowest first.
+def find_slow(seconds: Mapping[K, float], *, margin: float) -> list[K]:
+    """Return whose time is above three times the median, and by seconds that somebody would notice, slowest first.
 
     >>> find_slow({"n1": 0.01, "n2": 0.011, "n3": 0.2}, margin=0.001)
     ['n3']
@@ -188,5 +188,5 @@ def find_slow(seconds: Mapping[K, float], *, margin: float, factor: float = 3.0)
     if not seconds:
         return []
     median = statistics.median_low(seconds.values())
-    limit = max(factor * median, median + margin)
+    limit = max(3 * median, median + margin)
     return sorted((key for key, value in seconds.items() if value > limit), key=lambda key: -seconds[key])

@@ -86,7 +86,6 @@ def run(arguments: argparse.Namespace) -> int:
     """Return 0, 1 where file or scheduler are not as they must be, 2 for wrong options, or the code of the job."""
     try:
         request = _request(arguments)
-        _check_submission(arguments, request)
     except ValueError as error:
         return _complain(error, code=2)
     path = arguments.output
@@ -110,22 +109,19 @@ def _request(arguments: argparse.Namespace) -> JobRequest:
     program = arguments.program[1:] if arguments.program[:1] == ["--"] else arguments.program
     given["program"] = ("-m", *program) if arguments.is_module else tuple(program) or _DEFAULTS.program
     given["time"] = read_time(arguments.time)
-    return JobRequest(**given)
-
-
-def _check_submission(arguments: argparse.Namespace, request: JobRequest) -> None:
-    if not arguments.submit or request.backend in _SCHEDULERS:
-        return
-    if arguments.json:
+    request = JobRequest(**given)
+    runs_here = arguments.submit and request.backend not in _SCHEDULERS
+    if runs_here and arguments.json:
         raise ValueError(
             f"--json must not be combined with --submit for {request.backend}, got both. The job runs here and prints "
             "its own output."
         )
-    if request.backend == "torchrun" and request.nodes > 1:
+    if runs_here and request.backend == "torchrun" and request.nodes > 1:
         raise ValueError(
             f"--submit must be used with one node for torchrun, got {request.nodes} nodes. Run the script on each of "
             "them."
         )
+    return request
 
 
 def _write(path: Path, script: str, *, force: bool) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from distman.environments import LAUNCHERS, Family, Place
 from distman.environments._distman_run import DISTMAN_RUN
-from distman.environments._launcher import fake_variables
+from distman.environments._launcher import fake_variables, sets
 
 _THREADS = "OMP_NUM_THREADS"
 _LOCALHOST = "127.0.0.1"
@@ -60,7 +60,7 @@ def variables_of_ranks(environ: Mapping[str, str], number: int, cpus_per_rank: i
     of threads is added where there is none: a rank's share of the CPUs.
     """
     others = [launcher for launcher in LAUNCHERS.values() if launcher.family in (Family.ENV, Family.MPI)]
-    common = {name: value for name, value in environ.items() if not any(other.sets(name) for other in others)}
+    common = {name: value for name, value in environ.items() if not any(sets(other, name) for other in others)}
     if cpus_per_rank:
         common[_THREADS] = str(cpus_per_rank)
     else:
