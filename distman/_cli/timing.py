@@ -87,7 +87,7 @@ def measure_compute(device: torch.device, *, allowed_seconds: float = 0.3) -> fl
 
 
 def timed(run: Callable[[], object], device: torch.device) -> float:
-    synchronize = torch.cuda.synchronize if device.type == "cuda" else lambda: None
+    synchronize: Callable[[], object] = torch.cuda.synchronize if device.type == "cuda" else lambda: None
     synchronize()
     began = time.perf_counter()
     run()

@@ -152,8 +152,8 @@ def _draw_panel(axes: Axes, layout: Layout, name: str, grid: _Grid, rank: int) -
     if partition.num_blocks <= len(_COLOURS):
         pairs = zip(colours, partition.blocks(), strict=False)
         handles = [Patch(color=colour, label=shorten(block)) for colour, block in pairs]
-        beside = {"loc": "center left", "bbox_to_anchor": (1.0, 0.5), "frameon": False}
-        axes.legend(handles=handles, **beside, fontsize=8, labelcolor=_INK, handlelength=1, handleheight=1)
+        look = {"frameon": False, "fontsize": 8, "labelcolor": _INK, "handlelength": 1, "handleheight": 1}
+        axes.legend(handles=handles, loc="center left", bbox_to_anchor=(1.0, 0.5), **look)
 
 
 def _colours(num_groups: int) -> Sequence[str | tuple[float, float, float]]:
