@@ -28,7 +28,7 @@ def _run(argv: Sequence[str]) -> int:
         sys.stdout.flush()
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
-    except BrokenPipeError:  # whoever reads, such as head, has what it wants
+    except BrokenPipeError:  # the reader, such as head, has what it wants
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
     return code

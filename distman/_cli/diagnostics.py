@@ -91,7 +91,7 @@ class _Job:
 
     @property
     def main_address(self) -> tuple[str, str] | None:
-        """Name of the host on which the ranks meet, and who says it; None where MPI will tell."""
+        """Name of the host on which the ranks meet, and where that name is from; None where MPI will tell."""
         given, address = read_host(self.environ, "MASTER_ADDR"), self.environment.main_address
         if given is not None:
             return given, "MASTER_ADDR"
@@ -251,7 +251,7 @@ def _interfaces(job: _Job) -> Iterator[str]:
     missing = [name for name in (gloo or "").split(",") if name and name not in job.host.interfaces]
     if missing:
         yield (
-            f"GLOO_SOCKET_IFNAME={gloo!r} names {missing[0]!r}, which is no network interface of this host: gloo "
+            f"GLOO_SOCKET_IFNAME={gloo!r} names {missing[0]!r}, which is not a network interface of this host: gloo "
             f"cannot start. {there}"
         )
 

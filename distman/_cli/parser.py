@@ -66,7 +66,7 @@ class CommandParser(argparse.ArgumentParser):
         return arguments, unknown
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
-        """Refuse a value that is none of an option's choices, and name the one that was meant."""
+        """Refuse a value that an option does not offer, and name the one that was meant."""
         if action.choices is None or value in action.choices:
             return
         close = difflib.get_close_matches(str(value), action.choices, n=1)

@@ -66,7 +66,7 @@ class _Launchers(Mapping[str, "Launcher"]):
 
 
 LAUNCHERS = _Launchers()
-"""Name -> :class:`Launcher`, in the order of asking: the innermost first, ``"single"``, which is none, last."""
+"""Name -> :class:`Launcher`, in the order of asking: the innermost first, ``"single"``, for no launcher, last."""
 
 
 def register_launcher(launcher: Launcher, *, before: str | None = None) -> None:

@@ -1,4 +1,4 @@
-"""Variables that begin like distman's own, and are none of them."""
+"""Variables that begin like distman's own, but are misspelt."""
 
 from __future__ import annotations
 

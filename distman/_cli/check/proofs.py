@@ -25,7 +25,7 @@ from distman.topology import split_sizes
 Proof = Callable[[DistributedManager], bool]
 _WIDTH = 1000  # elements of a row: not a power of two, which could hide a wrong stride
 _FEW, _MANY = torch.arange(1000), torch.arange((4 << 20) // 8)
-_LATE = 0.1  # seconds that a rank comes late to the barrier
+_LATE = 0.1  # seconds by which a rank is late at the barrier
 
 
 @collective
@@ -39,7 +39,7 @@ def prove(name: str, proof: Proof, manager: DistributedManager) -> bool:
     except RankFailedError:
         raise
     except Exception as error:  # a backend may raise anything: it is raised on, with the collective's name
-        if is_lost_connection(error):  # the cause lies elsewhere, and will be found by who waits for this call
+        if is_lost_connection(error):  # the cause is elsewhere, and is found by the caller
             raise
         raise DistmanError(
             f"{name} failed on rank {manager.rank}: {type(error).__name__}: {error}. See the traceback there."

@@ -39,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         required=True,
         choices=backends,
         metavar="BACKEND",
-        help=f"who starts the processes: {', '.join(backends)}",
+        help=f"what starts the processes: {', '.join(backends)}",
     )
     parser.add_argument("--with-torchrun", action="store_true", help="let srun start one torchrun on each node")
     parser.add_argument(
@@ -68,7 +68,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=_DEFAULTS.time,
         help="longest time: 90m, 2h30m, 1d, HH:MM:SS, or as Slurm has it (%(default)s)",
     )
-    parser.add_argument("--account", metavar="NAME", help="who pays")
+    parser.add_argument("--account", metavar="NAME", help="the account that pays")
     parser.add_argument("--partition", metavar="NAME", help="partition, or queue")
     parser.add_argument("--job-name", default=_DEFAULTS.job_name, metavar="NAME", help="name of the job (%(default)s)")
     parser.add_argument(

@@ -66,7 +66,7 @@ def run(arguments: argparse.Namespace) -> int:
         with open_logs(plan) as logs:
             outcome = _run(plan, logs, arguments)
     except BrokenPipeError:
-        raise  # whoever reads has what it wants
+        raise  # the reader has what it wants
     except OSError as error:
         return _complain(f"starting the ranks failed: {str(error).rstrip('.')}. None is left.")
     if arguments.json:

@@ -57,8 +57,8 @@ def run(function: Callable[..., T], *args: Any, n: int | str = "auto", **kwargs:
     Raises:
         RankFailedError: A rank failed; the error has its traceback.
         DistmanError: The job was ended from outside, or the function ended a rank's program instead of returning.
-        ValueError: ``n`` is none of these.
-        TypeError: It is no function, or something cannot be pickled; other errors of a ``__reduce__`` as they are.
+        ValueError: ``n`` is something else, or ``"gpu"`` where torch sees no GPU.
+        TypeError: It is not a function, or something cannot be pickled; other errors of a ``__reduce__`` as they are.
         KeyboardInterrupt: Ctrl-C; all ranks have ended.
 
     Example:

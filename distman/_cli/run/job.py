@@ -152,7 +152,7 @@ class _Job:
                 self._take_steps()
             while self._attend(0.0):  # what they have written last
                 pass
-            for key in list(self._selector.get_map().values()):  # those that a process holds which a rank left behind
+            for key in list(self._selector.get_map().values()):  # a process that outlives its rank holds these
                 if key.data is not None:
                     key.data.close(key.fd)
         for console in self._consoles.values():
