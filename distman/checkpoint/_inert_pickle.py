@@ -2,51 +2,44 @@
 
 from __future__ import annotations
 
+import dataclasses
 import pickle
 import pickletools
-from collections.abc import Callable, Iterator
-from typing import IO, Any, NamedTuple
+from collections.abc import Iterator
+from typing import IO, Any
 
 
+@dataclasses.dataclass(eq=False, slots=True)
 class Name:
     """What a pickle calls by module and name; only the two texts."""
 
-    __slots__ = ("module", "name")
-
-    def __init__(self, module: str, name: str) -> None:
-        self.module, self.name = module, name
+    module: str
+    name: str
 
     def __str__(self) -> str:
         return f"{self.module}.{self.name}"
 
 
+@dataclasses.dataclass(eq=False, slots=True)
 class Made:
     """What a pickle says to make by a name, and what is to be set in it."""
 
-    __slots__ = ("args", "of", "state")
-
-    def __init__(self, of: Name, args: tuple[Any, ...]) -> None:
-        self.of, self.args, self.state = of, args, None
-
-
-class Read(NamedTuple):
-    """What a pickle held, and at which byte it ended."""
-
-    value: Any  # None, bools, numbers, strings, tuples, lists and dicts of these, Name and Made
-    end: int
+    of: Name
+    args: tuple[Any, ...]
+    state: Any = None
 
 
-def read_inert(data: bytes) -> Read:
-    """Return what a pickle of data classes says; more may follow it. Whatever else is in it is a ValueError."""
+def read_inert(data: bytes) -> tuple[Any, int]:
+    """Return what a pickle of data classes says, and where it ends. Whatever else is in it is a ValueError.
+
+    The value consists of None, bools, numbers, strings, tuples, lists and dicts of these, Name and Made.
+    """
     walk, end = _Walk(), 0
     try:
         for opcode, argument, place in pickletools.genops(data):
-            step = _STEP_OF.get(opcode.code)
-            if step is None:
-                raise ValueError(f"a pickle of data does not need {opcode.name}")
-            step(walk, argument)
+            walk.step(opcode.name, argument)
             end = place or 0
-        return Read(walk.stack.pop(), end + 1)
+        return walk.stack.pop(), end + 1
     except IndexError:
         raise ValueError("the pickle takes more from its stack than is there") from None
 
@@ -69,22 +62,75 @@ def names_in(file: IO[bytes], num_pickles: int = 1) -> Iterator[str]:
 class _Walk:
     """The stack of a pickle since its last mark, the stacks before, and the memo."""
 
-    __slots__ = ("before", "memo", "stack")
-
     def __init__(self) -> None:
         self.stack: list[Any] = []
-        self.before: list[list[Any]] = []
-        self.memo: dict[int, Any] = {}
+        self._before: list[list[Any]] = []
+        self._memo: dict[int, Any] = {}
 
-    def pop(self, kind: type) -> Any:
-        return _checked(self.stack.pop(), kind)
+    def step(self, opcode: str, argument: Any) -> None:  # the most frequent opcodes first
+        """Do what an opcode says that a pickle of data needs; any other one is a ValueError."""
+        push, pop = self.stack.append, self.stack.pop
+        match opcode:
+            case "BININT1" | "SHORT_BINUNICODE" | "BININT2" | "BININT" | "LONG1" | "BINFLOAT":
+                push(argument)
+            case "BINUNICODE" | "BINUNICODE8":
+                push(argument)
+            case "BINGET" | "LONG_BINGET":
+                if argument not in self._memo:
+                    raise ValueError(f"the pickle uses number {argument} of its memo before it is there")
+                push(self._memo[argument])
+            case "MEMOIZE":
+                self._memo[len(self._memo)] = self.stack[-1]
+            case "BINPUT" | "LONG_BINPUT":
+                self._memo[argument] = self.stack[-1]
+            case "MARK":
+                self._before.append(self.stack)
+                self.stack = []
+            case "TUPLE1" | "TUPLE2" | "TUPLE3":
+                values = [pop() for _ in range(int(opcode[-1]))]
+                push(tuple(reversed(values)))
+            case "TUPLE":
+                values = self._pop_to_mark()
+                self.stack.append(tuple(values))
+            case "REDUCE" | "NEWOBJ":
+                args = _checked(pop(), tuple)
+                push(Made(_checked(pop(), Name), args))
+            case "BUILD":
+                state = pop()
+                self._top(Made).state = state
+            case "EMPTY_TUPLE" | "EMPTY_LIST" | "EMPTY_DICT":
+                push({"EMPTY_TUPLE": tuple, "EMPTY_LIST": list, "EMPTY_DICT": dict}[opcode]())
+            case "SETITEM":
+                value, key = pop(), pop()
+                self._top(dict)[_key(key)] = value
+            case "SETITEMS":
+                items = self._pop_to_mark()
+                self._top(dict).update(zip(map(_key, items[::2]), items[1::2], strict=True))
+            case "APPEND":
+                value = pop()
+                self._top(list).append(value)
+            case "APPENDS":
+                values = self._pop_to_mark()
+                self._top(list).extend(values)
+            case "GLOBAL":
+                module, _, name = argument.partition(" ")
+                push(Name(module, name))
+            case "STACK_GLOBAL":
+                name = _checked(pop(), str)
+                push(Name(_checked(pop(), str), name))
+            case "NONE" | "NEWTRUE" | "NEWFALSE":
+                push({"NONE": None, "NEWTRUE": True, "NEWFALSE": False}[opcode])
+            case "PROTO" | "FRAME" | "STOP":
+                pass
+            case _:
+                raise ValueError(f"a pickle of data does not need {opcode}")
 
-    def top(self, kind: type) -> Any:
-        return _checked(self.stack[-1], kind)
-
-    def pop_to_mark(self) -> list[Any]:
-        values, self.stack = self.stack, self.before.pop()
+    def _pop_to_mark(self) -> list[Any]:
+        values, self.stack = self.stack, self._before.pop()
         return values
+
+    def _top(self, kind: type) -> Any:
+        return _checked(self.stack[-1], kind)
 
 
 def _checked(value: Any, kind: type) -> Any:
@@ -93,124 +139,8 @@ def _checked(value: Any, kind: type) -> Any:
     return value
 
 
-def _push_argument(walk: _Walk, argument: Any) -> None:
-    walk.stack.append(argument)
-
-
-def _constant(value: Any) -> Callable[[_Walk, Any], None]:
-    return lambda walk, _: walk.stack.append(value)
-
-
-def _mark(walk: _Walk, _: Any) -> None:
-    walk.before.append(walk.stack)
-    walk.stack = []
-
-
-def _tuple_of(length: int) -> Callable[[_Walk, Any], None]:
-    def step(walk: _Walk, _: Any) -> None:
-        values = [walk.stack.pop() for _ in range(length)]
-        walk.stack.append(tuple(reversed(values)))
-
-    return step
-
-
-def _tuple(walk: _Walk, _: Any) -> None:
-    values = walk.pop_to_mark()
-    walk.stack.append(tuple(values))
-
-
-def _append(walk: _Walk, _: Any) -> None:
-    value = walk.stack.pop()
-    walk.top(list).append(value)
-
-
-def _appends(walk: _Walk, _: Any) -> None:
-    values = walk.pop_to_mark()
-    walk.top(list).extend(values)
-
-
-def _set_item(walk: _Walk, _: Any) -> None:
-    value, key = walk.stack.pop(), walk.stack.pop()
-    walk.top(dict)[_key(key)] = value
-
-
-def _set_items(walk: _Walk, _: Any) -> None:
-    items = walk.pop_to_mark()
-    walk.top(dict).update(zip(map(_key, items[::2]), items[1::2], strict=True))
-
-
 def _key(key: Any) -> Any:
     """Return a key; to hash a tuple of tuples of tuples may end the process."""
     if type(key) not in (str, int, Made):
         raise ValueError(f"the pickle has a {type(key).__name__} for a key")
     return key
-
-
-def _name(walk: _Walk, argument: str) -> None:
-    module, _, name = argument.partition(" ")
-    walk.stack.append(Name(module, name))
-
-
-def _name_from_stack(walk: _Walk, _: Any) -> None:
-    name = walk.pop(str)
-    walk.stack.append(Name(walk.pop(str), name))
-
-
-def _make(walk: _Walk, _: Any) -> None:
-    args = walk.pop(tuple)
-    walk.stack.append(Made(walk.pop(Name), args))
-
-
-def _build(walk: _Walk, _: Any) -> None:
-    state = walk.stack.pop()
-    walk.top(Made).state = state
-
-
-def _get(walk: _Walk, number: int) -> None:
-    if number not in walk.memo:
-        raise ValueError(f"the pickle uses number {number} of its memo before it is there")
-    walk.stack.append(walk.memo[number])
-
-
-def _put(walk: _Walk, number: int) -> None:
-    walk.memo[number] = walk.stack[-1]
-
-
-def _memoize(walk: _Walk, _: Any) -> None:
-    walk.memo[len(walk.memo)] = walk.stack[-1]
-
-
-def _nothing(_walk: _Walk, _: Any) -> None:
-    """Leave all as it is."""
-
-
-_STEPS: dict[bytes, Callable[[_Walk, Any], None]] = {
-    **dict.fromkeys((pickle.PROTO, pickle.FRAME, pickle.STOP), _nothing),
-    **dict.fromkeys((pickle.BININT, pickle.BININT1, pickle.BININT2, pickle.LONG1, pickle.BINFLOAT), _push_argument),
-    **dict.fromkeys((pickle.SHORT_BINUNICODE, pickle.BINUNICODE, pickle.BINUNICODE8), _push_argument),
-    pickle.NONE: _constant(None),
-    pickle.NEWTRUE: _constant(value=True),
-    pickle.NEWFALSE: _constant(value=False),
-    pickle.MARK: _mark,
-    pickle.EMPTY_TUPLE: _constant(()),
-    pickle.TUPLE1: _tuple_of(1),
-    pickle.TUPLE2: _tuple_of(2),
-    pickle.TUPLE3: _tuple_of(3),
-    pickle.TUPLE: _tuple,
-    pickle.EMPTY_LIST: lambda walk, _: walk.stack.append([]),
-    pickle.APPEND: _append,
-    pickle.APPENDS: _appends,
-    pickle.EMPTY_DICT: lambda walk, _: walk.stack.append({}),
-    pickle.SETITEM: _set_item,
-    pickle.SETITEMS: _set_items,
-    pickle.GLOBAL: _name,
-    pickle.STACK_GLOBAL: _name_from_stack,
-    pickle.REDUCE: _make,
-    pickle.NEWOBJ: _make,
-    pickle.BUILD: _build,
-    **dict.fromkeys((pickle.BINGET, pickle.LONG_BINGET), _get),
-    **dict.fromkeys((pickle.BINPUT, pickle.LONG_BINPUT), _put),
-    pickle.MEMOIZE: _memoize,
-}
-"""What each opcode does that a pickle of data needs."""
-_STEP_OF = {code.decode("latin-1"): step for code, step in _STEPS.items()}

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from distman._torch_internals import storage_info
-from distman.checkpoint._inert_pickle import Made, Name, Read, read_inert
+from distman.checkpoint._inert_pickle import Made, Name, read_inert
 from distman.checkpoint._location import Location
 from distman.checkpoint._storage import METADATA
 from distman.errors import CheckpointError
@@ -43,9 +43,10 @@ def read_metadata(folder: Location) -> Metadata:
             "where all of them can read."
         ) from error
     try:
-        found = read_inert(data)
-        _check_seal(data, found)
-        return _Contents(found.end).metadata(found.value)
+        value, end = read_inert(data)
+        if len(data) > end and data != sealed(data[:end]):  # one that torch wrote by itself has no checksum
+            raise ValueError("its checksum differs")
+        return _Contents(end).metadata(value)
     except (ValueError, MemoryError) as error:  # MemoryError: of a length that nobody wrote
         raise CheckpointError(
             f"{path} is damaged or describes something other than tensors; nothing in it was run: {error}. Load "
@@ -56,12 +57,6 @@ def read_metadata(folder: Location) -> Metadata:
 def sealed(data: bytes) -> bytes:
     """Return a table of contents with its checksum, by which a damaged one is known."""
     return data + _SEAL + b"%08x" % zlib.crc32(data)
-
-
-def _check_seal(data: bytes, found: Read) -> None:
-    """Compare a table with its checksum; one that torch wrote by itself has none."""
-    if len(data) > found.end and data != sealed(data[: found.end]):
-        raise ValueError("its checksum differs")
 
 
 class _Contents:
@@ -78,8 +73,8 @@ class _Contents:
         state = self._state_of(value, "Metadata")
         paths = state.get("planner_data")
         return Metadata(  # what is left out describes the save, and no load needs it
-            state_dict_metadata=self._mapping(state.get("state_dict_metadata"), _text, self._entry),
-            planner_data=None if paths is None else self._mapping(paths, _text, self._path),
+            state_dict_metadata=self._mapping(state.get("state_dict_metadata"), _name, self._entry),
+            planner_data=None if paths is None else self._mapping(paths, _name, self._path),
             storage_data=self._mapping(state.get("storage_data"), self._index, self._place),
             storage_meta=StorageMeta(),
         )
@@ -98,12 +93,16 @@ class _Contents:
     def _index(self, value: Any) -> MetadataIndex:
         state = self._state_of(value, "MetadataIndex")
         offset, number = state.get("offset"), state.get("index")
-        return MetadataIndex(_text(state.get("fqn")), _optional(self._size, offset), _optional(_number, number))
+        return MetadataIndex(
+            _name(state.get("fqn")),
+            None if offset is None else self._size(offset),
+            None if number is None else _number(number),
+        )
 
     def _place(self, value: Any) -> Any:
         """Return where an entry is: a part of a file in the folder itself."""
         state = self._state_of(value, "_StorageInfo")
-        path = _text(state.get("relative_path"))
+        path = _name(state.get("relative_path"))
         if path != PurePosixPath(path).name or path in ("", "..") or "\0" in path:
             raise ValueError(f"it must name files in its own folder, got {path!r}")
         if state.get("transform_descriptors"):
@@ -157,7 +156,7 @@ def _of_type(kind: type[T], value: Any) -> T:
     return value
 
 
-def _text(value: Any) -> str:
+def _name(value: Any) -> str:
     return _of_type(str, value)
 
 
@@ -166,10 +165,6 @@ def _number(value: Any) -> int:
     if not 0 <= number <= _LARGEST:
         raise ValueError(f"{number} is not a size or an offset")
     return number
-
-
-def _optional(convert: Callable[[Any], T], value: Any) -> T | None:
-    return None if value is None else convert(value)
 
 
 def _shown(value: Any) -> str:
